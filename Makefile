@@ -1,0 +1,98 @@
+# Every task of this repository. `make help` lists them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+OUT ?= out/demo
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# .ci/run and people alike: no prompts, no colour codes in logs that are not a terminal.
+export DEBIAN_FRONTEND := noninteractive
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# To run machines and to build images.
+APT_RUN := qemu-system-x86 qemu-utils libvirt-daemon-driver-qemu libvirt-daemon-system ovmf seabios \
+	mmdebstrap debian-archive-keyring e2fsprogs
+# To install libvirt-python, which is compiled against the host's libvirt.
+APT_BUILD := gcc libvirt-dev pkg-config
+# To test guestd and input on a virtual X screen without a guest.
+APT_TEST := xvfb xauth openbox xterm wmctrl libxtst6 libxfixes3
+
+.PHONY: help deps venv image demo serve test check lint types imports proto unit vm-test docs format clean
+
+help: ## List the tasks
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+deps: ## Install missing Debian packages (needs root or sudo, and only if one is missing)
+	@command -v dpkg-query >/dev/null || { echo "deps: not a Debian system; see docs/operators.md for what is needed"; exit 0; }; \
+	want="$(APT_RUN) $(APT_BUILD) $(APT_TEST)"; \
+	if $(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null; then :; \
+	else want="$$want python3-dev"; fi; \
+	$(PYTHON) -c 'import ensurepip' 2>/dev/null || want="$$want python3-venv"; \
+	have=$$(dpkg-query -W -f='$${Package} $${Status}\n' $$want 2>/dev/null || true); \
+	missing=(); for package in $$want; do \
+		grep -qxF "$$package install ok installed" <<<"$$have" || missing+=("$$package"); \
+	done; \
+	if (($${#missing[@]} == 0)); then exit 0; fi; \
+	as_root=(); if ((EUID != 0)); then as_root=(sudo --preserve-env=DEBIAN_FRONTEND); fi; \
+	echo "deps: installing $${missing[*]}"; \
+	install=("$${as_root[@]}" apt-get install -y -q --no-install-recommends "$${missing[@]}"); \
+	log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
+	"$${install[@]}" >"$$log" 2>&1 || { "$${as_root[@]}" apt-get update -q >"$$log" 2>&1 && "$${install[@]}" >"$$log" 2>&1; } \
+		|| { tail -n 30 "$$log" >&2; exit 1; }
+
+venv: $(STAMP) ## Make .venv with envd, trainer and the tools (compiles libvirt-python: run make deps first)
+
+$(STAMP): pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python {v[0]}.{v[1]} is too old: 3.11 is needed; set PYTHON=")'
+	@[[ -x $(BIN)/python ]] || $(PYTHON) -m venv $(VENV)
+	@echo "venv: installing into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --editable '.[host,trainer,dev]'
+	@touch $@
+
+image: $(STAMP) ## Build the desktop image unless it is cached (minutes; needs root for mmdebstrap)
+	@$(BIN)/envd image build desktop
+
+demo: deps $(STAMP) ## Build the image, run an oracle and a null episode on real machines, write out/demo/
+	@$(BIN)/envd demo --out $(OUT)
+
+serve: deps $(STAMP) image ## Serve a pool of 2 desktops in the foreground
+	@$(BIN)/envd serve --pool 2
+
+test: deps $(STAMP) lint types imports proto image ## Everything: static checks, then all tests, real machines included
+	@$(BIN)/python -m pytest tests
+
+check: deps $(STAMP) lint types imports proto unit ## The fast part: static checks and unit tests
+
+lint: $(STAMP) ## Style (ruff)
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet .
+
+types: $(STAMP) ## Strict types (mypy)
+	@$(BIN)/mypy envd trainer tests
+
+imports: $(STAMP) ## Import contracts (import-linter)
+	@$(BIN)/lint-imports
+
+proto: $(STAMP) ## Lint the contract (buf)
+	@$(BIN)/buf lint
+
+unit: $(STAMP) ## Unit tests: milliseconds each, no machines
+	@$(BIN)/python -m pytest tests/unit
+
+vm-test: deps $(STAMP) image ## Only the tests that need real machines
+	@$(BIN)/python -m pytest -m vm tests
+
+docs: $(STAMP) ## Write docs/api.md from the comments in the proto
+	@$(BIN)/python docs/generate_api.py
+
+format: $(STAMP) ## Rewrite the code as the linter wants it
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+clean: ## Remove what the tasks wrote here, .venv included; images and machines' state stay
+	@rm -rf $(VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@find envd trainer tests proto -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find proto -name '*_pb2*.py*' -delete

@@ -1,0 +1,156 @@
+"""Write docs/api.md from the comments of the contract: `python docs/generate_api.py`.
+
+The page is checked in, so that it can be read where nothing is built; a test fails when it is stale.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    EnumDescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+    FileDescriptorSet,
+    MethodDescriptorProto,
+    ServiceDescriptorProto,
+)
+from grpc_tools import protoc  # type: ignore[import-untyped]
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = "cuaenv/v1/env.proto"
+PAGE = ROOT / "docs" / "api.md"
+
+_HEADER = f"""# API
+
+<!-- Made by `python docs/generate_api.py` from proto/{SOURCE}. Edit that file, not this one. -->
+
+"""
+
+# Field numbers in descriptor.proto, by which a comment's path names what it stands at.
+_FILE_PACKAGE, _FILE_MESSAGE, _FILE_ENUM, _FILE_SERVICE = 2, 4, 5, 6
+_SERVICE_METHOD, _MESSAGE_FIELD, _MESSAGE_ENUM, _ENUM_VALUE = 2, 2, 4, 2
+
+#: Where something stands in a file, by field numbers and indexes.
+Location = tuple[int, ...]
+_SCALARS = {
+    FieldDescriptorProto.TYPE_DOUBLE: "double",
+    FieldDescriptorProto.TYPE_INT32: "int32",
+    FieldDescriptorProto.TYPE_INT64: "int64",
+    FieldDescriptorProto.TYPE_BOOL: "bool",
+    FieldDescriptorProto.TYPE_STRING: "string",
+    FieldDescriptorProto.TYPE_BYTES: "bytes",
+}
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    """Return the page as Markdown.
+
+    Raises:
+        RuntimeError: protoc refused the contract; its reasons are on stderr.
+    """
+    return _HEADER + "\n".join(_Page(_described()).lines()).rstrip() + "\n"
+
+
+def _described() -> FileDescriptorProto:
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory, "env.binpb")
+        arguments = [f"-I{ROOT / 'proto'}", f"-I{files('grpc_tools') / '_proto'}", "--include_source_info"]
+        status = protoc.main(["protoc", *arguments, f"--descriptor_set_out={output}", SOURCE])
+        if status:
+            raise RuntimeError(f"protoc exited with status {status} on {SOURCE}")
+        return FileDescriptorSet.FromString(output.read_bytes()).file[0]
+
+
+class _Page:
+    """The page of one file, in the order of the file."""
+
+    def __init__(self, described: FileDescriptorProto) -> None:
+        self._file = described
+        self._prefix = f".{described.package}."
+        self._comments: dict[Location, list[str]] = {
+            tuple(location.path): [line.removeprefix(" ") for line in location.leading_comments.splitlines()]
+            for location in described.source_code_info.location
+        }
+
+    def lines(self) -> Iterator[str]:
+        yield from self._comments[(_FILE_PACKAGE,)]
+        yield ""
+        yield f"Package `{self._file.package}`."
+        yield ""
+        for index, service in enumerate(self._file.service):
+            yield from self._service(service, (_FILE_SERVICE, index))
+        yield from ("## Messages", "")
+        for index, message in enumerate(self._file.message_type):
+            yield from self._message(message, (_FILE_MESSAGE, index))
+        yield from ("## Enums", "")
+        for index, enum in enumerate(self._file.enum_type):
+            yield from self._enum(enum, (_FILE_ENUM, index), enum.name)
+
+    def _service(self, service: ServiceDescriptorProto, path: Location) -> Iterator[str]:
+        yield from (f"## Service {service.name}", "", *self._comments[path], "")
+        for index, method in enumerate(service.method):
+            yield from self._method(method, (*path, _SERVICE_METHOD, index))
+
+    def _method(self, method: MethodDescriptorProto, path: Location) -> Iterator[str]:
+        request = ("stream " if method.client_streaming else "") + self._link(method.input_type)
+        response = ("stream " if method.server_streaming else "") + self._link(method.output_type)
+        yield from (f"### {method.name}", "", f"{request} → {response}", "", *self._comments[path], "")
+
+    def _message(self, message: DescriptorProto, path: Location) -> Iterator[str]:
+        yield from (f"### {message.name}", "")
+        if self._comments.get(path):
+            yield from (*self._comments[path], "")
+        if message.field:
+            yield from ("| field | type | |", "|---|---|---|")
+            for index, field in enumerate(message.field):
+                comment = _one_line(self._comments.get((*path, _MESSAGE_FIELD, index), []))
+                yield f"| `{field.name}` = {field.number} | {self._type(field, message)} | {comment} |"
+            yield ""
+        else:
+            yield from ("No fields.", "")
+        for index, enum in enumerate(message.enum_type):
+            yield from self._enum(enum, (*path, _MESSAGE_ENUM, index), f"{message.name}.{enum.name}")
+
+    def _enum(self, enum: EnumDescriptorProto, path: Location, name: str) -> Iterator[str]:
+        yield from (f"### {name}", "", *self._comments.get(path, []), "", "| value | |", "|---|---|")
+        for index, value in enumerate(enum.value):
+            comment = _one_line(self._comments.get((*path, _ENUM_VALUE, index), []))
+            yield f"| `{value.name}` = {value.number} | {comment} |"
+        yield ""
+
+    def _type(self, field: FieldDescriptorProto, message: DescriptorProto) -> str:
+        entry = next((nested for nested in message.nested_type if field.type_name.endswith(f".{nested.name}")), None)
+        if entry is not None and entry.options.map_entry:
+            key, value = (self._scalar_or_link(part) for part in entry.field)
+            return f"map of {key} to {value}"
+        kind = self._scalar_or_link(field)
+        if field.label == FieldDescriptorProto.LABEL_REPEATED:
+            return f"repeated {kind}"
+        if field.HasField("oneof_index") and not field.proto3_optional:
+            return f"{kind}, one of `{message.oneof_decl[field.oneof_index].name}`"
+        return f"optional {kind}" if field.proto3_optional else kind
+
+    def _scalar_or_link(self, field: FieldDescriptorProto) -> str:
+        return self._link(field.type_name) if field.type_name else _SCALARS[field.type]
+
+    def _link(self, type_name: str) -> str:
+        if not type_name.startswith(self._prefix):
+            return f"`{type_name.removeprefix('.')}`"
+        name = type_name.removeprefix(self._prefix)
+        return f"[{name}](#{name.lower().replace('.', '')})"
+
+
+def _one_line(comment: Sequence[str]) -> str:
+    return " ".join(comment).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    main()

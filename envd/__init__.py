@@ -1,0 +1,1 @@
+"""envd: a KVM host as a pool of forkable desktops behind one gRPC service."""

@@ -1,0 +1,225 @@
+"""Turn requests on the wire into the episode service's commands. Pure.
+
+Every field is checked here, once, against the ranges that the contract documents; the service trusts what it gets.
+A field that is in the contract but not in this release is refused, never ignored.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+
+from cuaenv.v1 import env_pb2
+from google.protobuf.message import Message
+
+from envd.api.convert_actions import Scale, Size, actions_from_proto
+from envd.api.fields import limited, request_id_of, required, seconds, whole
+from envd.episodes.types import ResetCommand, StepCommand
+from envd.errors import InvalidRequest, Unimplemented
+from envd.guest.observation import Encoding, ObservationOptions, Region, SettlePolicy
+
+MAX_GROUP_SIZE = 64
+MAX_STEPS = 100_000
+MIN_LEASE_TTL_S = 10.0
+MAX_LEASE_TTL_S = 3600.0
+MAX_READY_TIMEOUT_S = 86_400.0
+DEFAULT_READY_TIMEOUT_S = 600.0
+#: A reset that gives up this much before the caller does can still say why.
+READY_MARGIN_S = 0.5
+MAX_QUIET_S = 60.0
+MAX_SETTLE_S = 300.0
+MAX_SIDE_PX = 32_767
+DEFAULT_JPEG_QUALITY = 85
+MAX_FILE_BYTES = 32 << 20
+MAX_PATH_CHARS = 4096
+MAX_ARGUMENT_COUNT = 256
+MAX_ARGUMENT_CHARS = 65_536
+MAX_COMMAND_S = 600.0
+DEFAULT_COMMAND_S = 60.0
+MAX_KEEP_ALIVE_COUNT = 1000
+
+_RUN = re.compile(r"[A-Za-z0-9._-]{0,64}")
+_ABSOLUTE_PATH = re.compile(r"/|[A-Za-z]:[\\/]")
+
+_ENCODINGS: Mapping["env_pb2.Encoding.ValueType", Encoding] = {
+    env_pb2.ENCODING_UNSPECIFIED: Encoding.PNG,
+    env_pb2.ENCODING_NONE: Encoding.NONE,
+    env_pb2.ENCODING_PNG: Encoding.PNG,
+    env_pb2.ENCODING_JPEG: Encoding.JPEG,
+}
+_DRAWS_CURSOR: Mapping["env_pb2.CursorMode.ValueType", bool] = {
+    env_pb2.CURSOR_MODE_UNSPECIFIED: True,
+    env_pb2.CURSOR_MODE_DRAWN: True,
+    env_pb2.CURSOR_MODE_HIDDEN: False,
+}
+_HAS_TREE: Mapping["env_pb2.A11yFormat.ValueType", bool] = {
+    env_pb2.A11Y_FORMAT_UNSPECIFIED: False,
+    env_pb2.A11Y_FORMAT_OSWORLD_XML: True,
+}
+
+
+def fingerprint_of(request: Message) -> bytes:
+    """Return a digest of the whole request: equal for a true retry, different for any other body."""
+    return hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest()
+
+
+def reset_command(request: env_pb2.ResetRequest, *, time_remaining_s: float | None) -> ResetCommand:
+    """Return the command to open a group; `time_remaining_s` is the call's own deadline, if it has one.
+
+    Raises:
+        InvalidRequest: A field is missing or out of range.
+        Unimplemented: A field asks for what this release does not have.
+    """
+    if not _RUN.fullmatch(request.run):
+        raise InvalidRequest("run", "must be at most 64 of A-Z a-z 0-9 . _ -")
+    if request.HasField("ready_timeout"):
+        timeout_s = seconds(request.ready_timeout, "ready_timeout", above=0.0, high=MAX_READY_TIMEOUT_S)
+    elif time_remaining_s is not None:
+        timeout_s = max(time_remaining_s - READY_MARGIN_S, time_remaining_s / 2)
+    else:
+        timeout_s = DEFAULT_READY_TIMEOUT_S
+    return ResetCommand(
+        request_id=request_id_of(request.request_id),
+        task_id=required(request.task_id, "task_id"),
+        pool=limited(request.pool, "pool"),
+        group_size=whole(request.group_size, "group_size", default=1, low=1, high=MAX_GROUP_SIZE),
+        lease_ttl_s=_lease_ttl_s(request),
+        max_steps=whole(request.max_steps, "max_steps", low=1, high=MAX_STEPS) if request.max_steps else None,
+        run=request.run,
+        settle=settle_policy(request.settle, "settle") if request.HasField("settle") else None,
+        observe=observation_options(request.observation, "observation"),
+        timeout_s=timeout_s,
+        fingerprint=fingerprint_of(request),
+    )
+
+
+def step_command(request: env_pb2.StepRequest, *, screen: Size | None, prefix: str = "") -> StepCommand:
+    """Return the command to act and look; `screen` is needed where `coordinate_space` is given.
+
+    Raises:
+        InvalidRequest: A field is missing or out of range.
+        Unimplemented: A field asks for what this release does not have.
+    """
+    scale = None
+    if request.HasField("coordinate_space"):
+        reference = _size(request.coordinate_space, f"{prefix}coordinate_space")
+        if screen is None:
+            raise InvalidRequest(f"{prefix}coordinate_space", "cannot be used: the screen's size is not known")
+        scale = Scale(reference=reference, screen=screen)
+    return StepCommand(
+        request_id=request_id_of(request.request_id, f"{prefix}request_id"),
+        episode_id=episode_id_of(request.episode_id, f"{prefix}episode_id"),
+        step_index=whole(request.step_index, f"{prefix}step_index", low=0, high=MAX_STEPS),
+        actions=actions_from_proto(request.actions, scale=scale, field=f"{prefix}actions"),
+        settle=settle_policy(request.settle, f"{prefix}settle") if request.HasField("settle") else None,
+        observe=observation_options(request.observation, f"{prefix}observation"),
+        fingerprint=fingerprint_of(request),
+    )
+
+
+def episode_id_of(value: str, field: str = "episode_id") -> str:
+    """Return an episode's id. Raises: InvalidRequest."""
+    return required(value, field, max_chars=64)
+
+
+def keep_alive_of(request: env_pb2.KeepAliveRequest) -> tuple[list[str], float | None]:
+    """Return the episodes' ids and the lease's length, None for what each had before. Raises: InvalidRequest."""
+    count = len(request.episode_ids)
+    if not 1 <= count <= MAX_KEEP_ALIVE_COUNT:
+        raise InvalidRequest("episode_ids", f"has {count} items; give 1 to {MAX_KEEP_ALIVE_COUNT}")
+    ids = [episode_id_of(value, f"episode_ids[{index}]") for index, value in enumerate(request.episode_ids)]
+    return ids, _lease_ttl_s(request)
+
+
+def guest_path_of(path: str) -> str:
+    """Return a guest path, of Linux or Windows. Raises: InvalidRequest."""
+    required(path, "path", max_chars=MAX_PATH_CHARS)
+    if not _ABSOLUTE_PATH.match(path) or "\0" in path:
+        raise InvalidRequest("path", "must be absolute, such as /home/user/notes.txt")
+    return path
+
+
+def file_data_of(data: bytes, field: str = "data") -> bytes:
+    """Return a file's bytes. Raises: InvalidRequest."""
+    if len(data) > MAX_FILE_BYTES:
+        raise InvalidRequest(field, f"has {len(data)} bytes; at most {MAX_FILE_BYTES}")
+    return data
+
+
+def argv_of(request: env_pb2.RunGuestCommandRequest) -> tuple[str, ...]:
+    """Return a command's program and arguments. Raises: InvalidRequest."""
+    if not 1 <= len(request.argv) <= MAX_ARGUMENT_COUNT:
+        raise InvalidRequest("argv", f"has {len(request.argv)} items; give 1 to {MAX_ARGUMENT_COUNT}")
+    for index, argument in enumerate(request.argv):
+        limited(argument, f"argv[{index}]", max_chars=MAX_ARGUMENT_CHARS)
+        if "\0" in argument:
+            raise InvalidRequest(f"argv[{index}]", "has a NUL character")
+    required(request.argv[0], "argv[0]", max_chars=MAX_PATH_CHARS)
+    return tuple(request.argv)
+
+
+def command_timeout_s(request: env_pb2.RunGuestCommandRequest) -> float:
+    """Return how long a command may run, in seconds. Raises: InvalidRequest."""
+    timeout = request.timeout if request.HasField("timeout") else None
+    return seconds(timeout, "timeout", above=0.0, high=MAX_COMMAND_S, default=DEFAULT_COMMAND_S)
+
+
+def settle_policy(message: env_pb2.SettlePolicy, field: str) -> SettlePolicy:
+    """Return when a screen counts as settled. Raises: InvalidRequest, Unimplemented."""
+    if message.ignored_regions:
+        raise Unimplemented(f"{field}.ignored_regions is not in this release; leave it empty")
+    quiet = message.quiet if message.HasField("quiet") else None
+    least = message.min if message.HasField("min") else None
+    most = message.max if message.HasField("max") else None
+    default = SettlePolicy()
+    quiet_s = seconds(quiet, f"{field}.quiet", low=0.0, high=MAX_QUIET_S, default=default.quiet_ms / 1000)
+    min_s = seconds(least, f"{field}.min", low=0.0, high=MAX_QUIET_S, default=default.min_ms / 1000)
+    max_s = seconds(most, f"{field}.max", low=0.0, high=MAX_SETTLE_S, default=max(default.max_ms / 1000, min_s))
+    if max_s < min_s:
+        raise InvalidRequest(f"{field}.max", f"{max_s:g} s is less than {field}.min, {min_s:g} s")
+    return SettlePolicy(quiet_ms=round(quiet_s * 1000), min_ms=round(min_s * 1000), max_ms=round(max_s * 1000))
+
+
+def observation_options(message: env_pb2.ObservationOptions, field: str) -> ObservationOptions:
+    """Return what to put into an observation. Raises: InvalidRequest, Unimplemented."""
+    if message.encoding not in _ENCODINGS:
+        raise Unimplemented(f"{field}.encoding {message.encoding} is not in this release; use PNG, JPEG or NONE")
+    if message.cursor not in _DRAWS_CURSOR:
+        raise Unimplemented(f"{field}.cursor {message.cursor} is not in this release; use DRAWN or HIDDEN")
+    if message.a11y_format not in _HAS_TREE:
+        raise Unimplemented(f"{field}.a11y_format {message.a11y_format} is not in this release; use OSWORLD_XML")
+    if message.max_pixel_count:
+        raise Unimplemented(f"{field}.max_pixel_count is not in this release; use max_width_px and max_height_px")
+    if message.include_screen_change:
+        raise Unimplemented(f"{field}.include_screen_change is not in this release; leave it out")
+    return ObservationOptions(
+        encoding=_ENCODINGS[message.encoding],
+        jpeg_quality=whole(message.quality, f"{field}.quality", default=DEFAULT_JPEG_QUALITY, low=1, high=100),
+        region=_region(message.region, f"{field}.region") if message.HasField("region") else None,
+        max_width_px=whole(message.max_width_px, f"{field}.max_width_px", low=0, high=MAX_SIDE_PX),
+        max_height_px=whole(message.max_height_px, f"{field}.max_height_px", low=0, high=MAX_SIDE_PX),
+        include_a11y_tree=_HAS_TREE[message.a11y_format],
+        include_terminal=message.include_terminal,
+        draw_cursor=_DRAWS_CURSOR[message.cursor],
+    )
+
+
+def _region(message: env_pb2.Rect, field: str) -> Region:
+    return Region(
+        x_px=whole(message.x_px, f"{field}.x_px", low=0, high=MAX_SIDE_PX),
+        y_px=whole(message.y_px, f"{field}.y_px", low=0, high=MAX_SIDE_PX),
+        width_px=whole(message.width_px, f"{field}.width_px", low=1, high=MAX_SIDE_PX),
+        height_px=whole(message.height_px, f"{field}.height_px", low=1, high=MAX_SIDE_PX),
+    )
+
+
+def _size(message: env_pb2.Size, field: str) -> Size:
+    return Size(
+        width_px=whole(message.width_px, f"{field}.width_px", low=1, high=MAX_SIDE_PX),
+        height_px=whole(message.height_px, f"{field}.height_px", low=1, high=MAX_SIDE_PX),
+    )
+
+
+def _lease_ttl_s(request: env_pb2.ResetRequest | env_pb2.KeepAliveRequest) -> float | None:
+    if not request.HasField("lease_ttl"):
+        return None
+    return seconds(request.lease_ttl, "lease_ttl", low=MIN_LEASE_TTL_S, high=MAX_LEASE_TTL_S)

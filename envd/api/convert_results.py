@@ -1,0 +1,171 @@
+"""Turn what the episode service returns into responses on the wire. Pure."""
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import overload
+
+from cuaenv.v1 import env_pb2
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, PoolInfo, ResetResult, StepResult
+from envd.guest.observation import EncodedFrame, Encoding, Observation
+from envd.tasks.model import Task
+
+_STATES = {
+    EpisodeState.ACTIVE: env_pb2.Episode.STATE_ACTIVE,
+    EpisodeState.TERMINATED: env_pb2.Episode.STATE_TERMINATED,
+    EpisodeState.TRUNCATED: env_pb2.Episode.STATE_TRUNCATED,
+    EpisodeState.FAILED: env_pb2.Episode.STATE_FAILED,
+}
+_ENCODINGS: Mapping[Encoding, "env_pb2.Encoding.ValueType"] = {
+    Encoding.PNG: env_pb2.ENCODING_PNG,
+    Encoding.JPEG: env_pb2.ENCODING_JPEG,
+}
+
+
+def reset_response(result: ResetResult) -> env_pb2.ResetResponse:
+    """Return the response to a reset."""
+    first_frames = [observation.frame.frame_id for observation in result.observations]
+    return env_pb2.ResetResponse(
+        episodes=[
+            episode_message(info, origin=env_pb2.Origin(first_frame_id=frame_id))
+            for info, frame_id in zip(result.episodes, first_frames, strict=True)
+        ],
+        observations=[observation_message(observation) for observation in result.observations],
+        instruction=result.instruction,
+        timings_ms=result.timings_ms,
+    )
+
+
+def step_response(result: StepResult) -> env_pb2.StepResponse:
+    """Return the response to a step."""
+    return env_pb2.StepResponse(
+        episode=episode_message(result.episode),
+        observation=observation_message(result.observation),
+        action_results=[
+            env_pb2.ActionResult(error=_text(outcome.error), input_ms=outcome.input_ms) for outcome in result.outcomes
+        ],
+        timings_ms=result.timings_ms,
+        replayed=result.replayed,
+    )
+
+
+def evaluate_response(result: EvaluateResult) -> env_pb2.EvaluateResponse:
+    """Return the response to an evaluation."""
+    return env_pb2.EvaluateResponse(
+        episode=episode_message(result.episode),
+        score=result.score,
+        checks=[
+            env_pb2.Check(name=check.name, score=check.score, evidence=_text(check.evidence)) for check in result.checks
+        ],
+        timings_ms=result.timings_ms,
+        cached=result.cached,
+    )
+
+
+def episode_message(info: EpisodeInfo, *, origin: env_pb2.Origin | None = None) -> env_pb2.Episode:
+    """Return an episode as it travels."""
+    return env_pb2.Episode(
+        episode_id=info.episode_id,
+        group_id=info.group_id,
+        parent_episode_id=info.parent_episode_id,
+        task_id=info.task_id,
+        pool=info.pool,
+        state=_STATES[info.state],
+        end_reason=info.end_reason,
+        step_count=info.step_count,
+        max_steps=info.max_steps,
+        create_time=_timestamp(info.create_time),
+        expire_time=_timestamp(info.expire_time),
+        run=info.run,
+        origin=origin,
+    )
+
+
+def observation_message(observation: Observation) -> env_pb2.Observation:
+    """Return an observation as it travels; what was not asked for stays absent."""
+    settle = observation.settle
+    return env_pb2.Observation(
+        frame=_frame(observation.frame),
+        a11y_tree=_text(observation.a11y_tree),
+        terminal=_text(observation.terminal),
+        settle=None
+        if settle is None
+        else env_pb2.SettleResult(settled=settle.settled, settle_ms=settle.settle_ms, change_count=settle.change_count),
+        timings_ms=observation.timings_ms,
+    )
+
+
+def pool_messages(pools: Iterable[PoolInfo]) -> list[env_pb2.Pool]:
+    """Return pools as they travel, in name order."""
+    return [_pool(pool) for pool in sorted(pools, key=lambda pool: pool.name)]
+
+
+def task_message(task: Task) -> env_pb2.Task:
+    """Return a task as it travels, without its setup, checker and oracle."""
+    return env_pb2.Task(
+        task_id=task.task_id,
+        instruction=task.instruction,
+        level=task.level,
+        suite=suite_of(task),
+        version=task.version,
+        tags=task.tags,
+        max_steps=task.max_steps,
+        os=task.os.value,
+    )
+
+
+def suite_of(task: Task) -> str:
+    """Return the suite that a task's id begins with."""
+    return task.task_id.partition("/")[0]
+
+
+def _pool(pool: PoolInfo) -> env_pb2.Pool:
+    if pool.healthy:
+        health = env_pb2.Pool.HEALTH_DEGRADED if pool.problem else env_pb2.Pool.HEALTH_HEALTHY
+    else:
+        health = env_pb2.Pool.HEALTH_FAILING
+    return env_pb2.Pool(
+        name=pool.name,
+        image=pool.image,
+        os=pool.os,
+        accelerator=pool.accelerator,
+        capacity_count=pool.capacity,
+        idle_count=pool.idle_count,
+        leased_count=pool.leased_count,
+        starting_count=pool.starting_count,
+        dying_count=pool.dying_count,
+        waiting_count=pool.waiting_count,
+        memory_bytes=pool.memory_bytes,
+        health=health,
+        problem=pool.problem,
+    )
+
+
+def _frame(frame: EncodedFrame) -> env_pb2.Frame:
+    keyframe = None
+    if frame.encoding is not Encoding.NONE:
+        keyframe = env_pb2.Keyframe(encoding=_ENCODINGS[frame.encoding], data=frame.data)
+    return env_pb2.Frame(
+        frame_id=frame.frame_id,
+        width_px=frame.width_px,
+        height_px=frame.height_px,
+        screen=env_pb2.Size(width_px=frame.screen_width_px, height_px=frame.screen_height_px),
+        capture_time=_timestamp(frame.capture_time),
+        keyframe=keyframe,
+    )
+
+
+@overload
+def _text(text: str) -> str: ...
+@overload
+def _text(text: None) -> None: ...
+def _text(text: str | None) -> str | None:
+    # Text from a guest may hold lone surrogates, as JSON's escapes let it; the wire refuses the whole message then.
+    return None if text is None else text.encode(errors="replace").decode()
+
+
+def _timestamp(moment: datetime) -> Timestamp:
+    timestamp = Timestamp()
+    timestamp.FromDatetime(moment)
+    return timestamp

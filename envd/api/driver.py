@@ -1,0 +1,120 @@
+"""One episode at a time, driven over the real wire by envd's own commands (`envd demo`, benchmarks).
+
+Trainers use `trainer.client`, which retries, keeps leases and rebuilds frames; this says what was sent and returns
+what came, so that a command measures the service and not a client.
+"""
+
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import grpc
+from cuaenv.v1 import env_pb2, env_pb2_grpc
+
+from envd.api.convert_actions import action_to_proto
+from envd.api.server import MAX_MESSAGE_BYTES
+from envd.errors import EnvdError
+from envd.guest.actions import Action
+
+#: What `EpisodeDriver.reset` returns, for those who may not name the bindings.
+ResetResponse = env_pb2.ResetResponse
+
+if TYPE_CHECKING:
+    from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # We dial loopback: a proxy that is set for other traffic must not see it.
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class CallError(EnvdError):
+    """A call of a command's own was answered with a failure; the message holds its code and reason."""
+
+    reason = "CALL_FAILED"
+
+
+@contextmanager
+def failures_explained() -> Iterator[None]:
+    """Raise `CallError` for the failures that an `EpisodeDriver` meets inside."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise CallError(f"{error.code().name}: {error.details()}") from error
+
+
+class EpisodeDriver:
+    """A connection to a daemon; use as an async context manager.
+
+    Every method raises `grpc.aio.AioRpcError`, with `google.rpc` details, when the daemon answers a failure.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self.stub: CUAEnvAsyncStub = env_pb2_grpc.CUAEnvStub(self._channel)  # type: ignore[assignment]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    async def reset(
+        self,
+        task_id: str,
+        *,
+        pool: str = "",
+        group_size: int = 1,
+        observation: env_pb2.ObservationOptions | None = None,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> env_pb2.ResetResponse:
+        """Open a group of episodes."""
+        request = env_pb2.ResetRequest(
+            request_id=_new_id(), task_id=task_id, pool=pool, group_size=group_size, observation=observation
+        )
+        return await self.stub.Reset(request, timeout=timeout.total_seconds())
+
+    async def step(
+        self,
+        episode_id: str,
+        *actions: Action,
+        step_index: int,
+        observation: env_pb2.ObservationOptions | None = None,
+        settle: env_pb2.SettlePolicy | None = None,
+        timeout: timedelta = timedelta(minutes=2),
+    ) -> env_pb2.StepResponse:
+        """Perform actions, then look."""
+        request = env_pb2.StepRequest(
+            request_id=_new_id(),
+            episode_id=episode_id,
+            step_index=step_index,
+            actions=wire_actions(actions),
+            observation=observation,
+            settle=settle,
+        )
+        return await self.stub.Step(request, timeout=timeout.total_seconds())
+
+    async def evaluate(self, episode_id: str, *, timeout: timedelta = timedelta(minutes=5)) -> env_pb2.EvaluateResponse:
+        """Score."""
+        request = env_pb2.EvaluateRequest(request_id=_new_id(), episode_id=episode_id)
+        return await self.stub.Evaluate(request, timeout=timeout.total_seconds())
+
+    async def close(self, episode_id: str, *, timeout: timedelta = timedelta(minutes=1)) -> None:
+        """Give up the episode's machine."""
+        await self.stub.Close(env_pb2.CloseRequest(episode_id=episode_id), timeout=timeout.total_seconds())
+
+
+def wire_actions(actions: Sequence[Action]) -> list[env_pb2.Action]:
+    """Return actions as they travel."""
+    return [action_to_proto(action) for action in actions]
+
+
+def _new_id() -> str:
+    return str(uuid.uuid4())

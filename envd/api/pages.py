@@ -1,0 +1,55 @@
+"""Cut a sorted listing into pages that neither skip nor repeat an item that stays. Pure.
+
+A page's token says after which key the next one begins, so items may come and go between two pages.
+"""
+
+import base64
+import binascii
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from envd.api.fields import whole
+from envd.errors import InvalidRequest
+
+Item = TypeVar("Item")
+
+DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_SIZE = 1000
+_TOKEN_MARK = "1:"  # noqa: S105 -- the token's version, not a secret
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page(Generic[Item]):
+    """Some items, and where the next ones begin."""
+
+    items: tuple[Item, ...]
+    next_page_token: str
+    """Empty on the last page."""
+
+
+def page_of(items: Iterable[Item], *, key: Callable[[Item], str], page_size: int, page_token: str) -> Page[Item]:
+    """Return the page of `items`, in order of their unique keys, that the token begins.
+
+    Raises:
+        InvalidRequest: The size is out of range, or no page gave the token.
+    """
+    size = whole(page_size, "page_size", default=DEFAULT_PAGE_SIZE, low=1, high=MAX_PAGE_SIZE)
+    after = _decoded(page_token) if page_token else ""
+    left = sorted((item for item in items if key(item) > after), key=key)
+    token = _encoded(key(left[size - 1])) if len(left) > size else ""
+    return Page(items=tuple(left[:size]), next_page_token=token)
+
+
+def _encoded(key: str) -> str:
+    return base64.urlsafe_b64encode(f"{_TOKEN_MARK}{key}".encode()).decode()
+
+
+def _decoded(token: str) -> str:
+    try:
+        text = base64.b64decode(token.encode(), altchars=b"-_", validate=True).decode()
+    except (binascii.Error, UnicodeError):
+        text = ""
+    if not text.startswith(_TOKEN_MARK):
+        raise InvalidRequest("page_token", "is not from a page of this listing; begin without one")
+    return text.removeprefix(_TOKEN_MARK)

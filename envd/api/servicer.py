@@ -1,0 +1,323 @@
+# ruff: noqa: ARG002, N802 -- names and arguments are those of the contract
+"""The service's methods: convert, ask the episode service, convert back. Nothing is decided here.
+
+What a call began belongs to the episode service, which shields it: a client that goes away cancels only the wait.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import grpc
+from cuaenv.v1 import env_pb2, env_pb2_grpc
+
+from envd.api.convert_actions import Size
+from envd.api.convert_requests import (
+    MAX_FILE_BYTES,
+    argv_of,
+    command_timeout_s,
+    episode_id_of,
+    file_data_of,
+    fingerprint_of,
+    guest_path_of,
+    keep_alive_of,
+    observation_options,
+    reset_command,
+    settle_policy,
+    step_command,
+)
+from envd.api.convert_results import (
+    episode_message,
+    evaluate_response,
+    observation_message,
+    pool_messages,
+    reset_response,
+    step_response,
+    suite_of,
+    task_message,
+)
+from envd.api.fields import request_id_of, whole
+from envd.api.pages import page_of
+from envd.episodes.types import (
+    EpisodeInfo,
+    EvaluateResult,
+    GuestCommandResult,
+    GuestFile,
+    PoolInfo,
+    ResetCommand,
+    ResetResult,
+    StepCommand,
+    StepResult,
+)
+from envd.errors import GuestError, GuestRefused, InvalidRequest, Unimplemented
+from envd.guest.observation import EncodedFrame, Encoding, Observation, ObservationOptions, SettlePolicy
+from envd.tasks.model import Task
+
+#: Episodes whose screen size is remembered; the eldest are forgotten, and asked for again.
+MAX_REMEMBERED_SCREENS = 4096
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Item = TypeVar("Item")
+
+
+class TaskListing(Protocol):
+    """The tasks that can be attempted."""
+
+    def list(self) -> Iterable[Task]:
+        """Return them all."""
+
+
+class Episodes(Protocol):
+    """What the servicer needs of `envd.episodes.service.EpisodeService`."""
+
+    @property
+    def tasks(self) -> TaskListing:
+        """The tasks that `reset` takes."""
+
+    async def reset(self, command: ResetCommand) -> ResetResult:
+        """Open a group of episodes."""
+
+    async def step(self, command: StepCommand) -> StepResult:
+        """Act, then look."""
+
+    async def observe(
+        self, episode_id: str, options: ObservationOptions, *, refresh: bool, settle: SettlePolicy | None
+    ) -> Observation:
+        """Look."""
+
+    async def evaluate(self, episode_id: str, *, request_id: str, fingerprint: bytes) -> EvaluateResult:
+        """Score."""
+
+    async def close(self, episode_id: str) -> None:
+        """End; one already gone is a success."""
+
+    async def keep_alive(self, episode_ids: Sequence[str], lease_ttl_s: float | None) -> Sequence[EpisodeInfo]:
+        """Renew leases; return those that still exist."""
+
+    def list_pools(self) -> Sequence[PoolInfo]:
+        """Return every pool as it is now."""
+
+    def watch_pools(self) -> AsyncIterator[Sequence[PoolInfo]]:
+        """Yield every pool, at once and on change."""
+
+    def list_episodes(self) -> Sequence[EpisodeInfo]:
+        """Return every episode that holds a lease."""
+
+    async def read_file(self, episode_id: str, path: str, *, max_bytes: int) -> GuestFile:
+        """Read a guest file."""
+
+    async def write_file(self, episode_id: str, path: str, data: bytes) -> None:
+        """Write a guest file."""
+
+    async def run_command(
+        self, episode_id: str, argv: Sequence[str], *, timeout_s: float, as_root: bool, stdin: bytes
+    ) -> GuestCommandResult:
+        """Run a command in a guest to its end."""
+
+
+class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
+    """The contract over an episode service. Method comments are in `env.proto`."""
+
+    def __init__(self, episodes: Episodes) -> None:
+        self._episodes = episodes
+        self._screens: OrderedDict[str, Size] = OrderedDict()
+        self._stopping = asyncio.Event()
+
+    def end_watches(self) -> None:
+        """End the streams that would otherwise last as long as their clients."""
+        self._stopping.set()
+
+    async def Reset(self, request: env_pb2.ResetRequest, context: Context) -> env_pb2.ResetResponse:
+        """Open a group of episodes."""
+        # The type stubs say float, but without a client's deadline there is none.
+        remaining_s: float | None = context.time_remaining()
+        result = await self._episodes.reset(reset_command(request, time_remaining_s=remaining_s))
+        for info, observation in zip(result.episodes, result.observations, strict=True):
+            self._remember_screen(info.episode_id, observation.frame)
+        return reset_response(result)
+
+    async def Step(self, request: env_pb2.StepRequest, context: Context) -> env_pb2.StepResponse:
+        """Act, then look."""
+        return await self._step(request, prefix="")
+
+    async def StreamSteps(
+        self,
+        request_iterator: AsyncIterator[env_pb2.StreamStepsRequest],
+        context: Context,
+    ) -> AsyncIterator[env_pb2.StreamStepsResponse]:
+        """Act and look, again and again; requests wait in the transport while one is performed."""
+        episode_id = ""
+        async for request in request_iterator:
+            step = request.step
+            episode_id = episode_id or step.episode_id
+            if step.episode_id != episode_id:
+                raise InvalidRequest("step.episode_id", f"{step.episode_id} is not {episode_id}; open another stream")
+            response = await self._step(step, prefix="step.")
+            yield env_pb2.StreamStepsResponse(request_id=step.request_id, step=response)
+
+    async def Observe(self, request: env_pb2.ObserveRequest, context: Context) -> env_pb2.ObserveResponse:
+        """Look."""
+        episode_id = episode_id_of(request.episode_id)
+        options = observation_options(request.observation, "observation")
+        settle = settle_policy(request.settle, "settle") if request.HasField("settle") else None
+        with _harmless():
+            observation = await self._episodes.observe(episode_id, options, refresh=request.refresh, settle=settle)
+        self._remember_screen(request.episode_id, observation.frame)
+        return env_pb2.ObserveResponse(observation=observation_message(observation))
+
+    async def Evaluate(self, request: env_pb2.EvaluateRequest, context: Context) -> env_pb2.EvaluateResponse:
+        """Score."""
+        result = await self._episodes.evaluate(
+            episode_id_of(request.episode_id),
+            request_id=request_id_of(request.request_id),
+            fingerprint=fingerprint_of(request),
+        )
+        return evaluate_response(result)
+
+    async def Fork(self, request: env_pb2.ForkRequest, context: Context) -> env_pb2.ForkResponse:
+        """Refuse: not in this release."""
+        raise Unimplemented("Fork is not in this release; Reset a group of the same task instead")
+
+    async def Close(self, request: env_pb2.CloseRequest, context: Context) -> env_pb2.CloseResponse:
+        """End an episode."""
+        await self._episodes.close(episode_id_of(request.episode_id))
+        self._screens.pop(request.episode_id, None)
+        return env_pb2.CloseResponse()
+
+    async def KeepAlive(self, request: env_pb2.KeepAliveRequest, context: Context) -> env_pb2.KeepAliveResponse:
+        """Renew leases."""
+        episode_ids, lease_ttl_s = keep_alive_of(request)
+        infos = await self._episodes.keep_alive(episode_ids, lease_ttl_s)
+        return env_pb2.KeepAliveResponse(episodes=[episode_message(info) for info in infos])
+
+    def StreamFrames(
+        self, request: env_pb2.StreamFramesRequest, context: Context
+    ) -> AsyncIterator[env_pb2.StreamFramesResponse]:
+        """Refuse: not in this release."""
+        raise Unimplemented("StreamFrames is not in this release; call Observe instead")
+
+    async def ListPools(self, request: env_pb2.ListPoolsRequest, context: Context) -> env_pb2.ListPoolsResponse:
+        """List pools."""
+        return env_pb2.ListPoolsResponse(pools=pool_messages(self._episodes.list_pools()))
+
+    async def WatchPools(
+        self,
+        request: env_pb2.WatchPoolsRequest,
+        context: Context,
+    ) -> AsyncIterator[env_pb2.WatchPoolsResponse]:
+        """Stream pools until the daemon stops."""
+        async for pools in _until(self._stopping, self._episodes.watch_pools()):
+            yield env_pb2.WatchPoolsResponse(pools=pool_messages(pools))
+
+    async def ListEpisodes(
+        self, request: env_pb2.ListEpisodesRequest, context: Context
+    ) -> env_pb2.ListEpisodesResponse:
+        """List episodes, oldest first."""
+        page = page_of(
+            self._episodes.list_episodes(),
+            key=lambda info: f"{info.create_time.isoformat(timespec='microseconds')}/{info.episode_id}",
+            page_size=request.page_size,
+            page_token=request.page_token,
+        )
+        return env_pb2.ListEpisodesResponse(
+            episodes=[episode_message(info) for info in page.items], next_page_token=page.next_page_token
+        )
+
+    async def ListTasks(self, request: env_pb2.ListTasksRequest, context: Context) -> env_pb2.ListTasksResponse:
+        """List tasks, in id order."""
+        page = page_of(
+            (task for task in self._episodes.tasks.list() if request.suite in ("", suite_of(task))),
+            key=lambda task: task.task_id,
+            page_size=request.page_size,
+            page_token=request.page_token,
+        )
+        return env_pb2.ListTasksResponse(
+            tasks=[task_message(task) for task in page.items], next_page_token=page.next_page_token
+        )
+
+    async def ReadGuestFile(
+        self,
+        request: env_pb2.ReadGuestFileRequest,
+        context: Context,
+    ) -> env_pb2.ReadGuestFileResponse:
+        """Read a guest file."""
+        episode_id, path = episode_id_of(request.episode_id), guest_path_of(request.path)
+        max_bytes = whole(request.max_bytes, "max_bytes", default=MAX_FILE_BYTES, low=1, high=MAX_FILE_BYTES)
+        with _harmless():
+            file = await self._episodes.read_file(episode_id, path, max_bytes=max_bytes)
+        return env_pb2.ReadGuestFileResponse(data=file.data)
+
+    async def WriteGuestFile(
+        self, request: env_pb2.WriteGuestFileRequest, context: Context
+    ) -> env_pb2.WriteGuestFileResponse:
+        """Write a guest file."""
+        episode_id, path = episode_id_of(request.episode_id), guest_path_of(request.path)
+        with _harmless():
+            await self._episodes.write_file(episode_id, path, file_data_of(request.data))
+        return env_pb2.WriteGuestFileResponse()
+
+    async def RunGuestCommand(
+        self, request: env_pb2.RunGuestCommandRequest, context: Context
+    ) -> env_pb2.RunGuestCommandResponse:
+        """Run a command in a guest to its end."""
+        episode_id, argv = episode_id_of(request.episode_id), argv_of(request)
+        timeout_s, stdin = command_timeout_s(request), file_data_of(request.stdin, "stdin")
+        with _harmless():
+            result = await self._episodes.run_command(
+                episode_id, argv, timeout_s=timeout_s, as_root=request.as_root, stdin=stdin
+            )
+        return env_pb2.RunGuestCommandResponse(exit_code=result.exit_code, stdout=result.stdout, stderr=result.stderr)
+
+    async def _step(self, request: env_pb2.StepRequest, *, prefix: str) -> env_pb2.StepResponse:
+        screen = await self._screen_of(request, prefix) if request.HasField("coordinate_space") else None
+        result = await self._episodes.step(step_command(request, screen=screen, prefix=prefix))
+        self._remember_screen(request.episode_id, result.observation.frame)
+        return step_response(result)
+
+    async def _screen_of(self, request: env_pb2.StepRequest, prefix: str) -> Size:
+        # The size of the frame that the caller saw last is what its points refer to, not what the guest may have
+        # changed to since.
+        episode_id = episode_id_of(request.episode_id, f"{prefix}episode_id")
+        if episode_id not in self._screens:
+            options = ObservationOptions(encoding=Encoding.NONE)
+            observation = await self._episodes.observe(episode_id, options, refresh=False, settle=None)
+            self._remember_screen(episode_id, observation.frame)
+        return self._screens[episode_id]
+
+    def _remember_screen(self, episode_id: str, frame: EncodedFrame) -> None:
+        self._screens[episode_id] = Size(width_px=frame.screen_width_px, height_px=frame.screen_height_px)
+        self._screens.move_to_end(episode_id)
+        if len(self._screens) > MAX_REMEMBERED_SCREENS:
+            self._screens.popitem(last=False)
+
+
+@contextmanager
+def _harmless() -> Iterator[None]:
+    """Say of a guest's refusal that the episode goes on; in a step or reset the same refusal voids it."""
+    try:
+        yield
+    except GuestError as error:
+        raise GuestRefused(str(error)) from error
+
+
+async def _until(stop: asyncio.Event, items: AsyncIterator[Item]) -> AsyncIterator[Item]:
+    """Yield items until there are no more, or until `stop` is set."""
+    stopped = asyncio.ensure_future(stop.wait())
+    upcoming: asyncio.Future[Item] | None = None
+    try:
+        while True:
+            upcoming = asyncio.ensure_future(anext(items))
+            await asyncio.wait({stopped, upcoming}, return_when=asyncio.FIRST_COMPLETED)
+            if not upcoming.done():
+                return
+            try:
+                item = upcoming.result()
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        stopped.cancel()
+        if upcoming is not None and upcoming.cancel():
+            await asyncio.gather(upcoming, return_exceptions=True)

@@ -1,0 +1,37 @@
+"""The `envd` command: what its subcommands are called."""
+
+from typing import Annotated
+
+import typer
+
+from envd.cli import demo, doctor, image, serve, tasks
+from envd.cli.output import out
+from envd.cli.version import envd_version
+
+app = typer.Typer(
+    name="envd",
+    no_args_is_help=True,
+    # A traceback with local variables may hold a secret, and is no way to tell an operator what went wrong.
+    pretty_exceptions_show_locals=False,
+    help="Run pools of virtual desktops and serve them over gRPC.",
+)
+app.command("serve")(serve.serve)
+app.command("doctor")(doctor.doctor)
+app.add_typer(image.app, name="image")
+app.add_typer(tasks.app, name="tasks")
+app.command("demo")(demo.demo)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"envd {envd_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the release and exit.")
+    ] = False,
+) -> None:
+    """Take the flags that every command has."""

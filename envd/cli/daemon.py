@@ -1,0 +1,197 @@
+"""The composition root: makes every object of a daemon from its configuration, and unmakes them in reverse.
+
+`envd serve` keeps one running until it is told to stop; `envd demo` runs one in its own process.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+from envd.api.server import ApiServer
+from envd.cli.statelock import locked
+from envd.cli.suites import load_tasks
+from envd.cli.version import envd_version
+from envd.config import Config, PoolConfig
+from envd.episodes.limits import EpisodeLimits
+from envd.episodes.service import EpisodeService
+from envd.errors import ConfigError
+from envd.guest.observation import SettlePolicy
+from envd.hypervisor.fake import FakeHypervisor, fake_image
+from envd.hypervisor.images.catalogue import ImageCatalogue
+from envd.hypervisor.libvirt import LibvirtHypervisor
+from envd.hypervisor.machine import DiskImage, Hypervisor
+from envd.pool.pool import Pool
+from envd.pool.settings import PoolSettings
+from envd.telemetry.endpoint import serve_metrics
+from envd.telemetry.episode_metrics import EpisodeMetrics
+from envd.telemetry.metrics import Metrics, PoolGauges
+
+logger = logging.getLogger(__name__)
+
+#: For answers that are on their way when serving ends, such as that of the last `Close`.
+_STOP_GRACE = timedelta(seconds=2)
+_FAKE_SCREEN_PX = (1280, 800)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Daemon:
+    """A daemon that serves."""
+
+    config: Config
+    hypervisor: Hypervisor
+    service: EpisodeService
+    server: ApiServer
+    address: str
+    """Where clients dial."""
+    metrics_address: str
+    reaped: tuple[str, ...]
+    """Machines that an earlier daemon left and that are gone now."""
+
+    async def drain(self, *, hurry: asyncio.Event) -> None:
+        """Take no new episodes, and wait for those that live: `limits.drain_timeout_s`, or until `hurry` is set."""
+        await self.server.drain()
+        draining = asyncio.ensure_future(self.service.drain(self.config.limits.drain_timeout_s))
+        hurried = asyncio.ensure_future(hurry.wait())
+        try:
+            await asyncio.wait({draining, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            hurried.cancel()
+            # What is left of draining is closing episodes; leaving the daemon does that whether or not this was cut.
+            draining.cancel()
+            await asyncio.wait({draining, hurried})
+        if not draining.cancelled():
+            draining.result()
+
+
+@asynccontextmanager
+async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
+    """Serve what `config` says until the block ends; then every episode, machine and socket is gone.
+
+    On failure nothing is left running.
+
+    Raises:
+        ConfigError: There is no pool, the state directory is in use, an address is taken, a suite is wrong.
+        ImageNotFound, ImageError: A pool's image is not there.
+        HypervisorError: libvirt cannot be opened.
+    """
+    if not config.pools:
+        raise ConfigError("no pool is configured; pass --pool 2, or add a section [pools.NAME] to the file")
+    tasks = load_tasks(config)
+    images = dict(_images(config))
+    metrics = Metrics()
+    async with AsyncExitStack() as stack:
+        stack.enter_context(locked(config.state_dir))
+        metrics_address = await stack.enter_async_context(serve_metrics(metrics, config.metrics_listen))
+        hypervisor = await _open_hypervisor(config)
+        stack.push_async_callback(hypervisor.close)
+        logger.info("hypervisor: %s", hypervisor.description)
+        reaped = await hypervisor.reap()
+        pools = [
+            Pool(_pool_settings(name, pool, screen_px=images[name][1]), hypervisor=hypervisor, image=images[name][0])
+            for name, pool in config.pools.items()
+        ]
+        service = EpisodeService(
+            pools,
+            tasks=tasks,
+            limits=_limits(config),
+            observer=EpisodeMetrics(metrics),
+        )
+        stack.push_async_callback(service.aclose)
+        server = ApiServer(service, listen=config.listen, metrics=metrics)
+        stack.push_async_callback(server.stop, grace=_STOP_GRACE)
+        metrics.build_info.labels(version=envd_version(), accelerator=hypervisor.accelerator.value).set(1)
+        metrics.watch_pools(lambda: _gauges(pools))
+        lag = asyncio.create_task(metrics.measure_loop_lag(), name="metrics:lag")
+        stack.push_async_callback(_cancel, lag)
+        # Listening first: where the address is taken no machine is started.
+        address = await server.start()
+        await service.start()
+        yield Daemon(
+            config=config,
+            hypervisor=hypervisor,
+            service=service,
+            server=server,
+            address=address,
+            metrics_address=metrics_address,
+            reaped=tuple(reaped),
+        )
+
+
+async def _open_hypervisor(config: Config) -> Hypervisor:
+    if config.hypervisor_uri == "fake":
+        return FakeHypervisor()
+    return await LibvirtHypervisor.open(
+        uri=config.hypervisor_uri,
+        state_dir=config.state_dir,
+        accelerator=config.hypervisor.accelerator,
+        cache_dir=config.cache_dir,
+    )
+
+
+def _images(config: Config) -> Iterator[tuple[str, tuple[DiskImage, tuple[int, int]]]]:
+    """Yield each pool's image and its screen's (width, height) in pixels. Raises: ImageNotFound, ImageError."""
+    catalogue = ImageCatalogue(config.cache_dir)
+    for name, pool in config.pools.items():
+        if config.hypervisor_uri == "fake":
+            yield name, (fake_image(pool.image), _FAKE_SCREEN_PX)
+        else:
+            image = catalogue.get(pool.image)
+            yield name, (catalogue.disk_image(pool.image), (image.screen_width_px, image.screen_height_px))
+
+
+def _pool_settings(name: str, pool: PoolConfig, *, screen_px: tuple[int, int]) -> PoolSettings:
+    width_px, height_px = pool.screen_size_px or screen_px
+    return PoolSettings(
+        name=name,
+        capacity=pool.machine_limit,
+        idle_target=pool.size,
+        max_starting=pool.max_starting or max(2, (os.cpu_count() or 1) // 2),
+        queue_limit=pool.queue_limit,
+        boot_timeout_s=pool.boot_timeout_s,
+        memory_mib=pool.memory_mib,
+        vcpu_count=pool.vcpu_count,
+        screen_width_px=width_px,
+        screen_height_px=height_px,
+        allow_guest_access=pool.allow_guest_access,
+        settle=SettlePolicy(quiet_ms=pool.settle.quiet_ms, min_ms=pool.settle.min_ms, max_ms=pool.settle.max_ms),
+    )
+
+
+def _limits(config: Config) -> EpisodeLimits:
+    limits = config.limits
+    return EpisodeLimits(
+        lease_ttl_s=limits.lease_ttl_s,
+        lease_ttl_max_s=limits.lease_ttl_max_s,
+        max_steps=limits.max_steps,
+        setup_timeout_s=limits.setup_timeout_s,
+        evaluate_timeout_s=limits.evaluate_timeout_s,
+    )
+
+
+def _gauges(pools: Iterable[Pool]) -> Iterator[PoolGauges]:
+    for pool in pools:
+        s = pool.statistics()
+        yield PoolGauges(
+            pool=pool.name,
+            machine_counts={
+                "idle": s.idle_count,
+                "leased": s.leased_count,
+                "starting": s.starting_count,
+                "dying": s.dying_count,
+            },
+            waiting_count=s.waiting_count,
+            memory_bytes=s.memory_bytes,
+            healthy=s.healthy,
+            booted_total=s.booted_total,
+            boot_failure_total=s.boot_failure_total,
+            lost_total=s.lost_total,
+        )
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})

@@ -1,0 +1,118 @@
+"""What a demo leaves behind: frames as PNG, the solved episode as an animated GIF, everything said as JSON."""
+
+import io
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from PIL import Image
+
+#: How long each frame of the animation is shown; the last one longer, so that the result can be read.
+_FRAME_MS, _LAST_FRAME_MS = 1000, 3000
+#: What an earlier demo may have left in the directory.
+_OURS = ("*.png", "*.gif", "episode.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step, or the reset as step 0."""
+
+    actions: tuple[str, ...]
+    errors: tuple[str, ...]
+    """The agent's mistakes, if it made any."""
+    frame: str
+    """Name of the PNG file."""
+    frame_id: str
+    settled: bool
+    timings_ms: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRecord:
+    """One checker's verdict."""
+
+    name: str
+    score: float
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRecord:
+    """One episode."""
+
+    policy: str
+    expected_reward: float
+    episode_id: str
+    state: str
+    end_reason: str
+    reward: float
+    checks: tuple[CheckRecord, ...]
+    evaluate_timings_ms: Mapping[str, float]
+    steps: tuple[StepRecord, ...]
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether the reward is what this policy must get."""
+        return self.reward == self.expected_reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoReport:
+    """A whole demo."""
+
+    task_id: str
+    instruction: str
+    image: str
+    accelerator: str
+    hypervisor: str
+    timings_s: Mapping[str, float]
+    episodes: tuple[EpisodeRecord, ...] = field(default=())
+
+    @property
+    def passed(self) -> bool:
+        """Whether every policy got the reward that it must get."""
+        return bool(self.episodes) and all(episode.as_expected for episode in self.episodes)
+
+    def as_json(self) -> dict[str, object]:
+        """Return everything as plain data."""
+        return {"passed": self.passed, **asdict(self)}
+
+
+class DemoDirectory:
+    """The directory that a demo writes, emptied of an earlier demo's files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        for pattern in _OURS:
+            for old in path.glob(pattern):
+                old.unlink()
+
+    def write_frame(self, name: str, png: bytes) -> str:
+        """Write one frame and return its file name."""
+        (self.path / f"{name}.png").write_bytes(png)
+        return f"{name}.png"
+
+    def write_animation(self, name: str, frames: Sequence[str]) -> str:
+        """Write frames that were written before as an animation, and return its file name."""
+        images = [_palette(self.path / frame) for frame in frames]
+        durations_ms = [_FRAME_MS] * (len(images) - 1) + [_LAST_FRAME_MS]
+        buffer = io.BytesIO()
+        images[0].save(
+            buffer, format="GIF", save_all=True, append_images=images[1:], duration=durations_ms, loop=0, optimize=False
+        )
+        (self.path / f"{name}.gif").write_bytes(buffer.getvalue())
+        return f"{name}.gif"
+
+    def write_report(self, report: DemoReport) -> None:
+        """Write `episode.json`, in one rename."""
+        draft = self.path / "episode.json.new"
+        draft.write_text(json.dumps(report.as_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        shutil.move(draft, self.path / "episode.json")
+
+
+def _palette(file: Path) -> Image.Image:
+    with Image.open(file) as image:
+        return image.convert("RGB").quantize(colors=256, dither=Image.Dither.NONE)

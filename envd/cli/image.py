@@ -1,0 +1,148 @@
+"""`envd image`: build, import, list, show and remove guest images."""
+
+import re
+import signal
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.table import Table
+
+from envd.cli.options import CacheDir, ConfigFile, Json, load_config
+from envd.cli.output import emit_json, err, friendly, out, progress
+from envd.errors import ConfigError
+from envd.hypervisor.images.build import build_image
+from envd.hypervisor.images.catalogue import Image, ImageCatalogue
+from envd.hypervisor.images.recipe import desktop_recipe
+from envd.hypervisor.machine import Firmware, GuestOs
+
+app = typer.Typer(no_args_is_help=True, help="Build, import and look at guest images.")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="An image, by NAME or NAME@DIGEST.")]
+
+
+def stop_on_sigterm() -> None:
+    """Have SIGTERM unwind this process as Ctrl-C does, so that work in progress cleans up after itself."""
+
+    def stop(number: int, _frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+@app.command("build")
+@friendly
+def build(
+    *,
+    name: Annotated[str, typer.Argument(metavar="RECIPE", help="What to build: desktop.")] = "desktop",
+    distribution: Annotated[str, typer.Option(help="debian or ubuntu.")] = "debian",
+    suite: Annotated[str, typer.Option(help="Release of the distribution.", show_default="bookworm or noble")] = "",
+    mirror: Annotated[str, typer.Option(help="Archive to install from.", show_default="the host's own")] = "",
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Build even if the recipe's image is there.")] = False,
+    config: ConfigFile = None,
+    cache_dir: CacheDir = None,
+    as_json: Json = False,
+) -> None:
+    """Build a guest image, unless the catalogue has what its recipe makes. Needs root."""
+    stop_on_sigterm()
+    settings = load_config(config, cache_dir=cache_dir)
+    if name != "desktop":
+        raise ConfigError(f"recipe {name!r} is not known; there is one, desktop")
+    try:
+        recipe = desktop_recipe(distribution=distribution, suite=suite, mirror=mirror)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    with progress(f"image {recipe.name}") as report:
+        image = build_image(recipe, ImageCatalogue(settings.cache_dir), progress=report, rebuild=rebuild)
+    _print_image(image, as_json=as_json)
+
+
+@app.command("import")
+@friendly
+def import_(
+    *,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A bootable disk, such as a qcow2 file.")],
+    name: Annotated[str, typer.Option(help="What pools will call it.", show_default="the file's name")] = "",
+    os_family: Annotated[GuestOs, typer.Option("--os", help="Family of its operating system.")] = GuestOs.LINUX,
+    firmware: Annotated[Firmware, typer.Option(help="What starts it: bios or uefi.")] = Firmware.BIOS,
+    disk_format: Annotated[str, typer.Option("--format", help="qcow2 or raw.")] = "qcow2",
+    screen: Annotated[str, typer.Option(help="Its screen, WIDTHxHEIGHT.")] = "1280x800",
+    credentials: Annotated[str, typer.Option(help="Where its password is: env:NAME or file:PATH.")] = "",
+    guestd: Annotated[bool, typer.Option(help="Whether it runs an OSWorld-compatible guest service.")] = True,
+    copy: Annotated[bool, typer.Option("--copy", help="Copy the file into the cache, not use it in place.")] = False,
+    config: ConfigFile = None,
+    cache_dir: CacheDir = None,
+    as_json: Json = False,
+) -> None:
+    """Register an existing disk as an image."""
+    stop_on_sigterm()
+    settings = load_config(config, cache_dir=cache_dir)
+    match = re.fullmatch(r"(\d+)x(\d+)", screen)
+    if match is None:
+        raise ConfigError(f"--screen {screen}: not WIDTHxHEIGHT, such as 1280x800")
+    if disk_format not in {"qcow2", "raw"}:
+        raise ConfigError(f"--format {disk_format}: neither qcow2 nor raw")
+    name = name or re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-")
+    with progress(f"image {name}") as report:
+        image = ImageCatalogue(settings.cache_dir).import_file(
+            name,
+            file,
+            disk_format=disk_format,
+            os_family=os_family,
+            firmware=firmware,
+            screen=(int(match[1]), int(match[2])),
+            credentials=credentials,
+            has_guestd=guestd,
+            copy=copy,
+            progress=lambda fraction: report("reading the disk", fraction),
+        )
+    _print_image(image, as_json=as_json)
+
+
+@app.command("list")
+@friendly
+def list_(*, config: ConfigFile = None, cache_dir: CacheDir = None, as_json: Json = False) -> None:
+    """List the images of this host."""
+    catalogue = ImageCatalogue(load_config(config, cache_dir=cache_dir).cache_dir)
+    images = catalogue.list()
+    if as_json:
+        emit_json({"images": [asdict(image) for image in images]})
+        return
+    if not images:
+        err.print(f"no images in {catalogue.root}; make one with `envd image build desktop`", soft_wrap=True)
+        return
+    table = Table("name", "digest", "os", "firmware", "screen", "created", box=None, pad_edge=False)
+    for image in images:
+        screen = f"{image.screen_width_px}x{image.screen_height_px}"
+        table.add_row(image.name, image.digest[:16], image.os, image.firmware, screen, image.created)
+    out.print(table)
+
+
+@app.command("show")
+@friendly
+def show(*, name: Name, config: ConfigFile = None, cache_dir: CacheDir = None, as_json: Json = False) -> None:
+    """Show one image."""
+    _print_image(ImageCatalogue(load_config(config, cache_dir=cache_dir).cache_dir).get(name), as_json=as_json)
+
+
+@app.command("rm")
+@friendly
+def remove(*, name: Name, config: ConfigFile = None, cache_dir: CacheDir = None, as_json: Json = False) -> None:
+    """Remove an image: all of a NAME, or one NAME@DIGEST. A disk imported in place stays."""
+    removed = ImageCatalogue(load_config(config, cache_dir=cache_dir).cache_dir).remove(name)
+    if as_json:
+        emit_json({"removed": str(removed)})
+    else:
+        out.print(f"removed {removed}", soft_wrap=True)
+
+
+def _print_image(image: Image, *, as_json: bool) -> None:
+    fields = asdict(image)
+    if as_json:
+        emit_json(fields)
+        return
+    for key, value in fields.items():
+        text = ", ".join(f"{part}={of}" for part, of in value.items()) if isinstance(value, dict) else value
+        if text != "":
+            out.print(f"{key:<18} {text}", markup=False, soft_wrap=True)

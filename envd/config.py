@@ -1,0 +1,366 @@
+"""What an operator may set: read once at start from a TOML file, the environment and the command line.
+
+Later sources win, key by key: the models' defaults, the file, `ENVD_...` variables (`__` between levels, so
+`ENVD_LIMITS__MAX_STEPS`), then flags. Unknown keys are refused, and every complaint names the source, the key
+and, where there is one, the key that was probably meant. Nothing here touches the host.
+"""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from envd.errors import ConfigError
+
+DEFAULT_IMAGE = "desktop"
+ENV_PREFIX = "ENVD_"
+MAX_MACHINES = 4096
+
+_LOOPBACK = re.compile(r"(127(?:\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5})")
+_POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,22}[a-z0-9])?")
+_SCREEN = re.compile(r"(\d{3,5})x(\d{3,5})")
+
+#: Flags that are not named after the last part of their key.
+_FLAGS = {"hypervisor.uri": "--hypervisor", "pools": "--pool"}
+
+#: A value as TOML, the environment or a flag gives it, before validation.
+Raw = dict[str, Any]
+
+
+def _loopback(value: str) -> str:
+    match = _LOOPBACK.fullmatch(value)
+    if match is None:
+        raise ValueError(f"{value!r} is not a loopback HOST:PORT; without TLS and tokens only loopback is served")
+    if int(match[2]) > 65535:
+        raise ValueError(f"port {match[2]} is above 65535")
+    return value
+
+
+def _listen(value: str) -> str:
+    return value if re.fullmatch(r"unix:.+", value) else _loopback(value)
+
+
+def _expanded(value: Path) -> Path:
+    return Path(os.path.abspath(value.expanduser()))
+
+
+def _path_list(value: object) -> object:
+    return [part for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
+
+
+def _screen(value: str) -> str:
+    match = _SCREEN.fullmatch(value)
+    if match is None or not (320 <= int(match[1]) <= 7680 and 200 <= int(match[2]) <= 4320):
+        raise ValueError(f"{value!r} is not WIDTHxHEIGHT in pixels, from 320x200 to 7680x4320")
+    return value
+
+
+def _hypervisor_uri(value: str) -> str:
+    if value in {"", "fake", "qemu:///system"} or re.fullmatch(r"qemu:///embed\?root=/.+", value):
+        return value
+    raise ValueError(f"{value!r} is none of qemu:///system, qemu:///embed?root=/DIR, fake")
+
+
+Listen = Annotated[str, AfterValidator(_listen)]
+Loopback = Annotated[str, AfterValidator(_loopback)]
+Directory = Annotated[Path, AfterValidator(_expanded)]
+Screen = Annotated[str, AfterValidator(_screen)]
+
+
+def default_state_dir() -> Path:
+    """Return `/var/lib/envd` for root, else `envd` in the user's XDG state directory."""
+    if os.geteuid() == 0:
+        return Path("/var/lib/envd")
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "envd"
+
+
+def default_cache_dir() -> Path:
+    """Return `envd` in the user's XDG cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "envd"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
+
+
+class SettleConfig(_Section):
+    """When a screen counts as settled, unless the client says otherwise. Milliseconds."""
+
+    quiet_ms: int = Field(default=300, ge=0, le=60_000)
+    """The screen must not have changed for this long."""
+    min_ms: int = Field(default=0, ge=0, le=60_000)
+    """A step never returns sooner than this after its last input."""
+    max_ms: int = Field(default=5_000, ge=0, le=60_000)
+    """A step returns after this long even if the screen still moves."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_ms > self.max_ms:
+            raise ValueError(f"min_ms {self.min_ms} is above max_ms {self.max_ms}")
+        return self
+
+
+class PoolConfig(_Section):
+    """One pool: machines of one image, alike in everything."""
+
+    image: str = Field(default="", pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    """Name of an image in the catalogue. Left out, the pool's own name."""
+    size: int = Field(default=1, ge=0, le=MAX_MACHINES)
+    """Machines kept ready, booted ahead of demand."""
+    capacity: int | None = Field(default=None, ge=1, le=MAX_MACHINES)
+    """Most machines that exist at once, ready, leased, starting and dying together. Left out, `size`, at least 1."""
+    max_starting: int | None = Field(default=None, ge=1, le=MAX_MACHINES)
+    """Most machines that boot at the same time. Left out, half of the host's cores, at least 2."""
+    memory_mib: int = Field(default=1024, ge=128, le=1_048_576)
+    """Memory of each machine, in MiB."""
+    vcpu_count: int = Field(default=2, ge=1, le=256)
+    """Virtual processors of each machine."""
+    screen: Screen | None = None
+    """Screen of each machine, WIDTHxHEIGHT in pixels. Left out, the image's own, such as 1280x800."""
+    allow_guest_access: bool = False
+    """Whether clients may read and write guest files and run guest commands."""
+    queue_limit: int = Field(default=256, ge=0, le=1_000_000)
+    """Most reset requests that may wait for a machine; more are told to come back later."""
+    boot_timeout_s: float = Field(default=600.0, gt=0, le=7200)
+    """Longest time in seconds from starting a machine to a settled desktop."""
+    settle: SettleConfig = SettleConfig()
+    """When a screen counts as settled, unless the client says otherwise."""
+
+    @model_validator(mode="after")
+    def _room_for_the_ready_ones(self) -> Self:
+        if self.capacity is not None and self.capacity < self.size:
+            raise ValueError(f"capacity {self.capacity} is below size {self.size}")
+        return self
+
+    @property
+    def machine_limit(self) -> int:
+        """`capacity`, resolved."""
+        return max(1, self.size) if self.capacity is None else self.capacity
+
+    @property
+    def screen_size_px(self) -> tuple[int, int] | None:
+        """`screen` as (width, height) in pixels."""
+        width, _, height = (self.screen or "").partition("x")
+        return (int(width), int(height)) if self.screen else None
+
+
+class HypervisorConfig(_Section):
+    """What runs the machines."""
+
+    uri: Annotated[str, AfterValidator(_hypervisor_uri)] = ""
+    """`qemu:///embed?root=/DIR` (QEMU driver inside the daemon), `qemu:///system` (a libvirtd), or `fake` (a drawn
+    desktop, no guest). Left out, embed under `state_dir`."""
+    accelerator: Literal["auto", "kvm", "tcg"] = "auto"
+    """`kvm`, `tcg`, or `auto`: KVM where a probe shows that it truly runs guest code, else TCG."""
+
+
+class LimitsConfig(_Section):
+    """Bounds on episodes, where a request sets none, and the most that it may set."""
+
+    lease_ttl_s: float = Field(default=300.0, ge=10, le=3600)
+    """Seconds without a call after which an episode's machine is taken back, where the client sets none."""
+    lease_ttl_max_s: float = Field(default=3600.0, ge=10, le=3600)
+    """Longest lease in seconds that a client may ask for."""
+    max_steps: int = Field(default=1000, ge=1, le=100_000)
+    """Most steps of an episode, whatever its task or client says."""
+    setup_timeout_s: float = Field(default=300.0, gt=0)
+    """Longest time in seconds for a task's setup."""
+    evaluate_timeout_s: float = Field(default=120.0, gt=0)
+    """Longest time in seconds for a task's checkers together."""
+    drain_timeout_s: float = Field(default=30.0, ge=0)
+    """Seconds that live episodes are given to end after SIGTERM."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.lease_ttl_s > self.lease_ttl_max_s:
+            raise ValueError(f"lease_ttl_s {self.lease_ttl_s:g} is above lease_ttl_max_s {self.lease_ttl_max_s:g}")
+        return self
+
+
+class TasksConfig(_Section):
+    """Which tasks can be asked for."""
+
+    suites: Annotated[tuple[Directory, ...], BeforeValidator(_path_list)] = ()
+    """Suite files to load beside the built-in one. In the environment, separated by `:`."""
+
+
+class Config(_Section):
+    """Everything that an operator may set."""
+
+    listen: Listen = "127.0.0.1:50051"
+    """Loopback HOST:PORT of the gRPC service, port 0 for a free one, or `unix:PATH`."""
+    metrics_listen: Loopback = "127.0.0.1:9464"
+    """Loopback HOST:PORT of the Prometheus metrics, port 0 for a free one."""
+    state_dir: Directory = Field(default_factory=default_state_dir)
+    """Directory of one daemon's own state: machines, overlays, sockets, logs of QEMU."""
+    cache_dir: Directory = Field(default_factory=default_cache_dir)
+    """Directory of images; several daemons may share it."""
+    log_format: Literal["text", "json"] = "text"
+    """How logs are written to standard error."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level that is logged."""
+    hypervisor: HypervisorConfig = HypervisorConfig()
+    """What runs the machines."""
+    limits: LimitsConfig = LimitsConfig()
+    """Bounds on episodes."""
+    tasks: TasksConfig = TasksConfig()
+    """Which tasks can be asked for."""
+    pools: dict[str, PoolConfig] = {}
+    """Pools by name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _images_default_to_the_pool_name(cls, data: object) -> object:
+        pools = data.get("pools") if isinstance(data, dict) else None
+        if not isinstance(data, dict) or not isinstance(pools, dict):
+            return data
+        named = {
+            name: {"image": name, **pool} if isinstance(pool, dict) and _POOL_NAME.fullmatch(name) else pool
+            for name, pool in pools.items()
+        }
+        return {**data, "pools": named}
+
+    @model_validator(mode="after")
+    def _pool_names_fit_machine_ids(self) -> Self:
+        for name in self.pools:
+            if not _POOL_NAME.fullmatch(name):
+                raise ValueError(f"pool name {name!r} is not 1 to 24 of a-z, 0-9 and inner hyphens")
+        return self
+
+    @property
+    def hypervisor_uri(self) -> str:
+        """`hypervisor.uri`, resolved."""
+        return self.hypervisor.uri or f"qemu:///embed?root={self.state_dir / 'libvirt'}"
+
+
+def parse_pool_flags(specs: Sequence[str]) -> Raw:
+    """Read `--pool` flags: `N` machines of the default image, or `IMAGE=N`.
+
+    Raises:
+        ConfigError: A flag is malformed, or two name the same pool.
+    """
+    pools: Raw = {}
+    for spec in specs:
+        match = re.fullmatch(r"(?:([^=]+)=)?(\d+)", spec)
+        if match is None:
+            raise ConfigError(f"--pool {spec}: neither N nor IMAGE=N, such as --pool 2 or --pool {DEFAULT_IMAGE}=2")
+        name = match[1] or DEFAULT_IMAGE
+        if name in pools:
+            raise ConfigError(f"--pool {spec}: pool {name!r} was already given; name each once")
+        pools[name] = {"size": int(match[2])}
+    return pools
+
+
+def load(
+    *, file: Path | None = None, environ: Mapping[str, str] | None = None, flags: Mapping[str, object] | None = None
+) -> Config:
+    """Merge the sources and check the result.
+
+    Args:
+        file: A TOML file; None for no file.
+        environ: Variables to look for `ENVD_...` in; None for none.
+        flags: Values by dotted key (`limits.max_steps`); None values count as not given.
+
+    Raises:
+        ConfigError: A source cannot be read, or holds an unknown key or a bad value.
+    """
+    merged: Raw = {}
+    origin: dict[tuple[str, ...], str] = {}
+    if file is not None:
+        _merge(merged, origin, _read_toml(file), str(file))
+    for variable, path, value in _environment(environ or {}):
+        _merge(merged, origin, _nested(path, value), variable)
+    for key, given in (flags or {}).items():
+        if given is not None:
+            _merge(
+                merged, origin, _nested(tuple(key.split(".")), given), "--" + key.rpartition(".")[2].replace("_", "-")
+            )
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_complaints(error, origin))) from error
+
+
+def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, description) of every setting; pools appear as `pools.NAME`."""
+    for name, info in model.model_fields.items():
+        section = PoolConfig if name == "pools" else info.annotation
+        path = f"{prefix}{name}.NAME" if name == "pools" else f"{prefix}{name}"
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            yield from fields(section, f"{path}.")
+        else:
+            yield path, " ".join((info.description or "").split())
+
+
+def _read_toml(file: Path) -> Raw:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: not valid TOML: {error}") from error
+
+
+def _environment(environ: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Yield (variable, path, value) of ours, and refuse what looks like a misspelling of one.
+
+    Variables near to no setting are left alone: Kubernetes, for one, puts `ENVD_SERVICE_HOST` into every
+    container beside a service called envd.
+    """
+    names = {path.upper().replace(".", "__"): path for path, _ in fields() if not path.startswith("pools.")}
+    for variable in sorted(environ):
+        if not variable.startswith(ENV_PREFIX):
+            continue
+        name = variable.removeprefix(ENV_PREFIX)
+        if name in names:
+            yield variable, tuple(names[name].split(".")), environ[variable]
+        elif name.startswith("POOLS__"):
+            yield variable, tuple(name.lower().split("__")), environ[variable]
+        elif match := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
+            raise ConfigError(f"{variable}: unknown setting; did you mean {ENV_PREFIX}{match[0]}?")
+
+
+def _nested(path: tuple[str, ...], value: object) -> Raw:
+    for part in reversed(path):
+        value = {part: value}
+    return cast(Raw, value)
+
+
+def _merge(into: Raw, origin: dict[tuple[str, ...], str], values: Raw, source: str, at: tuple[str, ...] = ()) -> None:
+    for key, value in values.items():
+        path = (*at, key)
+        if isinstance(value, dict):
+            origin.setdefault(path, source)
+            if not isinstance(into.get(key), dict):
+                into[key] = {}
+            _merge(into[key], origin, value, source, path)
+        else:
+            into[key], origin[path] = value, source
+
+
+def _complaints(error: ValidationError, origin: Mapping[tuple[str, ...], str]) -> Iterator[str]:
+    for item in error.errors(include_url=False):
+        path = tuple(str(part) for part in item["loc"])
+        known = [path[:end] for end in range(len(path), 0, -1) if path[:end] in origin]
+        source = origin[known[0]] if known else "configuration"
+        key = ".".join(path)
+        if item["type"] == "extra_forbidden":
+            match = difflib.get_close_matches(path[-1], _siblings(path), n=1)
+            text = "unknown key" + (f"; did you mean {match[0]!r}?" if match else "")
+        else:
+            text = item["msg"].removeprefix("Value error, ")
+        yield f"{source}: {key}: {text}" if key else f"{source}: {text}"
+
+
+def _siblings(path: tuple[str, ...]) -> list[str]:
+    """Return the keys that are allowed where `path` ends."""
+    shape = tuple("NAME" if at == 1 and path[0] == "pools" else part for at, part in enumerate(path[:-1]))
+    keys = [tuple(key.split(".")) for key, _ in fields()]
+    return sorted({key[len(shape)] for key in keys if key[: len(shape)] == shape and len(key) > len(shape)})

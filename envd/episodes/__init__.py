@@ -1,0 +1,1 @@
+"""Episodes: life cycle, exactly-once ledger, leases."""

@@ -1,0 +1,121 @@
+"""Do each request once: a retry joins the call that runs, or gets the answer that was recorded.
+
+Running calls are tasks that the ledger owns, so they outlive whoever asked. Answers are kept for a bounded time
+and number; one that was dropped is not done again by accident, for `step_index` then no longer fits.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from envd.errors import EnvdError, RequestIdReused
+from envd.pool.clock import Clock
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(Generic[T]):
+    """What a request came to."""
+
+    value: T
+    replayed: bool
+    """Whether it had been recorded before this call."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry(Generic[T]):
+    fingerprint: bytes
+    task: asyncio.Task[T]
+    done_s: float | None = None
+
+
+class Ledger(Generic[T]):
+    """Requests of one kind, by their id."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        clock: Clock,
+        keep_s: float,
+        keep_count: int,
+        without_effect: tuple[type[Exception], ...],
+        abandoned: Callable[[], EnvdError],
+    ) -> None:
+        """Open an empty ledger.
+
+        Args:
+            name: Names its tasks.
+            clock: Where time comes from.
+            keep_s: How long an answer is kept.
+            keep_count: How many answers are kept.
+            without_effect: Failures that say that nothing was done: not recorded, so that a retry tries again.
+            abandoned: What to tell those who wait for a call that `close` cut short.
+        """
+        self._name = name
+        self._clock = clock
+        self._keep_s = keep_s
+        self._keep_count = keep_count
+        self._without_effect = without_effect
+        self._abandoned = abandoned
+        self._entries: OrderedDict[str, _Entry[T]] = OrderedDict()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    async def answer(
+        self, request_id: str, fingerprint: bytes, start: Callable[[], Coroutine[Any, Any, T]]
+    ) -> Answer[T]:
+        """Return the answer to a request, doing it only if it was not asked before.
+
+        A cancelled caller leaves the call running.
+
+        Raises:
+            RequestIdReused: The id came before with another fingerprint.
+            Exception: Whatever the call raised; `abandoned` if it was cut short.
+        """
+        self._drop_old()
+        entry = self._entries.get(request_id)
+        if entry is None:
+            if self._closed:
+                raise self._abandoned()
+            task = asyncio.create_task(start(), name=f"{self._name}:{request_id}")
+            entry = self._entries[request_id] = _Entry(fingerprint, task)
+            task.add_done_callback(lambda _: self._note_end(request_id, entry))
+        elif entry.fingerprint != fingerprint:
+            raise RequestIdReused(request_id)
+        replayed = entry.task.done()
+        # Not `await task`: that would cancel the call together with the caller, and mistake one's end for the other's.
+        await asyncio.wait({entry.task})
+        if entry.task.cancelled():
+            raise self._abandoned()
+        return Answer(value=entry.task.result(), replayed=replayed)
+
+    async def close(self) -> None:
+        """Cancel what runs, return when it has unwound, and start nothing more."""
+        self._closed = True
+        running = {entry.task for entry in self._entries.values() if not entry.task.done()}
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+
+    def _note_end(self, request_id: str, entry: _Entry[T]) -> None:
+        entry.done_s = self._clock.monotonic()
+        # Asking for the exception also marks it as seen: nobody may be left to hear of it.
+        if entry.task.cancelled() or isinstance(entry.task.exception(), self._without_effect):
+            del self._entries[request_id]
+            return
+        self._entries.move_to_end(request_id)
+        self._drop_old()
+
+    def _drop_old(self) -> None:
+        done = [(request_id, entry.done_s) for request_id, entry in self._entries.items() if entry.done_s is not None]
+        oldest_s = self._clock.monotonic() - self._keep_s
+        for index, (request_id, done_s) in enumerate(done):
+            if index < len(done) - self._keep_count or done_s <= oldest_s:
+                del self._entries[request_id]

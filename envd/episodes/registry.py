@@ -1,0 +1,202 @@
+"""Which episodes there are, and how they come to an end: closed, lapsed, or void because their machine failed.
+
+An episode leaves the registry at once when it is closed; then its calls are cut short and its machine is destroyed.
+One that FAILED loses its machine at once and stays, to say so, until it is closed or its lease lapses.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from envd.episodes.episode import Episode
+from envd.episodes.lease import next_expiry_s
+from envd.episodes.observer import EpisodeObserver
+from envd.episodes.types import EpisodeState
+from envd.errors import EnvdError, EpisodeNotFound, MachineLost
+from envd.pool.clock import Clock, wait_until
+from envd.pool.pool import Pool
+from envd.pool.tasks import Changes, OwnedTasks, run_unless
+
+logger = logging.getLogger(__name__)
+
+#: How many episodes that are gone are remembered, to say why.
+_GONE_COUNT = 4096
+
+#: What became of an episode that is gone, by the reason that it was closed for.
+_FATES = {
+    "CLOSED": "was closed",
+    "LEASE_EXPIRED": "was closed because its lease lapsed",
+    "DRAINED": "was closed because the daemon stops",
+}
+
+
+class EpisodeRegistry:
+    """The episodes that hold a lease."""
+
+    def __init__(self, *, clock: Clock, observer: EpisodeObserver) -> None:
+        """Make an empty registry; leases lapse only after `start`."""
+        self._clock = clock
+        self._observer = observer
+        self._episodes: dict[str, Episode] = {}
+        self._pools: dict[str, Pool] = {}
+        self._closing: dict[str, asyncio.Task[None]] = {}
+        self._gone: OrderedDict[str, str] = OrderedDict()
+        self._tasks = OwnedTasks()
+        self.changes = Changes()
+        """Notified when an episode comes, goes, or its lease changes."""
+
+    def __len__(self) -> int:
+        return len(self._episodes)
+
+    def __iter__(self) -> Iterator[Episode]:
+        return iter(list(self._episodes.values()))
+
+    def start(self) -> None:
+        """Begin to close episodes whose lease has lapsed."""
+        self._tasks.spawn(self._reap(), name="episodes:reaper")
+
+    async def aclose(self) -> None:
+        """Close all episodes and end every task."""
+        await self.close_all("DRAINED")
+        await self._tasks.cancel()
+
+    def add(self, episode: Episode, pool: Pool) -> None:
+        """Take in a new episode; from now on its machine is the registry's to release."""
+        self._episodes[episode.episode_id] = episode
+        self._pools[episode.episode_id] = pool
+        self._tasks.spawn(self._watch(episode), name=f"episode:{episode.episode_id}:watch")
+        self.changes.notify()
+
+    def find(self, episode_id: str) -> Episode | None:
+        """Return an episode, or None if it is gone or never was."""
+        return self._episodes.get(episode_id)
+
+    def get(self, episode_id: str) -> Episode:
+        """Return an episode. Raises: EpisodeNotFound."""
+        episode = self._episodes.get(episode_id)
+        if episode is None:
+            raise self.not_found(episode_id)
+        return episode
+
+    def not_found(self, episode_id: str) -> EpisodeNotFound:
+        """Return the error that says why there is no such episode."""
+        fate = self._gone.get(episode_id, "is unknown: never opened here, or gone for long")
+        return EpisodeNotFound(f"episode {episode_id} {fate}; reset a new one")
+
+    @contextmanager
+    def call(self, episode: Episode, *, renews: bool) -> Iterator[None]:
+        """Keep the lease from lapsing meanwhile; with `renews`, start it over at the end.
+
+        A `MachineLost` that passes voids the episode; it becomes `EpisodeNotFound` where closing was the cause.
+        """
+        episode.lease.begin_call()
+        try:
+            yield
+        except MachineLost as error:
+            if episode.closed.is_set():
+                raise self.not_found(episode.episode_id) from error
+            self.void(episode, error)
+            raise
+        finally:
+            episode.lease.end_call(self._clock.monotonic(), renews=renews)
+            self.changes.notify()
+
+    def end(self, episode: Episode, state: EpisodeState, reason: str, *, cause: str = "") -> None:
+        """Move an episode to a later state, and tell the observer if it was active."""
+        was_active = episode.state is EpisodeState.ACTIVE
+        episode.end(state, reason, cause=cause)
+        if was_active:
+            self.tell_end(episode)
+
+    def tell_end(self, episode: Episode) -> None:
+        """Tell the observer that an episode is no longer active."""
+        self._observer.ended(
+            pool=episode.pool,
+            run=episode.run,
+            episode_id=episode.episode_id,
+            state=episode.state.value,
+            reason=episode.end_reason,
+            step_count=episode.step_count,
+        )
+
+    def void(self, episode: Episode, error: Exception) -> None:
+        """Mark an episode as FAILED and destroy its machine, unless it is already, closed, or scored."""
+        if episode.state is EpisodeState.FAILED or episode.closed.is_set() or episode.is_scored:
+            return
+        reason = error.reason if isinstance(error, EnvdError) else EnvdError.reason
+        logger.warning("episode %s: void after step %d: %s", episode.episode_id, episode.step_count, error)
+        self.end(episode, EpisodeState.FAILED, reason, cause=str(error) or type(error).__name__)
+        self._tasks.spawn(self._release(episode), name=f"episode:{episode.episode_id}:release")
+
+    async def close(self, episode_id: str, reason: str = "CLOSED") -> None:
+        """End an episode; returns when its machine is gone. Idempotent, and not undone by cancellation."""
+        closing = self._begin_close(episode_id, reason)
+        if closing is not None:
+            await asyncio.shield(closing)
+
+    async def close_all(self, reason: str) -> None:
+        """End every episode; returns when all their machines are gone."""
+        for episode_id in list(self._episodes):
+            self._begin_close(episode_id, reason)
+        while self._closing:
+            await asyncio.wait(set(self._closing.values()))
+
+    def _begin_close(self, episode_id: str, reason: str) -> asyncio.Task[None] | None:
+        episode = self._episodes.pop(episode_id, None)
+        if episode is None:
+            return self._closing.get(episode_id)
+        if episode.state is EpisodeState.ACTIVE:
+            self.end(episode, EpisodeState.TRUNCATED, reason)
+        self._gone[episode_id] = f"{_FATES[reason]} at {self._clock.now().isoformat(timespec='seconds')}"
+        while len(self._gone) > _GONE_COUNT:
+            self._gone.popitem(last=False)
+        episode.closed.set()
+        logger.info(
+            "episode %s: %s after step %d, machine %s",
+            episode_id,
+            reason,
+            episode.step_count,
+            episode.machine.machine_id,
+        )
+        closing = self._tasks.spawn(self._finish_close(episode), name=f"episode:{episode_id}:close")
+        self._closing[episode_id] = closing
+        self.changes.notify()
+        return closing
+
+    async def _finish_close(self, episode: Episode) -> None:
+        try:
+            await episode.steps.close()
+            await episode.evaluations.close()
+        finally:
+            try:
+                await self._release(episode)
+            finally:
+                del self._closing[episode.episode_id]
+                del self._pools[episode.episode_id]
+                self.changes.notify()
+
+    async def _release(self, episode: Episode) -> None:
+        await self._pools[episode.episode_id].release([episode.machine])
+
+    async def _watch(self, episode: Episode) -> None:
+        """Void an episode whose machine dies between calls."""
+        await run_unless(episode.closed, _wait(episode.machine.lost))
+        if not episode.closed.is_set():
+            machine = episode.machine.machine
+            self.void(episode, MachineLost(f"machine {machine.machine_id} is gone: {machine.lost_reason}"))
+
+    async def _reap(self) -> None:
+        """Close every episode whose lease has lapsed; sleep until the next one can."""
+        while True:
+            changed = self.changes.next
+            now_s = self._clock.monotonic()
+            for episode in self:
+                if episode.lease.has_lapsed(now_s):
+                    self._begin_close(episode.episode_id, "LEASE_EXPIRED")
+            await wait_until(self._clock, next_expiry_s(e.lease for e in self), or_event=changed)
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()

@@ -1,0 +1,115 @@
+"""Perform one step on a desktop: act, settle, look. Knows nothing of ledgers, leases or states."""
+
+from dataclasses import dataclass, replace
+
+from envd.errors import InvalidRequest
+from envd.guest.actions import Action, ActionOutcome, Done, Fail
+from envd.guest.desktop import Desktop
+from envd.guest.observation import Observation, ObservationOptions, SettlePolicy
+from envd.pool.clock import Clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Performed:
+    """What a step did."""
+
+    outcomes: tuple[ActionOutcome, ...]
+    last_action: Done | Fail | None
+    """What the agent ended the episode with, if it did."""
+    observation: Observation
+    timings_ms: dict[str, float]
+    """`input`, `settle` and `observe`."""
+
+
+class Stopwatch:
+    """Milliseconds by phase."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._begin_s = self._lap_s = clock.monotonic()
+        self.timings_ms: dict[str, float] = {}
+
+    def lap(self, phase: str) -> None:
+        """End a phase that began with the one before."""
+        now_s = self._clock.monotonic()
+        self.timings_ms[phase] = (now_s - self._lap_s) * 1000
+        self._lap_s = now_s
+
+    @property
+    def total_ms(self) -> float:
+        """Milliseconds since the start."""
+        return (self._clock.monotonic() - self._begin_s) * 1000
+
+
+def check_region(options: ObservationOptions, desktop: Desktop) -> None:
+    """Refuse a region that is not on the screen, before anything is done. Raises: InvalidRequest."""
+    region = options.region
+    if region is None:
+        return
+    width_px, height_px = desktop.screen_size
+    if (
+        min(region.x_px, region.y_px) < 0
+        or min(region.width_px, region.height_px) < 1
+        or region.x_px + region.width_px > width_px
+        or region.y_px + region.height_px > height_px
+    ):
+        raise InvalidRequest(
+            "observation.region",
+            f"{region.width_px}x{region.height_px} at ({region.x_px}, {region.y_px}) is not within the screen of"
+            f" {width_px}x{height_px}",
+        )
+
+
+async def look(
+    desktop: Desktop,
+    *,
+    settle: SettlePolicy | None,
+    options: ObservationOptions,
+    refresh: bool = False,
+    watch: Stopwatch,
+) -> Observation:
+    """Wait until the screen is quiet, if asked to, then return what it shows.
+
+    Raises:
+        GuestUnresponsive, GuestError: A part that was asked for cannot be had.
+        MachineLost: The machine is gone.
+    """
+    settled = None
+    if settle is not None:
+        settled = await desktop.settle(settle)
+        watch.lap("settle")
+    observation = await desktop.observe(options, refresh=refresh)
+    watch.lap("observe")
+    return replace(observation, settle=settled, timings_ms={**observation.timings_ms, **watch.timings_ms})
+
+
+async def perform(
+    desktop: Desktop,
+    actions: tuple[Action, ...],
+    *,
+    settle: SettlePolicy,
+    options: ObservationOptions,
+    clock: Clock,
+) -> Performed:
+    """Perform actions in order, up to the first `Done` or `Fail`, then settle and look.
+
+    On failure some actions may have been performed: the episode is void.
+
+    Raises:
+        GuestUnresponsive, GuestError: The guest failed us, not the agent.
+        MachineLost: The machine is gone.
+    """
+    watch = Stopwatch(clock)
+    outcomes: list[ActionOutcome] = []
+    last_action: Done | Fail | None = None
+    for action in actions:
+        if isinstance(action, Done | Fail):
+            last_action = action
+            outcomes.append(ActionOutcome())
+            break
+        outcomes.append(await desktop.act(action))
+    watch.lap("input")
+    observation = await look(desktop, settle=settle, options=options, watch=watch)
+    return Performed(
+        outcomes=tuple(outcomes), last_action=last_action, observation=observation, timings_ms=watch.timings_ms
+    )

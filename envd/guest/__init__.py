@@ -1,0 +1,1 @@
+"""The inside of one guest: screen, input, agent, guestd."""

@@ -1,0 +1,239 @@
+"""Ask the QEMU guest agent of one machine: commands as root, files as bytes, the clock. No network is needed.
+
+The agent serves one command at a time and knows no deadlines, so that every wait here has one of its own. What the
+agent refuses is a `GuestError`; what it does not answer in time is a `GuestUnresponsive`.
+"""
+
+import asyncio
+import base64
+import binascii
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from envd.errors import GuestError, GuestUnresponsive
+from envd.guest.channels import Channels, JsonValue
+from envd.guest.command import CommandResult
+
+# libvirt takes agent messages of a few MiB; base64 makes 4 of 3.
+_CHUNK_BYTES = 1 << 20
+_FIRST_POLL_S = 0.01
+_LAST_POLL_S = 0.5
+_LAST_WORD_S = 2.0
+"""For killing or closing what a call leaves behind, beyond its deadline."""
+_CLOCK_TOLERANCE_NS = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OsInfo:
+    """What a guest says of its operating system; empty where it does not say."""
+
+    id: str
+    """Such as debian, ubuntu or mswindows."""
+    name: str
+    version: str
+    kernel: str
+
+
+class _Deadline:
+    """How much of a call's time is left."""
+
+    def __init__(self, timeout_s: float, what: str) -> None:
+        self._timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s
+        self._what = what
+
+    def left_s(self) -> float:
+        """Return the time left. Raises: GuestUnresponsive if there is none."""
+        left_s = self._end_s - time.monotonic()
+        if left_s <= 0:
+            raise GuestUnresponsive(f"{self._what}: not done within {self._timeout_s:g} s")
+        return left_s
+
+
+class GuestAgent:
+    """The guest agent of one machine. Every method may also raise `MachineLost`."""
+
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
+
+    def __repr__(self) -> str:
+        return f"<GuestAgent of {self._channels.machine_id}>"
+
+    async def ping(self, *, timeout_s: float = 5.0) -> None:
+        """Return when the agent answers. Raises: GuestUnresponsive."""
+        await self._channels.agent_command("guest-ping", timeout_s=timeout_s)
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+    ) -> CommandResult:
+        """Run a command to its end, as the agent's user (root), with only `env` as its environment where given.
+
+        Raises:
+            GuestError: It could not be started, or its output is larger than the agent keeps (16 MiB).
+            GuestUnresponsive: It did not end within `timeout_s`; it was killed, if the guest has /bin/kill.
+        """
+        deadline = _Deadline(timeout_s, f"{argv[0]} on {self._channels.machine_id}")
+        arguments: dict[str, JsonValue] = {"path": argv[0], "arg": list(argv[1:]), "capture-output": True}
+        if stdin:
+            arguments["input-data"] = base64.b64encode(stdin).decode()
+        if env is not None:
+            arguments["env"] = [f"{name}={value}" for name, value in env.items()]
+        started = _fields(await self._command("guest-exec", arguments, deadline), "guest-exec")
+        pid = _number(started, "pid", "guest-exec")
+        poll_s = _FIRST_POLL_S
+        try:
+            while True:
+                status = _fields(await self._command("guest-exec-status", {"pid": pid}, deadline), "guest-exec-status")
+                if status.get("exited"):
+                    return _result(status, argv[0])
+                await asyncio.sleep(min(poll_s, deadline.left_s()))
+                poll_s = min(poll_s * 1.5, _LAST_POLL_S)
+        except GuestUnresponsive:
+            with suppress(GuestError, GuestUnresponsive):
+                await self._channels.agent_command(
+                    "guest-exec", {"path": "/bin/kill", "arg": ["-KILL", str(pid)]}, timeout_s=_LAST_WORD_S
+                )
+            raise
+
+    async def read_file(self, path: str, *, max_bytes: int = 64 << 20, timeout_s: float = 60.0) -> bytes | None:
+        """Return a file's bytes; None if there is no such file.
+
+        Raises:
+            GuestError: It is larger than `max_bytes`, or cannot be read.
+            GuestUnresponsive: Not done within `timeout_s`.
+        """
+        deadline = _Deadline(timeout_s, f"reading {path} on {self._channels.machine_id}")
+        try:
+            handle = await self._open(path, "r", deadline)
+        except GuestError as error:
+            if _says_absent(str(error)):
+                return None
+            raise
+        content = bytearray()
+        try:
+            while True:
+                count = min(_CHUNK_BYTES, max_bytes + 1 - len(content))
+                told = _fields(
+                    await self._command("guest-file-read", {"handle": handle, "count": count}, deadline),
+                    "guest-file-read",
+                )
+                content += _bytes(told, "buf-b64", "guest-file-read")
+                if len(content) > max_bytes:
+                    raise GuestError(f"{path} on {self._channels.machine_id} is larger than {max_bytes} bytes")
+                if told.get("eof") or not told.get("count"):
+                    return bytes(content)
+        finally:
+            await self._close(handle)
+
+    async def write_file(self, path: str, data: bytes, *, timeout_s: float = 60.0) -> None:
+        """Write a file as the agent's user; its directory must exist. On failure the file may be half written.
+
+        Raises:
+            GuestError: It cannot be written.
+            GuestUnresponsive: Not done within `timeout_s`.
+        """
+        deadline = _Deadline(timeout_s, f"writing {path} on {self._channels.machine_id}")
+        handle = await self._open(path, "w", deadline)
+        try:
+            at = 0
+            while at < len(data):
+                chunk = base64.b64encode(data[at : at + _CHUNK_BYTES]).decode()
+                told = _fields(
+                    await self._command("guest-file-write", {"handle": handle, "buf-b64": chunk}, deadline),
+                    "guest-file-write",
+                )
+                written = _number(told, "count", "guest-file-write")
+                if written <= 0:
+                    raise GuestError(f"{path} on {self._channels.machine_id} takes no more data after {at} bytes")
+                at += written
+            await self._command("guest-file-flush", {"handle": handle}, deadline)
+        finally:
+            await self._close(handle)
+
+    async def set_time(self, unix_ns: int, *, timeout_s: float = 10.0) -> None:
+        """Set the guest's clock, in nanoseconds since 1970 UTC.
+
+        Raises:
+            GuestError: The guest refused, and its clock is not within 5 s of that time.
+            GuestUnresponsive: No answer within `timeout_s`.
+        """
+        deadline = _Deadline(timeout_s, f"setting the clock of {self._channels.machine_id}")
+        try:
+            await self._command("guest-set-time", {"time": unix_ns}, deadline)
+        except GuestError:
+            # The agent sets the system's clock, then runs hwclock, which small guests lack: look at what it did.
+            now_ns = await self._command("guest-get-time", None, deadline)
+            if not isinstance(now_ns, int) or abs(now_ns - unix_ns) > _CLOCK_TOLERANCE_NS:
+                raise
+
+    async def os_info(self, *, timeout_s: float = 10.0) -> OsInfo:
+        """Return what the guest runs. Raises: GuestError, GuestUnresponsive."""
+        told = _fields(await self._channels.agent_command("guest-get-osinfo", timeout_s=timeout_s), "guest-get-osinfo")
+        return OsInfo(
+            id=str(told.get("id", "")),
+            name=str(told.get("pretty-name") or told.get("name", "")),
+            version=str(told.get("version-id", "")),
+            kernel=str(told.get("kernel-release", "")),
+        )
+
+    async def _command(self, command: str, arguments: Mapping[str, JsonValue] | None, deadline: _Deadline) -> JsonValue:
+        return await self._channels.agent_command(command, arguments, timeout_s=deadline.left_s())
+
+    async def _open(self, path: str, mode: str, deadline: _Deadline) -> int:
+        handle = await self._command("guest-file-open", {"path": path, "mode": mode}, deadline)
+        if not isinstance(handle, int):
+            raise GuestError(f"guest-file-open: {handle!r} is no handle")
+        return handle
+
+    async def _close(self, handle: int) -> None:
+        # The handle is the agent's: if it cannot be closed, it is gone with the agent.
+        with suppress(GuestError, GuestUnresponsive):
+            await self._channels.agent_command("guest-file-close", {"handle": handle}, timeout_s=_LAST_WORD_S)
+
+
+def _result(status: Mapping[str, JsonValue], name: str) -> CommandResult:
+    """Make a result of an exited command's status. Raises: GuestError if the agent threw some output away."""
+    if status.get("out-truncated") or status.get("err-truncated"):
+        raise GuestError(f"{name}: its output is larger than the guest agent keeps; write it to a file and read that")
+    signal = status.get("signal")
+    exit_code = 128 + signal if isinstance(signal, int) else _number(status, "exitcode", "guest-exec-status")
+    return CommandResult(
+        exit_code=exit_code,
+        stdout=_bytes(status, "out-data", "guest-exec-status"),
+        stderr=_bytes(status, "err-data", "guest-exec-status"),
+    )
+
+
+def _says_absent(message: str) -> bool:
+    """Whether a refusal to open means that there is no such file: errno's words on Linux, Windows' own there."""
+    return any(
+        words in message for words in ("No such file or directory", "cannot find the file", "cannot find the path")
+    )
+
+
+def _fields(value: JsonValue, command: str) -> Mapping[str, JsonValue]:
+    if not isinstance(value, dict):
+        raise GuestError(f"{command}: the agent's answer makes no sense: {value!r}")
+    return value
+
+
+def _number(fields: Mapping[str, JsonValue], name: str, command: str) -> int:
+    value = fields.get(name)
+    if not isinstance(value, int):
+        raise GuestError(f"{command}: the agent's answer has no {name}: {fields!r}")
+    return value
+
+
+def _bytes(fields: Mapping[str, JsonValue], name: str, command: str) -> bytes:
+    value = fields.get(name, "")
+    try:
+        return base64.b64decode(value if isinstance(value, str) else "", validate=True)
+    except binascii.Error as error:
+        raise GuestError(f"{command}: {name} is not base64") from error

@@ -1,0 +1,387 @@
+"""Speak RFB 3.8 over one stream: parse what a display server sends, write what a viewer may say.
+
+Keeps no picture and decides nothing: `screen.py` holds the pixels, `input.py` decides what to press. What the server
+sends is untrusted: every length is bounded before it is read, and whatever breaks the protocol is a `GuestError`.
+The end of the stream is `MachineLost`, because a display lives exactly as long as its machine.
+"""
+
+import asyncio
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from envd.errors import GuestError, MachineLost
+
+MAX_SIDE_PX = 8192
+MAX_SCREEN_PIXELS = 4096 * 4096
+MAX_CURSOR_SIDE_PX = 512
+_MAX_TEXT_BYTES = 1 << 20
+#: Pseudo-rectangles (cursor, resize, ...) one update may carry beside its pixels.
+_MAX_PSEUDO_RECTS = 64
+_CLOSE_TIMEOUT_S = 1.0
+
+_VERSION = b"RFB 003.008\n"
+_SECURITY_NONE = 1
+#: 32 bits a pixel, depth 24, little endian, true colour, 8 bits each, red at bit 16: in memory B, G, R, X.
+_PIXEL_FORMAT = struct.pack(">BBBBHHHBBBxxx", 32, 24, 0, 1, 255, 255, 255, 16, 8, 0)
+_RGB_MASK = np.uint32(0x00FFFFFF)
+
+#: A key that no keyboard name maps to (the browser's bookmarks key), so that it is never down.
+_WAKE_SCANCODE = 0xE6
+_WAKE_KEYSYM = 0x1008FF30
+
+
+class Encoding(IntEnum):
+    """The rectangle types that we ask for."""
+
+    RAW = 0
+    DESKTOP_SIZE = -223
+    CURSOR = -239
+    POINTER_TYPE_CHANGE = -257
+    EXTENDED_KEY_EVENT = -258
+    LED_STATE = -261
+    EXTENDED_DESKTOP_SIZE = -308
+    ALPHA_CURSOR = -314
+
+
+# ALPHA_CURSOR stands before CURSOR: servers take the first one that they know.
+# EXTENDED_DESKTOP_SIZE is understood but not asked for: with it, QEMU answers every non-incremental request with a
+# size rectangle besides, and DESKTOP_SIZE says the same once per change.
+_ASKED = (
+    Encoding.RAW,
+    Encoding.DESKTOP_SIZE,
+    Encoding.ALPHA_CURSOR,
+    Encoding.CURSOR,
+    Encoding.POINTER_TYPE_CHANGE,
+    Encoding.EXTENDED_KEY_EVENT,
+    Encoding.LED_STATE,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PixelRect:
+    """New pixels of one part of the screen."""
+
+    x_px: int
+    y_px: int
+    bgrx_HW: npt.NDArray[np.uint32]
+    """(height, width); one little-endian B, G, R, 0 word a pixel."""
+
+    @property
+    def width_px(self) -> int:
+        """Width in pixels."""
+        return int(self.bgrx_HW.shape[1])
+
+    @property
+    def height_px(self) -> int:
+        """Height in pixels."""
+        return int(self.bgrx_HW.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """The screen has another size now; its pixels are unknown until they are sent."""
+
+    width_px: int
+    height_px: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CursorShape:
+    """The pointer's image, drawn by the viewer."""
+
+    hot_x_px: int
+    hot_y_px: int
+    rgba_HWC: npt.NDArray[np.uint8]
+    """(height, width, 4), colours multiplied by alpha; empty for an invisible pointer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PointerMode:
+    """Whether pointer events name places on the screen, or movements."""
+
+    absolute: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KeyboardLeds:
+    """The guest's keyboard lights."""
+
+    caps_lock: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendedKeys:
+    """The server takes key events with scancodes."""
+
+
+Rect = PixelRect | Resize | CursorShape | PointerMode | KeyboardLeds | ExtendedKeys
+
+
+class RfbClient:
+    """One connection to an RFB server, made by `connect`.
+
+    One task reads (`read_update`); any may write. Writes queue in the stream and never wait, except in `drain`.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, name: str, width_px: int, height_px: int
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        # QEMU scales a place x of a screen w wide to floor(x * 32767 / w), guests scale back to v * w / 32768 and cut
+        # the fraction off: x comes out as x - 1, and (0, 0) not at all, because a tablet's axes start at 0. Of 65
+        # places on a Linux guest 64 were off by exactly that; x + 1 comes out as x, up to the last column.
+        self._pointer_offset_px = 1 if name.startswith("QEMU") else 0
+        self._width_px = width_px
+        self._height_px = height_px
+        self._extended_keys = False
+        self._absolute_pointer = True
+
+    def __repr__(self) -> str:
+        return f"<RfbClient {self._width_px}x{self._height_px}>"
+
+    @classmethod
+    async def connect(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Self:
+        """Shake hands and choose pixel format and encodings. On failure the stream is closed.
+
+        Raises:
+            GuestError: The server is not an RFB 3.8 server that lets us in without authentication.
+            MachineLost: The stream ended.
+        """
+        try:
+            name, width_px, height_px = await _handshake(reader, writer)
+        except BaseException:
+            writer.close()
+            raise
+        return cls(reader, writer, name=name, width_px=width_px, height_px=height_px)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) of the server's screen, in pixels."""
+        return self._width_px, self._height_px
+
+    @property
+    def absolute_pointer(self) -> bool:
+        """Whether pointer events name places; False until the guest drives a tablet."""
+        return self._absolute_pointer
+
+    def request(self, *, incremental: bool, area: tuple[int, int, int, int] | None = None) -> None:
+        """Ask for the changes, or for the pixels as they are, of an area (x, y, width, height) or of all."""
+        x_px, y_px, width_px, height_px = area or (0, 0, self._width_px, self._height_px)
+        self._writer.write(struct.pack(">BBHHHH", 3, incremental, x_px, y_px, width_px, height_px))
+
+    def key(self, *, keysym: int, scancode: int, down: bool) -> None:
+        """Press or release a key. `scancode` is an XT set 1 code, with 0x80 standing for the e0 prefix."""
+        if self._extended_keys:
+            self._writer.write(struct.pack(">BBHII", 255, 0, down, keysym, scancode))
+        else:
+            self._writer.write(struct.pack(">BBxxI", 4, down, keysym))
+
+    def pointer(self, x_px: int, y_px: int, *, buttons: int) -> None:
+        """Say where the pointer is and which buttons are down (bit 0 left, 1 middle, 2 right, 3-6 the wheel)."""
+        offset_px = self._pointer_offset_px
+        self._writer.write(struct.pack(">BBHH", 5, buttons, x_px + offset_px, y_px + offset_px))
+
+    def wake(self) -> None:
+        """Make an idle QEMU look at the guest's screen now, without the guest noticing.
+
+        QEMU's VNC server looks every 30 ms, 50 ms later after each look that found nothing, up to every 3 s. Any
+        client message of a type above 3 (keys, pointer) resets that to 30 ms (ui/vnc.c, `protocol_client_msg`); update
+        requests are type 3 and do not. The release of a key that is not down is such a message, and QEMU drops it
+        before any device sees it (ui/kbd-state.c). Moving the pointer to where it is would do too, but reaches the
+        guest's driver. Measured in tests/contract/test_rfb_qemu.py.
+        """
+        self.key(keysym=_WAKE_KEYSYM, scancode=_WAKE_SCANCODE, down=False)
+
+    async def drain(self) -> None:
+        """Wait until the server has taken most of what was written. Raises: MachineLost."""
+        try:
+            await self._writer.drain()
+        except OSError as error:
+            raise MachineLost(f"the display closed its connection: {error}") from error
+
+    async def read_update(self) -> tuple[Rect, ...]:
+        """Wait for the next framebuffer update and return its rectangles, which lie within the screen.
+
+        At most two screens of pixels are held at once.
+
+        Raises:
+            GuestError: The server broke the protocol.
+            MachineLost: The stream ended.
+        """
+        while True:
+            kind = (await self._read(1))[0]
+            match kind:
+                case 0:
+                    return await self._read_rects()
+                case 1:  # a colour map, which true colour does not use
+                    (count,) = struct.unpack(">xxxH", await self._read(5))
+                    await self._read(count * 6)
+                case 2:  # a bell
+                    pass
+                case 3:
+                    (length,) = struct.unpack(">xxxI", await self._read(7))
+                    if length > _MAX_TEXT_BYTES:
+                        raise GuestError(
+                            f"display sent {length} bytes of clipboard; at most {_MAX_TEXT_BYTES} are read"
+                        )
+                    await self._read(length)
+                case _:
+                    raise GuestError(f"display sent an unknown message of type {kind}")
+
+    async def close(self) -> None:
+        """Close the connection, once what was written is sent or a second has passed. Idempotent; never fails."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._writer.wait_closed()
+        except TimeoutError:
+            self._writer.transport.abort()
+        except OSError:
+            pass  # it is gone either way
+
+    async def _read(self, count: int) -> bytes:
+        return await _read(self._reader, count)
+
+    async def _read_rects(self) -> tuple[Rect, ...]:
+        (count,) = struct.unpack(">xH", await self._read(3))
+        rects: list[Rect] = []
+        # No honest server sends a pixel twice in one update; the slack is for a resize within it.
+        pixel_budget = 2 * self._width_px * self._height_px
+        pseudo_count = 0
+        for _ in range(count):
+            x_px, y_px, width_px, height_px, encoding = struct.unpack(">HHHHi", await self._read(12))
+            if encoding == Encoding.RAW:
+                pixel_budget -= width_px * height_px
+                if pixel_budget < 0:
+                    raise GuestError(f"display sent more than two screens of pixels in one update ({self!r})")
+                if rect := await self._read_pixels(x_px, y_px, width_px, height_px):
+                    rects.append(rect)
+                continue
+            pseudo_count += 1
+            if pseudo_count > _MAX_PSEUDO_RECTS:
+                raise GuestError(f"display sent more than {_MAX_PSEUDO_RECTS} pseudo-rectangles in one update")
+            match encoding:
+                case Encoding.DESKTOP_SIZE:
+                    rects.append(self._resized(width_px, height_px))
+                case Encoding.EXTENDED_DESKTOP_SIZE:
+                    screen_count = (await self._read(4))[0]
+                    await self._read(screen_count * 16)
+                    rects.append(self._resized(width_px, height_px))
+                case Encoding.CURSOR:
+                    rects.append(await self._read_cursor(x_px, y_px, width_px, height_px))
+                case Encoding.ALPHA_CURSOR:
+                    rects.append(await self._read_alpha_cursor(x_px, y_px, width_px, height_px))
+                case Encoding.POINTER_TYPE_CHANGE:
+                    self._absolute_pointer = x_px != 0
+                    rects.append(PointerMode(absolute=self._absolute_pointer))
+                case Encoding.EXTENDED_KEY_EVENT:
+                    self._extended_keys = True
+                    rects.append(ExtendedKeys())
+                case Encoding.LED_STATE:
+                    lights = (await self._read(1))[0]
+                    rects.append(KeyboardLeds(caps_lock=bool(lights & 4)))
+                case _:
+                    raise GuestError(f"display sent a rectangle of type {encoding}, which was not asked for")
+        return tuple(rects)
+
+    def _resized(self, width_px: int, height_px: int) -> Resize:
+        _check_size(width_px, height_px)
+        self._width_px, self._height_px = width_px, height_px
+        return Resize(width_px, height_px)
+
+    async def _read_pixels(self, x_px: int, y_px: int, width_px: int, height_px: int) -> PixelRect | None:
+        if x_px + width_px > self._width_px or y_px + height_px > self._height_px:
+            raise GuestError(
+                f"display sent pixels outside its screen: {width_px}x{height_px}+{x_px}+{y_px} of {self!r}"
+            )
+        if not width_px or not height_px:
+            return None
+        words = np.frombuffer(await self._read(width_px * height_px * 4), dtype="<u4")
+        # The fourth byte is the server's own business (QEMU copies the guest's), so it must not count as a change.
+        return PixelRect(x_px, y_px, (words & _RGB_MASK).reshape(height_px, width_px))
+
+    async def _read_cursor(self, hot_x_px: int, hot_y_px: int, width_px: int, height_px: int) -> CursorShape:
+        _check_cursor(width_px, height_px)
+        pixels = await self._read(width_px * height_px * 4)
+        row_bytes = (width_px + 7) // 8
+        mask_bytes = await self._read(row_bytes * height_px)
+        bgrx_HWC = np.frombuffer(pixels, dtype=np.uint8).reshape(height_px, width_px, 4)
+        bits = np.unpackbits(np.frombuffer(mask_bytes, dtype=np.uint8).reshape(height_px, row_bytes), axis=1)
+        mask_HW = bits[:, :width_px]
+        rgba_HWC = np.empty((height_px, width_px, 4), dtype=np.uint8)
+        rgba_HWC[..., :3] = bgrx_HWC[..., 2::-1] * mask_HW[..., None]
+        rgba_HWC[..., 3] = mask_HW * 255
+        return CursorShape(hot_x_px, hot_y_px, rgba_HWC)
+
+    async def _read_alpha_cursor(self, hot_x_px: int, hot_y_px: int, width_px: int, height_px: int) -> CursorShape:
+        _check_cursor(width_px, height_px)
+        (encoding,) = struct.unpack(">i", await self._read(4))
+        if encoding != Encoding.RAW:
+            raise GuestError(f"display sent a cursor in encoding {encoding}; only raw was asked for")
+        # The protocol says R, G, B, A; QEMU sends its own ARGB words, which are B, G, R, A in memory (ui/vnc.c,
+        # `vnc_cursor_define`), premultiplied by the guest's X server.
+        bgra = np.frombuffer(await self._read(width_px * height_px * 4), dtype=np.uint8)
+        bgra_HWC = bgra.reshape(height_px, width_px, 4)
+        return CursorShape(hot_x_px, hot_y_px, bgra_HWC[..., [2, 1, 0, 3]])
+
+
+async def _handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[str, int, int]:
+    """Return the server's name, width and height."""
+    version = await _read(reader, len(_VERSION))
+    if version != _VERSION:
+        raise GuestError(f"display greets with {version!r}; only RFB 3.8 is spoken")
+    writer.write(_VERSION)
+    type_count = (await _read(reader, 1))[0]
+    if type_count == 0:
+        raise GuestError(f"display refuses connections: {await _read_reason(reader)}")
+    types = await _read(reader, type_count)
+    if _SECURITY_NONE not in types:
+        raise GuestError(
+            f"display wants authentication (types {list(types)}); configure it with none, on a Unix socket"
+        )
+    writer.write(bytes([_SECURITY_NONE]))
+    (failed,) = struct.unpack(">I", await _read(reader, 4))
+    if failed:
+        raise GuestError(f"display refused us: {await _read_reason(reader)}")
+    writer.write(b"\x01")  # shared: an operator's viewer may stay
+    width_px, height_px, name_bytes = struct.unpack(">HH16xI", await _read(reader, 24))
+    _check_size(width_px, height_px)
+    if name_bytes > 4096:
+        raise GuestError(f"display has a name of {name_bytes} bytes; at most 4096 are read")
+    name = (await _read(reader, name_bytes)).decode("utf-8", "replace")
+    writer.write(struct.pack(">Bxxx", 0) + _PIXEL_FORMAT)
+    writer.write(struct.pack(f">BxH{len(_ASKED)}i", 2, len(_ASKED), *_ASKED))
+    return name, width_px, height_px
+
+
+async def _read(reader: asyncio.StreamReader, count: int) -> bytes:
+    try:
+        return await reader.readexactly(count)
+    except (asyncio.IncompleteReadError, OSError) as error:
+        raise MachineLost("the display closed its connection") from error
+
+
+async def _read_reason(reader: asyncio.StreamReader) -> str:
+    (length,) = struct.unpack(">I", await _read(reader, 4))
+    return (await _read(reader, min(length, 4096))).decode("utf-8", "replace")
+
+
+def _check_size(width_px: int, height_px: int) -> None:
+    pixel_count = width_px * height_px
+    if not pixel_count or max(width_px, height_px) > MAX_SIDE_PX or pixel_count > MAX_SCREEN_PIXELS:
+        raise GuestError(
+            f"display says it is {width_px}x{height_px}; read are 1 to {MAX_SIDE_PX} a side, {MAX_SCREEN_PIXELS} pixels"
+        )
+
+
+def _check_cursor(width_px: int, height_px: int) -> None:
+    if max(width_px, height_px) > MAX_CURSOR_SIDE_PX:
+        raise GuestError(
+            f"display sent a cursor of {width_px}x{height_px}; at most {MAX_CURSOR_SIDE_PX} a side are read"
+        )

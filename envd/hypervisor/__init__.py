@@ -1,0 +1,1 @@
+"""Machines: the protocol, the libvirt driver, the fake, images."""

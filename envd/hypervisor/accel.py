@@ -1,0 +1,121 @@
+"""Find out whether KVM truly runs guest code here, and choose the accelerator.
+
+`/dev/kvm` proves nothing: some nested hosts create virtual machines, answer every ioctl, and then spin for ever
+on the guest's first 64-bit instructions. So a guest of a few hundred bytes has to do its work within a deadline.
+"""
+
+import asyncio
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from envd.errors import ConfigError
+from envd.hypervisor.machine import Accelerator
+
+_ROM_BYTES = 0x10000
+_RESET_VECTOR = 0xFFF0
+#: `probe.S`, assembled: code and descriptor tables at 0, a far jump there at the reset vector.
+_CODE = bytes.fromhex(
+    "fafc2e660f0116f0000f20c06683c8010f22c066ea1b000f00080066b810008ed88ec08ed0bc0080000031c0bf001000"
+    "00b9000c0000f3abc7050010000003200000c7050020000003300000bf00300000b883000000b9000200008907050000"
+    "200083c708e2f40f20e083c8200f22e0b8001000000f22d8b9800000c00f320d000100000f300f20c00d000000800f22"
+    "c0ea98000f0018004831c048c7c1e80300004889ca480fafd2525b4801d848ffc975ef48c7c31ce5e513b22a4839d874"
+    "02b22b88d0e6f4f4ebfd8db4000066900000000000000000ffff0000009acf00ffff00000092cf00ffff0000009aaf00"
+    "1f00d0000f"
+)
+_RESET_JUMP = bytes.fromhex("ea000000f0")
+#: The guest writes 0x2A when its sum is right; isa-debug-exit makes (value << 1) | 1 of it.
+_SUCCESS_STATUS = (0x2A << 1) | 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvmProbe:
+    """Whether KVM runs guests here."""
+
+    usable: bool
+    detail: str
+    """One sentence: what was tried, what happened, and what would help."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceleratorChoice:
+    """The accelerator that machines will use."""
+
+    accelerator: Accelerator
+    why: str
+
+
+def probe_rom() -> bytes:
+    """Return the 64 KiB BIOS image that the probe boots."""
+    rom = bytearray(_ROM_BYTES)
+    rom[: len(_CODE)] = _CODE
+    rom[_RESET_VECTOR : _RESET_VECTOR + len(_RESET_JUMP)] = _RESET_JUMP
+    return bytes(rom)
+
+
+async def probe_kvm(*, timeout_s: float = 3.0, accelerator: str = "kvm", emulator: str = "") -> KvmProbe:
+    """Run the probe's guest and tell whether it finished its 64-bit work.
+
+    Args:
+        timeout_s: Deadline of the guest; a working KVM needs some 0.1 s, QEMU's start included.
+        accelerator: What to probe; `tcg` always works where QEMU does, which the tests use.
+        emulator: QEMU's binary; empty for the one on PATH.
+    """
+    if accelerator == "kvm":
+        device = Path("/dev/kvm")
+        if not device.exists():
+            return KvmProbe(
+                usable=False, detail="/dev/kvm does not exist; enable virtualisation, load kvm_intel or kvm_amd"
+            )
+        if not os.access(device, os.R_OK | os.W_OK):
+            return KvmProbe(usable=False, detail="/dev/kvm may not be opened by this user; join the group kvm")
+    with tempfile.NamedTemporaryFile(prefix="envd-probe-", suffix=".rom") as rom:
+        rom.write(probe_rom())
+        rom.flush()
+        command = [
+            emulator or "qemu-system-x86_64",
+            *("-machine", "pc", "-accel", accelerator, "-m", "16", "-nodefaults", "-display", "none"),
+            *("-no-reboot", "-bios", rom.name, "-device", "isa-debug-exit,iobase=0xf4,iosize=1"),
+        ]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+        except FileNotFoundError:
+            return KvmProbe(usable=False, detail=f"{command[0]} is not installed; install qemu-system-x86")
+        try:
+            _, stderr = await asyncio.wait_for(process.communicate(), timeout_s)
+        except TimeoutError:
+            return KvmProbe(
+                usable=False,
+                detail=f"/dev/kvm exists, but a guest got nowhere with 64-bit code within {timeout_s:g} s, as happens "
+                "under some nested virtualisation; use a host with working KVM, or live with emulation",
+            )
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    if process.returncode == _SUCCESS_STATUS:
+        return KvmProbe(usable=True, detail=f"a guest ran 64-bit code under {accelerator}")
+    last = stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
+    return KvmProbe(usable=False, detail=f"QEMU ended with status {process.returncode} under {accelerator}: {last[0]}")
+
+
+async def choose_accelerator(wanted: str) -> AcceleratorChoice:
+    """Return the accelerator to use for `auto`, `kvm` or `tcg`.
+
+    Raises:
+        ConfigError: `kvm` is wanted but does not work, or the word is not known.
+    """
+    if wanted == "tcg":
+        return AcceleratorChoice(accelerator=Accelerator.TCG, why="asked for")
+    if wanted not in {"auto", "kvm"}:
+        raise ConfigError(f"accelerator {wanted!r} is not known; choose auto, kvm or tcg")
+    probe = await probe_kvm()
+    if probe.usable:
+        return AcceleratorChoice(accelerator=Accelerator.KVM, why=probe.detail)
+    if wanted == "kvm":
+        raise ConfigError(f"accelerator kvm does not work here: {probe.detail}")
+    return AcceleratorChoice(accelerator=Accelerator.TCG, why=probe.detail)

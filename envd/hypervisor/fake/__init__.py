@@ -1,0 +1,7 @@
+"""A hypervisor without guests: drawn desktops with real input, real frames and faults on demand."""
+
+from envd.hypervisor.fake.faults import Faults
+from envd.hypervisor.fake.hypervisor import FakeHost, FakeHypervisor, fake_image
+from envd.hypervisor.fake.machine import FakeMachine
+
+__all__ = ["FakeHost", "FakeHypervisor", "FakeMachine", "Faults", "fake_image"]

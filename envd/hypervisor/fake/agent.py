@@ -1,0 +1,163 @@
+"""The guest agent of a fake guest: the QEMU guest agent's commands over files in memory."""
+
+import base64
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from envd.errors import GuestError
+from envd.hypervisor.fake.files import GuestFiles
+from envd.hypervisor.fake.programs import Outcome, Programs
+from envd.hypervisor.machine import JsonValue
+
+_VERSION = "7.2.22"
+_MAX_READ_BYTES = 48 << 20
+
+
+@dataclass(slots=True)
+class _OpenFile:
+    path: str
+    mode: str
+    data: bytearray
+    position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    outcome: Outcome
+    end_time: float
+    has_output: bool
+
+
+class GuestAgent:
+    """Answers guest agent commands at once. A program that sleeps is reported as running until its time is over."""
+
+    def __init__(self, files: GuestFiles, programs: Programs, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._files = files
+        self._programs = programs
+        self._clock = clock
+        self._handles: dict[int, _OpenFile] = {}
+        self._processes: dict[int, _Process] = {}
+        self._numbers = itertools.count(1000)
+        self._clock_offset_ns = 0
+        self._commands: dict[str, Callable[..., JsonValue]] = {
+            "guest-exec": self._exec,
+            "guest-exec-status": self._exec_status,
+            "guest-file-close": self._file_close,
+            "guest-file-flush": self._file_flush,
+            "guest-file-open": self._file_open,
+            "guest-file-read": self._file_read,
+            "guest-file-write": self._file_write,
+            "guest-get-osinfo": self._osinfo,
+            "guest-get-time": lambda: time.time_ns() + self._clock_offset_ns,
+            "guest-info": self._info,
+            "guest-ping": lambda: {},
+            "guest-set-time": self._set_time,
+            "guest-sync": lambda id: id,
+        }
+
+    def answer(self, command: str, arguments: Mapping[str, JsonValue] | None) -> JsonValue:
+        """Return what a command answers. Raises: GuestError."""
+        method = self._commands.get(command)
+        if method is None:
+            raise GuestError(f"guest agent: the command {command} has not been found")
+        names = {name.replace("-", "_"): value for name, value in (arguments or {}).items()}
+        try:
+            return method(**names)
+        except TypeError as error:
+            raise GuestError(f"guest agent: {command} does not take these arguments: {error}") from error
+
+    def _exec(
+        self,
+        path: str,
+        arg: Sequence[str] = (),
+        env: Sequence[str] = (),
+        input_data: str = "",
+        capture_output: bool | str = False,
+    ) -> JsonValue:
+        variables = dict(variable.partition("=")[::2] for variable in env)
+        try:
+            outcome = self._programs.run([path, *arg], stdin=base64.b64decode(input_data), env=variables)
+        except FileNotFoundError as error:
+            raise GuestError(
+                f"guest agent: failed to execute child process “{path}” (No such file or directory)"
+            ) from error
+        pid = next(self._numbers)
+        self._processes[pid] = _Process(outcome, self._clock() + outcome.duration_s, bool(capture_output))
+        return {"pid": pid}
+
+    def _exec_status(self, pid: int) -> JsonValue:
+        process = self._processes.get(pid)
+        if process is None:
+            raise GuestError(f"guest agent: PID {pid} does not exist")
+        if self._clock() < process.end_time:
+            return {"exited": False}
+        # As in the real agent: the end of a process is reported once.
+        del self._processes[pid]
+        status: dict[str, JsonValue] = {"exited": True, "exitcode": process.outcome.exit_code}
+        for key, data in (("out-data", process.outcome.stdout), ("err-data", process.outcome.stderr)):
+            if process.has_output and data:
+                status[key] = base64.b64encode(data).decode()
+        return status
+
+    def _file_open(self, path: str, mode: str = "r") -> JsonValue:
+        exists = path in self._files
+        if mode[:1] not in ("r", "w", "a") or (mode.startswith("r") and not exists) or self._files.is_directory(path):
+            raise GuestError(f"guest agent: failed to open file '{path}' (mode: '{mode}'): No such file or directory")
+        handle = next(self._numbers)
+        if mode.startswith("w") or not exists:
+            self._files[path] = b""
+        data = bytearray(self._files[path])
+        self._handles[handle] = _OpenFile(path, mode, data, len(data) if mode.startswith("a") else 0)
+        return handle
+
+    def _file_read(self, handle: int, count: int = 4096) -> JsonValue:
+        file = self._open_file(handle)
+        if not 0 <= count <= _MAX_READ_BYTES:
+            raise GuestError(f"guest agent: value '{count}' is invalid for argument count")
+        data = bytes(file.data[file.position : file.position + count])
+        file.position += len(data)
+        return {"count": len(data), "buf-b64": base64.b64encode(data).decode(), "eof": len(data) < count}
+
+    def _file_write(self, handle: int, buf_b64: str, count: int | None = None) -> JsonValue:
+        file = self._open_file(handle)
+        data = base64.b64decode(buf_b64)[:count]
+        file.data[file.position : file.position + len(data)] = data
+        file.position += len(data)
+        return {"count": len(data), "eof": False}
+
+    def _file_flush(self, handle: int) -> JsonValue:
+        file = self._open_file(handle)
+        if file.mode != "r":
+            self._files[file.path] = bytes(file.data)
+        return {}
+
+    def _file_close(self, handle: int) -> JsonValue:
+        self._file_flush(handle)
+        del self._handles[handle]
+        return {}
+
+    def _open_file(self, handle: int) -> _OpenFile:
+        if handle not in self._handles:
+            raise GuestError(f"guest agent: handle '{handle}' has not been found")
+        return self._handles[handle]
+
+    def _set_time(self, time: int | None = None) -> JsonValue:
+        if time is not None:
+            self._clock_offset_ns = time - _now_ns()
+        return {}
+
+    def _osinfo(self) -> JsonValue:
+        return {"id": "envd-fake", "name": "envd fake desktop", "pretty-name": "envd fake desktop", "version-id": "1"}
+
+    def _info(self) -> JsonValue:
+        commands: list[Any] = [
+            {"name": name, "enabled": True, "success-response": True} for name in sorted(self._commands)
+        ]
+        return {"version": _VERSION, "supported_commands": commands}
+
+
+def _now_ns() -> int:
+    return time.time_ns()

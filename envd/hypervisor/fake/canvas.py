@@ -1,0 +1,215 @@
+"""Pixels of a drawn desktop: copy-on-write framebuffers and clipped drawing on them.
+
+Pixels are (height, width, 4) uint8 in the order blue, green, red, unused: QEMU's own order on little-endian hosts,
+so that a client that keeps the server's pixel format gets them uncopied.
+"""
+
+import functools
+import io
+import mmap
+import tempfile
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw, ImageFont
+
+Pixels = npt.NDArray[np.uint8]
+Colour = tuple[int, int, int]
+"""Red, green, blue."""
+
+CELL_WIDTH_PX = 9
+CELL_HEIGHT_PX = 18
+
+
+class Rect(NamedTuple):
+    """A rectangle in pixels."""
+
+    x: int
+    y: int
+    w: int
+    h: int
+
+    @property
+    def right(self) -> int:
+        """First column beyond."""
+        return self.x + self.w
+
+    @property
+    def bottom(self) -> int:
+        """First row beyond."""
+        return self.y + self.h
+
+    @property
+    def area(self) -> int:
+        """Pixels inside; 0 when empty."""
+        return max(0, self.w) * max(0, self.h)
+
+    @property
+    def center(self) -> tuple[int, int]:
+        """(x, y) of the pixel in the middle."""
+        return self.x + self.w // 2, self.y + self.h // 2
+
+    def contains(self, x: int, y: int) -> bool:
+        """Whether the pixel lies inside."""
+        return self.x <= x < self.right and self.y <= y < self.bottom
+
+    def intersect(self, other: "Rect") -> "Rect":
+        """The common part; its area is 0 when there is none."""
+        x, y = max(self.x, other.x), max(self.y, other.y)
+        return Rect(x, y, min(self.right, other.right) - x, min(self.bottom, other.bottom) - y)
+
+    def union(self, other: "Rect") -> "Rect":
+        """The smallest rectangle around both."""
+        x, y = min(self.x, other.x), min(self.y, other.y)
+        return Rect(x, y, max(self.right, other.right) - x, max(self.bottom, other.bottom) - y)
+
+
+class Damage:
+    """Rectangles that changed since someone last looked; never more than `LIMIT`, however much changes."""
+
+    LIMIT = 8
+
+    def __init__(self) -> None:
+        self.rects: list[Rect] = []
+
+    def add(self, rect: Rect) -> None:
+        """Add a rectangle, joining it to one that it nearly completes, or to all when there would be too many."""
+        if rect.area == 0:
+            return
+        for index, known in enumerate(self.rects):
+            joined = known.union(rect)
+            if joined.area <= known.area + rect.area:
+                self.rects[index] = joined
+                return
+        self.rects.append(rect)
+        if len(self.rects) > self.LIMIT:
+            self.rects = [functools.reduce(Rect.union, self.rects)]
+
+    def take(self) -> list[Rect]:
+        """Return the rectangles and forget them."""
+        rects, self.rects = self.rects, []
+        return rects
+
+
+class Picture:
+    """A finished picture that any number of framebuffers start from at no cost. Never changes."""
+
+    def __init__(self, pixels: Pixels) -> None:
+        self._shape = pixels.shape
+        self._file = tempfile.TemporaryFile(prefix="envd-fake-picture-")  # noqa: SIM115  (lives as long as self)
+        weakref.finalize(self, self._file.close)
+        self._file.write(pixels.tobytes())
+        self._file.flush()
+
+    def copy(self) -> Pixels:
+        """Return a writable private mapping: pages are shared until they are written."""
+        mapping = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return np.frombuffer(mapping, np.uint8).reshape(self._shape)
+
+    def close(self) -> None:
+        """Close the file; mappings stay valid."""
+        self._file.close()
+
+
+class Framebuffer:
+    """The pixels of one screen, and which rows of them are its own."""
+
+    def __init__(self, pixels: Pixels, *, shared: bool) -> None:
+        """Take `pixels`; `shared` says that unwritten rows cost this screen nothing."""
+        self.pixels = pixels
+        self._own_rows = np.full(pixels.shape[0], not shared)
+
+    @property
+    def bounds(self) -> Rect:
+        """The whole screen."""
+        return Rect(0, 0, self.pixels.shape[1], self.pixels.shape[0])
+
+    @property
+    def private_bytes(self) -> int:
+        """Bytes in rows that were written to: within a page a row, what the kernel had to copy."""
+        return int(np.count_nonzero(self._own_rows)) * int(self.pixels.shape[1]) * 4
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the whole picture, shared or not."""
+        return int(self.pixels.nbytes)
+
+    def canvas(self, clip: Rect) -> "Canvas":
+        """Return a canvas that draws inside `clip` only."""
+        inside = clip.intersect(self.bounds)
+        if inside.area:
+            self._own_rows[inside.y : inside.bottom] = True
+        return Canvas(self.pixels, inside)
+
+    def png(self) -> bytes:
+        """Encode as PNG. Takes milliseconds: not for the event loop."""
+        return encode_png(self.pixels)
+
+
+def encode_png(pixels: Pixels) -> bytes:
+    """Encode pixels as an RGB PNG."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels[:, :, 2::-1])).save(buffer, "png", compress_level=1)
+    return buffer.getvalue()
+
+
+class Canvas:
+    """Draws on pixels inside a clip rectangle."""
+
+    def __init__(self, pixels: Pixels, clip: Rect) -> None:
+        self._pixels = pixels
+        self.clip = clip
+
+    def shows(self, rect: Rect) -> bool:
+        """Whether any of `rect` would be drawn."""
+        return rect.intersect(self.clip).area > 0
+
+    def fill(self, rect: Rect, colour: Colour) -> None:
+        """Fill a rectangle."""
+        part = rect.intersect(self.clip)
+        if part.area:
+            red, green, blue = colour
+            self._pixels[part.y : part.bottom, part.x : part.right] = (blue, green, red, 0)
+
+    def outline(self, rect: Rect, colour: Colour) -> None:
+        """Draw a border one pixel wide just inside a rectangle."""
+        self.fill(Rect(rect.x, rect.y, rect.w, 1), colour)
+        self.fill(Rect(rect.x, rect.bottom - 1, rect.w, 1), colour)
+        self.fill(Rect(rect.x, rect.y, 1, rect.h), colour)
+        self.fill(Rect(rect.right - 1, rect.y, 1, rect.h), colour)
+
+    def paste_rows(self, colours: Pixels) -> None:
+        """Fill the clip with one colour a row, taken from `colours[y]`."""
+        clip = self.clip
+        if clip.area:
+            self._pixels[clip.y : clip.bottom, clip.x : clip.right] = colours[clip.y : clip.bottom, None]
+
+    def text(self, x: int, y: int, text: str, *, ink: Colour, paper: Colour) -> None:
+        """Draw text in cells of `CELL_WIDTH_PX` by `CELL_HEIGHT_PX` from the top left corner (x, y)."""
+        for index, char in enumerate(text):
+            cell = Rect(x + index * CELL_WIDTH_PX, y, CELL_WIDTH_PX, CELL_HEIGHT_PX)
+            part = cell.intersect(self.clip)
+            if part.area:
+                self._pixels[part.y : part.bottom, part.x : part.right] = _glyph(char, ink, paper)[
+                    part.y - cell.y : part.bottom - cell.y, part.x - cell.x : part.right - cell.x
+                ]
+
+
+@functools.lru_cache(maxsize=1)
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    # Pillow's own font: the picture must not depend on the fonts of the host.
+    return ImageFont.load_default(14)
+
+
+@functools.lru_cache(maxsize=8192)
+def _glyph(char: str, ink: Colour, paper: Colour) -> Pixels:
+    cell = Image.new("RGB", (CELL_WIDTH_PX, CELL_HEIGHT_PX), paper)
+    if char.isprintable() and char != " ":
+        draw = ImageDraw.Draw(cell)
+        left = (CELL_WIDTH_PX - draw.textlength(char, font=_font())) / 2
+        draw.text((left, 0), char, fill=ink, font=_font())
+    glyph = np.zeros((CELL_HEIGHT_PX, CELL_WIDTH_PX, 4), np.uint8)
+    glyph[:, :, 2::-1] = np.asarray(cell)
+    return glyph

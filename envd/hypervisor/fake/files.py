@@ -1,0 +1,69 @@
+"""The disk of a fake guest: files in memory."""
+
+import posixpath
+from collections.abc import Iterator, MutableMapping
+
+HOME = "/home/user"
+
+_OS_RELEASE = b'ID=envd-fake\nNAME="envd fake desktop"\nPRETTY_NAME="envd fake desktop"\nVERSION_ID="1"\n'
+
+
+class GuestFiles(MutableMapping[str, bytes]):
+    """Files by absolute path. A directory exists where it was made or where a file lies under it."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, bytes] = {"/etc/os-release": _OS_RELEASE}
+        self._directories = {"/", HOME, "/tmp"}  # noqa: S108  (a path in the guest)
+
+    def __getitem__(self, path: str) -> bytes:
+        return self._files[resolve(path)]
+
+    def __setitem__(self, path: str, data: bytes) -> None:
+        self._files[resolve(path)] = data
+
+    def __delitem__(self, path: str) -> None:
+        del self._files[resolve(path)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in all files."""
+        return sum(map(len, self._files.values()))
+
+    def is_directory(self, path: str) -> bool:
+        """Whether there is a directory of this name."""
+        path = resolve(path)
+        return path in self._directories or any(name.startswith(path.rstrip("/") + "/") for name in self._files)
+
+    def make_directory(self, path: str) -> None:
+        """Make a directory and its parents."""
+        path = resolve(path)
+        while path not in self._directories:
+            self._directories.add(path)
+            path = posixpath.dirname(path)
+
+    def list_directory(self, path: str) -> list[str]:
+        """Names in a directory, sorted."""
+        prefix = resolve(path).rstrip("/") + "/"
+        below = [name for name in (*self._files, *self._directories) if name.startswith(prefix) and name != prefix]
+        return sorted({name[len(prefix) :].partition("/")[0] for name in below})
+
+    def remove_tree(self, path: str) -> None:
+        """Remove a file, or a directory and all in it; nothing if there is none."""
+        path = resolve(path)
+        gone = [name for name in self._files if name == path or name.startswith(path + "/")]
+        for name in gone:
+            del self._files[name]
+        self._directories = {name for name in self._directories if name != path and not name.startswith(path + "/")}
+
+
+def resolve(path: str) -> str:
+    """Return the absolute path: `~` is the user's home, and relative paths start there."""
+    if path == "~" or path.startswith("~/"):
+        path = HOME + path[1:]
+    return posixpath.normpath(posixpath.join(HOME, path))

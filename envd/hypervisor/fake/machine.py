@@ -1,0 +1,323 @@
+"""One fake machine: a drawn desktop behind the same wires as a virtual machine.
+
+It starts, is paused, lost and destroyed like one: while it boots the screen is black and nobody answers, while it is
+paused input is dropped and the guest says nothing, and once it is gone every wire is cut at once.
+"""
+
+import asyncio
+import itertools
+import logging
+import socket
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from envd.errors import GuestUnresponsive, HypervisorError, MachineLost
+from envd.hypervisor.fake.agent import GuestAgent
+from envd.hypervisor.fake.canvas import Framebuffer, Picture, Rect, encode_png
+from envd.hypervisor.fake.desktop import MIN_HEIGHT_PX, MIN_WIDTH_PX, DrawnDesktop
+from envd.hypervisor.fake.faults import Faults
+from envd.hypervisor.fake.files import GuestFiles
+from envd.hypervisor.fake.guestd import Guestd
+from envd.hypervisor.fake.keyboard import scancode_of
+from envd.hypervisor.fake.programs import Programs
+from envd.hypervisor.fake.rfb import RfbConnection
+from envd.hypervisor.machine import JsonValue, MachineSpec, MachineState, MachineUsage
+
+_log = logging.getLogger(__name__)
+
+
+class FakeMachine:
+    """A machine of `FakeHypervisor`. Beyond the protocol it can be killed and be given faults while it runs."""
+
+    def __init__(
+        self, spec: MachineSpec, *, picture: Picture, faults: Faults, on_destroyed: Callable[["FakeMachine"], None]
+    ) -> None:
+        self.spec = spec
+        self.files = GuestFiles()
+        self.lost = asyncio.Event()
+        self.lost_reason = ""
+        self.faults = faults
+        self.input_count = 0
+        """Key and pointer events that the guest received; what was dropped is not counted."""
+        self.desktop: DrawnDesktop | None = None
+        self.framebuffer = Framebuffer(
+            # Never written to while it boots, so that the kernel maps one zero page for all of it.
+            np.zeros((spec.screen_height_px, spec.screen_width_px, 4), np.uint8),
+            shared=True,
+        )
+        self._picture = picture
+        self._on_destroyed = on_destroyed
+        self.programs = Programs(self.files, windows=lambda: self.desktop)
+        self._agent = GuestAgent(self.files, self.programs)
+        self._guestd = Guestd(self) if spec.image.has_guestd else None
+        self._displays: set[RfbConnection] = set()
+        self._command_count = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._blink_task: asyncio.Task[None] | None = None
+        self._destroy_task: asyncio.Task[None] | None = None
+        # Set while guest code may run, and for ever once the machine is gone, so that nobody waits for the dead.
+        self._booted = asyncio.Event()
+        self._running = asyncio.Event()
+        self._running.set()
+
+    def __repr__(self) -> str:
+        booting = "" if self._booted.is_set() else " booting"
+        return f"<FakeMachine {self.machine_id!r} {self.state.value}{booting} {self.lost_reason}".rstrip() + ">"
+
+    @property
+    def machine_id(self) -> str:
+        """The id of its spec."""
+        return self.spec.machine_id
+
+    @property
+    def state(self) -> MachineState:
+        """Where it is in its life."""
+        if self.lost.is_set():
+            return MachineState.GONE
+        return MachineState.RUNNING if self._running.is_set() else MachineState.PAUSED
+
+    @property
+    def guestd_url(self) -> str | None:
+        """Base URL of its guestd, or None where the image has none."""
+        return self._guestd.url if self._guestd else None
+
+    async def start(self) -> None:
+        """Open guestd's port and boot. On failure or cancellation the caller destroys it. Raises: HypervisorError."""
+        if self.faults.create_delay_s:
+            await asyncio.sleep(self.faults.create_delay_s)
+        if self.faults.create_error:
+            raise HypervisorError(f"machine {self.machine_id}: {self.faults.create_error}")
+        if self._guestd:
+            await self._guestd.start()
+        if self.faults.boot_delay_s or self.faults.boot_failure:
+            self._spawn(self._boot(), "boot")
+        else:
+            self._show_desktop()
+
+    # The protocol
+
+    async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to its RFB server. Raises: MachineLost."""
+        self._require_present("open its display")
+        ours, theirs = socket.socketpair()
+        connection = RfbConnection(self, name=f"envd ({self.machine_id})")
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.create_unix_connection(lambda: connection, sock=ours)
+            self._displays.add(connection)
+            return await asyncio.open_unix_connection(sock=theirs)
+        except BaseException:
+            connection.close()
+            ours.close()
+            theirs.close()
+            raise
+
+    async def agent_command(
+        self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float
+    ) -> JsonValue:
+        """Run one guest agent command. Raises: GuestUnresponsive, GuestError, MachineLost."""
+        self._require_present(f"ask its guest agent for {command}")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.reach_guest(delay_s=self.faults.agent_delay_s, silent=self.faults.agent_silent)
+        except TimeoutError:
+            raise GuestUnresponsive(
+                f"machine {self.machine_id} ({self.state.value}): its guest agent did not answer {command}"
+                f" within {timeout_s:g} s"
+            ) from None
+        return self._agent.answer(command, arguments)
+
+    async def screendump(self) -> bytes:
+        """Return the screen as PNG. Raises: MachineLost."""
+        self._require_present("dump its screen")
+        return await asyncio.to_thread(encode_png, self.framebuffer.pixels.copy())
+
+    async def pause(self) -> None:
+        """Stop the guest. Raises: MachineLost."""
+        self._require_present("pause it")
+        self._running.clear()
+
+    async def resume(self) -> None:
+        """Let the guest run on. Raises: MachineLost."""
+        self._require_present("resume it")
+        self._running.set()
+
+    async def usage(self) -> MachineUsage:
+        """Count its own pixels and files. Raises: MachineLost."""
+        self._require_present("measure it")
+        private_bytes = self.framebuffer.private_bytes + self.files.size_bytes
+        return MachineUsage(
+            rss_bytes=self.framebuffer.mapped_bytes + self.files.size_bytes,
+            private_dirty_bytes=private_bytes,
+            overlay_bytes=self.files.size_bytes,
+        )
+
+    async def destroy(self) -> None:
+        """End it and cut every wire. Idempotent; cancellation is delivered after the work is done."""
+        if self._destroy_task is None:
+            self._destroy_task = asyncio.create_task(self._destroy(), name=f"destroy:{self.machine_id}")
+        cancelled: asyncio.CancelledError | None = None
+        while not self._destroy_task.done():
+            try:
+                await asyncio.shield(self._destroy_task)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        self._destroy_task.result()
+
+    # What tests do to it
+
+    def kill(self, reason: str) -> None:
+        """Lose the machine now, as if QEMU had been killed. Until `destroy` its disk stays behind."""
+        if self.lost.is_set():
+            return
+        self.lost_reason = reason
+        self.lost.set()
+        self._booted.set()
+        self._running.set()
+        for task in self._tasks:
+            task.cancel()
+        for display in list(self._displays):
+            display.close()
+        if self._guestd:
+            self._guestd.cut()
+
+    def inject(self, **changes: Any) -> None:
+        """Change some of its faults from now on, by the names of the fields of `Faults`."""
+        self.faults = replace(self.faults, **changes)
+        self._follow_blinking()
+
+    def resize_screen(self, *, width_px: int, height_px: int) -> None:
+        """Change the guest's screen mode. Raises: HypervisorError, MachineLost."""
+        self._require_present("resize its screen")
+        require_screen(width_px, height_px)
+        self.framebuffer = Framebuffer(np.zeros((height_px, width_px, 4), np.uint8), shared=False)
+        if self.desktop:
+            self.desktop.resize(self.framebuffer)
+        for display in list(self._displays):
+            display.resized()
+
+    # The screen behind the RFB server
+
+    def key_input(self, scancode: int, *, down: bool) -> None:
+        """A key went down or up."""
+        # QEMU drops the release of a key that is not down before any device sees it (ui/kbd-state.c).
+        if not down and self.desktop and not self.desktop.holds_key(scancode):
+            return
+        desktop = self._take_input()
+        if desktop:
+            desktop.key(scancode, down=down)
+
+    def keysym_input(self, keysym: int, *, down: bool) -> None:
+        """A key named by its symbol went down or up; nothing happens if the layout lacks it."""
+        scancode = scancode_of(keysym)
+        if scancode is not None:
+            self.key_input(scancode, down=down)
+
+    def pointer_input(self, x: int, y: int, buttons: int) -> None:
+        """The pointer moved, or its buttons changed."""
+        desktop = self._take_input()
+        if desktop:
+            desktop.pointer(x, y, buttons)
+
+    def display_closed(self, connection: RfbConnection) -> None:
+        """Forget a display connection."""
+        self._displays.discard(connection)
+
+    # The guest behind guestd
+
+    async def reach_guest(self, *, delay_s: float = 0.0, silent: bool = False) -> DrawnDesktop:
+        """Wait until a command has reached the guest and its answer is due; return the guest's desktop.
+
+        Raises:
+            MachineLost: The machine was, or meanwhile is, gone.
+        """
+        if silent or delay_s:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.lost.wait(), None if silent else delay_s)
+        await self._booted.wait()
+        await self._running.wait()
+        limit = self.faults.die_after_commands
+        if limit is not None and next(self._command_count) > limit:
+            self.kill(f"killed by command {limit + 1}")
+        self._require_present("reach its guest")
+        assert self.desktop is not None  # noqa: S101  (a machine that booted and is not gone has one)
+        return self.desktop
+
+    # Life
+
+    def _require_present(self, purpose: str) -> None:
+        if self.lost.is_set():
+            raise MachineLost(f"machine {self.machine_id} is gone ({self.lost_reason}): cannot {purpose}")
+
+    def _take_input(self) -> DrawnDesktop | None:
+        # QEMU drops input events while the guest does not run.
+        if self.state is not MachineState.RUNNING or self.desktop is None:
+            return None
+        self.input_count += 1
+        limit = self.faults.die_after_inputs
+        if limit is not None and self.input_count > limit:
+            self.kill(f"killed by input event {limit + 1}")
+            return None
+        return self.desktop
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine, name=f"{name}:{self.machine_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _boot(self) -> None:
+        await asyncio.sleep(self.faults.boot_delay_s)
+        await self._running.wait()
+        if self.faults.boot_failure:
+            self.kill(self.faults.boot_failure)
+        else:
+            self._show_desktop()
+
+    def _show_desktop(self) -> None:
+        size = self.framebuffer.bounds
+        drawn = (size.w, size.h) == (self.spec.screen_width_px, self.spec.screen_height_px)
+        if drawn:
+            self.framebuffer = Framebuffer(self._picture.copy(), shared=True)
+        self.desktop = DrawnDesktop(self.framebuffer, files=self.files, on_change=self._screen_changed, is_drawn=drawn)
+        self._screen_changed([size])
+        self._booted.set()
+        self._follow_blinking()
+
+    def _screen_changed(self, rects: list[Rect]) -> None:
+        for display in list(self._displays):
+            display.changed(rects)
+
+    def _follow_blinking(self) -> None:
+        if self.desktop and self.faults.blink_interval_s and self._blink_task is None and not self.lost.is_set():
+            self._blink_task = self._spawn(self._blink(self.desktop), "blink")
+
+    async def _blink(self, desktop: DrawnDesktop) -> None:
+        while self.faults.blink_interval_s:
+            await asyncio.sleep(self.faults.blink_interval_s)
+            await self._running.wait()
+            desktop.blink()
+        self._blink_task = None
+
+    async def _destroy(self) -> None:
+        self.kill("destroyed")
+        if self.faults.destroy_delay_s:
+            await asyncio.sleep(self.faults.destroy_delay_s)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._guestd:
+            await self._guestd.close()
+        self._on_destroyed(self)
+
+
+def require_screen(width_px: int, height_px: int) -> None:
+    """Raise HypervisorError for a screen that the desktop does not fit on."""
+    if width_px < MIN_WIDTH_PX or height_px < MIN_HEIGHT_PX:
+        raise HypervisorError(
+            f"the fake desktop needs a screen of at least {MIN_WIDTH_PX}x{MIN_HEIGHT_PX}, not {width_px}x{height_px}"
+        )

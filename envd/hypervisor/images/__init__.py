@@ -1,0 +1,1 @@
+"""Guest images: recipes, builds, imports, the catalogue."""

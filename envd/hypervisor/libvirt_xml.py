@@ -1,0 +1,228 @@
+"""Describe a machine to libvirt: domain XML from a spec, and our marks read back from it. Pure.
+
+The virtual hardware: q35, virtio disk, GPU, keyboard, tablet, RNG and serial; a user-mode network card whose only
+way in is a port of the host's loopback that leads to guestd, and whose only way out is closed.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import UUID, uuid5
+
+from lxml import etree
+
+from envd.hypervisor.machine import Accelerator, Firmware, GuestOs, MachineSpec
+
+QEMU_NS = "http://libvirt.org/schemas/domain/qemu/1.0"
+MARK_NS = "urn:envd:machine:1"
+GUESTD_PORT = 5000
+_NETDEV = "envdnet"
+#: Under which our machines' ids become the guests' systemd machine ids.
+_MACHINE_ID_NAMESPACE = UUID("6f2d1e5c-0d4b-4b0e-9a57-0e5d5c1d2a02")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFiles:
+    """Where one machine's own files lie."""
+
+    directory: Path
+
+    @property
+    def overlay(self) -> Path:
+        """The machine's writable disk."""
+        return self.directory / "disk.qcow2"
+
+    @property
+    def display_socket(self) -> Path:
+        """QEMU's RFB server."""
+        return self.directory / "vnc.sock"
+
+    @property
+    def agent_socket(self) -> Path:
+        """The host end of the guest agent's channel."""
+        return self.directory / "agent.sock"
+
+    @property
+    def console_log(self) -> Path:
+        """What the guest printed on its serial console."""
+        return self.directory / "console.log"
+
+    @property
+    def firmware_vars(self) -> Path:
+        """The machine's own copy of its UEFI variables."""
+        return self.directory / "vars.fd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirmwareFiles:
+    """OVMF on this host."""
+
+    code: Path
+    vars_template: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Our signature in a domain's metadata."""
+
+    owner: str
+    machine_id: str
+    directory: Path
+
+
+def domain_name(owner: str, machine_id: str) -> str:
+    """Return the name of a machine's domain; the owner keeps two daemons of one host apart."""
+    return f"envd-{owner}-{machine_id}"
+
+
+def domain_xml(
+    spec: MachineSpec,
+    *,
+    owner: str,
+    files: MachineFiles,
+    accelerator: Accelerator,
+    firmware: FirmwareFiles | None = None,
+    tcg_cache_mib: int = 0,
+) -> str:
+    """Return the domain's XML.
+
+    Args:
+        owner: Id of the state directory that the machine belongs to.
+        accelerator: KVM or TCG.
+        firmware: Needed for UEFI images.
+        tcg_cache_mib: Bound of the translation cache under TCG; 0 for QEMU's default.
+    """
+    image = spec.image
+    root = etree.Element("domain", {"type": accelerator.value if accelerator is Accelerator.KVM else "qemu"},
+                         nsmap={"qemu": QEMU_NS})  # fmt: skip
+
+    def add(parent: etree._Element, tag: str, text: str | None = None, **attributes: str) -> etree._Element:
+        element = etree.SubElement(parent, tag, attributes)
+        element.text = text
+        return element
+
+    add(root, "name", domain_name(owner, spec.machine_id))
+    metadata = add(root, "metadata")
+    etree.SubElement(
+        metadata,
+        f"{{{MARK_NS}}}machine",
+        {"owner": owner, "id": spec.machine_id, "directory": str(files.directory)},
+        nsmap={"envd": MARK_NS},
+    )
+    add(root, "memory", str(spec.memory_mib), unit="MiB")
+    add(root, "vcpu", str(spec.vcpu_count))
+    _add_boot(root, spec, files, firmware)
+    features = add(root, "features")
+    add(features, "acpi")
+    add(features, "apic")
+    if accelerator is Accelerator.TCG and tcg_cache_mib:
+        add(add(features, "tcg"), "tb-cache", str(tcg_cache_mib), unit="MiB")
+    if image.os is GuestOs.WINDOWS and accelerator is Accelerator.KVM:
+        hyperv = add(features, "hyperv", mode="custom")
+        for name in ("relaxed", "vapic", "vpindex", "synic"):
+            add(hyperv, name, state="on")
+    # Without KVM there is no host model to copy, and `maximum` is all that TCG can do.
+    add(root, "cpu", mode="host-passthrough" if accelerator is Accelerator.KVM else "maximum", migratable="on")
+    add(root, "clock", offset="localtime" if image.os is GuestOs.WINDOWS else "utc")
+    # A guest that stops or crashes is a lost machine, never one that quietly comes back.
+    add(root, "on_poweroff", "destroy")
+    add(root, "on_reboot", "restart")
+    add(root, "on_crash", "destroy")
+    _add_devices(root, spec, files)
+    command = add(root, f"{{{QEMU_NS}}}commandline")
+    arguments = [
+        *("-chardev", f"socket,id=envdagent,path={_escape(files.agent_socket)},server=on,wait=off"),
+        # A serial controller of our own: libvirt drops one that none of its own channels uses, and a channel of
+        # libvirt's with this name would have libvirt, not us, talk to the agent.
+        *("-device", "virtio-serial-pci,id=envdserial,bus=pcie.0,addr=0x1d"),
+        *("-device", "virtserialport,bus=envdserial.0,nr=1,chardev=envdagent,name=org.qemu.guest_agent.0"),
+    ]
+    if image.has_guestd:
+        # libvirt cannot forward a port of the user-mode network by itself (it wants passt for that). Port 0
+        # lets the host choose, so that two machines never race for one.
+        forward = f"hostfwd=tcp:127.0.0.1:0-:{GUESTD_PORT}"
+        card = "virtio-net-pci" if image.os is GuestOs.LINUX else "e1000e"
+        arguments += [
+            *("-netdev", f"user,id={_NETDEV},restrict=on,ipv6=off,{forward}"),
+            *("-device", f"{card},netdev={_NETDEV},bus=pcie.0,addr=0x1e,romfile="),
+        ]
+    for argument in arguments:
+        etree.SubElement(command, f"{{{QEMU_NS}}}arg", {"value": argument})
+    return etree.tostring(root, encoding="unicode")
+
+
+def _add_boot(root: etree._Element, spec: MachineSpec, files: MachineFiles, firmware: FirmwareFiles | None) -> None:
+    image = spec.image
+    os_element = etree.SubElement(root, "os")
+    etree.SubElement(os_element, "type", {"arch": "x86_64", "machine": "q35"}).text = "hvm"
+    if image.firmware is Firmware.UEFI:
+        if firmware is None:
+            raise ValueError(f"image {image.name} boots by UEFI, but no firmware was given")
+        loader = etree.SubElement(os_element, "loader", {"readonly": "yes", "type": "pflash"})
+        loader.text = str(firmware.code)
+        etree.SubElement(os_element, "nvram").text = str(files.firmware_vars)
+    if image.firmware is Firmware.DIRECT_KERNEL:
+        etree.SubElement(os_element, "kernel").text = str(image.kernel)
+        etree.SubElement(os_element, "initrd").text = str(image.initrd)
+        machine_id = uuid5(_MACHINE_ID_NAMESPACE, files.directory.name).hex
+        etree.SubElement(os_element, "cmdline").text = f"{image.kernel_cmdline} systemd.machine_id={machine_id}"
+    else:
+        etree.SubElement(os_element, "boot", {"dev": "hd"})
+
+
+def _add_devices(root: etree._Element, spec: MachineSpec, files: MachineFiles) -> None:
+    devices = etree.SubElement(root, "devices")
+
+    def add(tag: str, **attributes: str) -> etree._Element:
+        return etree.SubElement(devices, tag, attributes)
+
+    virtio = spec.image.os is GuestOs.LINUX
+    disk = add("disk", type="file", device="disk")
+    # The overlay lives as long as its episode: a host crash loses it anyway, so no write waits for the platter.
+    etree.SubElement(disk, "driver", {"name": "qemu", "type": "qcow2", "cache": "unsafe", "discard": "unmap"})
+    etree.SubElement(disk, "source", {"file": str(files.overlay)})
+    etree.SubElement(disk, "target", {"dev": "vda" if virtio else "sda", "bus": "virtio" if virtio else "sata"})
+
+    video = etree.SubElement(add("video"), "model", {"type": "virtio" if virtio else "vga", "heads": "1"})
+    etree.SubElement(video, "resolution", {"x": str(spec.screen_width_px), "y": str(spec.screen_height_px)})
+    graphics = add("graphics", type="vnc", sharePolicy="ignore")
+    etree.SubElement(graphics, "listen", {"type": "socket", "socket": str(files.display_socket)})
+
+    if virtio:
+        add("input", type="keyboard", bus="virtio")
+        add("input", type="tablet", bus="virtio")
+    else:
+        add("controller", type="usb", model="qemu-xhci")
+        add("input", type="tablet", bus="usb")
+    serial = add("serial", type="file")
+    etree.SubElement(serial, "source", {"path": str(files.console_log)})
+    rng = add("rng", model="virtio")
+    etree.SubElement(rng, "backend", {"model": "random"}).text = "/dev/urandom"
+    # A balloon would let the host take back pages that a fork shares; Windows guests also suffer under it.
+    add("memballoon", model="none")
+
+
+def read_mark(xml: str) -> Mark | None:
+    """Return our mark in a domain's XML, or None where the domain is not ours."""
+    parser = etree.XMLParser(resolve_entities=False, no_network=True)
+    element = etree.fromstring(xml.encode(), parser).find(f"metadata/{{{MARK_NS}}}machine")
+    if element is None:
+        return None
+    owner, machine_id, directory = (element.get(name, "") for name in ("owner", "id", "directory"))
+    return Mark(owner=str(owner), machine_id=str(machine_id), directory=Path(str(directory)))
+
+
+def parse_forwarded_port(usernet: str) -> int | None:
+    """Return the host port that leads to guestd, from the monitor's `info usernet`.
+
+    A line reads `TCP[HOST_FORWARD]  12  127.0.0.1 40123  10.0.2.15  5000  0  0`.
+    """
+    for line in usernet.splitlines():
+        words = line.split()
+        if len(words) >= 6 and words[0] == "TCP[HOST_FORWARD]" and words[5] == str(GUESTD_PORT):
+            return int(words[3])
+    return None
+
+
+def _escape(path: Path) -> str:
+    """QEMU's option syntax doubles commas."""
+    return str(path).replace(",", ",,")

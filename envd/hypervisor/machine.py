@@ -1,0 +1,177 @@
+"""What envd asks of a hypervisor: machines that start, show a screen, answer, and go away without a trace.
+
+Implementations: `libvirt.py` (real QEMU) and `fake.py` (a drawn desktop for load tests and faults). One
+contract suite, `envd.testing.machine_contract`, passes on both.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
+
+
+class Accelerator(Enum):
+    """How guest code runs."""
+
+    #: Hardware virtualisation.
+    KVM = "kvm"
+    #: QEMU's translator: runs anywhere, slowly.
+    TCG = "tcg"
+    #: No guest code at all.
+    FAKE = "fake"
+
+
+class GuestOs(Enum):
+    """The family of a guest's operating system."""
+
+    LINUX = "linux"
+    WINDOWS = "windows"
+
+
+class Firmware(Enum):
+    """What starts a guest."""
+
+    #: The kernel, initrd and command line are given to QEMU directly.
+    DIRECT_KERNEL = "kernel"
+    #: SeaBIOS and a boot loader.
+    BIOS = "bios"
+    #: OVMF, with the machine's own copy of its variables.
+    UEFI = "uefi"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskImage:
+    """A bootable base disk. Read-only: machines write to overlays of their own."""
+
+    name: str
+    digest: str
+    """Identifies the content (sha256 hex of the recipe for built images, of the file for imported ones)."""
+    disk: Path
+    disk_format: str = "qcow2"
+    os: GuestOs = GuestOs.LINUX
+    firmware: Firmware = Firmware.DIRECT_KERNEL
+    kernel: Path | None = None
+    initrd: Path | None = None
+    kernel_cmdline: str = ""
+    has_guestd: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineSpec:
+    """One machine to make."""
+
+    machine_id: str
+    """Unique on the host; [a-z0-9-], at most 32 characters."""
+    image: DiskImage
+    memory_mib: int = 1024
+    vcpu_count: int = 2
+    screen_width_px: int = 1280
+    screen_height_px: int = 800
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineUsage:
+    """What a machine costs its host now."""
+
+    rss_bytes: int
+    private_dirty_bytes: int
+    overlay_bytes: int
+
+
+class MachineState(Enum):
+    """Where a machine is in its life."""
+
+    #: Guest code runs.
+    RUNNING = "running"
+    #: Stopped between two instructions; costs no CPU.
+    PAUSED = "paused"
+    #: Gone: destroyed by us, or lost.
+    GONE = "gone"
+
+
+class Machine(Protocol):
+    """One virtual machine, from `Hypervisor.create` until `destroy` or until it is lost.
+
+    It also has the members of `envd.guest.channels.Channels`.
+    """
+
+    @property
+    def machine_id(self) -> str:
+        """The id of its spec."""
+
+    @property
+    def spec(self) -> MachineSpec:
+        """What it was made from."""
+
+    @property
+    def state(self) -> MachineState:
+        """Where it is in its life."""
+
+    @property
+    def guestd_url(self) -> str | None:
+        """Base URL of the in-guest HTTP service on the host's loopback, or None where the image has none."""
+
+    @property
+    def lost(self) -> asyncio.Event:
+        """Set, once and for ever, when the machine is gone, whoever ended it."""
+
+    @property
+    def lost_reason(self) -> str:
+        """Why it is gone; empty while it is not."""
+
+    async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to its RFB 3.8 server. Raises: MachineLost."""
+
+    async def agent_command(
+        self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float
+    ) -> JsonValue:
+        """Run one QEMU guest agent command. Raises: GuestUnresponsive, GuestError, MachineLost."""
+
+    async def screendump(self) -> bytes:
+        """Return the true screen as PNG, straight from the display device. Raises: MachineLost."""
+
+    async def pause(self) -> None:
+        """Stop the guest between two instructions; a paused machine stays paused. Raises: MachineLost."""
+
+    async def resume(self) -> None:
+        """Let the guest run on; a running machine runs on. Raises: MachineLost."""
+
+    async def usage(self) -> MachineUsage:
+        """Measure what it costs now. Raises: MachineLost."""
+
+    async def destroy(self) -> None:
+        """End it and remove its overlay, sockets and directory. Idempotent; safe on a lost machine.
+
+        Not to be cut short by cancellation: the caller's cancellation is delivered after the work is done.
+        """
+
+
+class Hypervisor(Protocol):
+    """Makes machines, and cleans up what an earlier daemon left."""
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """How its guests run."""
+
+    @property
+    def description(self) -> str:
+        """One line for operators: driver, URI, QEMU version, accelerator and why it was chosen."""
+
+    async def create(self, spec: MachineSpec) -> Machine:
+        """Make and start a machine. Readiness of the guest is the caller's to wait for.
+
+        On failure or cancellation nothing is left behind.
+
+        Raises:
+            HypervisorError: libvirt, QEMU or qemu-img refused; the message says why.
+        """
+
+    async def reap(self) -> list[str]:
+        """Destroy what earlier daemons with this state directory left, found by our own marks; returns their ids."""
+
+    async def close(self) -> None:
+        """Let go of the hypervisor. Machines must have been destroyed before."""

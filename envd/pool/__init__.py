@@ -1,0 +1,1 @@
+"""Machines kept ready, and who gets them."""

@@ -1,0 +1,60 @@
+"""How one pool is set up. Checked once, when it is made."""
+
+import re
+from dataclasses import dataclass, field
+
+from envd.errors import ConfigError
+from envd.guest.observation import SettlePolicy
+
+#: Leaves room in a machine id, 32 characters at most, for a hyphen and seven more.
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,22}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """One pool's size, machines and manners."""
+
+    name: str
+    """Unique in the daemon; begins its machines' ids, so [a-z0-9-] and at most 24 characters."""
+    capacity: int
+    """Most machines that exist at once, dying ones included."""
+    idle_target: int
+    """Machines kept ready beyond demand, where `capacity` allows."""
+    max_starting: int = 2
+    """Most machines that boot at the same time: more would only slow each other down."""
+    max_idle_s: float = 600.0
+    """Age from which on an idle machine beyond `idle_target` is destroyed."""
+    queue_limit: int = 256
+    """Most groups that may wait for machines; more are told to come back later."""
+    boot_timeout_s: float = 600.0
+    """Longest time from a running machine to a settled desktop."""
+    backoff_min_s: float = 1.0
+    """Pause after a boot that failed; doubles with each further one."""
+    backoff_max_s: float = 60.0
+    """Longest such pause."""
+    measure_interval_s: float = 15.0
+    """How often the machines' memory is measured."""
+    memory_mib: int = 1024
+    vcpu_count: int = 2
+    screen_width_px: int = 1280
+    screen_height_px: int = 800
+    allow_guest_access: bool = False
+    """Whether clients may read and write guest files and run guest commands."""
+    settle: SettlePolicy = field(default_factory=SettlePolicy)
+    """When a screen counts as settled, unless a request says otherwise."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(f"pool name {self.name!r} is not 1 to 24 of a-z, 0-9 and inner hyphens")
+        if self.capacity < 1:
+            raise ConfigError(f"pool {self.name!r}: capacity {self.capacity} is below 1")
+        if not 0 <= self.idle_target <= self.capacity:
+            raise ConfigError(
+                f"pool {self.name!r}: idle_target {self.idle_target} is not in [0, {self.capacity}], its capacity"
+            )
+        if self.max_starting < 1:
+            raise ConfigError(f"pool {self.name!r}: max_starting {self.max_starting} is below 1, so none could boot")
+        if not 0 < self.backoff_min_s <= self.backoff_max_s:
+            raise ConfigError(
+                f"pool {self.name!r}: backoff from {self.backoff_min_s:g} s to {self.backoff_max_s:g} s is no range"
+            )

@@ -1,0 +1,1 @@
+"""Tasks as data: instruction, setup, checker, oracle."""

@@ -1,0 +1,42 @@
+"""Play scripted steps as a careful person would: look for the screen's answer before going on.
+
+A busy emulated guest may need seconds to open a dialog, and its screen is quiet meanwhile, so it counts as settled.
+Keys typed into that gap would go to the wrong window. Decides only when to go on; the caller performs the steps.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from envd.guest.actions import Action, Done, Fail, Wait
+
+#: Extra steps, each a wait of so many seconds, before the next input is given whatever the screen shows: 30 s.
+_PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+
+
+async def replay(
+    steps: Sequence[tuple[Action, ...]],
+    *,
+    first_frame_id: str,
+    step: Callable[[tuple[Action, ...]], Awaitable[str]],
+) -> None:
+    """Play steps, each after the screen has answered the one before. Raises: whatever `step` raises.
+
+    Args:
+        steps: The actions of each step, such as `Task.oracle`.
+        first_frame_id: What was seen before the first step.
+        step: Performs the actions of one step and returns the id of the frame that is seen afterwards. It is also
+            called with single waits, where an input has not yet changed the screen.
+    """
+    frame_id = first_frame_id
+    for actions in steps:
+        seen = await step(actions)
+        for wait_s in _PATIENCE_S if _expects_an_answer(actions) else ():
+            if seen != frame_id:
+                break
+            seen = await step((Wait(duration_s=wait_s),))
+        frame_id = seen
+
+
+def _expects_an_answer(actions: tuple[Action, ...]) -> bool:
+    """Whether the agent goes on after input that should show."""
+    is_end = isinstance(actions[-1], Done | Fail)
+    return not is_end and any(not isinstance(action, Wait) for action in actions)

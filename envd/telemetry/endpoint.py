@@ -1,0 +1,44 @@
+"""The HTTP endpoint that Prometheus scrapes: `GET /metrics`, and `GET /healthz` for a plain liveness check.
+
+It runs on the daemon's own event loop, so a scrape sees pools between two changes, and a loop that hangs is
+seen as a scrape that fails.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from envd.errors import ConfigError
+from envd.telemetry.metrics import CONTENT_TYPE, Metrics
+
+
+@asynccontextmanager
+async def serve_metrics(metrics: Metrics, listen: str) -> AsyncIterator[str]:
+    """Serve `metrics` on `listen` (HOST:PORT, port 0 for a free one) and yield the address it is served on.
+
+    Raises:
+        ConfigError: The address cannot be listened on.
+    """
+
+    async def scrape(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    app = web.Application()
+    app.router.add_get("/metrics", scrape)
+    app.router.add_get("/healthz", healthz)
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        host, _, port = listen.rpartition(":")
+        try:
+            await web.TCPSite(runner, host.strip("[]"), int(port)).start()
+        except OSError as error:
+            raise ConfigError(f"metrics_listen {listen} cannot be listened on: {error.strerror or error}") from error
+        bound = runner.addresses[0][1]
+        yield f"{host}:{bound}"
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,89 @@
+"""Logs on standard error, as text for people or one JSON object a line, each with the ids of what it is about.
+
+`bound(episode_id=..., machine_id=...)` adds ids to everything that is logged inside it, by whichever module, in the
+same task or one started there. Libraries' loggers pass through the same handler, from warnings upwards.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Literal, TextIO
+
+_ids: ContextVar[Mapping[str, str] | None] = ContextVar("envd_log_ids", default=None)
+_OURS = "envd"
+_HANDLER = "envd-stderr"
+#: What every record has; anything else came as `extra`.
+_STANDARD = {*vars(logging.makeLogRecord({})), "ids", "message", "asctime", "taskName"}
+
+
+@contextmanager
+def bound(**ids: str) -> Iterator[None]:
+    """Add ids to every record logged inside; an inner value hides an outer one of the same name."""
+    token = _ids.set({**(_ids.get() or {}), **ids})
+    try:
+        yield
+    finally:
+        _ids.reset(token)
+
+
+def setup(*, log_format: Literal["text", "json"] = "text", level: str = "info", stream: TextIO | None = None) -> None:
+    """Send logs to `stream`, standard error unless given, replacing what an earlier call set up."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.set_name(_HANDLER)
+    handler.addFilter(_add_ids)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    root = logging.getLogger()
+    for earlier in [known for known in root.handlers if known.name == _HANDLER]:
+        root.removeHandler(earlier)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger(_OURS).setLevel(level.upper())
+
+
+def _add_ids(record: logging.LogRecord) -> bool:
+    # Taken where the record is made, not where it is formatted: a queue or thread in between has other ids.
+    record.ids = dict(_ids.get() or {})
+    return True
+
+
+class TextFormatter(logging.Formatter):
+    """`12:00:00.123 INFO    envd.pool.pool: message  [episode_id=e1 machine_id=m1]`, in UTC."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return one record as text; a traceback follows on lines of its own."""
+        ids = " ".join(f"{key}={value}" for key, value in _record_ids(record).items())
+        stamp = _utc(record).strftime("%H:%M:%S.%f")[:-3]
+        text = f"{stamp} {record.levelname:<7} {record.name}: {record.getMessage()}" + (f"  [{ids}]" if ids else "")
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: `time`, `level`, `logger`, `message`, the ids, and `exception` where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return one record as a line of JSON."""
+        fields = {
+            "time": _utc(record).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_record_ids(record),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False, default=str)
+
+
+def _record_ids(record: logging.LogRecord) -> Mapping[str, object]:
+    """Return the ids that were bound, and what the call gave as `extra`."""
+    extra = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    ids: Mapping[str, str] = getattr(record, "ids", {})
+    return {**ids, **extra}
+
+
+def _utc(record: logging.LogRecord) -> datetime:
+    return datetime.fromtimestamp(record.created, UTC)

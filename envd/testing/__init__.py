@@ -1,0 +1,1 @@
+"""Fakes, in-process servers and contract suites, shipped for users' own tests."""

@@ -1,0 +1,55 @@
+"""A clock that a test turns by hand, so that hours pass in milliseconds and nothing depends on the host's speed."""
+
+import asyncio
+import heapq
+import itertools
+from datetime import UTC, datetime, timedelta
+
+#: Turns of the event loop after which everything that could run has run, in any code of ours.
+_TURNS = 60
+
+
+class ManualClock:
+    """Stands still until `advance`; see `envd.pool.clock.Clock`."""
+
+    def __init__(self, start: datetime = datetime(2030, 1, 1, tzinfo=UTC)) -> None:
+        """Begin at 0 s on the monotonic clock and `start` on the host's."""
+        self._start = start
+        self._now_s = 0.0
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+
+    def monotonic(self) -> float:
+        """See `Clock`."""
+        return self._now_s
+
+    def now(self) -> datetime:
+        """See `Clock`."""
+        return self._start + timedelta(seconds=self._now_s)
+
+    async def sleep(self, delay_s: float) -> None:
+        """See `Clock`."""
+        if delay_s <= 0:
+            await asyncio.sleep(0)
+            return
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self._now_s + delay_s, next(self._order), woken))
+        await woken
+
+    async def advance(self, duration_s: float) -> None:
+        """Let time pass, waking each sleeper at its time, in order, with all that follows from it."""
+        end_s = self._now_s + duration_s
+        await run_ready()
+        while self._sleepers and self._sleepers[0][0] <= end_s:
+            self._now_s, _, woken = heapq.heappop(self._sleepers)
+            if not woken.done():
+                woken.set_result(None)
+                await run_ready()
+        self._now_s = end_s
+        await run_ready()
+
+
+async def run_ready() -> None:
+    """Let every task run on until all of them wait for something."""
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)

@@ -1,0 +1,265 @@
+# ruff: noqa: ARG002 -- a fake answers without looking
+"""An episode service without machines, for tests of the API and of clients: real ids, ledger and errors, drawn frames.
+
+It keeps the promises that the API relies on: a step runs in a task of its own, a retry joins it or gets its answer,
+and steps of one id happen once.
+"""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+from PIL import Image
+
+from envd.episodes.types import (
+    EpisodeInfo,
+    EpisodeState,
+    EvaluateResult,
+    GuestCommandResult,
+    GuestFile,
+    PoolInfo,
+    ResetCommand,
+    ResetResult,
+    StepCommand,
+    StepResult,
+)
+from envd.errors import EpisodeEnded, EpisodeNotFound, RequestIdReused, StepIndexMismatch, TaskNotFound
+from envd.guest.actions import ActionOutcome, Done, Fail
+from envd.guest.observation import EncodedFrame, Encoding, Observation, ObservationOptions, SettlePolicy, SettleResult
+from envd.tasks.evaluation import CheckResult
+from envd.tasks.model import Task
+
+_EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+SCREEN_WIDTH_PX = 1280
+SCREEN_HEIGHT_PX = 800
+
+
+class FakeTasks:
+    """Tasks that nobody can do, as they need no checker."""
+
+    def __init__(self, task_ids: Iterable[str]) -> None:
+        self._tasks = {
+            task_id: Task(task_id=task_id, instruction=f"Do {task_id}.", level=1, infeasible=True)
+            for task_id in task_ids
+        }
+
+    def list(self) -> Sequence[Task]:
+        """Return them all."""
+        return tuple(self._tasks.values())
+
+
+class FakeEpisodes:
+    """Implements what `envd.api.servicer.Episodes` asks for; its attributes steer it and tell what it was asked."""
+
+    def __init__(self, *, task_ids: Iterable[str] = ("desktop/note", "desktop/menu", "other/note")) -> None:
+        self.tasks = FakeTasks(task_ids)
+        self.failures: list[Exception] = []
+        """Raised by the next calls, one each, before they do anything."""
+        self.gate = asyncio.Event()
+        """Steps wait for it after they began."""
+        self.gate.set()
+        self.calls: list[str] = []
+        """Names of the calls, in order, retries and failures included."""
+        self.resets: list[ResetCommand] = []
+        """Every reset asked for, retries included."""
+        self.steps: list[StepCommand] = []
+        """Every step asked for, retries included."""
+        self.performed: list[StepCommand] = []
+        """Steps that were done."""
+        self.closed: list[str] = []
+        self.files: dict[str, bytes] = {}
+        self.pools: list[PoolInfo] = []
+        self.screen = (SCREEN_WIDTH_PX, SCREEN_HEIGHT_PX)
+        self.changed = asyncio.Condition()
+        """Notified after each change of the lists here."""
+        self._infos: dict[str, EpisodeInfo] = {}
+        self._ledger: dict[str, tuple[bytes, asyncio.Task[object]]] = {}
+
+    async def reset(self, command: ResetCommand) -> ResetResult:
+        """Open episodes named ep-1, ep-2 and on."""
+        self.resets.append(command)
+        await self._enter("reset")
+        if command.task_id not in {task.task_id for task in self.tasks.list()}:
+            raise TaskNotFound(f"no task {command.task_id!r}")
+        group_id = f"group-{len(self._infos) + 1}"
+        infos = tuple(self._open(command, group_id) for _ in range(command.group_size))
+        return ResetResult(
+            episodes=infos,
+            observations=tuple(self._observation(command.observe) for _ in infos),
+            instruction=f"Do {command.task_id}.",
+            timings_ms={"setup": 1.0},
+        )
+
+    async def step(self, command: StepCommand) -> StepResult:
+        """Do nothing, once for each request id, in a task that outlives its callers."""
+        self.steps.append(command)
+        await self._enter("step")
+        info = self._info(command.episode_id)
+        if command.request_id in self._ledger:
+            fingerprint, task = self._ledger[command.request_id]
+            if fingerprint != command.fingerprint:
+                raise RequestIdReused(command.request_id)
+            was_done = task.done()
+            result = await asyncio.shield(task)
+            assert isinstance(result, StepResult)
+            return replace(result, replayed=was_done)
+        if info.state is not EpisodeState.ACTIVE:
+            raise EpisodeEnded(f"episode {info.episode_id} ended after step {info.step_count} ({info.end_reason})")
+        if command.step_index != info.step_count:
+            raise StepIndexMismatch(f"step {command.step_index} is not {info.step_count}")
+        new_task = asyncio.create_task(self._step(command))
+        self._ledger[command.request_id] = (command.fingerprint, new_task)
+        return await asyncio.shield(new_task)
+
+    async def observe(
+        self, episode_id: str, options: ObservationOptions, *, refresh: bool, settle: SettlePolicy | None
+    ) -> Observation:
+        """Show a white screen."""
+        await self._enter("observe")
+        self._info(episode_id)
+        return self._observation(options, settled=settle is not None)
+
+    async def evaluate(self, episode_id: str, *, request_id: str, fingerprint: bytes) -> EvaluateResult:
+        """Give a score of 1."""
+        await self._enter("evaluate")
+        info = self._info(episode_id)
+        if info.state is EpisodeState.ACTIVE:
+            info = self._change(replace(info, state=EpisodeState.TRUNCATED, end_reason="EVALUATED"))
+        check = CheckResult(name="fake", score=1.0, evidence="nothing was looked at")
+        return EvaluateResult(episode=info, score=1.0, checks=(check,), timings_ms={"checks": 1.0})
+
+    async def close(self, episode_id: str) -> None:
+        """Forget an episode."""
+        await self._enter("close")
+        self._infos.pop(episode_id, None)
+        self.closed.append(episode_id)
+        await self._notify()
+
+    async def keep_alive(self, episode_ids: Sequence[str], lease_ttl_s: float | None) -> list[EpisodeInfo]:
+        """Return those that there are."""
+        await self._enter("keep_alive")
+        return [self._infos[episode_id] for episode_id in episode_ids if episode_id in self._infos]
+
+    def list_pools(self) -> list[PoolInfo]:
+        """Return `pools`."""
+        return list(self.pools)
+
+    async def watch_pools(self) -> AsyncIterator[list[PoolInfo]]:
+        """Yield `pools`, at once and whenever `changed` is notified."""
+        while True:
+            yield list(self.pools)
+            async with self.changed:
+                await self.changed.wait()
+
+    def list_episodes(self) -> list[EpisodeInfo]:
+        """Return open episodes."""
+        return list(self._infos.values())
+
+    async def read_file(self, episode_id: str, path: str, *, max_bytes: int) -> GuestFile:
+        """Return what was written."""
+        await self._enter("read_file")
+        return GuestFile(path=path, data=self.files[path])
+
+    async def write_file(self, episode_id: str, path: str, data: bytes) -> None:
+        """Keep a file."""
+        await self._enter("write_file")
+        self.files[path] = data
+
+    async def run_command(
+        self, episode_id: str, argv: Sequence[str], *, timeout_s: float, as_root: bool, stdin: bytes
+    ) -> GuestCommandResult:
+        """Answer with the command line and the input."""
+        await self._enter("run_command")
+        return GuestCommandResult(exit_code=int(as_root), stdout=" ".join(argv).encode(), stderr=stdin)
+
+    async def wait_for_call(self, name: str, *, count: int = 1) -> None:
+        """Return once `name` has been called `count` times."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.calls.count(name) >= count)
+
+    async def _enter(self, name: str) -> None:
+        self.calls.append(name)
+        await self._notify()
+        if self.failures:
+            raise self.failures.pop(0)
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def _step(self, command: StepCommand) -> StepResult:
+        await self.gate.wait()
+        info = self._info(command.episode_id)
+        ended = isinstance(command.actions[-1], Done | Fail)
+        info = self._change(
+            replace(
+                info,
+                step_count=info.step_count + 1,
+                state=EpisodeState.TERMINATED if ended else info.state,
+                end_reason="AGENT_DONE" if ended else "",
+            )
+        )
+        self.performed.append(command)
+        await self._notify()
+        return StepResult(
+            episode=info,
+            observation=self._observation(command.observe, settled=True),
+            outcomes=tuple(ActionOutcome(input_ms=1.0) for _ in command.actions),
+            timings_ms={"input": 1.0},
+        )
+
+    def _open(self, command: ResetCommand, group_id: str) -> EpisodeInfo:
+        number = len(self._infos) + len(self.closed) + 1
+        return self._change(
+            EpisodeInfo(
+                episode_id=f"ep-{number}",
+                group_id=group_id,
+                parent_episode_id="",
+                task_id=command.task_id,
+                pool=command.pool or "fake",
+                state=EpisodeState.ACTIVE,
+                end_reason="",
+                step_count=0,
+                expire_time=_EPOCH + timedelta(hours=1),
+                create_time=_EPOCH + timedelta(seconds=number),
+                max_steps=command.max_steps or 15,
+                run=command.run,
+            )
+        )
+
+    def _info(self, episode_id: str) -> EpisodeInfo:
+        if episode_id not in self._infos:
+            raise EpisodeNotFound(f"no episode {episode_id}; it was closed or its lease lapsed")
+        return self._infos[episode_id]
+
+    def _change(self, info: EpisodeInfo) -> EpisodeInfo:
+        self._infos[info.episode_id] = info
+        return info
+
+    def _observation(self, options: ObservationOptions, *, settled: bool = False) -> Observation:
+        width_px = options.max_width_px or 64
+        frame = EncodedFrame(
+            frame_id="0" * 32,
+            width_px=width_px,
+            height_px=40,
+            screen_width_px=self.screen[0],
+            screen_height_px=self.screen[1],
+            capture_time=_EPOCH,
+            encoding=options.encoding,
+            data=b"" if options.encoding is Encoding.NONE else _picture(width_px, options.encoding),
+        )
+        return Observation(
+            frame=frame,
+            a11y_tree="<tree/>" if options.include_a11y_tree else None,
+            terminal="$ " if options.include_terminal else None,
+            settle=SettleResult(settled=True, settle_ms=300.0, change_count=1) if settled else None,
+            timings_ms={"encode": 1.0},
+        )
+
+
+def _picture(width_px: int, encoding: Encoding) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width_px, 40), "white").save(buffer, encoding.value)
+    return buffer.getvalue()

@@ -1,0 +1,81 @@
+# ruff: noqa: ARG002 -- the signatures are those of the real one
+"""A desktop of files, windows and programs in memory, for tests of setups and checkers: nothing is drawn or booted.
+
+For a desktop that can be seen and used, take the fake hypervisor.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from envd.errors import GuestError
+from envd.guest.desktop import CommandResult, Desktop
+from envd.hypervisor.fake.files import GuestFiles
+from envd.hypervisor.fake.programs import OpenWindow, Programs
+
+
+class MemoryDesktop(Desktop):
+    """Runs the fake guest's programs; a test says what else there is."""
+
+    def __init__(self) -> None:
+        """Begin with an empty home directory and no windows."""
+        self.files = GuestFiles()
+        self.windows: list[OpenWindow] = []
+        """What the window manager lists, the active one last."""
+        self.opens: dict[tuple[str, ...], OpenWindow] = {}
+        """The window that launching a command opens; nothing for others."""
+        self.answers: dict[tuple[str, ...], CommandResult | Exception] = {}
+        """What running a command yields, whatever the fake programs would do; by its first words."""
+        self.launched: list[tuple[str, ...]] = []
+        self.ran: list[tuple[str, ...]] = []
+        self._programs = Programs(self.files, windows=lambda: self)
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        as_root: bool = False,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+    ) -> CommandResult:
+        """See `Desktop`."""
+        self.ran.append(tuple(argv))
+        for words, answer in self.answers.items():
+            if tuple(argv[: len(words)]) == words:
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
+        try:
+            outcome = self._programs.run(argv, stdin=stdin, env=env)
+        except FileNotFoundError as error:
+            raise GuestError(f"{argv[0]}: no such program") from error
+        return CommandResult(exit_code=outcome.exit_code, stdout=outcome.stdout, stderr=outcome.stderr)
+
+    async def launch(self, argv: Sequence[str], *, timeout_s: float = 30.0) -> None:
+        """See `Desktop`."""
+        self.launched.append(tuple(argv))
+        if (window := self.opens.get(tuple(argv))) is not None:
+            self.windows.append(window)
+
+    async def read_file(self, path: str, *, max_bytes: int = 64 << 20) -> bytes | None:
+        """See `Desktop`."""
+        return self.files.get(path)
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        """See `Desktop`."""
+        self.files[path] = data
+
+    # The fake programs' window manager
+
+    def list_windows(self) -> list[OpenWindow]:
+        """Open windows, the active one last."""
+        return self.windows
+
+    def activate_window(self, title: str) -> bool:
+        """Raise a window by id."""
+        chosen = [window for window in self.windows if hex(window.window_id) == hex(int(title, 16))]
+        self.windows = [window for window in self.windows if window not in chosen] + chosen
+        return bool(chosen)
+
+    def close_window(self, title: str) -> bool:
+        """Close no window: setups and checkers never do."""
+        return False

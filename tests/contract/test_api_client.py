@@ -1,0 +1,377 @@
+"""The trainer's client against the API on a real socket, over episodes without machines."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+from datetime import timedelta
+
+import pytest
+
+from envd import errors
+from envd.api.server import ApiServer
+from envd.episodes.types import PoolInfo
+from envd.guest import actions as guest
+from envd.telemetry.metrics import Metrics
+from envd.testing.fake_episodes import FakeEpisodes
+from trainer import client as trainer
+from trainer.client import (
+    AsyncEnvClient,
+    Click,
+    Done,
+    EnvClient,
+    EnvError,
+    PressKeys,
+    RetryPolicy,
+    Settle,
+    State,
+    TypeText,
+    View,
+)
+
+TASK = "desktop/note"
+QUICK = RetryPolicy(attempt_timeout=timedelta(milliseconds=200), first_pause=timedelta(milliseconds=10))
+
+
+@pytest.fixture
+def episodes() -> FakeEpisodes:
+    return FakeEpisodes()
+
+
+@pytest.fixture
+async def server(episodes: FakeEpisodes) -> AsyncIterator[ApiServer]:
+    server = ApiServer(episodes, listen="127.0.0.1:0", metrics=Metrics(process=False))
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def client(server: ApiServer) -> AsyncIterator[AsyncEnvClient]:
+    async with AsyncEnvClient(server.address) as client:
+        yield client
+
+
+# -- an episode -------------------------------------------------------------------------------------------------
+
+
+async def test_an_episode_is_stepped_scored_and_closed(client: AsyncEnvClient, episodes: FakeEpisodes) -> None:
+    async with client.reset(TASK, max_steps=9) as episode:
+        assert (episode.instruction, episode.max_steps, episode.state) == (f"Do {TASK}.", 9, State.ACTIVE)
+        assert episode.observation.image.size == (64, 40)
+        step = await episode.step(Click(640, 400), TypeText("Hello"), PressKeys(["ctrl", "s"]))
+        assert (step.errors, step.done, step.step_count, step.observation.settled) == (("", "", ""), False, 1, True)
+        last = await episode.step(Done())
+        assert (last.done, last.state, last.end_reason) == (True, State.TERMINATED, "AGENT_DONE")
+        evaluation = await episode.evaluate()
+        assert (evaluation.score, evaluation.checks[0].name) == (1.0, "fake")
+        assert episodes.closed == []
+    assert episodes.closed == [episode.episode_id]
+    assert [command.step_index for command in episodes.performed] == [0, 1]
+    assert episodes.performed[0].actions == (
+        guest.Click(at=guest.Point(640, 400)),
+        guest.TypeText(text="Hello"),
+        guest.PressKeys(keys=("ctrl", "s")),
+    )
+
+
+async def test_what_the_reset_says_is_the_steps_default(client: AsyncEnvClient, episodes: FakeEpisodes) -> None:
+    view = View(encoding="jpeg", max_width_px=32, a11y_tree=True, draw_cursor=False)
+    settle = Settle(quiet=timedelta(milliseconds=50))
+    async with client.reset(TASK, view=view, settle=settle, coordinate_space=(1000, 1000)) as episode:
+        first = await episode.step(Click(500, 500))
+        second = await episode.step(Click(500, 500), coordinate_space=(1280, 800), view=View(encoding="none"))
+    assert first.observation.a11y_tree == "<tree/>"
+    assert first.observation.width_px == 32
+    assert second.observation.data == b""
+    assert [command.actions for command in episodes.performed] == [
+        (guest.Click(at=guest.Point(640, 400)),),
+        (guest.Click(at=guest.Point(500, 500)),),
+    ]
+    assert [command.settle.quiet_ms for command in episodes.performed if command.settle] == [50, 50]
+    assert not episodes.performed[0].observe.draw_cursor
+
+
+async def test_a_group_is_opened_together_and_closed_whole(client: AsyncEnvClient, episodes: FakeEpisodes) -> None:
+    async with client.reset_group(TASK, size=3) as group:
+        assert {episode.group_id for episode in group} == {"group-1"}
+        await asyncio.gather(*(episode.step(TypeText("x")) for episode in group))
+    assert sorted(episodes.closed) == ["ep-1", "ep-2", "ep-3"]
+    assert len(episodes.resets) == 1
+
+
+async def test_guest_access_and_observation_pass_through(client: AsyncEnvClient) -> None:
+    async with client.reset(TASK) as episode:
+        await episode.write_file("/a", b"\r\n\0")
+        assert await episode.read_file("/a") == b"\r\n\0"
+        assert (await episode.run_command(["echo", "x"])).stdout == b"echo x"
+        seen = await episode.observe(view=View(terminal=True), refresh=True)
+        assert (seen.terminal, seen.a11y_tree, episode.observation) == ("$ ", None, seen)
+
+
+async def test_tasks_and_pools_are_listed(client: AsyncEnvClient, episodes: FakeEpisodes) -> None:
+    episodes.pools = [
+        PoolInfo(
+            name="debian",
+            image="desktop",
+            os="linux",
+            accelerator="tcg",
+            capacity=4,
+            idle_count=3,
+            leased_count=1,
+            starting_count=0,
+            dying_count=0,
+            waiting_count=0,
+            memory_bytes=0,
+            healthy=True,
+            problem="",
+        )
+    ]
+    assert [task.task_id for task in await client.list_tasks(suite="desktop")] == ["desktop/menu", "desktop/note"]
+    [pool] = await client.list_pools()
+    assert (pool.name, pool.capacity, pool.idle_count, pool.leased_count) == ("debian", 4, 3, 1)
+
+
+# -- the way out ------------------------------------------------------------------------------------------------
+
+
+async def test_an_episode_is_closed_when_its_block_fails(client: AsyncEnvClient, episodes: FakeEpisodes) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with client.reset(TASK):
+            _ = 1 / 0
+    assert episodes.closed == ["ep-1"]
+
+
+async def test_an_episode_is_closed_when_its_rollout_is_cancelled(
+    client: AsyncEnvClient, episodes: FakeEpisodes
+) -> None:
+    episodes.gate.clear()
+
+    async def rollout() -> None:
+        async with client.reset(TASK) as episode:
+            await episode.step(TypeText("x"))
+
+    task = asyncio.create_task(rollout())
+    await episodes.wait_for_call("step")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert episodes.closed == ["ep-1"]
+    episodes.gate.set()
+
+
+async def test_closing_twice_calls_once(client: AsyncEnvClient, episodes: FakeEpisodes) -> None:
+    async with client.reset(TASK) as episode:
+        await asyncio.gather(episode.close(), episode.close())
+    assert episodes.calls.count("close") == 1
+
+
+async def test_a_close_that_fails_is_left_to_the_lease(
+    client: AsyncEnvClient, episodes: FakeEpisodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with client.reset(TASK) as episode:
+        episodes.failures = [errors.HypervisorError("libvirt refused")]
+    assert f"{episode.episode_id}: not closed, its lease will end it" in caplog.text
+
+
+# -- leases -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_lease_is_kept_while_a_model_thinks(server: ApiServer, episodes: FakeEpisodes) -> None:
+    async with AsyncEnvClient(server.address, keep_alive_interval=timedelta(milliseconds=10)) as client:
+        async with client.reset(TASK):
+            await episodes.wait_for_call("keep_alive", count=3)
+        kept = episodes.calls.count("keep_alive")
+        await client.list_pools()
+    assert episodes.calls[-1] == "close"
+    assert kept >= 3
+
+
+async def test_a_failed_renewal_is_tried_again(
+    server: ApiServer, episodes: FakeEpisodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        AsyncEnvClient(server.address, keep_alive_interval=timedelta(milliseconds=10)) as client,
+        client.reset(TASK),
+    ):
+        episodes.failures = [errors.HypervisorError("x")]
+        await episodes.wait_for_call("keep_alive", count=2)
+    assert "lease not renewed" in caplog.text
+
+
+# -- errors -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "code"),
+    [
+        (errors.InvalidRequest("task_id", "x"), trainer.BadRequest, "INVALID_ARGUMENT"),
+        (errors.RequestIdReused("x"), trainer.BadRequest, "INVALID_ARGUMENT"),
+        (errors.EpisodeNotFound("x"), trainer.EpisodeNotFound, "NOT_FOUND"),
+        (errors.TaskNotFound("x"), trainer.TaskNotFound, "NOT_FOUND"),
+        (errors.PoolNotFound("x"), trainer.PoolNotFound, "NOT_FOUND"),
+        (errors.ImageNotFound("x"), trainer.NotFound, "NOT_FOUND"),
+        (errors.EpisodeEnded("x"), trainer.EpisodeEnded, "FAILED_PRECONDITION"),
+        (errors.GroupTooLarge("x"), trainer.GroupTooLarge, "FAILED_PRECONDITION"),
+        (errors.GuestRefused("x"), trainer.GuestRefused, "FAILED_PRECONDITION"),
+        (errors.StepIndexMismatch("x"), trainer.StepIndexMismatch, "ABORTED"),
+        (errors.AccessDenied("x"), trainer.AccessDenied, "PERMISSION_DENIED"),
+        (errors.Unimplemented("x"), trainer.NotSupported, "UNIMPLEMENTED"),
+        (errors.PoolExhausted("x", retry_after_s=60.0), trainer.PoolExhausted, "RESOURCE_EXHAUSTED"),
+        (errors.Draining("x", retry_after_s=60.0), trainer.Draining, "UNAVAILABLE"),
+        (errors.MachineLost("x"), trainer.MachineLost, "DATA_LOSS"),
+        (errors.GuestUnresponsive("x"), trainer.GuestUnresponsive, "DATA_LOSS"),
+        (errors.GuestError("x"), trainer.GuestFailed, "DATA_LOSS"),
+        (errors.SetupFailed("x"), trainer.SetupFailed, "INTERNAL"),
+        (errors.EvaluatorFailed("x"), trainer.EvaluatorFailed, "INTERNAL"),
+        (errors.HypervisorError("x"), trainer.ServiceFault, "INTERNAL"),
+        (ValueError("x"), trainer.ServiceFault, "INTERNAL"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+async def test_a_failure_has_its_own_type(
+    client: AsyncEnvClient, episodes: FakeEpisodes, failure: Exception, kind: type[EnvError], code: str
+) -> None:
+    episodes.failures = [failure]
+    with pytest.raises(EnvError) as caught:
+        async with client.reset(TASK, timeout=timedelta(seconds=20)):
+            pass
+    error = caught.value
+    assert type(error) is kind
+    assert (error.code, error.metadata["method"]) == (code, "Reset")
+    assert error.reason == getattr(failure, "reason", "BUG")
+    assert error.field == getattr(failure, "field", "")
+    retry_after_s = getattr(failure, "retry_after_s", None)
+    assert error.retry_after == (None if retry_after_s is None else timedelta(seconds=retry_after_s))
+
+
+async def test_an_oversize_message_is_not_an_exhausted_pool(client: AsyncEnvClient) -> None:
+    async with client.reset(TASK) as episode:
+        with pytest.raises(trainer.MessageTooLarge):
+            await episode.write_file("/a", bytes((64 << 20) + 1))
+
+
+# -- tries ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_lost_step_is_tried_again_under_the_same_id_and_happens_once(
+    server: ApiServer, episodes: FakeEpisodes
+) -> None:
+    async with AsyncEnvClient(server.address, retry=QUICK) as client, client.reset(TASK) as episode:
+        episodes.gate.clear()
+        step = asyncio.create_task(episode.step(TypeText("x")))
+        await episodes.wait_for_call("step", count=3)
+        episodes.gate.set()
+        result = await step
+    assert result.step_count == 1
+    assert len({command.request_id for command in episodes.steps}) == 1
+    assert len(episodes.performed) == 1
+
+
+async def test_each_step_has_an_id_of_its_own(client: AsyncEnvClient, episodes: FakeEpisodes) -> None:
+    async with client.reset(TASK) as episode:
+        await episode.step(TypeText("x"))
+        await episode.step(TypeText("x"))
+    assert len({command.request_id for command in episodes.steps}) == 2
+
+
+async def test_an_exhausted_pool_is_tried_again_when_it_says(client: AsyncEnvClient, episodes: FakeEpisodes) -> None:
+    episodes.failures = [
+        errors.PoolExhausted("8 of 8 leased", retry_after_s=0.1),
+        errors.Draining("stopping", retry_after_s=0.1),
+    ]
+    began_s = time.monotonic()
+    async with client.reset(TASK):
+        waited_s = time.monotonic() - began_s
+    assert waited_s >= 0.2
+    assert len(episodes.resets) == 3
+    assert len({(command.request_id, command.fingerprint) for command in episodes.resets}) == 1
+
+
+async def test_a_step_that_never_ends_is_given_up_at_the_deadline(server: ApiServer, episodes: FakeEpisodes) -> None:
+    async with AsyncEnvClient(server.address, retry=QUICK) as client, client.reset(TASK) as episode:
+        episodes.gate.clear()
+        began_s = time.monotonic()
+        with pytest.raises(trainer.DeadlineExceeded):
+            await episode.step(TypeText("x"), timeout=timedelta(seconds=0.5))
+        assert time.monotonic() - began_s < 5
+        episodes.gate.set()
+
+
+async def test_a_command_is_never_run_twice(server: ApiServer, episodes: FakeEpisodes) -> None:
+    async with AsyncEnvClient(server.address, retry=QUICK) as client, client.reset(TASK) as episode:
+        episodes.failures = [errors.Draining("stopping", retry_after_s=0.01)]
+        with pytest.raises(trainer.Draining):
+            await episode.run_command(["touch", "/a"])
+    assert episodes.calls.count("run_command") == 1
+
+
+async def test_a_daemon_that_comes_up_late_is_waited_for(episodes: FakeEpisodes) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    server = ApiServer(episodes, listen=address, metrics=Metrics(process=False))
+    async with AsyncEnvClient(address, retry=QUICK) as client:
+        with pytest.raises(trainer.Unavailable):
+            await client.list_pools(timeout=timedelta(seconds=0.3))
+        listing = asyncio.create_task(client.list_pools(timeout=timedelta(seconds=20)))
+        await server.start()
+        assert await listing == []
+    await server.stop()
+
+
+async def test_a_proxy_set_for_other_traffic_is_bypassed(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("no_grpc_proxy", raising=False)
+    async with AsyncEnvClient(server.address) as client:
+        assert await client.list_pools(timeout=timedelta(seconds=10)) == []
+
+
+# -- loops and threads ------------------------------------------------------------------------------------------
+
+
+async def test_one_client_serves_several_event_loops(server: ApiServer, client: AsyncEnvClient) -> None:
+    async def listed() -> None:
+        assert len(await client.list_tasks()) == 3
+        await client.aclose()
+
+    await listed()
+    await asyncio.to_thread(lambda: asyncio.run(listed()))
+    await asyncio.to_thread(lambda: asyncio.run(listed()))
+    await listed()
+
+
+async def test_code_without_an_event_loop_has_the_same_client(server: ApiServer, episodes: FakeEpisodes) -> None:
+    def use() -> None:
+        with EnvClient(server.address, run="run-1") as client, client.reset(TASK) as episode:
+            assert episode.instruction == f"Do {TASK}."
+            step = episode.step(Click(x=640, y=400), TypeText("Hello"), PressKeys(["ctrl", "s"]))
+            assert step.observation.image.size == (64, 40)
+            assert episode.step(Done()).done
+            assert (episode.step_count, episode.state) == (2, State.TERMINATED)
+            assert episode.evaluate().score == 1.0
+            with pytest.raises(trainer.EpisodeEnded):
+                episode.step(TypeText("more"))
+
+    await asyncio.to_thread(use)
+    assert episodes.closed == ["ep-1"]
+    assert episodes.resets[0].run == "run-1"
+
+
+async def test_a_failing_block_of_the_plain_client_closes_its_episode_and_thread(
+    server: ApiServer, episodes: FakeEpisodes
+) -> None:
+    clients: list[EnvClient] = []
+
+    def use() -> None:
+        with contextlib.suppress(ZeroDivisionError), EnvClient(server.address) as client, client.reset(TASK):
+            clients.append(client)
+            _ = 1 / 0
+
+    await asyncio.to_thread(use)
+    assert episodes.closed == ["ep-1"]
+    clients[0].close()
+    assert not clients[0]._thread.is_alive()

@@ -1,0 +1,526 @@
+"""The API on a real socket, over episodes without machines."""
+
+import asyncio
+import logging
+import socket
+import stat
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from cuaenv.v1 import env_pb2, env_pb2_grpc
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
+
+from envd.api.driver import EpisodeDriver
+from envd.api.server import MAX_MESSAGE_BYTES, SERVICE_NAME, ApiServer, parse_listen
+from envd.episodes.types import PoolInfo
+from envd.errors import AccessDenied, ConfigError, EpisodeEnded, GuestError, MachineLost, PoolExhausted
+from envd.guest.actions import Click, Done, Point, TypeText
+from envd.telemetry.metrics import Metrics
+from envd.testing.fake_episodes import FakeEpisodes
+
+if TYPE_CHECKING:
+    from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
+
+TIMEOUT_S = 20.0
+
+
+@asynccontextmanager
+async def dialled(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    options = (
+        ("grpc.max_send_message_length", 2 * MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.enable_http_proxy", 0),
+    )
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        yield channel
+
+
+def stub_on(channel: grpc.aio.Channel) -> "CUAEnvAsyncStub":
+    stub: Any = env_pb2_grpc.CUAEnvStub(channel)
+    return stub  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def episodes() -> FakeEpisodes:
+    return FakeEpisodes()
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics(process=False)
+
+
+@pytest.fixture
+async def server(episodes: FakeEpisodes, metrics: Metrics) -> AsyncIterator[ApiServer]:
+    server = ApiServer(episodes, listen="127.0.0.1:0", metrics=metrics)
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def channel(server: ApiServer) -> AsyncIterator[grpc.aio.Channel]:
+    async with dialled(server.address) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel: grpc.aio.Channel) -> "CUAEnvAsyncStub":
+    return stub_on(channel)
+
+
+def reset_request(**fields: Any) -> env_pb2.ResetRequest:
+    return env_pb2.ResetRequest(**{"request_id": new_id(), "task_id": "desktop/note", **fields})
+
+
+def step_request(episode_id: str, step_index: int = 0, **fields: Any) -> env_pb2.StepRequest:
+    typing = env_pb2.Action(type_text=env_pb2.TypeText(text="x"))
+    defaults = {"request_id": new_id(), "episode_id": episode_id, "step_index": step_index, "actions": [typing]}
+    return env_pb2.StepRequest(**{**defaults, **fields})
+
+
+def new_id() -> str:
+    return str(uuid.uuid4())
+
+
+async def opened(stub: "CUAEnvAsyncStub") -> str:
+    response = await stub.Reset(reset_request(), timeout=TIMEOUT_S)
+    return response.episodes[0].episode_id
+
+
+def details_of(failure: grpc.aio.AioRpcError) -> dict[str, Any]:
+    """The `google.rpc` details that arrived, by the name of their kind."""
+    found: dict[str, Any] = {}
+    status = rpc_status.from_call(failure)  # type: ignore[arg-type]
+    for detail in status.details if status is not None else ():
+        for kind in (error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo, error_details_pb2.BadRequest):
+            message = kind()
+            if detail.Unpack(message):
+                found[kind.__name__] = message
+    return found
+
+
+# -- answers ----------------------------------------------------------------------------------------------------
+
+
+async def test_an_episode_goes_from_reset_to_close(stub: "CUAEnvAsyncStub", episodes: FakeEpisodes) -> None:
+    response = await stub.Reset(reset_request(group_size=2, run="run-1"), timeout=TIMEOUT_S)
+    assert [episode.episode_id for episode in response.episodes] == ["ep-1", "ep-2"]
+    assert response.observations[0].frame.keyframe.data.startswith(b"\x89PNG")
+
+    step = await stub.Step(step_request("ep-1"), timeout=TIMEOUT_S)
+    assert (step.episode.step_count, len(step.action_results)) == (1, 1)
+
+    evaluated = await stub.Evaluate(env_pb2.EvaluateRequest(request_id=new_id(), episode_id="ep-1"), timeout=TIMEOUT_S)
+    assert (evaluated.score, evaluated.episode.end_reason) == (1.0, "EVALUATED")
+
+    await stub.Close(env_pb2.CloseRequest(episode_id="ep-1"), timeout=TIMEOUT_S)
+    kept = await stub.KeepAlive(env_pb2.KeepAliveRequest(episode_ids=["ep-1", "ep-2"]), timeout=TIMEOUT_S)
+    assert [episode.episode_id for episode in kept.episodes] == ["ep-2"]
+    assert episodes.closed == ["ep-1"]
+
+
+async def test_the_driver_speaks_in_guest_actions(server: ApiServer, episodes: FakeEpisodes) -> None:
+    async with EpisodeDriver(server.address) as driver:
+        episode_id = (await driver.reset("desktop/note")).episodes[0].episode_id
+        actions = (Click(at=Point(640, 400)), TypeText(text="€"))
+        await driver.step(episode_id, *actions, step_index=0)
+        last = await driver.step(episode_id, Done(), step_index=1)
+        score = (await driver.evaluate(episode_id)).score
+        await driver.close(episode_id)
+    assert episodes.performed[0].actions == actions
+    assert (last.episode.end_reason, score, episodes.closed) == ("AGENT_DONE", 1.0, [episode_id])
+
+
+async def test_a_declared_space_is_scaled_to_the_screen_that_the_caller_saw(
+    stub: "CUAEnvAsyncStub", episodes: FakeEpisodes
+) -> None:
+    episode_id = await opened(stub)
+    click = env_pb2.Action(click=env_pb2.Click(at=env_pb2.Point(x=999, y=0)))
+    space = env_pb2.Size(width_px=1000, height_px=1000)
+    await stub.Step(step_request(episode_id, actions=[click], coordinate_space=space), timeout=TIMEOUT_S)
+    assert episodes.performed[0].actions == (Click(at=Point(1279, 0)),)
+    assert "observe" not in episodes.calls
+
+
+async def test_a_screen_that_is_not_remembered_is_looked_at(server: ApiServer, episodes: FakeEpisodes) -> None:
+    async with dialled(server.address) as channel:
+        episode_id = await opened(stub_on(channel))
+    await server.stop()
+    restarted = ApiServer(episodes, listen="127.0.0.1:0", metrics=Metrics(process=False))
+    click = env_pb2.Action(click=env_pb2.Click(at=env_pb2.Point(x=0, y=399)))
+    space = env_pb2.Size(width_px=640, height_px=400)
+    async with dialled(await restarted.start()) as channel:
+        request = step_request(episode_id, actions=[click], coordinate_space=space)
+        await stub_on(channel).Step(request, timeout=TIMEOUT_S)
+    await restarted.stop()
+    assert episodes.performed[0].actions == (Click(at=Point(1, 799)),)
+
+
+async def test_listings_come_in_pages(stub: "CUAEnvAsyncStub") -> None:
+    await stub.Reset(reset_request(group_size=3), timeout=TIMEOUT_S)
+    first = await stub.ListEpisodes(env_pb2.ListEpisodesRequest(page_size=2), timeout=TIMEOUT_S)
+    rest = await stub.ListEpisodes(
+        env_pb2.ListEpisodesRequest(page_size=2, page_token=first.next_page_token), timeout=TIMEOUT_S
+    )
+    assert [episode.episode_id for episode in [*first.episodes, *rest.episodes]] == ["ep-1", "ep-2", "ep-3"]
+    assert rest.next_page_token == ""
+
+    tasks = await stub.ListTasks(env_pb2.ListTasksRequest(suite="desktop"), timeout=TIMEOUT_S)
+    assert [task.task_id for task in tasks.tasks] == ["desktop/menu", "desktop/note"]
+
+
+async def test_guest_access_passes_through(stub: "CUAEnvAsyncStub") -> None:
+    episode_id = await opened(stub)
+    data = bytes(range(256)) * 40_000
+    await stub.WriteGuestFile(
+        env_pb2.WriteGuestFileRequest(episode_id=episode_id, path="/a", data=data), timeout=TIMEOUT_S
+    )
+    read = await stub.ReadGuestFile(env_pb2.ReadGuestFileRequest(episode_id=episode_id, path="/a"), timeout=TIMEOUT_S)
+    assert read.data == data
+    ran = await stub.RunGuestCommand(
+        env_pb2.RunGuestCommandRequest(episode_id=episode_id, argv=["echo", "a b"], as_root=True, stdin=b"\0"),
+        timeout=TIMEOUT_S,
+    )
+    assert (ran.exit_code, ran.stdout, ran.stderr) == (1, b"echo a b", b"\0")
+
+
+# -- failures ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_bad_field_is_named(stub: "CUAEnvAsyncStub", episodes: FakeEpisodes) -> None:
+    episode_id = await opened(stub)
+    good = env_pb2.Action(done=env_pb2.Done())
+    bad = env_pb2.Action(click=env_pb2.Click(count=99))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Step(step_request(episode_id, actions=[good, good, bad]), timeout=TIMEOUT_S)
+    details = details_of(caught.value)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert details["ErrorInfo"].reason == "BAD_FIELD"
+    assert [violation.field for violation in details["BadRequest"].field_violations] == ["actions[2].click.count"]
+    assert episodes.steps == []
+
+
+async def test_error_details_arrive_with_what_they_are_about(stub: "CUAEnvAsyncStub", episodes: FakeEpisodes) -> None:
+    episode_id = await opened(stub)
+    episodes.failures = [MachineLost("machine m1 died: QEMU exited")]
+    request = step_request(episode_id)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Step(request, timeout=TIMEOUT_S)
+    info = details_of(caught.value)["ErrorInfo"]
+    assert (caught.value.code(), caught.value.details()) == (
+        grpc.StatusCode.DATA_LOSS,
+        "machine m1 died: QEMU exited",
+    )
+    assert (info.reason, info.domain) == ("MACHINE_LOST", "cuaenv")
+    assert dict(info.metadata) == {"method": "Step", "episode_id": episode_id, "request_id": request.request_id}
+
+
+async def test_an_exhausted_pool_says_when_to_try_again(stub: "CUAEnvAsyncStub", episodes: FakeEpisodes) -> None:
+    episodes.failures = [PoolExhausted("pool 'debian': 8 of 8 leased", retry_after_s=2.5)]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Reset(reset_request(), timeout=TIMEOUT_S)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details_of(caught.value)["RetryInfo"].retry_delay.ToTimedelta() == timedelta(seconds=2.5)
+
+
+async def test_a_bug_is_logged_once_and_keeps_its_words_to_itself(
+    stub: "CUAEnvAsyncStub", episodes: FakeEpisodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    episodes.failures = [ValueError("secret-1234")]
+    with caplog.at_level(logging.INFO), pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Reset(reset_request(), timeout=TIMEOUT_S)
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert details_of(caught.value)["ErrorInfo"].reason == "BUG"
+    assert "secret-1234" not in str(caught.value)
+    [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert record.exc_info is not None
+    assert "secret-1234" in caplog.text
+
+
+async def test_a_method_of_a_later_release_says_so(stub: "CUAEnvAsyncStub") -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="Fork is not in this release") as forking:
+        await stub.Fork(env_pb2.ForkRequest(), timeout=TIMEOUT_S)
+    frames = aiter(stub.StreamFrames(env_pb2.StreamFramesRequest(), timeout=TIMEOUT_S))
+    with pytest.raises(grpc.aio.AioRpcError, match="StreamFrames is not in this release") as streaming:
+        await anext(frames)
+    for caught in (forking, streaming):
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert details_of(caught.value)["ErrorInfo"].reason == "UNIMPLEMENTED"
+
+
+async def test_a_guests_refusal_beside_the_episode_does_not_void_it(
+    stub: "CUAEnvAsyncStub", episodes: FakeEpisodes
+) -> None:
+    episode_id = await opened(stub)
+    episodes.failures = [GuestError("file has 9 bytes, more than 3"), GuestError("the desktop does not answer")]
+    with pytest.raises(grpc.aio.AioRpcError) as reading:
+        await stub.ReadGuestFile(
+            env_pb2.ReadGuestFileRequest(episode_id=episode_id, path="/a", max_bytes=3), timeout=TIMEOUT_S
+        )
+    with pytest.raises(grpc.aio.AioRpcError) as stepping:
+        await stub.Step(step_request(episode_id), timeout=TIMEOUT_S)
+    assert reading.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert details_of(reading.value)["ErrorInfo"].reason == "GUEST_REFUSED"
+    assert stepping.value.code() is grpc.StatusCode.DATA_LOSS
+    assert details_of(stepping.value)["ErrorInfo"].reason == "GUEST_ERROR"
+
+
+async def test_access_that_is_off_is_denied(stub: "CUAEnvAsyncStub", episodes: FakeEpisodes) -> None:
+    episode_id = await opened(stub)
+    episodes.failures = [AccessDenied("pool 'debian' does not allow guest access")]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.RunGuestCommand(
+            env_pb2.RunGuestCommandRequest(episode_id=episode_id, argv=["id"]), timeout=TIMEOUT_S
+        )
+    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_an_oversize_message_is_refused_without_a_reason(stub: "CUAEnvAsyncStub") -> None:
+    request = env_pb2.WriteGuestFileRequest(episode_id="ep-1", path="/a", data=bytes(MAX_MESSAGE_BYTES + 1))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.WriteGuestFile(request, timeout=TIMEOUT_S)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details_of(caught.value) == {}
+
+
+async def test_a_file_beyond_its_limit_is_a_bad_field(stub: "CUAEnvAsyncStub") -> None:
+    request = env_pb2.WriteGuestFileRequest(episode_id="ep-1", path="/a", data=bytes((32 << 20) + 1))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.WriteGuestFile(request, timeout=TIMEOUT_S)
+    assert [violation.field for violation in details_of(caught.value)["BadRequest"].field_violations] == ["data"]
+
+
+async def test_calls_and_failures_are_measured(
+    stub: "CUAEnvAsyncStub", episodes: FakeEpisodes, metrics: Metrics
+) -> None:
+    await opened(stub)
+    episodes.failures = [MachineLost("gone")]
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stub.Step(step_request("ep-1"), timeout=TIMEOUT_S)
+    value = metrics.registry.get_sample_value
+    assert value("envd_rpc_duration_seconds_count", {"method": "Reset", "code": "OK"}) == 1
+    assert value("envd_rpc_duration_seconds_count", {"method": "Step", "code": "DATA_LOSS"}) == 1
+    assert value("envd_failures_total", {"reason": "MACHINE_LOST"}) == 1
+
+
+# -- clients that go away ---------------------------------------------------------------------------------------
+
+
+async def test_a_step_outlives_its_callers_deadline_and_a_retry_collects_the_answer(
+    stub: "CUAEnvAsyncStub", episodes: FakeEpisodes
+) -> None:
+    episode_id = await opened(stub)
+    request = step_request(episode_id)
+    episodes.gate.clear()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Step(request, timeout=0.2)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    episodes.gate.set()
+    response = await stub.Step(request, timeout=TIMEOUT_S)
+    assert response.episode.step_count == 1
+    assert [command.request_id for command in episodes.performed] == [request.request_id]
+
+
+async def test_a_client_that_disconnects_in_mid_step_does_not_cancel_it(
+    server: ApiServer, stub: "CUAEnvAsyncStub", episodes: FakeEpisodes
+) -> None:
+    episode_id = await opened(stub)
+    episodes.gate.clear()
+    request = step_request(episode_id)
+    async with dialled(server.address) as other:
+        call = asyncio.ensure_future(stub_on(other).Step(request, timeout=TIMEOUT_S))
+        await episodes.wait_for_call("step")
+        call.cancel()
+        await asyncio.wait({call})
+    episodes.gate.set()
+    response = await stub.Step(request, timeout=TIMEOUT_S)
+    assert response.episode.step_count == 1
+    assert len(episodes.performed) == 1
+
+
+# -- streams ----------------------------------------------------------------------------------------------------
+
+
+async def test_pipelined_steps_are_answered_in_order(stub: "CUAEnvAsyncStub", episodes: FakeEpisodes) -> None:
+    episode_id = await opened(stub)
+    requests = [step_request(episode_id, index) for index in range(5)]
+    episodes.gate.clear()
+    call = stub.StreamSteps()
+    for request in requests:
+        await call.write(env_pb2.StreamStepsRequest(step=request))
+    await call.done_writing()
+    episodes.gate.set()
+    answers = [answer async for answer in call]
+    assert [answer.request_id for answer in answers] == [request.request_id for request in requests]
+    assert [answer.step.episode.step_count for answer in answers] == [1, 2, 3, 4, 5]
+
+
+async def test_a_failure_in_mid_stream_arrives_whole_after_the_answers(
+    stub: "CUAEnvAsyncStub", episodes: FakeEpisodes
+) -> None:
+    episode_id = await opened(stub)
+    call = stub.StreamSteps()
+    answers: list[env_pb2.StreamStepsResponse] = []
+    await call.write(env_pb2.StreamStepsRequest(step=step_request(episode_id, 0)))
+    answers.append(await anext(aiter(call)))
+    failed = step_request(episode_id, 1)
+    episodes.failures = [EpisodeEnded(f"episode {episode_id} ended after step 1 (MAX_STEPS); reset a new one")]
+    await call.write(env_pb2.StreamStepsRequest(step=failed))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        answers += [answer async for answer in call]
+    info = details_of(caught.value)["ErrorInfo"]
+    assert len(answers) == 1
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert (info.reason, info.metadata["request_id"]) == ("EPISODE_ENDED", failed.request_id)
+
+
+async def test_a_stream_keeps_to_one_episode(stub: "CUAEnvAsyncStub", episodes: FakeEpisodes) -> None:
+    first, second = await opened(stub), await opened(stub)
+    call = stub.StreamSteps()
+    await call.write(env_pb2.StreamStepsRequest(step=step_request(first)))
+    await call.write(env_pb2.StreamStepsRequest(step=step_request(second)))
+    await call.done_writing()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    violations = details_of(caught.value)["BadRequest"].field_violations
+    assert [violation.field for violation in violations] == ["step.episode_id"]
+    assert [command.episode_id for command in episodes.performed] == [first]
+
+
+def pool(idle_count: int) -> PoolInfo:
+    return PoolInfo(
+        name="debian",
+        image="desktop",
+        os="linux",
+        accelerator="fake",
+        capacity=4,
+        idle_count=idle_count,
+        leased_count=0,
+        starting_count=0,
+        dying_count=0,
+        waiting_count=0,
+        memory_bytes=0,
+        healthy=True,
+        problem="",
+    )
+
+
+async def test_a_watch_tells_pools_at_once_and_on_change_until_the_server_drains(
+    server: ApiServer, stub: "CUAEnvAsyncStub", episodes: FakeEpisodes
+) -> None:
+    episodes.pools = [pool(1)]
+    watch = aiter(stub.WatchPools(env_pb2.WatchPoolsRequest(), timeout=TIMEOUT_S))
+    assert (await anext(watch)).pools[0].idle_count == 1
+    episodes.pools = [pool(2)]
+    async with episodes.changed:
+        episodes.changed.notify_all()
+    assert (await anext(watch)).pools[0].idle_count == 2
+    await server.drain()
+    assert [message async for message in watch] == []
+
+
+async def test_an_abandoned_watch_does_not_hold_up_the_stop(server: ApiServer, stub: "CUAEnvAsyncStub") -> None:
+    watch = aiter(stub.WatchPools(env_pb2.WatchPoolsRequest(), timeout=TIMEOUT_S))
+    await anext(watch)
+    async with asyncio.timeout(5):
+        await server.stop(grace=timedelta(seconds=60))
+    assert server.address == ""
+
+
+# -- health, reflection, addresses ------------------------------------------------------------------------------
+
+
+async def health_of(channel: grpc.aio.Channel, service: str) -> int:
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    return int((await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S)).status)
+
+
+@pytest.mark.parametrize("service", ["", "cuaenv.v1.CUAEnv"])
+async def test_health_serves_from_start_to_drain(server: ApiServer, channel: grpc.aio.Channel, service: str) -> None:
+    assert await health_of(channel, service) == health_pb2.HealthCheckResponse.SERVING
+    await server.drain()
+    assert await health_of(channel, service) == health_pb2.HealthCheckResponse.NOT_SERVING
+    # Draining refuses nothing by itself: what runs still needs its calls.
+    assert await opened(stub_on(channel)) == "ep-1"
+
+
+async def test_reflection_tells_the_services_and_their_contract(channel: grpc.aio.Channel) -> None:
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
+    requests = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE_NAME),
+    ]
+    listed, described = [answer async for answer in stub.ServerReflectionInfo(iter(requests), timeout=TIMEOUT_S)]
+    assert {service.name for service in listed.list_services_response.service} == {
+        "cuaenv.v1.CUAEnv",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+    assert described.file_descriptor_response.file_descriptor_proto
+
+
+@pytest.mark.parametrize(
+    "listen", ["0.0.0.0:1", "[::]:1", "192.0.2.7:1", "example.org:1", "localhost.example.org:1", "[fe80::1]:1"]
+)
+def test_an_address_that_other_hosts_can_reach_is_refused(listen: str) -> None:
+    with pytest.raises(ConfigError, match="TLS and a token"):
+        parse_listen(listen)
+
+
+@pytest.mark.parametrize("listen", ["", "50051", "127.0.0.1", "127.0.0.1:", ":1", "127.0.0.1:65536", "::1:5", "unix:"])
+def test_a_malformed_address_is_refused(listen: str) -> None:
+    with pytest.raises(ConfigError, match="write"):
+        parse_listen(listen)
+
+
+@pytest.mark.parametrize(
+    ("listen", "target"),
+    [
+        ("127.0.0.1:0", "127.0.0.1:0"),
+        ("127.8.8.8:50051", "127.8.8.8:50051"),
+        ("[::1]:50051", "[::1]:50051"),
+        ("localhost:50051", "localhost:50051"),
+        ("unix:/run/envd.sock", "unix:/run/envd.sock"),
+    ],
+)
+def test_a_loopback_address_or_unix_socket_is_taken(listen: str, target: str) -> None:
+    assert parse_listen(listen).target == target
+
+
+async def test_a_unix_socket_serves_its_owner_alone_and_replaces_a_stale_one(
+    episodes: FakeEpisodes, metrics: Metrics, tmp_path: Path
+) -> None:
+    path = tmp_path / "envd.sock"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    server = ApiServer(episodes, listen=f"unix:{path}", metrics=metrics)
+    address = await server.start()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    async with dialled(address) as channel:
+        assert await opened(stub_on(channel)) == "ep-1"
+    await server.stop()
+
+
+async def test_a_port_that_is_taken_fails_the_start(server: ApiServer, episodes: FakeEpisodes) -> None:
+    second = ApiServer(episodes, listen=server.address, metrics=Metrics(process=False))
+    with pytest.raises(ConfigError, match="cannot be bound"):
+        await second.start()
+    await second.stop()
+    assert repr(second) == f"<ApiServer not listening, for {server.address}>"
+
+
+async def test_stopping_twice_or_before_the_start_is_harmless(episodes: FakeEpisodes, metrics: Metrics) -> None:
+    server = ApiServer(episodes, listen="127.0.0.1:0", metrics=metrics)
+    await server.stop()
+    assert server.address == ""

@@ -1,0 +1,135 @@
+"""The fake's guestd, asked by the real client over a real socket."""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from xml.etree import ElementTree
+
+import aiohttp
+import pytest
+from PIL import Image
+
+from envd.errors import GuestError, GuestUnresponsive, MachineLost
+from envd.guest.guestd import GuestdClient
+from envd.hypervisor.fake import FakeHypervisor, FakeMachine, fake_image
+from envd.hypervisor.machine import MachineSpec
+
+
+@pytest.fixture
+async def machine() -> AsyncIterator[FakeMachine]:
+    hypervisor = FakeHypervisor()
+    spec = MachineSpec(machine_id="one", image=fake_image(), screen_width_px=640, screen_height_px=400)
+    machine = await hypervisor.create(spec)
+    yield machine
+    await machine.destroy()
+    await hypervisor.close()
+
+
+@pytest.fixture
+async def guestd(machine: FakeMachine) -> AsyncIterator[GuestdClient]:
+    assert machine.guestd_url is not None
+    async with GuestdClient(machine.guestd_url, lost=machine.lost) as client:
+        yield client
+
+
+async def test_the_session_is_ready_and_lists_its_windows(guestd: GuestdClient) -> None:
+    session = await guestd.session()
+    assert session.ready
+    assert session.windows == ("Controls", "note.txt - Editor")
+    windows = await guestd.windows()
+    assert [(window.wm_class, window.active) for window in windows] == [
+        ("controls.Controls", False),
+        ("editor.Editor", True),
+    ]
+
+
+async def test_commands_run_with_bytes_in_and_out(guestd: GuestdClient, machine: FakeMachine) -> None:
+    machine.files["/home/user/raw"] = bytes(range(256))
+    result = await guestd.execute(["cat", "~/raw"], timeout_s=5)
+    assert (result.exit_code, result.stdout) == (0, bytes(range(256)))
+    result = await guestd.execute(["sh", "-c", "cat >/dev/null; false"], stdin=b"x", timeout_s=5)
+    assert result.exit_code == 1
+    with pytest.raises(GuestError, match="cannot be started"):
+        await guestd.execute(["firefox"], timeout_s=5)
+    with pytest.raises(GuestUnresponsive, match="timed out"):
+        await guestd.execute(["sleep", "100"], timeout_s=0.05)
+
+
+async def test_files_are_written_and_read_whole(guestd: GuestdClient, machine: FakeMachine) -> None:
+    data = bytes(range(256)) * 8192
+    await guestd.write_file("/home/user/new/data.bin", data)
+    assert machine.files["/home/user/new/data.bin"] == data
+    assert await guestd.read_file("/home/user/new/data.bin") == data
+    assert await guestd.read_file("/home/user/none") is None
+
+
+async def test_text_that_no_key_makes_is_typed(guestd: GuestdClient, machine: FakeMachine) -> None:
+    typed = await guestd.type_text("漢字\n€")
+    assert typed.typed_count == 4
+    assert machine.desktop is not None
+    assert machine.desktop.editor.text_area.text == "漢字\n€"
+
+
+async def test_the_pointer_and_the_screen_are_told_as_they_are(guestd: GuestdClient, machine: FakeMachine) -> None:
+    machine.pointer_input(12, 34, 1)
+    machine.key_input(42, down=True)
+    pointer = await guestd.pointer()
+    assert (pointer.x_px, pointer.y_px, pointer.buttons, pointer.modifiers) == (
+        12,
+        34,
+        frozenset({1}),
+        frozenset({"shift"}),
+    )
+    assert await guestd.screen_size() == (640, 400)
+    with Image.open(io.BytesIO(await guestd.screenshot())) as image:
+        assert image.size == (640, 400)
+    assert await guestd.terminal() is None
+
+
+async def test_the_accessibility_tree_names_what_is_on_the_screen(guestd: GuestdClient) -> None:
+    tree = ElementTree.fromstring(await guestd.accessibility())  # noqa: S314  (the fake made it)
+    assert tree.tag == "desktop-frame"
+    assert {node.get("name") for node in tree.findall("./frame/push-button")} == {"Close", "Count", "Save"}
+
+
+async def test_programs_are_launched_and_windows_closed(guestd: GuestdClient, machine: FakeMachine) -> None:
+    machine.files["/home/user/list.txt"] = b"milk"
+    await guestd.launch(["editor", "/home/user/list.txt"])
+    await guestd.close_window("Controls")
+    assert [window.title for window in await guestd.windows()] == ["list.txt - Editor"]
+    with pytest.raises(GuestError):
+        await guestd.activate_window("Controls")
+
+
+async def test_a_repeated_post_has_its_effect_once(machine: FakeMachine) -> None:
+    async with aiohttp.ClientSession() as http:
+        headers = {"X-Request-Id": "same"}
+        url = f"{machine.guestd_url}/envd/type_text"
+        answers = await asyncio.gather(*(http.post(url, json={"text": "once"}, headers=headers) for _ in range(3)))
+        assert [await answer.json() for answer in answers] == [{"typed": 4, "acknowledged": True}] * 3
+    assert machine.desktop is not None
+    assert machine.desktop.editor.text_area.text == "once"
+
+
+async def test_a_guestd_that_hangs_runs_into_the_deadline(guestd: GuestdClient, machine: FakeMachine) -> None:
+    machine.inject(guestd_hangs=True)
+    with pytest.raises(GuestUnresponsive):
+        await guestd.session(timeout_s=0.05)
+
+
+async def test_a_paused_guestd_answers_after_the_pause(guestd: GuestdClient, machine: FakeMachine) -> None:
+    await machine.pause()
+    asking = asyncio.create_task(guestd.session())
+    await asyncio.sleep(0.05)
+    assert not asking.done()
+    await machine.resume()
+    assert (await asking).ready
+
+
+async def test_a_call_under_way_fails_when_the_machine_is_killed(guestd: GuestdClient, machine: FakeMachine) -> None:
+    asking = asyncio.create_task(guestd.execute(["sleep", "100"], timeout_s=200))
+    await asyncio.sleep(0.05)
+    machine.kill("killed by a signal")
+    async with asyncio.timeout(5):
+        with pytest.raises(MachineLost):
+            await asking

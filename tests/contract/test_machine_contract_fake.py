@@ -1,0 +1,46 @@
+"""The machine contract on fake machines: those that boot at once, and those that take their time."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import ClassVar
+
+import pytest_asyncio
+
+from envd.hypervisor.fake import FakeHypervisor, FakeMachine, Faults, fake_image
+from envd.hypervisor.machine import Hypervisor, Machine, MachineSpec
+from envd.testing.machine_contract import MachineContract
+
+
+class TestMachineContractOnFake(MachineContract):
+    faults: ClassVar[Faults] = Faults()
+
+    @pytest_asyncio.fixture(scope="class", loop_scope="class")
+    @classmethod
+    async def hypervisor(cls) -> AsyncIterator[Hypervisor]:
+        hypervisor = FakeHypervisor(faults=cls.faults)
+        assert await hypervisor.reap() == []
+        yield hypervisor
+        assert hypervisor.leftover_ids == frozenset()
+        await hypervisor.close()
+        stray = [task.get_name() for task in asyncio.all_tasks() if "contract-" in task.get_name()]
+        assert stray == []
+
+    @classmethod
+    def make_spec(cls, machine_id: str) -> MachineSpec:
+        return MachineSpec(machine_id=machine_id, image=fake_image(), screen_width_px=640, screen_height_px=480)
+
+    @classmethod
+    async def kill(cls, machine: Machine) -> None:
+        assert isinstance(machine, FakeMachine)
+        machine.kill("killed by a signal")
+
+    @classmethod
+    def leftovers(cls, hypervisor: Hypervisor, machine_id: str) -> list[str]:
+        assert isinstance(hypervisor, FakeHypervisor)
+        return [left for left in hypervisor.leftover_ids if left == machine_id]
+
+
+class TestMachineContractOnSlowFake(TestMachineContractOnFake):
+    faults: ClassVar[Faults] = Faults(
+        create_delay_s=0.02, boot_delay_s=0.05, agent_delay_s=0.005, guestd_delay_s=0.005, destroy_delay_s=0.02
+    )

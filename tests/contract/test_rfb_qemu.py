@@ -1,0 +1,251 @@
+"""The display client against a real QEMU, whose guest is 25 bytes of boot sector: each key paints the screen.
+
+These are also the measurements behind the comments in `rfb.py`, `screen.py` and `settle.py`.
+"""
+
+import asyncio
+import io
+import json
+import shutil
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image
+
+from envd.errors import GuestError, MachineLost
+from envd.guest.actions import KeyDown, Move, Point, PressKeys, TypeText
+from envd.guest.channels import JsonValue
+from envd.guest.desktop import Desktop
+from envd.guest.observation import SettlePolicy
+
+pytestmark = pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed")
+
+# mov ax,0x13; int 0x10          320x200 in 256 colours
+# mov ax,0xa000; mov es,ax
+# again: xor ah,ah; int 0x16     wait for a key, al = its ASCII code
+# mov ah,al; xor di,di; mov cx,32000; rep stosw; jmp again
+PAINTER = bytes.fromhex("b81300 cd10 b800a0 8ec0 30e4 cd16 88c4 31ff b9007d f3ab ebf1").ljust(510, b"\0") + b"\x55\xaa"
+
+VGA = {"std": ("-device", "VGA"), "virtio": ("-device", "virtio-vga")}
+
+
+class Qemu:
+    """A QEMU of our own, and the wires into it."""
+
+    guestd_url: str | None = None
+    machine_id = "qemu"
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.lost = asyncio.Event()
+        self.lost_reason = ""
+
+    async def start(self, vga: str, *, painter: bool) -> None:
+        disk = self.directory / "disk"
+        disk.write_bytes(PAINTER.ljust(1 << 20, b"\0"))
+        drive = ("-drive", f"file={disk},format=raw,if=none,id=d", "-device", "virtio-blk-pci,drive=d,bootindex=0")
+        self.process = await asyncio.create_subprocess_exec(
+            "qemu-system-x86_64", "-nodefaults", "-machine", "q35,accel=tcg", "-m", "64", *VGA[vga],
+            "-device", "virtio-keyboard-pci", "-device", "virtio-tablet-pci", *(drive if painter else ()),
+            "-display", f"vnc=unix:{self.directory}/vnc", "-qmp", f"unix:{self.directory}/qmp,server=on,wait=off",
+            "-trace", "input_event_key_qcode", "-D", str(self.directory / "trace"),
+        )  # fmt: skip
+        self._watch = asyncio.create_task(self._wait())
+        async with asyncio.timeout(20):
+            while True:
+                with suppress(OSError):
+                    self._qmp = await asyncio.open_unix_connection(self.directory / "qmp")
+                    break
+                await asyncio.sleep(0.02)
+        await self._qmp[0].readline()
+        await self.qmp("qmp_capabilities")
+
+    async def _wait(self) -> None:
+        self.lost_reason = f"QEMU exited with {await self.process.wait()}"
+        self.lost.set()
+
+    async def qmp(self, command: str, **arguments: Any) -> Any:
+        reader, writer = self._qmp
+        writer.write(json.dumps({"execute": command, "arguments": arguments}).encode() + b"\n")
+        while True:
+            told = json.loads(await reader.readline())
+            assert "error" not in told, told
+            if "return" in told:
+                return told["return"]
+
+    async def truth(self) -> npt.NDArray[np.uint8]:
+        """Return what the display device shows, by QEMU's own screendump."""
+        path = self.directory / "dump.ppm"
+        await self.qmp("screendump", filename=str(path))
+        return np.asarray(Image.open(io.BytesIO(path.read_bytes())).convert("RGB"))
+
+    def keys_seen(self) -> list[str]:
+        """Return the key events that QEMU handed to the guest's devices, as `name down`."""
+        lines = (self.directory / "trace").read_text().splitlines()
+        return [line.split("key qcode ")[1].replace(", down", "") for line in lines if "key qcode" in line]
+
+    async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_unix_connection(self.directory / "vnc")
+
+    async def agent_command(
+        self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float
+    ) -> JsonValue:
+        raise GuestError("there is no agent in a boot sector")
+
+    async def stop(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+        await self._watch
+        self._qmp[1].close()
+
+
+@pytest.fixture
+async def qemu(tmp_path: Path) -> AsyncIterator[Qemu]:
+    qemu = Qemu(tmp_path)
+    yield qemu
+    await qemu.stop()
+
+
+@pytest.fixture
+async def desk(qemu: Qemu) -> AsyncIterator[Desktop]:
+    desk = Desktop(qemu)
+    yield desk
+    await desk.close()
+
+
+async def until_painting(qemu: Qemu, desk: Desktop) -> None:
+    """Wait until the boot sector has switched to its graphics mode, and waits for keys."""
+    async with asyncio.timeout(30):
+        while (await desk.frame(refresh=True)).height_px not in (200, 400) or (await desk.frame()).rgb_HWC.any():
+            await asyncio.sleep(0.05)
+        await desk.settle(SettlePolicy(quiet_ms=300, max_ms=5000))
+
+
+async def until_true(qemu: Qemu, desk: Desktop) -> npt.NDArray[np.uint8]:
+    """Return a frame that equals the truth before and after it; a text cursor may blink in between."""
+    for _ in range(50):
+        before = await qemu.truth()
+        frame = await desk.frame(refresh=True)
+        after = await qemu.truth()
+        if np.array_equal(before, after):
+            assert np.array_equal(frame.rgb_HWC, before)
+            return frame.rgb_HWC
+    raise AssertionError("the screen never stood still")
+
+
+@pytest.mark.parametrize("vga", VGA)
+async def test_the_shadow_equals_the_screendump_of_the_firmwares_text(qemu: Qemu, desk: Desktop, vga: str) -> None:
+    await qemu.start(vga, painter=False)
+    async with asyncio.timeout(30):
+        while not (await desk.frame(refresh=True)).rgb_HWC.any():
+            await asyncio.sleep(0.05)
+    for _ in range(5):
+        rgb_HWC = await until_true(qemu, desk)
+        await asyncio.sleep(0.1)
+    assert (rgb_HWC > 100).sum() > 1000
+    assert desk.screen_size == (rgb_HWC.shape[1], rgb_HWC.shape[0])
+
+
+@pytest.mark.parametrize("vga", VGA)
+async def test_a_settled_frame_shows_what_the_last_key_did(qemu: Qemu, desk: Desktop, vga: str) -> None:
+    await qemu.start(vga, painter=True)
+    await until_painting(qemu, desk)
+    colours: dict[str, tuple[int, ...]] = {}
+    for char in "abcdefghijklmABC123" * 2:
+        await desk.act(TypeText(text=char))
+        result = await desk.settle(SettlePolicy(quiet_ms=100, max_ms=5000))
+        assert result.settled
+        assert result.settle_ms < 1000
+        rgb_HWC = (await desk.frame()).rgb_HWC
+        assert np.array_equal(rgb_HWC, await qemu.truth())
+        colour = tuple(rgb_HWC[0, 0].tolist())
+        assert colours.setdefault(char, colour) == colour
+    assert len(set(colours.values())) > 12
+
+
+async def test_a_look_is_quick_and_true_even_after_the_display_fell_asleep(qemu: Qemu, desk: Desktop) -> None:
+    await qemu.start("std", painter=True)
+    await until_painting(qemu, desk)
+    await desk.act(TypeText(text="a"))
+    await desk.settle(SettlePolicy(quiet_ms=200))
+    before = await desk.frame()
+    await asyncio.sleep(5)  # QEMU's VNC server looks 0.7 s apart by now
+    await qemu.qmp("send-key", keys=[{"type": "qcode", "data": "b"}])  # not by way of VNC, which would wake it
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(5):
+        while np.array_equal(await qemu.truth(), before.rgb_HWC):
+            await asyncio.sleep(0.01)
+    began_s = time.monotonic()
+    frame = await desk.frame(refresh=True)
+    assert time.monotonic() - began_s < 0.25
+    assert frame.frame_id != before.frame_id
+    assert np.array_equal(frame.rgb_HWC, await qemu.truth())
+    looks_s = []
+    for _ in range(50):
+        began_s = time.monotonic()
+        await desk.frame(refresh=True)
+        looks_s.append(time.monotonic() - began_s)
+    assert sorted(looks_s)[25] < 0.06
+
+
+async def test_looking_touches_nothing_in_the_guest(qemu: Qemu, desk: Desktop) -> None:
+    await qemu.start("std", painter=True)
+    await until_painting(qemu, desk)
+    before = await desk.frame()
+    seen = qemu.keys_seen()
+    for _ in range(50):
+        await desk.frame(refresh=True)
+    assert await desk.frame() is before
+    assert qemu.keys_seen() == seen
+
+
+async def test_a_still_screen_settles_within_a_look_of_the_quiet_time(qemu: Qemu, desk: Desktop) -> None:
+    await qemu.start("std", painter=True)
+    await until_painting(qemu, desk)
+    spans_ms = []
+    for _ in range(5):
+        await desk.act(TypeText(text="a"))
+        spans_ms.append((await desk.settle(SettlePolicy(quiet_ms=300))).settle_ms)
+    assert min(spans_ms) >= 290
+    assert sorted(spans_ms)[2] < 450
+
+
+async def test_keys_reach_the_guests_keyboard_with_their_scancodes(qemu: Qemu, desk: Desktop) -> None:
+    await qemu.start("std", painter=True)
+    await until_painting(qemu, desk)
+    await desk.act(TypeText(text="Hi~\n"))
+    await desk.act(PressKeys(keys=("ctrl", "shift", "delete")))
+    await desk.act(PressKeys(keys=("super",)))
+    await desk.act(KeyDown(key="Page_Up"))
+    await desk.release_inputs()
+    await desk.frame(refresh=True)
+    assert qemu.keys_seen() == [
+        "shift 1", "h 1", "h 0", "shift 0", "i 1", "i 0", "shift 1", "grave_accent 1", "grave_accent 0", "shift 0",
+        "ret 1", "ret 0",
+        "ctrl 1", "shift 1", "delete 1", "delete 0", "shift 0", "ctrl 0",
+        "meta_l 1", "meta_l 0",
+        "pgup 1", "pgup 0",
+    ]  # fmt: skip
+
+
+async def test_a_guest_that_drives_no_tablet_takes_no_places(qemu: Qemu, desk: Desktop) -> None:
+    await qemu.start("virtio", painter=True)
+    await desk.frame()
+    with pytest.raises(GuestError, match="no tablet"):
+        await desk.act(Move(to=Point(1, 1)))
+
+
+async def test_a_killed_machine_ends_a_settle_with_machine_lost(qemu: Qemu, desk: Desktop) -> None:
+    await qemu.start("std", painter=True)
+    await desk.frame()
+    settling = asyncio.create_task(desk.settle(SettlePolicy(quiet_ms=20_000, max_ms=20_000)))
+    await asyncio.sleep(0.2)
+    qemu.process.kill()
+    with pytest.raises(MachineLost):
+        await asyncio.wait_for(settling, 5)

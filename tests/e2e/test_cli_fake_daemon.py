@@ -1,0 +1,168 @@
+"""The `envd` command as operators run it: a process of its own, signals, ports and exit statuses, on drawn desktops."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from envd.api.driver import EpisodeDriver
+from trainer.client import Done, Draining, EnvClient, TypeText
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Envd:
+    """One `envd serve` process, with free ports and its output read line by line."""
+
+    def __init__(self, state_dir: Path, *flags: str) -> None:
+        command = [sys.executable, "-m", "envd", "serve", "--hypervisor", "fake", "--state-dir", str(state_dir)]
+        addresses = ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
+        self.process = subprocess.Popen(
+            [*command, *addresses, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.lines: list[str] = []
+
+    def wait_for(self, pattern: str) -> str:
+        """Read lines until one matches; return its first group."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if match := re.search(pattern, line):
+                return match[1]
+        raise AssertionError(f"no line matches {pattern}: {self.lines}; {self.process.communicate()[1]}")
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> tuple[int, str]:
+        """Return the exit status and what was said after the last line read."""
+        out, _ = self.process.communicate(timeout=30)
+        return self.process.returncode, out
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def daemon(state_dir: Path) -> Iterator[Envd]:
+    envd = Envd(state_dir, "--pool", "2")
+    yield envd
+    if envd.process.poll() is None:
+        envd.process.kill()
+    envd.process.communicate()
+
+
+def test_an_episode_runs_against_a_served_pool_and_metrics_tell_of_it(daemon: Envd) -> None:
+    metrics_url = daemon.wait_for(r"metrics on (http://\S+)")
+    address = daemon.wait_for(r"listening on (\S+)")
+    daemon.wait_for(r"pool desktop: (ready, 2 machines)")
+    with EnvClient(address) as client, client.reset("fake/save-note") as episode:
+        episode.step(TypeText("not what is asked for"))
+        episode.step(Done())
+        assert episode.evaluate().score == 0.0
+        with urllib.request.urlopen(metrics_url) as response:  # noqa: S310 - it came from our own process
+            series = response.read().decode()
+    assert 'envd_leases{pool="desktop"} 1.0' in series
+    assert 'envd_step_duration_seconds_count{phase="total",pool="desktop"} 2.0' in series
+    assert 'envd_episodes_ended_total{pool="desktop",state="terminated"} 1.0' in series
+    assert 'envd_rpc_duration_seconds_count{code="OK",method="Evaluate"} 1.0' in series
+    daemon.signal(signal.SIGTERM)
+    status, said = daemon.wait()
+    assert status == 0
+    assert said.endswith("stopped; nothing is left running\n")
+
+
+def test_a_drain_waits_for_live_episodes_and_refuses_new_ones(daemon: Envd) -> None:
+    address = daemon.wait_for(r"listening on (\S+)")
+    with EnvClient(address) as client:
+        with client.reset("fake/save-note") as episode:
+            daemon.signal(signal.SIGTERM)
+            daemon.wait_for(r"draining: (1 live episodes)")
+            with pytest.raises(Draining), client.reset("fake/save-note", timeout=timedelta(seconds=2)):
+                pass
+            episode.step(Done())
+            assert episode.evaluate().score == 0.0
+        status, said = daemon.wait()
+    assert status == 0
+    assert "nothing is left running" in said
+
+
+async def test_a_second_signal_does_not_wait_for_live_episodes(daemon: Envd) -> None:
+    # Not the client: it would go on trying to close an episode whose daemon is gone.
+    async with EpisodeDriver(daemon.wait_for(r"listening on (\S+)")) as driver:
+        await driver.reset("fake/save-note")
+        daemon.signal(signal.SIGINT)
+        daemon.wait_for(r"(draining): 1 live")
+        began_s = time.monotonic()
+        daemon.signal(signal.SIGINT)
+        status, said = daemon.wait()
+    assert status == 0
+    assert "nothing is left running" in said
+    # Far below limits.drain_timeout_s, and above what destroying drawn machines takes on a busy host.
+    assert time.monotonic() - began_s < 15
+
+
+def test_a_second_daemon_on_the_same_state_directory_is_refused(daemon: Envd, state_dir: Path) -> None:
+    daemon.wait_for(r"listening on (\S+)")
+    second = Envd(state_dir, "--pool", "1")
+    _, err = second.process.communicate(timeout=30)
+    assert second.process.returncode == 2
+    assert f"is in use by envd, process {daemon.process.pid}" in err
+    assert "Traceback" not in err
+
+
+def test_a_killed_daemon_leaves_its_state_directory_to_the_next_one(daemon: Envd, state_dir: Path) -> None:
+    daemon.wait_for(r"listening on (\S+)")
+    daemon.signal(signal.SIGKILL)
+    daemon.process.wait()
+    successor = Envd(state_dir, "--pool", "1")
+    try:
+        assert successor.wait_for(r"pool desktop: (ready)") == "ready"
+    finally:
+        successor.signal(signal.SIGTERM)
+        status, _ = successor.wait()
+    assert status == 0
+
+
+def run(*args: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ENVD_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "envd", *args], capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def test_mistakes_are_one_line_with_the_status_of_wrong_usage(tmp_path: Path) -> None:
+    state = ["--hypervisor", "fake", "--state-dir", str(tmp_path)]
+    assert run("serve", *state, status=2).stderr.startswith("error: no pool is configured; pass --pool 2")
+    assert "only loopback is served" in run("serve", *state, "--pool", "1", "--listen", "0.0.0.0:1", status=2).stderr
+    config = tmp_path / "envd.toml"
+    config.write_text("[pools.desktop]\nsise = 1\n", encoding="utf-8")
+    message = f"error: {config}: pools.desktop.sise: unknown key; did you mean 'size'?\n"
+    assert run("serve", *state, "--config", str(config), status=2).stderr == message
+
+
+def test_a_demo_on_drawn_desktops_prints_one_json_object_and_leaves_its_evidence(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    flags = ["--hypervisor", "fake", "--state-dir", str(tmp_path / "state"), "--out", str(out), "--json"]
+    told = json.loads(run("demo", *flags).stdout)
+    assert told == json.loads((out / "episode.json").read_text(encoding="utf-8"))
+    assert [(episode["policy"], episode["reward"]) for episode in told["episodes"]] == [("oracle", 1.0), ("null", 0.0)]
+    for episode in told["episodes"]:
+        for step in episode["steps"]:
+            with Image.open(out / step["frame"]) as frame:
+                assert frame.size == (1280, 800)
+    assert (out / "oracle.gif").stat().st_size > 0

@@ -1,0 +1,218 @@
+"""The whole path over a real socket: trainer's client, gRPC, episodes, pool, and drawn desktops."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from envd.guest import actions as acts
+from envd.hypervisor.fake import FakeMachine, Faults
+from envd.pool.clock import Clock, SystemClock
+from envd.testing.server import FakeServer, load_fake_tasks, serve_fake
+from trainer import client as wire
+from trainer.client import AsyncEnvClient, AsyncEpisode
+
+TASKS = {task.task_id: task for task in load_fake_tasks().list()}
+COUNT = wire.Click(x=819, y=100)
+NOTHING = wire.View(encoding="none")
+CLICKS_PATH = "/home/user/clicks.txt"
+
+
+class HastyClock(SystemClock):
+    """Ten times as fast as the host's, so that the shortest lease, of 10 s, lapses in one."""
+
+    def monotonic(self) -> float:
+        return 10 * super().monotonic()
+
+    async def sleep(self, delay_s: float) -> None:
+        await super().sleep(delay_s / 10)
+
+
+def to_wire(action: acts.Action) -> wire.Action:
+    match action:
+        case acts.Click(at=acts.Point(x, y)):
+            return wire.Click(x, y, count=action.count)
+        case acts.Drag(start=acts.Point(x, y)):
+            return wire.Drag(action.end.x_px, action.end.y_px, x, y)
+        case acts.TypeText():
+            return wire.TypeText(action.text)
+        case acts.PressKeys():
+            return wire.PressKeys(action.keys)
+        case acts.Done():
+            return wire.Done(action.answer)
+        case acts.Fail():
+            return wire.Fail(action.explanation)
+        case _:
+            raise NotImplementedError(action)
+
+
+async def play(client: AsyncEnvClient, task_id: str, steps: Sequence[Sequence[acts.Action]]) -> float:
+    async with client.reset(task_id, view=NOTHING) as episode:
+        for step in steps:
+            result = await episode.step(*(to_wire(action) for action in step))
+            assert result.errors == ("",) * len(step)
+        return (await episode.evaluate()).score
+
+
+async def until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def one_episode(
+    task_id: str, *, faults: Faults | None = None, clock: Clock | None = None, **options: Any
+) -> AsyncIterator[tuple[FakeServer, AsyncEpisode]]:
+    """An episode on the only machine that is kept ready."""
+    async with (
+        serve_fake(size=1, faults=faults, clock=clock) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(task_id, **options) as episode,
+    ):
+        yield server, episode
+
+
+def leased_machine(server: FakeServer) -> FakeMachine:
+    """The one machine that was used: all others have had no input."""
+    (machine,) = [machine for machine in server.hypervisor.machines.values() if machine.input_count]
+    return machine
+
+
+@pytest.mark.parametrize("task_id", TASKS)
+async def test_the_oracle_scores_one_and_doing_nothing_zero(task_id: str) -> None:
+    async with serve_fake(size=2) as server, AsyncEnvClient(server.address) as client:
+        assert await play(client, task_id, TASKS[task_id].oracle) == 1.0
+        assert await play(client, task_id, ()) == 0.0
+    assert server.hypervisor.leftover_ids == frozenset()
+
+
+async def test_the_first_frame_is_the_desktop_and_a_step_shows_what_it_did() -> None:
+    view = wire.View(draw_cursor=False, a11y_tree=True)
+    async with one_episode("fake/count-to-five", view=view) as (_, episode):
+        before = episode.observation
+        assert before.image.size == (1280, 800)
+        assert before.image.getpixel((819, 84)) == (140, 140, 140), "the button's edge"
+        after = (await episode.step(COUNT)).observation
+        assert (before.rgb_HWC != after.rgb_HWC).any()
+        assert "Clicks: 1" in (after.a11y_tree or "")
+
+
+async def test_two_thousand_typed_characters_arrive_byte_for_byte() -> None:
+    text = ("The quick brown fox\tjumps over 13 lazy dogs: €, é!\n" * 40)[:2000]
+    async with one_episode("fake/save-note", view=NOTHING) as (_, episode):
+        await episode.step(wire.TypeText(text), wire.PressKeys(["ctrl", "s"]))
+        assert await episode.read_file("/home/user/note.txt") == text.encode()
+
+
+async def test_a_step_that_is_retried_while_it_runs_acts_once() -> None:
+    retry = wire.RetryPolicy(attempt_timeout=timedelta(milliseconds=100), first_pause=timedelta(milliseconds=1))
+    slow = wire.Settle(min=timedelta(milliseconds=600), max=timedelta(seconds=2))
+    async with one_episode("fake/count-to-five", view=NOTHING) as (server, episode):
+        async with AsyncEnvClient(server.address, retry=retry) as hasty:
+            patient, episode._client = episode._client, hasty
+            for count in range(1, 4):
+                result = await episode.step(COUNT, settle=slow)
+                assert result.step_count == count
+            episode._client = patient
+        assert await episode.read_file(CLICKS_PATH) == b"3\n"
+
+
+async def test_a_machine_killed_in_mid_step_is_machine_lost_and_never_a_score() -> None:
+    async with one_episode("fake/count-to-five", view=NOTHING) as (server, episode):
+        await episode.step(COUNT)
+        machine = leased_machine(server)
+        stepping = asyncio.create_task(episode.step(wire.Wait(timedelta(seconds=30))))
+        await asyncio.sleep(0.1)
+        machine.kill("killed by a signal")
+        with pytest.raises(wire.MachineLost, match="killed by a signal"):
+            await asyncio.wait_for(stepping, 10)
+        with pytest.raises(wire.MachineLost):
+            await episode.evaluate()
+        await episode.close()
+        assert machine.machine_id not in server.hypervisor.leftover_ids
+
+
+async def test_a_machine_that_dies_of_its_input_is_machine_lost() -> None:
+    async with one_episode("fake/save-note", faults=Faults(die_after_inputs=20)) as (_, episode):
+        with pytest.raises(wire.MachineLost, match="killed by input event 21"):
+            await episode.step(*[COUNT] * 20)
+
+
+async def test_the_machine_of_a_client_that_vanished_is_reclaimed() -> None:
+    async with serve_fake(size=1, clock=HastyClock()) as server:
+        client = AsyncEnvClient(server.address, keep_alive_interval=timedelta(hours=1))
+        opening = client.reset("fake/count-to-five", lease_ttl=timedelta(seconds=10))
+        episode = await opening.__aenter__()
+        await episode.step(COUNT)
+        machine_id = leased_machine(server).machine_id
+        # From here on nothing of the client is heard any more: no Close, no KeepAlive.
+        await client.aclose()
+        await until(lambda: machine_id not in server.hypervisor.leftover_ids)
+        await until(lambda: server.pool.statistics().idle_count == 1)
+        async with AsyncEnvClient(server.address) as other:
+            episode._client = other
+            with pytest.raises(wire.EpisodeNotFound):
+                await episode.step(COUNT)
+            await opening.__aexit__(None, None, None)
+
+
+async def test_a_client_that_thinks_for_long_keeps_its_machine() -> None:
+    async with (
+        serve_fake(size=1, clock=HastyClock()) as server,
+        AsyncEnvClient(server.address, keep_alive_interval=timedelta(milliseconds=50)) as client,
+        client.reset("fake/count-to-five", lease_ttl=timedelta(seconds=10)) as episode,
+    ):
+        await asyncio.sleep(1.5)
+        assert (await episode.step(COUNT)).step_count == 1
+
+
+async def test_a_group_starts_from_the_same_picture_on_machines_of_its_own() -> None:
+    async with (
+        serve_fake(size=4) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset_group("fake/count-to-five", size=4) as episodes,
+    ):
+        assert len({episode.group_id for episode in episodes}) == 1
+        assert len({episode.observation.frame_id for episode in episodes}) == 1
+        counts = range(2, 6)
+        await asyncio.gather(*(episode.step(*[COUNT] * count) for count, episode in zip(counts, episodes, strict=True)))
+        evaluations = await asyncio.gather(*(episode.evaluate() for episode in episodes))
+        assert [evaluation.score for evaluation in evaluations] == [0.0, 0.0, 0.0, 1.0]
+    assert server.hypervisor.leftover_ids == frozenset()
+
+
+async def test_a_screen_that_never_settles_is_reported_and_bounded() -> None:
+    settle = wire.Settle(quiet=timedelta(milliseconds=100), max=timedelta(milliseconds=300))
+    async with one_episode("fake/count-to-five") as (server, episode):
+        await episode.step(COUNT)
+        leased_machine(server).inject(blink_interval_s=0.02)
+        observation = (await episode.step(COUNT, settle=settle)).observation
+        assert observation.settled is False
+
+
+async def test_machines_that_do_not_boot_leave_the_caller_waiting_no_longer_than_asked() -> None:
+    async with (
+        serve_fake(size=1, faults=Faults(create_error="no memory left")) as server,
+        AsyncEnvClient(server.address) as client,
+    ):
+        with pytest.raises(wire.PoolExhausted):
+            async with client.reset("fake/save-note", timeout=timedelta(seconds=1.5)):
+                pass
+        (pool,) = await client.list_pools()
+        assert "no memory left" in pool.problem
+    assert server.hypervisor.leftover_ids == frozenset()
+
+
+async def test_leaving_the_server_ends_the_machines_of_open_episodes() -> None:
+    async with AsyncEnvClient("127.0.0.1:1") as client:
+        async with serve_fake(size=2) as server:
+            client.target = server.address
+            episode = await client.reset("fake/save-note").__aenter__()
+            assert server.hypervisor.live_machine_ids
+        assert server.hypervisor.leftover_ids == frozenset()
+        with pytest.raises(wire.Unavailable):
+            await episode.step(COUNT, timeout=timedelta(seconds=0.5))

@@ -1,0 +1,105 @@
+"""What a demo plays, where it runs, and what it leaves behind."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from envd.cli.demo import DEFAULT_FAKE_TASK, DEFAULT_TASK, demo_config, policies_for
+from envd.cli.demo_report import CheckRecord, DemoDirectory, DemoReport, EpisodeRecord, StepRecord
+from envd.cli.suites import load_tasks
+from envd.config import load
+from envd.guest.actions import Done, TypeText, Wait
+
+
+def png(colour: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 48), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def episode(policy: str, *, expected: float, reward: float) -> EpisodeRecord:
+    return EpisodeRecord(
+        policy=policy,
+        expected_reward=expected,
+        episode_id=f"ep-{policy}",
+        state="terminated",
+        end_reason="AGENT_DONE",
+        reward=reward,
+        checks=(CheckRecord(name="file", score=reward, evidence="found"),),
+        evaluate_timings_ms={"total": 1.0},
+        steps=(
+            StepRecord(actions=(), errors=(), frame=f"{policy}-00.png", frame_id="0" * 32, settled=True, timings_ms={}),
+        ),
+    )
+
+
+def report(*episodes: EpisodeRecord) -> DemoReport:
+    return DemoReport(
+        task_id="desktop/x",
+        instruction="do x",
+        image="desktop",
+        accelerator="tcg",
+        hypervisor="libvirt",
+        timings_s={"image": 0.0},
+        episodes=episodes,
+    )
+
+
+ORACLE = episode("oracle", expected=1.0, reward=1.0)
+NULL = episode("null", expected=0.0, reward=0.0)
+
+
+@pytest.mark.parametrize("flags", [{}, {"hypervisor.uri": "fake"}])
+def test_the_default_task_exists_and_its_oracle_does_something(flags: dict[str, object]) -> None:
+    task = load_tasks(load(flags=flags)).get(DEFAULT_FAKE_TASK if flags else DEFAULT_TASK)
+    oracle, null = policies_for(task)
+    assert any(isinstance(action, TypeText) for step in oracle.steps for action in step)
+    assert {type(action) for step in null.steps for action in step} == {Wait, Done}
+    assert (oracle.expected_reward, null.expected_reward) == (1.0, 0.0)
+
+
+def test_a_demo_has_two_machines_free_ports_and_state_of_its_own(tmp_path: Path) -> None:
+    served = load(
+        flags={
+            "state_dir": tmp_path,
+            "listen": "127.0.0.1:50051",
+            "hypervisor.uri": "qemu:///embed?root=/srv/served",
+            "pools": {"desktop": {"size": 8, "memory_mib": 2048}, "win": {"size": 1}},
+        }
+    )
+    own = demo_config(served)
+    assert (own.listen, own.metrics_listen, own.state_dir) == ("127.0.0.1:0", "127.0.0.1:0", tmp_path / "demo")
+    assert own.hypervisor_uri == f"qemu:///embed?root={tmp_path}/demo/libvirt"
+    assert own.pools.keys() == {"desktop"}
+    assert (own.pools["desktop"].machine_limit, own.pools["desktop"].memory_mib) == (2, 2048)
+
+
+def test_a_demo_passes_only_with_every_reward_as_expected() -> None:
+    assert report(ORACLE, NULL).passed
+    assert not report(ORACLE, episode("null", expected=0.0, reward=0.5)).passed
+    assert not report(episode("oracle", expected=1.0, reward=0.0), NULL).passed
+    assert not report().passed
+
+
+def test_the_directory_holds_frames_an_animation_and_the_report(tmp_path: Path) -> None:
+    directory = DemoDirectory(tmp_path / "out" / "demo")
+    frames = [directory.write_frame(f"oracle-{i:02}", png(colour)) for i, colour in enumerate(("red", "green", "blue"))]
+    assert frames == ["oracle-00.png", "oracle-01.png", "oracle-02.png"]
+    with Image.open(directory.path / directory.write_animation("oracle", frames)) as animation:
+        assert animation.format == "GIF"
+        assert getattr(animation, "n_frames", 1) == 3
+        assert animation.size == (64, 48)
+    directory.write_report(report(ORACLE, NULL))
+    written = json.loads((directory.path / "episode.json").read_text(encoding="utf-8"))
+    assert written["passed"] is True
+    assert [(one["policy"], one["reward"]) for one in written["episodes"]] == [("oracle", 1.0), ("null", 0.0)]
+
+
+def test_a_new_demo_removes_the_files_of_the_last_one_and_no_others(tmp_path: Path) -> None:
+    DemoDirectory(tmp_path).write_frame("oracle-07", png("red"))
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    DemoDirectory(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]

@@ -1,0 +1,81 @@
+"""`envd image` against a catalogue in a temporary directory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from envd.cli.image import app
+
+
+class Images:
+    """Runs `envd image` with a cache of its own."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        self.cache_dir = cache_dir
+
+    def run(self, *args: str, status: int = 0) -> str:
+        result = CliRunner().invoke(app, [*args, "--cache-dir", str(self.cache_dir)])
+        assert result.exit_code == status, result.output
+        return result.stdout if status == 0 else result.stderr
+
+    def run_json(self, *args: str) -> Any:
+        return json.loads(self.run(*args, "--json"))
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Images:
+    return Images(tmp_path / "cache")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    file = tmp_path / "Windows 11.qcow2"
+    file.write_bytes(b"QFI\xfb disk")
+    return file
+
+
+def test_an_imported_disk_is_listed_shown_and_removed_and_its_file_stays(images: Images, disk: Path) -> None:
+    imported = images.run_json("import", str(disk), "--os", "windows", "--firmware", "uefi", "--screen", "1920x1080")
+    assert (imported["name"], imported["os"], imported["firmware"]) == ("windows-11", "windows", "uefi")
+    assert (imported["screen_width_px"], imported["screen_height_px"]) == (1920, 1080)
+    assert images.run_json("list") == {"images": [imported]}
+    assert images.run_json("show", "windows-11") == imported
+    assert imported["digest"] in images.run("show", "windows-11")
+    assert "windows-11" in images.run("list")
+    images.run("rm", "windows-11")
+    assert images.run_json("list") == {"images": []}
+    assert disk.exists()
+
+
+def test_an_unknown_image_is_one_line_with_the_way_out(images: Images) -> None:
+    message = images.run("show", "desktop", status=1)
+    assert message.startswith("error: image 'desktop' is not in ")
+    assert "`envd image build desktop`" in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--screen", "wide"], "--screen wide: not WIDTHxHEIGHT"),
+        (["--format", "vmdk"], "--format vmdk: neither qcow2 nor raw"),
+    ],
+)
+def test_a_wrong_flag_is_refused_before_the_disk_is_read(
+    images: Images, disk: Path, flags: list[str], complaint: str
+) -> None:
+    assert complaint in images.run("import", str(disk), *flags, status=2)
+
+
+def test_a_secret_is_refused_where_its_source_is_wanted(images: Images, disk: Path) -> None:
+    message = images.run("import", str(disk), "--credentials", "hunter2", status=1)
+    assert "credentials must be env:NAME or file:PATH" in message
+    assert "hunter2" not in message
+
+
+def test_an_unknown_recipe_or_distribution_is_refused(images: Images) -> None:
+    assert "recipe 'phone' is not known" in images.run("build", "phone", status=2)
+    assert "distribution 'arch' is not known" in images.run("build", "--distribution", "arch", status=2)

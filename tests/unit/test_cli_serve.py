@@ -1,0 +1,48 @@
+"""What `envd serve` tells of its pools."""
+
+from dataclasses import replace
+
+from envd.cli.serve import is_ready, progress_line
+from envd.episodes.types import PoolInfo
+
+STARTING = PoolInfo(
+    name="desktop",
+    image="debian",
+    os="linux",
+    accelerator="tcg",
+    capacity=2,
+    idle_count=0,
+    leased_count=0,
+    starting_count=2,
+    dying_count=0,
+    waiting_count=0,
+    memory_bytes=0,
+    healthy=True,
+    problem="",
+)
+
+
+def test_a_pool_is_told_from_its_first_machine_to_its_last() -> None:
+    assert progress_line(STARTING, size=2) == "pool desktop: 0 of 2 machines ready, 2 starting"
+    one_up = replace(STARTING, idle_count=1, starting_count=1)
+    assert progress_line(one_up, size=2) == "pool desktop: 1 of 2 machines ready, 1 starting"
+    assert progress_line(replace(STARTING, idle_count=2), size=2) == "pool desktop: ready, 2 machines of image debian"
+
+
+def test_a_machine_that_was_leased_at_once_counts_as_ready() -> None:
+    assert is_ready(replace(STARTING, idle_count=1, leased_count=1), size=2)
+    assert not is_ready(replace(STARTING, leased_count=1), size=2)
+
+
+def test_a_pool_that_keeps_none_ready_is_ready_at_once() -> None:
+    assert progress_line(replace(STARTING, starting_count=0), size=0).endswith("ready, 0 machines of image debian")
+
+
+def test_a_pool_that_was_ready_is_told_no_more() -> None:
+    assert progress_line(STARTING, size=None) == ""
+
+
+def test_a_problem_is_told_in_brief() -> None:
+    line = progress_line(replace(STARTING, problem="qemu " + "--flag " * 500), size=2)
+    assert line.startswith("pool desktop: 0 of 2 machines ready, 2 starting; qemu --flag")
+    assert len(line) < 320

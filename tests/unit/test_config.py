@@ -1,0 +1,172 @@
+"""Where settings come from, which source wins, and how mistakes are told."""
+
+from pathlib import Path
+
+import pytest
+
+from envd.config import Config, PoolConfig, fields, load, parse_pool_flags
+from envd.errors import ConfigError
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "envd.toml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def refusal(tmp_path: Path, text: str, **sources: dict[str, str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(file=write(tmp_path, text), environ=sources.get("environ"), flags=sources.get("flags"))
+    return str(caught.value)
+
+
+def test_without_any_source_the_defaults_listen_on_loopback() -> None:
+    config = load()
+    assert config.listen == "127.0.0.1:50051"
+    assert config.metrics_listen == "127.0.0.1:9464"
+    assert config.pools == {}
+    assert config.hypervisor_uri == f"qemu:///embed?root={config.state_dir}/libvirt"
+
+
+def test_the_environment_wins_over_the_file_and_flags_win_over_both(tmp_path: Path) -> None:
+    file = write(tmp_path, "[limits]\nmax_steps = 1\nlease_ttl_s = 10\nsetup_timeout_s = 5.5\n")
+    environ = {"ENVD_LIMITS__MAX_STEPS": "2", "ENVD_LIMITS__LEASE_TTL_S": "20"}
+    limits = load(file=file, environ=environ, flags={"limits.max_steps": 3}).limits
+    assert (limits.setup_timeout_s, limits.lease_ttl_s, limits.max_steps) == (5.5, 20.0, 3)
+
+
+def test_a_flag_that_was_not_given_changes_nothing(tmp_path: Path) -> None:
+    assert load(file=write(tmp_path, 'listen = "127.0.0.1:1234"'), flags={"listen": None}).listen == "127.0.0.1:1234"
+
+
+def test_a_pool_flag_resizes_the_pool_of_the_file_and_keeps_the_rest(tmp_path: Path) -> None:
+    file = write(tmp_path, "[pools.desktop]\nmemory_mib = 2048\nsize = 1\n[pools.other]\nimage = 'desktop'\n")
+    pools = load(file=file, flags={"pools": parse_pool_flags(["2"])}).pools
+    assert (pools["desktop"].size, pools["desktop"].memory_mib, pools["desktop"].image) == (2, 2048, "desktop")
+    assert (pools["other"].size, pools["other"].image) == (1, "desktop")
+
+
+def test_pool_variables_name_the_pool_in_lower_case() -> None:
+    assert load(environ={"ENVD_POOLS__WIN__SIZE": "4"}).pools == {"win": PoolConfig(image="win", size=4)}
+
+
+def test_suites_are_separated_by_colons_in_the_environment() -> None:
+    suites = load(environ={"ENVD_TASKS__SUITES": "/a/one.yaml:/b/two.yaml"}).tasks.suites
+    assert suites == (Path("/a/one.yaml"), Path("/b/two.yaml"))
+
+
+def test_an_unknown_key_is_refused_with_file_key_and_close_match(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "[pools.desktop]\nsise = 2\n")
+    assert message == f"{tmp_path}/envd.toml: pools.desktop.sise: unknown key; did you mean 'size'?"
+
+
+def test_an_unknown_section_is_refused_with_its_close_match(tmp_path: Path) -> None:
+    assert "limit: unknown key; did you mean 'limits'?" in refusal(tmp_path, "[limit]\nmax_steps = 1\n")
+
+
+def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "colour = 1\n[limits]\nmax_steps = 0\n")
+    assert "colour: unknown key" in message
+    assert "limits.max_steps: Input should be greater than or equal to 1" in message
+
+
+def test_a_bad_value_names_the_source_that_set_it(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "[limits]\nmax_steps = 5\n", environ={"ENVD_LIMITS__MAX_STEPS": "many"})
+    assert message.startswith("ENVD_LIMITS__MAX_STEPS: limits.max_steps: ")
+    flag = refusal(tmp_path, "", flags={"metrics_listen": "127.0.0.1:70000"})
+    assert flag == "--metrics-listen: metrics_listen: port 70000 is above 65535"
+
+
+def test_a_misspelt_variable_is_refused_but_foreign_ones_are_left_alone() -> None:
+    with pytest.raises(ConfigError, match=r"ENVD_METRIC_LISTEN: unknown setting; did you mean ENVD_METRICS_LISTEN\?"):
+        load(environ={"ENVD_METRIC_LISTEN": "127.0.0.1:1"})
+    assert load(environ={"ENVD_SERVICE_HOST": "10.0.0.1", "ENVD_PORT_50051_TCP_ADDR": "10.0.0.1"}) == load()
+
+
+def test_a_file_that_is_not_toml_or_not_there_is_named(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "listen = ").startswith(f"{tmp_path}/envd.toml: not valid TOML: ")
+    with pytest.raises(ConfigError, match=r"/none\.toml: cannot be read: "):
+        load(file=tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    "listen", ["0.0.0.0:50051", "[::]:50051", "example:1", "127.0.0.1", "127.0.0.1:x", ":50051", "unix:"]
+)
+def test_only_loopback_is_listened_on(listen: str) -> None:
+    with pytest.raises(ConfigError, match="only loopback is served"):
+        load(flags={"listen": listen})
+
+
+@pytest.mark.parametrize(
+    "listen", ["127.0.0.1:0", "127.1.2.3:9", "localhost:50051", "[::1]:50051", "unix:/run/envd.sock"]
+)
+def test_every_loopback_form_is_taken(listen: str) -> None:
+    assert load(flags={"listen": listen}).listen == listen
+
+
+@pytest.mark.parametrize("uri", ["fake", "qemu:///system", "qemu:///embed?root=/srv/envd"])
+def test_known_hypervisors_are_taken(uri: str) -> None:
+    assert load(flags={"hypervisor.uri": uri}).hypervisor_uri == uri
+
+
+def test_an_unknown_hypervisor_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'xen:///' is none of qemu:///system"):
+        load(flags={"hypervisor.uri": "xen:///"})
+
+
+def test_pool_flags_take_a_count_or_an_image_with_a_count() -> None:
+    assert parse_pool_flags(["2", "win11=4"]) == {"desktop": {"size": 2}, "win11": {"size": 4}}
+
+
+@pytest.mark.parametrize("spec", ["", "x", "desktop=", "=2", "desktop=-1", "desktop=two"])
+def test_a_malformed_pool_flag_is_refused_with_an_example(spec: str) -> None:
+    with pytest.raises(ConfigError, match="such as --pool 2 or --pool desktop=2"):
+        parse_pool_flags([spec])
+
+
+def test_a_pool_named_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'desktop' was already given"):
+        parse_pool_flags(["2", "desktop=3"])
+
+
+def test_a_pool_name_that_cannot_be_in_a_machine_id_is_refused() -> None:
+    with pytest.raises(ConfigError, match="pool name 'My Pool' is not"):
+        load(flags={"pools": {"My Pool": {"size": 1, "image": "desktop"}}})
+
+
+def test_capacity_defaults_to_the_size_and_never_falls_below_it() -> None:
+    assert PoolConfig(image="a", size=3).machine_limit == 3
+    assert PoolConfig(image="a", size=0).machine_limit == 1
+    assert PoolConfig(image="a", size=1, capacity=4).machine_limit == 4
+    with pytest.raises(ConfigError, match="capacity 1 is below size 2"):
+        load(flags={"pools": {"a": {"size": 2, "capacity": 1}}})
+
+
+def test_a_screen_is_width_times_height_in_pixels() -> None:
+    assert PoolConfig(image="a").screen_size_px is None
+    assert PoolConfig(image="a", screen="1920x1080").screen_size_px == (1920, 1080)
+    with pytest.raises(ConfigError, match="'1920' is not WIDTHxHEIGHT"):
+        load(flags={"pools": {"a": {"screen": "1920"}}})
+
+
+def test_settle_and_lease_bounds_must_be_in_order() -> None:
+    with pytest.raises(ConfigError, match="min_ms 10 is above max_ms 5"):
+        load(flags={"pools": {"a": {"settle": {"min_ms": 10, "max_ms": 5}}}})
+    with pytest.raises(ConfigError, match="lease_ttl_s 600 is above lease_ttl_max_s 60"):
+        load(flags={"limits.lease_ttl_s": 600, "limits.lease_ttl_max_s": 60})
+
+
+def test_a_config_cannot_be_changed_once_loaded() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().listen = "127.0.0.1:1"
+
+
+def test_every_setting_says_what_it_is() -> None:
+    described = dict(fields())
+    assert {"listen", "limits.max_steps", "pools.NAME.settle.quiet_ms"} <= described.keys()
+    assert [key for key, text in described.items() if not text.endswith(".")] == []
+
+
+def test_every_setting_is_in_the_operators_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operators.md").read_text(encoding="utf-8")
+    assert [key for key, _ in fields() if f"`{key.replace('NAME', '*')}`" not in page] == []

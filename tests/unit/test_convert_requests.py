@@ -1,0 +1,242 @@
+"""Requests on the wire become commands, or errors that name the field."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+from cuaenv.v1 import env_pb2
+from google.protobuf.duration_pb2 import Duration
+
+from envd.api.convert_actions import Size
+from envd.api.convert_requests import (
+    DEFAULT_READY_TIMEOUT_S,
+    argv_of,
+    command_timeout_s,
+    fingerprint_of,
+    guest_path_of,
+    keep_alive_of,
+    observation_options,
+    reset_command,
+    settle_policy,
+    step_command,
+)
+from envd.episodes.types import ResetCommand
+from envd.errors import InvalidRequest, Unimplemented
+from envd.guest.actions import Click, Done, Point
+from envd.guest.observation import Encoding, ObservationOptions, Region, SettlePolicy
+
+
+def seconds(length_s: float) -> Duration:
+    duration = Duration()
+    duration.FromTimedelta(timedelta(seconds=length_s))
+    return duration
+
+
+def reset(**fields: object) -> env_pb2.ResetRequest:
+    return env_pb2.ResetRequest(**{"request_id": "r-1", "task_id": "desktop/note", **fields})  # type: ignore[arg-type]
+
+
+def step(**fields: object) -> env_pb2.StepRequest:
+    done = env_pb2.Action(done=env_pb2.Done())
+    defaults = {"request_id": "r-1", "episode_id": "ep-1", "step_index": 0, "actions": [done]}
+    return env_pb2.StepRequest(**{**defaults, **fields})  # type: ignore[arg-type]
+
+
+def command(request: env_pb2.ResetRequest) -> ResetCommand:
+    return reset_command(request, time_remaining_s=None)
+
+
+def test_a_reset_with_the_least_takes_the_documented_defaults() -> None:
+    request = reset()
+    assert command(request) == ResetCommand(
+        request_id="r-1",
+        task_id="desktop/note",
+        timeout_s=DEFAULT_READY_TIMEOUT_S,
+        fingerprint=fingerprint_of(request),
+    )
+
+
+def test_a_reset_with_everything_is_carried_over() -> None:
+    request = reset(
+        pool="debian",
+        group_size=8,
+        lease_ttl=seconds(60),
+        max_steps=15,
+        run="run-7.b",
+        settle=env_pb2.SettlePolicy(quiet=seconds(0.1), min=seconds(0.2), max=seconds(2)),
+        observation=env_pb2.ObservationOptions(
+            encoding=env_pb2.ENCODING_JPEG,
+            quality=70,
+            region=env_pb2.Rect(x_px=1, y_px=2, width_px=3, height_px=4),
+            max_width_px=640,
+            max_height_px=480,
+            cursor=env_pb2.CURSOR_MODE_HIDDEN,
+            a11y_format=env_pb2.A11Y_FORMAT_OSWORLD_XML,
+            include_terminal=True,
+            known_frame_id="ab",
+        ),
+        ready_timeout=seconds(90),
+    )
+    assert reset_command(request, time_remaining_s=30.0) == ResetCommand(
+        request_id="r-1",
+        task_id="desktop/note",
+        pool="debian",
+        group_size=8,
+        lease_ttl_s=60.0,
+        max_steps=15,
+        run="run-7.b",
+        settle=SettlePolicy(quiet_ms=100, min_ms=200, max_ms=2000),
+        observe=ObservationOptions(
+            encoding=Encoding.JPEG,
+            jpeg_quality=70,
+            region=Region(x_px=1, y_px=2, width_px=3, height_px=4),
+            max_width_px=640,
+            max_height_px=480,
+            include_a11y_tree=True,
+            include_terminal=True,
+            draw_cursor=False,
+        ),
+        timeout_s=90.0,
+        fingerprint=fingerprint_of(request),
+    )
+
+
+@pytest.mark.parametrize(("remaining_s", "timeout_s"), [(30.0, 29.5), (0.5, 0.25)])
+def test_a_reset_gives_up_before_its_callers_deadline(remaining_s: float, timeout_s: float) -> None:
+    assert reset_command(reset(), time_remaining_s=remaining_s).timeout_s == timeout_s
+
+
+@pytest.mark.parametrize(
+    ("request_message", "field"),
+    [
+        (reset(request_id=""), "request_id"),
+        (reset(request_id="a b"), "request_id"),
+        (reset(request_id="x" * 65), "request_id"),
+        (reset(request_id="x\n"), "request_id"),
+        (reset(task_id=""), "task_id"),
+        (reset(task_id="x" * 257), "task_id"),
+        (reset(pool="x" * 257), "pool"),
+        (reset(group_size=-1), "group_size"),
+        (reset(group_size=65), "group_size"),
+        (reset(lease_ttl=seconds(9.9)), "lease_ttl"),
+        (reset(lease_ttl=seconds(3601)), "lease_ttl"),
+        (reset(lease_ttl=seconds(0)), "lease_ttl"),
+        (reset(max_steps=-1), "max_steps"),
+        (reset(run="a/b"), "run"),
+        (reset(ready_timeout=seconds(0)), "ready_timeout"),
+        (reset(settle=env_pb2.SettlePolicy(quiet=seconds(-1))), "settle.quiet"),
+        (reset(settle=env_pb2.SettlePolicy(max=seconds(301))), "settle.max"),
+        (reset(settle=env_pb2.SettlePolicy(min=seconds(2), max=seconds(1))), "settle.max"),
+        (reset(observation=env_pb2.ObservationOptions(quality=101)), "observation.quality"),
+        (reset(observation=env_pb2.ObservationOptions(max_width_px=-1)), "observation.max_width_px"),
+        (reset(observation=env_pb2.ObservationOptions(region=env_pb2.Rect())), "observation.region.width_px"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_resets_bad_field_is_named(request_message: env_pb2.ResetRequest, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        command(request_message)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("request_message", "field"),
+    [
+        (step(request_id=""), "step.request_id"),
+        (step(episode_id=""), "step.episode_id"),
+        (step(episode_id="x" * 65), "step.episode_id"),
+        (step(step_index=-1), "step.step_index"),
+        (step(actions=[]), "step.actions"),
+        (step(coordinate_space=env_pb2.Size(width_px=10)), "step.coordinate_space.height_px"),
+        (step(observation=env_pb2.ObservationOptions(quality=-1)), "step.observation.quality"),
+        (step(settle=env_pb2.SettlePolicy(quiet=seconds(61))), "step.settle.quiet"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_steps_bad_field_is_named_from_where_it_stands(request_message: env_pb2.StepRequest, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        step_command(request_message, screen=Size(width_px=1, height_px=1), prefix="step.")
+    assert caught.value.field == field
+
+
+def test_a_steps_points_are_scaled_from_the_declared_space() -> None:
+    click = env_pb2.Action(click=env_pb2.Click(at=env_pb2.Point(x=500, y=500)))
+    request = step(actions=[click], coordinate_space=env_pb2.Size(width_px=1000, height_px=1000))
+    result = step_command(request, screen=Size(width_px=1280, height_px=800))
+    assert result.actions == (Click(at=Point(640, 400)),)
+
+
+def test_a_step_without_a_declared_space_is_in_guest_pixels() -> None:
+    request = step()
+    result = step_command(request, screen=None)
+    assert (result.actions, result.settle, result.fingerprint) == ((Done(),), None, fingerprint_of(request))
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_WEBP), "observation.encoding"),
+        (env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_RAW_ZSTD), "observation.encoding"),
+        (env_pb2.ObservationOptions(cursor=env_pb2.CURSOR_MODE_REPORTED), "observation.cursor"),
+        (env_pb2.ObservationOptions(a11y_format=env_pb2.A11Y_FORMAT_COMPACT), "observation.a11y_format"),
+        (env_pb2.ObservationOptions(max_pixel_count=1), "observation.max_pixel_count"),
+        (env_pb2.ObservationOptions(include_screen_change=True), "observation.include_screen_change"),
+    ],
+)
+def test_an_option_of_a_later_release_is_refused_and_never_ignored(
+    options: env_pb2.ObservationOptions, word: str
+) -> None:
+    with pytest.raises(Unimplemented, match=word):
+        observation_options(options, "observation")
+
+
+def test_ignored_regions_are_refused_and_never_ignored() -> None:
+    with pytest.raises(Unimplemented, match=r"settle\.ignored_regions"):
+        settle_policy(env_pb2.SettlePolicy(ignored_regions=[env_pb2.Rect()]), "settle")
+
+
+def test_a_long_minimum_stretches_the_default_maximum() -> None:
+    assert settle_policy(env_pb2.SettlePolicy(min=seconds(20)), "settle") == SettlePolicy(min_ms=20_000, max_ms=20_000)
+
+
+def test_equal_requests_have_equal_fingerprints_and_others_do_not() -> None:
+    assert fingerprint_of(step()) == fingerprint_of(step())
+    assert fingerprint_of(step()) != fingerprint_of(step(step_index=1))
+
+
+def test_keep_alive_names_the_bad_id() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        keep_alive_of(env_pb2.KeepAliveRequest(episode_ids=["ep-1", ""]))
+    assert caught.value.field == "episode_ids[1]"
+    assert keep_alive_of(env_pb2.KeepAliveRequest(episode_ids=["ep-1"])) == (["ep-1"], None)
+
+
+@pytest.mark.parametrize("path", ["", "notes.txt", "~/notes.txt", "/a\0b", "/" + "x" * 4096])
+def test_a_path_that_is_not_absolute_is_refused(path: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        guest_path_of(path)
+    assert caught.value.field == "path"
+
+
+@pytest.mark.parametrize("path", ["/home/user/notes.txt", r"C:\Users\user\notes.txt", "C:/Users"])
+def test_an_absolute_path_of_either_system_is_taken(path: str) -> None:
+    assert guest_path_of(path) == path
+
+
+@pytest.mark.parametrize(
+    ("check", "request_message", "field"),
+    [
+        (argv_of, env_pb2.RunGuestCommandRequest(), "argv"),
+        (argv_of, env_pb2.RunGuestCommandRequest(argv=[""]), "argv[0]"),
+        (argv_of, env_pb2.RunGuestCommandRequest(argv=["ls", "a\0"]), "argv[1]"),
+        (command_timeout_s, env_pb2.RunGuestCommandRequest(timeout=seconds(601)), "timeout"),
+    ],
+)
+def test_a_commands_bad_field_is_named(
+    check: Callable[[env_pb2.RunGuestCommandRequest], object],
+    request_message: env_pb2.RunGuestCommandRequest,
+    field: str,
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check(request_message)
+    assert caught.value.field == field

@@ -1,0 +1,228 @@
+"""Fake machines without sockets: life, faults, the guest agent, and what they cost."""
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from envd.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost
+from envd.hypervisor.fake import FakeHost, FakeHypervisor, FakeMachine, Faults, fake_image
+from envd.hypervisor.machine import Accelerator, MachineSpec, MachineState
+
+SPEC = MachineSpec(
+    machine_id="one", image=replace(fake_image(), has_guestd=False), screen_width_px=480, screen_height_px=320
+)
+
+
+@pytest.fixture
+async def hypervisor() -> AsyncIterator[FakeHypervisor]:
+    hypervisor = FakeHypervisor()
+    yield hypervisor
+    for machine in list(hypervisor.machines.values()):
+        await machine.destroy()
+    await hypervisor.close()
+
+
+async def ask(machine: FakeMachine, command: str, **arguments: Any) -> Any:
+    arguments = {name.replace("_", "-"): value for name, value in arguments.items()}
+    return await machine.agent_command(command, arguments, timeout_s=1)
+
+
+async def test_an_id_is_used_once(hypervisor: FakeHypervisor) -> None:
+    await hypervisor.create(SPEC)
+    with pytest.raises(HypervisorError, match="one exists already"):
+        await hypervisor.create(SPEC)
+    assert hypervisor.live_machine_ids == {"one"}
+    assert hypervisor.accelerator is Accelerator.FAKE
+
+
+async def test_a_screen_that_is_too_small_is_refused(hypervisor: FakeHypervisor) -> None:
+    with pytest.raises(HypervisorError, match="at least 480x320"):
+        await hypervisor.create(replace(SPEC, screen_width_px=100))
+    assert hypervisor.leftover_ids == frozenset()
+
+
+async def test_a_create_that_fails_leaves_nothing(hypervisor: FakeHypervisor) -> None:
+    hypervisor.faults = Faults(create_error="no memory left")
+    with pytest.raises(HypervisorError, match="no memory left"):
+        await hypervisor.create(SPEC)
+    assert hypervisor.leftover_ids == frozenset()
+
+
+async def test_nobody_answers_before_the_boot_is_over(hypervisor: FakeHypervisor) -> None:
+    hypervisor.faults = Faults(boot_delay_s=0.05)
+    machine = await hypervisor.create(SPEC)
+    assert not machine.framebuffer.pixels.any()
+    with pytest.raises(GuestUnresponsive):
+        await machine.agent_command("guest-ping", timeout_s=0.005)
+    assert await ask(machine, "guest-ping") == {}
+    assert machine.framebuffer.pixels.any()
+
+
+async def test_a_boot_that_fails_loses_the_machine(hypervisor: FakeHypervisor) -> None:
+    hypervisor.faults = Faults(boot_delay_s=0.005, boot_failure="kernel panic")
+    machine = await hypervisor.create(SPEC)
+    with pytest.raises(MachineLost, match="kernel panic"):
+        await ask(machine, "guest-ping")
+    assert machine.lost_reason == "kernel panic"
+    assert hypervisor.live_machine_ids == frozenset()
+    assert hypervisor.leftover_ids == {"one"}
+
+
+async def test_a_silent_agent_runs_into_the_callers_deadline(hypervisor: FakeHypervisor) -> None:
+    machine = await hypervisor.create(SPEC)
+    machine.inject(agent_silent=True)
+    with pytest.raises(GuestUnresponsive, match=r"guest-ping within 0\.01 s"):
+        await machine.agent_command("guest-ping", timeout_s=0.01)
+    machine.inject(agent_silent=False)
+    assert await ask(machine, "guest-ping") == {}
+
+
+async def test_a_slow_agent_takes_its_time(hypervisor: FakeHypervisor) -> None:
+    machine = await hypervisor.create(SPEC)
+    machine.inject(agent_delay_s=0.02)
+    started_s = time.monotonic()
+    await ask(machine, "guest-ping")
+    assert time.monotonic() - started_s >= 0.02
+
+
+async def test_a_machine_dies_on_the_command_after_its_last(hypervisor: FakeHypervisor) -> None:
+    hypervisor.faults = Faults(die_after_commands=2)
+    machine = await hypervisor.create(SPEC)
+    await ask(machine, "guest-ping")
+    await ask(machine, "guest-ping")
+    with pytest.raises(MachineLost, match="killed by command 3"):
+        await ask(machine, "guest-ping")
+
+
+async def test_a_machine_dies_on_the_input_after_its_last(hypervisor: FakeHypervisor) -> None:
+    hypervisor.faults = Faults(die_after_inputs=2)
+    machine = await hypervisor.create(SPEC)
+    for down in (True, False, True):
+        machine.key_input(30, down=down)
+    assert machine.state is MachineState.GONE
+    assert machine.desktop is not None
+    assert machine.desktop.editor.text_area.text == "a"
+
+
+async def test_input_to_a_paused_machine_is_dropped(hypervisor: FakeHypervisor) -> None:
+    machine = await hypervisor.create(SPEC)
+    await machine.pause()
+    machine.key_input(30, down=True)
+    machine.pointer_input(5, 5, 1)
+    await machine.resume()
+    assert machine.input_count == 0
+    assert machine.desktop is not None
+    assert machine.desktop.editor.text_area.text == ""
+
+
+async def test_the_release_of_a_key_that_is_up_is_no_input(hypervisor: FakeHypervisor) -> None:
+    machine = await hypervisor.create(SPEC)
+    machine.key_input(0xE6, down=False)
+    assert machine.input_count == 0
+
+
+async def test_a_blinking_screen_never_settles_but_while_paused(hypervisor: FakeHypervisor) -> None:
+    hypervisor.faults = Faults(blink_interval_s=0.002)
+    machine = await hypervisor.create(SPEC)
+    seen = set()
+    for _ in range(20):
+        seen.add(machine.framebuffer.pixels.tobytes())
+        await asyncio.sleep(0.003)
+    assert len(seen) == 2
+    await machine.pause()
+    await asyncio.sleep(0.005)
+    before = machine.framebuffer.pixels.tobytes()
+    await asyncio.sleep(0.02)
+    assert machine.framebuffer.pixels.tobytes() == before
+
+
+async def test_a_second_daemon_reaps_what_the_first_one_left() -> None:
+    host = FakeHost()
+    first = FakeHypervisor(host=host)
+    await first.create(SPEC)
+    second = FakeHypervisor(host=host)
+    await second.create(replace(SPEC, machine_id="two"))
+    assert await second.reap() == ["one"]
+    assert await second.reap() == []
+    assert second.live_machine_ids == {"two"}
+    await second.machines["two"].destroy()
+    assert first.leftover_ids == frozenset()
+
+
+async def test_usage_counts_what_was_drawn_and_written(hypervisor: FakeHypervisor) -> None:
+    machine = await hypervisor.create(SPEC)
+    before = await machine.usage()
+    assert before.private_dirty_bytes < 1000, "a machine that was not touched shares its picture"
+    machine.key_input(30, down=True)
+    machine.files["/home/user/big"] = bytes(5000)
+    after = await machine.usage()
+    assert after.overlay_bytes == before.overlay_bytes + 5000
+    assert after.private_dirty_bytes > before.private_dirty_bytes + 5000
+    assert after.rss_bytes >= after.private_dirty_bytes
+
+
+async def test_files_go_through_the_agent_whole(hypervisor: FakeHypervisor) -> None:
+    machine = await hypervisor.create(SPEC)
+    data = bytes(range(256)) * 50
+    handle = await ask(machine, "guest-file-open", path="/home/user/data", mode="w")
+    for at in range(0, len(data), 5000):
+        chunk = base64.b64encode(data[at : at + 5000]).decode()
+        written = await ask(machine, "guest-file-write", handle=handle, buf_b64=chunk)
+        assert written["count"] == len(data[at : at + 5000])
+    await ask(machine, "guest-file-close", handle=handle)
+    assert machine.files["/home/user/data"] == data
+    handle = await ask(machine, "guest-file-open", path="/home/user/data")
+    read = b""
+    while True:
+        part = await ask(machine, "guest-file-read", handle=handle, count=4096)
+        read += base64.b64decode(part["buf-b64"])
+        if part["eof"]:
+            break
+    assert read == data
+    await ask(machine, "guest-file-close", handle=handle)
+    with pytest.raises(GuestError, match="has not been found"):
+        await ask(machine, "guest-file-read", handle=handle)
+
+
+async def test_a_program_that_sleeps_is_running_until_it_ends(hypervisor: FakeHypervisor) -> None:
+    machine = await hypervisor.create(SPEC)
+    pid = (await ask(machine, "guest-exec", path="sleep", arg=["0.02"]))["pid"]
+    assert await ask(machine, "guest-exec-status", pid=pid) == {"exited": False}
+    await asyncio.sleep(0.025)
+    assert await ask(machine, "guest-exec-status", pid=pid) == {"exited": True, "exitcode": 0}
+    with pytest.raises(GuestError, match="does not exist"):
+        await ask(machine, "guest-exec-status", pid=pid)
+
+
+async def test_the_agent_tells_programs_output_and_refuses_unknown_ones(hypervisor: FakeHypervisor) -> None:
+    machine = await hypervisor.create(SPEC)
+    text = base64.b64encode(b"hello").decode()
+    pid = (await ask(machine, "guest-exec", path="cat", input_data=text, capture_output=True))["pid"]
+    assert (await ask(machine, "guest-exec-status", pid=pid))["out-data"] == text
+    with pytest.raises(GuestError, match="failed to execute"):
+        await ask(machine, "guest-exec", path="firefox")
+    with pytest.raises(GuestError, match="does not take"):
+        await ask(machine, "guest-ping", nonsense=1)
+
+
+async def test_the_clock_can_be_set(hypervisor: FakeHypervisor) -> None:
+    machine = await hypervisor.create(SPEC)
+    await ask(machine, "guest-set-time", time=5_000_000_000)
+    assert 5_000_000_000 <= await ask(machine, "guest-get-time") < 10_000_000_000
+    info = await ask(machine, "guest-info")
+    assert "guest-set-time" in [command["name"] for command in info["supported_commands"]]
+    assert (await ask(machine, "guest-get-osinfo"))["id"] == "envd-fake"
+
+
+async def test_a_killed_machine_says_so_in_its_repr(hypervisor: FakeHypervisor) -> None:
+    machine = await hypervisor.create(SPEC)
+    assert repr(machine) == "<FakeMachine 'one' running>"
+    machine.kill("out of memory")
+    machine.kill("again")
+    assert repr(machine) == "<FakeMachine 'one' gone out of memory>"
+    assert repr(hypervisor) == "<FakeHypervisor 0 live | 1 on the host>"

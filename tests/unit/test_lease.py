@@ -1,0 +1,50 @@
+"""When an episode's lease lapses."""
+
+from envd.episodes.lease import Lease, next_expiry_s
+
+
+def test_a_lease_lapses_after_its_time_of_silence() -> None:
+    lease = Lease(ttl_s=30.0, now_s=100.0)
+    assert not lease.has_lapsed(129.9)
+    assert lease.has_lapsed(130.0)
+
+
+def test_a_renewed_lease_starts_over() -> None:
+    lease = Lease(ttl_s=30.0, now_s=100.0)
+    lease.renew(120.0)
+    assert lease.expire_s == 150.0
+
+
+def test_a_renewal_may_change_the_length_for_good() -> None:
+    lease = Lease(ttl_s=30.0, now_s=0.0)
+    lease.renew(10.0, ttl_s=60.0)
+    assert lease.expire_s == 70.0
+    lease.renew(20.0)
+    assert lease.expire_s == 80.0
+
+
+def test_a_lease_never_lapses_during_a_call() -> None:
+    lease = Lease(ttl_s=30.0, now_s=0.0)
+    lease.begin_call()
+    lease.begin_call()
+    assert not lease.has_lapsed(1000.0)
+    lease.end_call(1000.0, renews=False)
+    assert not lease.has_lapsed(1000.0)
+    lease.end_call(1000.0, renews=False)
+    assert lease.has_lapsed(1000.0)
+
+
+def test_the_end_of_a_call_that_renews_starts_the_lease_over() -> None:
+    lease = Lease(ttl_s=30.0, now_s=0.0)
+    lease.begin_call()
+    lease.end_call(1000.0, renews=True)
+    assert lease.expire_s == 1030.0
+
+
+def test_the_next_expiry_leaves_out_leases_in_a_call() -> None:
+    soon, later = Lease(ttl_s=10.0, now_s=0.0), Lease(ttl_s=20.0, now_s=0.0)
+    assert next_expiry_s([later, soon]) == 10.0
+    soon.begin_call()
+    assert next_expiry_s([later, soon]) == 20.0
+    later.begin_call()
+    assert next_expiry_s([later, soon]) is None

@@ -1,0 +1,157 @@
+"""Each request once: joins, replays, and what is forgotten."""
+
+import asyncio
+import gc
+
+import pytest
+
+from envd.episodes.ledger import Ledger
+from envd.errors import EpisodeNotFound, MachineLost, RequestIdReused, StepIndexMismatch
+from envd.testing.clock import ManualClock, run_ready
+
+
+class Work:
+    """Something that must not be done twice."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.may_end = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def __call__(self) -> str:
+        self.begun += 1
+        number = self.begun
+        await self.may_end.wait()
+        if self.error is not None:
+            raise self.error
+        return f"answer {number}"
+
+
+@pytest.fixture
+def work() -> Work:
+    return Work()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def ledger(clock: ManualClock) -> Ledger[str]:
+    return Ledger(
+        "step",
+        clock=clock,
+        keep_s=600.0,
+        keep_count=3,
+        without_effect=(StepIndexMismatch,),
+        abandoned=lambda: EpisodeNotFound("episode ep-1 was closed"),
+    )
+
+
+async def test_a_retry_joins_the_running_call(ledger: Ledger[str], work: Work) -> None:
+    first = asyncio.create_task(ledger.answer("r1", b"f", work))
+    retry = asyncio.create_task(ledger.answer("r1", b"f", work))
+    await run_ready()
+    work.may_end.set()
+    assert (await first).value == (await retry).value == "answer 1"
+    assert not (await retry).replayed
+    assert work.begun == 1
+
+
+async def test_a_retry_after_the_end_gets_the_recorded_answer(ledger: Ledger[str], work: Work) -> None:
+    work.may_end.set()
+    assert not (await ledger.answer("r1", b"f", work)).replayed
+    replay = await ledger.answer("r1", b"f", work)
+    assert (replay.value, replay.replayed, work.begun) == ("answer 1", True, 1)
+
+
+async def test_a_cancelled_caller_leaves_the_call_running(ledger: Ledger[str], work: Work) -> None:
+    caller = asyncio.create_task(ledger.answer("r1", b"f", work))
+    await run_ready()
+    caller.cancel()
+    await run_ready()
+    assert caller.cancelled()
+    work.may_end.set()
+    assert (await ledger.answer("r1", b"f", work)).value == "answer 1"
+    assert work.begun == 1
+
+
+async def test_the_same_id_with_another_body_is_refused_running_or_done(ledger: Ledger[str], work: Work) -> None:
+    first = asyncio.create_task(ledger.answer("r1", b"f", work))
+    await run_ready()
+    with pytest.raises(RequestIdReused, match="r1 was already used"):
+        await ledger.answer("r1", b"other", work)
+    work.may_end.set()
+    await first
+    with pytest.raises(RequestIdReused):
+        await ledger.answer("r1", b"other", work)
+    assert work.begun == 1
+
+
+async def test_a_failure_without_effect_is_tried_again(ledger: Ledger[str], work: Work) -> None:
+    work.may_end.set()
+    work.error = StepIndexMismatch("not yet")
+    with pytest.raises(StepIndexMismatch):
+        await ledger.answer("r1", b"f", work)
+    work.error = None
+    assert (await ledger.answer("r1", b"f", work)).value == "answer 2"
+
+
+async def test_any_other_failure_is_an_answer_too(ledger: Ledger[str], work: Work) -> None:
+    work.may_end.set()
+    work.error = MachineLost("QEMU exited")
+    for _ in range(2):
+        with pytest.raises(MachineLost, match="QEMU exited"):
+            await ledger.answer("r1", b"f", work)
+    assert work.begun == 1
+
+
+async def test_answers_are_kept_for_a_time(ledger: Ledger[str], work: Work, clock: ManualClock) -> None:
+    work.may_end.set()
+    await ledger.answer("r1", b"f", work)
+    await clock.advance(599.0)
+    assert (await ledger.answer("r1", b"f", work)).replayed
+    await clock.advance(1.0)
+    assert not (await ledger.answer("r1", b"f", work)).replayed
+
+
+async def test_only_the_newest_answers_are_kept_and_running_calls_always(ledger: Ledger[str], work: Work) -> None:
+    slow = Work()
+    running = asyncio.create_task(ledger.answer("slow", b"f", slow))
+    await run_ready()
+    work.may_end.set()
+    for number in range(10):
+        await ledger.answer(f"r{number}", b"f", work)
+    await run_ready()
+    assert len(ledger) == 4
+    assert (await ledger.answer("r7", b"f", work)).replayed
+    assert not (await ledger.answer("r6", b"f", work)).replayed
+    slow.may_end.set()
+    assert (await running).value == "answer 1"
+
+
+async def test_closing_cuts_calls_short_and_tells_who_waits(ledger: Ledger[str], work: Work) -> None:
+    caller = asyncio.create_task(ledger.answer("r1", b"f", work))
+    await run_ready()
+    await ledger.close()
+    with pytest.raises(EpisodeNotFound, match="was closed"):
+        await caller
+    with pytest.raises(EpisodeNotFound, match="was closed"):
+        await ledger.answer("r2", b"f", work)
+    assert work.begun == 1
+
+
+async def test_a_failure_that_nobody_waits_for_makes_no_noise(
+    ledger: Ledger[str], work: Work, caplog: pytest.LogCaptureFixture
+) -> None:
+    caller = asyncio.create_task(ledger.answer("r1", b"f", work))
+    await run_ready()
+    caller.cancel()
+    work.error = StepIndexMismatch("not yet")
+    work.may_end.set()
+    await run_ready()
+    assert len(ledger) == 0
+    del caller
+    gc.collect()  # asyncio complains about unseen exceptions when their tasks are collected
+    assert caplog.text == ""

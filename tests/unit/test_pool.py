@@ -1,0 +1,548 @@
+"""The pool as its users meet it, on machines that a test can hold up and break."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+
+import pytest
+
+from envd.errors import ConfigError, Draining, GroupTooLarge, GuestUnresponsive, HypervisorError, PoolExhausted
+from envd.pool.admission import LeasedMachine
+from envd.pool.pool import Pool
+from envd.pool.settings import PoolSettings
+from envd.testing.clock import ManualClock, run_ready
+from envd.testing.stubs import IMAGE, StubDesktop, StubHypervisor
+
+MakePool = Callable[..., Pool]
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def hypervisor() -> StubHypervisor:
+    return StubHypervisor()
+
+
+@pytest.fixture
+async def make_pool(clock: ManualClock, hypervisor: StubHypervisor) -> AsyncIterator[MakePool]:
+    async with AsyncExitStack() as stack:
+
+        def make(*, capacity: int = 2, idle_target: int | None = None, queue_limit: int = 8, **more: float) -> Pool:
+            settings = PoolSettings(
+                name="desktop",
+                capacity=capacity,
+                idle_target=capacity if idle_target is None else idle_target,
+                queue_limit=queue_limit,
+                max_starting=int(more.pop("max_starting", capacity)),
+                **more,  # type: ignore[arg-type]
+            )
+            pool = Pool(settings, hypervisor=hypervisor, image=IMAGE, make_desktop=hypervisor.desktop, clock=clock)
+            stack.push_async_callback(pool.close)
+            return pool
+
+        yield make
+    assert hypervisor.machines == {}, "a closed pool leaves nothing"
+
+
+async def started(pool: Pool) -> Pool:
+    await pool.start()
+    await run_ready()
+    return pool
+
+
+def counts(pool: Pool) -> tuple[int, int, int, int, int]:
+    s = pool.statistics()
+    return s.idle_count, s.leased_count, s.starting_count, s.dying_count, s.waiting_count
+
+
+def stub_desktop(machine: LeasedMachine) -> StubDesktop:
+    assert isinstance(machine.desktop, StubDesktop)
+    return machine.desktop
+
+
+async def test_machines_boot_ahead_of_demand(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
+    pool = await started(make_pool(capacity=4, idle_target=3))
+    assert counts(pool) == (3, 0, 0, 0, 0)
+    assert len(hypervisor.machines) == 3
+
+
+async def test_machine_ids_are_short_lower_case_and_told_by_the_pool(
+    make_pool: MakePool, hypervisor: StubHypervisor
+) -> None:
+    await started(make_pool(capacity=4))
+    assert len(hypervisor.machines) == 4
+    for machine_id in hypervisor.machines:
+        assert machine_id.startswith("desktop-")
+        assert machine_id == machine_id.lower()
+        assert len(machine_id) <= 32
+
+
+async def test_no_more_machines_boot_at_once_than_the_settings_say(
+    make_pool: MakePool, hypervisor: StubHypervisor
+) -> None:
+    hypervisor.ready_gate.clear()
+    pool = await started(make_pool(capacity=6, max_starting=2))
+    assert counts(pool) == (0, 0, 2, 0, 0)
+    hypervisor.ready_gate.set()
+    await run_ready()
+    assert counts(pool) == (6, 0, 0, 0, 0)
+
+
+async def test_a_machine_is_not_leased_before_its_guest_is_ready(
+    make_pool: MakePool, hypervisor: StubHypervisor
+) -> None:
+    hypervisor.ready_gate.clear()
+    pool = await started(make_pool(capacity=1))
+    waiter = asyncio.create_task(pool.lease(1, timeout_s=60.0))
+    await run_ready()
+    assert counts(pool) == (0, 0, 1, 0, 1)
+    hypervisor.ready_gate.set()
+    (machine,) = await waiter
+    assert machine.machine_id in hypervisor.machines
+    assert counts(pool) == (0, 1, 0, 0, 0)
+
+
+async def test_a_machine_is_used_once_then_destroyed_and_replaced(
+    make_pool: MakePool, hypervisor: StubHypervisor
+) -> None:
+    pool = await started(make_pool(capacity=1))
+    (first,) = await pool.lease(1, timeout_s=1.0)
+    await pool.release([first])
+    assert first.machine_id not in hypervisor.machines
+    assert stub_desktop(first).closed
+    (second,) = await pool.lease(1, timeout_s=1.0)
+    assert second.machine_id != first.machine_id
+    assert len(hypervisor.made) == 2
+
+
+async def test_a_dying_machine_holds_its_place_until_it_is_gone(
+    make_pool: MakePool, hypervisor: StubHypervisor
+) -> None:
+    pool = await started(make_pool(capacity=1))
+    machines = await pool.lease(1, timeout_s=1.0)
+    hypervisor.destroy_gate.clear()
+    releasing = asyncio.create_task(pool.release(machines))
+    await run_ready()
+    assert counts(pool) == (0, 0, 0, 1, 0)
+    assert not releasing.done()
+    hypervisor.destroy_gate.set()
+    await releasing
+    await run_ready()
+    assert counts(pool) == (1, 0, 0, 0, 0)
+    assert hypervisor.peak_count == 1
+
+
+async def test_release_is_idempotent_and_goes_on_when_cancelled(
+    make_pool: MakePool, hypervisor: StubHypervisor
+) -> None:
+    pool = await started(make_pool(capacity=1))
+    machines = await pool.lease(1, timeout_s=1.0)
+    hypervisor.destroy_gate.clear()
+    releasing = asyncio.create_task(pool.release(machines))
+    await run_ready()
+    releasing.cancel()
+    await asyncio.gather(releasing, return_exceptions=True)
+    hypervisor.destroy_gate.set()
+    await run_ready()
+    assert machines[0].machine_id not in hypervisor.machines
+    await pool.release(machines)
+    await run_ready()
+    assert counts(pool) == (1, 0, 0, 0, 0)
+
+
+async def test_a_group_waits_until_it_can_be_served_whole(make_pool: MakePool) -> None:
+    pool = await started(make_pool(capacity=3))
+    held = await pool.lease(2, timeout_s=1.0)
+    gang = asyncio.create_task(pool.lease(3, timeout_s=60.0))
+    await run_ready()
+    assert counts(pool) == (1, 2, 0, 0, 3)
+    await pool.release(held[:1])
+    await run_ready()
+    assert not gang.done()
+    await pool.release(held[1:])
+    machines = await gang
+    assert len({m.machine_id for m in machines}) == 3
+
+
+async def test_no_one_overtakes(make_pool: MakePool) -> None:
+    pool = await started(make_pool(capacity=2))
+    held = await pool.lease(1, timeout_s=1.0)
+    large = asyncio.create_task(pool.lease(2, timeout_s=60.0))
+    small = asyncio.create_task(pool.lease(1, timeout_s=60.0))
+    await run_ready()
+    assert not small.done(), "one machine is idle, but it is promised to the group ahead"
+    await pool.release(held)
+    machines = await large
+    await run_ready()
+    assert not small.done()
+    await pool.release(machines)
+    assert len(await small) == 1
+
+
+async def test_a_group_that_never_fits_is_told_so_at_once(make_pool: MakePool) -> None:
+    pool = await started(make_pool(capacity=2))
+    with pytest.raises(GroupTooLarge, match="at most 2 machines, so never a group of 3"):
+        await pool.lease(3, timeout_s=60.0)
+
+
+async def test_whoever_waits_too_long_hears_position_and_when_to_retry(make_pool: MakePool, clock: ManualClock) -> None:
+    pool = await started(make_pool(capacity=1))
+    await pool.lease(1, timeout_s=1.0)
+    first = asyncio.create_task(pool.lease(1, timeout_s=60.0))
+    second = asyncio.create_task(pool.lease(1, timeout_s=30.0))
+    await clock.advance(29.0)
+    assert not second.done()
+    await clock.advance(1.0)
+    with pytest.raises(PoolExhausted, match=r"within 30\.0 s: position 2 of 2") as caught:
+        await second
+    assert caught.value.retry_after_s >= 1.0
+    assert not first.done()
+    await clock.advance(30.0)
+    with pytest.raises(PoolExhausted, match="position 1 of 1"):
+        await first
+    assert counts(pool) == (0, 1, 0, 0, 0)
+
+
+async def test_a_group_that_gives_up_lets_those_behind_it_through(make_pool: MakePool, clock: ManualClock) -> None:
+    pool = await started(make_pool(capacity=2))
+    await pool.lease(1, timeout_s=1.0)
+    large = asyncio.create_task(pool.lease(2, timeout_s=5.0))
+    small = asyncio.create_task(pool.lease(1, timeout_s=60.0))
+    await clock.advance(5.0)
+    with pytest.raises(PoolExhausted):
+        await large
+    assert len(await small) == 1
+
+
+async def test_a_lease_without_patience_still_gets_what_is_ready(make_pool: MakePool) -> None:
+    pool = await started(make_pool(capacity=1, queue_limit=0))
+    assert len(await pool.lease(1, timeout_s=0.0)) == 1
+
+
+async def test_a_full_line_turns_away_at_once(make_pool: MakePool) -> None:
+    pool = await started(make_pool(capacity=1, queue_limit=1))
+    await pool.lease(1, timeout_s=1.0)
+    waiting = asyncio.create_task(pool.lease(1, timeout_s=60.0))
+    await run_ready()
+    with pytest.raises(PoolExhausted, match="no position 2") as caught:
+        await pool.lease(1, timeout_s=60.0)
+    assert caught.value.retry_after_s >= 1.0
+    assert pool.statistics().waiting_count == 1
+    waiting.cancel()
+
+
+async def test_a_cancelled_waiter_leaves_the_line(make_pool: MakePool) -> None:
+    pool = await started(make_pool(capacity=1))
+    held = await pool.lease(1, timeout_s=1.0)
+    waiter = asyncio.create_task(pool.lease(1, timeout_s=60.0))
+    await run_ready()
+    waiter.cancel()
+    await run_ready()
+    assert waiter.cancelled()
+    assert counts(pool) == (0, 1, 0, 0, 0)
+    await pool.release(held)
+    await run_ready()
+    assert counts(pool) == (1, 0, 0, 0, 0)
+
+
+async def test_a_waiter_cancelled_in_the_moment_of_admission_gives_its_machine_to_the_next(
+    make_pool: MakePool, hypervisor: StubHypervisor
+) -> None:
+    pool = make_pool(capacity=1)
+    hypervisor.ready_gate.clear()
+    await started(pool)
+    first = asyncio.create_task(pool.lease(1, timeout_s=60.0))
+    second = asyncio.create_task(pool.lease(1, timeout_s=60.0))
+    await run_ready()
+
+    def cancel_once_admitted() -> None:
+        if pool.statistics().leased_count:
+            first.cancel()
+
+    # The pool tells of the admission before the waiter has run again.
+    pool.changes.listen(cancel_once_admitted)
+    hypervisor.ready_gate.set()
+    await run_ready()
+    assert first.cancelled()
+    assert len(await second) == 1
+    assert len(hypervisor.made) == 1, "a machine that nobody saw is as good as new"
+
+
+async def test_a_hundred_random_cancellations_leak_nothing(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
+    dice = random.Random(11)  # noqa: S311
+    pool = await started(make_pool(capacity=4, queue_limit=100))
+    held: list[LeasedMachine] = []
+
+    async def use() -> None:
+        machines = await pool.lease(dice.randint(1, 3), timeout_s=60.0)
+        try:
+            for _ in range(dice.randint(0, 5)):
+                await asyncio.sleep(0)
+        finally:
+            await pool.release(machines)
+
+    users = [asyncio.create_task(use()) for _ in range(100)]
+    for user in users:
+        for _ in range(dice.randint(0, 6)):
+            await asyncio.sleep(0)
+        user.cancel()
+        assert len(hypervisor.machines) <= 4
+    await asyncio.gather(*users, return_exceptions=True)
+    held.extend(await pool.lease(2, timeout_s=60.0))
+    await run_ready()
+    s = pool.statistics()
+    assert s.leased_count == len(held)
+    assert len(hypervisor.machines) == s.idle_count + s.leased_count == 4
+    assert hypervisor.peak_count == 4
+
+
+async def test_a_lease_cancelled_at_any_await_takes_nothing(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
+    pool = await started(make_pool(capacity=2))
+    for turns in range(30):
+        held = await pool.lease(2, timeout_s=1.0)
+        waiter = asyncio.create_task(pool.lease(2, timeout_s=60.0))
+        releasing = asyncio.create_task(pool.release(held))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        waiter.cancel()
+        await asyncio.gather(waiter, releasing, return_exceptions=True)
+        if not waiter.cancelled():
+            await pool.release(waiter.result())
+        await run_ready()
+        assert counts(pool) == (2, 0, 0, 0, 0), f"cancelled after {turns} turns of the loop"
+    assert len(hypervisor.machines) == 2
+
+
+async def test_a_machine_that_dies_idle_is_destroyed_and_replaced_after_a_pause(
+    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
+) -> None:
+    pool = await started(make_pool(capacity=1, backoff_min_s=2.0))
+    (machine,) = hypervisor.made
+    machine.die("QEMU was killed by signal 9")
+    await run_ready()
+    assert hypervisor.machines == {}
+    assert counts(pool) == (0, 0, 0, 0, 0)
+    assert "died while idle: QEMU was killed by signal 9" in pool.statistics().problem
+    await clock.advance(2.0)
+    assert counts(pool) == (1, 0, 0, 0, 0)
+    assert pool.statistics().healthy
+    assert pool.statistics().lost_total == 1
+
+
+async def test_a_machine_that_just_died_is_not_leased(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
+    pool = await started(make_pool(capacity=2, idle_target=2))
+    dead = hypervisor.made[0]
+    dead.die()
+    (machine,) = await pool.lease(1, timeout_s=0.0)
+    assert machine.machine_id != dead.machine_id
+
+
+async def test_a_machine_that_dies_leased_is_destroyed_and_replaced_at_once(
+    make_pool: MakePool, hypervisor: StubHypervisor
+) -> None:
+    pool = await started(make_pool(capacity=1))
+    machines = await pool.lease(1, timeout_s=1.0)
+    hypervisor.made[0].die()
+    await run_ready()
+    assert counts(pool) == (1, 0, 0, 0, 0)
+    assert pool.statistics().healthy, "what a guest did to itself is no problem of the pool"
+    await pool.release(machines)
+    assert counts(pool) == (1, 0, 0, 0, 0)
+
+
+async def test_boots_that_fail_are_tried_again_ever_more_slowly(
+    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
+) -> None:
+    hypervisor.create_errors = [HypervisorError("no space left in /var/lib/envd")] * 3
+    pool = await started(make_pool(capacity=1, backoff_min_s=1.0))
+    assert hypervisor.create_count == 1
+    assert not pool.statistics().healthy
+    assert "no space left in /var/lib/envd" in pool.statistics().problem
+    assert "no space left" in repr(pool)
+    await clock.advance(0.9)
+    assert hypervisor.create_count == 1
+    await clock.advance(0.1)
+    assert hypervisor.create_count == 2
+    await clock.advance(1.9)
+    assert hypervisor.create_count == 2
+    await clock.advance(0.1)
+    assert hypervisor.create_count == 3
+    await clock.advance(4.0)
+    assert counts(pool) == (1, 0, 0, 0, 0)
+    s = pool.statistics()
+    assert s.healthy
+    assert (s.boot_failure_total, s.booted_total) == (3, 1)
+
+
+async def test_whoever_waits_in_vain_hears_why_machines_do_not_start(
+    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
+) -> None:
+    hypervisor.create_errors = [HypervisorError("KVM is not there")] * 100
+    pool = await started(make_pool(capacity=1))
+    waiter = asyncio.create_task(pool.lease(1, timeout_s=30.0))
+    await clock.advance(30.0)
+    with pytest.raises(PoolExhausted, match="KVM is not there"):
+        await waiter
+
+
+async def test_a_guest_that_does_not_get_ready_is_destroyed(
+    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
+) -> None:
+    first = True
+
+    def make_desktop(machine: object) -> StubDesktop:
+        nonlocal first
+        desktop = hypervisor.desktop(hypervisor.made[-1])
+        if first:
+            desktop.errors["wait_ready"] = GuestUnresponsive("no answer within 600 s")
+            first = False
+        return desktop
+
+    pool = make_pool(capacity=1)
+    broken = Pool(pool.settings, hypervisor=hypervisor, image=IMAGE, make_desktop=make_desktop, clock=clock)
+    await started(broken)
+    assert hypervisor.machines == {}
+    assert "no answer within 600 s" in broken.statistics().problem
+    await clock.advance(1.0)
+    assert counts(broken) == (1, 0, 0, 0, 0)
+    await broken.close()
+
+
+async def test_a_surplus_machine_ages_out(make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock) -> None:
+    pool = await started(make_pool(capacity=3, idle_target=1, max_idle_s=100.0))
+    held = await pool.lease(1, timeout_s=1.0)
+    hypervisor.ready_gate.clear()
+    waiter = asyncio.create_task(pool.lease(2, timeout_s=60.0))
+    await run_ready()
+    waiter.cancel()
+    hypervisor.ready_gate.set()
+    await run_ready()
+    assert counts(pool) == (2, 1, 0, 0, 0)
+    await clock.advance(99.0)
+    assert counts(pool) == (2, 1, 0, 0, 0)
+    await clock.advance(1.0)
+    assert counts(pool) == (1, 1, 0, 0, 0)
+    await pool.release(held)
+
+
+async def test_a_machine_that_cannot_be_destroyed_is_tried_again_and_told(
+    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
+) -> None:
+    pool = await started(make_pool(capacity=1))
+    machines = await pool.lease(1, timeout_s=1.0)
+    hypervisor.made[0].destroy_errors = [HypervisorError("domain is busy")] * 2
+    releasing = asyncio.create_task(pool.release(machines))
+    await run_ready()
+    assert counts(pool) == (0, 0, 0, 1, 0)
+    assert "does not go: domain is busy" in pool.statistics().problem
+    await clock.advance(1.0)
+    assert not releasing.done()
+    await clock.advance(2.0)
+    await releasing
+    await run_ready()
+    assert counts(pool) == (1, 0, 0, 0, 0)
+    assert pool.statistics().healthy
+
+
+async def test_draining_keeps_leased_machines_and_sends_everyone_else_away(
+    make_pool: MakePool, hypervisor: StubHypervisor
+) -> None:
+    pool = await started(make_pool(capacity=2))
+    (machine,) = await pool.lease(1, timeout_s=1.0)
+    waiter = asyncio.create_task(pool.lease(2, timeout_s=60.0))
+    await run_ready()
+    pool.drain()
+    with pytest.raises(Draining, match="try another host"):
+        await waiter
+    with pytest.raises(Draining):
+        await pool.lease(1, timeout_s=1.0)
+    await run_ready()
+    assert list(hypervisor.machines) == [machine.machine_id]
+    await pool.release([machine])
+    await run_ready()
+    assert hypervisor.machines == {}, "nothing is replaced"
+
+
+@pytest.mark.parametrize("gate", ["create_gate", "ready_gate"])
+async def test_closing_ends_machines_in_any_stage(make_pool: MakePool, hypervisor: StubHypervisor, gate: str) -> None:
+    pool = await started(make_pool(capacity=3, idle_target=2))
+    await pool.lease(1, timeout_s=1.0)
+    getattr(hypervisor, gate).clear()
+    waiter = asyncio.create_task(pool.lease(2, timeout_s=60.0))
+    await run_ready()
+    await pool.close()
+    await pool.close()
+    assert hypervisor.machines == {}
+    assert counts(pool) == (0, 0, 0, 0, 0)
+    with pytest.raises(Draining):
+        await waiter
+
+
+async def test_closing_at_any_await_of_a_boot_leaves_nothing(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
+    made = set()
+    for turns in range(30):
+        pool = make_pool(capacity=2)
+        await pool.start()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await pool.close()
+        made.add(len(hypervisor.made))
+        assert hypervisor.machines == {}, f"closed after {turns} turns of the loop"
+    assert len(made) > 10, "most were closed after a machine had been made"
+
+
+async def test_closing_goes_on_when_its_caller_is_cancelled(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
+    pool = await started(make_pool(capacity=2))
+    hypervisor.destroy_gate.clear()
+    closing = asyncio.create_task(pool.close())
+    await run_ready()
+    closing.cancel()
+    await run_ready()
+    assert len(hypervisor.machines) == 2
+    hypervisor.destroy_gate.set()
+    await pool.close()
+    assert hypervisor.machines == {}
+
+
+async def test_closing_does_not_wait_for_ever_for_a_machine_that_does_not_go(
+    make_pool: MakePool, hypervisor: StubHypervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = await started(make_pool(capacity=1))
+    (machine,) = hypervisor.made
+    machine.destroy_errors = [HypervisorError("domain is busy")] * 3
+    await pool.close()
+    assert f"machine {machine.machine_id}: left behind" in caplog.text
+    await machine.destroy()
+
+
+async def test_memory_is_measured_now_and_then(make_pool: MakePool, clock: ManualClock) -> None:
+    pool = await started(make_pool(capacity=2, measure_interval_s=15.0))
+    assert pool.statistics().memory_bytes == 0
+    await clock.advance(15.0)
+    assert pool.statistics().memory_bytes == 2 << 20
+
+
+async def test_the_repr_tells_what_there_is(make_pool: MakePool) -> None:
+    pool = await started(make_pool(capacity=2))
+    await pool.lease(1, timeout_s=1.0)
+    assert repr(pool) == "<Pool 'desktop' 1 idle | 1 leased | 0 starting | 0 dying | 0 waiting>"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"name": "Desktop"}, "pool name 'Desktop'"),
+        ({"capacity": 0}, "capacity 0"),
+        ({"idle_target": 3}, r"idle_target 3 is not in \[0, 2\]"),
+        ({"max_starting": 0}, "max_starting 0"),
+        ({"backoff_min_s": 0.0}, "backoff from 0 s"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict[str, object], message: str) -> None:
+    right: dict[str, object] = {"name": "desktop", "capacity": 2, "idle_target": 2}
+    with pytest.raises(ConfigError, match=message):
+        PoolSettings(**{**right, **wrong})  # type: ignore[arg-type]

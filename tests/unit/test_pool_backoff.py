@@ -1,0 +1,51 @@
+"""How long a pool holds boots back after failures."""
+
+from envd.pool.backoff import Backoff
+
+
+def test_nothing_is_held_back_before_a_failure() -> None:
+    assert Backoff(min_s=1.0, max_s=8.0).starting_limit(0.0, limit=4) == 4
+
+
+def test_after_a_failure_none_boots_then_one_tries() -> None:
+    backoff = Backoff(min_s=1.0, max_s=8.0)
+    backoff.failed(10.0, "no space")
+    assert backoff.starting_limit(10.9, limit=4) == 0
+    assert backoff.retry_at_s(10.9) == 11.0
+    assert backoff.starting_limit(11.0, limit=4) == 1
+    assert backoff.retry_at_s(11.0) is None
+    assert backoff.problem == "no space"
+
+
+def test_pauses_double_up_to_the_longest() -> None:
+    backoff = Backoff(min_s=1.0, max_s=5.0)
+    now_s, pauses = 0.0, []
+    for _ in range(5):
+        backoff.failed(now_s, "no space")
+        retry_at_s = backoff.retry_at_s(now_s)
+        assert retry_at_s is not None
+        pauses.append(retry_at_s - now_s)
+        now_s = retry_at_s
+    assert pauses == [1.0, 2.0, 4.0, 5.0, 5.0]
+
+
+def test_machines_that_fail_together_count_once() -> None:
+    backoff = Backoff(min_s=1.0, max_s=60.0)
+    for _ in range(8):
+        backoff.failed(0.0, "no space")
+    assert backoff.retry_at_s(0.0) == 1.0
+
+
+def test_a_machine_that_comes_up_clears_the_failures() -> None:
+    backoff = Backoff(min_s=1.0, max_s=60.0)
+    backoff.failed(0.0, "no space")
+    backoff.succeeded()
+    assert backoff.starting_limit(0.0, limit=4) == 4
+    assert backoff.problem == ""
+
+
+def test_a_week_of_failures_does_not_overflow() -> None:
+    backoff = Backoff(min_s=1.0, max_s=60.0)
+    for attempt in range(5000):
+        backoff.failed(attempt * 100.0, "no space")
+    assert backoff.retry_at_s(499_900.0) == 499_960.0

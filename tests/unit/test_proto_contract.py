@@ -1,0 +1,71 @@
+"""The contract's text: what its comments promise, and the page made from them."""
+
+import importlib.util
+import inspect
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from cuaenv.v1 import env_pb2
+
+from envd import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = (ROOT / "proto" / "cuaenv" / "v1" / "env.proto").read_text(encoding="utf-8")
+SERVICE = env_pb2.DESCRIPTOR.services_by_name["CUAEnv"]
+
+
+EVERY_ERROR = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.EnvdError)]
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_api", ROOT / "docs" / "generate_api.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_api_page_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == generator().page(), (
+        "docs/api.md is stale; run: python docs/generate_api.py"
+    )
+
+
+def test_the_api_page_has_every_method() -> None:
+    page = generator().page()
+    missing = [method.name for method in SERVICE.methods if f"\n### {method.name}\n" not in page]
+    assert missing == []
+
+
+@pytest.mark.parametrize("kind", EVERY_ERROR, ids=lambda kind: kind.__name__)
+def test_a_reason_that_a_client_can_meet_is_documented(kind: type[errors.EnvdError]) -> None:
+    # An unknown image is found at start, and no method names one.
+    if kind is errors.ImageNotFound:
+        return
+    assert f"`{kind.reason}`" in SOURCE
+
+
+@pytest.mark.parametrize("method", [method.name for method in SERVICE.methods])
+def test_every_method_documents_its_errors(method: str) -> None:
+    comment = SOURCE.split(f"  rpc {method}(")[0].rpartition("\n\n")[2]
+    assert "  // Errors:\n" in comment
+
+
+@pytest.mark.parametrize(
+    "method", [method.name for method in SERVICE.methods if "request_id" in method.input_type.fields_by_name]
+)
+def test_what_takes_a_request_id_says_that_it_is_idempotent(method: str) -> None:
+    comment = SOURCE.split(f"  rpc {method}(")[0].rpartition("\n\n")[2]
+    assert "Idempotent on `request_id`" in comment
+
+
+def test_the_contract_passes_its_linter() -> None:
+    buf = Path(sysconfig.get_path("scripts"), "buf")
+    assert buf.exists(), f"{buf} is missing; install the dev extra into {sys.prefix}"
+    result = subprocess.run([buf, "lint"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=50)
+    assert (result.returncode, result.stdout) == (0, "")

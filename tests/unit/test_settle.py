@@ -1,0 +1,125 @@
+"""When a screen counts as settled."""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+
+from envd.guest.observation import SettlePolicy
+from envd.guest.settle import Sight, decide, settle
+
+POLICY = SettlePolicy(quiet_ms=300, min_ms=0, max_ms=5000)
+
+
+def sight(*, now: float, change: float = -10.0, seen: float, began: float = 0.0, after_input: float = 0.0) -> Sight:
+    return Sight(now_s=now, began_s=began, input_s=after_input, change_s=change, seen_s=seen)
+
+
+@pytest.mark.parametrize(
+    ("policy", "what", "verdict"),
+    [
+        (POLICY, sight(now=0.31, seen=0.30), True),
+        (POLICY, sight(now=0.31, seen=0.29), 0.0),  # quiet by the clock, but not seen to be
+        (POLICY, sight(now=0.10, seen=0.09), 0.05),
+        (POLICY, sight(now=0.28, seen=0.27), 0.02),
+        (POLICY, sight(now=0.50, seen=0.49, change=0.30), 0.05),
+        (POLICY, sight(now=0.61, seen=0.60, change=0.30), True),
+        (POLICY, sight(now=5.00, seen=4.99, change=4.90), False),
+        (POLICY, sight(now=4.99, seen=4.98, change=4.90), 0.01),
+        # Long waits before the call count as quiet: only the newest look is needed.
+        (POLICY, sight(now=9.01, began=9.0, seen=9.0), True),
+        (POLICY, sight(now=9.01, began=9.0, seen=9.0, change=8.9), 0.05),
+        (SettlePolicy(quiet_ms=0), sight(now=0.001, seen=0.0), True),
+        (SettlePolicy(quiet_ms=0, min_ms=200), sight(now=0.1, seen=0.1), 0.05),
+        (SettlePolicy(quiet_ms=0, min_ms=200), sight(now=0.21, seen=0.2), True),
+        (SettlePolicy(quiet_ms=300, max_ms=0), sight(now=0.01, seen=0.0), False),
+        # Even at the end of patience, what was seen must be newer than the input.
+        (SettlePolicy(quiet_ms=300, max_ms=0), sight(now=0.2, seen=0.0, after_input=0.1), 0.0),
+    ],
+)
+def test_the_verdict_follows_from_what_was_seen(policy: SettlePolicy, what: Sight, verdict: bool | float) -> None:
+    decided = decide(policy, what)
+    assert type(decided) is type(verdict)
+    assert decided == pytest.approx(verdict)
+
+
+@dataclass
+class DrawnScreen:
+    """A screen that changes at known times, looked at by a clock that only moves when something waits."""
+
+    changes_s: list[float]
+    look_takes_s: float = 0.01
+    now_s: float = 0.0
+    looks_s: list[float] = field(default_factory=list)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    async def sleep(self, duration_s: float) -> None:
+        self.now_s += duration_s
+
+    async def look(self) -> float:
+        asked_s = self.now_s
+        self.looks_s.append(asked_s)
+        self.now_s += self.look_takes_s
+        return asked_s
+
+    @property
+    def last_change_s(self) -> float:
+        return max((t for t in self.changes_s if t <= self.now_s), default=-10.0)
+
+    @property
+    def change_count(self) -> int:
+        return sum(t <= self.now_s for t in self.changes_s)
+
+
+async def settled(screen: DrawnScreen, policy: SettlePolicy = POLICY) -> tuple[bool, float, int]:
+    result = await settle(
+        screen,  # type: ignore[arg-type]
+        policy,
+        input_s=0.0,
+        monotonic=screen.monotonic,
+        sleep=screen.sleep,
+    )
+    return result.settled, result.settle_ms, result.change_count
+
+
+async def test_a_still_screen_settles_right_after_the_quiet_time() -> None:
+    is_settled, settle_ms, changes = await settled(DrawnScreen([]))
+    assert (is_settled, changes) == (True, 0)
+    assert 300 <= settle_ms <= 330
+
+
+async def test_each_change_starts_the_quiet_time_again() -> None:
+    is_settled, settle_ms, changes = await settled(DrawnScreen([0.1, 0.2, 0.45]))
+    assert (is_settled, changes) == (True, 3)
+    assert 750 <= settle_ms <= 780
+
+
+async def test_a_screen_that_never_rests_is_given_up_on_in_time() -> None:
+    is_settled, settle_ms, changes = await settled(DrawnScreen([i / 10 for i in range(1, 100)]))
+    assert not is_settled
+    assert 5000 <= settle_ms <= 5030
+    assert changes == 50
+
+
+async def test_the_display_is_kept_awake_while_waiting() -> None:
+    screen = DrawnScreen([])
+    await settled(screen)
+    gaps = [later - earlier for earlier, later in pairwise(screen.looks_s)]
+    assert max(gaps) <= 0.061
+
+
+async def test_a_slow_display_delays_the_verdict_and_never_spoils_it() -> None:
+    screen = DrawnScreen([0.35], look_takes_s=0.2)
+    is_settled, settle_ms, changes = await settled(screen)
+    assert (is_settled, changes) == (True, 1)
+    assert settle_ms >= 650
+    assert screen.looks_s[-1] >= 0.65
+
+
+async def test_no_patience_still_means_one_look() -> None:
+    screen = DrawnScreen([])
+    is_settled, _, _ = await settled(screen, SettlePolicy(max_ms=0))
+    assert not is_settled
+    assert screen.looks_s == [0.0]

@@ -1,0 +1,98 @@
+"""Each failure has its code, reason and hints."""
+
+import inspect
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+from envd import errors
+from envd.api.status import code_of, status_of
+
+Code = grpc.StatusCode
+
+TABLE: list[tuple[errors.EnvdError, Code, str]] = [
+    (errors.InvalidRequest("a.b", "is wrong"), Code.INVALID_ARGUMENT, "BAD_FIELD"),
+    (errors.RequestIdReused("r-1"), Code.INVALID_ARGUMENT, "REQUEST_ID_REUSED"),
+    (errors.NotFound("x"), Code.NOT_FOUND, "NOT_FOUND"),
+    (errors.EpisodeNotFound("x"), Code.NOT_FOUND, "EPISODE_NOT_FOUND"),
+    (errors.TaskNotFound("x"), Code.NOT_FOUND, "TASK_NOT_FOUND"),
+    (errors.PoolNotFound("x"), Code.NOT_FOUND, "POOL_NOT_FOUND"),
+    (errors.ImageNotFound("x"), Code.NOT_FOUND, "IMAGE_NOT_FOUND"),
+    (errors.EpisodeEnded("x"), Code.FAILED_PRECONDITION, "EPISODE_ENDED"),
+    (errors.GroupTooLarge("x"), Code.FAILED_PRECONDITION, "GROUP_TOO_LARGE"),
+    (errors.StepIndexMismatch("x"), Code.ABORTED, "STEP_INDEX_MISMATCH"),
+    (errors.PoolExhausted("x", retry_after_s=1.5), Code.RESOURCE_EXHAUSTED, "POOL_EXHAUSTED"),
+    (errors.Draining("x", retry_after_s=2.0), Code.UNAVAILABLE, "DRAINING"),
+    (errors.AccessDenied("x"), Code.PERMISSION_DENIED, "ACCESS_DENIED"),
+    (errors.Unimplemented("x"), Code.UNIMPLEMENTED, "UNIMPLEMENTED"),
+    (errors.MachineLost("x"), Code.DATA_LOSS, "MACHINE_LOST"),
+    (errors.GuestUnresponsive("x"), Code.DATA_LOSS, "GUEST_UNRESPONSIVE"),
+    (errors.GuestError("x"), Code.DATA_LOSS, "GUEST_ERROR"),
+    (errors.GuestRefused("x"), Code.FAILED_PRECONDITION, "GUEST_REFUSED"),
+    (errors.SetupFailed("x"), Code.INTERNAL, "SETUP_FAILED"),
+    (errors.EvaluatorFailed("x"), Code.INTERNAL, "EVALUATOR_FAILED"),
+    (errors.HypervisorError("x"), Code.INTERNAL, "HYPERVISOR_ERROR"),
+    (errors.ImageError("x"), Code.INTERNAL, "IMAGE_ERROR"),
+    (errors.ConfigError("x"), Code.INTERNAL, "CONFIG_ERROR"),
+    (errors.EnvdError("x"), Code.INTERNAL, "BUG"),
+]
+
+
+def unpacked(status: status_pb2.Status) -> dict[str, object]:
+    kinds = (error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo, error_details_pb2.BadRequest)
+    found: dict[str, object] = {}
+    for detail in status.details:
+        for kind in kinds:
+            message = kind()
+            if detail.Unpack(message):
+                found[kind.__name__] = message
+    return found
+
+
+@pytest.mark.parametrize(("error", "code", "reason"), TABLE, ids=lambda value: type(value).__name__)
+def test_a_failure_has_its_code_and_reason(error: errors.EnvdError, code: Code, reason: str) -> None:
+    status = status_of(error, metadata={"episode_id": "ep-1"})
+    number, _ = code.value
+    assert (code_of(error), status.code, status.message) == (code, number, str(error))
+    assert unpacked(status)["ErrorInfo"] == error_details_pb2.ErrorInfo(
+        reason=reason, domain="cuaenv", metadata={"episode_id": "ep-1"}
+    )
+
+
+def test_the_table_has_every_error() -> None:
+    every = {kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.EnvdError)}
+    assert {type(error) for error, _, _ in TABLE} == every
+
+
+@pytest.mark.parametrize(("error", "code", "reason"), TABLE, ids=lambda value: type(value).__name__)
+def test_only_what_is_worth_retrying_says_when(error: errors.EnvdError, code: Code, reason: str) -> None:
+    retry = unpacked(status_of(error, metadata={})).get("RetryInfo")
+    if isinstance(error, errors.PoolExhausted | errors.Draining):
+        assert isinstance(retry, error_details_pb2.RetryInfo)
+        assert retry.retry_delay.ToTimedelta().total_seconds() == error.retry_after_s
+    else:
+        assert retry is None
+
+
+def test_a_bad_field_is_named_in_the_details() -> None:
+    status = status_of(errors.InvalidRequest("actions[2].click.count", "11 is too many"), metadata={})
+    bad = unpacked(status)["BadRequest"]
+    assert isinstance(bad, error_details_pb2.BadRequest)
+    [violation] = bad.field_violations
+    assert (violation.field, violation.description) == ("actions[2].click.count", "11 is too many")
+
+
+def test_an_error_that_is_not_ours_is_a_bug_and_keeps_its_words_to_itself() -> None:
+    status = status_of(ValueError("password=hunter2"), metadata={})
+    info = unpacked(status)["ErrorInfo"]
+    assert isinstance(info, error_details_pb2.ErrorInfo)
+    assert (status.code, info.reason) == (Code.INTERNAL.value[0], "BUG")
+    assert status.message == "a bug in envd (ValueError); its log has the traceback"
+
+
+def test_a_long_message_fits_into_the_headers_that_carry_it() -> None:
+    error = errors.InvalidRequest("x" * 100, "€" * 10_000)
+    status = status_of(error, metadata={"request_id": "r" * 10_000})
+    assert status.message.endswith("...")
+    assert status.ByteSize() < 4096

@@ -1,0 +1,109 @@
+"""Loading suites from files: what is found, and how wrong files are refused."""
+
+from pathlib import Path
+
+import pytest
+
+from envd.errors import ConfigError, TaskNotFound
+from envd.tasks.catalogue import TaskCatalogue
+
+GOOD = """
+suite: mine
+tasks:
+  - name: first
+    level: 1
+    instruction: Do it.
+    checker: {kind: file_absent, path: /home/user/a.txt}
+"""
+
+
+def write(directory: Path, text: str, name: str = "mine.yaml") -> Path:
+    path = directory / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as raised:
+        TaskCatalogue.load([path], include_builtin=False)
+    return str(raised.value)
+
+
+def test_the_suites_that_come_with_envd_are_loaded_before_others(tmp_path: Path) -> None:
+    catalogue = TaskCatalogue.load([write(tmp_path, GOOD)])
+    assert catalogue.get("mine/first").level == 1
+    assert catalogue.list()[-1].task_id == "mine/first"
+    assert catalogue.list()[0].task_id.startswith("desktop/")
+    assert "tasks in desktop, mine" in repr(catalogue)
+
+
+def test_a_directory_gives_all_its_yaml_files_in_order(tmp_path: Path) -> None:
+    write(tmp_path, GOOD.replace("mine", "b"), "b.yaml")
+    write(tmp_path, GOOD.replace("mine", "a"), "a.yaml")
+    write(tmp_path, "not a suite", "README.txt")
+    catalogue = TaskCatalogue.load([tmp_path], include_builtin=False)
+    assert [task.task_id for task in catalogue.list()] == ["a/first", "b/first"]
+
+
+def test_an_unknown_task_is_refused_with_close_ids(tmp_path: Path) -> None:
+    catalogue = TaskCatalogue.load([write(tmp_path, GOOD)], include_builtin=False)
+    with pytest.raises(TaskNotFound, match=r"no task 'mine/frist'; did you mean mine/first\?"):
+        catalogue.get("mine/frist")
+    with pytest.raises(TaskNotFound, match="1 tasks are loaded"):
+        catalogue.get("zzz")
+
+
+def test_a_wrong_field_is_named_with_its_file_and_task(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD.replace("file_absent", "file_absnt").replace("level: 1", "level: 9"))
+    message = refusal(path)
+    assert message.startswith(f"{path}: task mine/first: ")
+    assert "level: Input should be less than or equal to 5" in message
+    assert "checker: Input tag 'file_absnt'" in message
+
+
+def test_a_wrong_verb_is_named_by_its_place_in_the_setup(tmp_path: Path) -> None:
+    verb = "    setup: [{kind: remove, path: notes.txt}]\n    checker"
+    assert "setup[0].remove.path: " in refusal(write(tmp_path, GOOD.replace("    checker", verb)))
+
+
+def test_a_wrong_oracle_is_named_by_step_and_action(tmp_path: Path) -> None:
+    oracle = "    oracle: [[{press: enter}], [{clack: {}}]]\n    checker"
+    message = refusal(write(tmp_path, GOOD.replace("    checker", oracle)))
+    assert "oracle[1][0]: Value error, unknown action 'clack'" in message
+
+
+def test_a_task_id_is_there_once(tmp_path: Path) -> None:
+    first, second = write(tmp_path, GOOD, "1.yaml"), write(tmp_path, GOOD, "2.yaml")
+    assert refusal(tmp_path) == f"{second}: task mine/first is already in {first}; rename one"
+
+
+def test_a_key_is_there_once(tmp_path: Path) -> None:
+    assert "key 'level' is there twice" in refusal(write(tmp_path, GOOD.replace("level: 1", "level: 1\n    level: 2")))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("suite: [", "cannot be read as a suite"),
+        ("- a", "exactly the keys suite and tasks"),
+        ("suite: a", "exactly the keys suite and tasks"),
+        ("suite: a\ntasks: []\nmore: 1", "exactly the keys suite and tasks"),
+        ("suite: 1\ntasks: []", "suite must be text"),
+        ("suite: a\ntasks: {}", "tasks a list"),
+        ("suite: a\ntasks: [1]", "tasks[0]: a task is a mapping with a name"),
+        ("suite: a\ntasks: [{level: 1}]", "tasks[0]: a task is a mapping with a name"),
+        ("suite: !!python/object/apply:os.getcwd []\ntasks: []", "cannot be read as a suite"),
+    ],
+)
+def test_what_is_no_suite_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = write(tmp_path, text)
+    message = refusal(path)
+    assert message.startswith(str(path))
+    assert words in message
+
+
+def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None:
+    assert "missing.yaml: cannot be read" in refusal(tmp_path / "missing.yaml")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "binary.yaml: cannot be read" in refusal(binary)

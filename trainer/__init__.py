@@ -1,0 +1,1 @@
+"""The trainer side: clients and rollouts that meet envd over gRPC only."""
