@@ -31,6 +31,7 @@ from envd.hypervisor.images.build import build_image
 from envd.hypervisor.images.catalogue import ImageCatalogue
 from envd.hypervisor.images.recipe import desktop_recipe
 from envd.tasks.model import Task
+from envd.tasks.replay import replay
 from envd.telemetry import logs
 
 DEFAULT_TASK, DEFAULT_FAKE_TASK = "desktop/save-shopping-list", "fake/save-note"
@@ -194,20 +195,25 @@ async def _play(
             timings_ms=dict(opened.timings_ms),
         )
     ]
-    for index, actions in enumerate(policy.steps):
-        answer = await driver.step(episode_id, *actions, step_index=index)
+
+    async def step(actions: tuple[Action, ...]) -> str:
+        index = len(steps)
+        answer = await driver.step(episode_id, *actions, step_index=index - 1)
         seen = answer.observation
         steps.append(
             StepRecord(
                 actions=tuple(map(repr, actions)),
                 errors=tuple(result.error for result in answer.action_results if result.error),
-                frame=directory.write_frame(f"{policy.name}-{index + 1:02}", seen.frame.keyframe.data),
+                frame=directory.write_frame(f"{policy.name}-{index:02}", seen.frame.keyframe.data),
                 frame_id=seen.frame.frame_id,
                 settled=seen.settle.settled,
                 timings_ms=dict(answer.timings_ms),
             )
         )
-        _say(f"{policy.name}: step {index + 1} of {len(policy.steps)}, {answer.timings_ms['total']:.0f} ms")
+        _say(f"{policy.name}: step {index}, {answer.timings_ms['total']:.0f} ms")
+        return seen.frame.frame_id
+
+    await replay(policy.steps, first_frame_id=first.frame.frame_id, step=step)
     verdict = await driver.evaluate(episode_id)
     _say(f"{policy.name}: reward {verdict.score:g}")
     return EpisodeRecord(

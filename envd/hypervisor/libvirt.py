@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -30,7 +31,7 @@ import libvirt
 import libvirt_qemu
 from PIL import Image as PillowImage
 
-from envd.errors import ConfigError, HypervisorError, MachineLost
+from envd.errors import ConfigError, GuestUnresponsive, HypervisorError, MachineLost
 from envd.hypervisor.accel import AcceleratorChoice, choose_accelerator
 from envd.hypervisor.agent_channel import AgentChannel
 from envd.hypervisor.libvirt_xml import (
@@ -53,6 +54,8 @@ from envd.hypervisor.machine import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+#: How much later than a broken connection libvirt's event of the domain's end may come.
+_LOSS_IS_TOLD_WITHIN_S = 3.0
 #: Unix socket paths end at 107 bytes; this is what stands below the state directory at most.
 _LONGEST_SOCKET = len("/machines/") + 32 + len("/agent.sock")
 _MAX_SOCKET_PATH = 107
@@ -412,7 +415,15 @@ class LibvirtMachine:
         self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float
     ) -> JsonValue:
         """Run one QEMU guest agent command. Raises: GuestUnresponsive, GuestError, MachineLost."""
-        return await self._unless_lost(self._agent.command(command, arguments, timeout_s=timeout_s))
+        try:
+            return await self._unless_lost(self._agent.command(command, arguments, timeout_s=timeout_s))
+        except GuestUnresponsive as error:
+            if isinstance(error.__cause__, OSError | EOFError):
+                # Only a QEMU that ends closes this socket; libvirt tells of it a moment later.
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._lost.wait(), _LOSS_IS_TOLD_WITHIN_S)
+                self._require_alive(error)
+            raise
 
     async def screendump(self) -> bytes:
         """Return the true screen as PNG, straight from the display device. Raises: MachineLost."""

@@ -91,9 +91,9 @@ class MachineContract:
     @pytest_asyncio.fixture(scope="class", loop_scope="class")
     @classmethod
     async def machine(cls, hypervisor: Hypervisor) -> AsyncIterator[Machine]:
-        """A machine whose agent answers, shared by tests that leave it running."""
+        """A booted machine, shared by tests that leave it running."""
         async with cls.new_machine(hypervisor) as machine:
-            await cls.wait_agent(machine)
+            await cls.wait_booted(machine)
             yield machine
 
     @classmethod
@@ -105,6 +105,11 @@ class MachineContract:
             yield machine
         finally:
             await machine.destroy()
+
+    @classmethod
+    async def wait_booted(cls, machine: Machine) -> None:
+        """Return once the machine answers and shows its desktop. A guest whose agent is early says more here."""
+        await cls.wait_agent(machine)
 
     @classmethod
     async def wait_agent(cls, machine: Machine) -> None:

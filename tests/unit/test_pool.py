@@ -273,7 +273,7 @@ async def test_a_waiter_cancelled_in_the_moment_of_admission_gives_its_machine_t
 
 
 async def test_a_hundred_random_cancellations_leak_nothing(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
-    dice = random.Random(11)  # noqa: S311
+    dice = random.Random(11)
     pool = await started(make_pool(capacity=4, queue_limit=100))
     held: list[LeasedMachine] = []
 

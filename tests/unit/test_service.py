@@ -864,7 +864,7 @@ async def test_closing_the_service_is_idempotent_and_goes_on_when_cancelled(worl
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_a_hundred_random_cancellations_and_kills_leak_nothing(world: World, seed: int) -> None:
-    dice = random.Random(seed)  # noqa: S311
+    dice = random.Random(seed)
 
     async def episode() -> None:
         result = await world.reset(group_size=dice.randint(1, CAPACITY), lease_ttl_s=30.0, timeout_s=120.0)

@@ -1,0 +1,38 @@
+"""What tests on real machines share: the desktop image, and one short state directory for libvirt's embedded driver."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Imported before libvirt is used: gRPC's fork handlers and the embedded driver do not go together.
+import envd.api
+from envd.config import load
+from envd.hypervisor.images.catalogue import Image, ImageCatalogue
+
+assert envd.api
+# So that a failed assertion in a shipped contract suite says what it compared.
+pytest.register_assert_rewrite("envd.testing.machine_contract")
+
+
+@pytest.fixture(scope="session")
+def cache_dir() -> Path:
+    """Where images are kept, as `make image` leaves them."""
+    return load().cache_dir
+
+
+@pytest.fixture(scope="session")
+def desktop_image(cache_dir: Path) -> Image:
+    """The built desktop image. Fails where it is missing: a test on real machines is never skipped."""
+    return ImageCatalogue(cache_dir).get("desktop")
+
+
+@pytest.fixture(scope="session")
+def vm_state_dir() -> Iterator[Path]:
+    """A state directory for machines of this process; one, because a process can embed libvirt under one root only."""
+    # Below /tmp, not pytest's own deep directory: Unix sockets end at 107 bytes.
+    directory = Path(tempfile.mkdtemp(prefix="envd-t-", dir="/tmp"))
+    yield directory
+    shutil.rmtree(directory)

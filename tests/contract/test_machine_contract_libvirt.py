@@ -1,0 +1,78 @@
+"""The machine contract on real machines: libvirt's embedded driver, QEMU, and the Debian desktop."""
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import pytest_asyncio
+
+from envd.errors import ConfigError, HypervisorError
+from envd.guest.desktop import Desktop
+from envd.hypervisor.images.catalogue import Image, ImageCatalogue, file_sha256
+from envd.hypervisor.libvirt import LibvirtHypervisor
+from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec
+from envd.testing.leftovers import machine_leftovers, machine_processes
+from envd.testing.machine_contract import MachineContract, new_machine_id
+
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(600)]
+
+
+class TestMachineContractOnLibvirt(MachineContract):
+    # Under emulation, on a busy host.
+    boot_timeout_s: ClassVar[float] = 300.0
+    answer_timeout_s: ClassVar[float] = 20.0
+    prompt_s: ClassVar[float] = 10.0
+    cancel_after_s: ClassVar[tuple[float, ...]] = (0.0, 0.05, 0.5)
+    state_dir: ClassVar[Path]
+    image: ClassVar[DiskImage]
+
+    @pytest_asyncio.fixture(scope="class", loop_scope="class")
+    @classmethod
+    async def hypervisor(  # type: ignore[override]  # fixtures ask for other fixtures
+        cls, vm_state_dir: Path, cache_dir: Path, desktop_image: Image
+    ) -> AsyncIterator[LibvirtHypervisor]:
+        cls.state_dir, cls.image = vm_state_dir, ImageCatalogue(cache_dir).disk_image("desktop")
+        hypervisor = await LibvirtHypervisor.open(state_dir=vm_state_dir, cache_dir=cache_dir)
+        assert await hypervisor.reap() == []
+        yield hypervisor
+        assert machine_leftovers(vm_state_dir) == []
+        await hypervisor.close()
+        assert file_sha256(cls.image.disk) == desktop_image.disk_sha256, "a machine wrote to its base image"
+
+    @classmethod
+    def make_spec(cls, machine_id: str) -> MachineSpec:
+        return MachineSpec(machine_id=machine_id, image=cls.image)
+
+    @classmethod
+    async def wait_booted(cls, machine: Machine) -> None:
+        desktop = Desktop(machine)
+        await desktop.wait_ready(timeout_s=cls.boot_timeout_s)
+        await desktop.close()
+
+    @classmethod
+    async def kill(cls, machine: Machine) -> None:
+        (pid,) = machine_processes(cls.state_dir, machine.machine_id)
+        os.kill(pid, 9)
+
+    @classmethod
+    def leftovers(cls, hypervisor: Hypervisor, machine_id: str) -> list[str]:
+        return machine_leftovers(cls.state_dir, machine_id)
+
+    async def test_the_accelerator_and_its_reason_are_told(self, hypervisor: Hypervisor) -> None:
+        assert f"accelerator {hypervisor.accelerator.value} (" in hypervisor.description
+
+    async def test_a_base_disk_that_is_gone_is_a_hypervisor_error_that_leaves_nothing(
+        self, hypervisor: Hypervisor, tmp_path: Path
+    ) -> None:
+        image = DiskImage(name="gone", digest="0" * 64, disk=tmp_path / "gone.qcow2", kernel=self.image.kernel)
+        spec = MachineSpec(machine_id=new_machine_id(), image=image)
+        with pytest.raises(HypervisorError, match=rf"machine {spec.machine_id}: its overlay could not be made.*gone"):
+            await hypervisor.create(spec)
+        assert self.leftovers(hypervisor, spec.machine_id) == []
+
+    async def test_a_state_directory_with_too_long_a_path_is_refused_by_name(self, tmp_path: Path) -> None:
+        deep = tmp_path / ("d" * 80)
+        with pytest.raises(ConfigError, match="choose a shorter --state-dir"):
+            await LibvirtHypervisor.open(state_dir=deep)

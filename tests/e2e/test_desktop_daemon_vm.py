@@ -1,0 +1,238 @@
+"""`envd serve` on real machines, as its users meet it: a process of its own, its sockets, its guests."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from envd.hypervisor.images.catalogue import Image
+from envd.testing.leftovers import machine_leftovers, machine_processes
+from trainer.client import (
+    BadRequest,
+    Click,
+    Done,
+    EnvClient,
+    Episode,
+    EpisodeEnded,
+    MachineLost,
+    PressKeys,
+    Settle,
+    TypeText,
+    View,
+    Wait,
+)
+
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
+
+TASK = "desktop/type-greeting"
+DOCUMENT = "/home/user/Documents/greeting.txt"
+PATIENT = timedelta(minutes=10)
+NO_PICTURE = View(encoding="none")
+CONFIG = """\
+[pools.desktop]
+image = "desktop"
+size = 1
+capacity = 2
+max_starting = 1
+allow_guest_access = true
+
+[limits]
+lease_ttl_s = 30
+"""
+
+
+class Daemon:
+    """One `envd serve` process on free ports."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.state_dir = state_dir
+        config = state_dir.parent / f"{state_dir.name}.toml"
+        config.write_text(CONFIG, encoding="utf-8")
+        command = [sys.executable, "-m", "envd", "serve", "--config", str(config), "--state-dir", str(state_dir)]
+        addresses = ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
+        self._log = (state_dir.parent / f"{state_dir.name}.log").open("a", encoding="utf-8")
+        self.process = subprocess.Popen(
+            [*command, *addresses], stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
+        )
+        self.said: list[str] = []
+        self._heard = threading.Condition()
+        self._reader = threading.Thread(target=self._listen, daemon=True)
+        self._reader.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._heard:
+                self.said.append(line)
+                self._heard.notify_all()
+
+    def wait_for(self, pattern: str, *, timeout_s: float = 60.0) -> str:
+        """Return the first group of the first line that matches, said already or yet to come."""
+
+        def found() -> str | None:
+            return next((match[1] for line in self.said if (match := re.search(pattern, line))), None)
+
+        with self._heard:
+            assert self._heard.wait_for(lambda: found() is not None, timeout_s), f"{pattern} is not in {self.said}"
+            return found() or ""
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Signal the process and return its exit status."""
+        self.process.send_signal(number)
+        status = self.process.wait(timeout=120)
+        self._reader.join(timeout=10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._log.close()
+        return status
+
+
+@pytest.fixture(scope="module")
+def state_dir(desktop_image: Image) -> Iterator[Path]:
+    assert desktop_image.name == "desktop"
+    parent = Path(tempfile.mkdtemp(prefix="envd-d-", dir="/tmp"))
+    yield parent / "s"
+    shutil.rmtree(parent)
+
+
+@pytest.fixture(scope="module")
+def daemon(state_dir: Path) -> Iterator[Daemon]:
+    served = Daemon(state_dir)
+    yield served
+    if served.process.poll() is None:
+        assert served.end() == 0
+    assert machine_leftovers(state_dir) == []
+
+
+@pytest.fixture(scope="module")
+def address(daemon: Daemon) -> str:
+    return daemon.wait_for(r"listening on (\S+)")
+
+
+def until(condition: Callable[[], bool], *, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s} s"
+        time.sleep(0.2)
+
+
+def in_guest(episode: Episode, method: str, path: str) -> dict[str, object]:
+    """Ask guestd from inside the guest."""
+    script = (
+        "import urllib.request as u;"
+        f"print(u.urlopen(u.Request('http://127.0.0.1:5000{path}', method='{method}', data=b'{{}}' "
+        f"if '{method}' == 'POST' else None, headers={{'Content-Type': 'application/json'}})).read().decode())"
+    )
+    answer = episode.run_command(["python3", "-c", script])
+    assert answer.exit_code == 0, answer.stderr
+    told = json.loads(answer.stdout)
+    assert isinstance(told, dict)
+    return told
+
+
+def test_typing_clicking_and_scoring_on_a_real_desktop(address: str) -> None:
+    line = "The quick brown fox\tjumps over 13 lazy dogs: €, é and ~`!@#$%^&*()_+{}|\"<>? \\ [] ';/.,\n"
+    text = (line * 30)[:2000]
+    points = random.Random(7)
+    clicks = [(points.randrange(150, 800), points.randrange(200, 500)) for _ in range(100)]
+    with EnvClient(address) as client, client.reset(TASK, timeout=PATIENT, view=NO_PICTURE) as episode:
+        assert "greeting.txt" in episode.instruction
+        step = episode.step(TypeText(text), PressKeys(["ctrl", "s"]), settle=Settle(quiet=timedelta(seconds=1)))
+        assert step.errors == ("", "")
+        assert episode.read_file(DOCUMENT) == text.encode()
+
+        in_guest(episode, "POST", "/envd/input_log/start")
+        seen: list[tuple[int, int]] = []
+        for start in range(0, 100, 20):
+            assert not any(episode.step(*(Click(x, y) for x, y in clicks[start : start + 20])).errors)
+        log = in_guest(episode, "GET", "/envd/input_log")
+        events = log["events"]
+        assert isinstance(events, list)
+        seen = [(e["x"], e["y"]) for e in events if e["type"] == "button" and e["pressed"] and e["code"] == 1]
+        assert len(seen) == 100
+        assert max(abs(a - c) + abs(b - d) for (a, b), (c, d) in zip(clicks, seen, strict=True)) <= 1
+
+        # Now the task itself: the document's only line.
+        episode.step(PressKeys(["ctrl", "a"]), TypeText("Hello, desktop!"), PressKeys(["ctrl", "s"]))
+        picture = episode.observe(view=View()).image
+        assert picture.size == (1280, 800)
+        episode.step(Done())
+        assert episode.evaluate().score == 1.0
+        with pytest.raises(EpisodeEnded, match="AGENT_DONE"):
+            episode.step(Wait(timedelta(seconds=1)))
+        with pytest.raises(BadRequest, match=r"actions\[0\]"):
+            episode.step(Click(5, 5, count=0))
+
+
+def test_a_guest_killed_in_mid_step_is_machine_lost_and_never_a_reward(address: str, state_dir: Path) -> None:
+    with EnvClient(address) as client, client.reset(TASK, timeout=PATIENT, view=NO_PICTURE) as episode:
+        idle = set(machine_processes(state_dir))
+        leased = in_guest(episode, "GET", "/envd/session")
+        assert leased["ready"] is True
+        failure: list[BaseException] = []
+
+        def step() -> None:
+            try:
+                episode.step(Wait(timedelta(seconds=30)))
+            except BaseException as error:
+                failure.append(error)
+
+        stepping = threading.Thread(target=step)
+        stepping.start()
+        time.sleep(1)
+        for pid in idle:  # The leased machine's, and that of a spare that is booting.
+            os.kill(pid, signal.SIGKILL)
+        stepping.join(timeout=30)
+        assert [type(error) for error in failure] == [MachineLost]
+        with pytest.raises(MachineLost):
+            episode.evaluate()
+
+
+CLIENT = """
+import sys
+from datetime import timedelta
+from trainer.client import EnvClient, View, Wait
+with EnvClient(sys.argv[1]) as client:
+    options = {"timeout": timedelta(minutes=10), "lease_ttl": timedelta(seconds=10), "view": View(encoding="none")}
+    with client.reset("desktop/type-greeting", **options) as episode:
+        print("stepping", flush=True)
+        while True:
+            episode.step(Wait(timedelta(seconds=5)))
+"""
+
+
+def test_the_machine_of_a_client_killed_in_mid_step_is_reclaimed(address: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", CLIENT, address], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stepping\n"
+        process.kill()
+    with EnvClient(address) as client:
+        assert [pool.leased_count for pool in client.list_pools()] == [1]
+        # The step that runs, the lease that it renews, and the destruction.
+        until(lambda: [pool.leased_count for pool in client.list_pools()] == [0], timeout_s=60)
+
+
+def test_what_a_killed_daemon_leaves_is_removed_by_the_next_one(daemon: Daemon, state_dir: Path) -> None:
+    until(lambda: bool(machine_processes(state_dir)), timeout_s=60)
+    daemon.end(signal.SIGKILL)
+    left = machine_processes(state_dir)
+    assert left != []
+    successor = Daemon(state_dir)
+    try:
+        successor.wait_for(r"removed (\d+) machines? of an earlier daemon")
+        assert not set(left) & set(machine_processes(state_dir))
+    finally:
+        assert successor.end() == 0
+    assert machine_leftovers(state_dir) == []
