@@ -151,6 +151,8 @@ def test_typing_clicking_and_scoring_on_a_real_desktop(address: str) -> None:
         assert "greeting.txt" in episode.instruction
         step = episode.step(TypeText(text), PressKeys(["ctrl", "s"]), settle=Settle(quiet=timedelta(seconds=1)))
         assert step.errors == ("", "")
+        # Under emulation the editor may still be drawing what was typed; it saves once it has read the chord.
+        until(lambda: episode.read_file(DOCUMENT) != b"", timeout_s=120)
         assert episode.read_file(DOCUMENT) == text.encode()
 
         in_guest(episode, "POST", "/envd/input_log/start")

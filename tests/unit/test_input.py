@@ -464,3 +464,12 @@ async def test_the_pointer_stays_on_a_screen_that_shrinks() -> None:
     await hands.play(client, plan(Move(to=Point(600, 400)), hands.state(SIZE)))
     assert hands.pointer((320, 200)) == Point(319, 199)
     await display.close()
+
+
+@pytest.mark.parametrize(
+    "action", [Click(at=Point(5, 5)), Click(count=2), Drag(start=Point(5, 5), end=Point(90, 90)), MouseUp()]
+)
+def test_a_released_button_rests_longer_than_a_bouncing_contact_would(action: Action) -> None:
+    events = plan(action, STATE)
+    assert isinstance(events[-1], Pause)
+    assert events[-1].duration_s > 0.025
