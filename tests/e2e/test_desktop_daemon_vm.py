@@ -175,7 +175,7 @@ def test_typing_clicking_and_scoring_on_a_real_desktop(address: str) -> None:
         with pytest.raises(EpisodeEnded, match="AGENT_DONE"):
             episode.step(Wait(timedelta(seconds=1)))
         with pytest.raises(BadRequest, match=r"actions\[0\]"):
-            episode.step(Click(5, 5, count=0))
+            episode.step(Click(5, 5, count=-1))
 
 
 def test_a_guest_killed_in_mid_step_is_machine_lost_and_never_a_reward(address: str, state_dir: Path) -> None:
