@@ -418,7 +418,8 @@ class LibvirtMachine:
         try:
             return await self._unless_lost(self._agent.command(command, arguments, timeout_s=timeout_s))
         except GuestUnresponsive as error:
-            if isinstance(error.__cause__, OSError | EOFError):
+            # A time-out is an OSError too, but says nothing of QEMU.
+            if isinstance(error.__cause__, OSError | EOFError) and not isinstance(error.__cause__, TimeoutError):
                 # Only a QEMU that ends closes this socket; libvirt tells of it a moment later.
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._lost.wait(), _LOSS_IS_TOLD_WITHIN_S)
