@@ -113,23 +113,32 @@ class PoolConfig(_Section):
     image: str = Field(default="", pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     """Name of an image in the catalogue. Left out, the pool's own name."""
     size: int = Field(default=1, ge=0, le=MAX_MACHINES)
-    """Machines kept ready, booted ahead of demand."""
+    """Machines kept ready, forked ahead of demand."""
     capacity: int | None = Field(default=None, ge=1, le=MAX_MACHINES)
     """Most machines that exist at once, ready, leased, starting and dying together. Left out, `size`, at least 1."""
     max_starting: int | None = Field(default=None, ge=1, le=MAX_MACHINES)
-    """Most machines that boot at the same time. Left out, half of the host's cores, at least 2."""
+    """Most machines that are forked at the same time. Left out, the number of the host's cores, at least 2."""
     memory_mib: int = Field(default=1024, ge=128, le=1_048_576)
-    """Memory of each machine, in MiB."""
+    """Memory of each machine, in MiB. What a machine does not change it shares with the others."""
+    expected_memory_mib: int = Field(default=256, ge=16, le=1_048_576)
+    """Memory in MiB that a used machine is expected to hold for itself; no machine is forked that the host could not
+    give this much to."""
     vcpu_count: int = Field(default=2, ge=1, le=256)
     """Virtual processors of each machine."""
     screen: Screen | None = None
     """Screen of each machine, WIDTHxHEIGHT in pixels. Left out, the image's own, such as 1280x800."""
+    always_running: bool = False
+    """Whether a guest, once used, runs on between the calls for it. Left out, it stands still then: a screen does not
+    change behind the agent's back, and an idle episode costs no CPU."""
+    task_templates: int = Field(default=8, ge=0, le=1024)
+    """Most tasks whose state after their setup is kept frozen, to fork later episodes from; 0 for none."""
     allow_guest_access: bool = False
     """Whether clients may read and write guest files and run guest commands."""
     queue_limit: int = Field(default=256, ge=0, le=1_000_000)
     """Most reset requests that may wait for a machine; more are told to come back later."""
     boot_timeout_s: float = Field(default=600.0, gt=0, le=7200)
-    """Longest time in seconds from starting a machine to a settled desktop."""
+    """Longest time in seconds from starting a machine to a settled desktop, when the template that all machines of the
+    pool are forked from is booted."""
     settle: SettleConfig = SettleConfig()
     """When a screen counts as settled, unless the client says otherwise."""
 
@@ -159,11 +168,28 @@ class HypervisorConfig(_Section):
     desktop, no guest). Left out, embed under `state_dir`."""
     accelerator: Literal["auto", "kvm", "tcg"] = "auto"
     """`kvm`, `tcg`, or `auto`: KVM where a probe shows that it truly runs guest code, else TCG."""
+    template_dir: Directory | None = None
+    """Directory of the stored templates, kept when the daemon ends. Left out, `templates` under `state_dir`."""
+    template_memory_dir: Directory | None = None
+    """Directory where the templates' memory files lie; a tmpfs such as /dev/shm keeps them in memory. Left out, beside
+    the rest on disk."""
+    template_limit_gib: float = Field(default=40.0, gt=0, le=1_048_576)
+    """Most disk space in GiB for stored templates; those unused for longest go first."""
+    tcg_cache_mib: int = Field(default=64, ge=1, le=4096)
+    """Most memory in MiB for each machine's translated code, where guests run without KVM."""
+
+    @property
+    def template_limit_bytes(self) -> int:
+        """`template_limit_gib` in bytes."""
+        return int(self.template_limit_gib * (1 << 30))
 
 
 class LimitsConfig(_Section):
-    """Bounds on episodes, where a request sets none, and the most that it may set."""
+    """Bounds on episodes, where a request sets none, and the most that it may set; and on the use of the host."""
 
+    memory_reserve_mib: int = Field(default=1024, ge=0, le=1_048_576)
+    """Memory in MiB that stays available on the host, also when all machines have grown as expected: no machine is
+    forked beyond that."""
     lease_ttl_s: float = Field(default=300.0, ge=10, le=3600)
     """Seconds without a call after which an episode's machine is taken back, where the client sets none."""
     lease_ttl_max_s: float = Field(default=3600.0, ge=10, le=3600)
@@ -209,7 +235,7 @@ class Config(_Section):
     hypervisor: HypervisorConfig = HypervisorConfig()
     """What runs the machines."""
     limits: LimitsConfig = LimitsConfig()
-    """Bounds on episodes."""
+    """Bounds on episodes and on the use of the host."""
     tasks: TasksConfig = TasksConfig()
     """Which tasks can be asked for."""
     pools: dict[str, PoolConfig] = {}
@@ -238,6 +264,11 @@ class Config(_Section):
     def hypervisor_uri(self) -> str:
         """`hypervisor.uri`, resolved."""
         return self.hypervisor.uri or f"qemu:///embed?root={self.state_dir / 'libvirt'}"
+
+    @property
+    def template_dir(self) -> Path:
+        """`hypervisor.template_dir`, resolved."""
+        return self.hypervisor.template_dir or self.state_dir / "templates"
 
 
 def parse_pool_flags(specs: Sequence[str]) -> Raw:

@@ -22,7 +22,9 @@ EnvdError
 │   └── GuestRefused       ... and the episode is unharmed
 ├── SetupFailed            a task's setup did not complete
 ├── EvaluatorFailed        a checker broke; there is no score
+├── NotForkable            the machine has something that a fork cannot have too
 ├── HypervisorError        libvirt or QEMU refused
+│   └── TemplateCorrupt    a stored template is not what was stored; it is never used
 ├── ImageError             an image cannot be built, imported or read
 └── ConfigError            the configuration is wrong; nothing was started
 ```
@@ -181,6 +183,18 @@ class HypervisorError(EnvdError):
     """libvirt or QEMU refused."""
 
     reason = "HYPERVISOR_ERROR"
+
+
+class TemplateCorrupt(HypervisorError):
+    """A stored template is not what was stored: refused, and put out of the way."""
+
+    reason = "TEMPLATE_CORRUPT"
+
+
+class NotForkable(EnvdError):
+    """The machine cannot be branched where it stands; the message names what stands in the way. It goes on."""
+
+    reason = "NOT_FORKABLE"
 
 
 class ImageError(EnvdError):

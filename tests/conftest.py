@@ -14,7 +14,8 @@ from envd.hypervisor.images.catalogue import Image, ImageCatalogue
 
 assert envd.api
 # So that a failed assertion in a shipped contract suite says what it compared.
-pytest.register_assert_rewrite("envd.testing.machine_contract")
+for module in ("fork_contract", "machine_contract", "machine_fixtures"):
+    pytest.register_assert_rewrite(f"envd.testing.{module}")
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +28,12 @@ def cache_dir() -> Path:
 def desktop_image(cache_dir: Path) -> Image:
     """The built desktop image. Fails where it is missing: a test on real machines is never skipped."""
     return ImageCatalogue(cache_dir).get("desktop")
+
+
+@pytest.fixture(scope="session")
+def template_dir(cache_dir: Path) -> Path:
+    """Where templates are kept between test runs, keyed by all that they depend on; a boot takes a minute otherwise."""
+    return cache_dir / "templates"
 
 
 @pytest.fixture(scope="session")

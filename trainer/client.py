@@ -11,7 +11,8 @@ with EnvClient("127.0.0.1:50051") as client, client.reset("desktop/note-hello") 
     print(episode.evaluate().score)
 ```
 
-`AsyncEnvClient` is the same with `async with` and `await`, for many episodes at once.
+`AsyncEnvClient` is the same with `async with` and `await`, for many episodes at once. `reset_group` opens a group that
+begins in one state, and `fork` branches an episode where it stands.
 
 Every call has a deadline. A call that the network loses is made again under the same request id until then, so the
 service performs it once; actions are never repeated. While an episode is open its lease is kept, however long a model
@@ -26,6 +27,7 @@ EnvError
 ├── EpisodeEnded          the episode takes no more steps
 ├── GroupTooLarge         the pool can never hold that many
 ├── GuestRefused          the guest cannot do that; the episode is unharmed
+├── NotForkable           the episode cannot be branched where it stands; it is unharmed
 ├── StepIndexMismatch     someone else stepped; abandon the episode
 ├── AccessDenied          switched off for this pool
 ├── NotSupported          not in the daemon's release
@@ -158,6 +160,10 @@ class GuestRefused(EnvError):
     """The guest answered that it cannot; the episode is unharmed."""
 
 
+class NotForkable(EnvError):
+    """The episode's machine has something that a copy cannot have too; the episode goes on."""
+
+
 class StepIndexMismatch(EnvError):
     """The episode is not where this client thinks it is; abandon it."""
 
@@ -225,6 +231,7 @@ _BY_REASON: Mapping[str, type[EnvError]] = {
     "EPISODE_ENDED": EpisodeEnded,
     "GROUP_TOO_LARGE": GroupTooLarge,
     "GUEST_REFUSED": GuestRefused,
+    "NOT_FORKABLE": NotForkable,
     "POOL_EXHAUSTED": PoolExhausted,
     "DRAINING": Draining,
     "MACHINE_LOST": MachineLost,
@@ -654,6 +661,18 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where an episode's first state came from. Equal origins prove that episodes began in the same state."""
+
+    template_digest: str
+    """Of the frozen machine that its machine was forked from."""
+    overlay_parent: str
+    """Of the disk that its machine's overlay stands on."""
+    first_frame_id: str
+    """What the agent saw first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """A set of interchangeable machines, as it is now."""
 
@@ -734,6 +753,12 @@ class _ResetOptions(TypedDict, total=False):
     settle: Settle | None
     view: View
     coordinate_space: tuple[int, int] | None
+    timeout: timedelta
+
+
+class _ForkOptions(TypedDict, total=False):
+    lease_ttl: timedelta
+    view: View | None
     timeout: timedelta
 
 
@@ -850,13 +875,52 @@ class AsyncEnvClient:
             )
             for info, observation in zip(response.episodes, response.observations, strict=True)
         ]
-        ids = [episode.episode_id for episode in episodes]
-        keeper = asyncio.create_task(self._keep_leases(ids, lease_ttl), name=f"keep-leases:{ids[0]}")
-        try:
+        async with self._kept(episodes, lease_ttl):
             yield episodes
-        finally:
-            keeper.cancel()
-            await _finish(asyncio.gather(*(episode.close() for episode in episodes)))
+
+    @asynccontextmanager
+    async def fork(
+        self,
+        parent: "AsyncEpisode",
+        *,
+        count: int,
+        lease_ttl: timedelta = timedelta(minutes=5),
+        view: View | None = None,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> AsyncIterator[Sequence["AsyncEpisode"]]:
+        """Branch an active episode: open copies that begin where it stands, all or none, and close them on the way out.
+
+        The parent goes on, and the copies may outlive it. Their leases are kept meanwhile. If this is cancelled while
+        it waits, what the service had begun ends with its lease.
+
+        Args:
+            parent: The episode; none of its steps may be running.
+            count: How many copies.
+            lease_ttl: How long their machines outlive this process, 10 s to 1 h.
+            view: What their first observations hold; by default what the parent's reset said.
+            timeout: How long admission and copying may take.
+
+        Raises:
+            NotForkable: It cannot be branched where it stands; it goes on.
+            EnvError: See the module's tree.
+        """
+        request = env_pb2.ForkRequest(
+            request_id=_new_id(),
+            episode_id=parent.episode_id,
+            step_index=parent.step_count,
+            fork_count=count,
+            lease_ttl=_wire_duration(lease_ttl),
+            observation=_wire_view(parent._view(view)),
+        )
+        response = await self._call("Fork", request, timeout)
+        episodes = [
+            AsyncEpisode(
+                self, info, _observation(observation), instruction=parent.instruction, defaults=parent._defaults
+            )
+            for info, observation in zip(response.episodes, response.observations, strict=True)
+        ]
+        async with self._kept(episodes, lease_ttl):
+            yield episodes
 
     async def list_tasks(self, *, suite: str = "", timeout: timedelta = timedelta(seconds=30)) -> list[Task]:
         """Return the tasks that can be attempted, in id order. Raises: EnvError."""
@@ -915,6 +979,17 @@ class AsyncEnvClient:
             await asyncio.sleep(pause_s)
             attempt += 1
 
+    @asynccontextmanager
+    async def _kept(self, episodes: Sequence["AsyncEpisode"], lease_ttl: timedelta) -> AsyncIterator[None]:
+        """Keep episodes' leases, and close them on the way out."""
+        ids = [episode.episode_id for episode in episodes]
+        keeper = asyncio.create_task(self._keep_leases(ids, lease_ttl), name=f"keep-leases:{ids[0]}")
+        try:
+            yield
+        finally:
+            keeper.cancel()
+            await _finish(asyncio.gather(*(episode.close() for episode in episodes)))
+
     async def _keep_leases(self, episode_ids: Sequence[str], lease_ttl: timedelta) -> None:
         interval = self._keep_alive_interval or lease_ttl / 3
         request = env_pb2.KeepAliveRequest(episode_ids=episode_ids, lease_ttl=_wire_duration(lease_ttl))
@@ -947,6 +1022,14 @@ class AsyncEpisode:
         self._closing: asyncio.Task[None] | None = None
         self.episode_id = info.episode_id
         self.group_id = info.group_id
+        self.parent_episode_id = info.parent_episode_id
+        """The episode that it was forked from; empty if none."""
+        self.origin = Origin(
+            template_digest=info.origin.template_digest,
+            overlay_parent=info.origin.overlay_parent,
+            first_frame_id=info.origin.first_frame_id,
+        )
+        """Where its first state came from."""
         self.task_id = info.task_id
         self.max_steps = info.max_steps
         self.instruction = instruction
@@ -1147,6 +1230,16 @@ class EnvClient:
         finally:
             self._wait(opening.__aexit__(None, None, None))
 
+    @contextmanager
+    def fork(self, parent: "Episode", *, count: int, **options: Unpack[_ForkOptions]) -> Iterator[Sequence["Episode"]]:
+        """Branch an active episode, all copies or none. Options are those of `AsyncEnvClient.fork`."""
+        forking = self._client.fork(parent._episode, count=count, **options)
+        episodes = self._wait(forking.__aenter__())
+        try:
+            yield [Episode(self, episode) for episode in episodes]
+        finally:
+            self._wait(forking.__aexit__(None, None, None))
+
     def list_tasks(self, *, suite: str = "", timeout: timedelta = timedelta(seconds=30)) -> list[Task]:
         """Return the tasks that can be attempted, in id order. Raises: EnvError."""
         return self._wait(self._client.list_tasks(suite=suite, timeout=timeout))
@@ -1172,6 +1265,11 @@ class Episode:
         self._client = client
         self._episode = episode
         self.episode_id = episode.episode_id
+        self.group_id = episode.group_id
+        self.parent_episode_id = episode.parent_episode_id
+        """The episode that it was forked from; empty if none."""
+        self.origin = episode.origin
+        """Where its first state came from."""
         self.task_id = episode.task_id
         self.instruction = episode.instruction
         """What the agent is asked to do."""

@@ -13,17 +13,18 @@ from google.protobuf.message import Message
 
 from envd.api.convert_actions import Scale, Size, actions_from_proto
 from envd.api.fields import limited, request_id_of, required, seconds, whole
-from envd.episodes.types import ResetCommand, StepCommand
+from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
 from envd.errors import InvalidRequest, Unimplemented
 from envd.guest.observation import Encoding, ObservationOptions, Region, SettlePolicy
 
 MAX_GROUP_SIZE = 64
+MAX_FORK_COUNT = 64
 MAX_STEPS = 100_000
 MIN_LEASE_TTL_S = 10.0
 MAX_LEASE_TTL_S = 3600.0
 MAX_READY_TIMEOUT_S = 86_400.0
 DEFAULT_READY_TIMEOUT_S = 600.0
-#: A reset that gives up this much before the caller does can still say why.
+#: A reset or fork that gives up this much before the caller does can still say why.
 READY_MARGIN_S = 0.5
 MAX_QUIET_S = 60.0
 MAX_SETTLE_S = 300.0
@@ -73,10 +74,8 @@ def reset_command(request: env_pb2.ResetRequest, *, time_remaining_s: float | No
         raise InvalidRequest("run", "must be at most 64 of A-Z a-z 0-9 . _ -")
     if request.HasField("ready_timeout"):
         timeout_s = seconds(request.ready_timeout, "ready_timeout", above=0.0, high=MAX_READY_TIMEOUT_S)
-    elif time_remaining_s is not None:
-        timeout_s = max(time_remaining_s - READY_MARGIN_S, time_remaining_s / 2)
     else:
-        timeout_s = DEFAULT_READY_TIMEOUT_S
+        timeout_s = _ready_timeout_s(time_remaining_s)
     return ResetCommand(
         request_id=request_id_of(request.request_id),
         task_id=required(request.task_id, "task_id"),
@@ -88,6 +87,25 @@ def reset_command(request: env_pb2.ResetRequest, *, time_remaining_s: float | No
         settle=settle_policy(request.settle, "settle") if request.HasField("settle") else None,
         observe=observation_options(request.observation, "observation"),
         timeout_s=timeout_s,
+        fingerprint=fingerprint_of(request),
+    )
+
+
+def fork_command(request: env_pb2.ForkRequest, *, time_remaining_s: float | None) -> ForkCommand:
+    """Return the command to branch an episode; `time_remaining_s` is the call's own deadline, if it has one.
+
+    Raises:
+        InvalidRequest: A field is missing or out of range.
+        Unimplemented: A field asks for what this release does not have.
+    """
+    return ForkCommand(
+        request_id=request_id_of(request.request_id),
+        episode_id=episode_id_of(request.episode_id),
+        step_index=whole(request.step_index, "step_index", low=0, high=MAX_STEPS),
+        fork_count=whole(request.fork_count, "fork_count", low=1, high=MAX_FORK_COUNT),
+        lease_ttl_s=_lease_ttl_s(request),
+        observe=observation_options(request.observation, "observation"),
+        timeout_s=_ready_timeout_s(time_remaining_s),
         fingerprint=fingerprint_of(request),
     )
 
@@ -219,7 +237,13 @@ def _size(message: env_pb2.Size, field: str) -> Size:
     )
 
 
-def _lease_ttl_s(request: env_pb2.ResetRequest | env_pb2.KeepAliveRequest) -> float | None:
+def _ready_timeout_s(time_remaining_s: float | None) -> float:
+    if time_remaining_s is None:
+        return DEFAULT_READY_TIMEOUT_S
+    return max(time_remaining_s - READY_MARGIN_S, time_remaining_s / 2)
+
+
+def _lease_ttl_s(request: env_pb2.ResetRequest | env_pb2.ForkRequest | env_pb2.KeepAliveRequest) -> float | None:
     if not request.HasField("lease_ttl"):
         return None
     return seconds(request.lease_ttl, "lease_ttl", low=MIN_LEASE_TTL_S, high=MAX_LEASE_TTL_S)

@@ -7,7 +7,15 @@ from typing import overload
 from cuaenv.v1 import env_pb2
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, PoolInfo, ResetResult, StepResult
+from envd.episodes.types import (
+    EpisodeInfo,
+    EpisodeState,
+    EvaluateResult,
+    ForkResult,
+    PoolInfo,
+    ResetResult,
+    StepResult,
+)
 from envd.guest.observation import EncodedFrame, Encoding, Observation
 from envd.tasks.model import Task
 
@@ -25,14 +33,19 @@ _ENCODINGS: Mapping[Encoding, "env_pb2.Encoding.ValueType"] = {
 
 def reset_response(result: ResetResult) -> env_pb2.ResetResponse:
     """Return the response to a reset."""
-    first_frames = [observation.frame.frame_id for observation in result.observations]
     return env_pb2.ResetResponse(
-        episodes=[
-            episode_message(info, origin=env_pb2.Origin(first_frame_id=frame_id))
-            for info, frame_id in zip(result.episodes, first_frames, strict=True)
-        ],
+        episodes=[episode_message(info, with_origin=True) for info in result.episodes],
         observations=[observation_message(observation) for observation in result.observations],
         instruction=result.instruction,
+        timings_ms=result.timings_ms,
+    )
+
+
+def fork_response(result: ForkResult) -> env_pb2.ForkResponse:
+    """Return the response to a fork."""
+    return env_pb2.ForkResponse(
+        episodes=[episode_message(info, with_origin=True) for info in result.episodes],
+        observations=[observation_message(observation) for observation in result.observations],
         timings_ms=result.timings_ms,
     )
 
@@ -63,8 +76,15 @@ def evaluate_response(result: EvaluateResult) -> env_pb2.EvaluateResponse:
     )
 
 
-def episode_message(info: EpisodeInfo, *, origin: env_pb2.Origin | None = None) -> env_pb2.Episode:
+def episode_message(info: EpisodeInfo, *, with_origin: bool = False) -> env_pb2.Episode:
     """Return an episode as it travels."""
+    origin = None
+    if with_origin:
+        origin = env_pb2.Origin(
+            template_digest=info.origin.template_digest,
+            overlay_parent=info.origin.overlay_parent,
+            first_frame_id=info.origin.first_frame_id,
+        )
     return env_pb2.Episode(
         episode_id=info.episode_id,
         group_id=info.group_id,
@@ -139,6 +159,9 @@ def _pool(pool: PoolInfo) -> env_pb2.Pool:
         memory_bytes=pool.memory_bytes,
         health=health,
         problem=pool.problem,
+        pss_bytes=pool.pss_bytes,
+        template_digest=pool.template_digest,
+        always_running=pool.always_running,
     )
 
 

@@ -21,6 +21,7 @@ from envd.api.convert_requests import (
     episode_id_of,
     file_data_of,
     fingerprint_of,
+    fork_command,
     guest_path_of,
     keep_alive_of,
     observation_options,
@@ -31,6 +32,7 @@ from envd.api.convert_requests import (
 from envd.api.convert_results import (
     episode_message,
     evaluate_response,
+    fork_response,
     observation_message,
     pool_messages,
     reset_response,
@@ -43,6 +45,8 @@ from envd.api.pages import page_of
 from envd.episodes.types import (
     EpisodeInfo,
     EvaluateResult,
+    ForkCommand,
+    ForkResult,
     GuestCommandResult,
     GuestFile,
     PoolInfo,
@@ -78,6 +82,9 @@ class Episodes(Protocol):
 
     async def reset(self, command: ResetCommand) -> ResetResult:
         """Open a group of episodes."""
+
+    async def fork(self, command: ForkCommand) -> ForkResult:
+        """Branch an episode."""
 
     async def step(self, command: StepCommand) -> StepResult:
         """Act, then look."""
@@ -131,9 +138,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
 
     async def Reset(self, request: env_pb2.ResetRequest, context: Context) -> env_pb2.ResetResponse:
         """Open a group of episodes."""
-        # The type stubs say float, but without a client's deadline there is none.
-        remaining_s: float | None = context.time_remaining()
-        result = await self._episodes.reset(reset_command(request, time_remaining_s=remaining_s))
+        result = await self._episodes.reset(reset_command(request, time_remaining_s=_remaining_s(context)))
         for info, observation in zip(result.episodes, result.observations, strict=True):
             self._remember_screen(info.episode_id, observation.frame)
         return reset_response(result)
@@ -177,8 +182,11 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         return evaluate_response(result)
 
     async def Fork(self, request: env_pb2.ForkRequest, context: Context) -> env_pb2.ForkResponse:
-        """Refuse: not in this release."""
-        raise Unimplemented("Fork is not in this release; Reset a group of the same task instead")
+        """Branch."""
+        result = await self._episodes.fork(fork_command(request, time_remaining_s=_remaining_s(context)))
+        for info, observation in zip(result.episodes, result.observations, strict=True):
+            self._remember_screen(info.episode_id, observation.frame)
+        return fork_response(result)
 
     async def Close(self, request: env_pb2.CloseRequest, context: Context) -> env_pb2.CloseResponse:
         """End an episode."""
@@ -291,6 +299,12 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         self._screens.move_to_end(episode_id)
         if len(self._screens) > MAX_REMEMBERED_SCREENS:
             self._screens.popitem(last=False)
+
+
+def _remaining_s(context: Context) -> float | None:
+    # The type stubs say float, but without a client's deadline there is none.
+    remaining_s: float | None = context.time_remaining()
+    return remaining_s
 
 
 @contextmanager

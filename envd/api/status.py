@@ -6,14 +6,15 @@ The code says what the client should do, the reason says why:
 |---|---|---|
 | INVALID_ARGUMENT | BAD_FIELD, REQUEST_ID_REUSED | fix the bug |
 | NOT_FOUND | EPISODE_NOT_FOUND, TASK_NOT_FOUND, POOL_NOT_FOUND, IMAGE_NOT_FOUND, NOT_FOUND | reset, or fix it |
-| FAILED_PRECONDITION | EPISODE_ENDED, GROUP_TOO_LARGE, GUEST_REFUSED | stop |
+| FAILED_PRECONDITION | EPISODE_ENDED, GROUP_TOO_LARGE, GUEST_REFUSED, NOT_FORKABLE | stop |
 | ABORTED | STEP_INDEX_MISMATCH | abandon the episode |
 | RESOURCE_EXHAUSTED | POOL_EXHAUSTED | wait, retry, same request_id |
 | UNAVAILABLE | DRAINING | another host, or wait and retry |
 | PERMISSION_DENIED | ACCESS_DENIED | ask the operator |
 | UNIMPLEMENTED | UNIMPLEMENTED | do without |
 | DATA_LOSS | MACHINE_LOST, GUEST_UNRESPONSIVE, GUEST_ERROR | void the sample |
-| INTERNAL | SETUP_FAILED, EVALUATOR_FAILED, HYPERVISOR_ERROR, IMAGE_ERROR, CONFIG_ERROR, BUG | report; void it |
+| INTERNAL | SETUP_FAILED, EVALUATOR_FAILED, IMAGE_ERROR, CONFIG_ERROR, BUG | report; void it |
+| INTERNAL | HYPERVISOR_ERROR, TEMPLATE_CORRUPT | report; void it |
 
 SETUP_FAILED is INTERNAL and not UNAVAILABLE: most setups fail the same way each time, so a client that retried
 without end would hold machines for nothing. GUEST_UNRESPONSIVE is DATA_LOSS and not DEADLINE_EXCEEDED: the caller's
@@ -41,6 +42,7 @@ CODES: Final[Mapping[type[errors.EnvdError], grpc.StatusCode]] = {
     errors.EpisodeEnded: grpc.StatusCode.FAILED_PRECONDITION,
     errors.GroupTooLarge: grpc.StatusCode.FAILED_PRECONDITION,
     errors.GuestRefused: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.NotForkable: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StepIndexMismatch: grpc.StatusCode.ABORTED,
     errors.PoolExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Draining: grpc.StatusCode.UNAVAILABLE,

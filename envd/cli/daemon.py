@@ -24,8 +24,10 @@ from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.images.catalogue import ImageCatalogue
 from envd.hypervisor.libvirt import LibvirtHypervisor
 from envd.hypervisor.machine import DiskImage, Hypervisor
+from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
+from envd.pool.template import TemplateShelf
 from envd.telemetry.endpoint import serve_metrics
 from envd.telemetry.episode_metrics import EpisodeMetrics
 from envd.telemetry.metrics import Metrics, PoolGauges
@@ -90,8 +92,16 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
         stack.push_async_callback(hypervisor.close)
         logger.info("hypervisor: %s", hypervisor.description)
         reaped = await hypervisor.reap()
+        shelf = TemplateShelf(hypervisor)
+        memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20)
         pools = [
-            Pool(_pool_settings(name, pool, screen_px=images[name][1]), hypervisor=hypervisor, image=images[name][0])
+            Pool(
+                _pool_settings(name, pool, screen_px=images[name][1]),
+                hypervisor=hypervisor,
+                image=images[name][0],
+                shelf=shelf,
+                memory=memory,
+            )
             for name, pool in config.pools.items()
         ]
         service = EpisodeService(
@@ -129,6 +139,10 @@ async def _open_hypervisor(config: Config) -> Hypervisor:
         state_dir=config.state_dir,
         accelerator=config.hypervisor.accelerator,
         cache_dir=config.cache_dir,
+        template_dir=config.template_dir,
+        template_memory_dir=config.hypervisor.template_memory_dir,
+        template_limit_bytes=config.hypervisor.template_limit_bytes,
+        tcg_cache_mib=config.hypervisor.tcg_cache_mib,
     )
 
 
@@ -149,10 +163,13 @@ def _pool_settings(name: str, pool: PoolConfig, *, screen_px: tuple[int, int]) -
         name=name,
         capacity=pool.machine_limit,
         idle_target=pool.size,
-        max_starting=pool.max_starting or max(2, (os.cpu_count() or 1) // 2),
+        max_starting=pool.max_starting or max(2, os.cpu_count() or 1),
         queue_limit=pool.queue_limit,
         boot_timeout_s=pool.boot_timeout_s,
         memory_mib=pool.memory_mib,
+        expected_memory_mib=pool.expected_memory_mib,
+        always_running=pool.always_running,
+        task_templates=pool.task_templates,
         vcpu_count=pool.vcpu_count,
         screen_width_px=width_px,
         screen_height_px=height_px,
@@ -182,13 +199,17 @@ def _gauges(pools: Iterable[Pool]) -> Iterator[PoolGauges]:
                 "leased": s.leased_count,
                 "starting": s.starting_count,
                 "dying": s.dying_count,
+                "reserved": s.reserved_count,
             },
             waiting_count=s.waiting_count,
             memory_bytes=s.memory_bytes,
+            pss_bytes=s.pss_bytes,
             healthy=s.healthy,
             booted_total=s.booted_total,
             boot_failure_total=s.boot_failure_total,
             lost_total=s.lost_total,
+            template_boot_total=s.template_boot_total,
+            last_start_s=s.last_start_s,
         )
 
 

@@ -5,12 +5,12 @@ from datetime import datetime, timedelta
 
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
-from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, StepResult
+from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, ForkResult, Origin, StepResult
 from envd.errors import EpisodeEnded, EvaluatorFailed, MachineLost, StepIndexMismatch
 from envd.guest.actions import Done, Fail
 from envd.guest.observation import SettlePolicy
-from envd.pool.admission import LeasedMachine
 from envd.pool.clock import Clock
+from envd.pool.leased import LeasedMachine
 from envd.tasks.model import Task
 
 #: What may follow what. A machine can be lost at any time, so only FAILED is final.
@@ -30,6 +30,8 @@ class Episode:
         *,
         episode_id: str,
         group_id: str,
+        parent_episode_id: str,
+        origin: Origin,
         task: Task,
         pool: str,
         run: str,
@@ -40,10 +42,14 @@ class Episode:
         create_time: datetime,
         steps: Ledger[StepResult],
         evaluations: Ledger[EvaluateResult],
+        forks: Ledger[ForkResult],
+        step_count: int = 0,
     ) -> None:
-        """Open an active episode at step 0."""
+        """Open an active episode, at step 0 or where its parent stood."""
         self.episode_id = episode_id
         self.group_id = group_id
+        self.parent_episode_id = parent_episode_id
+        self.origin = origin
         self.task = task
         self.pool = pool
         self.run = run
@@ -54,6 +60,7 @@ class Episode:
         self.create_time = create_time
         self.steps = steps
         self.evaluations = evaluations
+        self.forks = forks
         self.verdict: EvaluateResult | EvaluatorFailed | None = None
         """What the checkers came to; they run once."""
         self.last_action: Done | Fail | None = None
@@ -65,7 +72,7 @@ class Episode:
         self._state = EpisodeState.ACTIVE
         self._end_reason = ""
         self._cause = ""
-        self._step_count = 0
+        self._step_count = step_count
 
     def __repr__(self) -> str:
         why = f" ({self._end_reason})" if self._end_reason else ""
@@ -128,12 +135,12 @@ class Episode:
             )
 
     def require_step(self, step_index: int) -> None:
-        """Pass if the step may be performed now. Raises: MachineLost, EpisodeEnded, StepIndexMismatch."""
+        """Pass if the episode is active and stands there. Raises: MachineLost, EpisodeEnded, StepIndexMismatch."""
         self.require_machine()
         if self._state is not EpisodeState.ACTIVE:
             raise EpisodeEnded(
                 f"episode {self.episode_id} is {self._state.value} since step {self._step_count}"
-                f" ({self._end_reason}) and takes no more; evaluate or close it, or reset a new one"
+                f" ({self._end_reason}) and takes no more steps or forks; evaluate or close it, or reset a new one"
             )
         if step_index != self._step_count:
             raise StepIndexMismatch(
@@ -147,7 +154,7 @@ class Episode:
         return EpisodeInfo(
             episode_id=self.episode_id,
             group_id=self.group_id,
-            parent_episode_id="",
+            parent_episode_id=self.parent_episode_id,
             task_id=self.task.task_id,
             pool=self.pool,
             state=self._state,
@@ -157,4 +164,5 @@ class Episode:
             create_time=self.create_time,
             max_steps=self.max_steps,
             run=self.run,
+            origin=self.origin,
         )

@@ -8,7 +8,7 @@ class EpisodeObserver(Protocol):
     """Told of events once each, as they happen; must neither wait nor raise. Times in milliseconds by phase."""
 
     def episode_reset(self, *, pool: str, run: str, episode_count: int, timings_ms: Mapping[str, float]) -> None:
-        """A group was opened."""
+        """A group was opened by a reset, or by a fork, whose phases all begin with `fork_`."""
 
     def step_done(self, *, pool: str, run: str, episode_id: str, timings_ms: Mapping[str, float]) -> None:
         """A step was performed; replays and joins are not told."""
@@ -20,7 +20,7 @@ class EpisodeObserver(Protocol):
         """An episode is no longer active: `state` is terminated, truncated or failed, `reason` UPPER_SNAKE."""
 
     def failure(self, *, pool: str, run: str, operation: str, reason: str) -> None:
-        """A reset, step or evaluate failed through a fault of ours, or a machine was lost between calls ("watch")."""
+        """A reset, fork, step or evaluate failed through a fault of ours, or a machine died between calls ("watch")."""
 
 
 class NoObserver:

@@ -1,19 +1,26 @@
-"""Bring machines to the start of a task: choose the pool, lease, set up, settle, take the first look."""
+"""Bring machines to the start of a task, all of them in one state: choose the pool, lease, set up, fork, look.
 
-import asyncio
+A task without setup begins as the pool's template. A setup is performed once, on the first machine, and the others
+are forked from where it led. Where the task says so that state is kept, and the next reset begins with it.
+"""
+
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from envd.episodes.step import Stopwatch, check_region, look
+from envd.episodes.members import AT_REST, Member, blamed_on, fork_all, look_at_all
+from envd.episodes.step import Stopwatch, check_region
+from envd.episodes.task_states import StateKey, TaskState, TaskStates
 from envd.episodes.types import ResetCommand
-from envd.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost, PoolNotFound, SetupFailed
+from envd.errors import HypervisorError, InvalidRequest, MachineLost, PoolNotFound
 from envd.guest.actions import Done, Fail
 from envd.guest.desktop import Desktop
-from envd.guest.observation import Observation
-from envd.pool.admission import LeasedMachine
+from envd.guest.observation import SettleResult
+from envd.guest.view import DesktopView
 from envd.pool.clock import Clock
+from envd.pool.frozen import FrozenDesktop
+from envd.pool.leased import LeasedMachine, Place
 from envd.pool.pool import Pool
 from envd.tasks.evaluation import Evaluation
 from envd.tasks.model import Task
@@ -41,22 +48,12 @@ class RunCheckers(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """One machine at the start of its task."""
-
-    machine: LeasedMachine
-    observation: Observation
-    timings_ms: dict[str, float]
-    """`setup`, `settle` and `observe`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedGroup:
     """All machines of a reset."""
 
-    members: tuple[Opened, ...]
+    members: tuple[Member, ...]
     timings_ms: dict[str, float]
-    """`acquire`, the slowest member's phases, and `total`."""
+    """Of `acquire`, `setup`, `settle`, `freeze`, `fork` and `observe` those that took place, and `total`."""
 
 
 def choose_pool(task: Task, requested: str, pools: Mapping[str, Pool]) -> Pool:
@@ -93,82 +90,157 @@ async def open_group(
     *,
     run_setup: RunSetup,
     setup_timeout_s: float,
+    states: TaskStates,
     clock: Clock,
 ) -> OpenedGroup:
     """Lease machines and bring them all to the start of the task; if one dies, once more with new ones.
 
-    On failure and on cancellation no machine is kept. The whole group starts over, not the one that died:
-    groups that hold some machines while they wait for another would deadlock.
+    On failure and on cancellation no machine, place or state is kept. The whole group starts over, not the one that
+    died: groups that hold some machines while they wait for another would deadlock.
 
     Raises:
         GroupTooLarge, PoolExhausted, Draining: See `Pool.lease`.
-        SetupFailed: A setup verb or the first look failed.
+        SetupFailed: A setup verb or the first look failed, or the state that setup led to cannot be forked.
         MachineLost: Machines died under both attempts.
+        HypervisorError: A state could not be frozen or forked.
         InvalidRequest: The observation asked for is not possible on this screen.
     """
-    begin_s = clock.monotonic()
-    deadline_s = begin_s + command.timeout_s
+    opening = _Opening(task, command, pool, run_setup, setup_timeout_s, states, Stopwatch(clock), clock)
+    deadline_s = clock.monotonic() + command.timeout_s
     for attempt in range(1, _ATTEMPTS + 1):
-        machines = await pool.lease(command.group_size, timeout_s=deadline_s - clock.monotonic())
-        acquire_s = clock.monotonic() - begin_s
-        left_s = max(0.0, deadline_s - clock.monotonic())
-        opening = _Opening(task, command, pool, run_setup, min(setup_timeout_s, left_s), clock)
-        try:
-            members = await opening.open_all(machines)
-        except BaseException as error:
-            await pool.release(machines)
-            if not isinstance(error, MachineLost) or attempt == _ATTEMPTS:
-                raise
-            logger.warning("task %s: reset starts over on new machines: %s", task.task_id, error)
-        else:
-            slowest = {phase: max(m.timings_ms[phase] for m in members) for phase in members[0].timings_ms}
-            total_ms = (clock.monotonic() - begin_s) * 1000
-            return OpenedGroup(members=members, timings_ms={"acquire": acquire_s * 1000, **slowest, "total": total_ms})
+        key = None if pool.template is None else _state_key(pool, task, pool.template)
+        with states.borrow(key) as state:
+            try:
+                return await opening.open(state, deadline_s=deadline_s)
+            except (MachineLost, HypervisorError) as error:
+                # Whatever it was, another try that begins with the setup may fare better.
+                if key is not None and state is not None:
+                    states.forget(key)
+                if isinstance(error, HypervisorError) or attempt == _ATTEMPTS:
+                    raise
+                logger.warning("task %s: reset starts over on new machines: %s", task.task_id, error)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _state_key(pool: Pool, task: Task, template: FrozenDesktop) -> StateKey | None:
+    """Return what names the state that the task's setup leads to from a template; None where none is kept."""
+    if not task.freeze_setup or not pool.settings.task_templates:
+        return None
+    return StateKey(
+        pool=pool.name,
+        task_id=task.task_id,
+        task_version=task.version,
+        template_digest=template.snapshot.digest,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """Machines that stand at the start of the task."""
+
+    machines: Sequence[LeasedMachine]
+    frozen: FrozenDesktop
+    """What they stand on."""
+    view: DesktopView
+    settle: SettleResult
 
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """What is the same for all machines of a group."""
+    """What is the same for all attempts of a reset."""
 
     task: Task
     command: ResetCommand
     pool: Pool
     run_setup: RunSetup
     setup_timeout_s: float
+    states: TaskStates
+    watch: Stopwatch
     clock: Clock
 
-    async def open_all(self, machines: Sequence[LeasedMachine]) -> tuple[Opened, ...]:
-        """Open every machine, all at once. The first that fails stops the others."""
+    async def open(self, state: TaskState | None, *, deadline_s: float) -> OpenedGroup:
+        """Lease machines and bring them to the start of the task, from its kept state if there is one."""
+        count = self.command.group_size
+        # Ready machines stand at the template; those that are to begin elsewhere are forked from there.
+        ready_count = 0 if state is not None else 1 if self.task.setup else count
+        granted = await self.pool.lease(
+            ready_count, places=count - ready_count, timeout_s=deadline_s - self.clock.monotonic()
+        )
+        self.watch.lap("acquire")
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self.open_one(machine), name=f"open:{machine.machine_id}") for machine in machines
-                ]
-        except ExceptionGroup as failures:
-            # A lost machine is worth a second try; what fails on a sound one would fail again.
-            worst = next((e for e in failures.exceptions if not isinstance(e, MachineLost)), failures.exceptions[0])
-            raise worst from worst.__cause__
-        return tuple(task.result() for task in tasks)
-
-    async def open_one(self, machine: LeasedMachine) -> Opened:
-        """Bring one machine to the start of the task, and look."""
-        watch = Stopwatch(self.clock)
-        try:
-            check_region(self.command.observe, machine.desktop)
-            await self.run_setup(self.task, machine.desktop, timeout_s=self.setup_timeout_s)
-            watch.lap("setup")
-            settle = self.command.settle or self.pool.settings.settle
-            observation = await look(machine.desktop, settle=settle, options=self.command.observe, watch=watch)
-        except Exception as error:
-            where = f"task {self.task.task_id} on machine {machine.machine_id}"
-            # Whatever a dying machine made fail first, the machine is the cause.
-            if machine.lost.is_set() and not isinstance(error, MachineLost):
-                raise MachineLost(f"{where}: lost during reset: {machine.machine.lost_reason}") from error
-            if isinstance(error, GuestError | GuestUnresponsive):
-                raise SetupFailed(f"{where}: {error}") from error
+            if state is not None:
+                members = await self._open_at(state, granted.places)
+            elif self.task.setup:
+                members = await self._open_by_setup(granted.machines[0], granted.places, deadline_s=deadline_s)
+            else:
+                frozen = granted.machines[0].frozen
+                members = await self._look(
+                    _Start(machines=granted.machines, frozen=frozen, view=frozen.view, settle=AT_REST)
+                )
+        except BaseException:
+            await self.pool.release([*granted.machines, *granted.places])
             raise
-        return Opened(machine=machine, observation=observation, timings_ms=watch.timings_ms)
+        return OpenedGroup(members=members, timings_ms={**self.watch.timings_ms, "total": self.watch.total_ms})
+
+    async def _open_at(self, state: TaskState, places: Sequence[Place]) -> tuple[Member, ...]:
+        """Fork every machine from a kept state."""
+        check_region(self.command.observe, state.frozen.view.size_px)
+        machines = await self._fork(places, state.frozen)
+        settle = SettleResult(settled=state.settle.settled, settle_ms=0.0, change_count=0)
+        return await self._look(_Start(machines=machines, frozen=state.frozen, view=state.frozen.view, settle=settle))
+
+    async def _open_by_setup(
+        self, first: LeasedMachine, places: Sequence[Place], *, deadline_s: float
+    ) -> tuple[Member, ...]:
+        """Perform the setup on the first machine, and fork the others from where it led."""
+        check_region(self.command.observe, first.desktop.screen_size)
+        timeout_s = max(0.0, min(self.setup_timeout_s, deadline_s - self.clock.monotonic()))
+        with blamed_on(first, f"task {self.task.task_id}"):
+            async with first.running():
+                await self.run_setup(self.task, first.desktop, timeout_s=timeout_s)
+                self.watch.lap("setup")
+                settle = await first.desktop.settle(self.command.settle or self.pool.settings.settle)
+                self.watch.lap("settle")
+            key = _state_key(self.pool, self.task, first.frozen)
+            if not places and key is None:
+                # It stands still again: what is seen now is what the first step meets.
+                start = _Start(machines=[first], frozen=first.frozen, view=await first.desktop.view(), settle=settle)
+                return await self._look(start)
+            frozen = await self.pool.freeze(first)
+        self.watch.lap("freeze")
+        kept = False
+        try:
+            machines = [first, *await self._fork(places, frozen)]
+            members = await self._look(_Start(machines=machines, frozen=frozen, view=frozen.view, settle=settle))
+            # A screen that still moved is not what every later episode should begin with.
+            if key is not None and settle.settled:
+                self.states.keep(key, TaskState(frozen=frozen, settle=settle), limit=self.pool.settings.task_templates)
+                kept = True
+            return members
+        finally:
+            if not kept:
+                self.states.give_up(frozen)
+
+    async def _fork(self, places: Sequence[Place], frozen: FrozenDesktop) -> tuple[LeasedMachine, ...]:
+        if not places:
+            return ()
+        forks = await fork_all(self.pool, places, frozen, clock=self.clock)
+        self.watch.lap("fork")
+        return forks.machines
+
+    async def _look(self, start: _Start) -> tuple[Member, ...]:
+        check_region(self.command.observe, start.view.size_px)
+        members = await look_at_all(
+            start.machines,
+            frozen=start.frozen,
+            view=start.view,
+            settle=start.settle,
+            options=self.command.observe,
+            always_running=self.pool.settings.always_running,
+            what=f"task {self.task.task_id}",
+        )
+        self.watch.lap("observe")
+        return members
 
 
 def _names(pools: Mapping[str, Pool]) -> str:

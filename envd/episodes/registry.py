@@ -169,6 +169,7 @@ class EpisodeRegistry:
         try:
             await episode.steps.close()
             await episode.evaluations.close()
+            await episode.forks.close()
         finally:
             try:
                 await self._release(episode)

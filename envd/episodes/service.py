@@ -2,31 +2,36 @@
 
 Always true, because one event loop is atomic between awaits:
 
-* A machine belongs to its pool until its reset is complete, then to one episode until that is closed.
+* A machine belongs to its pool until its reset or fork is complete, then to one episode until that is closed.
 * What changes a machine runs in a task of a ledger, not of the caller, one at a time for each episode.
+* A guest runs only inside the calls that need it, unless its pool says otherwise.
 * A failure of ours is an error; only what the agent did is in a result.
 """
 
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import TypeVar
 
+from envd.episodes.adoption import Adoption, Upbringing
 from envd.episodes.episode import Episode
-from envd.episodes.lease import Lease
+from envd.episodes.forking import fork_group
 from envd.episodes.ledger import Ledger
 from envd.episodes.limits import EpisodeLimits
 from envd.episodes.observer import EpisodeObserver, NoObserver
-from envd.episodes.opening import OpenedGroup, RunCheckers, RunSetup, choose_pool, open_group
+from envd.episodes.opening import RunCheckers, RunSetup, choose_pool, open_group
 from envd.episodes.registry import EpisodeRegistry
-from envd.episodes.step import Stopwatch, check_region, look, perform
+from envd.episodes.scoring import score
+from envd.episodes.step import Stopwatch, check_region, look, needs_guest, perform
+from envd.episodes.task_states import TaskStates
 from envd.episodes.types import (
     EpisodeInfo,
     EpisodeState,
     EvaluateResult,
+    ForkCommand,
+    ForkResult,
     GuestCommandResult,
     GuestFile,
     PoolInfo,
@@ -42,7 +47,6 @@ from envd.errors import (
     EpisodeEnded,
     EvaluatorFailed,
     InvalidRequest,
-    MachineLost,
     NotFound,
     StepIndexMismatch,
 )
@@ -53,13 +57,10 @@ from envd.pool.pool import Pool
 from envd.pool.tasks import Changes
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers import evaluate as run_task_checkers
-from envd.tasks.evaluation import Evaluation
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup as run_task_setup
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class EpisodeService:
@@ -96,8 +97,9 @@ class EpisodeService:
         self._run_setup = run_setup
         self._run_checkers = run_checkers
         self._clock = clock or SystemClock()
-        self._make_id = make_id
         self._registry = EpisodeRegistry(clock=self._clock, observer=self._observer)
+        self._adoption = Adoption(self._registry, limits=self._limits, clock=self._clock, make_id=make_id)
+        self._states = TaskStates()
         self._resets: Ledger[ResetResult] = Ledger(
             "reset",
             clock=self._clock,
@@ -156,6 +158,7 @@ class EpisodeService:
 
     async def _aclose(self) -> None:
         await self.drain(0.0)
+        await self._states.aclose()
         for pool in self._pools.values():
             await pool.close()
         await self._registry.aclose()
@@ -165,7 +168,7 @@ class EpisodeService:
     # -- reset --------------------------------------------------------------------------------------------------
 
     async def reset(self, command: ResetCommand) -> ResetResult:
-        """Open a group of episodes at the start of a task, all or none. Idempotent on `request_id`.
+        """Open a group of episodes at the start of a task, all or none, all in one state. Idempotent on `request_id`.
 
         On failure no machine is kept. A cancelled caller leaves the reset running, for a retry to join; its
         episodes then live as long as their leases.
@@ -179,6 +182,7 @@ class EpisodeService:
             Draining: The daemon is stopping.
             SetupFailed: The task could not be set up.
             MachineLost: Machines died under two attempts.
+            HypervisorError: The state that setup led to could not be frozen or forked.
         """
         answer = await self._resets.answer(command.request_id, command.fingerprint, lambda: self._reset(command))
         return answer.value
@@ -200,6 +204,7 @@ class EpisodeService:
                 command,
                 run_setup=self._run_setup,
                 setup_timeout_s=self._limits.setup_timeout_s,
+                states=self._states,
                 clock=self._clock,
             )
         except EnvdError as error:
@@ -210,57 +215,87 @@ class EpisodeService:
             self._resetting_count -= 1
             self._registry.changes.notify()
         # No await from there to here: machines that are ready become episodes, all at once.
-        return self._adopt(group, command, task, pool, ttl_s=ttl_s, max_steps=max_steps)
-
-    def _adopt(
-        self, group: OpenedGroup, command: ResetCommand, task: Task, pool: Pool, *, ttl_s: float, max_steps: int
-    ) -> ResetResult:
-        """Make opened machines episodes; their leases start now."""
-        group_id = f"group-{self._make_id()}"
-        infos: list[EpisodeInfo] = []
-        for member in group.members:
-            episode_id = f"ep-{self._make_id()}"
-            episode = Episode(
-                episode_id=episode_id,
-                group_id=group_id,
-                task=task,
-                pool=pool.name,
-                run=command.run,
-                max_steps=max_steps,
-                settle=command.settle or pool.settings.settle,
-                machine=member.machine,
-                lease=Lease(ttl_s=ttl_s, now_s=self._clock.monotonic()),
-                create_time=self._clock.now(),
-                steps=self._new_ledger(episode_id, "step", (StepIndexMismatch, EpisodeEnded, InvalidRequest)),
-                evaluations=self._new_ledger(episode_id, "evaluate", ()),
-            )
-            self._registry.add(episode, pool)
-            infos.append(episode.info(self._clock))
-            logger.info(
-                "episode %s: opened, task %s, machine %s, group %s",
-                episode_id,
-                task.task_id,
-                member.machine.machine_id,
-                group_id,
-            )
+        upbringing = Upbringing(
+            group_id=self._adoption.new_group_id(),
+            parent_episode_id="",
+            task=task,
+            run=command.run,
+            max_steps=max_steps,
+            step_count=0,
+            settle=command.settle or pool.settings.settle,
+            lease_ttl_s=ttl_s,
+        )
+        infos = self._adoption.adopt(group.members, pool, upbringing)
         self._observer.episode_reset(
             pool=pool.name, run=command.run, episode_count=len(infos), timings_ms=group.timings_ms
         )
         return ResetResult(
-            episodes=tuple(infos),
+            episodes=infos,
             observations=tuple(member.observation for member in group.members),
             instruction=task.instruction,
             timings_ms=group.timings_ms,
         )
 
-    def _new_ledger(self, episode_id: str, name: str, without_effect: tuple[type[Exception], ...]) -> Ledger[T]:
-        return Ledger(
-            f"{name}:{episode_id}",
-            clock=self._clock,
-            keep_s=self._limits.ledger_keep_s,
-            keep_count=self._limits.ledger_step_count,
-            without_effect=without_effect,
-            abandoned=lambda: self._registry.not_found(episode_id),
+    # -- fork ---------------------------------------------------------------------------------------------------
+
+    async def fork(self, command: ForkCommand) -> ForkResult:
+        """Branch an active episode: copies begin where it stands, all or none, and it goes on.
+
+        Idempotent on `request_id`. On failure no machine is kept, and the parent is as it was unless its machine or
+        guest failed. A cancelled caller leaves the fork running, for a retry to join.
+
+        Raises:
+            EpisodeNotFound: No such episode, or it was closed meanwhile.
+            RequestIdReused: The id came before with another body.
+            InvalidRequest: A field is out of range.
+            EpisodeEnded: The episode is no longer active.
+            StepIndexMismatch: It does not stand at `step_index`.
+            NotForkable: Its machine has something that a copy cannot have too; it goes on.
+            GroupTooLarge, PoolExhausted, Draining: There is no room for the copies.
+            SetupFailed, HypervisorError: A copy did not come up, or the state could not be copied.
+            MachineLost: The parent's machine is gone, now or before; the parent is void.
+            GuestUnresponsive, GuestError: The parent's guest failed us; the parent is void.
+        """
+        episode = self._registry.get(command.episode_id)
+        episode.lease.renew(self._clock.monotonic())
+        answer = await episode.forks.answer(
+            command.request_id, command.fingerprint, lambda: self._fork(episode, command)
+        )
+        return answer.value
+
+    async def _fork(self, episode: Episode, command: ForkCommand) -> ForkResult:
+        if self._draining:
+            raise self._draining_error()
+        if command.fork_count < 1:
+            raise InvalidRequest("fork_count", f"{command.fork_count} is below 1")
+        ttl_s = self._lease_ttl_s(command.lease_ttl_s)
+        pool = self._pools[episode.pool]
+        with self._registry.call(episode, renews=True):
+            try:
+                group = await fork_group(
+                    pool, episode, command, registry=self._registry, states=self._states, clock=self._clock
+                )
+            except EnvdError as error:
+                logger.warning("episode %s: not forked: %s: %s", episode.episode_id, error.reason, error)
+                if not isinstance(error, StepIndexMismatch | EpisodeEnded | InvalidRequest):
+                    self._tell_failure(episode, "fork", error)
+                raise
+            if episode.closed.is_set():
+                await pool.release(member.machine for member in group.members)
+                raise self._registry.not_found(episode.episode_id)
+        # No await from there to here, as in a reset.
+        upbringing = Upbringing.of_fork(episode, step_count=command.step_index, lease_ttl_s=ttl_s)
+        infos = self._adoption.adopt(group.members, pool, upbringing)
+        self._observer.episode_reset(
+            pool=pool.name,
+            run=episode.run,
+            episode_count=len(infos),
+            timings_ms={f"fork_{phase}": length_ms for phase, length_ms in group.timings_ms.items()},
+        )
+        return ForkResult(
+            episodes=infos,
+            observations=tuple(member.observation for member in group.members),
+            timings_ms=group.timings_ms,
         )
 
     # -- step, observe, evaluate ---------------------------------------------------------------------------------
@@ -293,15 +328,17 @@ class EpisodeService:
             async with episode.turn:
                 watch.lap("queue")
                 episode.require_step(command.step_index)
-                check_region(command.observe, episode.machine.desktop)
+                check_region(command.observe, episode.machine.desktop.screen_size)
                 try:
-                    performed = await perform(
-                        episode.machine.desktop,
-                        command.actions,
-                        settle=command.settle or episode.settle,
-                        options=command.observe,
-                        clock=self._clock,
-                    )
+                    async with episode.machine.running() as resume_ms:
+                        watch.lap_if("resume", resume_ms > 0)
+                        performed = await perform(
+                            episode.machine.desktop,
+                            command.actions,
+                            settle=command.settle or episode.settle,
+                            options=command.observe,
+                            clock=self._clock,
+                        )
                     # A machine can die in the last instant of a step that looked well.
                     episode.require_machine()
                 except Exception as error:
@@ -340,9 +377,12 @@ class EpisodeService:
         episode = self._registry.get(episode_id)
         with self._registry.call(episode, renews=False):
             episode.require_machine()
-            check_region(options, episode.machine.desktop)
-            watch = Stopwatch(self._clock)
-            return await look(episode.machine.desktop, settle=settle, options=options, refresh=refresh, watch=watch)
+            desktop, watch = episode.machine.desktop, Stopwatch(self._clock)
+            check_region(options, desktop.screen_size)
+            if settle is None and not refresh and not needs_guest(options):
+                return await look(desktop, settle=None, options=options, watch=watch)
+            async with self._awake(episode, watch):
+                return await look(desktop, settle=settle, options=options, refresh=refresh, watch=watch)
 
     async def evaluate(self, episode_id: str, *, request_id: str, fingerprint: bytes) -> EvaluateResult:
         """Score an episode on the state that its machine is in, and end it if active. The checkers run once.
@@ -371,13 +411,21 @@ class EpisodeService:
                 if episode.state is EpisodeState.ACTIVE:
                     self._registry.end(episode, EpisodeState.TRUNCATED, "EVALUATED")
                 try:
-                    evaluation = await self._check(episode)
+                    async with self._awake(episode, watch):
+                        evaluation = await score(
+                            episode.machine,
+                            episode.task,
+                            run_checkers=self._run_checkers,
+                            last_action=episode.last_action,
+                            timeout_s=self._limits.evaluate_timeout_s,
+                            what=f"episode {episode.episode_id}",
+                        )
+                        watch.lap("evaluate")
                 except EnvdError as error:
                     if isinstance(error, EvaluatorFailed):
                         episode.verdict = error
                     self._tell_failure(episode, "evaluate", error)
                     raise
-                watch.lap("evaluate")
                 episode.lease.renew(self._clock.monotonic())
                 episode.verdict = EvaluateResult(
                     episode=episode.info(self._clock),
@@ -395,31 +443,21 @@ class EpisodeService:
         )
         return episode.verdict
 
-    async def _check(self, episode: Episode) -> Evaluation:
-        """Run the checkers. Raises: EvaluatorFailed, MachineLost."""
-        machine = episode.machine
-        failure: Exception | None = None
-        try:
-            evaluation = await self._run_checkers(
-                episode.task,
-                machine.desktop,
-                last_action=episode.last_action,
-                timeout_s=self._limits.evaluate_timeout_s,
-            )
-        except (EvaluatorFailed, MachineLost) as error:
-            failure = error
-        except Exception as error:
-            failure = EvaluatorFailed(f"episode {episode.episode_id}: a checker broke: {error!r}")
-            failure.__cause__ = error
-        # Whatever a checker made of a dying machine, a score of 0 above all, is about the machine, not the agent.
-        if machine.lost.is_set():
-            reason = machine.machine.lost_reason
-            raise MachineLost(f"episode {episode.episode_id}: machine lost while scored: {reason}") from failure
-        if failure is not None:
-            raise failure
-        if not 0 <= evaluation.score <= 1:
-            raise EvaluatorFailed(f"episode {episode.episode_id}: score {evaluation.score} is not in [0, 1]")
-        return evaluation
+    @asynccontextmanager
+    async def _awake(self, episode: Episode, watch: Stopwatch) -> AsyncIterator[None]:
+        """Let the guest run while the block lasts; `resume` is a phase of it where it stood still.
+
+        A guest that does not wake up voids the episode, whatever was wanted of it. Raises: MachineLost.
+        """
+        async with AsyncExitStack() as stack:
+            try:
+                resume_ms = await stack.enter_async_context(episode.machine.running())
+            except EnvdError as error:
+                self._registry.void(episode, error)
+                episode.require_machine()
+                raise
+            watch.lap_if("resume", resume_ms > 0)
+            yield
 
     # -- leases -------------------------------------------------------------------------------------------------
 
@@ -475,7 +513,7 @@ class EpisodeService:
             NotFound: There is no such file.
             GuestError: It is larger than `max_bytes`, or cannot be read.
         """
-        with self._guest_access(episode_id) as desktop:
+        async with self._guest_access(episode_id) as desktop:
             data = await desktop.read_file(path, max_bytes=max_bytes)
         if data is None:
             raise NotFound(f"no file {path!r} in the guest of episode {episode_id}")
@@ -483,7 +521,7 @@ class EpisodeService:
 
     async def write_file(self, episode_id: str, path: str, data: bytes) -> None:
         """Write a guest file as the session's user. Renews the lease. Raises: as `read_file`."""
-        with self._guest_access(episode_id) as desktop:
+        async with self._guest_access(episode_id) as desktop:
             await desktop.write_file(path, data)
 
     async def run_command(
@@ -496,12 +534,12 @@ class EpisodeService:
             GuestUnresponsive: It did not end within `timeout_s`.
             GuestError: It could not be started.
         """
-        with self._guest_access(episode_id) as desktop:
+        async with self._guest_access(episode_id) as desktop:
             result = await desktop.run(argv, timeout_s=timeout_s, as_root=as_root, stdin=stdin)
         return GuestCommandResult(exit_code=result.exit_code, stdout=result.stdout, stderr=result.stderr)
 
-    @contextmanager
-    def _guest_access(self, episode_id: str) -> Iterator[Desktop]:
+    @asynccontextmanager
+    async def _guest_access(self, episode_id: str) -> AsyncIterator[Desktop]:
         episode = self._registry.get(episode_id)
         if not self._pools[episode.pool].settings.allow_guest_access:
             raise AccessDenied(
@@ -509,7 +547,8 @@ class EpisodeService:
             )
         with self._registry.call(episode, renews=True):
             episode.require_machine()
-            yield episode.machine.desktop
+            async with self._awake(episode, Stopwatch(self._clock)):
+                yield episode.machine.desktop
 
     # -- details ------------------------------------------------------------------------------------------------
 
@@ -555,4 +594,7 @@ def _pool_info(pool: Pool) -> PoolInfo:
         memory_bytes=s.memory_bytes,
         healthy=s.healthy,
         problem=s.problem,
+        pss_bytes=s.pss_bytes,
+        template_digest=s.template_digest,
+        always_running=pool.settings.always_running,
     )

@@ -35,18 +35,28 @@ class Stopwatch:
         self.timings_ms[phase] = (now_s - self._lap_s) * 1000
         self._lap_s = now_s
 
+    def lap_if(self, phase: str, took_place: bool) -> None:
+        """End a phase that may not have been one; then its time is the next one's."""
+        if took_place:
+            self.lap(phase)
+
     @property
     def total_ms(self) -> float:
         """Milliseconds since the start."""
         return (self._clock.monotonic() - self._begin_s) * 1000
 
 
-def check_region(options: ObservationOptions, desktop: Desktop) -> None:
-    """Refuse a region that is not on the screen, before anything is done. Raises: InvalidRequest."""
+def needs_guest(options: ObservationOptions) -> bool:
+    """Tell whether more than pixels is asked for, which only a guest that runs can tell."""
+    return options.include_a11y_tree or options.include_terminal
+
+
+def check_region(options: ObservationOptions, size_px: tuple[int, int]) -> None:
+    """Refuse a region that is not on a screen of (width, height), before anything is done. Raises: InvalidRequest."""
     region = options.region
     if region is None:
         return
-    width_px, height_px = desktop.screen_size
+    width_px, height_px = size_px
     if (
         min(region.x_px, region.y_px) < 0
         or min(region.width_px, region.height_px) < 1

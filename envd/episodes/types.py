@@ -23,12 +23,25 @@ class EpisodeState(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where an episode's first state came from. Equal origins prove that episodes began in the same state."""
+
+    template_digest: str
+    """Identifies the frozen machine that its machine was forked from: memory, devices, disk and settings."""
+    overlay_parent: str
+    """Identifies the disk that its machine's overlay stands on."""
+    first_frame_id: str
+    """The frame that the agent saw first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeInfo:
     """A snapshot of one episode."""
 
     episode_id: str
     group_id: str
     parent_episode_id: str
+    """The episode that it was forked from; empty if none."""
     task_id: str
     pool: str
     state: EpisodeState
@@ -40,6 +53,7 @@ class EpisodeInfo:
     create_time: datetime
     max_steps: int
     run: str
+    origin: Origin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +84,31 @@ class ResetResult:
     episodes: tuple[EpisodeInfo, ...]
     observations: tuple[Observation, ...]
     instruction: str
+    timings_ms: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkCommand:
+    """Branch an active episode where it stands."""
+
+    request_id: str
+    episode_id: str
+    step_index: int
+    """Where to branch: the episode's step count."""
+    fork_count: int = 1
+    lease_ttl_s: float | None = None
+    observe: ObservationOptions = field(default_factory=ObservationOptions)
+    timeout_s: float = 600.0
+    """How long to wait for admission."""
+    fingerprint: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkResult:
+    """The copies of an episode and what each sees first (parallel tuples)."""
+
+    episodes: tuple[EpisodeInfo, ...]
+    observations: tuple[Observation, ...]
     timings_ms: dict[str, float]
 
 
@@ -131,6 +170,12 @@ class PoolInfo:
     healthy: bool
     problem: str
     """Why machines of this pool fail to start; empty when they do not."""
+    pss_bytes: int = 0
+    """What all its machines cost the host, shared pages counted in parts, when last measured."""
+    template_digest: str = ""
+    """Identifies the frozen machine that its machines are forked from; empty while there is none."""
+    always_running: bool = False
+    """Whether guests run on between calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,9 @@ class Channels(Protocol):
     def lost_reason(self) -> str:
         """Why the machine is gone; empty while it is not."""
 
+    def processor_s(self) -> float | None:
+        """CPU seconds that the guest's processors have used so far; None where that cannot be told. Never fails."""
+
     async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to the machine's RFB 3.8 server (no authentication).
 

@@ -24,6 +24,8 @@ from envd.guest.observation import Frame, Observation, ObservationOptions, Settl
 from envd.guest.rfb import RfbClient
 from envd.guest.screen import Screen
 from envd.guest.settle import settle
+from envd.guest.view import DesktopView
+from envd.guest.wake import renew_identity
 
 __all__ = ["CommandResult", "Desktop", "ReadyReport"]
 
@@ -66,19 +68,27 @@ class Desktop:
     One caller acts; others may look meanwhile.
     """
 
-    def __init__(self, channels: Channels) -> None:
+    def __init__(self, channels: Channels, *, view: DesktopView | None = None) -> None:
+        """Connect to a machine.
+
+        Args:
+            channels: The wires into its guest.
+            view: What it shows, where it was forked and has not run since: then it is asleep, and what is asked of
+                its screen is answered from the view, until `wake`.
+        """
         self._channels = channels
+        self._view = view
         self._agent = GuestAgent(channels)
         self._guestd = GuestdClient(channels.guestd_url, lost=channels.lost) if channels.guestd_url else None
         self._screen = Screen()
-        self._input = Input()
+        self._input = Input(held=view.inputs if view else None)
         self._client: RfbClient | None = None
         self._connected = asyncio.Event()
         self._display_task: asyncio.Task[None] | None = None
         self._closed = False
         # OSWorld's service cannot type; which one it is, is known once the session has answered.
-        self._guestd_types = self._guestd is not None
-        self._home: str | None = None
+        self._guestd_types = view.guestd_types if view else self._guestd is not None
+        self._home = view.home if view else None
         # Monotonic times: of the last input at all, of the last by keys or pointer, and of the last proven quiet.
         self._input_s = self._key_s = self._pointer_s = self._quiet_s = time.monotonic()
 
@@ -90,9 +100,33 @@ class Desktop:
         return await self._alive(self._wait_ready(timeout_s))
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether its machine was forked and has not run since."""
+        return self._view is not None
+
+    async def wake(self, *, windows: bool = False) -> None:
+        """Make a fork its own machine: clock, machine id and random numbers. Harmless where that was done.
+
+        Its machine runs again from just before this call on, and nothing else is asked of the guest before. On
+        failure the desktop is still asleep, and its machine not fit for use.
+
+        Args:
+            windows: Whether the guest is Windows, where only the clock is set.
+
+        Raises:
+            GuestUnresponsive: The agent or the display did not answer.
+            GuestError: The guest could not do it.
+        """
+        await self._alive(self._wake(windows=windows))
+
+    async def view(self) -> DesktopView:
+        """Return what it shows and holds. Its machine stands still, or else the view is of no certain moment."""
+        return await self._alive(self._take_view())
+
+    @property
     def screen_size(self) -> tuple[int, int]:
         """(width, height) in pixels, as the display says now; (0, 0) before it was first connected."""
-        return self._screen.size
+        return self._view.size_px if self._view else self._screen.size
 
     async def act(self, action: Action) -> ActionOutcome:
         """Perform one action. `Wait` sleeps; `Done` and `Fail` do nothing here.
@@ -296,9 +330,38 @@ class Desktop:
         except TimeoutError as error:
             raise self._display_silent() from error
 
+    async def _wake(self, *, windows: bool) -> None:
+        if self._view is None:
+            return
+        # Beside each other: a first whole frame takes some 0.1 s, and the guest longer.
+        display = asyncio.create_task(self._display(), name=f"wake:{self._channels.machine_id}")
+        try:
+            await renew_identity(self._agent, machine_id=self._channels.machine_id, windows=windows)
+            await display
+        finally:
+            display.cancel()
+            await asyncio.gather(display, return_exceptions=True)
+        self._view = None
+        self._input_s = self._quiet_s = time.monotonic()
+
+    async def _take_view(self) -> DesktopView:
+        if self._view is not None:
+            return self._view
+        frame = await self._newest_frame(refresh=True)
+        return DesktopView(
+            frame=frame,
+            cursor=self._screen.cursor,
+            caps_lock=self._screen.caps_lock,
+            inputs=self._input.held,
+            guestd_types=self._guestd_types,
+            home=self._home,
+        )
+
     async def _settle(self, policy: SettlePolicy) -> SettleResult:
+        if self._view is not None:  # nothing has moved since the instant of the view
+            return SettleResult(settled=True, settle_ms=0.0, change_count=0)
         result = await self._looking(
-            lambda: settle(self._screen, policy, input_s=self._input_s),
+            lambda: settle(self._screen, policy, input_s=self._input_s, processor_s=self._channels.processor_s),
             timeout_s=max(policy.max_ms, policy.min_ms) / 1000 + _DISPLAY_TIMEOUT_S,
         )
         if result.settled:
@@ -316,6 +379,12 @@ class Desktop:
 
     async def _observe(self, options: ObservationOptions, *, refresh: bool) -> Observation:
         timings_ms: dict[str, float] = {}
+        if self._view is not None and not (refresh or options.include_a11y_tree or options.include_terminal):
+            with _timed(timings_ms, "encode"):
+                # A thread would cost more than looking up what was encoded before.
+                if (shown := self._view.encoded(options)) is None:
+                    shown = await asyncio.to_thread(self._view.encode, options)
+            return Observation(frame=shown, timings_ms=timings_ms)
         with _timed(timings_ms, "capture"):
             frame = await self._newest_frame(refresh=refresh)
         pointer = None

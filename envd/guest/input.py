@@ -227,6 +227,24 @@ def _plan(action: Action, state: InputState) -> list[InputEvent]:
             return []
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldInputs:
+    """Where the pointer of a machine is, and what is down on it."""
+
+    pointer: Point | None = None
+    """Where it was last put; None where it never was."""
+    buttons: int = 0
+    """RFB's button mask."""
+    keys: tuple[Key, ...] = ()
+    """In the order in which they were pressed."""
+
+    def pointer_on(self, width_px: int, height_px: int) -> Point:
+        """Where the pointer is on such a screen: where we last put it, else in the middle, where servers start it."""
+        if self.pointer is None:
+            return Point(width_px // 2, height_px // 2)
+        return Point(min(self.pointer.x_px, width_px - 1), min(self.pointer.y_px, height_px - 1))
+
+
 class Input:
     """The keyboard and pointer of one machine, and what is down on them.
 
@@ -237,19 +255,26 @@ class Input:
     def __init__(
         self,
         *,
+        held: HeldInputs | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        held = held or HeldInputs()
         self._monotonic = monotonic
         self._sleep = sleep
-        self._pointer: Point | None = None
-        self._buttons = 0
-        self._held: dict[int, Key] = {}
+        self._pointer = held.pointer
+        self._buttons = held.buttons
+        self._held = {key.scancode: key for key in held.keys}
         self._keyboard_pace = _Pace()
         self._pointer_pace = _Pace()
 
     def __repr__(self) -> str:
         return f"<Input pointer {self._pointer} | buttons {self._buttons:#x} | {len(self._held)} keys held>"
+
+    @property
+    def held(self) -> HeldInputs:
+        """What a fork of the machine starts with."""
+        return HeldInputs(pointer=self._pointer, buttons=self._buttons, keys=tuple(self._held.values()))
 
     @property
     def keys_held(self) -> bool:
@@ -262,11 +287,8 @@ class Input:
         return self._keyboard_pace.level(self._monotonic())
 
     def pointer(self, screen_size: tuple[int, int]) -> Point:
-        """Where the pointer is: where we last put it, else in the middle, where display servers start it."""
-        width_px, height_px = screen_size
-        if self._pointer is None:
-            return Point(width_px // 2, height_px // 2)
-        return Point(min(self._pointer.x_px, width_px - 1), min(self._pointer.y_px, height_px - 1))
+        """Where the pointer is: see `HeldInputs.pointer_on`."""
+        return self.held.pointer_on(*screen_size)
 
     def state(self, screen_size: tuple[int, int], *, caps_lock: bool = False) -> InputState:
         """What `plan` needs to know."""

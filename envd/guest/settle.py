@@ -5,9 +5,13 @@ quiet for `quiet_ms` only once a look *sent* that long after the last change (or
 frame after a settled step shows nothing older than that look, and always something newer than the input: the first
 look is sent after it. See `Screen.look` for why QEMU's answers bear this out, and `RfbClient.wake` for why a
 viewer that merely listens would see a change up to 3 s late.
+
+A guest that computes may be about to draw, as an editor that opens a dialog or a page that loads. So a quiet screen
+settles only once the guest's processors rest too, for at most `_BUSY_PATIENCE` times as long again: some never do.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -18,6 +22,14 @@ from envd.guest.screen import Screen
 # Bounds how late a change is dated: QEMU looks at once when asked, or 30 ms after its last look. Each costs QEMU one
 # comparison of what the guest drew, and us one strip of 16 pixels.
 _LOOK_INTERVAL_S = 0.05
+# A guest whose processors used more than this share of one host core since the last look is computing. A desktop at
+# rest uses a few hundredths; one that opens a window all of one and more.
+_BUSY_SHARE = 0.35
+# It has to rest for two looks or so.
+_REST_S = 0.1
+_BUSY_PATIENCE = 5.0
+# Two readings must be so far apart to tell a share.
+_SHORTEST_READING_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +45,15 @@ class Sight:
     """When the last change arrived."""
     seen_s: float
     """Up to when the shadow is known to be true."""
+    busy_s: float = -math.inf
+    """When the guest was last found computing."""
 
 
 def decide(policy: SettlePolicy, sight: Sight) -> bool | float:
     """Return whether the screen has settled, once that is known, else for how many seconds to wait before looking."""
     quiet_at_s = max(sight.input_s, sight.change_s) + policy.quiet_ms / 1000
-    settled_at_s = max(quiet_at_s, sight.input_s + policy.min_ms / 1000)
+    rested_at_s = min(sight.busy_s + _REST_S, quiet_at_s + _BUSY_PATIENCE * policy.quiet_ms / 1000)
+    settled_at_s = max(quiet_at_s, rested_at_s, sight.input_s + policy.min_ms / 1000)
     if sight.seen_s >= settled_at_s:
         return True
     give_up_s = sight.began_s + policy.max_ms / 1000
@@ -52,21 +67,45 @@ async def settle(
     policy: SettlePolicy,
     *,
     input_s: float,
+    processor_s: Callable[[], float | None] = lambda: None,
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> SettleResult:
     """Wait until the screen is quiet after the input at `input_s`, at least by one look and at most `max_ms`.
+
+    Args:
+        screen: The shadow, followed.
+        policy: What counts as quiet.
+        input_s: Monotonic time of the last input.
+        processor_s: CPU seconds that the guest has used; None where unknown, and then only the screen counts.
+        monotonic: The clock.
+        sleep: Waits.
 
     Raises:
         MachineLost: The display's connection ended.
     """
     began_s = monotonic()
     change_count = screen.change_count
+    busy_s = -math.inf
+    read_s, used_s = began_s, processor_s()
     while True:
         seen_s = await screen.look()
         now_s = monotonic()
+        if now_s - read_s >= _SHORTEST_READING_S:
+            before_s, used_s = used_s, processor_s()
+            if used_s is not None and before_s is not None and used_s - before_s > _BUSY_SHARE * (now_s - read_s):
+                busy_s = now_s
+            read_s = now_s
         verdict = decide(
-            policy, Sight(now_s=now_s, began_s=began_s, input_s=input_s, change_s=screen.last_change_s, seen_s=seen_s)
+            policy,
+            Sight(
+                now_s=now_s,
+                began_s=began_s,
+                input_s=input_s,
+                change_s=screen.last_change_s,
+                seen_s=seen_s,
+                busy_s=busy_s,
+            ),
         )
         if isinstance(verdict, bool):
             return SettleResult(

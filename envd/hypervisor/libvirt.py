@@ -11,51 +11,45 @@ import os
 import pwd
 import secrets
 import shutil
-import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
-from io import BytesIO
+from hashlib import sha256
 from pathlib import Path
-from struct import unpack
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
+from uuid import uuid4
 
 # Read when the library is loaded. The embedded driver would tell our standard error about every tainted domain;
 # its errors reach us as exceptions anyway.
 os.environ.setdefault("LIBVIRT_LOG_OUTPUTS", "4:stderr")
 
 import libvirt
-import libvirt_qemu
-from PIL import Image as PillowImage
 
-from envd.errors import ConfigError, GuestUnresponsive, HypervisorError, MachineLost
+from envd.errors import ConfigError, HypervisorError, MachineLost
 from envd.hypervisor.accel import AcceleratorChoice, choose_accelerator
-from envd.hypervisor.agent_channel import AgentChannel
+from envd.hypervisor.libvirt_fork import Freezer, bring_to_state, capture
+from envd.hypervisor.libvirt_machine import LibvirtMachine, destroy_domain, to_the_end
+from envd.hypervisor.libvirt_snapshot import LibvirtSnapshot
 from envd.hypervisor.libvirt_xml import (
     FirmwareFiles,
+    Incoming,
     MachineFiles,
+    Memory,
+    MemoryFile,
     domain_name,
     domain_xml,
-    parse_forwarded_port,
     read_mark,
 )
-from envd.hypervisor.machine import (
-    Accelerator,
-    Firmware,
-    JsonValue,
-    MachineSpec,
-    MachineState,
-    MachineUsage,
-)
+from envd.hypervisor.machine import Accelerator, Firmware, Machine, MachineSpec, Snapshot
+from envd.hypervisor.overlays import copy_file, create_overlay
+from envd.hypervisor.templates import TemplateStore
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: How much later than a broken connection libvirt's event of the domain's end may come.
-_LOSS_IS_TOLD_WITHIN_S = 3.0
 #: Unix socket paths end at 107 bytes; this is what stands below the state directory at most.
 _LONGEST_SOCKET = len("/machines/") + 32 + len("/agent.sock")
 _MAX_SOCKET_PATH = 107
@@ -94,25 +88,6 @@ def _start_event_loop() -> None:
     threading.Thread(target=run, name="libvirt-events", daemon=True).start()
 
 
-async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` to its end even when the caller is cancelled; the cancellation is delivered afterwards."""
-    task = asyncio.ensure_future(work)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            cancelled = cancelled or not task.cancelled()
-        except Exception:
-            break
-    if cancelled:
-        # Retrieve the outcome, so that a failure is not reported as never seen.
-        if not task.cancelled():
-            task.exception()
-        raise asyncio.CancelledError
-    return task.result()
-
-
 class LibvirtHypervisor:
     """Machines on this host's QEMU."""
 
@@ -125,6 +100,7 @@ class LibvirtHypervisor:
         owner: str,
         choice: AcceleratorChoice,
         executor: ThreadPoolExecutor,
+        store: TemplateStore,
         tcg_cache_mib: int,
     ) -> None:
         self._connection = connection
@@ -136,9 +112,17 @@ class LibvirtHypervisor:
         self._machines_dir = state_dir / "machines"
         self._machines: dict[str, LibvirtMachine] = {}
         self._loop = asyncio.get_running_loop()
-        version = connection.getVersion()
+        self._store = store
+        self._captures_dir = state_dir / "captures"
+        libvirt_version, qemu_version = _dotted(libvirt.getVersion()), _dotted(connection.getVersion())
+        self._freezer = Freezer(
+            store,
+            accelerator=choice.accelerator,
+            versions=f"libvirt {libvirt_version}, QEMU {qemu_version}",
+            cpu=_cpu_id() if choice.accelerator is Accelerator.KVM else "",
+        )
         self._description = (
-            f"libvirt {_dotted(libvirt.getVersion())} at {uri}, QEMU {_dotted(version)}, "
+            f"libvirt {libvirt_version} at {uri}, QEMU {qemu_version}, "
             f"accelerator {choice.accelerator.value} ({choice.why})"
         )
         self._event_id = connection.domainEventRegisterAny(
@@ -153,7 +137,10 @@ class LibvirtHypervisor:
         state_dir: Path,
         accelerator: str = "auto",
         cache_dir: Path | None = None,
-        tcg_cache_mib: int = 128,
+        template_dir: Path | None = None,
+        template_memory_dir: Path | None = None,
+        template_limit_bytes: int = 40 << 30,
+        tcg_cache_mib: int = 64,
     ) -> "LibvirtHypervisor":
         """Connect to libvirt.
 
@@ -162,6 +149,9 @@ class LibvirtHypervisor:
             state_dir: Where machines' files lie. Its path must be short: Unix sockets live below it.
             accelerator: `auto`, `kvm` or `tcg`.
             cache_dir: Where what libvirt learns of QEMU is kept between state directories (some 8 s to learn).
+            template_dir: Where templates are kept; None for below `state_dir`.
+            template_memory_dir: Where their memory files lie, such as on a tmpfs; None for beside the rest.
+            template_limit_bytes: Most that templates may occupy.
             tcg_cache_mib: Bound of each machine's translation cache under TCG.
 
         Raises:
@@ -173,6 +163,11 @@ class LibvirtHypervisor:
         _check_lengths(uri, state_dir)
         (state_dir / "machines").mkdir(parents=True, exist_ok=True)
         owner = _owner_id(state_dir)
+        store = TemplateStore(
+            template_dir or state_dir / "templates",
+            memory_dir=template_memory_dir / owner if template_memory_dir else None,
+            limit_bytes=template_limit_bytes,
+        )
         choice = await choose_accelerator(accelerator)
         executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="libvirt")
 
@@ -193,6 +188,7 @@ class LibvirtHypervisor:
             owner=owner,
             choice=choice,
             executor=executor,
+            store=store,
             tcg_cache_mib=tcg_cache_mib,
         )
 
@@ -206,18 +202,76 @@ class LibvirtHypervisor:
         """One line for operators."""
         return self._description
 
-    async def create(self, spec: MachineSpec) -> "LibvirtMachine":
-        """Make and start a machine; on failure or cancellation nothing is left behind.
+    async def create(self, spec: MachineSpec) -> LibvirtMachine:
+        """Make a machine and boot it; on failure or cancellation nothing is left behind.
 
         Raises:
             HypervisorError: libvirt, QEMU or qemu-img refused; the message says why.
         """
-        making = asyncio.ensure_future(self._create(spec))
+        return await self._or_nothing(self._start(spec, None))
+
+    async def fork(self, snapshot: Snapshot, machine_id: str) -> LibvirtMachine:
+        """Make a paused machine at a snapshot's state; on failure or cancellation nothing is left behind.
+
+        Raises:
+            HypervisorError: libvirt or QEMU refused; the message says why.
+        """
+        frozen = _own(snapshot)
+        if frozen.is_discarded:
+            raise HypervisorError(f"machine {machine_id}: {frozen!r} was given up; nothing more is forked from it")
+        return await self._or_nothing(self._start(replace(frozen.spec, machine_id=machine_id), frozen))
+
+    async def freeze(self, machine: Machine, *, notes: Mapping[str, str]) -> LibvirtSnapshot:
+        """Turn a booted machine into a stored template; the machine is gone afterwards.
+
+        Raises:
+            MachineLost: The machine is gone.
+            HypervisorError: It could not be frozen; a full disk, for one.
+        """
+        return await to_the_end(self._freeze(_own_machine(machine), notes))
+
+    async def _freeze(self, machine: LibvirtMachine, notes: Mapping[str, str]) -> LibvirtSnapshot:
+        if machine.snapshot is not None:
+            raise HypervisorError(f"machine {machine.machine_id} is a fork; only a booted machine becomes a template")
+        try:
+            await machine.pause()
+            return await self.call(self._freezer.freeze, machine, dict(notes))
+        except OSError as error:
+            raise HypervisorError(f"machine {machine.machine_id} could not be frozen: {error}") from error
+        finally:
+            await machine.destroy()
+
+    async def find_template(self, spec: MachineSpec) -> LibvirtSnapshot | None:
+        """Return the stored template for such machines, or None.
+
+        Raises:
+            TemplateCorrupt: It was damaged, and has been removed.
+        """
+        return await self.call(self._freezer.find, spec)
+
+    async def capture(self, machine: Machine) -> LibvirtSnapshot:
+        """Freeze the state of a fork, which stands still meanwhile and then goes on as it was.
+
+        Raises:
+            NotForkable: The machine has something that a fork cannot have too.
+            MachineLost: The machine is gone.
+            HypervisorError: libvirt or QEMU refused; a full disk, for one.
+        """
+        capturing = asyncio.ensure_future(capture(_own_machine(machine), self._captures_dir, call=self.call))
+        try:
+            return await to_the_end(capturing)
+        except asyncio.CancelledError:
+            if not capturing.cancelled() and capturing.exception() is None:
+                await to_the_end(capturing.result().discard())
+            raise
+
+    async def _or_nothing(self, work: Coroutine[Any, Any, LibvirtMachine]) -> LibvirtMachine:
+        making = asyncio.ensure_future(work)
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
             # A thread inside libvirt cannot be stopped, so the machine is finished first and destroyed then.
-            await _to_the_end(self._discard(making))
+            await to_the_end(self._discard(making))
             raise
 
     @staticmethod
@@ -226,34 +280,41 @@ class LibvirtHypervisor:
         if not making.cancelled() and making.exception() is None:
             await making.result().destroy()
 
-    async def _create(self, spec: MachineSpec) -> "LibvirtMachine":
+    async def _start(self, spec: MachineSpec, snapshot: LibvirtSnapshot | None) -> LibvirtMachine:
         files = MachineFiles(directory=self._machines_dir / spec.machine_id)
         try:
             files.directory.mkdir()
         except FileExistsError as error:
             raise HypervisorError(f"machine {spec.machine_id} exists already in {files.directory}") from error
-        machine = LibvirtMachine(spec, files, hypervisor=self)
+        machine = LibvirtMachine(
+            spec,
+            files,
+            memory_path=snapshot.memory_path if snapshot else self._store.memory_file(spec.machine_id),
+            snapshot=snapshot,
+            call=self.call,
+            on_destroyed=self._forget,
+        )
         self._machines[domain_name(self._owner, spec.machine_id)] = machine
         try:
-            firmware = _prepare_firmware(spec, files)
-            await _create_overlay(spec, files)
+            firmware = _prepare_firmware(spec, files, snapshot)
+            if snapshot is None:
+                await self.call(create_overlay, files.overlay, spec.image.disk, spec.image.disk_format)
+            else:
+                await self.call(copy_file, snapshot.files.seed, files.overlay)
             xml = domain_xml(
                 spec,
                 owner=self._owner,
                 files=files,
                 accelerator=self.accelerator,
+                memory=MemoryFile(path=machine.memory_path, mode=Memory.SHARED if snapshot is None else Memory.PRIVATE),
+                generation=uuid4(),
+                incoming=Incoming.NOTHING if snapshot is None else snapshot.incoming,
                 firmware=firmware,
                 tcg_cache_mib=self._tcg_cache_mib,
             )
-            machine.started(await self.call(self._connection.createXML, xml, 0))
-            if spec.image.has_guestd:
-                usernet = await self.call(
-                    libvirt_qemu.qemuMonitorCommand,
-                    machine.domain,
-                    "info usernet",
-                    libvirt_qemu.VIR_DOMAIN_QEMU_MONITOR_COMMAND_HMP,
-                )
-                machine.set_guestd_port(parse_forwarded_port(usernet))
+            flags = 0 if snapshot is None else libvirt.VIR_DOMAIN_START_PAUSED
+            machine.started(await self.call(self._connection.createXML, xml, flags))
+            await self.call(bring_to_state, machine, snapshot)
         except BaseException as error:
             await machine.destroy()
             if isinstance(error, libvirt.libvirtError | OSError):
@@ -261,7 +322,8 @@ class LibvirtHypervisor:
             if isinstance(error, MachineLost):
                 raise HypervisorError(f"machine {spec.machine_id} ended as it was started: {error}") from error
             raise
-        log.info("machine started", extra={"machine_id": spec.machine_id, "image": spec.image.name})
+        what = "booting" if snapshot is None else "forked"
+        log.info("machine %s", what, extra={"machine_id": spec.machine_id, "image": spec.image.name})
         return machine
 
     async def reap(self) -> list[str]:
@@ -275,7 +337,7 @@ class LibvirtHypervisor:
                 continue  # It ended between the list and the question.
             if mark is None or mark.owner != self._owner or mark.machine_id in live:
                 continue
-            await self.call(_destroy_domain, domain)
+            await self.call(destroy_domain, domain)
             found.add(mark.machine_id)
         for pid, machine_id in _stray_processes(self._owner):
             if machine_id not in live:
@@ -283,6 +345,10 @@ class LibvirtHypervisor:
                 log.warning("killing a stray QEMU", extra={"machine_id": machine_id, "pid": pid})
                 _kill(pid)
                 found.add(machine_id)
+        if not live:
+            # Nobody stands on a capture or makes a template: what there is of them was left half made, or half removed.
+            await self.call(shutil.rmtree, self._captures_dir, True)
+            await self.call(self._store.sweep)
         for directory in self._machines_dir.iterdir():
             if directory.name not in live:
                 await self.call(shutil.rmtree, directory, True)
@@ -306,8 +372,7 @@ class LibvirtHypervisor:
         except libvirt.libvirtError as error:
             raise HypervisorError(str(error)) from error
 
-    def forget(self, machine: "LibvirtMachine") -> None:
-        """Stop routing events to a machine that is gone."""
+    def _forget(self, machine: LibvirtMachine) -> None:
         self._machines.pop(domain_name(self._owner, machine.machine_id), None)
 
     def _on_lifecycle(self, _connection: Any, domain: Any, event: int, detail: int, _opaque: Any) -> None:
@@ -330,198 +395,6 @@ _STOP_REASONS = {
     libvirt.VIR_DOMAIN_EVENT_STOPPED_CRASHED: "crashed",
     libvirt.VIR_DOMAIN_EVENT_STOPPED_FAILED: "failed",
 }
-
-
-class LibvirtMachine:
-    """One QEMU domain. Implements `envd.hypervisor.machine.Machine`."""
-
-    def __init__(self, spec: MachineSpec, files: MachineFiles, *, hypervisor: LibvirtHypervisor) -> None:
-        self._spec = spec
-        self._files = files
-        self._hypervisor = hypervisor
-        self._state = MachineState.RUNNING
-        self._lost = asyncio.Event()
-        self._lost_reason = ""
-        self._agent = AgentChannel(files.agent_socket, machine_id=spec.machine_id)
-        self._guestd_url: str | None = None
-        self._pid: int | None = None
-        self._destroying: asyncio.Future[None] | None = None
-        self.domain: Any = None
-
-    def __repr__(self) -> str:
-        return f"<LibvirtMachine {self.machine_id} {self._state.value} image={self._spec.image.name}>"
-
-    @property
-    def machine_id(self) -> str:
-        """The id of its spec."""
-        return self._spec.machine_id
-
-    @property
-    def spec(self) -> MachineSpec:
-        """What it was made from."""
-        return self._spec
-
-    @property
-    def state(self) -> MachineState:
-        """Where it is in its life."""
-        return self._state
-
-    @property
-    def files(self) -> MachineFiles:
-        """Where its files lie."""
-        return self._files
-
-    @property
-    def guestd_url(self) -> str | None:
-        """Base URL of the in-guest HTTP service on the host's loopback."""
-        return self._guestd_url
-
-    @property
-    def lost(self) -> asyncio.Event:
-        """Set, once and for ever, when the machine is gone."""
-        return self._lost
-
-    @property
-    def lost_reason(self) -> str:
-        """Why it is gone; empty while it is not."""
-        return self._lost_reason
-
-    def started(self, domain: Any) -> None:
-        """Take over the domain that libvirt made."""
-        self.domain = domain
-
-    def set_guestd_port(self, port: int | None) -> None:
-        """Learn which host port leads to guestd. Raises: HypervisorError: none does."""
-        if port is None:
-            raise HypervisorError(f"machine {self.machine_id}: QEMU forwards no port to guestd")
-        self._guestd_url = f"http://127.0.0.1:{port}"
-
-    def mark_lost(self, reason: str) -> None:
-        """Learn that the machine is gone. The first reason stays."""
-        if not self._lost.is_set():
-            self._lost_reason = reason
-            self._state = MachineState.GONE
-            self._lost.set()
-
-    async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to its RFB 3.8 server. Raises: MachineLost."""
-        self._require_alive()
-        try:
-            return await asyncio.open_unix_connection(str(self._files.display_socket), limit=1 << 20)
-        except OSError as error:
-            raise MachineLost(f"machine {self.machine_id}: its display cannot be reached: {error}") from error
-
-    async def agent_command(
-        self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float
-    ) -> JsonValue:
-        """Run one QEMU guest agent command. Raises: GuestUnresponsive, GuestError, MachineLost."""
-        try:
-            return await self._unless_lost(self._agent.command(command, arguments, timeout_s=timeout_s))
-        except GuestUnresponsive as error:
-            # A time-out is an OSError too, but says nothing of QEMU.
-            if isinstance(error.__cause__, OSError | EOFError) and not isinstance(error.__cause__, TimeoutError):
-                # Only a QEMU that ends closes this socket; libvirt tells of it a moment later.
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._lost.wait(), _LOSS_IS_TOLD_WITHIN_S)
-                self._require_alive(error)
-            raise
-
-    async def screendump(self) -> bytes:
-        """Return the true screen as PNG, straight from the display device. Raises: MachineLost."""
-        return await self._domain_call(self._screenshot)
-
-    def _screenshot(self) -> bytes:
-        stream = self.domain.connect().newStream(0)
-        picture = BytesIO()
-        self.domain.screenshot(stream, 0, 0)
-        stream.recvAll(lambda _stream, data, sink: sink.write(data), picture)
-        stream.finish()
-        png = BytesIO()
-        with PillowImage.open(picture) as image:
-            image.convert("RGB").save(png, "PNG", compress_level=1)
-        return png.getvalue()
-
-    async def pause(self) -> None:
-        """Stop the guest between two instructions. Raises: MachineLost."""
-        await self._set_running(running=False)
-
-    async def resume(self) -> None:
-        """Let the guest run on. Raises: MachineLost."""
-        await self._set_running(running=True)
-
-    async def _set_running(self, *, running: bool) -> None:
-        wanted = MachineState.RUNNING if running else MachineState.PAUSED
-        self._require_alive()
-        if self._state is not wanted:
-            await self._domain_call(self.domain.resume if running else self.domain.suspend)
-            if self._state is not MachineState.GONE:
-                self._state = wanted
-
-    async def usage(self) -> MachineUsage:
-        """Measure what it costs now. Raises: MachineLost."""
-        return await self._domain_call(self._measure)
-
-    def _measure(self) -> MachineUsage:
-        if self._pid is None:
-            self._pid = _peer_pid(self._files.display_socket, self.machine_id)
-        fields = _smaps_rollup(self._pid)
-        overlay = self._files.overlay.stat()
-        return MachineUsage(
-            rss_bytes=fields["Rss"], private_dirty_bytes=fields["Private_Dirty"], overlay_bytes=overlay.st_blocks * 512
-        )
-
-    async def destroy(self) -> None:
-        """End it and remove its overlay, sockets and directory. Idempotent; runs to its end when cancelled."""
-        if self._destroying is None:
-            self._destroying = asyncio.ensure_future(self._destroy())
-        await _to_the_end(self._wait_destroyed(self._destroying))
-
-    @staticmethod
-    async def _wait_destroyed(destroying: "asyncio.Future[None]") -> None:
-        await asyncio.shield(destroying)
-
-    async def _destroy(self) -> None:
-        self.mark_lost("destroyed by envd")
-        await self._agent.close()
-        if self.domain is not None:
-            await self._hypervisor.call(_destroy_domain, self.domain)
-        await self._hypervisor.call(shutil.rmtree, self._files.directory, True)
-        self._hypervisor.forget(self)
-
-    async def _domain_call(self, function: Callable[[], T]) -> T:
-        """Run a blocking call on the domain; a failure because it just ended is a lost machine."""
-        self._require_alive()
-        try:
-            return await self._unless_lost(self._hypervisor.call(function))
-        except (HypervisorError, OSError) as error:
-            if not self._lost.is_set() and not await self._hypervisor.call(_is_active, self.domain):
-                self.mark_lost("its QEMU ended")
-            self._require_alive(error)
-            if isinstance(error, OSError):
-                raise HypervisorError(f"machine {self.machine_id}: {error}") from error
-            raise
-
-    async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`, or raise `MachineLost` the moment that the machine is gone."""
-        task = asyncio.ensure_future(work)
-        lost = asyncio.ensure_future(self._lost.wait())
-        try:
-            await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                self._require_alive()
-            try:
-                return task.result()
-            except Exception as error:
-                self._require_alive(error)
-                raise
-        finally:
-            lost.cancel()
-            if not task.done():
-                task.cancel()
-
-    def _require_alive(self, cause: BaseException | None = None) -> None:
-        if self._lost.is_set():
-            raise MachineLost(f"machine {self.machine_id} is gone: {self._lost_reason}") from cause
 
 
 def _dotted(version: int) -> str:
@@ -569,64 +442,35 @@ def _prepare_embedded(uri: str, cache_dir: Path | None) -> None:
         cache.symlink_to(shared)
 
 
-def _prepare_firmware(spec: MachineSpec, files: MachineFiles) -> FirmwareFiles | None:
+def _prepare_firmware(spec: MachineSpec, files: MachineFiles, snapshot: LibvirtSnapshot | None) -> FirmwareFiles | None:
     """Give a UEFI machine its own variables. Raises: HypervisorError: the host has no OVMF."""
     if spec.image.firmware is not Firmware.UEFI:
         return None
     for code, variables in _OVMF:
         if Path(code).exists() and Path(variables).exists():
-            shutil.copyfile(variables, files.firmware_vars)
+            shutil.copyfile(snapshot.files.firmware_vars if snapshot else variables, files.firmware_vars)
             return FirmwareFiles(code=Path(code), vars_template=Path(variables))
     raise HypervisorError(f"image {spec.image.name} boots by UEFI and this host has no OVMF; install the package ovmf")
 
 
-async def _create_overlay(spec: MachineSpec, files: MachineFiles) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *("qemu-img", "create", "-q", "-f", "qcow2"),
-        *("-b", str(spec.image.disk), "-F", spec.image.disk_format, str(files.overlay)),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, stderr = await process.communicate()
-    if process.returncode != 0:
-        message = stderr.decode(errors="replace").strip()
-        raise HypervisorError(f"machine {spec.machine_id}: its overlay could not be made: {message}")
+def _cpu_id() -> str:
+    """Identify the processor that KVM guests see: a state saved on one may not load on another."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = ("model name", "flags", "microcode")
+    told = [next((line for line in lines if line.startswith(name)), "") for name in names]
+    return sha256("\n".join(told).encode()).hexdigest()
 
 
-def _destroy_domain(domain: Any) -> None:
-    """End a domain; one already gone is a success."""
-    try:
-        domain.destroy()
-    except libvirt.libvirtError as error:
-        if error.get_error_code() not in {libvirt.VIR_ERR_NO_DOMAIN, libvirt.VIR_ERR_OPERATION_INVALID}:
-            raise
+def _own(snapshot: Snapshot) -> LibvirtSnapshot:
+    if not isinstance(snapshot, LibvirtSnapshot):
+        raise TypeError(f"{snapshot!r} is not a snapshot of this driver")
+    return snapshot
 
 
-def _is_active(domain: Any) -> bool:
-    try:
-        return bool(domain.isActive())
-    except libvirt.libvirtError:
-        return False
-
-
-def _peer_pid(socket_path: Path, machine_id: str) -> int:
-    """Return the process that made a listening socket, as the kernel vouches for it."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.connect(str(socket_path))
-        pid, _uid, _gid = unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if pid <= 0:
-        raise HypervisorError(f"machine {machine_id}: the process behind {socket_path} is not visible")
-    return int(pid)
-
-
-def _smaps_rollup(pid: int) -> dict[str, int]:
-    """Return a process's memory by kind, in bytes (proc(5), smaps_rollup)."""
-    fields: dict[str, int] = {}
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
-        name, _, rest = line.partition(":")
-        fields[name] = int(rest.split()[0]) * 1024
-    return fields
+def _own_machine(machine: Machine) -> LibvirtMachine:
+    if not isinstance(machine, LibvirtMachine):
+        raise TypeError(f"{machine!r} is not a machine of this driver")
+    return machine
 
 
 def _stray_processes(owner: str) -> list[tuple[int, str]]:

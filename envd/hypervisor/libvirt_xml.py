@@ -5,8 +5,10 @@ way in is a port of the host's loopback that leads to guestd, and whose only way
 """
 
 from dataclasses import dataclass
+from enum import Enum
+from hashlib import sha256
 from pathlib import Path
-from uuid import UUID, uuid5
+from uuid import UUID
 
 from lxml import etree
 
@@ -16,8 +18,9 @@ QEMU_NS = "http://libvirt.org/schemas/domain/qemu/1.0"
 MARK_NS = "urn:envd:machine:1"
 GUESTD_PORT = 5000
 _NETDEV = "envdnet"
-#: Under which our machines' ids become the guests' systemd machine ids.
-_MACHINE_ID_NAMESPACE = UUID("6f2d1e5c-0d4b-4b0e-9a57-0e5d5c1d2a02")
+#: The guest's memory by our own name: libvirt lets nobody choose the path of its own memory files, and a state loads
+#: only into blocks of the same name.
+MEMORY = "env.ram"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,34 @@ class FirmwareFiles:
     vars_template: Path
 
 
+class Memory(Enum):
+    """How a machine maps its memory file."""
+
+    #: It writes to the file: the machine that becomes a template.
+    SHARED = "on"
+    #: It keeps what it writes to itself: a fork.
+    PRIVATE = "off"
+
+
+class Incoming(Enum):
+    """What a machine waits for instead of booting."""
+
+    #: It boots.
+    NOTHING = "nothing"
+    #: The state of a template (`Monitor.save_state`).
+    STATE = "state"
+    #: The devices of a captured machine (`Monitor.save_devices`).
+    DEVICES = "devices"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFile:
+    """Where a machine's memory comes from."""
+
+    path: Path
+    mode: Memory = Memory.SHARED
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
     """Our signature in a domain's metadata."""
@@ -80,6 +111,9 @@ def domain_xml(
     owner: str,
     files: MachineFiles,
     accelerator: Accelerator,
+    memory: MemoryFile,
+    generation: UUID,
+    incoming: Incoming = Incoming.NOTHING,
     firmware: FirmwareFiles | None = None,
     tcg_cache_mib: int = 0,
 ) -> str:
@@ -87,6 +121,9 @@ def domain_xml(
 
     Args:
         owner: Id of the state directory that the machine belongs to.
+        memory: The file of the guest's memory.
+        generation: Another for each fork: a guest that sees it change renews its random numbers.
+        incoming: Where the machine's state comes from.
         accelerator: KVM or TCG.
         firmware: Needed for UEFI images.
         tcg_cache_mib: Bound of the translation cache under TCG; 0 for QEMU's default.
@@ -108,6 +145,7 @@ def domain_xml(
         {"owner": owner, "id": spec.machine_id, "directory": str(files.directory)},
         nsmap={"envd": MARK_NS},
     )
+    add(root, "genid", str(generation))
     add(root, "memory", str(spec.memory_mib), unit="MiB")
     add(root, "vcpu", str(spec.vcpu_count))
     _add_boot(root, spec, files, firmware)
@@ -129,7 +167,14 @@ def domain_xml(
     add(root, "on_crash", "destroy")
     _add_devices(root, spec, files)
     command = add(root, f"{{{QEMU_NS}}}commandline")
+    size_bytes = spec.memory_mib << 20
     arguments = [
+        *(
+            "-object",
+            f"memory-backend-file,id={MEMORY},size={size_bytes},mem-path={_escape(memory.path)},"
+            f"share={memory.mode.value}",
+        ),
+        *("-machine", f"memory-backend={MEMORY}"),
         *("-chardev", f"socket,id=envdagent,path={_escape(files.agent_socket)},server=on,wait=off"),
         # A serial controller of our own: libvirt drops one that none of its own channels uses, and a channel of
         # libvirt's with this name would have libvirt, not us, talk to the agent.
@@ -145,8 +190,17 @@ def domain_xml(
             *("-netdev", f"user,id={_NETDEV},restrict=on,ipv6=off,{forward}"),
             *("-device", f"{card},netdev={_NETDEV},bus=pcie.0,addr=0x1e,romfile="),
         ]
+    if incoming is not Incoming.NOTHING:
+        arguments += ["-incoming", "defer"]
+    if incoming is Incoming.DEVICES:
+        # That state has no section that describes the machine.
+        arguments += ["-global", "migration.send-configuration=off"]
     for argument in arguments:
         etree.SubElement(command, f"{{{QEMU_NS}}}arg", {"value": argument})
+    # With this capability libvirt asks QEMU for each of some 480 processor features on its own, 0.35 s a start; without
+    # it, for all in one go.
+    capabilities = add(root, f"{{{QEMU_NS}}}capabilities")
+    etree.SubElement(capabilities, f"{{{QEMU_NS}}}del", {"capability": "cpu-unavailable-features"})
     return etree.tostring(root, encoding="unicode")
 
 
@@ -163,7 +217,8 @@ def _add_boot(root: etree._Element, spec: MachineSpec, files: MachineFiles, firm
     if image.firmware is Firmware.DIRECT_KERNEL:
         etree.SubElement(os_element, "kernel").text = str(image.kernel)
         etree.SubElement(os_element, "initrd").text = str(image.initrd)
-        machine_id = uuid5(_MACHINE_ID_NAMESPACE, files.directory.name).hex
+        # The template's: each fork is given its own when it wakes.
+        machine_id = sha256(image.digest.encode()).hexdigest()[:32]
         etree.SubElement(os_element, "cmdline").text = f"{image.kernel_cmdline} systemd.machine_id={machine_id}"
     else:
         etree.SubElement(os_element, "boot", {"dev": "hd"})

@@ -78,7 +78,10 @@ class MachineUsage:
     """What a machine costs its host now."""
 
     rss_bytes: int
+    pss_bytes: int
+    """Its share of the host's memory: pages that several machines map count in parts."""
     private_dirty_bytes: int
+    """What it alone holds and has written: given back only when it goes."""
     overlay_bytes: int
 
 
@@ -93,8 +96,53 @@ class MachineState(Enum):
     GONE = "gone"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureReport:
+    """What freezing a machine's state took."""
+
+    memory_bytes: int
+    """Guest memory that was copied: what differs from the state that the machine was forked from."""
+    paused_ms: float
+    """How long the machine stood still for it."""
+    total_ms: float
+
+
+class Snapshot(Protocol):
+    """The state of a machine at one instant: memory, devices and disk. Never changes; machines are forked from it.
+
+    Its files live until it was discarded and every machine forked from it is gone.
+    """
+
+    @property
+    def digest(self) -> str:
+        """Identifies the frozen machine: memory, devices, disk and settings."""
+
+    @property
+    def disk_digest(self) -> str:
+        """Identifies the disk that the overlays of its forks stand on."""
+
+    @property
+    def spec(self) -> MachineSpec:
+        """What the frozen machine was made from."""
+
+    @property
+    def size_bytes(self) -> int:
+        """What its own files occupy."""
+
+    @property
+    def report(self) -> CaptureReport:
+        """What freezing took."""
+
+    @property
+    def notes(self) -> Mapping[str, str]:
+        """What the one who froze it wrote down, such as the id of the frame that its forks show."""
+
+    async def discard(self) -> None:
+        """Give it up; nothing more is forked from it. Idempotent. A stored template stays on disk."""
+
+
 class Machine(Protocol):
-    """One virtual machine, from `Hypervisor.create` until `destroy` or until it is lost.
+    """One virtual machine, from `Hypervisor.create` or `fork` until `destroy` or until it is lost.
 
     It also has the members of `envd.guest.channels.Channels`.
     """
@@ -122,6 +170,9 @@ class Machine(Protocol):
     @property
     def lost_reason(self) -> str:
         """Why it is gone; empty while it is not."""
+
+    def processor_s(self) -> float | None:
+        """CPU seconds that the guest's processors have used so far; None where that cannot be told. Never fails."""
 
     async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to its RFB 3.8 server. Raises: MachineLost."""
@@ -162,7 +213,7 @@ class Hypervisor(Protocol):
         """One line for operators: driver, URI, QEMU version, accelerator and why it was chosen."""
 
     async def create(self, spec: MachineSpec) -> Machine:
-        """Make and start a machine. Readiness of the guest is the caller's to wait for.
+        """Make a machine and boot it. Readiness of the guest is the caller's to wait for.
 
         On failure or cancellation nothing is left behind.
 
@@ -170,8 +221,51 @@ class Hypervisor(Protocol):
             HypervisorError: libvirt, QEMU or qemu-img refused; the message says why.
         """
 
+    async def freeze(self, machine: Machine, *, notes: Mapping[str, str]) -> Snapshot:
+        """Turn a booted machine into a template: stored under its spec, found again by `find_template`.
+
+        The machine is gone afterwards, also on failure; then nothing is stored.
+
+        Raises:
+            MachineLost: The machine is gone.
+            HypervisorError: It could not be frozen; a full disk, for one.
+        """
+
+    async def find_template(self, spec: MachineSpec) -> Snapshot | None:
+        """Return the stored template for such machines on this host, or None; its id does not matter.
+
+        Raises:
+            TemplateCorrupt: There is one, but it is not what was stored. It has been put out of the way, so that the
+                next call returns None.
+        """
+
+    async def fork(self, snapshot: Snapshot, machine_id: str) -> Machine:
+        """Make a machine at a snapshot's state: PAUSED, at the instruction where the snapshot was taken.
+
+        It shares memory and disk with the snapshot copy-on-write. Nothing in it has run since, so its clock,
+        its random numbers and its machine id are the snapshot's: see `docs/fork-correctness.md`.
+        On failure or cancellation nothing is left behind.
+
+        Raises:
+            HypervisorError: libvirt or QEMU refused; the message says why.
+        """
+
+    async def capture(self, machine: Machine) -> Snapshot:
+        """Freeze the state of a forked machine, which stands still meanwhile and then goes on as it was.
+
+        Whether it can be is found out before anything is touched. On failure the machine is as it was.
+
+        Raises:
+            NotForkable: The machine has something that a fork cannot have too; the message names it.
+            MachineLost: The machine is gone.
+            HypervisorError: libvirt or QEMU refused; a full disk, for one.
+        """
+
     async def reap(self) -> list[str]:
-        """Destroy what earlier daemons with this state directory left, found by our own marks; returns their ids."""
+        """Destroy what earlier daemons with this state directory left, found by our own marks; returns their ids.
+
+        Stored templates stay.
+        """
 
     async def close(self) -> None:
         """Let go of the hypervisor. Machines must have been destroyed before."""

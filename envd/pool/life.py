@@ -1,18 +1,23 @@
 """One machine's life in a pool: made, ready, used once, destroyed. One task, `live`, does all of it.
 
+How a machine is made is the `Work` that `live` is given: `forked` here, or what `template` needs.
+
 What to do about an event is the pool's decision; it hears of each through `Keeper`, whose methods never wait.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from envd.errors import EnvdError
 from envd.guest.desktop import Desktop
-from envd.hypervisor.machine import Hypervisor, Machine, MachineSpec, MachineUsage
+from envd.guest.view import DesktopView
+from envd.hypervisor.machine import Hypervisor, Machine, MachineUsage
 from envd.pool.clock import Clock, wait_until
+from envd.pool.frozen import FrozenDesktop
+from envd.pool.leased import Place
 from envd.pool.planner import MachineState
 from envd.pool.tasks import run_unless
 
@@ -25,11 +30,11 @@ _CLOSE_ATTEMPTS = 3
 class Keeper(Protocol):
     """Who hears what becomes of a machine."""
 
-    def came_up(self, record: "Record", *, boot_s: float) -> None:
-        """The machine is ready."""
+    def came_up(self, record: "Record", *, start_s: float) -> None:
+        """The work is done: the machine is what it `becomes`."""
 
     def did_not_start(self, record: "Record", error: Exception) -> None:
-        """The machine could not be made, or did not get ready."""
+        """The work failed; the machine, if there is one, goes."""
 
     def was_lost(self, record: "Record", machine: Machine) -> None:
         """The machine died on its own after it came up."""
@@ -46,10 +51,20 @@ class Record:
     """One machine, from before the hypervisor is asked for it until it is gone."""
 
     machine_id: str
+    becomes: MachineState = MachineState.IDLE
+    """Its state once it has come up: IDLE; LEASED where it is forked for someone; DYING where it is not for use."""
+    claim: asyncio.Future[None] | None = None
+    """Who waits for this very machine hears here what became of it."""
+    place: Place | None = None
+    """What it fills, or tries to."""
+    fills_place: bool = False
+    """Whether it was handed over for its place, which is used up then."""
     state: MachineState = MachineState.STARTING
     idle_since_s: float = 0.0
     machine: Machine | None = None
     desktop: Desktop | None = None
+    frozen: FrozenDesktop | None = None
+    """What it was forked from."""
     usage: MachineUsage | None = None
     retired: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the machine is no longer wanted, whatever its state."""
@@ -59,8 +74,11 @@ class Record:
     @property
     def planned_state(self) -> MachineState:
         """What the planner may count on: a machine that just died is no longer idle, though nobody has looked yet."""
-        is_lost = self.machine is not None and self.machine.lost.is_set()
-        return MachineState.DYING if is_lost else self.state
+        if self.machine is not None and self.machine.lost.is_set():
+            return MachineState.DYING
+        # One that starts for someone will never be idle.
+        is_claimed = self.state is MachineState.STARTING and self.becomes is not MachineState.IDLE
+        return self.becomes if is_claimed else self.state
 
     def retire(self) -> None:
         """Ask for its end, from any state. Idempotent."""
@@ -68,12 +86,25 @@ class Record:
         self.retired.set()
 
 
+class MakeDesktop(Protocol):
+    """Connects to a machine."""
+
+    def __call__(self, machine: Machine, /, *, view: DesktopView | None = None) -> Desktop:
+        """See `Desktop`: with a view, its machine has not run since it was forked."""
+
+
+Work = Callable[[Record], Coroutine[Any, Any, None]]
+"""Makes a record's machine. What exists is noted in the record at once, so that it is destroyed whatever happens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nursery:
     """What a machine is made with, and how patiently it is destroyed."""
 
     hypervisor: Hypervisor
-    make_desktop: Callable[[Machine], Desktop]
+    make_desktop: MakeDesktop
+    forking: asyncio.Semaphore
+    """Bounds the forks that are made at once."""
     boot_timeout_s: float
     destroy_retry_min_s: float
     destroy_retry_max_s: float
@@ -82,10 +113,23 @@ class Nursery:
     """Set when the pool goes away: then destroying is tried only a few times more."""
 
 
-async def live(record: Record, spec: MachineSpec, *, nursery: Nursery, keeper: Keeper) -> None:
+def forked(frozen: FrozenDesktop, *, nursery: Nursery) -> Work:
+    """Make a fork that stands still, asleep."""
+
+    async def work(record: Record) -> None:
+        async with nursery.forking:
+            # No await between making it and noting it: a machine that exists is a machine on record.
+            record.machine = await nursery.hypervisor.fork(frozen.snapshot, record.machine_id)
+        record.frozen = frozen
+        record.desktop = nursery.make_desktop(record.machine, view=frozen.view)
+
+    return work
+
+
+async def live(record: Record, work: Work, *, nursery: Nursery, keeper: Keeper) -> None:
     """Make a machine, keep it until it is retired or lost, and see it gone."""
     try:
-        await _boot(record, spec, nursery, keeper)
+        await _come_up(record, work, nursery, keeper)
         if record.machine is not None and not record.retired.is_set():
             await run_unless(record.retired, _wait(record.machine.lost))
             if not record.retired.is_set():
@@ -99,10 +143,10 @@ async def live(record: Record, spec: MachineSpec, *, nursery: Nursery, keeper: K
             keeper.is_gone(record)
 
 
-async def _boot(record: Record, spec: MachineSpec, nursery: Nursery, keeper: Keeper) -> None:
+async def _come_up(record: Record, work: Work, nursery: Nursery, keeper: Keeper) -> None:
     begin_s = nursery.clock.monotonic()
     try:
-        await run_unless(record.retired, _bring_up(record, spec, nursery))
+        await run_unless(record.retired, work(record))
     except Exception as error:  # whatever went wrong, this machine must go and the pool go on
         if not record.retired.is_set():
             unexpected = None if isinstance(error, EnvdError) else error
@@ -111,16 +155,9 @@ async def _boot(record: Record, spec: MachineSpec, nursery: Nursery, keeper: Kee
             keeper.did_not_start(record, error)
         return
     if not record.retired.is_set():
-        boot_s = nursery.clock.monotonic() - begin_s
-        logger.info("machine %s: ready after %.1f s", record.machine_id, boot_s)
-        keeper.came_up(record, boot_s=boot_s)
-
-
-async def _bring_up(record: Record, spec: MachineSpec, nursery: Nursery) -> None:
-    # No await between making it and noting it: a machine that exists is a machine on record.
-    record.machine = await nursery.hypervisor.create(spec)
-    record.desktop = nursery.make_desktop(record.machine)
-    await record.desktop.wait_ready(timeout_s=nursery.boot_timeout_s)
+        start_s = nursery.clock.monotonic() - begin_s
+        logger.info("machine %s: ready after %.2f s", record.machine_id, start_s)
+        keeper.came_up(record, start_s=start_s)
 
 
 async def _destroy(record: Record, nursery: Nursery, keeper: Keeper) -> None:

@@ -12,7 +12,7 @@ from enum import Enum
 class MachineState(Enum):
     """Where a machine of a pool is in its life."""
 
-    #: Being made, or its guest not yet ready.
+    #: Being made, or not yet ready.
     STARTING = "starting"
     #: Ready and never used, waiting for a lease.
     IDLE = "idle"
@@ -33,23 +33,42 @@ class PlannedMachine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a group waits for: all of it or nothing."""
+
+    ready: int
+    """Idle machines."""
+    places: int = 0
+    """Room for machines that the group forks itself."""
+
+    @property
+    def machine_count(self) -> int:
+        """Machines that it will use in all."""
+        return self.ready + self.places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Steps to take now. No machine appears twice."""
 
     lease: tuple[tuple[str, ...], ...]
-    """Machines for each group admitted, from the head of the queue."""
+    """Machines for each group admitted, from the head of the queue; each also gets the places it wanted."""
     start_count: int
-    """Machines to boot."""
+    """Machines to fork."""
     destroy: tuple[str, ...]
     """Idle machines to give up."""
+    short_of_memory: bool = False
+    """Whether it would do more if the host had more memory."""
 
 
 def plan(
     machines: Iterable[PlannedMachine],
     *,
-    waiting: Sequence[int],
+    reserved_count: int,
+    waiting: Sequence[Wanted],
     idle_target: int,
     capacity: int,
+    memory_room: int,
     max_starting: int,
     max_idle_s: float,
 ) -> Plan:
@@ -57,34 +76,72 @@ def plan(
 
     Args:
         machines: Every machine that the pool knows of, in any order.
-        waiting: Sizes of the groups queued for a lease, first come first; each in [1, capacity].
+        reserved_count: Places handed out that hold no machine yet.
+        waiting: What the queued groups want, first come first; each in [1, capacity] in all.
         idle_target: Spare machines to keep ready beyond demand.
-        capacity: Most machines that may exist at once, dying ones included.
-        max_starting: Most machines that may be starting at once; 0 while boots are held back.
+        capacity: Most machines and places that may exist at once, dying machines included.
+        memory_room: Machines and places that the host's memory allows beyond those there are.
+        max_starting: Most machines that may be starting at once; 0 while starts are held back.
         max_idle_s: Age in seconds from which on a surplus idle machine is destroyed.
     """
     machines = list(machines)
     # Freshest first: the oldest of a surplus then ages out instead of circulating.
     idle = sorted((m for m in machines if m.state is MachineState.IDLE), key=lambda m: m.idle_s)
     starting_count = sum(m.state is MachineState.STARTING for m in machines)
+    # A dying machine still holds its memory, so it counts against capacity
+    # until the hypervisor confirms that it is gone.
+    dying_count = sum(m.state is MachineState.DYING for m in machines)
+    room = capacity - len(machines) - reserved_count
 
     # No group overtakes another, or the large ones would wait for ever.
     lease: list[tuple[str, ...]] = []
-    for size in waiting:
-        if size > len(idle):
+    for group in waiting:
+        if group.ready > len(idle) or group.places > min(room, memory_room):
             break
-        lease.append(tuple(m.machine_id for m in idle[:size]))
-        idle = idle[size:]
+        lease.append(tuple(m.machine_id for m in idle[: group.ready]))
+        idle = idle[group.ready :]
+        room -= group.places
+        memory_room -= group.places
+    queue = waiting[len(lease) :]
+    free = min(room, memory_room)
 
-    wanted = sum(waiting[len(lease) :]) + idle_target
-    surplus = idle[wanted:]
+    evict = _in_the_way(queue, idle_count=len(idle), coming_count=free + dying_count)
+    kept = idle[: len(idle) - evict]
 
-    # A dying machine still holds its memory, so it counts against capacity
-    # until the hypervisor confirms that it is gone.
-    room = capacity - len(machines)
-    missing = wanted - len(idle) - starting_count
+    def starts(free: int) -> int:
+        """Return how many machines to start where there is room for `free` more."""
+        budget = free + dying_count + len(idle) + starting_count
+        wanted = _ready_wanted(queue, idle_target=idle_target, budget=budget)
+        return max(0, min(free, wanted - len(kept) - starting_count, max_starting - starting_count))
+
+    surplus = kept[sum(group.ready for group in queue) + idle_target :]
+    start_count = starts(free)
+    head_lacks_memory = bool(queue) and free < queue[0].places <= room
     return Plan(
         lease=tuple(lease),
-        start_count=max(0, min(room, missing, max_starting - starting_count)),
-        destroy=tuple(m.machine_id for m in surplus if m.idle_s >= max_idle_s),
+        start_count=start_count,
+        destroy=tuple(m.machine_id for m in [*(m for m in surplus if m.idle_s >= max_idle_s), *idle[len(kept) :]]),
+        short_of_memory=head_lacks_memory or start_count < starts(room),
     )
+
+
+def _in_the_way(queue: Sequence[Wanted], *, idle_count: int, coming_count: int) -> int:
+    """Return how many idle machines to give up, so that the head of the queue gets its places.
+
+    They are cheap to make again, and while the head waits nobody behind it could have them.
+    """
+    if not queue:
+        return 0
+    return max(0, min(idle_count - queue[0].ready, queue[0].places - max(0, coming_count)))
+
+
+def _ready_wanted(queue: Sequence[Wanted], *, idle_target: int, budget: int) -> int:
+    """Return how many machines should be idle or starting, out of `budget` for them and the places waited for.
+
+    In the order of the queue: what one group gets, the next cannot have. The spare ones come last.
+    """
+    wanted = 0
+    for group in queue:
+        wanted += min(group.ready, max(0, budget))
+        budget -= group.machine_count
+    return wanted + min(idle_target, max(0, budget))

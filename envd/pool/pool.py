@@ -1,4 +1,4 @@
-"""Carry out what the planner decides: boot machines ahead of demand, lease them once, destroy and replace them.
+"""Carry out what the planner decides: fork machines ahead of demand, lease them once, destroy and replace them.
 
 Always true, because one event loop is atomic between awaits:
 
@@ -7,7 +7,7 @@ Always true, because one event loop is atomic between awaits:
 * A machine is used once. In its user's hands, it never becomes idle again.
 
 Who is next is `planner`'s decision, who stands where in line `admission`'s, which pauses follow failures
-`backoff`'s.
+`backoff`'s, what machines are forked from `template`'s, how many the host can hold `memory`'s.
 """
 
 import asyncio
@@ -15,54 +15,28 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
-from envd.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted
+from envd.errors import Draining, EnvdError, GroupTooLarge, MachineLost, PoolExhausted
 from envd.guest.desktop import Desktop
-from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec
-from envd.pool.admission import AdmissionLine, LeasedMachine, WaitingGroup, estimate_retry_s
+from envd.hypervisor.machine import DiskImage, Hypervisor, MachineSpec
+from envd.pool.admission import AdmissionLine, WaitingGroup, line_full, too_late
 from envd.pool.backoff import Backoff
 from envd.pool.clock import Clock, SystemClock, wait_until
-from envd.pool.life import Nursery, Record, live
-from envd.pool.planner import MachineState, PlannedMachine, plan
+from envd.pool.frozen import FrozenDesktop
+from envd.pool.leased import Granted, LeasedMachine, Place, freeze
+from envd.pool.life import MakeDesktop, Nursery, Record, Work, forked
+from envd.pool.memory import OVERHEAD_MIB, HostMemory, MemoryClaim
+from envd.pool.planner import MachineState, Wanted, plan
+from envd.pool.roster import Roster
 from envd.pool.settings import PoolSettings
+from envd.pool.statistics import PoolStatistics
 from envd.pool.tasks import Changes, OwnedTasks
+from envd.pool.template import TemplateShelf
 
 logger = logging.getLogger(__name__)
 
-#: What a boot is taken to cost before one was measured.
-_BOOT_GUESS_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolStatistics:
-    """A pool at one moment, and what it has done since it started."""
-
-    idle_count: int
-    leased_count: int
-    starting_count: int
-    dying_count: int
-    waiting_count: int
-    """Machines that the groups in line wait for."""
-    memory_bytes: int
-    """Private dirty bytes of all machines, when last measured."""
-    problem: str
-    """Why machines fail to start or to go; empty when they do not."""
-    booted_total: int
-    """Machines that came up."""
-    boot_failure_total: int
-    """Machines that did not come up."""
-    lost_total: int
-    """Machines that died on their own after they came up."""
-    leased_total: int
-    """Machines handed out."""
-    last_boot_s: float | None
-    """How long the newest boot took; None before the first."""
-
-    @property
-    def healthy(self) -> bool:
-        """Whether machines come and go as they should."""
-        return not self.problem
+#: How often the host's memory is looked at while there is too little: nobody tells when there is more.
+_MEMORY_POLL_S = 1.0
 
 
 class Pool:
@@ -74,7 +48,9 @@ class Pool:
         *,
         hypervisor: Hypervisor,
         image: DiskImage,
-        make_desktop: Callable[[Machine], Desktop] = Desktop,
+        shelf: TemplateShelf | None = None,
+        memory: HostMemory | None = None,
+        make_desktop: MakeDesktop = Desktop,
         clock: Clock | None = None,
         make_suffix: Callable[[], str] = lambda: secrets.token_hex(3),
     ) -> None:
@@ -83,36 +59,50 @@ class Pool:
         Args:
             settings: Size, machines and manners.
             hypervisor: Makes the machines; other pools may share it. Whoever made it closes it, after the pool.
-            image: What the machines boot.
-            make_desktop: Connects to a running machine.
+            image: What the pool's template boots.
+            shelf: Where templates are shared with the other pools on `hypervisor`; by default with none.
+            memory: The host's, shared by all pools on it; by default it bounds nothing.
+            make_desktop: Connects to a machine.
             clock: Where time comes from; by default the host's.
             make_suffix: Makes what follows the pool's name in a machine id: at most 7 of [a-z0-9].
         """
         self.settings = settings
         self.image = image
         self._hypervisor = hypervisor
+        self._shelf = shelf or TemplateShelf(hypervisor)
+        self._memory = memory
         self._clock = clock or SystemClock()
-        self._make_suffix = make_suffix
-        self._records: dict[str, Record] = {}
+        self._template: FrozenDesktop | None = None
         self._line = AdmissionLine(limit=settings.queue_limit)
         self._backoff = Backoff(min_s=settings.backoff_min_s, max_s=settings.backoff_max_s)
-        self._undead: dict[str, str] = {}
-        self._totals: Counter[str] = Counter()
-        self._last_boot_s: float | None = None
+        self._shortage = ""
+        self._shortage_seen_s = 0.0
+        self._leased_total = 0
         self._changes = Changes()
         self._tasks = OwnedTasks()
         self._started = False
         self._draining = False
         self._closing = asyncio.Event()
         self._close_task: asyncio.Task[None] | None = None
-        self._nursery = Nursery(
+        self._whole_bytes = (settings.memory_mib + OVERHEAD_MIB) << 20
+        self._expected_bytes = min(self._whole_bytes, settings.expected_memory_mib << 20)
+        self.nursery = Nursery(
             hypervisor=hypervisor,
             make_desktop=make_desktop,
+            forking=asyncio.Semaphore(settings.max_starting),
             boot_timeout_s=settings.boot_timeout_s,
             destroy_retry_min_s=settings.backoff_min_s,
             destroy_retry_max_s=settings.backoff_max_s,
             clock=self._clock,
             closing=self._closing,
+        )
+        self._roster = Roster(
+            nursery=self.nursery,
+            backoff=self._backoff,
+            tasks=self._tasks,
+            make_id=lambda: f"{settings.name}-{make_suffix()}",
+            changed=self._reconcile,
+            told=self._changes.notify,
         )
 
     @property
@@ -122,7 +112,7 @@ class Pool:
 
     @property
     def capacity(self) -> int:
-        """Most machines that exist at once."""
+        """Most machines and places that exist at once."""
         return self.settings.capacity
 
     @property
@@ -131,83 +121,129 @@ class Pool:
         return self._hypervisor.accelerator.value
 
     @property
+    def template(self) -> FrozenDesktop | None:
+        """What its ready machines are forked from; None while there is none."""
+        return self._template
+
+    @property
     def changes(self) -> Changes:
         """Notified whenever `statistics` change."""
         return self._changes
 
     def __repr__(self) -> str:
-        s = self.statistics()
-        problem = f" | {s.problem}" if s.problem else ""
-        return (
-            f"<Pool {self.name!r} {s.idle_count} idle | {s.leased_count} leased | {s.starting_count} starting"
-            f" | {s.dying_count} dying | {s.waiting_count} waiting{problem}>"
-        )
+        return f"<Pool {self.name!r} {self.statistics()}>"
 
     def statistics(self) -> PoolStatistics:
         """Count what there is now and what there has been."""
-        states = Counter(record.state for record in self._records.values())
-        undead = next((f"machine {machine_id} does not go: {why}" for machine_id, why in self._undead.items()), "")
+        states = Counter(record.state for record in self._roster)
+        usages = [record.usage for record in self._roster if record.usage is not None]
+        totals = self._roster.totals
+        failure = self._backoff.problem or self._roster.problem
         return PoolStatistics(
             idle_count=states[MachineState.IDLE],
             leased_count=states[MachineState.LEASED],
             starting_count=states[MachineState.STARTING],
             dying_count=states[MachineState.DYING],
+            reserved_count=self._roster.reserved_count,
             waiting_count=self._line.machine_count,
-            memory_bytes=sum(r.usage.private_dirty_bytes for r in self._records.values() if r.usage is not None),
-            problem=self._backoff.problem or undead,
-            booted_total=self._totals["booted"],
-            boot_failure_total=self._totals["boot_failed"],
-            lost_total=self._totals["lost"],
-            leased_total=self._totals["leased"],
-            last_boot_s=self._last_boot_s,
+            memory_bytes=sum(usage.private_dirty_bytes for usage in usages),
+            pss_bytes=sum(usage.pss_bytes for usage in usages),
+            healthy=not failure,
+            problem=failure or self._shortage,
+            booted_total=totals["booted"],
+            boot_failure_total=totals["boot_failed"],
+            lost_total=totals["lost"],
+            leased_total=self._leased_total,
+            template_boot_total=totals["template_booted"],
+            template_digest="" if self._template is None else self._template.snapshot.digest,
+            last_start_s=self._roster.last_start_s,
         )
 
     async def start(self) -> None:
-        """Begin to boot machines; returns before any is ready. Once."""
+        """Begin to get a template and fork machines; returns before any is ready. Once."""
         if self._started:
             raise RuntimeError(f"{self!r} was started before; make a new pool")
         self._started = True
+        if self._memory is not None:
+            self._memory.join(self._claims)
         self._tasks.spawn(self._keep_time(), name=f"pool:{self.name}:time")
-        self._tasks.spawn(self._measure(), name=f"pool:{self.name}:measure")
+        self._tasks.spawn(
+            self._roster.measure(interval_s=self.settings.measure_interval_s), name=f"pool:{self.name}:measure"
+        )
+        self._tasks.spawn(self._get_template(), name=f"pool:{self.name}:template")
         self._reconcile()
 
-    async def lease(self, count: int = 1, *, timeout_s: float) -> tuple[LeasedMachine, ...]:
-        """Take `count` ready machines, all or none, in the order of asking. Give each back with `release`.
+    async def lease(self, count: int = 1, *, places: int = 0, timeout_s: float) -> Granted:
+        """Take `count` ready machines and `places`, all or none, in the order of asking. Give back with `release`.
 
-        On failure and on cancellation nothing is taken.
+        The machines are forks of the pool's template that have not run yet. A place is for one machine that the
+        caller has forked from a state of its own, with `fork`. On failure and on cancellation nothing is taken.
 
         Raises:
-            GroupTooLarge: The pool can never hold `count` machines.
+            GroupTooLarge: The pool can never hold so many.
             PoolExhausted: The line is full, or it was not the caller's turn within `timeout_s`.
             Draining: The pool is going away.
         """
-        if not 1 <= count <= self.capacity:
+        wanted = Wanted(ready=count, places=places)
+        if not 1 <= wanted.machine_count <= self.capacity or min(count, places) < 0:
             raise GroupTooLarge(
-                f"pool {self.name!r} holds at most {self.capacity} machines, so never a group of {count};"
-                " ask for fewer, or raise the pool's capacity"
+                f"pool {self.name!r} holds at most {self.capacity} machines, so never a group of"
+                f" {wanted.machine_count}; ask for fewer, or raise the pool's capacity"
             )
         if self._draining:
             raise self._draining_error()
         now_s = self._clock.monotonic()
-        group = WaitingGroup(size=count, enter_s=now_s, deadline_s=now_s + timeout_s)
+        group = WaitingGroup(wanted=wanted, enter_s=now_s, deadline_s=now_s + timeout_s)
         self._line.enter(group)
-        if self._line.is_over_limit and not (len(self._line) == 1 and self.statistics().idle_count >= count):
-            self._line.leave(group)
-            raise self._line_full_error(count)
         self._reconcile()
+        if self._line.is_over_limit and not group.admitted.done():
+            self._line.leave(group)
+            raise line_full(wanted, self._line, pool=self.name, told=self.statistics(), capacity=self.capacity)
         try:
             return await group.admitted
         except asyncio.CancelledError:
             self._take_back(group)
             raise
 
-    async def release(self, machines: Iterable[LeasedMachine]) -> None:
-        """Destroy leased machines; returns when they are gone. Idempotent, and not undone by cancellation."""
-        records = [
-            record
-            for leased in machines
-            if (record := self._records.get(leased.machine_id)) is not None and record.machine is leased.machine
-        ]
+    async def fork(self, place: Place, frozen: FrozenDesktop) -> LeasedMachine:
+        """Fill a place with a fork of a frozen state; it stands still, asleep. The place is used up by it.
+
+        On failure and on cancellation the place is still held, and to be released.
+
+        Raises:
+            MachineLost: The place was released meanwhile, or the machine did not last.
+            Draining: The pool is closing.
+            HypervisorError: libvirt or QEMU refused; the message says why.
+        """
+        if self._closing.is_set():
+            raise self._draining_error()
+        try:
+            return self._hand_out(await self._roster.fill(place, forked(frozen, nursery=self.nursery)))
+        except MachineLost:
+            if self._closing.is_set():
+                raise self._draining_error() from None
+            raise
+
+    async def freeze(self, leased: LeasedMachine) -> FrozenDesktop:
+        """Freeze a leased machine's state, to fork from. It stands still meanwhile, then goes on as it was.
+
+        Whoever asked for it discards its snapshot when nothing more is to be forked from it. On failure and on
+        cancellation there is none, and the machine is as it was.
+
+        Raises:
+            NotForkable: The machine has something that a fork cannot have too; the message names it.
+            MachineLost: The machine is gone.
+            GuestUnresponsive, GuestError: Its display does not tell what it shows.
+            HypervisorError: libvirt or QEMU refused; a full disk, for one.
+        """
+        return await freeze(leased, hypervisor=self._hypervisor)
+
+    async def release(self, items: Iterable[LeasedMachine | Place]) -> None:
+        """Destroy leased machines and give up places, with the machines that fill them; returns when all are gone.
+
+        Idempotent, and not undone by cancellation.
+        """
+        records = [record for item in items if (record := self._roster.give_up(item)) is not None]
         for record in records:
             record.retire()
         self._reconcile()
@@ -215,7 +251,10 @@ class Pool:
             await record.gone.wait()
 
     def drain(self) -> None:
-        """Lease no more: send away who waits, destroy what is idle or starting. Leased machines stay. Idempotent."""
+        """Lease no more: send away who waits, destroy what is idle or starting. Idempotent.
+
+        What is leased stays, and places that were granted can still be filled.
+        """
         self._draining = True
         self._reconcile()
 
@@ -227,23 +266,31 @@ class Pool:
 
     async def _close(self) -> None:
         self._closing.set()
-        records = list(self._records.values())
+        records = list(self._roster)
         for record in records:
             record.retire()
+        self._roster.give_up_places()
         self.drain()
         for record in records:
             await record.gone.wait()
         await self._tasks.cancel()
+        if self._memory is not None:
+            self._memory.leave(self._claims)
+        if self._template is not None:
+            template, self._template = self._template, None
+            await self._shelf.give_back(template)
 
     # -- deciding -----------------------------------------------------------------------------------------------
 
     def _reconcile(self) -> None:
         """Bring the pool towards what it should be. Called after every change; never waits."""
         if self._draining:
+            self._note_shortage(is_short=False)
             for group in self._line:
                 self._refuse(group, self._draining_error())
-            for record in self._records.values():
-                if record.state in {MachineState.IDLE, MachineState.STARTING}:
+            for record in self._roster:
+                is_starting = record.state is MachineState.STARTING and record.place is None
+                if is_starting or record.state is MachineState.IDLE:
                     record.retire()
         else:
             self._follow_plan()
@@ -253,63 +300,123 @@ class Pool:
         self._changes.notify()
 
     def _follow_plan(self) -> None:
-        if not self._started:
+        if self._template is None:
             return
         now_s = self._clock.monotonic()
         # A waiter that was cancelled this instant stays in line until its own code runs.
         groups = [group for group in self._line if not group.admitted.done()]
         steps = plan(
-            (
-                PlannedMachine(machine_id=r.machine_id, state=r.planned_state, idle_s=now_s - r.idle_since_s)
-                for r in self._records.values()
-            ),
-            waiting=[group.size for group in groups],
+            self._roster.planned(now_s),
+            reserved_count=self._roster.reserved_count,
+            waiting=[group.wanted for group in groups],
             idle_target=self.settings.idle_target,
             capacity=self.capacity,
+            memory_room=self._memory_room(),
             max_starting=self._backoff.starting_limit(now_s, limit=self.settings.max_starting),
             max_idle_s=self.settings.max_idle_s,
         )
         for group, machine_ids in zip(groups, steps.lease, strict=False):
             self._line.leave(group)
-            group.admitted.set_result(tuple(self._hand_out(self._records[i]) for i in machine_ids))
+            group.admitted.set_result(self._grant(group.wanted, machine_ids))
         for machine_id in steps.destroy:
-            self._records[machine_id].retire()
+            self._roster[machine_id].retire()
         for _ in range(steps.start_count):
-            self._start_one()
+            self._roster.enroll(forked(self._template, nursery=self.nursery))
+        self._note_shortage(is_short=steps.short_of_memory)
 
-    def _start_one(self) -> None:
-        machine_id = f"{self.name}-{self._make_suffix()}"
-        while machine_id in self._records:
-            machine_id = f"{self.name}-{self._make_suffix()}"
-        spec = MachineSpec(
-            machine_id=machine_id,
-            image=self.image,
-            memory_mib=self.settings.memory_mib,
-            vcpu_count=self.settings.vcpu_count,
-            screen_width_px=self.settings.screen_width_px,
-            screen_height_px=self.settings.screen_height_px,
+    def _grant(self, wanted: Wanted, machine_ids: Iterable[str]) -> Granted:
+        return Granted(
+            machines=tuple(self._hand_out(self._roster[machine_id]) for machine_id in machine_ids),
+            places=self._roster.hold_places(wanted.places, pool=self.name),
         )
-        record = self._records[machine_id] = Record(machine_id=machine_id)
-        self._tasks.spawn(live(record, spec, nursery=self._nursery, keeper=self), name=f"machine:{machine_id}")
 
     def _hand_out(self, record: Record) -> LeasedMachine:
-        if record.machine is None or record.desktop is None:
+        if record.machine is None or record.desktop is None or record.frozen is None:
             raise RuntimeError(f"machine {record.machine_id} is {record.state.value} but was never made")
         record.state = MachineState.LEASED
-        self._totals["leased"] += 1
-        return LeasedMachine(machine=record.machine, desktop=record.desktop)
+        self._leased_total += 1
+        return LeasedMachine(
+            machine=record.machine,
+            desktop=record.desktop,
+            frozen=record.frozen,
+            always_running=self.settings.always_running,
+        )
 
     def _take_back(self, group: WaitingGroup) -> None:
         """Undo an admission whose waiter was cancelled before it heard of it: those machines are as good as new."""
         self._line.leave(group)
         admitted = group.admitted
         if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
-            for machine in admitted.result():
-                record = self._records.get(machine.machine_id)
+            granted = admitted.result()
+            for place in granted.places:
+                self._roster.give_up(place)
+            for machine in granted.machines:
+                record = self._roster.give_up(machine)
                 if record is not None and record.state is MachineState.LEASED:
                     record.state = MachineState.IDLE
-                    self._totals["leased"] -= 1
+                    self._leased_total -= 1
         self._reconcile()
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def _claims(self) -> Iterable[MemoryClaim]:
+        # What is booted holds all that its guest has touched; what is forked, what it has changed.
+        return self._roster.claims(expected_bytes=self._expected_bytes, booted_bytes=self._whole_bytes)
+
+    def _memory_room(self) -> int:
+        return self.capacity if self._memory is None else self._memory.room(self._expected_bytes)
+
+    def _note_shortage(self, *, is_short: bool) -> None:
+        self._shortage = ""
+        if is_short and self._memory is not None:
+            self._shortage = self._memory.shortage(self._expected_bytes)
+            self._shortage_seen_s = self._clock.monotonic()
+
+    # -- making -------------------------------------------------------------------------------------------------
+
+    async def _get_template(self) -> None:
+        """Get the template, however often that takes."""
+        while self._template is None:
+            is_short = not self._memory_room()
+            self._note_shortage(is_short=is_short)
+            if is_short:
+                self._changes.notify()
+                await self._clock.sleep(_MEMORY_POLL_S)
+                continue
+            try:
+                self._template = await self._shelf.take(self._spec(), bench=self)
+            except Draining:
+                return
+            except Exception as error:  # whatever it was, the next attempt may do
+                now_s = self._clock.monotonic()
+                self._backoff.failed(now_s, f"there is no template: {error}")
+                self._changes.notify()
+                unexpected = None if isinstance(error, EnvdError) else error
+                logger.warning("pool %s: there is no template: %s", self.name, error, exc_info=unexpected)
+                await self._clock.sleep((self._backoff.retry_at_s(now_s) or now_s) - now_s)
+        self._backoff.succeeded()
+        self._reconcile()
+
+    def _spec(self) -> MachineSpec:
+        return MachineSpec(
+            machine_id=self.name,
+            image=self.image,
+            memory_mib=self.settings.memory_mib,
+            vcpu_count=self.settings.vcpu_count,
+            screen_width_px=self.settings.screen_width_px,
+            screen_height_px=self.settings.screen_height_px,
+        )
+
+    async def make(self, work: Work, *, becomes: MachineState) -> Record:
+        """See `template.Bench`."""
+        if self._draining:
+            raise self._draining_error()
+        try:
+            return await self._roster.make(work, becomes=becomes)
+        except EnvdError:
+            if self._draining:
+                raise self._draining_error() from None
+            raise
 
     # -- refusing -----------------------------------------------------------------------------------------------
 
@@ -328,68 +435,11 @@ class Pool:
             group.admitted.set_exception(error)
 
     def _too_late_error(self, group: WaitingGroup, now_s: float) -> PoolExhausted:
-        s = self.statistics()
-        problem = f"; machines fail to start: {s.problem}" if s.problem else ""
-        return PoolExhausted(
-            f"pool {self.name!r} had no room for {group.size} within {now_s - group.enter_s:.1f} s: position"
-            f" {self._line.position(group)} of {len(self._line)} in line ({s.idle_count} idle, {s.leased_count} leased,"
-            f" {s.starting_count} starting, {s.dying_count} dying, capacity {self.capacity}){problem};"
-            " retry with the same request_id",
-            retry_after_s=self._estimate_retry_s(self._line.machines_ahead(group)),
-        )
-
-    def _line_full_error(self, count: int) -> PoolExhausted:
-        return PoolExhausted(
-            f"pool {self.name!r} has no room for {count}: {len(self._line)} groups are in line, its limit, so there is"
-            f" no position {len(self._line) + 1}; retry with the same request_id",
-            retry_after_s=self._estimate_retry_s(self._line.machine_count),
-        )
+        return too_late(group, self._line, pool=self.name, now_s=now_s, told=self.statistics(), capacity=self.capacity)
 
     def _draining_error(self) -> Draining:
         # Whoever comes back finds another daemon, or none: a second is as good as any other figure.
         return Draining(f"pool {self.name!r} is draining and leases no more; try another host", retry_after_s=1.0)
-
-    def _estimate_retry_s(self, machines_ahead: int) -> float:
-        boot_s = _BOOT_GUESS_S if self._last_boot_s is None else self._last_boot_s
-        return estimate_retry_s(machines_ahead=machines_ahead, capacity=self.capacity, boot_s=boot_s)
-
-    # -- what becomes of the machines: see `life.Keeper` ----------------------------------------------------------
-
-    def came_up(self, record: Record, *, boot_s: float) -> None:
-        """See `Keeper`."""
-        record.state = MachineState.IDLE
-        record.idle_since_s = self._clock.monotonic()
-        self._last_boot_s = boot_s
-        self._totals["booted"] += 1
-        self._backoff.succeeded()
-        self._reconcile()
-
-    def did_not_start(self, record: Record, error: Exception) -> None:
-        """See `Keeper`."""
-        self._totals["boot_failed"] += 1
-        self._backoff.failed(self._clock.monotonic(), f"machine {record.machine_id} did not start: {error}")
-        self._changes.notify()
-
-    def was_lost(self, record: Record, machine: Machine) -> None:
-        """See `Keeper`."""
-        logger.warning("machine %s: lost while %s: %s", record.machine_id, record.state.value, machine.lost_reason)
-        self._totals["lost"] += 1
-        if record.state is MachineState.IDLE:
-            # One that dies unused may be the first of many: the next waits a little.
-            problem = f"machine {record.machine_id} died while idle: {machine.lost_reason}"
-            self._backoff.failed(self._clock.monotonic(), problem)
-        self._changes.notify()
-
-    def does_not_go(self, record: Record, error: Exception) -> None:
-        """See `Keeper`."""
-        self._undead[record.machine_id] = str(error)
-        self._changes.notify()
-
-    def is_gone(self, record: Record) -> None:
-        """See `Keeper`."""
-        self._undead.pop(record.machine_id, None)
-        del self._records[record.machine_id]
-        self._reconcile()
 
     # -- time ---------------------------------------------------------------------------------------------------
 
@@ -407,25 +457,13 @@ class Pool:
         # An idle machine that is wanted may be older than this; only the moment of reaching it matters.
         ages_s = (
             record.idle_since_s + self.settings.max_idle_s
-            for record in self._records.values()
+            for record in self._roster
             if record.state is MachineState.IDLE and now_s - record.idle_since_s < self.settings.max_idle_s
         )
         times_s = (
             self._line.next_deadline_s,
             self._backoff.retry_at_s(now_s),
+            self._shortage_seen_s + _MEMORY_POLL_S if self._shortage and self._template is not None else None,
             min(ages_s, default=None),
         )
         return min((time_s for time_s in times_s if time_s is not None), default=None)
-
-    async def _measure(self) -> None:
-        """Keep every machine's memory figure fresh."""
-        while True:
-            await self._clock.sleep(self.settings.measure_interval_s)
-            for record in list(self._records.values()):
-                if record.machine is None or record.state is MachineState.DYING:
-                    continue
-                try:
-                    record.usage = await record.machine.usage()
-                except Exception as error:  # a figure that is missing must not cost the next one
-                    logger.debug("machine %s: not measured: %s", record.machine_id, error)
-            self._changes.notify()

@@ -21,20 +21,26 @@ class PoolSettings:
     idle_target: int
     """Machines kept ready beyond demand, where `capacity` allows."""
     max_starting: int = 2
-    """Most machines that boot at the same time: more would only slow each other down."""
+    """Most machines that are forked at the same time: more would only slow each other down."""
     max_idle_s: float = 600.0
     """Age from which on an idle machine beyond `idle_target` is destroyed."""
     queue_limit: int = 256
     """Most groups that may wait for machines; more are told to come back later."""
     boot_timeout_s: float = 600.0
-    """Longest time from a running machine to a settled desktop."""
+    """Longest time from a running machine to a settled desktop, when the pool's template is booted."""
     backoff_min_s: float = 1.0
-    """Pause after a boot that failed; doubles with each further one."""
+    """Pause after a machine that did not come up; doubles with each further one."""
     backoff_max_s: float = 60.0
     """Longest such pause."""
     measure_interval_s: float = 15.0
     """How often the machines' memory is measured."""
     memory_mib: int = 1024
+    expected_memory_mib: int = 256
+    """What a machine is expected to hold alone when it has been used; the host's memory bounds machines by it."""
+    always_running: bool = False
+    """Whether a guest runs on between uses, once it has been used."""
+    task_templates: int = 8
+    """Most states of tasks that are kept frozen; 0 for none."""
     vcpu_count: int = 2
     screen_width_px: int = 1280
     screen_height_px: int = 800
@@ -53,7 +59,11 @@ class PoolSettings:
                 f"pool {self.name!r}: idle_target {self.idle_target} is not in [0, {self.capacity}], its capacity"
             )
         if self.max_starting < 1:
-            raise ConfigError(f"pool {self.name!r}: max_starting {self.max_starting} is below 1, so none could boot")
+            raise ConfigError(f"pool {self.name!r}: max_starting {self.max_starting} is below 1, so none could start")
+        if self.expected_memory_mib < 1:
+            raise ConfigError(f"pool {self.name!r}: expected_memory_mib {self.expected_memory_mib} is below 1")
+        if self.task_templates < 0:
+            raise ConfigError(f"pool {self.name!r}: task_templates {self.task_templates} is below 0")
         if not 0 < self.backoff_min_s <= self.backoff_max_s:
             raise ConfigError(
                 f"pool {self.name!r}: backoff from {self.backoff_min_s:g} s to {self.backoff_max_s:g} s is no range"

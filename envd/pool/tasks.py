@@ -85,3 +85,19 @@ async def run_unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> No
         await asyncio.wait({running, stopping})
     if not running.cancelled():
         running.result()
+
+
+async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
+    """Do `work` to its end, whoever is cancelled meanwhile; a cancellation is delivered after it."""
+    task = asyncio.ensure_future(work)
+    cancellation: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancellation = error
+    if cancellation is not None:
+        if not task.cancelled():
+            task.exception()  # looked at, so that nobody is told of it later: the cancellation is what counts
+        raise cancellation
+    return task.result()

@@ -393,6 +393,8 @@ class Task(Model):
     """Pool to run in where the caller names none; empty for the only one that fits."""
     max_steps: Annotated[int, Field(ge=1, le=1000)] = 30
     setup: tuple[SetupVerb, ...] = ()
+    freeze_setup: bool = False
+    """Whether to keep the state that `setup` leads to, and begin later episodes there without performing it again."""
     checker: Checker | None = None
     """None for infeasible tasks only."""
     oracle: tuple[OracleStep, ...] = ()
@@ -404,6 +406,8 @@ class Task(Model):
     def _hangs_together(self) -> Self:
         if self.infeasible != (self.checker is None):
             raise ValueError("a task has a checker, unless it is infeasible")
+        if self.freeze_setup and not self.setup:
+            raise ValueError("freeze_setup: there is no setup; without one an episode begins as its pool's template")
         if len(self.oracle) > self.max_steps:
             raise ValueError(f"oracle has {len(self.oracle)} steps, more than max_steps {self.max_steps}")
         actions = [action for step in self.oracle for action in step]

@@ -36,16 +36,23 @@ class PoolGauges:
 
     pool: str
     machine_counts: Mapping[str, int]
-    """Machines by state: idle, leased, starting, dying."""
+    """Machines by state: idle, leased, starting, dying; and reserved, places for machines that are not there yet."""
     waiting_count: int
     memory_bytes: int
+    """What its machines hold alone."""
+    pss_bytes: int
+    """Its machines' share of the host's memory: what several map counts in parts."""
     healthy: bool
     booted_total: int
-    """Machines that came up, since the daemon started."""
+    """Machines that were forked and came up, since the daemon started."""
     boot_failure_total: int
     """Machines that did not come up."""
     lost_total: int
     """Machines that died on their own after they came up."""
+    template_boot_total: int
+    """Templates that were booted."""
+    last_start_s: float | None
+    """How long the newest fork took; None before the first."""
 
 
 class Metrics:
@@ -145,9 +152,16 @@ def _families(pools: tuple[PoolGauges, ...]) -> Iterator[Metric]:
     memory = GaugeMetricFamily(
         "envd_machine_memory_bytes", "Private dirty memory of a pool's machines together.", labels=("pool",)
     )
+    shared = GaugeMetricFamily(
+        "envd_machine_pss_bytes",
+        "A pool's machines' proportional share of the host's memory, what they have in common included.",
+        labels=("pool",),
+    )
+    fork = GaugeMetricFamily("envd_last_fork_seconds", "How long the newest fork took to come up.", labels=("pool",))
+    templates = CounterMetricFamily("envd_template_boots_total", "Templates that were booted.", labels=("pool",))
     healthy = GaugeMetricFamily("envd_pool_healthy", "1 while the pool's machines start, else 0.", labels=("pool",))
     started = CounterMetricFamily(
-        "envd_machine_starts_total", "Machines that were started, by how it went.", labels=("pool", "outcome")
+        "envd_machine_starts_total", "Machines that were forked, by how it went.", labels=("pool", "outcome")
     )
     lost = CounterMetricFamily("envd_machines_lost_total", "Machines that died on their own.", labels=("pool",))
     for pool in pools:
@@ -156,8 +170,12 @@ def _families(pools: tuple[PoolGauges, ...]) -> Iterator[Metric]:
         leases.add_metric((pool.pool,), pool.machine_counts.get("leased", 0))
         waiting.add_metric((pool.pool,), pool.waiting_count)
         memory.add_metric((pool.pool,), pool.memory_bytes)
+        shared.add_metric((pool.pool,), pool.pss_bytes)
+        templates.add_metric((pool.pool,), pool.template_boot_total)
+        if pool.last_start_s is not None:
+            fork.add_metric((pool.pool,), pool.last_start_s)
         healthy.add_metric((pool.pool,), float(pool.healthy))
         started.add_metric((pool.pool, "ready"), pool.booted_total)
         started.add_metric((pool.pool, "failed"), pool.boot_failure_total)
         lost.add_metric((pool.pool,), pool.lost_total)
-    yield from (machines, leases, waiting, memory, healthy, started, lost)
+    yield from (machines, leases, waiting, memory, shared, healthy, started, templates, fork, lost)

@@ -7,9 +7,10 @@ and steps of one id happen once.
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from PIL import Image
 
@@ -17,8 +18,11 @@ from envd.episodes.types import (
     EpisodeInfo,
     EpisodeState,
     EvaluateResult,
+    ForkCommand,
+    ForkResult,
     GuestCommandResult,
     GuestFile,
+    Origin,
     PoolInfo,
     ResetCommand,
     ResetResult,
@@ -32,6 +36,7 @@ from envd.tasks.evaluation import CheckResult
 from envd.tasks.model import Task
 
 _EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+_FRAME_ID = "0" * 32
 SCREEN_WIDTH_PX = 1280
 SCREEN_HEIGHT_PX = 800
 
@@ -58,12 +63,14 @@ class FakeEpisodes:
         self.failures: list[Exception] = []
         """Raised by the next calls, one each, before they do anything."""
         self.gate = asyncio.Event()
-        """Steps wait for it after they began."""
+        """Steps and forks wait for it after they began."""
         self.gate.set()
         self.calls: list[str] = []
         """Names of the calls, in order, retries and failures included."""
         self.resets: list[ResetCommand] = []
         """Every reset asked for, retries included."""
+        self.forks: list[ForkCommand] = []
+        """Every fork asked for, retries included."""
         self.steps: list[StepCommand] = []
         """Every step asked for, retries included."""
         self.performed: list[StepCommand] = []
@@ -92,26 +99,23 @@ class FakeEpisodes:
             timings_ms={"setup": 1.0},
         )
 
+    async def fork(self, command: ForkCommand) -> ForkResult:
+        """Open copies, once for each request id."""
+        self.forks.append(command)
+        await self._enter("fork")
+        result = await asyncio.shield(self._task_of(command, lambda: self._fork(command)))
+        assert isinstance(result, ForkResult)
+        return result
+
     async def step(self, command: StepCommand) -> StepResult:
         """Do nothing, once for each request id, in a task that outlives its callers."""
         self.steps.append(command)
         await self._enter("step")
-        info = self._info(command.episode_id)
-        if command.request_id in self._ledger:
-            fingerprint, task = self._ledger[command.request_id]
-            if fingerprint != command.fingerprint:
-                raise RequestIdReused(command.request_id)
-            was_done = task.done()
-            result = await asyncio.shield(task)
-            assert isinstance(result, StepResult)
-            return replace(result, replayed=was_done)
-        if info.state is not EpisodeState.ACTIVE:
-            raise EpisodeEnded(f"episode {info.episode_id} ended after step {info.step_count} ({info.end_reason})")
-        if command.step_index != info.step_count:
-            raise StepIndexMismatch(f"step {command.step_index} is not {info.step_count}")
-        new_task = asyncio.create_task(self._step(command))
-        self._ledger[command.request_id] = (command.fingerprint, new_task)
-        return await asyncio.shield(new_task)
+        task = self._task_of(command, lambda: self._step(command))
+        was_done = task.done()
+        result = await asyncio.shield(task)
+        assert isinstance(result, StepResult)
+        return replace(result, replayed=was_done)
 
     async def observe(
         self, episode_id: str, options: ObservationOptions, *, refresh: bool, settle: SettlePolicy | None
@@ -189,6 +193,44 @@ class FakeEpisodes:
         async with self.changed:
             self.changed.notify_all()
 
+    def _task_of(
+        self, command: StepCommand | ForkCommand, start: Callable[[], Coroutine[Any, Any, object]]
+    ) -> asyncio.Task[object]:
+        info = self._info(command.episode_id)
+        if command.request_id in self._ledger:
+            fingerprint, known = self._ledger[command.request_id]
+            if fingerprint != command.fingerprint:
+                raise RequestIdReused(command.request_id)
+            return known
+        if info.state is not EpisodeState.ACTIVE:
+            raise EpisodeEnded(f"episode {info.episode_id} ended after step {info.step_count} ({info.end_reason})")
+        if command.step_index != info.step_count:
+            raise StepIndexMismatch(f"step {command.step_index} is not {info.step_count}")
+        task = asyncio.create_task(start())
+        self._ledger[command.request_id] = (command.fingerprint, task)
+        return task
+
+    async def _fork(self, command: ForkCommand) -> ForkResult:
+        await self.gate.wait()
+        parent = self._info(command.episode_id)
+        first = self._next_number()
+        infos = tuple(
+            self._change(
+                replace(
+                    parent,
+                    episode_id=f"ep-{number}",
+                    parent_episode_id=parent.episode_id,
+                    create_time=_time(number),
+                )
+            )
+            for number in range(first, first + command.fork_count)
+        )
+        return ForkResult(
+            episodes=infos,
+            observations=tuple(self._observation(command.observe) for _ in infos),
+            timings_ms={"copy": 1.0},
+        )
+
     async def _step(self, command: StepCommand) -> StepResult:
         await self.gate.wait()
         info = self._info(command.episode_id)
@@ -211,7 +253,7 @@ class FakeEpisodes:
         )
 
     def _open(self, command: ResetCommand, group_id: str) -> EpisodeInfo:
-        number = len(self._infos) + len(self.closed) + 1
+        number = self._next_number()
         return self._change(
             EpisodeInfo(
                 episode_id=f"ep-{number}",
@@ -223,11 +265,15 @@ class FakeEpisodes:
                 end_reason="",
                 step_count=0,
                 expire_time=_EPOCH + timedelta(hours=1),
-                create_time=_EPOCH + timedelta(seconds=number),
+                create_time=_time(number),
                 max_steps=command.max_steps or 15,
                 run=command.run,
+                origin=Origin(template_digest="1" * 32, overlay_parent="2" * 32, first_frame_id=_FRAME_ID),
             )
         )
+
+    def _next_number(self) -> int:
+        return len(self._infos) + len(self.closed) + 1
 
     def _info(self, episode_id: str) -> EpisodeInfo:
         if episode_id not in self._infos:
@@ -241,7 +287,7 @@ class FakeEpisodes:
     def _observation(self, options: ObservationOptions, *, settled: bool = False) -> Observation:
         width_px = options.max_width_px or 64
         frame = EncodedFrame(
-            frame_id="0" * 32,
+            frame_id=_FRAME_ID,
             width_px=width_px,
             height_px=40,
             screen_width_px=self.screen[0],
@@ -257,6 +303,10 @@ class FakeEpisodes:
             settle=SettleResult(settled=True, settle_ms=300.0, change_count=1) if settled else None,
             timings_ms={"encode": 1.0},
         )
+
+
+def _time(number: int) -> datetime:
+    return _EPOCH + timedelta(seconds=number)
 
 
 def _picture(width_px: int, encoding: Encoding) -> bytes:

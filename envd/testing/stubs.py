@@ -7,32 +7,102 @@ For a desktop that can be seen and used, take the fake hypervisor; these know on
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 
-from envd.errors import HypervisorError, MachineLost
+import numpy as np
+
+from envd.errors import GuestUnresponsive, HypervisorError, MachineLost, TemplateCorrupt
 from envd.guest.actions import Action, ActionOutcome
 from envd.guest.desktop import CommandResult, Desktop, ReadyReport
-from envd.guest.observation import EncodedFrame, Encoding, Observation, ObservationOptions, SettlePolicy, SettleResult
+from envd.guest.input import HeldInputs
+from envd.guest.observation import (
+    EncodedFrame,
+    Encoding,
+    Frame,
+    Observation,
+    ObservationOptions,
+    SettlePolicy,
+    SettleResult,
+)
+from envd.guest.view import DesktopView
 from envd.hypervisor.machine import (
     Accelerator,
+    CaptureReport,
     DiskImage,
     JsonValue,
     Machine,
     MachineSpec,
     MachineState,
     MachineUsage,
+    Snapshot,
 )
 
 IMAGE = DiskImage(name="desktop", digest="0" * 64, disk=Path("/nowhere/desktop.qcow2"))
+
+#: Methods of a desktop that a guest must run for; what is asked of a screen, an asleep one answers from its view.
+_NEED_THE_GUEST = frozenset({"wait_ready", "act", "run", "read_file", "write_file"})
+
+_NOON = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+def blank_view(width_px: int, height_px: int, *, frame_id: str = "blank") -> DesktopView:
+    """Return the view of a black screen with nothing held down."""
+    black_HWC = np.zeros((height_px, width_px, 3), np.uint8)
+    black_HWC.flags.writeable = False
+    return DesktopView(
+        frame=Frame(frame_id=frame_id, rgb_HWC=black_HWC, capture_time=_NOON),
+        cursor=None,
+        caps_lock=False,
+        inputs=HeldInputs(),
+        guestd_types=True,
+        home=None,
+    )
+
+
+class StubSnapshot:
+    """The state of a stub machine."""
+
+    def __init__(
+        self, spec: MachineSpec, *, shows: str, notes: Mapping[str, str], hypervisor: "StubHypervisor"
+    ) -> None:
+        """Freeze a machine that `shows` this frame."""
+        self.spec = spec
+        self.shows = shows
+        self.notes = notes
+        self.digest = sha256(f"{spec} {shows} {len(hypervisor.snapshots)}".encode()).hexdigest()
+        self.disk_digest = sha256(self.digest.encode()).hexdigest()
+        self.size_bytes = 1 << 20
+        self.report = CaptureReport(memory_bytes=1 << 20, paused_ms=2.0, total_ms=5.0)
+        self.discarded = False
+        hypervisor.snapshots.append(self)
+
+    async def discard(self) -> None:
+        """Be of no more use."""
+        self.discarded = True
 
 
 class StubMachine:
     """A machine that lives until it is destroyed or told to die."""
 
-    def __init__(self, spec: MachineSpec, hypervisor: "StubHypervisor") -> None:
-        """Start running."""
+    def __init__(
+        self, spec: MachineSpec, hypervisor: "StubHypervisor", *, snapshot: StubSnapshot | None = None
+    ) -> None:
+        """Run; or stand still, where it was forked from a snapshot."""
         self.spec = spec
+        self.snapshot = snapshot
+        """What it was forked from."""
+        self.shows = snapshot.shows if snapshot else spec.machine_id
+        """The id of the frame on its screen."""
+        self.paused = snapshot is not None
+        self.calls: list[str] = []
+        """Calls of `pause` and `resume`, in order."""
+        self.pause_gate = _open_gate()
+        """Cleared, it holds up `pause`."""
+        self.private_dirty_bytes = 1 << 20
         self.lost = asyncio.Event()
         self.lost_reason = ""
         self.guestd_url = None
@@ -48,12 +118,18 @@ class StubMachine:
     @property
     def state(self) -> MachineState:
         """Where it is in its life."""
-        return MachineState.GONE if self.lost.is_set() else MachineState.RUNNING
+        if self.lost.is_set():
+            return MachineState.GONE
+        return MachineState.PAUSED if self.paused else MachineState.RUNNING
 
     def die(self, reason: str = "QEMU was killed") -> None:
         """Be gone, as if QEMU had exited; `destroy` must still clear up."""
         self.lost_reason = self.lost_reason or reason
         self.lost.set()
+
+    def processor_s(self) -> float | None:
+        """Unknown: there is none."""
+        return None
 
     async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Refuse: there is none."""
@@ -70,16 +146,29 @@ class StubMachine:
         raise HypervisorError("a stub machine has no screen")
 
     async def pause(self) -> None:
-        """Do nothing."""
+        """Stand still."""
+        self.calls.append("pause")
+        await asyncio.sleep(0)
+        await self.pause_gate.wait()
+        self._require()
+        self.paused = True
 
     async def resume(self) -> None:
-        """Do nothing."""
+        """Run on."""
+        self.calls.append("resume")
+        await asyncio.sleep(0)
+        self._require()
+        self.paused = False
 
     async def usage(self) -> MachineUsage:
-        """Cost 1 MiB."""
-        if self.lost.is_set():
-            raise MachineLost(f"machine {self.machine_id} is gone: {self.lost_reason}")
-        return MachineUsage(rss_bytes=2 << 20, private_dirty_bytes=1 << 20, overlay_bytes=0)
+        """Cost 2 MiB, of which `private_dirty_bytes` are its own."""
+        self._require()
+        return MachineUsage(
+            rss_bytes=2 << 20,
+            pss_bytes=(1 << 20) + (1 << 19),
+            private_dirty_bytes=self.private_dirty_bytes,
+            overlay_bytes=0,
+        )
 
     async def destroy(self) -> None:
         """Be gone, and leave nothing."""
@@ -89,6 +178,10 @@ class StubMachine:
             raise self.destroy_errors.pop(0)
         self.die("destroyed")
         self._hypervisor.machines.pop(self.machine_id, None)
+
+    def _require(self) -> None:
+        if self.lost.is_set():
+            raise MachineLost(f"machine {self.machine_id} is gone: {self.lost_reason}")
 
 
 class StubHypervisor:
@@ -105,27 +198,89 @@ class StubHypervisor:
         """Every machine that was ever made, oldest first."""
         self.peak_count = 0
         """Most machines that there were at once."""
-        self.create_errors: list[Exception] = []
-        """Raised by `create`, one a call, before it works."""
-        self.create_gate = _open_gate()
+        self.snapshots: list[StubSnapshot] = []
+        """Every snapshot that was ever made, oldest first."""
+        self.stored: dict[MachineSpec, StubSnapshot] = {}
+        """Templates on disk, by their specs without an id."""
+        self.corrupt: set[MachineSpec] = set()
+        """Those of them that are not what was stored."""
+        self.errors: defaultdict[str, list[Exception]] = defaultdict(list)
+        """Raised by the method of that name (create, freeze, find_template, fork, capture), one a call, first."""
+        self.gates: defaultdict[str, asyncio.Event] = defaultdict(_open_gate)
+        """Cleared, these hold up the method of that name."""
+        self.counts: defaultdict[str, int] = defaultdict(int)
+        """Calls of the method of that name."""
         self.ready_gate = _open_gate()
         self.destroy_gate = _open_gate()
-        """Cleared, these hold up `create`, `Desktop.wait_ready` and `destroy`."""
-        self.create_count = 0
-        """Calls of `create`."""
+        """Cleared, these hold up `Desktop.wait_ready` and `destroy`."""
+        self.desktops: list[StubDesktop] = []
+        """Every desktop that was connected, oldest first."""
 
     async def create(self, spec: MachineSpec) -> StubMachine:
         """Make a machine."""
-        self.create_count += 1
+        await self._enter("create")
+        return self._add(StubMachine(spec, self))
+
+    async def freeze(self, machine: Machine, *, notes: Mapping[str, str]) -> StubSnapshot:
+        """Store a template; the machine is gone, whatever happens."""
+        stub = self._own(machine)
+        try:
+            await self._enter("freeze")
+        finally:
+            stub.die("frozen")
+            self.machines.pop(stub.machine_id, None)
+        key = replace(stub.spec, machine_id="")
+        self.stored[key] = StubSnapshot(stub.spec, shows=stub.shows, notes=notes, hypervisor=self)
+        return self.stored[key]
+
+    async def find_template(self, spec: MachineSpec) -> StubSnapshot | None:
+        """Return what is stored, to be discarded by itself."""
+        await self._enter("find_template")
+        key = replace(spec, machine_id="")
+        if key in self.corrupt:
+            self.corrupt.remove(key)
+            del self.stored[key]
+            raise TemplateCorrupt("memory is not what was stored")
+        if (stored := self.stored.get(key)) is None:
+            return None
+        found = copy(stored)
+        found.discarded = False
+        self.snapshots.append(found)
+        return found
+
+    async def fork(self, snapshot: Snapshot, machine_id: str) -> StubMachine:
+        """Make a machine that stands still and shows what the snapshot shows."""
+        if not isinstance(snapshot, StubSnapshot) or snapshot.discarded:
+            raise HypervisorError(f"{snapshot!r} is nothing to fork from")
+        await self._enter("fork")
+        return self._add(StubMachine(replace(snapshot.spec, machine_id=machine_id), self, snapshot=snapshot))
+
+    async def capture(self, machine: Machine) -> StubSnapshot:
+        """Freeze what a machine shows."""
+        stub = self._own(machine)
+        await self._enter("capture")
+        if stub.lost.is_set():
+            raise MachineLost(f"machine {stub.machine_id} is gone: {stub.lost_reason}")
+        return StubSnapshot(stub.spec, shows=stub.shows, notes={}, hypervisor=self)
+
+    async def _enter(self, method: str) -> None:
+        self.counts[method] += 1
         await asyncio.sleep(0)
-        await self.create_gate.wait()
-        if self.create_errors:
-            raise self.create_errors.pop(0)
-        if spec.machine_id in self.machines:
-            raise HypervisorError(f"machine {spec.machine_id} is there already")
-        machine = self.machines[spec.machine_id] = StubMachine(spec, self)
+        await self.gates[method].wait()
+        if self.errors[method]:
+            raise self.errors[method].pop(0)
+
+    def _add(self, machine: StubMachine) -> StubMachine:
+        if machine.machine_id in self.machines:
+            raise HypervisorError(f"machine {machine.machine_id} is there already")
+        self.machines[machine.machine_id] = machine
         self.made.append(machine)
         self.peak_count = max(self.peak_count, len(self.machines))
+        return machine
+
+    def _own(self, machine: Machine) -> StubMachine:
+        if not isinstance(machine, StubMachine):
+            raise HypervisorError(f"{machine!r} is no stub machine")
         return machine
 
     async def reap(self) -> list[str]:
@@ -135,17 +290,26 @@ class StubHypervisor:
     async def close(self) -> None:
         """Do nothing."""
 
-    def desktop(self, machine: Machine) -> "StubDesktop":
+    @property
+    def forks(self) -> list[StubMachine]:
+        """Every machine that was ever forked, oldest first."""
+        return [machine for machine in self.made if machine.snapshot is not None]
+
+    def desktop(self, machine: Machine, /, *, view: DesktopView | None = None) -> "StubDesktop":
         """Connect to a machine, as a pool's `make_desktop`."""
-        return StubDesktop(machine, self.ready_gate)
+        desktop = StubDesktop(self._own(machine), self.ready_gate, view=view)
+        self.desktops.append(desktop)
+        return desktop
 
 
 class StubDesktop(Desktop):
     """A desktop that notes what it is asked to do, and does it when its gates are open."""
 
-    def __init__(self, machine: Machine, ready_gate: asyncio.Event) -> None:
-        """Connect."""
+    def __init__(self, machine: StubMachine, ready_gate: asyncio.Event, *, view: DesktopView | None = None) -> None:
+        """Connect; asleep, where there is a view."""
         self.machine = machine
+        self.asleep_view = view
+        """What it shows while it is asleep; None once it is awake."""
         self.gates: defaultdict[str, asyncio.Event] = defaultdict(_open_gate)
         """Cleared, these hold up the method of that name."""
         self.gates["wait_ready"] = ready_gate
@@ -174,11 +338,35 @@ class StubDesktop(Desktop):
             raise MachineLost(f"machine {self.machine.machine_id} is gone: {self.machine.lost_reason}")
         if method in self.errors:
             raise self.errors[method]
+        if method in _NEED_THE_GUEST and (self.machine.paused or self.is_asleep):
+            what = "stands still" if self.machine.paused else "is asleep"
+            raise GuestUnresponsive(f"machine {self.machine.machine_id} {what}: {method} would wait for ever")
 
     async def wait_ready(self, *, timeout_s: float) -> ReadyReport:
         """Be ready when the gate is open."""
         await self._enter("wait_ready")
         return ReadyReport(agent_s=0.0, session_s=0.0, settled_s=0.0)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it has a view and was not woken."""
+        return self.asleep_view is not None
+
+    async def wake(self, *, windows: bool = False) -> None:
+        """Be awake, if the machine runs."""
+        if self.asleep_view is None:
+            return
+        await self._enter("wake")
+        if self.machine.paused:
+            raise GuestUnresponsive(f"machine {self.machine.machine_id} stands still")
+        self.asleep_view = None
+
+    async def view(self) -> DesktopView:
+        """Return a black screen, with the id of what is shown."""
+        if self.asleep_view is not None:
+            return self.asleep_view
+        await self._enter("view")
+        return blank_view(*self.screen_size, frame_id=self.machine.shows)
 
     @property
     def screen_size(self) -> tuple[int, int]:
@@ -189,6 +377,7 @@ class StubDesktop(Desktop):
         """Note the action."""
         await self._enter("act")
         self.actions.append(action)
+        self.machine.shows = f"{self.machine.machine_id}/{len(self.actions)}"
         return ActionOutcome(error=self.action_error)
 
     async def settle(self, policy: SettlePolicy) -> SettleResult:
@@ -197,17 +386,17 @@ class StubDesktop(Desktop):
         return SettleResult(settled=True, settle_ms=float(policy.quiet_ms), change_count=0)
 
     async def observe(self, options: ObservationOptions, *, refresh: bool = False) -> Observation:
-        """Show a frame without pixels, named after the machine and what was done on it."""
+        """Show a frame without pixels: the id is that of what is shown."""
         await self._enter("observe")
         width_px, height_px = self.screen_size
         return Observation(
             frame=EncodedFrame(
-                frame_id=f"{self.machine.machine_id}/{len(self.actions)}",
+                frame_id=self.machine.shows,
                 width_px=width_px,
                 height_px=height_px,
                 screen_width_px=width_px,
                 screen_height_px=height_px,
-                capture_time=datetime(2030, 1, 1, tzinfo=UTC),
+                capture_time=_NOON,
                 encoding=Encoding.NONE,
                 data=b"",
             )

@@ -101,6 +101,51 @@ async def test_a_group_is_opened_together_and_closed_whole(client: AsyncEnvClien
     assert len(episodes.resets) == 1
 
 
+async def test_an_episode_is_forked_and_its_copies_are_closed_and_it_goes_on(
+    client: AsyncEnvClient, episodes: FakeEpisodes
+) -> None:
+    view = View(encoding="none")
+    async with client.reset(TASK, view=view, coordinate_space=(1000, 1000)) as parent:
+        await parent.step(TypeText("x"))
+        async with client.fork(parent, count=2, lease_ttl=timedelta(seconds=60)) as copies:
+            assert [copy.parent_episode_id for copy in copies] == [parent.episode_id] * 2
+            assert {copy.group_id for copy in copies} == {parent.group_id}
+            assert {(copy.step_count, copy.instruction) for copy in copies} == {(1, parent.instruction)}
+            assert copies[0].origin == copies[1].origin
+            assert copies[0].observation.data == b""
+            result = await copies[0].step(Click(500, 500))
+            assert result.step_count == 2
+        assert sorted(episodes.closed) == sorted(copy.episode_id for copy in copies)
+        assert (await parent.step(TypeText("y"))).step_count == 2
+    [command] = episodes.forks
+    assert (command.episode_id, command.step_index, command.fork_count) == (parent.episode_id, 1, 2)
+    assert command.lease_ttl_s == 60.0
+    assert episodes.performed[1].actions == (guest.Click(at=guest.Point(640, 400)),), "the parent's defaults hold"
+
+
+async def test_a_fork_that_the_network_loses_is_made_once(server: ApiServer, episodes: FakeEpisodes) -> None:
+    async with AsyncEnvClient(server.address, retry=QUICK) as client, client.reset(TASK) as parent:
+        episodes.gate.clear()
+        forking = client.fork(parent, count=2)
+        opening = asyncio.create_task(forking.__aenter__())
+        await episodes.wait_for_call("fork", count=3)
+        episodes.gate.set()
+        copies = await opening
+        assert len(episodes.list_episodes()) == 3
+        assert len({command.request_id for command in episodes.forks}) == 1
+        await forking.__aexit__(None, None, None)
+    assert len(episodes.closed) == 1 + len(copies)
+
+
+async def test_an_episode_that_cannot_be_forked_is_unharmed(client: AsyncEnvClient, episodes: FakeEpisodes) -> None:
+    async with client.reset(TASK) as parent:
+        episodes.failures = [errors.NotForkable("machine m1 has a USB device")]
+        with pytest.raises(trainer.NotForkable, match="USB device"):
+            async with client.fork(parent, count=1):
+                pass
+        assert (await parent.step(TypeText("x"))).step_count == 1
+
+
 async def test_guest_access_and_observation_pass_through(client: AsyncEnvClient) -> None:
     async with client.reset(TASK) as episode:
         await episode.write_file("/a", b"\r\n\0")
@@ -350,6 +395,9 @@ async def test_code_without_an_event_loop_has_the_same_client(server: ApiServer,
             assert episode.instruction == f"Do {TASK}."
             step = episode.step(Click(x=640, y=400), TypeText("Hello"), PressKeys(["ctrl", "s"]))
             assert step.observation.image.size == (64, 40)
+            with client.fork(episode, count=2) as copies:
+                assert [copy.parent_episode_id for copy in copies] == [episode.episode_id] * 2
+                assert copies[1].step(TypeText("x")).step_count == 2
             assert episode.step(Done()).done
             assert (episode.step_count, episode.state) == (2, State.TERMINATED)
             assert episode.evaluate().score == 1.0
@@ -357,7 +405,7 @@ async def test_code_without_an_event_loop_has_the_same_client(server: ApiServer,
                 episode.step(TypeText("more"))
 
     await asyncio.to_thread(use)
-    assert episodes.closed == ["ep-1"]
+    assert sorted(episodes.closed) == ["ep-1", "ep-2", "ep-3"]
     assert episodes.resets[0].run == "run-1"
 
 

@@ -22,7 +22,7 @@ from grpc_status import rpc_status
 from envd.api.driver import EpisodeDriver
 from envd.api.server import MAX_MESSAGE_BYTES, SERVICE_NAME, ApiServer, parse_listen
 from envd.episodes.types import PoolInfo
-from envd.errors import AccessDenied, ConfigError, EpisodeEnded, GuestError, MachineLost, PoolExhausted
+from envd.errors import AccessDenied, ConfigError, EpisodeEnded, GuestError, MachineLost, NotForkable, PoolExhausted
 from envd.guest.actions import Click, Done, Point, TypeText
 from envd.telemetry.metrics import Metrics
 from envd.testing.fake_episodes import FakeEpisodes
@@ -127,6 +127,27 @@ async def test_an_episode_goes_from_reset_to_close(stub: "CUAEnvAsyncStub", epis
     kept = await stub.KeepAlive(env_pb2.KeepAliveRequest(episode_ids=["ep-1", "ep-2"]), timeout=TIMEOUT_S)
     assert [episode.episode_id for episode in kept.episodes] == ["ep-2"]
     assert episodes.closed == ["ep-1"]
+
+
+async def test_a_fork_opens_copies_once_and_their_screens_are_known(
+    stub: "CUAEnvAsyncStub", episodes: FakeEpisodes
+) -> None:
+    episode_id = await opened(stub)
+    request = env_pb2.ForkRequest(request_id=new_id(), episode_id=episode_id, step_index=0, fork_count=2)
+    response = await stub.Fork(request, timeout=TIMEOUT_S)
+    assert [(copy.episode_id, copy.parent_episode_id) for copy in response.episodes] == [
+        ("ep-2", "ep-1"),
+        ("ep-3", "ep-1"),
+    ]
+    assert response.episodes[0].origin == response.episodes[1].origin
+    assert response.episodes[0].origin.template_digest == "1" * 32
+    assert response.observations[1].frame.keyframe.data.startswith(b"\x89PNG")
+    assert await stub.Fork(request, timeout=TIMEOUT_S) == response
+    click = env_pb2.Action(click=env_pb2.Click(at=env_pb2.Point(x=999, y=0)))
+    space = env_pb2.Size(width_px=1000, height_px=1000)
+    await stub.Step(step_request("ep-3", actions=[click], coordinate_space=space), timeout=TIMEOUT_S)
+    assert episodes.performed[0].actions == (Click(at=Point(1279, 0)),)
+    assert "observe" not in episodes.calls
 
 
 async def test_the_driver_speaks_in_guest_actions(server: ApiServer, episodes: FakeEpisodes) -> None:
@@ -248,14 +269,39 @@ async def test_a_bug_is_logged_once_and_keeps_its_words_to_itself(
 
 
 async def test_a_method_of_a_later_release_says_so(stub: "CUAEnvAsyncStub") -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match="Fork is not in this release") as forking:
-        await stub.Fork(env_pb2.ForkRequest(), timeout=TIMEOUT_S)
     frames = aiter(stub.StreamFrames(env_pb2.StreamFramesRequest(), timeout=TIMEOUT_S))
-    with pytest.raises(grpc.aio.AioRpcError, match="StreamFrames is not in this release") as streaming:
+    with pytest.raises(grpc.aio.AioRpcError, match="StreamFrames is not in this release") as caught:
         await anext(frames)
-    for caught in (forking, streaming):
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        assert details_of(caught.value)["ErrorInfo"].reason == "UNIMPLEMENTED"
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert details_of(caught.value)["ErrorInfo"].reason == "UNIMPLEMENTED"
+
+
+async def test_an_episode_that_cannot_be_forked_says_why_and_goes_on(
+    stub: "CUAEnvAsyncStub", episodes: FakeEpisodes
+) -> None:
+    episode_id = await opened(stub)
+    episodes.failures = [NotForkable("machine m1 has a USB device")]
+    request = env_pb2.ForkRequest(request_id=new_id(), episode_id=episode_id, fork_count=1)
+    with pytest.raises(grpc.aio.AioRpcError, match="machine m1 has a USB device") as caught:
+        await stub.Fork(request, timeout=TIMEOUT_S)
+    info = details_of(caught.value)["ErrorInfo"]
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert (info.reason, info.metadata["method"], info.metadata["episode_id"]) == ("NOT_FORKABLE", "Fork", episode_id)
+    assert (await stub.Step(step_request(episode_id), timeout=TIMEOUT_S)).episode.step_count == 1
+
+
+async def test_a_fork_outlives_its_callers_deadline_and_a_retry_collects_the_answer(
+    stub: "CUAEnvAsyncStub", episodes: FakeEpisodes
+) -> None:
+    episode_id = await opened(stub)
+    request = env_pb2.ForkRequest(request_id=new_id(), episode_id=episode_id, fork_count=1)
+    episodes.gate.clear()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Fork(request, timeout=0.2)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    episodes.gate.set()
+    assert len((await stub.Fork(request, timeout=TIMEOUT_S)).episodes) == 1
+    assert len(episodes.list_episodes()) == 2
 
 
 async def test_a_guests_refusal_beside_the_episode_does_not_void_it(

@@ -126,6 +126,39 @@ async def test_a_paused_guestd_answers_after_the_pause(guestd: GuestdClient, mac
     assert (await asking).ready
 
 
+async def test_what_was_asked_before_a_pause_is_answered_after_it(guestd: GuestdClient, machine: FakeMachine) -> None:
+    asking = asyncio.create_task(guestd.execute(["sleep", "0.05"], timeout_s=5))
+    await asyncio.sleep(0.02)
+    await machine.pause()
+    await asyncio.sleep(0.1)
+    assert not asking.done()
+    await machine.resume()
+    assert (await asking).exit_code == 0
+
+
+async def test_a_fork_has_a_port_of_its_own_that_answers_once_it_runs() -> None:
+    hypervisor = FakeHypervisor()
+    spec = MachineSpec(machine_id="base", image=fake_image(), screen_width_px=640, screen_height_px=400)
+    base = await hypervisor.create(spec)
+    base.files["/home/user/from"] = b"the template"
+    template = await hypervisor.freeze(base, notes={})
+    machines = [await hypervisor.fork(template, name) for name in ("one", "two")]
+    assert len({machine.guestd_url for machine in machines} - {None, base.guestd_url}) == 2
+    for machine in machines:
+        assert machine.guestd_url is not None
+        async with GuestdClient(machine.guestd_url, lost=machine.lost) as client:
+            with pytest.raises(GuestUnresponsive):
+                await client.session(timeout_s=0.05)
+            await machine.resume()
+            assert (await client.session()).ready
+            assert await client.read_file("/home/user/from") == b"the template"
+            await client.write_file("/home/user/own", machine.machine_id.encode())
+    assert [machine.files["/home/user/own"] for machine in machines] == [b"one", b"two"]
+    for machine in machines:
+        await machine.destroy()
+    await hypervisor.close()
+
+
 async def test_a_call_under_way_fails_when_the_machine_is_killed(guestd: GuestdClient, machine: FakeMachine) -> None:
     asking = asyncio.create_task(guestd.execute(["sleep", "100"], timeout_s=200))
     await asyncio.sleep(0.05)

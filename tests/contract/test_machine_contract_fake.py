@@ -20,7 +20,7 @@ class TestMachineContractOnFake(MachineContract):
         hypervisor = FakeHypervisor(faults=cls.faults)
         assert await hypervisor.reap() == []
         yield hypervisor
-        assert hypervisor.leftover_ids == frozenset()
+        assert hypervisor.leftover_ids == hypervisor.leftover_captures == frozenset()
         await hypervisor.close()
         stray = [task.get_name() for task in asyncio.all_tasks() if "contract-" in task.get_name()]
         assert stray == []
@@ -39,8 +39,19 @@ class TestMachineContractOnFake(MachineContract):
         assert isinstance(hypervisor, FakeHypervisor)
         return [left for left in hypervisor.leftover_ids if left == machine_id]
 
+    @classmethod
+    def snapshot_leftovers(cls, hypervisor: Hypervisor) -> list[str]:
+        assert isinstance(hypervisor, FakeHypervisor)
+        return sorted(hypervisor.leftover_captures)
+
 
 class TestMachineContractOnSlowFake(TestMachineContractOnFake):
     faults: ClassVar[Faults] = Faults(
-        create_delay_s=0.02, boot_delay_s=0.05, agent_delay_s=0.005, guestd_delay_s=0.005, destroy_delay_s=0.02
+        create_delay_s=0.02,
+        boot_delay_s=0.05,
+        agent_delay_s=0.005,
+        guestd_delay_s=0.005,
+        fork_delay_s=0.02,
+        capture_delay_s=0.02,
+        destroy_delay_s=0.02,
     )

@@ -90,6 +90,9 @@ class Qemu:
         lines = (self.directory / "trace").read_text().splitlines()
         return [line.split("key qcode ")[1].replace(", down", "") for line in lines if "key qcode" in line]
 
+    def processor_s(self) -> float | None:
+        return None
+
     async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_unix_connection(self.directory / "vnc")
 

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +19,7 @@ import pytest
 
 from envd.hypervisor.images.catalogue import Image
 from envd.testing.leftovers import machine_leftovers, machine_processes
+from envd.testing.served import ServedDaemon
 from trainer.client import (
     BadRequest,
     Click,
@@ -45,58 +46,14 @@ CONFIG = """\
 image = "desktop"
 size = 1
 capacity = 2
-max_starting = 1
 allow_guest_access = true
 
 [limits]
 lease_ttl_s = 30
+
+[hypervisor]
+template_dir = "{template_dir}"
 """
-
-
-class Daemon:
-    """One `envd serve` process on free ports."""
-
-    def __init__(self, state_dir: Path) -> None:
-        self.state_dir = state_dir
-        config = state_dir.parent / f"{state_dir.name}.toml"
-        config.write_text(CONFIG, encoding="utf-8")
-        command = [sys.executable, "-m", "envd", "serve", "--config", str(config), "--state-dir", str(state_dir)]
-        addresses = ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
-        self._log = (state_dir.parent / f"{state_dir.name}.log").open("a", encoding="utf-8")
-        self.process = subprocess.Popen(
-            [*command, *addresses], stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
-        )
-        self.said: list[str] = []
-        self._heard = threading.Condition()
-        self._reader = threading.Thread(target=self._listen, daemon=True)
-        self._reader.start()
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._heard:
-                self.said.append(line)
-                self._heard.notify_all()
-
-    def wait_for(self, pattern: str, *, timeout_s: float = 60.0) -> str:
-        """Return the first group of the first line that matches, said already or yet to come."""
-
-        def found() -> str | None:
-            return next((match[1] for line in self.said if (match := re.search(pattern, line))), None)
-
-        with self._heard:
-            assert self._heard.wait_for(lambda: found() is not None, timeout_s), f"{pattern} is not in {self.said}"
-            return found() or ""
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        """Signal the process and return its exit status."""
-        self.process.send_signal(number)
-        status = self.process.wait(timeout=120)
-        self._reader.join(timeout=10)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        self._log.close()
-        return status
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +65,8 @@ def state_dir(desktop_image: Image) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def daemon(state_dir: Path) -> Iterator[Daemon]:
-    served = Daemon(state_dir)
+def daemon(state_dir: Path, template_dir: Path) -> Iterator[ServedDaemon]:
+    served = ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir))
     yield served
     if served.process.poll() is None:
         assert served.end() == 0
@@ -117,7 +74,7 @@ def daemon(state_dir: Path) -> Iterator[Daemon]:
 
 
 @pytest.fixture(scope="module")
-def address(daemon: Daemon) -> str:
+def address(daemon: ServedDaemon) -> str:
     return daemon.wait_for(r"listening on (\S+)")
 
 
@@ -226,15 +183,22 @@ def test_the_machine_of_a_client_killed_in_mid_step_is_reclaimed(address: str) -
         until(lambda: [pool.leased_count for pool in client.list_pools()] == [0], timeout_s=60)
 
 
-def test_what_a_killed_daemon_leaves_is_removed_by_the_next_one(daemon: Daemon, state_dir: Path) -> None:
+def test_what_a_killed_daemon_leaves_is_removed_by_the_next_one_which_forks_the_same_template(
+    daemon: ServedDaemon, state_dir: Path, template_dir: Path
+) -> None:
     until(lambda: bool(machine_processes(state_dir)), timeout_s=60)
     daemon.end(signal.SIGKILL)
     left = machine_processes(state_dir)
     assert left != []
-    successor = Daemon(state_dir)
+    successor = ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir))
     try:
         successor.wait_for(r"removed (\d+) machines? of an earlier daemon")
         assert not set(left) & set(machine_processes(state_dir))
+        with EnvClient(successor.wait_for(r"listening on (\S+)")) as client:
+            until(lambda: [pool.idle_count for pool in client.list_pools()] == [1], timeout_s=60)
+        with urllib.request.urlopen(successor.wait_for(r"metrics on (\S+)")) as response:  # noqa: S310 - our own
+            text = response.read().decode()
+        assert 'envd_template_boots_total{pool="desktop"} 0.0' in text, "it booted instead of forking what is stored"
     finally:
         assert successor.end() == 0
     assert machine_leftovers(state_dir) == []

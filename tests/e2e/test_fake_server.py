@@ -10,7 +10,9 @@ import pytest
 
 from envd.guest import actions as acts
 from envd.hypervisor.fake import FakeMachine, Faults
+from envd.hypervisor.machine import MachineState
 from envd.pool.clock import Clock, SystemClock
+from envd.tasks.model import Execute, Task, WriteFile
 from envd.testing.server import FakeServer, load_fake_tasks, serve_fake
 from trainer import client as wire
 from trainer.client import AsyncEnvClient, AsyncEpisode
@@ -183,6 +185,92 @@ async def test_a_group_starts_from_the_same_picture_on_machines_of_its_own() -> 
         evaluations = await asyncio.gather(*(episode.evaluate() for episode in episodes))
         assert [evaluation.score for evaluation in evaluations] == [0.0, 0.0, 0.0, 1.0]
     assert server.hypervisor.leftover_ids == frozenset()
+
+
+NOTED = Task(
+    task_id="fake/noted",
+    instruction="Count to five.",
+    level=1,
+    setup=(
+        Execute(kind="execute", argv=("sh", "-c", "echo once >>/home/user/setups.txt")),
+        WriteFile(kind="write_file", path="/home/user/a.txt", text="a"),
+    ),
+    checker=TASKS["fake/count-to-five"].checker,
+)
+
+
+@pytest.mark.parametrize("freeze_setup", [False, True])
+async def test_a_groups_setup_is_performed_once_and_all_members_stand_where_it_led(freeze_setup: bool) -> None:
+    task = NOTED.model_copy(update={"freeze_setup": freeze_setup})
+    async with serve_fake(size=3, extra_tasks=[task]) as server, AsyncEnvClient(server.address) as client:
+        origins = []
+        for _ in range(2):
+            async with client.reset_group(task.task_id, size=3, view=NOTHING) as episodes:
+                setups = await asyncio.gather(*(episode.read_file("/home/user/setups.txt") for episode in episodes))
+                assert setups == [b"once\n"] * 3
+                assert len({episode.origin for episode in episodes}) == 1
+                origins.append(episodes[0].origin)
+        assert (origins[0] == origins[1]) is freeze_setup, "a state that is kept is the same for both groups"
+    assert server.hypervisor.leftover_ids == frozenset()
+
+
+async def test_an_episode_is_forked_in_mid_course_and_all_go_their_own_way() -> None:
+    async with (
+        serve_fake(size=2, capacity=6) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset("fake/count-to-five", view=wire.View(draw_cursor=False)) as parent,
+    ):
+        before = (await parent.step(*[COUNT] * 2)).observation
+        async with client.fork(parent, count=3) as copies:
+            assert {copy.observation.frame_id for copy in copies} == {before.frame_id}
+            assert all((copy.observation.rgb_HWC == before.rgb_HWC).all() for copy in copies)
+            assert {copy.origin.first_frame_id for copy in copies} == {before.frame_id}
+            await asyncio.gather(*(copy.step(*[COUNT] * n) for n, copy in enumerate(copies, start=1)))
+            counts = await asyncio.gather(*(episode.read_file(CLICKS_PATH) for episode in (parent, *copies)))
+            assert counts == [b"2\n", b"3\n", b"4\n", b"5\n"]
+            async with client.fork(copies[1], count=1) as grandchildren:
+                await grandchildren[0].step(COUNT)
+                assert (await grandchildren[0].evaluate()).score == 1.0
+            assert [(await copy.evaluate()).score for copy in copies] == [0.0, 0.0, 1.0]
+        await parent.step(*[COUNT] * 3)
+        assert (await parent.evaluate()).score == 1.0
+    assert server.hypervisor.leftover_ids == frozenset()
+
+
+async def test_what_is_half_typed_is_typed_on_in_every_copy() -> None:
+    async with (
+        serve_fake(size=1, capacity=4) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset("fake/save-note", view=NOTHING) as parent,
+    ):
+        await parent.step(wire.TypeText("Hello, "))
+        async with client.fork(parent, count=2) as copies:
+            for text, copy in zip(("Anna", "Bert"), copies, strict=True):
+                await copy.step(wire.TypeText(text), wire.PressKeys(["ctrl", "s"]))
+            assert [await copy.read_file("/home/user/note.txt") for copy in copies] == [b"Hello, Anna", b"Hello, Bert"]
+
+
+async def test_a_machine_that_cannot_be_forked_says_why_and_goes_on() -> None:
+    async with one_episode("fake/count-to-five", view=NOTHING) as (server, episode):
+        await episode.step(COUNT)
+        leased_machine(server).inject(unforkable="a USB stick")
+        with pytest.raises(wire.NotForkable, match="a USB stick"):
+            async with episode._client.fork(episode, count=1):
+                pass
+        assert (await episode.step(COUNT)).step_count == 2
+        assert await episode.read_file(CLICKS_PATH) == b"2\n"
+
+
+async def test_a_machine_stands_still_while_its_agent_thinks() -> None:
+    async with one_episode("fake/count-to-five") as (server, episode):
+        first = episode.observation
+        assert {machine.state for machine in server.hypervisor.machines.values()} == {MachineState.PAUSED}
+        assert (await episode.observe()).frame_id == first.frame_id
+        stepping = asyncio.create_task(episode.step(COUNT, wire.Wait(timedelta(milliseconds=200))))
+        await until(lambda: any(m.state is MachineState.RUNNING for m in server.hypervisor.machines.values()))
+        timings_ms = (await stepping).timings_ms
+        assert timings_ms["resume"] > 0
+        assert {machine.state for machine in server.hypervisor.machines.values()} == {MachineState.PAUSED}
 
 
 async def test_a_screen_that_never_settles_is_reported_and_bounded() -> None:

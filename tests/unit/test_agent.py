@@ -30,6 +30,9 @@ class ScriptedChannels:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.timeouts_s: list[float] = []
 
+    def processor_s(self) -> float | None:
+        return None
+
     async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         raise MachineLost("no display here")
 

@@ -149,6 +149,26 @@ def test_a_screen_is_width_times_height_in_pixels() -> None:
         load(flags={"pools": {"a": {"screen": "1920"}}})
 
 
+def test_templates_lie_under_the_state_directory_unless_told_otherwise() -> None:
+    config = load(flags={"state_dir": "/srv/envd"})
+    assert config.template_dir == Path("/srv/envd/templates")
+    assert config.hypervisor.template_memory_dir is None
+    assert config.hypervisor.template_limit_bytes == 40 << 30
+    told = load(environ={"ENVD_HYPERVISOR__TEMPLATE_DIR": "/big", "ENVD_HYPERVISOR__TEMPLATE_MEMORY_DIR": "/shm"})
+    assert told.template_dir == Path("/big")
+    assert told.hypervisor.template_memory_dir == Path("/shm")
+
+
+def test_what_forks_may_cost_is_bounded_from_the_start() -> None:
+    config = load(flags={"pools": {"a": {}}})
+    assert config.limits.memory_reserve_mib == 1024
+    assert config.hypervisor.tcg_cache_mib == 64
+    pool = config.pools["a"]
+    assert (pool.expected_memory_mib, pool.task_templates, pool.always_running) == (256, 8, False)
+    with pytest.raises(ConfigError, match=r"hypervisor\.tcg_cache_mib: Input should be less than or equal to 4096"):
+        load(flags={"hypervisor.tcg_cache_mib": 5000})
+
+
 def test_settle_and_lease_bounds_must_be_in_order() -> None:
     with pytest.raises(ConfigError, match="min_ms 10 is above max_ms 5"):
         load(flags={"pools": {"a": {"settle": {"min_ms": 10, "max_ms": 5}}}})

@@ -13,6 +13,7 @@ from envd.api.convert_requests import (
     argv_of,
     command_timeout_s,
     fingerprint_of,
+    fork_command,
     guest_path_of,
     keep_alive_of,
     observation_options,
@@ -20,7 +21,7 @@ from envd.api.convert_requests import (
     settle_policy,
     step_command,
 )
-from envd.episodes.types import ResetCommand
+from envd.episodes.types import ForkCommand, ResetCommand
 from envd.errors import InvalidRequest, Unimplemented
 from envd.guest.actions import Click, Done, Point
 from envd.guest.observation import Encoding, ObservationOptions, Region, SettlePolicy
@@ -136,6 +137,49 @@ def test_a_reset_gives_up_before_its_callers_deadline(remaining_s: float, timeou
 def test_a_resets_bad_field_is_named(request_message: env_pb2.ResetRequest, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         command(request_message)
+    assert caught.value.field == field
+
+
+def fork(**fields: object) -> env_pb2.ForkRequest:
+    defaults = {"request_id": "r-1", "episode_id": "ep-1", "step_index": 3, "fork_count": 2}
+    return env_pb2.ForkRequest(**{**defaults, **fields})  # type: ignore[arg-type]
+
+
+def test_a_fork_is_carried_over_and_gives_up_before_its_callers_deadline() -> None:
+    request = fork(
+        lease_ttl=seconds(60), observation=env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_NONE, max_width_px=640)
+    )
+    assert fork_command(request, time_remaining_s=30.0) == ForkCommand(
+        request_id="r-1",
+        episode_id="ep-1",
+        step_index=3,
+        fork_count=2,
+        lease_ttl_s=60.0,
+        observe=ObservationOptions(encoding=Encoding.NONE, max_width_px=640),
+        timeout_s=29.5,
+        fingerprint=fingerprint_of(request),
+    )
+    assert fork_command(fork(), time_remaining_s=None).timeout_s == DEFAULT_READY_TIMEOUT_S
+    assert fork_command(fork(), time_remaining_s=None).lease_ttl_s is None
+
+
+@pytest.mark.parametrize(
+    ("request_message", "field"),
+    [
+        (fork(request_id=""), "request_id"),
+        (fork(episode_id=""), "episode_id"),
+        (fork(step_index=-1), "step_index"),
+        (fork(fork_count=0), "fork_count"),
+        (fork(fork_count=65), "fork_count"),
+        (fork(fork_count=-1), "fork_count"),
+        (fork(lease_ttl=seconds(9)), "lease_ttl"),
+        (fork(observation=env_pb2.ObservationOptions(quality=101)), "observation.quality"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_forks_bad_field_is_named(request_message: env_pb2.ForkRequest, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        fork_command(request_message, time_remaining_s=None)
     assert caught.value.field == field
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from envd.api.convert_results import (
     episode_message,
     evaluate_response,
+    fork_response,
     observation_message,
     pool_messages,
     reset_response,
@@ -17,7 +18,16 @@ from envd.api.convert_results import (
     task_message,
 )
 from envd.api.pages import page_of
-from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, PoolInfo, ResetResult, StepResult
+from envd.episodes.types import (
+    EpisodeInfo,
+    EpisodeState,
+    EvaluateResult,
+    ForkResult,
+    Origin,
+    PoolInfo,
+    ResetResult,
+    StepResult,
+)
 from envd.errors import InvalidRequest
 from envd.guest.actions import ActionOutcome
 from envd.guest.observation import EncodedFrame, Encoding, Observation, SettleResult
@@ -28,11 +38,20 @@ from envd.tasks.model import Task
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, 678000, tzinfo=UTC)
 
 
-def info(episode_id: str = "ep-1", *, state: EpisodeState = EpisodeState.ACTIVE, end_reason: str = "") -> EpisodeInfo:
+ORIGIN = Origin(template_digest="t1", overlay_parent="d1", first_frame_id="f1")
+
+
+def info(
+    episode_id: str = "ep-1",
+    *,
+    state: EpisodeState = EpisodeState.ACTIVE,
+    end_reason: str = "",
+    parent_episode_id: str = "",
+) -> EpisodeInfo:
     return EpisodeInfo(
         episode_id=episode_id,
         group_id="group-1",
-        parent_episode_id="",
+        parent_episode_id=parent_episode_id,
         task_id="desktop/note",
         pool="debian",
         state=state,
@@ -42,6 +61,7 @@ def info(episode_id: str = "ep-1", *, state: EpisodeState = EpisodeState.ACTIVE,
         create_time=MOMENT,
         max_steps=15,
         run="run-1",
+        origin=ORIGIN,
     )
 
 
@@ -63,15 +83,38 @@ def test_a_reset_tells_each_member_and_what_it_saw_first() -> None:
     response = reset_response(
         ResetResult(
             episodes=(info("ep-1"), info("ep-2")),
-            observations=(observation("f1"), observation("f2")),
+            observations=(observation("f1"), observation("f1")),
             instruction="Write a note.",
             timings_ms={"setup": 12.0},
         )
     )
     assert [episode.episode_id for episode in response.episodes] == ["ep-1", "ep-2"]
-    assert [episode.origin.first_frame_id for episode in response.episodes] == ["f1", "f2"]
-    assert [seen.frame.frame_id for seen in response.observations] == ["f1", "f2"]
+    wire_origin = env_pb2.Origin(template_digest="t1", overlay_parent="d1", first_frame_id="f1")
+    assert [episode.origin for episode in response.episodes] == [wire_origin, wire_origin]
+    assert [seen.frame.frame_id for seen in response.observations] == ["f1", "f1"]
     assert (response.instruction, dict(response.timings_ms)) == ("Write a note.", {"setup": 12.0})
+
+
+def test_a_fork_tells_each_copy_and_where_it_came_from() -> None:
+    response = fork_response(
+        ForkResult(
+            episodes=(info("ep-2", parent_episode_id="ep-1"), info("ep-3", parent_episode_id="ep-1")),
+            observations=(observation("f1"), observation("f1")),
+            timings_ms={"pause": 12.0},
+        )
+    )
+    assert [(copy.episode_id, copy.parent_episode_id) for copy in response.episodes] == [
+        ("ep-2", "ep-1"),
+        ("ep-3", "ep-1"),
+    ]
+    assert {(copy.group_id, copy.step_count) for copy in response.episodes} == {("group-1", 3)}
+    assert {copy.origin.template_digest for copy in response.episodes} == {"t1"}
+    assert [seen.frame.frame_id for seen in response.observations] == ["f1", "f1"]
+    assert dict(response.timings_ms) == {"pause": 12.0}
+
+
+def test_an_origin_is_told_only_when_an_episode_begins() -> None:
+    assert not episode_message(info()).HasField("origin")
 
 
 def test_a_step_tells_what_became_of_each_action() -> None:
@@ -150,6 +193,9 @@ def pool(name: str, *, healthy: bool = True, problem: str = "") -> PoolInfo:
         memory_bytes=6,
         healthy=healthy,
         problem=problem,
+        pss_bytes=7,
+        template_digest="t1",
+        always_running=True,
     )
 
 
@@ -164,7 +210,8 @@ def test_pools_come_in_name_order_with_their_health() -> None:
     ]
     counts = messages[0]
     assert (counts.capacity_count, counts.idle_count, counts.leased_count, counts.starting_count) == (8, 1, 2, 3)
-    assert (counts.dying_count, counts.waiting_count, counts.memory_bytes) == (4, 5, 6)
+    assert (counts.dying_count, counts.waiting_count, counts.memory_bytes, counts.pss_bytes) == (4, 5, 6, 7)
+    assert (counts.template_digest, counts.always_running) == ("t1", True)
 
 
 def test_a_task_is_told_without_its_checker_and_oracle() -> None:

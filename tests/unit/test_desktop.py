@@ -100,6 +100,9 @@ class FakeChannels:
     commands: list[tuple[str, Any]] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
 
+    def processor_s(self) -> float | None:
+        return None
+
     async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self.lost.is_set():
             raise MachineLost("gone")

@@ -8,18 +8,21 @@ import pytest
 from envd.episodes.episode import Episode
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
-from envd.episodes.types import EpisodeState
+from envd.episodes.types import EpisodeState, Origin
 from envd.errors import EpisodeEnded, EpisodeNotFound, MachineLost, StepIndexMismatch
 from envd.guest.actions import Done, Fail
 from envd.guest.observation import SettlePolicy
 from envd.hypervisor.machine import MachineSpec
-from envd.pool.admission import LeasedMachine
+from envd.pool.frozen import FrozenDesktop
+from envd.pool.leased import LeasedMachine
 from envd.tasks.model import Task
 from envd.testing.clock import ManualClock
-from envd.testing.stubs import IMAGE, StubHypervisor, StubMachine
+from envd.testing.stubs import IMAGE, StubHypervisor, StubMachine, StubSnapshot, blank_view
+
+ORIGIN = Origin(template_digest="1" * 32, overlay_parent="2" * 32, first_frame_id="f1")
 
 
-def make_episode(clock: ManualClock, *, max_steps: int = 3) -> Episode:
+def make_episode(clock: ManualClock, *, max_steps: int = 3, step_count: int = 0, parent_id: str = "") -> Episode:
     def new_ledger() -> Ledger:  # type: ignore[type-arg]
         return Ledger(
             "step",
@@ -31,20 +34,27 @@ def make_episode(clock: ManualClock, *, max_steps: int = 3) -> Episode:
         )
 
     hypervisor = StubHypervisor()
-    machine = StubMachine(MachineSpec(machine_id="desktop-0a", image=IMAGE), hypervisor)
+    spec = MachineSpec(machine_id="desktop-0a", image=IMAGE)
+    snapshot = StubSnapshot(spec, shows="f1", notes={}, hypervisor=hypervisor)
+    frozen = FrozenDesktop(snapshot=snapshot, view=blank_view(1280, 800))
+    machine = StubMachine(spec, hypervisor, snapshot=snapshot)
     return Episode(
         episode_id="ep-1",
         group_id="group-1",
+        parent_episode_id=parent_id,
+        origin=ORIGIN,
         task=Task(task_id="suite/name", instruction="Do nothing.", level=1, infeasible=True),
         pool="desktop",
         run="",
         max_steps=max_steps,
         settle=SettlePolicy(),
-        machine=LeasedMachine(machine=machine, desktop=hypervisor.desktop(machine)),
+        machine=LeasedMachine(machine=machine, desktop=hypervisor.desktop(machine, view=frozen.view), frozen=frozen),
         lease=Lease(ttl_s=300.0, now_s=clock.monotonic()),
         create_time=clock.now(),
         steps=new_ledger(),
         evaluations=new_ledger(),
+        forks=new_ledger(),
+        step_count=step_count,
     )
 
 
@@ -104,6 +114,15 @@ def test_only_the_next_step_is_allowed(episode: Episode) -> None:
     for index in (0, 2, -1):
         with pytest.raises(StepIndexMismatch, match=f"expects step_index 1, not {index}"):
             episode.require_step(index)
+
+
+def test_a_fork_counts_on_from_its_parents_steps(clock: ManualClock) -> None:
+    episode = make_episode(clock, max_steps=3, step_count=2, parent_id="ep-0")
+    info = episode.info(clock)
+    assert (info.parent_episode_id, info.step_count, info.origin) == ("ep-0", 2, ORIGIN)
+    episode.require_step(2)
+    assert episode.count_step(None)
+    assert (episode.state, episode.end_reason) == (EpisodeState.TRUNCATED, "MAX_STEPS")
 
 
 def test_an_ended_episode_says_after_which_step_and_why(episode: Episode) -> None:

@@ -288,10 +288,15 @@ def test_damage_stays_small_in_number_and_loses_nothing() -> None:
 
 def test_framebuffers_share_a_picture_until_they_draw() -> None:
     picture = Picture(np.full((100, 200, 4), 7, np.uint8))
-    first, second = (Framebuffer(picture.copy(), shared=True) for _ in range(2))
+    first, second = (Framebuffer.on(picture) for _ in range(2))
     assert first.private_bytes == 0
+    assert first.picture() is picture, "nothing new to keep while nothing is drawn"
     first.canvas(Rect(0, 10, 50, 5)).fill(Rect(0, 0, 200, 100), (1, 2, 3))
     assert first.private_bytes == 5 * 200 * 4
     assert first.pixels[12, 3].tolist() == [3, 2, 1, 0]
     assert (second.pixels == 7).all()
     assert (first.pixels[9] == 7).all()
+    drawn = first.picture()
+    assert drawn is not picture
+    assert (Framebuffer.on(drawn).pixels == first.pixels).all()
+    assert first.picture() is drawn

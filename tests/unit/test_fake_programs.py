@@ -1,5 +1,7 @@
 """The programs and the shell of a fake guest."""
 
+import time
+
 import pytest
 
 from envd.hypervisor.fake.files import GuestFiles
@@ -79,6 +81,29 @@ def test_the_shell_redirects_and_joins(programs: Programs, files: GuestFiles) ->
     outcome = sh(programs, "echo 'a $1' > /srv/x && echo ${1} >>/srv/x; cat /nope >/dev/null 2>&1 || false", "p")
     assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (1, b"", b"")
     assert files["/srv/x"] == b"a $1\np\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("set -e; echo a; false; echo b", (1, b"a\n")),
+        ("set -e; if false; then echo b; fi; echo a", (0, b"a\n")),
+        ("set -e; false || echo a; true && false || true; echo b", (0, b"a\nb\n")),
+        ("set -e; false && echo b; echo a", (0, b"a\n")),
+        ("set -e; true && false; echo b", (1, b"")),
+        ("false; echo a", (0, b"a\n")),
+    ],
+)
+def test_the_shell_ends_at_a_failure_if_told_to(programs: Programs, script: str, told: tuple[int, bytes]) -> None:
+    outcome = sh(programs, script)
+    assert (outcome.exit_code, outcome.stdout) == told
+
+
+def test_the_date_is_told_and_set(programs: Programs) -> None:
+    assert abs(int(programs.run(["date", "+%s"]).stdout) - time.time()) < 5
+    assert programs.run(["date", "-u", "-s", "@1700000000.25"]).exit_code == 0
+    assert programs.run(["date", "+%s"]).stdout == b"1700000000\n"
+    assert programs.run(["date", "-s", "tomorrow"]).exit_code == 1
 
 
 @pytest.mark.parametrize("script", ["echo `date`", "if true; then", "a | b", "fi", "echo (", "&& x"])

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -26,16 +27,19 @@ def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
 
 
 def pool(**changes: int) -> PoolGauges:
-    counts = {"idle": 1, "leased": 2, "starting": 0, "dying": 0, **changes}
+    counts = {"idle": 1, "leased": 2, "starting": 0, "dying": 0, "reserved": 1, **changes}
     return PoolGauges(
         pool="desktop",
         machine_counts=counts,
         waiting_count=3,
         memory_bytes=1 << 20,
+        pss_bytes=3 << 20,
         healthy=True,
         booted_total=5,
         boot_failure_total=1,
         lost_total=2,
+        template_boot_total=1,
+        last_start_s=0.5,
     )
 
 
@@ -50,9 +54,19 @@ def test_pool_gauges_show_the_moment_of_the_scrape() -> None:
     assert after["envd_leases", "desktop"] == 0
     assert after["envd_queue_waiting", "desktop"] == 3
     assert after["envd_machine_memory_bytes", "desktop"] == 1 << 20
+    assert after["envd_machine_pss_bytes", "desktop"] == 3 << 20
+    assert after["envd_pool_machines", "desktop", "reserved"] == 1
+    assert after["envd_template_boots_total", "desktop"] == 1
+    assert after["envd_last_fork_seconds", "desktop"] == 0.5
     assert after["envd_pool_healthy", "desktop"] == 1
     assert after["envd_machine_starts_total", "failed", "desktop"] == 1
     assert after["envd_machines_lost_total", "desktop"] == 2
+
+
+def test_a_pool_that_has_forked_nothing_shows_no_fork_time() -> None:
+    metrics = Metrics(process=False)
+    metrics.watch_pools(lambda: [replace(pool(), last_start_s=None)])
+    assert ("envd_last_fork_seconds", "desktop") not in samples(metrics)
 
 
 def test_phases_given_in_milliseconds_are_recorded_in_seconds() -> None:

@@ -5,20 +5,27 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envd.pool.planner import MachineState, Plan, PlannedMachine
+from envd.pool.planner import MachineState, Plan, PlannedMachine, Wanted
 from envd.pool.planner import plan as plan_pool
 
 CAPACITY = 4
 
 
 def plan(
-    *machines: PlannedMachine, waiting: Sequence[int] = (), idle_target: int = 1, max_starting: int = CAPACITY
+    *machines: PlannedMachine,
+    waiting: Sequence[int | Wanted] = (),
+    reserved_count: int = 0,
+    idle_target: int = 1,
+    memory_room: int = CAPACITY,
+    max_starting: int = CAPACITY,
 ) -> Plan:
     return plan_pool(
         machines,
-        waiting=waiting,
+        reserved_count=reserved_count,
+        waiting=[Wanted(ready=group) if isinstance(group, int) else group for group in waiting],
         idle_target=idle_target,
         capacity=CAPACITY,
+        memory_room=memory_room,
         max_starting=max_starting,
         max_idle_s=60.0,
     )
@@ -88,28 +95,141 @@ def test_a_machine_wanted_by_a_waiting_group_is_kept_however_old() -> None:
     assert plan(idle("old", 999.0), waiting=[2], idle_target=0).destroy == ()
 
 
+# Places
+
+
+def test_places_are_granted_where_there_is_room_for_machines_to_come() -> None:
+    both = Wanted(ready=1, places=2)
+    assert plan(idle("a"), waiting=[both]).lease == (("a",),)
+    assert plan(idle("a"), *in_state(MachineState.LEASED, 2), waiting=[both]).lease == ()
+    assert plan(waiting=[both]).lease == ()
+
+
+def test_a_group_of_places_alone_needs_no_machine() -> None:
+    assert plan(waiting=[Wanted(ready=0, places=4)]).lease == ((),)
+    assert plan(*in_state(MachineState.LEASED, 1), waiting=[Wanted(ready=0, places=4)]).lease == ()
+
+
+def test_a_place_handed_out_holds_room_like_a_machine() -> None:
+    assert plan(reserved_count=3, waiting=[Wanted(ready=0, places=2)]).lease == ()
+    assert plan(reserved_count=3, idle_target=4).start_count == 1
+    assert plan(reserved_count=4, idle_target=4).start_count == 0
+
+
+def test_places_granted_in_the_same_plan_count_for_the_next_group() -> None:
+    steps = plan(waiting=[Wanted(ready=0, places=3), Wanted(ready=0, places=2)], idle_target=4)
+    assert steps.lease == ((),)
+    assert steps.start_count == 0, "the one place left is for the group that waits for two"
+
+
+def test_idle_machines_make_room_for_the_places_of_the_head_the_oldest_first() -> None:
+    machines = [idle("old", 30.0), idle("older", 40.0), idle("new", 1.0), *in_state(MachineState.LEASED, 1)]
+    steps = plan(*machines, waiting=[Wanted(ready=0, places=2)])
+    assert steps.lease == ()
+    assert set(steps.destroy) == {"old", "older"}
+    assert steps.start_count == 0, "what was given up is not made again"
+
+
+def test_machines_that_the_head_wants_ready_do_not_make_room() -> None:
+    machines = [idle("a", 1.0), idle("b", 2.0), *in_state(MachineState.LEASED, 2)]
+    assert plan(*machines, waiting=[Wanted(ready=1, places=2)]).destroy == ("b",)
+
+
+def test_dying_machines_make_room_before_idle_ones_must() -> None:
+    machines = [idle("a"), idle("b"), *in_state(MachineState.DYING, 2)]
+    assert plan(*machines, waiting=[Wanted(ready=0, places=2)]).destroy == ()
+
+
+def test_only_the_head_of_the_queue_makes_idle_machines_go() -> None:
+    machines = [idle("a"), idle("b"), *in_state(MachineState.LEASED, 2)]
+    assert plan(*machines, waiting=[3, Wanted(ready=0, places=2)]).destroy == ()
+
+
+def test_nobody_overtakes_a_head_that_waits_for_places() -> None:
+    machines = [idle("a"), *in_state(MachineState.LEASED, 3)]
+    assert plan(*machines, waiting=[Wanted(ready=0, places=2), 1]).lease == ()
+
+
+def test_spare_machines_are_not_started_into_room_that_a_group_waits_for() -> None:
+    assert plan(*in_state(MachineState.LEASED, 2), waiting=[Wanted(ready=1, places=2)], idle_target=2).start_count == 1
+    assert plan(*in_state(MachineState.LEASED, 2), waiting=[Wanted(ready=0, places=3)], idle_target=2).start_count == 0
+
+
+def test_first_the_standby_goes_then_forks_are_made_up_to_capacity_then_groups_wait() -> None:
+    standby = plan(idle("a"), idle("b"), waiting=[2], idle_target=2)
+    assert (standby.lease, standby.start_count) == ((("a", "b"),), 2)
+    forks = plan(*in_state(MachineState.LEASED, 2), waiting=[2], idle_target=2)
+    assert (forks.lease, forks.start_count) == ((), 2)
+    full = plan(*in_state(MachineState.LEASED, 4), waiting=[2], idle_target=2)
+    assert (full.lease, full.start_count, full.destroy) == ((), 0, ())
+
+
+# Memory
+
+
+def test_no_more_machines_start_than_memory_allows() -> None:
+    steps = plan(idle_target=3, memory_room=1)
+    assert (steps.start_count, steps.short_of_memory) == (1, True)
+    steps = plan(idle_target=3, memory_room=3)
+    assert (steps.start_count, steps.short_of_memory) == (3, False)
+
+
+def test_places_wait_for_memory_and_idle_machines_give_theirs() -> None:
+    steps = plan(idle("a"), idle("b"), waiting=[Wanted(ready=0, places=2)], idle_target=0, memory_room=1)
+    assert (steps.lease, len(steps.destroy), steps.short_of_memory) == ((), 1, True)
+
+
+def test_places_granted_in_the_same_plan_take_their_memory() -> None:
+    steps = plan(waiting=[Wanted(ready=0, places=2)] * 2, idle_target=0, memory_room=3)
+    assert (steps.lease, steps.short_of_memory) == (((),), True)
+
+
+def test_a_ready_machine_is_leased_however_little_memory_there_is() -> None:
+    steps = plan(idle("a"), waiting=[1], idle_target=0, memory_room=0)
+    assert (steps.lease, steps.short_of_memory) == ((("a",),), False)
+
+
+def test_memory_is_short_only_where_more_would_be_done_with_more() -> None:
+    assert not plan(*in_state(MachineState.LEASED, 4), waiting=[2], memory_room=0).short_of_memory
+    assert not plan(idle("a"), memory_room=0).short_of_memory
+    assert not plan(waiting=[2], memory_room=0, max_starting=0).short_of_memory
+    assert plan(waiting=[2], memory_room=0).short_of_memory
+
+
 machines_of_a_pool = st.lists(st.tuples(st.sampled_from(MachineState), st.integers(0, 120)), max_size=8)
+groups = st.builds(Wanted, ready=st.integers(0, 4), places=st.integers(0, 4)).filter(lambda group: group.machine_count)
 
 
 @given(
     states=machines_of_a_pool,
-    waiting=st.lists(st.integers(1, 8), max_size=8),
+    waiting=st.lists(groups, max_size=8),
+    reserved_count=st.integers(0, 4),
     idle_target=st.integers(0, 8),
+    memory_room=st.integers(0, 9),
     max_starting=st.integers(0, 8),
 )
 @settings(max_examples=300, deadline=None)
 def test_every_plan_keeps_the_rules(
-    states: list[tuple[MachineState, int]], waiting: list[int], idle_target: int, max_starting: int
+    *,
+    states: list[tuple[MachineState, int]],
+    waiting: list[Wanted],
+    reserved_count: int,
+    idle_target: int,
+    memory_room: int,
+    max_starting: int,
 ) -> None:
     capacity = 8
+    reserved_count = min(reserved_count, capacity - len(states))
     machines = [
         PlannedMachine(machine_id=str(i), state=state, idle_s=float(age)) for i, (state, age) in enumerate(states)
     ]
     steps = plan_pool(
         machines,
+        reserved_count=reserved_count,
         waiting=waiting,
         idle_target=idle_target,
         capacity=capacity,
+        memory_room=memory_room,
         max_starting=max_starting,
         max_idle_s=60.0,
     )
@@ -117,22 +237,30 @@ def test_every_plan_keeps_the_rules(
     used = [machine_id for group in steps.lease for machine_id in group] + list(steps.destroy)
     assert len(used) == len(set(used)), "no machine appears twice"
     assert all(machines[int(machine_id)].state is MachineState.IDLE for machine_id in used)
-    assert [len(group) for group in steps.lease] == waiting[: len(steps.lease)], "whole groups, first come first served"
+    admitted, queue = waiting[: len(steps.lease)], waiting[len(steps.lease) :]
+    assert [len(group) for group in steps.lease] == [group.ready for group in admitted], "whole groups, in their order"
 
+    places = sum(group.places for group in admitted)
+    room = capacity - len(machines) - reserved_count - places
+    free = min(room, memory_room - places)
     idle_count = sum(m.state is MachineState.IDLE for m in machines) - sum(map(len, steps.lease))
-    assert not waiting[len(steps.lease) :] or waiting[len(steps.lease)] > idle_count, "whoever fits is served"
+    assert not queue or queue[0].ready > idle_count or queue[0].places > free, "whoever fits is served"
 
     starting_count = sum(m.state is MachineState.STARTING for m in machines) + steps.start_count
     assert steps.start_count >= 0
     assert steps.start_count == 0 or starting_count <= max_starting
-    assert len(machines) + steps.start_count <= capacity, "never over capacity"
-    wanted = sum(waiting[len(steps.lease) :]) + idle_target
+    assert steps.start_count <= max(0, free), "never over capacity, never over memory"
+    wanted = sum(group.ready for group in queue) + idle_target
+    spared = sum(group.places for group in queue)
+    dying_count = sum(m.state is MachineState.DYING for m in machines) + len(steps.destroy)
     assert (
-        idle_count + starting_count >= wanted
-        or len(machines) + steps.start_count == capacity
+        idle_count - len(steps.destroy) + starting_count >= wanted
+        or steps.start_count == max(0, free)
         or starting_count >= max_starting
-    ), "work-conserving: something boots unless nothing is wanted, or nothing may"
-    assert not steps.destroy or idle_count - len(steps.destroy) >= wanted, "no machine is destroyed that is wanted"
+        or free - steps.start_count + dying_count <= spared
+    ), "work-conserving: something starts unless nothing is wanted, or nothing may, or others wait for the room"
+    evicted = [i for i in steps.destroy if machines[int(i)].idle_s < 60.0]
+    assert not evicted or queue[0].places > free, "no machine is destroyed young except for a place"
 
 
 class SimulatedPool:
@@ -144,7 +272,7 @@ class SimulatedPool:
         self.max_starting = max_starting
         self.states: dict[str, MachineState] = {}
         self.until: dict[str, int] = {}
-        self.waiting: list[tuple[int, int, int]] = []
+        self.waiting: list[tuple[int, Wanted, int]] = []
         self.served: list[int] = []
         self.made = 0
 
@@ -160,17 +288,23 @@ class SimulatedPool:
                 self.states[machine_id], self.until[machine_id] = MachineState.DYING, at
         steps = plan_pool(
             [PlannedMachine(machine_id=i, state=state) for i, state in self.states.items()],
-            waiting=[size for _, size, _ in self.waiting],
+            reserved_count=0,
+            waiting=[wanted for _, wanted, _ in self.waiting],
             idle_target=self.idle_target,
             capacity=self.capacity,
+            memory_room=self.capacity,
             max_starting=self.max_starting,
             max_idle_s=60.0,
         )
+        for machine_id in steps.destroy:
+            self.states[machine_id], self.until[machine_id] = MachineState.DYING, now + 1
         for group in steps.lease:
-            number, size, stay = self.waiting.pop(0)
-            assert len(group) == size
+            number, wanted, stay = self.waiting.pop(0)
+            assert len(group) == wanted.ready
             self.served.append(number)
-            for machine_id in group:
+            places = [str(self.made + i) for i in range(wanted.places)]  # filled at once
+            self.made += wanted.places
+            for machine_id in [*group, *places]:
                 self.states[machine_id], self.until[machine_id] = MachineState.LEASED, now + stay
         for _ in range(steps.start_count):
             machine_id = str(self.made)
@@ -178,24 +312,29 @@ class SimulatedPool:
             self.states[machine_id], self.until[machine_id] = MachineState.STARTING, now + 1
 
 
+def fits(group: Wanted) -> bool:
+    return group.machine_count <= 6
+
+
 @given(
-    arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.integers(1, 5)), max_size=40),
+    arrivals=st.lists(st.tuples(st.integers(0, 3), groups.filter(fits), st.integers(1, 5)), max_size=40),
     idle_target=st.integers(0, 6),
     max_starting=st.integers(1, 6),
 )
 @settings(max_examples=100, deadline=None)
 def test_random_arrivals_are_all_served_in_order_and_never_over_capacity(
-    arrivals: list[tuple[int, int, int]], idle_target: int, max_starting: int
+    arrivals: list[tuple[int, Wanted, int]], idle_target: int, max_starting: int
 ) -> None:
     pool = SimulatedPool(capacity=6, idle_target=idle_target, max_starting=max_starting)
     now = 0
-    for number, (gap, size, stay) in enumerate(arrivals):
+    for number, (gap, wanted, stay) in enumerate(arrivals):
         for _ in range(gap):
             pool.tick(now := now + 1)
             assert len(pool.states) <= pool.capacity
-        pool.waiting.append((number, size, stay))
-    # A group costs at most its turn over the whole pool: boots one at a time, a stay, a death.
-    limit = now + (len(arrivals) + 1) * (6 + 5 + 2)
+        pool.waiting.append((number, wanted, stay))
+    # A group costs at most its turn over the whole pool: starts one at a time, a stay, a death; and another death
+    # where idle machines make room.
+    limit = now + (len(arrivals) + 1) * (6 + 5 + 2 + 2)
     while pool.waiting and now < limit:
         pool.tick(now := now + 1)
         assert len(pool.states) <= pool.capacity

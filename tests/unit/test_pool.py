@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from envd.errors import ConfigError, Draining, GroupTooLarge, GuestUnresponsive, HypervisorError, PoolExhausted
-from envd.pool.admission import LeasedMachine
+from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.testing.clock import ManualClock, run_ready
@@ -51,7 +51,14 @@ async def make_pool(clock: ManualClock, hypervisor: StubHypervisor) -> AsyncIter
 async def started(pool: Pool) -> Pool:
     await pool.start()
     await run_ready()
+    await run_ready()
     return pool
+
+
+async def lease(pool: Pool, count: int = 1, *, timeout_s: float = 1.0) -> tuple[LeasedMachine, ...]:
+    granted = await pool.lease(count, timeout_s=timeout_s)
+    assert granted.places == ()
+    return granted.machines
 
 
 def counts(pool: Pool) -> tuple[int, int, int, int, int]:
@@ -64,10 +71,12 @@ def stub_desktop(machine: LeasedMachine) -> StubDesktop:
     return machine.desktop
 
 
-async def test_machines_boot_ahead_of_demand(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
+async def test_machines_are_forked_ahead_of_demand(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
     pool = await started(make_pool(capacity=4, idle_target=3))
     assert counts(pool) == (3, 0, 0, 0, 0)
     assert len(hypervisor.machines) == 3
+    assert hypervisor.counts["create"] == 1
+    assert all(machine.paused and machine.calls == [] for machine in hypervisor.forks), "none has run"
 
 
 async def test_machine_ids_are_short_lower_case_and_told_by_the_pool(
@@ -81,15 +90,16 @@ async def test_machine_ids_are_short_lower_case_and_told_by_the_pool(
         assert len(machine_id) <= 32
 
 
-async def test_no_more_machines_boot_at_once_than_the_settings_say(
+async def test_no_more_machines_start_at_once_than_the_settings_say(
     make_pool: MakePool, hypervisor: StubHypervisor
 ) -> None:
-    hypervisor.ready_gate.clear()
-    pool = await started(make_pool(capacity=6, max_starting=2))
-    assert counts(pool) == (0, 0, 2, 0, 0)
-    hypervisor.ready_gate.set()
+    pool = await started(make_pool(capacity=6, max_starting=2, idle_target=0, max_idle_s=0.0))
+    hypervisor.gates["fork"].clear()
+    waiter = asyncio.create_task(lease(pool, 6, timeout_s=60.0))
     await run_ready()
-    assert counts(pool) == (6, 0, 0, 0, 0)
+    assert pool.statistics().starting_count == 2
+    hypervisor.gates["fork"].set()
+    assert len(await waiter) == 6
 
 
 async def test_a_machine_is_not_leased_before_its_guest_is_ready(
@@ -97,7 +107,7 @@ async def test_a_machine_is_not_leased_before_its_guest_is_ready(
 ) -> None:
     hypervisor.ready_gate.clear()
     pool = await started(make_pool(capacity=1))
-    waiter = asyncio.create_task(pool.lease(1, timeout_s=60.0))
+    waiter = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
     await run_ready()
     assert counts(pool) == (0, 0, 1, 0, 1)
     hypervisor.ready_gate.set()
@@ -110,20 +120,20 @@ async def test_a_machine_is_used_once_then_destroyed_and_replaced(
     make_pool: MakePool, hypervisor: StubHypervisor
 ) -> None:
     pool = await started(make_pool(capacity=1))
-    (first,) = await pool.lease(1, timeout_s=1.0)
+    (first,) = await lease(pool, 1, timeout_s=1.0)
     await pool.release([first])
     assert first.machine_id not in hypervisor.machines
     assert stub_desktop(first).closed
-    (second,) = await pool.lease(1, timeout_s=1.0)
+    (second,) = await lease(pool, 1, timeout_s=1.0)
     assert second.machine_id != first.machine_id
-    assert len(hypervisor.made) == 2
+    assert len(hypervisor.forks) == 2
 
 
 async def test_a_dying_machine_holds_its_place_until_it_is_gone(
     make_pool: MakePool, hypervisor: StubHypervisor
 ) -> None:
     pool = await started(make_pool(capacity=1))
-    machines = await pool.lease(1, timeout_s=1.0)
+    machines = await lease(pool, 1, timeout_s=1.0)
     hypervisor.destroy_gate.clear()
     releasing = asyncio.create_task(pool.release(machines))
     await run_ready()
@@ -140,7 +150,7 @@ async def test_release_is_idempotent_and_goes_on_when_cancelled(
     make_pool: MakePool, hypervisor: StubHypervisor
 ) -> None:
     pool = await started(make_pool(capacity=1))
-    machines = await pool.lease(1, timeout_s=1.0)
+    machines = await lease(pool, 1, timeout_s=1.0)
     hypervisor.destroy_gate.clear()
     releasing = asyncio.create_task(pool.release(machines))
     await run_ready()
@@ -156,8 +166,8 @@ async def test_release_is_idempotent_and_goes_on_when_cancelled(
 
 async def test_a_group_waits_until_it_can_be_served_whole(make_pool: MakePool) -> None:
     pool = await started(make_pool(capacity=3))
-    held = await pool.lease(2, timeout_s=1.0)
-    gang = asyncio.create_task(pool.lease(3, timeout_s=60.0))
+    held = await lease(pool, 2, timeout_s=1.0)
+    gang = asyncio.create_task(lease(pool, 3, timeout_s=60.0))
     await run_ready()
     assert counts(pool) == (1, 2, 0, 0, 3)
     await pool.release(held[:1])
@@ -170,9 +180,9 @@ async def test_a_group_waits_until_it_can_be_served_whole(make_pool: MakePool) -
 
 async def test_no_one_overtakes(make_pool: MakePool) -> None:
     pool = await started(make_pool(capacity=2))
-    held = await pool.lease(1, timeout_s=1.0)
-    large = asyncio.create_task(pool.lease(2, timeout_s=60.0))
-    small = asyncio.create_task(pool.lease(1, timeout_s=60.0))
+    held = await lease(pool, 1, timeout_s=1.0)
+    large = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
+    small = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
     await run_ready()
     assert not small.done(), "one machine is idle, but it is promised to the group ahead"
     await pool.release(held)
@@ -186,14 +196,14 @@ async def test_no_one_overtakes(make_pool: MakePool) -> None:
 async def test_a_group_that_never_fits_is_told_so_at_once(make_pool: MakePool) -> None:
     pool = await started(make_pool(capacity=2))
     with pytest.raises(GroupTooLarge, match="at most 2 machines, so never a group of 3"):
-        await pool.lease(3, timeout_s=60.0)
+        await lease(pool, 3, timeout_s=60.0)
 
 
 async def test_whoever_waits_too_long_hears_position_and_when_to_retry(make_pool: MakePool, clock: ManualClock) -> None:
     pool = await started(make_pool(capacity=1))
-    await pool.lease(1, timeout_s=1.0)
-    first = asyncio.create_task(pool.lease(1, timeout_s=60.0))
-    second = asyncio.create_task(pool.lease(1, timeout_s=30.0))
+    await lease(pool, 1, timeout_s=1.0)
+    first = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
+    second = asyncio.create_task(lease(pool, 1, timeout_s=30.0))
     await clock.advance(29.0)
     assert not second.done()
     await clock.advance(1.0)
@@ -209,9 +219,9 @@ async def test_whoever_waits_too_long_hears_position_and_when_to_retry(make_pool
 
 async def test_a_group_that_gives_up_lets_those_behind_it_through(make_pool: MakePool, clock: ManualClock) -> None:
     pool = await started(make_pool(capacity=2))
-    await pool.lease(1, timeout_s=1.0)
-    large = asyncio.create_task(pool.lease(2, timeout_s=5.0))
-    small = asyncio.create_task(pool.lease(1, timeout_s=60.0))
+    await lease(pool, 1, timeout_s=1.0)
+    large = asyncio.create_task(lease(pool, 2, timeout_s=5.0))
+    small = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
     await clock.advance(5.0)
     with pytest.raises(PoolExhausted):
         await large
@@ -220,16 +230,16 @@ async def test_a_group_that_gives_up_lets_those_behind_it_through(make_pool: Mak
 
 async def test_a_lease_without_patience_still_gets_what_is_ready(make_pool: MakePool) -> None:
     pool = await started(make_pool(capacity=1, queue_limit=0))
-    assert len(await pool.lease(1, timeout_s=0.0)) == 1
+    assert len(await lease(pool, 1, timeout_s=0.0)) == 1
 
 
 async def test_a_full_line_turns_away_at_once(make_pool: MakePool) -> None:
     pool = await started(make_pool(capacity=1, queue_limit=1))
-    await pool.lease(1, timeout_s=1.0)
-    waiting = asyncio.create_task(pool.lease(1, timeout_s=60.0))
+    await lease(pool, 1, timeout_s=1.0)
+    waiting = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
     await run_ready()
     with pytest.raises(PoolExhausted, match="no position 2") as caught:
-        await pool.lease(1, timeout_s=60.0)
+        await lease(pool, 1, timeout_s=60.0)
     assert caught.value.retry_after_s >= 1.0
     assert pool.statistics().waiting_count == 1
     waiting.cancel()
@@ -237,8 +247,8 @@ async def test_a_full_line_turns_away_at_once(make_pool: MakePool) -> None:
 
 async def test_a_cancelled_waiter_leaves_the_line(make_pool: MakePool) -> None:
     pool = await started(make_pool(capacity=1))
-    held = await pool.lease(1, timeout_s=1.0)
-    waiter = asyncio.create_task(pool.lease(1, timeout_s=60.0))
+    held = await lease(pool, 1, timeout_s=1.0)
+    waiter = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
     await run_ready()
     waiter.cancel()
     await run_ready()
@@ -252,11 +262,11 @@ async def test_a_cancelled_waiter_leaves_the_line(make_pool: MakePool) -> None:
 async def test_a_waiter_cancelled_in_the_moment_of_admission_gives_its_machine_to_the_next(
     make_pool: MakePool, hypervisor: StubHypervisor
 ) -> None:
-    pool = make_pool(capacity=1)
-    hypervisor.ready_gate.clear()
-    await started(pool)
-    first = asyncio.create_task(pool.lease(1, timeout_s=60.0))
-    second = asyncio.create_task(pool.lease(1, timeout_s=60.0))
+    pool = await started(make_pool(capacity=1))
+    hypervisor.gates["fork"].clear()
+    await pool.release(await lease(pool))
+    first = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
+    second = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
     await run_ready()
 
     def cancel_once_admitted() -> None:
@@ -265,11 +275,11 @@ async def test_a_waiter_cancelled_in_the_moment_of_admission_gives_its_machine_t
 
     # The pool tells of the admission before the waiter has run again.
     pool.changes.listen(cancel_once_admitted)
-    hypervisor.ready_gate.set()
+    hypervisor.gates["fork"].set()
     await run_ready()
     assert first.cancelled()
     assert len(await second) == 1
-    assert len(hypervisor.made) == 1, "a machine that nobody saw is as good as new"
+    assert len(hypervisor.forks) == 2, "a machine that nobody saw is as good as new"
 
 
 async def test_a_hundred_random_cancellations_leak_nothing(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
@@ -278,7 +288,7 @@ async def test_a_hundred_random_cancellations_leak_nothing(make_pool: MakePool, 
     held: list[LeasedMachine] = []
 
     async def use() -> None:
-        machines = await pool.lease(dice.randint(1, 3), timeout_s=60.0)
+        machines = await lease(pool, dice.randint(1, 3), timeout_s=60.0)
         try:
             for _ in range(dice.randint(0, 5)):
                 await asyncio.sleep(0)
@@ -292,7 +302,7 @@ async def test_a_hundred_random_cancellations_leak_nothing(make_pool: MakePool, 
         user.cancel()
         assert len(hypervisor.machines) <= 4
     await asyncio.gather(*users, return_exceptions=True)
-    held.extend(await pool.lease(2, timeout_s=60.0))
+    held.extend(await lease(pool, 2, timeout_s=60.0))
     await run_ready()
     s = pool.statistics()
     assert s.leased_count == len(held)
@@ -303,8 +313,8 @@ async def test_a_hundred_random_cancellations_leak_nothing(make_pool: MakePool, 
 async def test_a_lease_cancelled_at_any_await_takes_nothing(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
     pool = await started(make_pool(capacity=2))
     for turns in range(30):
-        held = await pool.lease(2, timeout_s=1.0)
-        waiter = asyncio.create_task(pool.lease(2, timeout_s=60.0))
+        held = await lease(pool, 2, timeout_s=1.0)
+        waiter = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
         releasing = asyncio.create_task(pool.release(held))
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -321,7 +331,7 @@ async def test_a_machine_that_dies_idle_is_destroyed_and_replaced_after_a_pause(
     make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
 ) -> None:
     pool = await started(make_pool(capacity=1, backoff_min_s=2.0))
-    (machine,) = hypervisor.made
+    (machine,) = hypervisor.forks
     machine.die("QEMU was killed by signal 9")
     await run_ready()
     assert hypervisor.machines == {}
@@ -335,9 +345,9 @@ async def test_a_machine_that_dies_idle_is_destroyed_and_replaced_after_a_pause(
 
 async def test_a_machine_that_just_died_is_not_leased(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
     pool = await started(make_pool(capacity=2, idle_target=2))
-    dead = hypervisor.made[0]
+    dead = hypervisor.forks[0]
     dead.die()
-    (machine,) = await pool.lease(1, timeout_s=0.0)
+    (machine,) = await lease(pool, 1, timeout_s=0.0)
     assert machine.machine_id != dead.machine_id
 
 
@@ -345,8 +355,8 @@ async def test_a_machine_that_dies_leased_is_destroyed_and_replaced_at_once(
     make_pool: MakePool, hypervisor: StubHypervisor
 ) -> None:
     pool = await started(make_pool(capacity=1))
-    machines = await pool.lease(1, timeout_s=1.0)
-    hypervisor.made[0].die()
+    machines = await lease(pool, 1, timeout_s=1.0)
+    hypervisor.forks[0].die()
     await run_ready()
     assert counts(pool) == (1, 0, 0, 0, 0)
     assert pool.statistics().healthy, "what a guest did to itself is no problem of the pool"
@@ -357,69 +367,64 @@ async def test_a_machine_that_dies_leased_is_destroyed_and_replaced_at_once(
 async def test_boots_that_fail_are_tried_again_ever_more_slowly(
     make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
 ) -> None:
-    hypervisor.create_errors = [HypervisorError("no space left in /var/lib/envd")] * 3
+    hypervisor.errors["create"] = [HypervisorError("no space left in /var/lib/envd")] * 3
     pool = await started(make_pool(capacity=1, backoff_min_s=1.0))
-    assert hypervisor.create_count == 1
+    assert hypervisor.counts["create"] == 1
     assert not pool.statistics().healthy
     assert "no space left in /var/lib/envd" in pool.statistics().problem
     assert "no space left" in repr(pool)
     await clock.advance(0.9)
-    assert hypervisor.create_count == 1
+    assert hypervisor.counts["create"] == 1
     await clock.advance(0.1)
-    assert hypervisor.create_count == 2
+    assert hypervisor.counts["create"] == 2
     await clock.advance(1.9)
-    assert hypervisor.create_count == 2
+    assert hypervisor.counts["create"] == 2
     await clock.advance(0.1)
-    assert hypervisor.create_count == 3
+    assert hypervisor.counts["create"] == 3
     await clock.advance(4.0)
     assert counts(pool) == (1, 0, 0, 0, 0)
     s = pool.statistics()
     assert s.healthy
-    assert (s.boot_failure_total, s.booted_total) == (3, 1)
+    assert (s.boot_failure_total, s.booted_total, s.template_boot_total) == (3, 1, 1)
 
 
 async def test_whoever_waits_in_vain_hears_why_machines_do_not_start(
     make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
 ) -> None:
-    hypervisor.create_errors = [HypervisorError("KVM is not there")] * 100
+    hypervisor.errors["create"] = [HypervisorError("KVM is not there")] * 100
     pool = await started(make_pool(capacity=1))
-    waiter = asyncio.create_task(pool.lease(1, timeout_s=30.0))
+    waiter = asyncio.create_task(lease(pool, 1, timeout_s=30.0))
     await clock.advance(30.0)
     with pytest.raises(PoolExhausted, match="KVM is not there"):
         await waiter
 
 
-async def test_a_guest_that_does_not_get_ready_is_destroyed(
-    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
+async def test_a_guest_that_does_not_get_ready_is_destroyed_and_booted_anew(
+    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = True
-
-    def make_desktop(machine: object) -> StubDesktop:
-        nonlocal first
-        desktop = hypervisor.desktop(hypervisor.made[-1])
-        if first:
-            desktop.errors["wait_ready"] = GuestUnresponsive("no answer within 600 s")
-            first = False
-        return desktop
-
     pool = make_pool(capacity=1)
-    broken = Pool(pool.settings, hypervisor=hypervisor, image=IMAGE, make_desktop=make_desktop, clock=clock)
-    await started(broken)
+    with monkeypatch.context() as patch:
+
+        async def not_ready(_: StubDesktop, *, timeout_s: float) -> None:
+            raise GuestUnresponsive(f"no answer within {timeout_s:g} s")
+
+        patch.setattr(StubDesktop, "wait_ready", not_ready)
+        await started(pool)
     assert hypervisor.machines == {}
-    assert "no answer within 600 s" in broken.statistics().problem
+    assert "no answer within 600 s" in pool.statistics().problem
     await clock.advance(1.0)
-    assert counts(broken) == (1, 0, 0, 0, 0)
-    await broken.close()
+    assert counts(pool) == (1, 0, 0, 0, 0)
+    assert pool.statistics().healthy
 
 
 async def test_a_surplus_machine_ages_out(make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock) -> None:
     pool = await started(make_pool(capacity=3, idle_target=1, max_idle_s=100.0))
-    held = await pool.lease(1, timeout_s=1.0)
-    hypervisor.ready_gate.clear()
-    waiter = asyncio.create_task(pool.lease(2, timeout_s=60.0))
+    held = await lease(pool, 1, timeout_s=1.0)
+    hypervisor.gates["fork"].clear()
+    waiter = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
     await run_ready()
     waiter.cancel()
-    hypervisor.ready_gate.set()
+    hypervisor.gates["fork"].set()
     await run_ready()
     assert counts(pool) == (2, 1, 0, 0, 0)
     await clock.advance(99.0)
@@ -433,8 +438,8 @@ async def test_a_machine_that_cannot_be_destroyed_is_tried_again_and_told(
     make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
 ) -> None:
     pool = await started(make_pool(capacity=1))
-    machines = await pool.lease(1, timeout_s=1.0)
-    hypervisor.made[0].destroy_errors = [HypervisorError("domain is busy")] * 2
+    machines = await lease(pool, 1, timeout_s=1.0)
+    hypervisor.forks[0].destroy_errors = [HypervisorError("domain is busy")] * 2
     releasing = asyncio.create_task(pool.release(machines))
     await run_ready()
     assert counts(pool) == (0, 0, 0, 1, 0)
@@ -452,14 +457,14 @@ async def test_draining_keeps_leased_machines_and_sends_everyone_else_away(
     make_pool: MakePool, hypervisor: StubHypervisor
 ) -> None:
     pool = await started(make_pool(capacity=2))
-    (machine,) = await pool.lease(1, timeout_s=1.0)
-    waiter = asyncio.create_task(pool.lease(2, timeout_s=60.0))
+    (machine,) = await lease(pool, 1, timeout_s=1.0)
+    waiter = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
     await run_ready()
     pool.drain()
     with pytest.raises(Draining, match="try another host"):
         await waiter
     with pytest.raises(Draining):
-        await pool.lease(1, timeout_s=1.0)
+        await lease(pool, 1, timeout_s=1.0)
     await run_ready()
     assert list(hypervisor.machines) == [machine.machine_id]
     await pool.release([machine])
@@ -467,12 +472,12 @@ async def test_draining_keeps_leased_machines_and_sends_everyone_else_away(
     assert hypervisor.machines == {}, "nothing is replaced"
 
 
-@pytest.mark.parametrize("gate", ["create_gate", "ready_gate"])
-async def test_closing_ends_machines_in_any_stage(make_pool: MakePool, hypervisor: StubHypervisor, gate: str) -> None:
+async def test_closing_ends_machines_in_any_stage(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
     pool = await started(make_pool(capacity=3, idle_target=2))
-    await pool.lease(1, timeout_s=1.0)
-    getattr(hypervisor, gate).clear()
-    waiter = asyncio.create_task(pool.lease(2, timeout_s=60.0))
+    await lease(pool, 1, timeout_s=1.0)
+    hypervisor.gates["fork"].clear()
+    await lease(pool, 1, timeout_s=1.0)
+    waiter = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
     await run_ready()
     await pool.close()
     await pool.close()
@@ -484,7 +489,8 @@ async def test_closing_ends_machines_in_any_stage(make_pool: MakePool, hyperviso
 
 async def test_closing_at_any_await_of_a_boot_leaves_nothing(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
     made = set()
-    for turns in range(30):
+    for turns in range(60):
+        hypervisor.stored.clear()
         pool = make_pool(capacity=2)
         await pool.start()
         for _ in range(turns):
@@ -492,6 +498,7 @@ async def test_closing_at_any_await_of_a_boot_leaves_nothing(make_pool: MakePool
         await pool.close()
         made.add(len(hypervisor.made))
         assert hypervisor.machines == {}, f"closed after {turns} turns of the loop"
+        assert all(snapshot.discarded for snapshot in hypervisor.snapshots), f"closed after {turns} turns of the loop"
     assert len(made) > 10, "most were closed after a machine had been made"
 
 
@@ -512,23 +519,28 @@ async def test_closing_does_not_wait_for_ever_for_a_machine_that_does_not_go(
     make_pool: MakePool, hypervisor: StubHypervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = await started(make_pool(capacity=1))
-    (machine,) = hypervisor.made
+    (machine,) = hypervisor.forks
     machine.destroy_errors = [HypervisorError("domain is busy")] * 3
     await pool.close()
     assert f"machine {machine.machine_id}: left behind" in caplog.text
     await machine.destroy()
 
 
-async def test_memory_is_measured_now_and_then(make_pool: MakePool, clock: ManualClock) -> None:
+async def test_memory_is_measured_now_and_then(
+    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
+) -> None:
     pool = await started(make_pool(capacity=2, measure_interval_s=15.0))
-    assert pool.statistics().memory_bytes == 0
+    assert pool.statistics().memory_bytes == 2 << 20, "new machines are measured at once"
+    for machine in hypervisor.forks:
+        machine.private_dirty_bytes = 8 << 20
     await clock.advance(15.0)
-    assert pool.statistics().memory_bytes == 2 << 20
+    assert pool.statistics().memory_bytes == 16 << 20
+    assert pool.statistics().pss_bytes == 3 << 20
 
 
 async def test_the_repr_tells_what_there_is(make_pool: MakePool) -> None:
     pool = await started(make_pool(capacity=2))
-    await pool.lease(1, timeout_s=1.0)
+    await lease(pool, 1, timeout_s=1.0)
     assert repr(pool) == "<Pool 'desktop' 1 idle | 1 leased | 0 starting | 0 dying | 0 waiting>"
 
 
@@ -539,6 +551,8 @@ async def test_the_repr_tells_what_there_is(make_pool: MakePool) -> None:
         ({"capacity": 0}, "capacity 0"),
         ({"idle_target": 3}, r"idle_target 3 is not in \[0, 2\]"),
         ({"max_starting": 0}, "max_starting 0"),
+        ({"expected_memory_mib": 0}, "expected_memory_mib 0"),
+        ({"task_templates": -1}, "task_templates -1"),
         ({"backoff_min_s": 0.0}, "backoff from 0 s"),
     ],
 )

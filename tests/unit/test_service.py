@@ -1,20 +1,16 @@
 """The episode service as callers meet it, on stub machines: no sockets, no guests, no waiting."""
 
 import asyncio
-import itertools
 import random
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from envd.episodes.limits import EpisodeLimits
-from envd.episodes.observer import NoObserver
 from envd.episodes.opening import choose_pool
-from envd.episodes.service import EpisodeService
-from envd.episodes.types import EpisodeState, ResetCommand, ResetResult, StepCommand
+from envd.episodes.types import EpisodeState, ResetResult
 from envd.errors import (
     AccessDenied,
     ConfigError,
@@ -34,153 +30,14 @@ from envd.errors import (
     StepIndexMismatch,
     TaskNotFound,
 )
-from envd.guest.actions import Action, Click, Done, Fail, PressKeys, TypeText
-from envd.guest.desktop import Desktop
+from envd.guest.actions import Done, PressKeys, TypeText
 from envd.guest.observation import ObservationOptions, Region, SettlePolicy
 from envd.hypervisor.machine import DiskImage, GuestOs
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
-from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.evaluation import CheckResult, Evaluation
-from envd.tasks.model import Task
-from envd.testing.clock import ManualClock, run_ready
-from envd.testing.stubs import IMAGE, StubDesktop, StubHypervisor
-
-TASK = Task(task_id="suite/name", instruction="Do it.", level=1, max_steps=5, infeasible=True)
-
-
-@dataclass
-class StubTasks:
-    """Setup and checkers that do what a test says."""
-
-    setup_gate: asyncio.Event = field(default_factory=asyncio.Event)
-    setup_errors: list[Exception] = field(default_factory=list)
-    """Raised by setups, one each, before they work."""
-    lose_in_setup: int = 0
-    """How many setups lose their machine."""
-    setups: int = 0
-    check_gate: asyncio.Event = field(default_factory=asyncio.Event)
-    check_error: Exception | None = None
-    checks: int = 0
-    score: float = 1.0
-    last_action: Done | Fail | None = None
-
-    async def run_setup(self, task: Task, desktop: Desktop, *, timeout_s: float) -> None:
-        self.setups += 1
-        await self.setup_gate.wait()
-        if self.lose_in_setup:
-            self.lose_in_setup -= 1
-            assert isinstance(desktop, StubDesktop)
-            desktop.machine.lost.set()
-            raise SetupFailed("guest went silent")
-        if self.setup_errors:
-            raise self.setup_errors.pop(0)
-
-    async def run_checkers(
-        self, task: Task, desktop: Desktop, *, last_action: Done | Fail | None, timeout_s: float
-    ) -> Evaluation:
-        self.checks += 1
-        self.last_action = last_action
-        await self.check_gate.wait()
-        if self.check_error is not None:
-            raise self.check_error
-        return Evaluation(score=self.score, checks=(CheckResult(name="c", score=self.score, evidence="seen"),))
-
-
-class Notes(NoObserver):
-    """Notes what the observer is told."""
-
-    def __init__(self) -> None:
-        self.ends: list[tuple[str, str]] = []
-        self.failures: list[tuple[str, str]] = []
-        self.steps: list[Mapping[str, float]] = []
-
-    def step_done(self, *, pool: str, run: str, episode_id: str, timings_ms: Mapping[str, float]) -> None:
-        self.steps.append(timings_ms)
-
-    def ended(self, *, pool: str, run: str, episode_id: str, state: str, reason: str, step_count: int) -> None:
-        self.ends.append((state, reason))
-
-    def failure(self, *, pool: str, run: str, operation: str, reason: str) -> None:
-        self.failures.append((operation, reason))
-
-
-@dataclass
-class World:
-    """A service on one pool, and everything behind it."""
-
-    service: EpisodeService
-    pool: Pool
-    hypervisor: StubHypervisor
-    clock: ManualClock
-    tasks: StubTasks
-    notes: Notes
-    ids: "itertools.count[int]" = field(default_factory=itertools.count)
-
-    def request_id(self) -> str:
-        return f"r{next(self.ids)}"
-
-    async def reset(self, **fields: object) -> ResetResult:
-        return await self.service.reset(self.reset_command(**fields))
-
-    def reset_command(self, **fields: object) -> ResetCommand:
-        return ResetCommand(**{"request_id": self.request_id(), "task_id": TASK.task_id, **fields})  # type: ignore[arg-type]
-
-    async def open(self, **fields: object) -> str:
-        return (await self.reset(**fields)).episodes[0].episode_id
-
-    def step_command(self, episode_id: str, index: int, *actions: Action, **fields: object) -> StepCommand:
-        command = StepCommand(
-            request_id=self.request_id(), episode_id=episode_id, step_index=index, actions=actions or (Click(),)
-        )
-        return replace(command, **fields)  # type: ignore[arg-type]
-
-    def desktop(self, episode_id: str) -> StubDesktop:
-        episode = self.service._registry.get(episode_id)
-        assert isinstance(episode.machine.desktop, StubDesktop)
-        return episode.machine.desktop
-
-    def kill(self, episode_id: str) -> None:
-        machine_id = self.desktop(episode_id).machine.machine_id
-        self.hypervisor.machines[machine_id].die("QEMU was killed by signal 9")
-
-    def state(self, episode_id: str) -> tuple[EpisodeState, str]:
-        (info,) = (info for info in self.service.list_episodes() if info.episode_id == episode_id)
-        return info.state, info.end_reason
-
-    def check_books(self) -> None:
-        """Every machine that there is is idle or some episode's."""
-        s = self.pool.statistics()
-        live = [e for e in self.service.list_episodes() if e.state is not EpisodeState.FAILED]
-        assert s.leased_count == len(live)
-        assert len(self.hypervisor.machines) == s.idle_count + s.leased_count
-
-
-CAPACITY = 3
-
-
-@asynccontextmanager
-async def running_world() -> AsyncIterator[World]:
-    clock, hypervisor, tasks, notes = ManualClock(), StubHypervisor(), StubTasks(), Notes()
-    tasks.setup_gate.set()
-    tasks.check_gate.set()
-    settings = PoolSettings(
-        name="desktop", capacity=CAPACITY, idle_target=CAPACITY, max_starting=CAPACITY, allow_guest_access=True
-    )
-    pool = Pool(settings, hypervisor=hypervisor, image=IMAGE, make_desktop=hypervisor.desktop, clock=clock)
-    service = EpisodeService(
-        [pool],
-        tasks=TaskCatalogue([TASK]),
-        observer=notes,
-        run_setup=tasks.run_setup,
-        run_checkers=tasks.run_checkers,
-        clock=clock,
-    )
-    await service.start()
-    await run_ready()
-    yield World(service, pool, hypervisor, clock, tasks, notes)
-    await service.aclose()
-    assert hypervisor.machines == {}, "a closed service leaves nothing"
+from envd.testing.clock import run_ready
+from envd.testing.episode_world import CAPACITY, TASK, World, running_world
+from envd.testing.stubs import StubHypervisor
 
 
 @pytest.fixture
@@ -201,14 +58,14 @@ async def test_a_reset_opens_an_episode_and_tells_what_it_took(world: World) -> 
     assert result.observations[0].settle is not None
     assert set(result.timings_ms) == {"acquire", "setup", "settle", "observe", "total"}
     assert world.service.list_episodes() == [info]
-    assert world.desktop(info.episode_id).calls == ["wait_ready", "settle", "observe"]
+    assert world.desktop(info.episode_id).calls == ["wake", "run", "settle", "view"]
 
 
 async def test_a_group_shares_an_id_and_no_machine(world: World) -> None:
     result = await world.reset(group_size=3)
     assert len({info.group_id for info in result.episodes}) == 1
     assert len({info.episode_id for info in result.episodes}) == 3
-    assert len({observation.frame.frame_id for observation in result.observations}) == 3
+    assert len({world.machine(info.episode_id).machine_id for info in result.episodes}) == 3
     assert [info.episode_id for info in world.service.list_episodes()] == [i.episode_id for i in result.episodes]
     world.check_books()
 
@@ -258,12 +115,10 @@ async def test_a_failed_setup_leaves_no_machine_and_may_be_retried(world: World)
     assert len((await world.service.reset(command)).episodes) == 2
 
 
-async def test_a_guest_that_shows_nothing_is_a_failed_setup(world: World) -> None:
-    original = world.hypervisor.desktop(next(iter(world.hypervisor.machines.values())))
-    assert original.errors == {}
-    for record in world.pool._records.values():
-        assert isinstance(record.desktop, StubDesktop)
-        record.desktop.errors["observe"] = GuestUnresponsive("no frame within 5 s")
+@pytest.mark.parametrize("method", ["wake", "settle", "view"])
+async def test_a_guest_that_fails_before_the_first_look_is_a_failed_setup(world: World, method: str) -> None:
+    for desktop in world.hypervisor.desktops:
+        desktop.errors[method] = GuestUnresponsive("no frame within 5 s")
     with pytest.raises(SetupFailed, match=r"task suite/name on machine desktop-\w+: no frame within 5 s"):
         await world.reset()
     await run_ready()
@@ -274,14 +129,14 @@ async def test_a_machine_lost_in_reset_is_replaced_once(world: World) -> None:
     world.tasks.lose_in_setup = 1
     result = await world.reset(group_size=2)
     assert len(result.episodes) == 2
-    assert world.tasks.setups == 4, "the whole group starts over"
+    assert world.tasks.setups == 2, "the whole group starts over"
     await run_ready()
     world.check_books()
 
 
 async def test_a_second_lost_machine_is_an_error(world: World) -> None:
     world.tasks.lose_in_setup = 2
-    with pytest.raises(MachineLost, match="lost during reset"):
+    with pytest.raises(MachineLost, match="lost before its first step"):
         await world.reset()
     await run_ready()
     assert world.service.list_episodes() == []
@@ -359,7 +214,7 @@ async def test_a_step_acts_in_order_settles_then_looks(world: World) -> None:
     assert result.episode.step_count == 1
     assert result.observation.settle is not None
     assert not result.replayed
-    assert set(result.timings_ms) == {"queue", "input", "settle", "observe", "total"}
+    assert set(result.timings_ms) == {"queue", "resume", "input", "settle", "observe", "total"}
     assert len(world.notes.steps) == 1
 
 
@@ -550,7 +405,7 @@ async def test_evaluate_scores_once_and_ends_the_episode(world: World) -> None:
     assert (first.score, first.cached) == (1.0, False)
     assert first.checks[0].evidence == "seen"
     assert first.episode.end_reason == "EVALUATED"
-    assert set(first.timings_ms) == {"queue", "evaluate", "total"}
+    assert set(first.timings_ms) == {"queue", "resume", "evaluate", "total"}
     assert again == other == replace(first, cached=True)
     assert world.tasks.checks == 1
     with pytest.raises(EpisodeEnded, match="EVALUATED"):

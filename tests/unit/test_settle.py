@@ -11,8 +11,16 @@ from envd.guest.settle import Sight, decide, settle
 POLICY = SettlePolicy(quiet_ms=300, min_ms=0, max_ms=5000)
 
 
-def sight(*, now: float, change: float = -10.0, seen: float, began: float = 0.0, after_input: float = 0.0) -> Sight:
-    return Sight(now_s=now, began_s=began, input_s=after_input, change_s=change, seen_s=seen)
+def sight(
+    *,
+    now: float,
+    change: float = -10.0,
+    seen: float,
+    began: float = 0.0,
+    after_input: float = 0.0,
+    busy: float = -10.0,
+) -> Sight:
+    return Sight(now_s=now, began_s=began, input_s=after_input, change_s=change, seen_s=seen, busy_s=busy)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +41,11 @@ def sight(*, now: float, change: float = -10.0, seen: float, began: float = 0.0,
         (SettlePolicy(quiet_ms=0, min_ms=200), sight(now=0.1, seen=0.1), 0.05),
         (SettlePolicy(quiet_ms=0, min_ms=200), sight(now=0.21, seen=0.2), True),
         (SettlePolicy(quiet_ms=300, max_ms=0), sight(now=0.01, seen=0.0), False),
+        # A guest that computes may be about to draw; one that always does is not waited for any longer than 1.5 s.
+        (POLICY, sight(now=0.31, seen=0.30, busy=0.31), 0.05),
+        (POLICY, sight(now=0.43, seen=0.42, busy=0.31), True),
+        (POLICY, sight(now=1.79, seen=1.78, busy=1.79), 0.01),
+        (POLICY, sight(now=1.81, seen=1.80, busy=1.81), True),
         # Even at the end of patience, what was seen must be newer than the input.
         (SettlePolicy(quiet_ms=300, max_ms=0), sight(now=0.2, seen=0.0, after_input=0.1), 0.0),
     ],
@@ -50,6 +63,7 @@ class DrawnScreen:
     changes_s: list[float]
     look_takes_s: float = 0.01
     now_s: float = 0.0
+    busy_until_s: float = 0.0
     looks_s: list[float] = field(default_factory=list)
 
     def monotonic(self) -> float:
@@ -63,6 +77,9 @@ class DrawnScreen:
         self.looks_s.append(asked_s)
         self.now_s += self.look_takes_s
         return asked_s
+
+    def processor_s(self) -> float | None:
+        return min(self.now_s, self.busy_until_s)
 
     @property
     def last_change_s(self) -> float:
@@ -78,6 +95,7 @@ async def settled(screen: DrawnScreen, policy: SettlePolicy = POLICY) -> tuple[b
         screen,  # type: ignore[arg-type]
         policy,
         input_s=0.0,
+        processor_s=screen.processor_s,
         monotonic=screen.monotonic,
         sleep=screen.sleep,
     )
@@ -94,6 +112,19 @@ async def test_each_change_starts_the_quiet_time_again() -> None:
     is_settled, settle_ms, changes = await settled(DrawnScreen([0.1, 0.2, 0.45]))
     assert (is_settled, changes) == (True, 3)
     assert 750 <= settle_ms <= 780
+
+
+async def test_a_quiet_screen_of_a_guest_that_computes_is_not_settled_yet() -> None:
+    # It is quiet for a second, and then draws.
+    is_settled, settle_ms, changes = await settled(DrawnScreen([1.0], busy_until_s=1.0))
+    assert (is_settled, changes) == (True, 1)
+    assert 1300 <= settle_ms <= 1340
+
+
+async def test_a_guest_that_never_rests_is_waited_for_a_bounded_time() -> None:
+    is_settled, settle_ms, _ = await settled(DrawnScreen([], busy_until_s=100.0))
+    assert is_settled
+    assert 1800 <= settle_ms <= 1840
 
 
 async def test_a_screen_that_never_rests_is_given_up_on_in_time() -> None:

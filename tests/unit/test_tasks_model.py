@@ -121,6 +121,12 @@ def test_a_file_to_write_has_one_content_that_its_encoding_holds() -> None:
     assert "cannot be written in latin-1" in refusal(setup=[{**verb, "text": "漢", "encoding": "latin-1"}])
 
 
+def test_only_a_task_with_a_setup_can_have_it_frozen() -> None:
+    assert task(setup=[{"kind": "make_directory", "path": "/a"}], freeze_setup=True).freeze_setup
+    assert not task().freeze_setup
+    assert "there is no setup" in refusal(setup=[], freeze_setup=True)
+
+
 def test_an_infeasible_task_has_no_checker() -> None:
     assert task(checker=None, infeasible=True).infeasible
     assert "unless it is infeasible" in refusal(infeasible=True)

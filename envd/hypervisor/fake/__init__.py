@@ -3,5 +3,6 @@
 from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.fake.hypervisor import FakeHost, FakeHypervisor, fake_image
 from envd.hypervisor.fake.machine import FakeMachine
+from envd.hypervisor.fake.snapshot import FakeSnapshot
 
-__all__ = ["FakeHost", "FakeHypervisor", "FakeMachine", "Faults", "fake_image"]
+__all__ = ["FakeHost", "FakeHypervisor", "FakeMachine", "FakeSnapshot", "Faults", "fake_image"]

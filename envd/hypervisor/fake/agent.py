@@ -1,13 +1,13 @@
 """The guest agent of a fake guest: the QEMU guest agent's commands over files in memory."""
 
 import base64
-import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import time_ns
 from typing import Any
 
 from envd.errors import GuestError
+from envd.hypervisor.fake.clock import GuestClock
 from envd.hypervisor.fake.files import GuestFiles
 from envd.hypervisor.fake.programs import Outcome, Programs
 from envd.hypervisor.machine import JsonValue
@@ -27,21 +27,21 @@ class _OpenFile:
 @dataclass(frozen=True, slots=True)
 class _Process:
     outcome: Outcome
-    end_time: float
+    end_time_s: float
+    """By the guest's clock, so that a sleep goes on where it was when the guest stands still or is copied."""
     has_output: bool
 
 
 class GuestAgent:
     """Answers guest agent commands at once. A program that sleeps is reported as running until its time is over."""
 
-    def __init__(self, files: GuestFiles, programs: Programs, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, files: GuestFiles, programs: Programs, *, clock: GuestClock) -> None:
         self._files = files
         self._programs = programs
         self._clock = clock
         self._handles: dict[int, _OpenFile] = {}
         self._processes: dict[int, _Process] = {}
-        self._numbers = itertools.count(1000)
-        self._clock_offset_ns = 0
+        self._last_number = 999
         self._commands: dict[str, Callable[..., JsonValue]] = {
             "guest-exec": self._exec,
             "guest-exec-status": self._exec_status,
@@ -51,7 +51,7 @@ class GuestAgent:
             "guest-file-read": self._file_read,
             "guest-file-write": self._file_write,
             "guest-get-osinfo": self._osinfo,
-            "guest-get-time": lambda: time.time_ns() + self._clock_offset_ns,
+            "guest-get-time": self._clock.date_ns,
             "guest-info": self._info,
             "guest-ping": lambda: {},
             "guest-set-time": self._set_time,
@@ -84,15 +84,16 @@ class GuestAgent:
             raise GuestError(
                 f"guest agent: failed to execute child process “{path}” (No such file or directory)"
             ) from error
-        pid = next(self._numbers)
-        self._processes[pid] = _Process(outcome, self._clock() + outcome.duration_s, bool(capture_output))
+        pid = self._next_number()
+        end_time_s = self._clock.monotonic_s() + outcome.duration_s
+        self._processes[pid] = _Process(outcome, end_time_s, bool(capture_output))
         return {"pid": pid}
 
     def _exec_status(self, pid: int) -> JsonValue:
         process = self._processes.get(pid)
         if process is None:
             raise GuestError(f"guest agent: PID {pid} does not exist")
-        if self._clock() < process.end_time:
+        if self._clock.monotonic_s() < process.end_time_s:
             return {"exited": False}
         # As in the real agent: the end of a process is reported once.
         del self._processes[pid]
@@ -106,7 +107,7 @@ class GuestAgent:
         exists = path in self._files
         if mode[:1] not in ("r", "w", "a") or (mode.startswith("r") and not exists) or self._files.is_directory(path):
             raise GuestError(f"guest agent: failed to open file '{path}' (mode: '{mode}'): No such file or directory")
-        handle = next(self._numbers)
+        handle = self._next_number()
         if mode.startswith("w") or not exists:
             self._files[path] = b""
         data = bytearray(self._files[path])
@@ -144,9 +145,13 @@ class GuestAgent:
             raise GuestError(f"guest agent: handle '{handle}' has not been found")
         return self._handles[handle]
 
+    def _next_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
     def _set_time(self, time: int | None = None) -> JsonValue:
-        if time is not None:
-            self._clock_offset_ns = time - _now_ns()
+        # Without a time, the real agent reads the machine's clock, which is the host's.
+        self._clock.set_date(time_ns() if time is None else time)
         return {}
 
     def _osinfo(self) -> JsonValue:
@@ -157,7 +162,3 @@ class GuestAgent:
             {"name": name, "enabled": True, "success-response": True} for name in sorted(self._commands)
         ]
         return {"version": _VERSION, "supported_commands": commands}
-
-
-def _now_ns() -> int:
-    return time.time_ns()

@@ -5,6 +5,7 @@ so that a client that keeps the server's pixel format gets them uncopied.
 """
 
 import functools
+import hashlib
 import io
 import mmap
 import tempfile
@@ -97,20 +98,23 @@ class Picture:
     """A finished picture that any number of framebuffers start from at no cost. Never changes."""
 
     def __init__(self, pixels: Pixels) -> None:
+        data = pixels.tobytes()
+        self.size_px = (int(pixels.shape[1]), int(pixels.shape[0]))
+        """(width, height)."""
+        self.size_bytes = len(data)
+        self.digest = hashlib.sha256(data).hexdigest()
+        """Identifies the pixels."""
         self._shape = pixels.shape
+        # Closed with the last user of the picture; what was mapped stays valid.
         self._file = tempfile.TemporaryFile(prefix="envd-fake-picture-")  # noqa: SIM115  (lives as long as self)
         weakref.finalize(self, self._file.close)
-        self._file.write(pixels.tobytes())
+        self._file.write(data)
         self._file.flush()
 
     def copy(self) -> Pixels:
         """Return a writable private mapping: pages are shared until they are written."""
         mapping = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
         return np.frombuffer(mapping, np.uint8).reshape(self._shape)
-
-    def close(self) -> None:
-        """Close the file; mappings stay valid."""
-        self._file.close()
 
 
 class Framebuffer:
@@ -120,6 +124,23 @@ class Framebuffer:
         """Take `pixels`; `shared` says that unwritten rows cost this screen nothing."""
         self.pixels = pixels
         self._own_rows = np.full(pixels.shape[0], not shared)
+        self._picture: Picture | None = None
+
+    @classmethod
+    def on(cls, picture: Picture) -> "Framebuffer":
+        """Return a framebuffer that shows a picture, and shares its memory until it draws."""
+        framebuffer = cls(picture.copy(), shared=True)
+        framebuffer._picture = picture
+        return framebuffer
+
+    def __deepcopy__(self, _memo: object) -> "Framebuffer":
+        return self.on(self.picture())
+
+    def picture(self) -> Picture:
+        """Return what it shows now; the same picture again for as long as nothing is drawn."""
+        if self._picture is None:
+            self._picture = Picture(self.pixels)
+        return self._picture
 
     @property
     def bounds(self) -> Rect:
@@ -141,6 +162,7 @@ class Framebuffer:
         inside = clip.intersect(self.bounds)
         if inside.area:
             self._own_rows[inside.y : inside.bottom] = True
+            self._picture = None
         return Canvas(self.pixels, inside)
 
     def png(self) -> bytes:

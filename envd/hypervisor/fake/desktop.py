@@ -4,6 +4,7 @@ Synchronous and deterministic: the same input gives the same pixels. Every event
 and reports those rectangles.
 """
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -59,7 +60,6 @@ class DrawnDesktop:
         self._buttons = 0
         self._dragged: Window | None = None
         self._blink_on = False
-        self._wallpaper_H4 = _wallpaper(framebuffer.bounds.h)
         width, height = framebuffer.bounds.w, framebuffer.bounds.h
         left = width // 32
         editor_rect = Rect(left, height // 20, width * 53 // 100, height * 60 // 100)
@@ -205,7 +205,6 @@ class DrawnDesktop:
     def resize(self, framebuffer: Framebuffer) -> None:
         """Go on in a framebuffer of another size, which must be at least `MIN_WIDTH_PX` by `MIN_HEIGHT_PX`."""
         self.framebuffer = framebuffer
-        self._wallpaper_H4 = _wallpaper(framebuffer.bounds.h)
         for window in self._stack:
             self._move_window(window, 0, 0)
         self.damage(framebuffer.bounds)
@@ -234,7 +233,7 @@ class DrawnDesktop:
         canvas = self.framebuffer.canvas(rect)
         active = self.active
         if not any(_covers(window.rect, rect) for window in self.windows):
-            canvas.paste_rows(self._wallpaper_H4)
+            canvas.paste_rows(_wallpaper(self.framebuffer.bounds.h))
         for window in self.windows:
             if canvas.shows(window.rect):
                 window.draw(canvas, active=window is active)
@@ -303,6 +302,7 @@ def _covers(outer: Rect, inner: Rect) -> bool:
     return outer.intersect(inner) == inner
 
 
+@functools.lru_cache(maxsize=8)
 def _wallpaper(height_px: int) -> Pixels:
     fade = np.linspace(0, 1, height_px)[:, None]
     top, bottom = np.array([150, 96, 52, 0]), np.array([84, 60, 40, 0])

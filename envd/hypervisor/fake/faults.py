@@ -27,6 +27,18 @@ class Faults:
     """The machine is lost on the command after this many agent and guestd commands."""
     die_after_inputs: int | None = None
     """The machine is lost on the input event after this many key and pointer events."""
+    fork_delay_s: float = 0.0
+    """`Hypervisor.fork` takes this long."""
+    fork_error: str = ""
+    """`Hypervisor.fork` raises HypervisorError with this text."""
+    freeze_error: str = ""
+    """`Hypervisor.freeze` of the machine raises HypervisorError with this text."""
+    capture_delay_s: float = 0.0
+    """`Hypervisor.capture` of the machine takes this long; it stands still meanwhile."""
+    capture_error: str = ""
+    """`Hypervisor.capture` of the machine raises HypervisorError with this text, after that delay."""
+    unforkable: str = ""
+    """What the machine has that a fork cannot have too: `Hypervisor.capture` raises NotForkable, naming it."""
     blink_interval_s: float = 0.0
     """Part of the screen changes this often, for ever, so that it never settles; 0 for never."""
     destroy_delay_s: float = 0.0

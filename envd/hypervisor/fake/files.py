@@ -1,25 +1,44 @@
 """The disk of a fake guest: files in memory."""
 
+import hashlib
 import posixpath
 from collections.abc import Iterator, MutableMapping
 
 HOME = "/home/user"
 
 _OS_RELEASE = b'ID=envd-fake\nNAME="envd fake desktop"\nPRETTY_NAME="envd fake desktop"\nVERSION_ID="1"\n'
+_URANDOM = "/dev/urandom"
+_DEVICES = frozenset({"/dev/null", _URANDOM})
 
 
 class GuestFiles(MutableMapping[str, bytes]):
     """Files by absolute path. A directory exists where it was made or where a file lies under it."""
 
     def __init__(self) -> None:
+        self.entropy = b""
+        """Stands for the state of the guest's random numbers: changed by all that is written to /dev/urandom."""
         self._files: dict[str, bytes] = {"/etc/os-release": _OS_RELEASE}
-        self._directories = {"/", HOME, "/tmp"}  # noqa: S108  (a path in the guest)
+        self._directories = {"/", HOME, "/dev", "/dev/shm", "/tmp"}  # noqa: S108  (paths in the guest)
+        self._shared: dict[str, bytes] = {}
+
+    def __deepcopy__(self, _memo: object) -> "GuestFiles":
+        copied = GuestFiles()
+        copied.entropy = self.entropy
+        copied._files = dict(self._files)
+        copied._directories = set(self._directories)
+        copied._shared = self._shared
+        return copied
 
     def __getitem__(self, path: str) -> bytes:
-        return self._files[resolve(path)]
+        path = resolve(path)
+        return b"" if path in _DEVICES else self._files[path]
 
     def __setitem__(self, path: str, data: bytes) -> None:
-        self._files[resolve(path)] = data
+        path = resolve(path)
+        if path == _URANDOM and data:
+            self.entropy = hashlib.sha256(self.entropy + data).digest()
+        if path not in _DEVICES:
+            self._files[path] = data
 
     def __delitem__(self, path: str) -> None:
         del self._files[resolve(path)]
@@ -34,6 +53,20 @@ class GuestFiles(MutableMapping[str, bytes]):
     def size_bytes(self) -> int:
         """Bytes in all files."""
         return sum(map(len, self._files.values()))
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes in files that were written since `share`."""
+        return sum(len(data) for path, data in self._files.items() if self._shared.get(path) is not data)
+
+    @property
+    def directories(self) -> frozenset[str]:
+        """Directories that were made."""
+        return frozenset(self._directories)
+
+    def share(self) -> None:
+        """Count the files as they are as another's."""
+        self._shared = dict(self._files)
 
     def is_directory(self, path: str) -> bool:
         """Whether there is a directory of this name."""

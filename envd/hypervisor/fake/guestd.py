@@ -42,6 +42,9 @@ class Guest(Protocol):
     async def reach_guest(self, *, delay_s: float = 0.0, silent: bool = False) -> DrawnDesktop:
         """Wait until a request has reached the guest. Raises: MachineLost."""
 
+    async def guest_runs(self) -> None:
+        """Wait while the machine is paused."""
+
 
 class Answer(NamedTuple):
     """One HTTP answer, as often as it is asked for."""
@@ -138,7 +141,7 @@ class Guestd:
         await (request.post() if request.content_type.startswith("multipart/") else request.read())
         request_id = request.headers.get("X-Request-Id")
         if request.method != "POST" or request_id is None:
-            return (await self._answer(desktop, request)).response()
+            return await self._respond(self._answer(desktop, request))
         key = (request.path, request_id)
         task = self._replays.get(key)
         if task is None:
@@ -148,7 +151,13 @@ class Guestd:
                 oldest = next(iter(self._replays))
                 if self._replays[oldest].done():
                     del self._replays[oldest]
-        return (await asyncio.shield(task)).response()
+        return await self._respond(asyncio.shield(task))
+
+    async def _respond(self, answering: Awaitable[Answer]) -> web.Response:
+        answer = await answering
+        # What was asked before a pause is answered after it.
+        await self._guest.guest_runs()
+        return answer.response()
 
     async def _answer(self, desktop: DrawnDesktop, request: web.BaseRequest) -> Answer:
         try:

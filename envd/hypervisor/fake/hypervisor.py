@@ -1,16 +1,29 @@
-"""Makes fake machines, and keeps the books that tests look into."""
+"""Makes fake machines and forks them, and keeps the books that tests look into."""
 
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from envd.errors import HypervisorError
+from envd.errors import HypervisorError, NotForkable, TemplateCorrupt
 from envd.hypervisor.fake.canvas import Framebuffer, Picture
 from envd.hypervisor.fake.desktop import DrawnDesktop
 from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.fake.files import GuestFiles
 from envd.hypervisor.fake.machine import FakeMachine, require_screen
-from envd.hypervisor.machine import Accelerator, DiskImage, MachineSpec, MachineState
+from envd.hypervisor.fake.snapshot import FakeSnapshot, FrozenGuest, template_key
+from envd.hypervisor.machine import (
+    Accelerator,
+    CaptureReport,
+    DiskImage,
+    Machine,
+    MachineSpec,
+    MachineState,
+    Snapshot,
+)
 
 
 def fake_image(name: str = "fake") -> DiskImage:
@@ -18,12 +31,24 @@ def fake_image(name: str = "fake") -> DiskImage:
     return DiskImage(name=name, digest="fake", disk=Path("/dev/null"), disk_format="raw")
 
 
+@dataclass(slots=True, kw_only=True)
+class StoredTemplate:
+    """A template as it lies on the host."""
+
+    frozen: FrozenGuest
+    is_corrupt: bool = False
+
+
 class FakeHost:
-    """What outlives a daemon: machines that exist, whoever made them, and the start pictures that they share."""
+    """What outlives a daemon: machines that exist, whoever made them, what they stand on, and stored templates."""
 
     def __init__(self) -> None:
         self.machines: dict[str, FakeMachine] = {}
         """Every machine that was created and not yet destroyed, by id; lost ones too."""
+        self.captures: dict[str, FakeSnapshot] = {}
+        """Every capture, by name, until it was discarded and nothing stands on it."""
+        self.templates: dict[MachineSpec, StoredTemplate] = {}
+        """By their `template_key`."""
         self._pictures: dict[tuple[int, int], Picture] = {}
 
     def picture(self, width_px: int, height_px: int) -> Picture:
@@ -36,22 +61,28 @@ class FakeHost:
         return self._pictures[size]
 
     def drop_pictures(self) -> None:
-        """Give back the start pictures' memory; machines keep theirs."""
-        while self._pictures:
-            self._pictures.popitem()[1].close()
+        """Let go of the start pictures; machines and templates keep theirs."""
+        self._pictures.clear()
+
+    def corrupt_templates(self) -> None:
+        """Damage every stored template: looked for, it is TemplateCorrupt, once. What was forked lives on."""
+        for stored in self.templates.values():
+            stored.is_corrupt = True
 
 
 class FakeHypervisor:
     """A hypervisor of drawn desktops.
 
-    A second one on the same `host` stands for a daemon that was started again: what the first one left is reaped.
+    A second one on the same `host` stands for a daemon that was started again: what the first one left is reaped, but
+    for the templates that it stored.
     """
 
     def __init__(self, *, faults: Faults | None = None, host: FakeHost | None = None) -> None:
         self.faults = faults or Faults()
-        """Faults of machines created from now on."""
+        """Faults of machines created and forked from now on."""
         self.host = host or FakeHost()
         self._own_ids: set[str] = set()
+        self._own_captures: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<FakeHypervisor {len(self.live_machine_ids)} live | {len(self.leftover_ids)} on the host>"
@@ -81,37 +112,150 @@ class FakeHypervisor:
         """Machines that were not destroyed, lost ones too."""
         return frozenset(self.machines)
 
+    @property
+    def leftover_captures(self) -> frozenset[str]:
+        """Captures that were not discarded, or that something stands on."""
+        return frozenset(self.host.captures)
+
     async def create(self, spec: MachineSpec) -> FakeMachine:
         """Make and start a machine. On failure or cancellation nothing is left. Raises: HypervisorError."""
-        if spec.machine_id in self.machines:
-            raise HypervisorError(f"machine {spec.machine_id} exists already; destroy it first")
+        self._require_new(spec.machine_id)
         require_screen(spec.screen_width_px, spec.screen_height_px)
-        machine = FakeMachine(
-            spec,
-            picture=self.host.picture(spec.screen_width_px, spec.screen_height_px),
-            faults=self.faults,
-            on_destroyed=self._forget,
-        )
-        self.machines[spec.machine_id] = machine
-        self._own_ids.add(spec.machine_id)
+        machine = self._enter(FakeMachine(spec, faults=self.faults, on_destroyed=self._forget))
         try:
-            await machine.start()
+            await machine.boot(self.host.picture(spec.screen_width_px, spec.screen_height_px))
         except BaseException:
             await machine.destroy()
             raise
         return machine
 
+    async def freeze(self, machine: Machine, *, notes: Mapping[str, str]) -> FakeSnapshot:
+        """Turn a booted machine into a stored template; it is gone afterwards. Raises: MachineLost, HypervisorError."""
+        begin_s = time.monotonic()
+        booted = _own_machine(machine)
+        try:
+            await booted.pause()
+            if booted.faults.freeze_error:
+                raise HypervisorError(f"machine {booted.machine_id}: {booted.faults.freeze_error}")
+            if booted.snapshot is not None or booted.desktop is None:
+                why = "has not booted" if booted.desktop is None else "was forked"
+                raise HypervisorError(f"machine {booted.machine_id} {why}: only a booted machine becomes a template")
+            size_bytes = booted.framebuffer.mapped_bytes + booted.files.size_bytes
+            frozen = FrozenGuest.of(booted.guest, booted.spec, own_bytes=size_bytes, notes=notes)
+            self.host.templates[template_key(booted.spec)] = StoredTemplate(frozen=frozen)
+        finally:
+            await booted.destroy()
+        return self._template(frozen, booted.spec, begin_s)
+
+    async def find_template(self, spec: MachineSpec) -> FakeSnapshot | None:
+        """Return the host's template for such machines, or None. Raises: TemplateCorrupt: once, then it is gone."""
+        begin_s = time.monotonic()
+        stored = self.host.templates.get(template_key(spec))
+        if stored is None:
+            return None
+        if stored.is_corrupt:
+            del self.host.templates[template_key(spec)]
+            raise TemplateCorrupt(f"template {stored.frozen.digest[:12]} is not what was stored; it has been removed")
+        return self._template(stored.frozen, spec, begin_s)
+
+    async def fork(self, snapshot: Snapshot, machine_id: str) -> FakeMachine:
+        """Make a paused machine at a snapshot's state; on failure or cancellation nothing is left.
+
+        Raises:
+            HypervisorError: The snapshot was discarded, the id is taken, or by a fault.
+        """
+        self._require_new(machine_id)
+        if not isinstance(snapshot, FakeSnapshot):
+            raise TypeError(f"{snapshot!r} is not a snapshot of this hypervisor")
+        if snapshot.is_discarded:
+            raise HypervisorError(f"machine {machine_id}: {snapshot!r} was given up; nothing more is forked from it")
+        spec = replace(snapshot.spec, machine_id=machine_id)
+        machine = self._enter(FakeMachine(spec, snapshot=snapshot, faults=self.faults, on_destroyed=self._forget))
+        try:
+            await machine.come_up()
+        except BaseException:
+            await machine.destroy()
+            raise
+        return machine
+
+    async def capture(self, machine: Machine) -> FakeSnapshot:
+        """Freeze the state of a fork, which stands still meanwhile and then goes on as it was.
+
+        On failure or cancellation nothing is left, and the machine goes on.
+
+        Raises:
+            NotForkable: It booted, or has a fault that says so. Nothing was touched.
+            MachineLost: It is gone.
+            HypervisorError: By a fault.
+        """
+        begin_s = time.monotonic()
+        fork = _own_machine(machine)
+        fork.require_present("capture it")
+        if fork.snapshot is None:
+            raise NotForkable(f"machine {fork.machine_id} was booted, not forked from a template")
+        if fork.faults.unforkable:
+            raise NotForkable(f"machine {fork.machine_id} cannot be forked where it stands: {fork.faults.unforkable}")
+        was_running = fork.state is MachineState.RUNNING
+        await fork.pause()
+        try:
+            await asyncio.sleep(fork.faults.capture_delay_s)
+            if fork.faults.capture_error:
+                raise HypervisorError(f"machine {fork.machine_id}: {fork.faults.capture_error}")
+            fork.require_present("capture it")
+            own_bytes = fork.own_bytes
+            frozen = FrozenGuest.of(fork.guest, fork.spec, own_bytes=own_bytes, notes={})
+        finally:
+            if was_running and not fork.lost.is_set():
+                await fork.resume()
+        took_ms = (time.monotonic() - begin_s) * 1000
+        capture = FakeSnapshot(
+            frozen,
+            spec=fork.spec,
+            report=CaptureReport(memory_bytes=own_bytes, paused_ms=took_ms, total_ms=took_ms),
+            parent=fork.snapshot,
+            on_gone=self._forget_capture,
+        )
+        self.host.captures[capture.name] = capture
+        self._own_captures.add(capture.name)
+        return capture
+
     async def reap(self) -> list[str]:
-        """Destroy what earlier hypervisors on this host left; returns their ids."""
+        """Destroy what earlier hypervisors on this host left; returns its machines' ids. Stored templates stay."""
         orphans = [machine for id, machine in self.machines.items() if id not in self._own_ids]
         for machine in orphans:
             await machine.destroy()
+        for name in self.leftover_captures - self._own_captures:
+            del self.host.captures[name]
         return [machine.machine_id for machine in orphans]
 
     async def close(self) -> None:
         """Let go of the start pictures."""
         self.host.drop_pictures()
 
+    def _require_new(self, machine_id: str) -> None:
+        if machine_id in self.machines:
+            raise HypervisorError(f"machine {machine_id} exists already; destroy it first")
+
+    def _enter(self, machine: FakeMachine) -> FakeMachine:
+        self.machines[machine.machine_id] = machine
+        self._own_ids.add(machine.machine_id)
+        return machine
+
+    def _template(self, frozen: FrozenGuest, spec: MachineSpec, begin_s: float) -> FakeSnapshot:
+        took_ms = (time.monotonic() - begin_s) * 1000
+        report = CaptureReport(memory_bytes=frozen.size_bytes, paused_ms=took_ms, total_ms=took_ms)
+        return FakeSnapshot(frozen, spec=spec, report=report, parent=None, on_gone=self._forget_capture)
+
     def _forget(self, machine: FakeMachine) -> None:
         self.machines.pop(machine.machine_id, None)
         self._own_ids.discard(machine.machine_id)
+
+    def _forget_capture(self, capture: FakeSnapshot) -> None:
+        self.host.captures.pop(capture.name, None)
+        self._own_captures.discard(capture.name)
+
+
+def _own_machine(machine: Machine) -> FakeMachine:
+    if not isinstance(machine, FakeMachine):
+        raise TypeError(f"{machine!r} is not a machine of this hypervisor")
+    return machine

@@ -1,7 +1,8 @@
 """One fake machine: a drawn desktop behind the same wires as a virtual machine.
 
 It starts, is paused, lost and destroyed like one: while it boots the screen is black and nobody answers, while it is
-paused input is dropped and the guest says nothing, and once it is gone every wire is cut at once.
+paused the screen can be seen but input is dropped and the guest says nothing, and once it is gone every wire is cut
+at once. A fork begins paused, in the state of its snapshot.
 """
 
 import asyncio
@@ -13,18 +14,15 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from envd.errors import GuestUnresponsive, HypervisorError, MachineLost
-from envd.hypervisor.fake.agent import GuestAgent
 from envd.hypervisor.fake.canvas import Framebuffer, Picture, Rect, encode_png
 from envd.hypervisor.fake.desktop import MIN_HEIGHT_PX, MIN_WIDTH_PX, DrawnDesktop
 from envd.hypervisor.fake.faults import Faults
-from envd.hypervisor.fake.files import GuestFiles
+from envd.hypervisor.fake.guest import Guest
 from envd.hypervisor.fake.guestd import Guestd
 from envd.hypervisor.fake.keyboard import scancode_of
-from envd.hypervisor.fake.programs import Programs
 from envd.hypervisor.fake.rfb import RfbConnection
+from envd.hypervisor.fake.snapshot import FakeSnapshot
 from envd.hypervisor.machine import JsonValue, MachineSpec, MachineState, MachineUsage
 
 _log = logging.getLogger(__name__)
@@ -34,25 +32,38 @@ class FakeMachine:
     """A machine of `FakeHypervisor`. Beyond the protocol it can be killed and be given faults while it runs."""
 
     def __init__(
-        self, spec: MachineSpec, *, picture: Picture, faults: Faults, on_destroyed: Callable[["FakeMachine"], None]
+        self,
+        spec: MachineSpec,
+        *,
+        snapshot: FakeSnapshot | None = None,
+        faults: Faults,
+        on_destroyed: Callable[["FakeMachine"], None],
     ) -> None:
+        """Describe a machine that is about to start.
+
+        Args:
+            snapshot: What it is forked from, held until it is destroyed; None if it boots.
+            faults: How it misbehaves.
+            on_destroyed: Told when nothing is left of it.
+        """
+        if snapshot is None:
+            guest = Guest(width_px=spec.screen_width_px, height_px=spec.screen_height_px)
+        else:
+            guest = snapshot.frozen.guest.copy()
+            guest.files.share()
+            snapshot.hold()
+        guest.on_change = self._screen_changed
         self.spec = spec
-        self.files = GuestFiles()
+        self.snapshot = snapshot
+        self.guest = guest
+        self.files = guest.files
+        self.programs = guest.programs
         self.lost = asyncio.Event()
         self.lost_reason = ""
         self.faults = faults
         self.input_count = 0
         """Key and pointer events that the guest received; what was dropped is not counted."""
-        self.desktop: DrawnDesktop | None = None
-        self.framebuffer = Framebuffer(
-            # Never written to while it boots, so that the kernel maps one zero page for all of it.
-            np.zeros((spec.screen_height_px, spec.screen_width_px, 4), np.uint8),
-            shared=True,
-        )
-        self._picture = picture
         self._on_destroyed = on_destroyed
-        self.programs = Programs(self.files, windows=lambda: self.desktop)
-        self._agent = GuestAgent(self.files, self.programs)
         self._guestd = Guestd(self) if spec.image.has_guestd else None
         self._displays: set[RfbConnection] = set()
         self._command_count = itertools.count(1)
@@ -62,7 +73,10 @@ class FakeMachine:
         # Set while guest code may run, and for ever once the machine is gone, so that nobody waits for the dead.
         self._booted = asyncio.Event()
         self._running = asyncio.Event()
-        self._running.set()
+        if snapshot is None:
+            self._running.set()
+        else:
+            self._booted.set()
 
     def __repr__(self) -> str:
         booting = "" if self._booted.is_set() else " booting"
@@ -85,8 +99,26 @@ class FakeMachine:
         """Base URL of its guestd, or None where the image has none."""
         return self._guestd.url if self._guestd else None
 
-    async def start(self) -> None:
-        """Open guestd's port and boot. On failure or cancellation the caller destroys it. Raises: HypervisorError."""
+    @property
+    def desktop(self) -> DrawnDesktop | None:
+        """What its guest's session shows; None while it boots."""
+        return self.guest.desktop
+
+    @property
+    def framebuffer(self) -> Framebuffer:
+        """Its guest's screen."""
+        return self.guest.framebuffer
+
+    @property
+    def guest_machine_id(self) -> str:
+        """What its guest takes for its own machine id (machine-id(5)); empty while it has none."""
+        return self.files.get("/etc/machine-id", b"").decode().strip()
+
+    async def boot(self, start: Picture) -> None:
+        """Open guestd's port and boot; `start` is the first picture of the session.
+
+        On failure or cancellation the caller destroys it. Raises: HypervisorError.
+        """
         if self.faults.create_delay_s:
             await asyncio.sleep(self.faults.create_delay_s)
         if self.faults.create_error:
@@ -94,15 +126,33 @@ class FakeMachine:
         if self._guestd:
             await self._guestd.start()
         if self.faults.boot_delay_s or self.faults.boot_failure:
-            self._spawn(self._boot(), "boot")
+            self._spawn(self._boot(start), "boot")
         else:
-            self._show_desktop()
+            self._show_desktop(start)
+
+    async def come_up(self) -> None:
+        """Open guestd's port; the guest of a fork is there. On failure or cancellation the caller destroys it.
+
+        Raises:
+            HypervisorError: By a fault.
+        """
+        if self.faults.fork_delay_s:
+            await asyncio.sleep(self.faults.fork_delay_s)
+        if self.faults.fork_error:
+            raise HypervisorError(f"machine {self.machine_id}: {self.faults.fork_error}")
+        if self._guestd:
+            await self._guestd.start()
+        self._follow_blinking()
 
     # The protocol
 
+    def processor_s(self) -> float | None:
+        """Unknown: there is none."""
+        return None
+
     async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to its RFB server. Raises: MachineLost."""
-        self._require_present("open its display")
+        self.require_present("open its display")
         ours, theirs = socket.socketpair()
         connection = RfbConnection(self, name=f"envd ({self.machine_id})")
         loop = asyncio.get_running_loop()
@@ -120,7 +170,7 @@ class FakeMachine:
         self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float
     ) -> JsonValue:
         """Run one guest agent command. Raises: GuestUnresponsive, GuestError, MachineLost."""
-        self._require_present(f"ask its guest agent for {command}")
+        self.require_present(f"ask its guest agent for {command}")
         try:
             async with asyncio.timeout(timeout_s):
                 await self.reach_guest(delay_s=self.faults.agent_delay_s, silent=self.faults.agent_silent)
@@ -129,32 +179,42 @@ class FakeMachine:
                 f"machine {self.machine_id} ({self.state.value}): its guest agent did not answer {command}"
                 f" within {timeout_s:g} s"
             ) from None
-        return self._agent.answer(command, arguments)
+        return self.guest.agent.answer(command, arguments)
 
     async def screendump(self) -> bytes:
         """Return the screen as PNG. Raises: MachineLost."""
-        self._require_present("dump its screen")
+        self.require_present("dump its screen")
         return await asyncio.to_thread(encode_png, self.framebuffer.pixels.copy())
 
     async def pause(self) -> None:
         """Stop the guest. Raises: MachineLost."""
-        self._require_present("pause it")
+        self.require_present("pause it")
         self._running.clear()
+        self.guest.clock.stop()
 
     async def resume(self) -> None:
         """Let the guest run on. Raises: MachineLost."""
-        self._require_present("resume it")
+        self.require_present("resume it")
         self._running.set()
+        self.guest.clock.go()
 
     async def usage(self) -> MachineUsage:
         """Count its own pixels and files. Raises: MachineLost."""
-        self._require_present("measure it")
-        private_bytes = self.framebuffer.private_bytes + self.files.size_bytes
+        self.require_present("measure it")
+        all_bytes = self.framebuffer.mapped_bytes + self.files.size_bytes
+        own_bytes = self.own_bytes
+        sharer_count = self.snapshot.holder_count if self.snapshot else 1
         return MachineUsage(
-            rss_bytes=self.framebuffer.mapped_bytes + self.files.size_bytes,
-            private_dirty_bytes=private_bytes,
-            overlay_bytes=self.files.size_bytes,
+            rss_bytes=all_bytes,
+            pss_bytes=own_bytes + (all_bytes - own_bytes) // sharer_count,
+            private_dirty_bytes=own_bytes,
+            overlay_bytes=self.files.own_bytes,
         )
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of pixels and files that it has drawn or written, and that no other machine has."""
+        return self.framebuffer.private_bytes + self.files.own_bytes
 
     async def destroy(self) -> None:
         """End it and cut every wire. Idempotent; cancellation is delivered after the work is done."""
@@ -180,6 +240,7 @@ class FakeMachine:
         self.lost.set()
         self._booted.set()
         self._running.set()
+        self.guest.clock.stop()
         for task in self._tasks:
             task.cancel()
         for display in list(self._displays):
@@ -194,11 +255,9 @@ class FakeMachine:
 
     def resize_screen(self, *, width_px: int, height_px: int) -> None:
         """Change the guest's screen mode. Raises: HypervisorError, MachineLost."""
-        self._require_present("resize its screen")
+        self.require_present("resize its screen")
         require_screen(width_px, height_px)
-        self.framebuffer = Framebuffer(np.zeros((height_px, width_px, 4), np.uint8), shared=False)
-        if self.desktop:
-            self.desktop.resize(self.framebuffer)
+        self.guest.resize_screen(width_px=width_px, height_px=height_px)
         for display in list(self._displays):
             display.resized()
 
@@ -241,22 +300,27 @@ class FakeMachine:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.lost.wait(), None if silent else delay_s)
         await self._booted.wait()
-        await self._running.wait()
+        await self.guest_runs()
         limit = self.faults.die_after_commands
         if limit is not None and next(self._command_count) > limit:
             self.kill(f"killed by command {limit + 1}")
-        self._require_present("reach its guest")
+        self.require_present("reach its guest")
         assert self.desktop is not None  # noqa: S101  (a machine that booted and is not gone has one)
         return self.desktop
 
+    async def guest_runs(self) -> None:
+        """Wait while the machine is paused; return at once when it is gone."""
+        await self._running.wait()
+
     # Life
 
-    def _require_present(self, purpose: str) -> None:
+    def require_present(self, purpose: str) -> None:
+        """Raise MachineLost if it is gone."""
         if self.lost.is_set():
             raise MachineLost(f"machine {self.machine_id} is gone ({self.lost_reason}): cannot {purpose}")
 
     def _take_input(self) -> DrawnDesktop | None:
-        # QEMU drops input events while the guest does not run.
+        # QEMU drops input events while the guest does not run (qemu_input_event_send in ui/input.c); none is queued.
         if self.state is not MachineState.RUNNING or self.desktop is None:
             return None
         self.input_count += 1
@@ -272,21 +336,16 @@ class FakeMachine:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _boot(self) -> None:
+    async def _boot(self, start: Picture) -> None:
         await asyncio.sleep(self.faults.boot_delay_s)
         await self._running.wait()
         if self.faults.boot_failure:
             self.kill(self.faults.boot_failure)
         else:
-            self._show_desktop()
+            self._show_desktop(start)
 
-    def _show_desktop(self) -> None:
-        size = self.framebuffer.bounds
-        drawn = (size.w, size.h) == (self.spec.screen_width_px, self.spec.screen_height_px)
-        if drawn:
-            self.framebuffer = Framebuffer(self._picture.copy(), shared=True)
-        self.desktop = DrawnDesktop(self.framebuffer, files=self.files, on_change=self._screen_changed, is_drawn=drawn)
-        self._screen_changed([size])
+    def _show_desktop(self, start: Picture) -> None:
+        self.guest.show_desktop(start)
         self._booted.set()
         self._follow_blinking()
 
@@ -312,6 +371,9 @@ class FakeMachine:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._guestd:
             await self._guestd.close()
+        if self.snapshot:
+            self.snapshot.let_go()
+        self.guest.release()
         self._on_destroyed(self)
 
 

@@ -6,10 +6,12 @@ on others. A program ends at once; `duration_s` says how long the real one would
 
 import hashlib
 import posixpath
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from envd.hypervisor.fake.clock import GuestClock
 from envd.hypervisor.fake.files import HOME, GuestFiles
 from envd.hypervisor.fake.shell import Ran, run_script
 
@@ -49,15 +51,19 @@ class Outcome:
 class Programs:
     """Runs programs in one guest."""
 
-    def __init__(self, files: GuestFiles, *, windows: Callable[[], WindowManager | None]) -> None:
+    def __init__(
+        self, files: GuestFiles, *, windows: Callable[[], WindowManager | None], clock: GuestClock | None = None
+    ) -> None:
         self._files = files
         self._windows = windows
+        self._clock = clock or GuestClock()
         self._clipboard = b""
         self._programs: dict[str, Callable[[list[str], bytes], Outcome]] = {
             "[": self._bracket,
             "cat": self._cat,
             "chmod": _succeed,
             "chown": _succeed,
+            "date": self._date,
             "echo": _echo,
             "false": lambda *_: Outcome(exit_code=1),
             "find": self._find,
@@ -220,6 +226,16 @@ class Programs:
 
     # Session
 
+    def _date(self, arguments: list[str], _stdin: bytes) -> Outcome:
+        match [argument for argument in arguments if argument != "-u"]:
+            case ["-s", moment] if re.fullmatch(r"@\d+(\.\d+)?", moment):
+                self._clock.set_date(round(float(moment[1:]) * 1e9))
+            case ["+%s"]:
+                pass
+            case _:
+                return Outcome(exit_code=1, stderr=b"date: only -s @SECONDS and +%s are known\n")
+        return Outcome(stdout=b"%d\n" % (self._clock.date_ns() // 10**9))
+
     def _ps(self, _arguments: list[str], _stdin: bytes) -> Outcome:
         windows = self._windows()
         names = ["systemd", "qemu-ga"]
@@ -259,6 +275,8 @@ def _echo(arguments: list[str], _stdin: bytes) -> Outcome:
 
 def _printf(arguments: list[str], _stdin: bytes) -> Outcome:
     match arguments:
+        case ["%s\\n", text]:
+            return Outcome(stdout=f"{text}\n".encode())
         case ["%s", text] | [text] if "%" not in text or len(arguments) == 2:
             return Outcome(stdout=text.replace("\\n", "\n").encode())
         case _:

@@ -1,7 +1,7 @@
 """A shell small enough for a fake guest: lists, conditions, parameters and redirections. Pure but for its callbacks.
 
-It knows `;`, newlines, `&&`, `||`, `if`/`elif`/`else`/`fi`, `exec`, `exit`, `$1` and `${NAME}`, quotes, `>`, `>>` and
-`2>`. What it does not know is a syntax error, never a guess.
+It knows `;`, newlines, `&&`, `||`, `if`/`elif`/`else`/`fi`, `exec`, `exit`, `set -e`, `$1` and `${NAME}`, quotes, `>`,
+`>>` and `2>`. What it does not know is a syntax error, never a guess.
 """
 
 import re
@@ -73,6 +73,7 @@ class _Shell:
         self._files = files
         self._tokens: Iterator[str] = iter(())
         self._next = ""
+        self._ends_on_failure = False
 
     def read(self, script: str) -> None:
         """Run a whole script."""
@@ -80,7 +81,7 @@ class _Shell:
         self._advance()
         self.block(active=True, until=frozenset({""}))
 
-    def block(self, *, active: bool, until: frozenset[str]) -> None:
+    def block(self, *, active: bool, until: frozenset[str], is_condition: bool = False) -> None:
         """Run commands until one of these words stands where a command would."""
         while True:
             while self._next in (";", "\n"):
@@ -89,16 +90,23 @@ class _Shell:
                 return
             if self._next in _RESERVED or self._next in _ENDS:
                 raise _SyntaxError(f"{self._next or 'end of file'!r} unexpected")
-            self._and_or(active=active)
+            last_ran = self._and_or(active=active)
+            # As in sh, a failure that is looked at, by `if`, `&&` or `||`, ends nothing.
+            if last_ran and self._ends_on_failure and self.status != 0 and not is_condition:
+                raise _ScriptEnd
 
-    def _and_or(self, *, active: bool) -> None:
-        self._command(active=active)
+    def _and_or(self, *, active: bool) -> bool:
+        """Run a list; return whether its last command was among those that ran."""
+        runs = active
+        self._command(active=runs)
         while self._next in ("&&", "||"):
             wanted = self._next == "&&"
             self._advance()
             while self._next == "\n":
                 self._advance()
-            self._command(active=active and (self.status == 0) == wanted)
+            runs = active and (self.status == 0) == wanted
+            self._command(active=runs)
+        return runs
 
     def _command(self, *, active: bool) -> None:
         if self._next == "if":
@@ -123,7 +131,7 @@ class _Shell:
         is_done = False
         while self._next in ("if", "elif"):
             self._advance()
-            self.block(active=active and not is_done, until=frozenset({"then"}))
+            self.block(active=active and not is_done, until=frozenset({"then"}), is_condition=True)
             chosen = active and not is_done and self.status == 0
             self._advance()
             self.block(active=chosen, until=frozenset({"elif", "else", "fi"}))
@@ -141,6 +149,9 @@ class _Shell:
         if words[:1] == ["exit"]:
             self.status = int(words[1]) if len(words) > 1 else self.status
             raise _ScriptEnd
+        if words == ["set", "-e"]:
+            self._ends_on_failure, self.status = True, 0
+            return
         ran = Ran(0) if words in ([], [":"]) else self._run(words)
         self.status = ran.exit_code
         self._output(ran, redirections)
@@ -155,13 +166,12 @@ class _Shell:
                 continue
             stream = "2" if operator.startswith("2") else "1"
             targets[stream] = f"file {path}"
-            if path != "/dev/null" and (not operator.endswith(">>") or path not in self._files):
+            if not operator.endswith(">>") or path not in self._files:
                 self._files[path] = b""
         for data, target in ((ran.stdout, targets["1"]), (ran.stderr, targets["2"])):
             kind, _, path = target.partition(" ")
             if kind == "file":
-                if path != "/dev/null":
-                    self._files[path] += data
+                self._files[path] += data
             else:
                 (self.stderr if kind == "err" else self.stdout).extend(data)
 

@@ -1,0 +1,78 @@
+"""Identify the state of a fake guest by its content: equal states have equal digests, in any process."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from envd.hypervisor.fake.canvas import Framebuffer
+from envd.hypervisor.fake.clock import GuestClock
+from envd.hypervisor.fake.files import GuestFiles
+
+
+def content_digest(*values: object) -> str:
+    """Return the digest (sha256 hex) of plain values, collections and the fake's own objects.
+
+    Clocks and points in time (all floats are) are left out, for they go on whatever the guest does; callables too.
+    """
+    digester = _Digester()
+    for value in values:
+        digester.feed(value)
+    return digester.hexdigest()
+
+
+class _Digester:
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        # Objects refer to each other in circles: the second time, the order of meeting stands for the object.
+        self._met: dict[int, int] = {}
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+    def feed(self, value: Any) -> None:
+        """Take one value into the digest."""
+        match value:
+            case None | bool() | int() | str():
+                self._put(type(value).__name__, repr(value).encode())
+            case bytes() | bytearray():
+                self._put("bytes", value)
+            case list() | tuple():
+                self._feed_all("list", value)
+            case set() | frozenset():
+                self._feed_all("set", sorted(value, key=repr))
+            case dict():
+                self._feed_all("map", [part for key in sorted(value, key=repr) for part in (key, value[key])])
+            case float() | GuestClock():
+                pass
+            case _ if not callable(value):
+                self._feed_object(value)
+
+    def _feed_object(self, value: object) -> None:
+        if id(value) in self._met:
+            self._put("met", str(self._met[id(value)]).encode())
+            return
+        self._met[id(value)] = len(self._met)
+        self._put("object", type(value).__name__.encode())
+        match value:
+            case Framebuffer():
+                self.feed(value.picture().digest)
+            case GuestFiles():
+                self.feed(dict(value))
+                self.feed(value.directories)
+                self.feed(value.entropy)
+            case _:
+                names = [field.name for field in fields(value)] if is_dataclass(value) else sorted(vars(value))
+                for name in names:
+                    self._put("name", name.encode())
+                    self.feed(getattr(value, name))
+
+    def _feed_all(self, kind: str, values: Iterable[object]) -> None:
+        values = list(values)
+        self._put(kind, str(len(values)).encode())
+        for value in values:
+            self.feed(value)
+
+    def _put(self, kind: str, data: bytes | bytearray) -> None:
+        self._hash.update(f"{kind} {len(data)} ".encode())
+        self._hash.update(data)

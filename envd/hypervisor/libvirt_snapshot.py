@@ -1,0 +1,132 @@
+"""A frozen machine of the libvirt driver: what a fork of it needs, and who still stands on it."""
+
+import asyncio
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from envd.hypervisor.libvirt_xml import Incoming
+from envd.hypervisor.machine import CaptureReport, MachineSpec
+from envd.hypervisor.pages import Extents, Pages
+from envd.hypervisor.snapshot_files import SnapshotFiles, disk_usage_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPatch:
+    """The pages of a captured machine that differ from the template's memory file."""
+
+    extents: Extents
+    pages: Pages
+    """Their bytes: in memory, for every fork begins with a copy of them, and a disk may take a second for what takes
+    the processor a twentieth."""
+
+
+class LibvirtSnapshot:
+    """Implements `envd.hypervisor.machine.Snapshot`.
+
+    Invariant: its files are there while `holders` is not 0, or it is not discarded, or it is a stored template.
+    """
+
+    def __init__(
+        self,
+        *,
+        files: SnapshotFiles,
+        spec: MachineSpec,
+        digest: str,
+        disk_digest: str,
+        memory_path: Path,
+        patch: MemoryPatch | None,
+        parent: "LibvirtSnapshot | None",
+        report: CaptureReport,
+        notes: Mapping[str, str],
+    ) -> None:
+        """Describe a snapshot whose files are complete.
+
+        Args:
+            memory_path: The template's memory, which all descendants map.
+            patch: What differs from it; None for a template.
+            parent: What the frozen machine was forked from, whose disk this one's stands on; None for a template.
+        """
+        self.files = files
+        self.memory_path = memory_path
+        self.patch = patch
+        self._spec = spec
+        self._digest = digest
+        self._disk_digest = disk_digest
+        self._parent = parent
+        self._report = report
+        self._notes = dict(notes)
+        self._holders = 0
+        self._discarded = False
+        if parent is not None:
+            parent.hold()
+
+    def __repr__(self) -> str:
+        kind = "template" if self._parent is None else "capture"
+        return f"<LibvirtSnapshot {kind} {self._digest[:12]} of {self._spec.machine_id} | {self._holders} holders>"
+
+    @property
+    def digest(self) -> str:
+        """Identifies memory, devices, disk and settings."""
+        return self._digest
+
+    @property
+    def disk_digest(self) -> str:
+        """Identifies the disk that the overlays of its forks stand on."""
+        return self._disk_digest
+
+    @property
+    def spec(self) -> MachineSpec:
+        """What the frozen machine was made from."""
+        return self._spec
+
+    @property
+    def size_bytes(self) -> int:
+        """What its own files and pages occupy; the template's memory counts for the template."""
+        own = [self.files.devices, self.files.disk, self.files.seed]
+        if self.patch is None:
+            return disk_usage_bytes(*own, self.memory_path)
+        return disk_usage_bytes(*own) + len(self.patch.pages)
+
+    @property
+    def report(self) -> CaptureReport:
+        """What freezing took."""
+        return self._report
+
+    @property
+    def notes(self) -> Mapping[str, str]:
+        """What the one who froze it wrote down."""
+        return self._notes
+
+    @property
+    def incoming(self) -> Incoming:
+        """How its state is loaded."""
+        return Incoming.STATE if self.patch is None else Incoming.DEVICES
+
+    @property
+    def is_discarded(self) -> bool:
+        """Whether nothing more is to be forked from it."""
+        return self._discarded
+
+    def hold(self) -> None:
+        """Keep the files for one that stands on them."""
+        self._holders += 1
+
+    async def let_go(self) -> None:
+        """Undo one `hold`."""
+        self._holders -= 1
+        await self._clear()
+
+    async def discard(self) -> None:
+        """Give it up. Idempotent. A stored template stays on disk."""
+        if not self._discarded:
+            self._discarded = True
+            await self._clear()
+
+    async def _clear(self) -> None:
+        if self._discarded and not self._holders and self._parent is not None:
+            parent, self._parent = self._parent, None
+            self.patch = None
+            await asyncio.to_thread(shutil.rmtree, self.files.directory, True)
+            await parent.let_go()

@@ -1,0 +1,176 @@
+"""Find and copy the memory that a fork has written: the private pages of its mapping of the template's memory file.
+
+A fork maps that file privately, so a page that it wrote is anonymous, and one that it only read is still the file's.
+The kernel tells them apart (proc(5): pagemap; `PAGEMAP_SCAN` from Linux 6.7 on, which needs no page-wise reading:
+measured 60 times as fast). Reading and writing another process's memory needs the right to trace it: the same user
+and no Yama restriction, or root.
+"""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+PAGE_BYTES = mmap.PAGESIZE
+
+#: include/uapi/linux/fs.h: _IOWR('f', 16, struct pm_scan_arg), whose size is 96.
+_PAGEMAP_SCAN = 0xC0606610
+_PAGE_IS_FILE, _PAGE_IS_PRESENT, _PAGE_IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
+_REGIONS_PER_CALL = 8192
+#: proc(5), pagemap: bits of a page's 64-bit entry.
+_BIT_FILE, _BIT_SWAPPED, _BIT_PRESENT = 61, 62, 63
+_IOV_MAX = 1024
+
+Extents = npt.NDArray[np.int64]
+"""(extent, 2): byte offset in the memory file and length, both multiples of a page, ascending."""
+Pages = npt.NDArray[np.uint8]
+"""(byte,): the content of extents, one after the other."""
+
+
+class Mapping(NamedTuple):
+    """One stretch of a process's addresses that maps the memory file."""
+
+    address: int
+    length: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMap:
+    """Where a process maps one file."""
+
+    pid: int
+    mappings: tuple[Mapping, ...]
+
+    @classmethod
+    def of(cls, pid: int, path: Path) -> "MemoryMap":
+        """Look a file up among a process's mappings. Raises: OSError: it is not mapped, or the process is gone."""
+        inode = path.stat()
+        device = f"{os.major(inode.st_dev):02x}:{os.minor(inode.st_dev):02x}"
+        found = []
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            addresses, _mode, offset, where, number, *_name = line.split(maxsplit=5)
+            if where == device and number == str(inode.st_ino):
+                begin, _, end = addresses.partition("-")
+                found.append(Mapping(int(begin, 16), int(end, 16) - int(begin, 16), int(offset, 16)))
+        if not found:
+            raise FileNotFoundError(errno.ENOENT, f"process {pid} does not map it", str(path))
+        return cls(pid, tuple(found))
+
+    def private_extents(self) -> Extents:
+        """Return what the process wrote, by offset in the file. Raises: OSError."""
+        with open(f"/proc/{self.pid}/pagemap", "rb", buffering=0) as pagemap:
+            extents = [
+                (begin - mapping.address + mapping.offset, end - begin)
+                for mapping in self.mappings
+                for begin, end in _private_ranges(pagemap.fileno(), mapping)
+            ]
+        return np.array(sorted(extents), dtype=np.int64).reshape(-1, 2)
+
+    def read(self, extents: Extents, *, into: Pages | None = None) -> Pages:
+        """Return the bytes of extents, one after the other.
+
+        Args:
+            into: Where to put them if they fit. Fresh memory costs as much again as the copy: see `touched`.
+
+        Raises:
+            OSError: The process is gone, or may not be read.
+        """
+        size = size_bytes(extents)
+        buffer = into[:size] if into is not None and len(into) >= size else np.empty(size, dtype=np.uint8)
+        self._transfer("process_vm_readv", buffer, extents)
+        return buffer
+
+    def write(self, extents: Extents, pages: Pages) -> None:
+        """Write bytes, one extent after the other. The process must not be running guest code. Raises: OSError."""
+        self._transfer("process_vm_writev", pages, extents)
+
+    def _transfer(self, call: str, pages: Pages, extents: Extents) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        function = getattr(libc, call)
+        function.restype = ctypes.c_ssize_t
+        function.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
+        at = 0
+        for chunk in self._addresses(extents):
+            size = int(chunk[:, 1].sum())
+            local = np.array([[pages.ctypes.data + at, size]], dtype=np.uint64)
+            done = function(self.pid, local.ctypes.data, 1, chunk.ctypes.data, len(chunk), 0)
+            if done != size:
+                number = ctypes.get_errno() if done < 0 else errno.EFAULT
+                raise OSError(number, f"{call} of {size} bytes: {os.strerror(number)}", f"process {self.pid}")
+            at += size
+
+    def _addresses(self, extents: Extents) -> Iterator[npt.NDArray[np.uint64]]:
+        """Yield arrays of struct iovec with the process's addresses."""
+        for mapping in self.mappings:
+            inside = extents[(extents[:, 0] >= mapping.offset) & (extents[:, 0] < mapping.offset + mapping.length)]
+            vectors = inside.astype(np.uint64)
+            vectors[:, 0] += np.uint64(mapping.address - mapping.offset)
+            for first in range(0, len(vectors), _IOV_MAX):
+                yield np.ascontiguousarray(vectors[first : first + _IOV_MAX])
+
+
+def size_bytes(extents: Extents) -> int:
+    """Return how many bytes extents are."""
+    return int(extents[:, 1].sum())
+
+
+def touched(size: int) -> Pages:
+    """Return memory of that many bytes that is really there, so that filling it takes no page faults."""
+    buffer = np.empty(size, dtype=np.uint8)
+    buffer[::PAGE_BYTES] = 0
+    return buffer
+
+
+def _private_ranges(pagemap_fd: int, mapping: Mapping) -> Iterator[tuple[int, int]]:
+    try:
+        yield from _scan(pagemap_fd, mapping)
+    except OSError as error:
+        if error.errno not in {errno.ENOTTY, errno.EINVAL}:
+            raise
+        yield from read_pagemap(pagemap_fd, mapping)
+
+
+def _scan(pagemap_fd: int, mapping: Mapping) -> Iterator[tuple[int, int]]:
+    """Ask the kernel (since 6.7) for what is there and not the file's."""
+    regions = np.zeros((_REGIONS_PER_CALL, 3), dtype=np.uint64)
+    begin, end = mapping.address, mapping.address + mapping.length
+    while True:
+        request = np.array(
+            [
+                *(96, 0, begin, end, 0),  # size, flags, start, end, walk_end
+                *(regions.ctypes.data, len(regions), 0),  # vec, vec_len, max_pages
+                *(_PAGE_IS_FILE, _PAGE_IS_FILE, _PAGE_IS_PRESENT | _PAGE_IS_SWAPPED, _PAGE_IS_PRESENT),
+            ],  # category_inverted, category_mask, category_anyof_mask, return_mask
+            dtype=np.uint64,
+        )
+        count = fcntl.ioctl(pagemap_fd, _PAGEMAP_SCAN, request.data.cast("B"))
+        for first, last, _categories in regions[:count].tolist():
+            yield first, last
+        # The returned walk_end may lie before regions that were returned (seen on 6.18), so it does not tell where
+        # to go on. A list that is not full is complete.
+        if count < len(regions):
+            return
+        begin = int(regions[-1, 1])
+
+
+def read_pagemap(pagemap_fd: int, mapping: Mapping) -> Iterator[tuple[int, int]]:
+    """Do the same on older kernels, from eight bytes a page."""
+    raw = os.pread(pagemap_fd, mapping.length // PAGE_BYTES * 8, mapping.address // PAGE_BYTES * 8)
+    entries = np.frombuffer(raw, dtype=np.uint64)
+    one = np.uint64(1)
+    present = (entries >> np.uint64(_BIT_PRESENT)) & one
+    of_file = (entries >> np.uint64(_BIT_FILE)) & one
+    swapped = (entries >> np.uint64(_BIT_SWAPPED)) & one
+    private = ((present & ~of_file) | swapped).astype(bool)
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], private, [False])).astype(np.int8)))
+    for first, last in edges.reshape(-1, 2).tolist():
+        yield mapping.address + first * PAGE_BYTES, mapping.address + last * PAGE_BYTES

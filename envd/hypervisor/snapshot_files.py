@@ -1,0 +1,160 @@
+"""A frozen machine on disk: which files it has, what identifies them, and whether they still are what was stored.
+
+Digests are xxh3-128: they find a damaged disk and tell states apart; they are no protection against someone who may
+write into the state directory.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from envd.errors import TemplateCorrupt
+
+_CHUNK_BYTES = 1 << 20
+MANIFEST_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotFiles:
+    """Where a frozen machine's files lie."""
+
+    directory: Path
+
+    @property
+    def manifest(self) -> Path:
+        """What it is. Written last: without it the rest is a half-made thing."""
+        return self.directory / "snapshot.json"
+
+    @property
+    def devices(self) -> Path:
+        """The devices' state, as QEMU's migration stream has it."""
+        return self.directory / "devices"
+
+    @property
+    def disk(self) -> Path:
+        """The frozen disk: a qcow2 overlay that is never written again."""
+        return self.directory / "disk.qcow2"
+
+    @property
+    def seed(self) -> Path:
+        """An empty overlay on `disk`. Copied for each fork: some 20 times as fast as running qemu-img."""
+        return self.directory / "overlay.qcow2"
+
+    @property
+    def firmware_vars(self) -> Path:
+        """The UEFI variables, where the image boots by UEFI."""
+        return self.directory / "vars.fd"
+
+
+class Manifest(BaseModel):
+    """What a stored template is. Unknown or missing fields make it unreadable, and so unused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: int = MANIFEST_FORMAT
+    key: str
+    """Digest of everything that it depends on: image, settings, QEMU, processor."""
+    image: str
+    image_digest: str
+    memory_mib: int
+    vcpu_count: int
+    screen: str
+    """WIDTHxHEIGHT in pixels."""
+    accelerator: str
+    hypervisor: str
+    """Versions of libvirt and QEMU."""
+    memory_path: str
+    memory_digest: str
+    devices_digest: str
+    disk_digest: str
+    create_time: str
+    """ISO 8601, UTC."""
+    notes: dict[str, str]
+
+    @property
+    def digest(self) -> str:
+        """Identifies the frozen machine, wherever it is stored."""
+        parts = (self.key, self.memory_digest, self.devices_digest, self.disk_digest)
+        return combined_digest(*parts)
+
+
+def read_manifest(files: SnapshotFiles) -> Manifest:
+    """Return what is stored. Raises: TemplateCorrupt: it cannot be read."""
+    try:
+        return Manifest.model_validate_json(files.manifest.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise TemplateCorrupt(f"template {files.directory}: its description cannot be read: {error}") from error
+
+
+def write_manifest(files: SnapshotFiles, manifest: Manifest) -> None:
+    """Make it complete. Raises: OSError."""
+    partial = files.manifest.with_suffix(".part")
+    partial.write_text(json.dumps(manifest.model_dump(), indent=1) + "\n")
+    partial.replace(files.manifest)
+
+
+def verify(files: SnapshotFiles, manifest: Manifest) -> None:
+    """Pass if every file is what was stored. Raises: TemplateCorrupt, with the file and what is wrong with it."""
+    stored = (
+        (Path(manifest.memory_path), manifest.memory_digest),
+        (files.devices, manifest.devices_digest),
+        (files.disk, manifest.disk_digest),
+    )
+    for path, digest in stored:
+        try:
+            found = digest_file(path)
+        except OSError as error:
+            raise TemplateCorrupt(f"template {files.directory}: {path} cannot be read: {error}") from error
+        if found != digest:
+            raise TemplateCorrupt(
+                f"template {files.directory}: {path.name} has digest {found}, but {digest} was stored; it is not used"
+            )
+
+
+def digest_file(path: Path) -> str:
+    """Return the xxh3-128 of a file's content, 32 hex digits; holes and zeros are the same. Raises: OSError."""
+    state = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        state.update(size.to_bytes(8, "little"))
+        buffer = np.empty(_CHUNK_BYTES, dtype=np.uint8)
+        at = _next_data(file.fileno(), 0, size)
+        while at < size:
+            at -= at % _CHUNK_BYTES
+            length = os.preadv(file.fileno(), [buffer.data], at)
+            if buffer[:length].any():
+                state.update(at.to_bytes(8, "little"))
+                state.update(buffer[:length].data)
+            at = _next_data(file.fileno(), at + _CHUNK_BYTES, size)
+    return state.hexdigest()
+
+
+def combined_digest(*parts: str) -> str:
+    """Return one digest for several."""
+    return xxhash.xxh3_128_hexdigest("\0".join(parts).encode())
+
+
+def disk_usage_bytes(*paths: Path) -> int:
+    """Return what files occupy on disk; those that are gone occupy nothing."""
+    total = 0
+    for path in paths:
+        try:
+            total += path.stat().st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def _next_data(descriptor: int, at: int, size: int) -> int:
+    """Return the offset of the next byte that is stored, `size` if there is none."""
+    if at >= size:
+        return size
+    try:
+        return os.lseek(descriptor, at, os.SEEK_DATA)
+    except OSError:  # ENXIO: a hole up to the end
+        return size

@@ -1,0 +1,248 @@
+# ruff: noqa: ARG002 -- the signatures are those of the real ones
+"""An episode service on one pool of stub machines, with setup and checkers that a test steers: no sockets, no waiting.
+
+```python
+async with running_world() as world:
+    episode_id = await world.open(group_size=2)
+```
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from envd.episodes.observer import NoObserver
+from envd.episodes.service import EpisodeService
+from envd.episodes.types import (
+    EpisodeInfo,
+    EpisodeState,
+    ForkCommand,
+    ForkResult,
+    ResetCommand,
+    ResetResult,
+    StepCommand,
+)
+from envd.errors import SetupFailed
+from envd.guest.actions import Action, Click, Done, Fail
+from envd.guest.desktop import Desktop
+from envd.guest.observation import Encoding, ObservationOptions
+from envd.pool.pool import Pool
+from envd.pool.settings import PoolSettings
+from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.evaluation import CheckResult, Evaluation
+from envd.tasks.model import MakeDirectory, Task
+from envd.testing.clock import ManualClock, run_ready
+from envd.testing.stubs import IMAGE, StubDesktop, StubHypervisor, StubMachine, StubSnapshot
+
+_SETUP = (MakeDirectory(kind="make_directory", path="/home/user/work"),)
+#: A task with a setup, of which nothing is kept.
+TASK = Task(task_id="suite/name", instruction="Do it.", level=1, max_steps=5, infeasible=True, setup=_SETUP)
+#: A task that begins as the pool's template.
+PLAIN = Task(task_id="suite/plain", instruction="Do it.", level=1, max_steps=5, infeasible=True)
+#: Tasks whose starts are kept.
+FROZEN = tuple(
+    Task(
+        task_id=f"suite/frozen-{number}",
+        instruction="Do it.",
+        level=1,
+        max_steps=5,
+        infeasible=True,
+        setup=_SETUP,
+        freeze_setup=True,
+    )
+    for number in range(3)
+)
+#: An encoding takes a thread, for which a clock turned by hand does not wait.
+NO_PIXELS = ObservationOptions(encoding=Encoding.NONE)
+CAPACITY = 3
+
+
+@dataclass(kw_only=True)
+class StubTasks:
+    """Setup and checkers that do what a test says."""
+
+    setup_gate: asyncio.Event = field(default_factory=asyncio.Event)
+    setup_errors: list[Exception] = field(default_factory=list)
+    """Raised by setups, one each, before they work."""
+    lose_in_setup: int = 0
+    """How many setups lose their machine."""
+    setups: int = 0
+    check_gate: asyncio.Event = field(default_factory=asyncio.Event)
+    check_error: Exception | None = None
+    checks: int = 0
+    score: float = 1.0
+    last_action: Done | Fail | None = None
+
+    async def run_setup(self, task: Task, desktop: Desktop, *, timeout_s: float) -> None:
+        """Show the task's start, when the gate is open."""
+        self.setups += 1
+        assert isinstance(desktop, StubDesktop)
+        await desktop.run(["setup"], timeout_s=timeout_s)
+        await self.setup_gate.wait()
+        if self.lose_in_setup:
+            self.lose_in_setup -= 1
+            desktop.machine.lost.set()
+            raise SetupFailed("guest went silent")
+        if self.setup_errors:
+            raise self.setup_errors.pop(0)
+        desktop.machine.shows = f"start of {task.task_id}, setup {self.setups}"
+
+    async def run_checkers(
+        self, task: Task, desktop: Desktop, *, last_action: Done | Fail | None, timeout_s: float
+    ) -> Evaluation:
+        """Give the score, when the gate is open."""
+        self.checks += 1
+        self.last_action = last_action
+        await desktop.run(["check"], timeout_s=timeout_s)
+        await self.check_gate.wait()
+        if self.check_error is not None:
+            raise self.check_error
+        return Evaluation(score=self.score, checks=(CheckResult(name="c", score=self.score, evidence="seen"),))
+
+
+class Notes(NoObserver):
+    """Notes what the observer is told."""
+
+    def __init__(self) -> None:
+        """Know of nothing."""
+        self.ends: list[tuple[str, str]] = []
+        self.failures: list[tuple[str, str]] = []
+        self.steps: list[Mapping[str, float]] = []
+        self.opened: list[Mapping[str, float]] = []
+
+    def episode_reset(self, *, pool: str, run: str, episode_count: int, timings_ms: Mapping[str, float]) -> None:
+        """Note it."""
+        self.opened.append(timings_ms)
+
+    def step_done(self, *, pool: str, run: str, episode_id: str, timings_ms: Mapping[str, float]) -> None:
+        """Note it."""
+        self.steps.append(timings_ms)
+
+    def ended(self, *, pool: str, run: str, episode_id: str, state: str, reason: str, step_count: int) -> None:
+        """Note it."""
+        self.ends.append((state, reason))
+
+    def failure(self, *, pool: str, run: str, operation: str, reason: str) -> None:
+        """Note it."""
+        self.failures.append((operation, reason))
+
+
+@dataclass(kw_only=True)
+class World:
+    """A service on one pool, and everything behind it."""
+
+    service: EpisodeService
+    pool: Pool
+    hypervisor: StubHypervisor
+    clock: ManualClock
+    tasks: StubTasks
+    notes: Notes
+    ids: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    def request_id(self) -> str:
+        """Return a new one."""
+        return f"r{next(self.ids)}"
+
+    async def reset(self, **fields: object) -> ResetResult:
+        """Open episodes of `TASK`, unless told otherwise."""
+        return await self.service.reset(self.reset_command(**fields))
+
+    def reset_command(self, **fields: object) -> ResetCommand:
+        """Return a command to."""
+        command = ResetCommand(request_id=self.request_id(), task_id=TASK.task_id, observe=NO_PIXELS)
+        return replace(command, **fields)  # type: ignore[arg-type]
+
+    async def open(self, **fields: object) -> str:
+        """Open an episode; return its id."""
+        return (await self.reset(**fields)).episodes[0].episode_id
+
+    def fork_command(self, episode_id: str, index: int = 0, **fields: object) -> ForkCommand:
+        """Return a command to branch an episode."""
+        command = ForkCommand(
+            request_id=self.request_id(), episode_id=episode_id, step_index=index, observe=NO_PIXELS, timeout_s=60.0
+        )
+        return replace(command, **fields)  # type: ignore[arg-type]
+
+    async def fork(self, episode_id: str, index: int = 0, **fields: object) -> ForkResult:
+        """Branch an episode."""
+        return await self.service.fork(self.fork_command(episode_id, index, **fields))
+
+    def step_command(self, episode_id: str, index: int, *actions: Action, **fields: object) -> StepCommand:
+        """Return a command to perform actions, by default a click."""
+        command = StepCommand(
+            request_id=self.request_id(), episode_id=episode_id, step_index=index, actions=actions or (Click(),)
+        )
+        return replace(command, **fields)  # type: ignore[arg-type]
+
+    def desktop(self, episode_id: str) -> StubDesktop:
+        """Return an episode's desktop."""
+        episode = self.service._registry.get(episode_id)
+        assert isinstance(episode.machine.desktop, StubDesktop)
+        return episode.machine.desktop
+
+    def machine(self, episode_id: str) -> StubMachine:
+        """Return an episode's machine."""
+        return self.desktop(episode_id).machine
+
+    def captured(self) -> list[StubSnapshot]:
+        """Return every state that was frozen but the template, oldest first."""
+        return self.hypervisor.snapshots[1:]
+
+    def kill(self, episode_id: str) -> None:
+        """Have an episode's machine die."""
+        self.machine(episode_id).die("QEMU was killed by signal 9")
+
+    def info(self, episode_id: str) -> EpisodeInfo:
+        """Return what is told of an episode."""
+        (info,) = (info for info in self.service.list_episodes() if info.episode_id == episode_id)
+        return info
+
+    def state(self, episode_id: str) -> tuple[EpisodeState, str]:
+        """Return where an episode is in its life, and why."""
+        info = self.info(episode_id)
+        return info.state, info.end_reason
+
+    def check_books(self) -> None:
+        """Assert that every machine is idle or some episode's, that no place is held and no state beyond those kept."""
+        s = self.pool.statistics()
+        live = [e for e in self.service.list_episodes() if e.state is not EpisodeState.FAILED]
+        assert (s.leased_count, s.reserved_count) == (len(live), 0)
+        assert len(self.hypervisor.machines) == s.idle_count + s.leased_count
+        assert len([state for state in self.captured() if not state.discarded]) == len(self.service._states)
+
+
+@asynccontextmanager
+async def running_world(
+    *, capacity: int = CAPACITY, always_running: bool = False, task_templates: int = 8
+) -> AsyncIterator[World]:
+    """Run a service on a pool with `capacity` machines ready; afterwards nothing of it is left."""
+    clock, hypervisor, tasks, notes = ManualClock(), StubHypervisor(), StubTasks(), Notes()
+    tasks.setup_gate.set()
+    tasks.check_gate.set()
+    settings = PoolSettings(
+        name="desktop",
+        capacity=capacity,
+        idle_target=capacity,
+        max_starting=capacity,
+        allow_guest_access=True,
+        always_running=always_running,
+        task_templates=task_templates,
+    )
+    pool = Pool(settings, hypervisor=hypervisor, image=IMAGE, make_desktop=hypervisor.desktop, clock=clock)
+    service = EpisodeService(
+        [pool],
+        tasks=TaskCatalogue([TASK, PLAIN, *FROZEN]),
+        observer=notes,
+        run_setup=tasks.run_setup,
+        run_checkers=tasks.run_checkers,
+        clock=clock,
+    )
+    await service.start()
+    await run_ready()
+    await run_ready()
+    yield World(service=service, pool=pool, hypervisor=hypervisor, clock=clock, tasks=tasks, notes=notes)
+    await service.aclose()
+    assert hypervisor.machines == {}, "a closed service leaves no machine"
+    assert all(state.discarded for state in hypervisor.snapshots), "a closed service leaves no state"

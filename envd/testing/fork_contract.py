@@ -1,0 +1,295 @@
+"""What every hypervisor promises of templates, forks and captures. Part of `envd.testing.machine_contract`."""
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from envd.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost, NotForkable
+from envd.guest.agent import GuestAgent
+from envd.guest.wake import guest_machine_id, renew_identity
+from envd.hypervisor.machine import Hypervisor, Machine, MachineState, Snapshot
+from envd.testing.machine_fixtures import NOTES, Frozen, MachineFixtures, new_machine_id
+
+# Paths in the guest: one on its disk, and one that is nowhere but in its memory.
+_DISK_PATH = "/var/tmp/envd-contract-fork"  # noqa: S108
+_MEMORY_PATH = "/dev/shm/envd-contract-fork"  # noqa: S108
+_PATHS = (_DISK_PATH, _MEMORY_PATH)
+
+_CLOCK_TOLERANCE_S = 5.0
+
+
+class ForkContract(MachineFixtures):
+    """Tests of a machine's copies. One machine is booted for all of them; the others are its descendants."""
+
+    # The template
+
+    async def test_freezing_ends_the_machine_and_leaves_only_the_template(
+        self, hypervisor: Hypervisor, frozen: Frozen
+    ) -> None:
+        machine, template = frozen
+        assert machine.state is MachineState.GONE
+        assert machine.lost.is_set()
+        with pytest.raises(MachineLost):
+            await machine.resume()
+        assert self.leftovers(hypervisor, machine.machine_id) == []
+        assert template.notes == NOTES
+        assert template.size_bytes > 0
+        assert template.report.memory_bytes > 0
+        assert template.report.total_ms >= template.report.paused_ms >= 0
+
+    async def test_a_stored_template_is_found_for_machines_of_another_id(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        found = await hypervisor.find_template(self.make_spec(new_machine_id()))
+        assert found is not None
+        assert (found.digest, found.disk_digest, found.notes) == (template.digest, template.disk_digest, NOTES)
+        async with self.running_fork(hypervisor, found) as machine:
+            assert await self.run(machine, "echo", "alive") == b"alive\n"
+        await found.discard()
+        await found.discard()
+        assert await hypervisor.find_template(self.make_spec(new_machine_id())), "it stays on the host"
+
+    async def test_machines_of_another_make_have_no_template(self, hypervisor: Hypervisor, template: Snapshot) -> None:
+        spec = self.make_spec(template.spec.machine_id)
+        for other in (
+            replace(spec, memory_mib=spec.memory_mib * 2),
+            replace(spec, vcpu_count=spec.vcpu_count + 1),
+            replace(spec, screen_width_px=spec.screen_width_px + 160),
+            replace(spec, image=replace(spec.image, digest="0" * 64)),
+        ):
+            assert await hypervisor.find_template(other) is None
+
+    async def test_freezing_a_machine_that_is_gone_is_machine_lost(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        machine = await hypervisor.create(self.make_spec(new_machine_id()))
+        await machine.destroy()
+        with pytest.raises(MachineLost):
+            await hypervisor.freeze(machine, notes={})
+        found = await hypervisor.find_template(machine.spec)
+        assert found is not None
+        assert found.digest == template.digest
+
+    # Forks
+
+    async def test_a_fork_stands_still_and_shows_what_its_siblings_show(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        async with AsyncExitStack() as stack:
+            machines = [await stack.enter_async_context(self.fork(hypervisor, template)) for _ in range(2)]
+            assert [machine.state for machine in machines] == [MachineState.PAUSED] * 2
+            first, second = [await self.screen(machine) for machine in machines]
+            spec = template.spec
+            assert first.shape == (spec.screen_height_px, spec.screen_width_px)
+            assert len(np.unique(first)) > 1
+            assert np.array_equal(first, second)
+            with pytest.raises(GuestUnresponsive):
+                await machines[0].agent_command("guest-ping", timeout_s=0.2)
+            async with self.display(machines[0]) as client:
+                await self.provoke(client)
+                await asyncio.sleep(0.2)
+            assert np.array_equal(first, await self.screen(machines[0])), "a guest that stands still does not react"
+            for machine in machines:
+                await machine.resume()
+                await self.wait_agent(machine)
+
+    async def test_forks_do_not_see_each_others_files_memory_or_screen(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        async with (
+            self.running_fork(hypervisor, template) as first,
+            self.fork(hypervisor, template) as second,
+        ):
+            shown = await self.screen(second)
+            for path in _PATHS:
+                await self.write_file(first, path, b"first")
+            await self.change_screen(first)
+            assert np.array_equal(shown, await self.screen(second))
+            await second.resume()
+            await self.wait_agent(second)
+            for path in _PATHS:
+                with pytest.raises(GuestError):
+                    await self.read_file(second, path)
+                await self.write_file(second, path, b"second")
+                assert await self.read_file(first, path) == b"first"
+            async with self.running_fork(hypervisor, template) as third:
+                for path in _PATHS:
+                    with pytest.raises(GuestError):
+                        await self.read_file(third, path)
+
+    async def test_many_forks_of_one_template_run_and_leave_nothing(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        async def use() -> str:
+            async with self.running_fork(hypervisor, template) as machine:
+                word = machine.machine_id
+                for path in _PATHS:
+                    await self.write_file(machine, path, word.encode())
+                assert await self.run(machine, "cat", *_PATHS) == word.encode() * 2
+                usage = await machine.usage()
+                assert usage.rss_bytes >= usage.pss_bytes >= usage.private_dirty_bytes > 0
+            return word
+
+        before = self.snapshot_leftovers(hypervisor)
+        used: list[str] = []
+        while len(used) < self.fork_count:
+            count = min(self.forks_at_once, self.fork_count - len(used))
+            used += await asyncio.gather(*(use() for _ in range(count)))
+        assert [left for machine_id in used for left in self.leftovers(hypervisor, machine_id)] == []
+        assert self.snapshot_leftovers(hypervisor) == before
+
+    async def test_a_cancelled_fork_leaves_nothing(self, hypervisor: Hypervisor, template: Snapshot) -> None:
+        for delay_s in self.cancel_after_s:
+            machine_id = new_machine_id()
+            forking = asyncio.create_task(hypervisor.fork(template, machine_id))
+            await asyncio.sleep(delay_s)
+            if forking.cancel():
+                with pytest.raises(asyncio.CancelledError):
+                    await forking
+            else:
+                await (await forking).destroy()
+            assert self.leftovers(hypervisor, machine_id) == [], f"cancelled after {delay_s} s"
+
+    async def test_a_fork_killed_from_outside_is_lost_alone(self, hypervisor: Hypervisor, template: Snapshot) -> None:
+        async with self.fork(hypervisor, template) as victim, self.running_fork(hypervisor, template) as other:
+            await self.kill(victim)
+            async with asyncio.timeout(self.prompt_s):
+                await victim.lost.wait()
+            assert await self.run(other, "echo", "alive") == b"alive\n"
+        assert self.leftovers(hypervisor, victim.machine_id) == []
+
+    async def test_a_fork_can_be_given_a_clock_and_an_id_of_its_own(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        async with self.running_fork(hypervisor, template) as machine:
+            await renew_identity(GuestAgent(machine), machine_id=machine.machine_id, windows=False)
+            told_ns = await machine.agent_command("guest-get-time", timeout_s=self.answer_timeout_s)
+            assert int(str(told_ns)) / 1e9 == pytest.approx(time.time(), abs=_CLOCK_TOLERANCE_S)
+            own_id = guest_machine_id(machine.machine_id)
+            assert await self.read_file(machine, "/etc/machine-id") == f"{own_id}\n".encode()
+
+    # Captures
+
+    async def test_a_capture_has_what_was_written_before_it_and_nothing_after(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        async with self.running_fork(hypervisor, template) as parent:
+            for path in _PATHS:
+                await self.write_file(parent, path, b"before")
+            pid = await self.start(parent, "sleep", "600")
+            async with self.capture(hypervisor, parent) as snapshot:
+                for path in _PATHS:
+                    await self.write_file(parent, path + "-parent", b"after")
+                async with self.running_fork(hypervisor, snapshot) as child:
+                    for path in _PATHS:
+                        assert await self.read_file(child, path) == b"before"
+                        with pytest.raises(GuestError):
+                            await self.read_file(child, path + "-parent")
+                        await self.write_file(child, path + "-child", b"after")
+                        with pytest.raises(GuestError):
+                            await self.read_file(parent, path + "-child")
+                        assert await self.read_file(parent, path + "-parent") == b"after"
+                    assert not await self.has_exited(child, pid), "what ran in the parent runs on in the child"
+                assert not await self.has_exited(parent, pid)
+
+    async def test_a_machine_goes_on_as_it_was_before_its_capture(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        async with self.running_fork(hypervisor, template) as parent:
+            async with self.capture(hypervisor, parent):
+                states = [parent.state]
+                assert await self.run(parent, "echo", "runs") == b"runs\n"
+            await self.change_screen(parent)
+            await parent.pause()
+            shown = await self.screen(parent)
+            async with self.capture(hypervisor, parent) as snapshot:
+                states.append(parent.state)
+                async with self.fork(hypervisor, snapshot) as child:
+                    assert child.state is MachineState.PAUSED
+                    assert np.array_equal(shown, await self.screen(child))
+                assert np.array_equal(shown, await self.screen(parent))
+                with pytest.raises(GuestUnresponsive):
+                    await parent.agent_command("guest-ping", timeout_s=0.2)
+            await parent.resume()
+            assert await self.run(parent, "echo", "again") == b"again\n"
+            assert states == [MachineState.RUNNING, MachineState.PAUSED]
+
+    async def test_a_branch_of_a_branch_has_both_pasts(self, hypervisor: Hypervisor, template: Snapshot) -> None:
+        async with AsyncExitStack() as stack:
+            machine = await stack.enter_async_context(self.running_fork(hypervisor, template))
+            digests = {template.digest}
+            for generation in (1, 2):
+                await self.write_file(machine, f"{_DISK_PATH}-{generation}", b"disk")
+                await self.write_file(machine, f"{_MEMORY_PATH}-{generation}", b"memory")
+                async with self.capture(hypervisor, machine) as snapshot:
+                    digests.add(snapshot.digest)
+                    # The branch stands on a capture that is discarded before the branch is used.
+                    machine = await stack.enter_async_context(self.running_fork(hypervisor, snapshot))
+            assert len(digests) == 3
+            for generation in (1, 2):
+                assert await self.read_file(machine, f"{_DISK_PATH}-{generation}") == b"disk"
+                assert await self.read_file(machine, f"{_MEMORY_PATH}-{generation}") == b"memory"
+        assert self.snapshot_leftovers(hypervisor) == []
+
+    async def test_a_capture_is_there_until_it_is_discarded_and_its_last_fork_is_gone(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        assert self.snapshot_leftovers(hypervisor) == []
+        async with (
+            self.running_fork(hypervisor, template) as parent,
+            self.capture(hypervisor, parent) as unused,
+        ):
+            await self.write_file(parent, _MEMORY_PATH, b"more than in the template")
+            async with self.capture(hypervisor, parent) as snapshot, self.fork(hypervisor, snapshot) as child:
+                assert snapshot.size_bytes > 0
+                assert snapshot.report.memory_bytes > 0
+                assert snapshot.report.total_ms >= snapshot.report.paused_ms >= 0
+                assert snapshot.digest not in {unused.digest, template.digest}
+                await unused.discard()
+                await snapshot.discard()
+                await snapshot.discard()
+                assert self.snapshot_leftovers(hypervisor) != []
+                with pytest.raises(HypervisorError):
+                    await hypervisor.fork(snapshot, new_machine_id())
+                await child.resume()
+                await self.wait_agent(child)
+            assert self.snapshot_leftovers(hypervisor) == []
+
+    async def test_a_cancelled_capture_leaves_nothing_and_the_machine_goes_on(
+        self, hypervisor: Hypervisor, machine: Machine
+    ) -> None:
+        for delay_s in self.cancel_after_s:
+            capturing = asyncio.create_task(hypervisor.capture(machine))
+            await asyncio.sleep(delay_s)
+            if capturing.cancel():
+                with pytest.raises(asyncio.CancelledError):
+                    await capturing
+            else:
+                await (await capturing).discard()
+            assert machine.state is MachineState.RUNNING, f"cancelled after {delay_s} s"
+            assert self.snapshot_leftovers(hypervisor) == [], f"cancelled after {delay_s} s"
+        assert await self.run(machine, "echo", "alive") == b"alive\n"
+
+    async def test_a_machine_that_was_booted_is_not_forkable_and_lives_on(self, hypervisor: Hypervisor) -> None:
+        async with self.new_machine(hypervisor) as machine:
+            with pytest.raises(NotForkable):
+                await hypervisor.capture(machine)
+            assert machine.state is MachineState.RUNNING
+            assert not machine.lost.is_set()
+            assert (await machine.usage()).rss_bytes > 0
+        assert self.snapshot_leftovers(hypervisor) == []
+
+    async def test_capturing_a_machine_that_is_gone_is_machine_lost(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        async with self.fork(hypervisor, template) as machine:
+            await self.kill(machine)
+            async with asyncio.timeout(self.prompt_s):
+                await machine.lost.wait()
+            with pytest.raises(MachineLost):
+                await hypervisor.capture(machine)
+        assert self.snapshot_leftovers(hypervisor) == []

@@ -1,0 +1,60 @@
+"""`envd serve` as its users meet it: a process of its own, for tests on real machines."""
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+
+class ServedDaemon:
+    """One `envd serve` process on free ports."""
+
+    def __init__(self, state_dir: Path, config_text: str) -> None:
+        """Start it.
+
+        Args:
+            state_dir: Its state directory; its configuration and log lie beside it.
+            config_text: TOML.
+        """
+        config = state_dir.parent / f"{state_dir.name}.toml"
+        config.write_text(config_text, encoding="utf-8")
+        self.log_file = state_dir.parent / f"{state_dir.name}.log"
+        command = [sys.executable, "-m", "envd", "serve", "--config", str(config), "--state-dir", str(state_dir)]
+        addresses = ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
+        self._log = self.log_file.open("a", encoding="utf-8")
+        self.process = subprocess.Popen(
+            [*command, *addresses], stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
+        )
+        self.said: list[str] = []
+        self._heard = threading.Condition()
+        self._reader = threading.Thread(target=self._listen, daemon=True)
+        self._reader.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._heard:
+                self.said.append(line)
+                self._heard.notify_all()
+
+    def wait_for(self, pattern: str, *, timeout_s: float = 60.0) -> str:
+        """Return the first group of the first line that matches, said already or yet to come."""
+
+        def found() -> str | None:
+            return next((match[1] for line in self.said if (match := re.search(pattern, line))), None)
+
+        with self._heard:
+            assert self._heard.wait_for(lambda: found() is not None, timeout_s), f"{pattern} is not in {self.said}"
+            return found() or ""
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Signal the process and return its exit status."""
+        self.process.send_signal(number)
+        status = self.process.wait(timeout=120)
+        self._reader.join(timeout=10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._log.close()
+        return status

@@ -1,0 +1,232 @@
+"""Forks of real machines through gRPC: groups, branches, what each fork has of its own, and what they share."""
+
+import asyncio
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from envd.hypervisor.images.catalogue import Image
+from envd.testing.leftovers import machine_leftovers, machine_processes
+from envd.testing.served import ServedDaemon
+from trainer.client import (
+    AsyncEnvClient,
+    AsyncEpisode,
+    Done,
+    EnvClient,
+    Episode,
+    Move,
+    PoolExhausted,
+    PressKeys,
+    Settle,
+    StepIndexMismatch,
+    TypeText,
+    View,
+    Wait,
+)
+
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
+
+TASK = "desktop/type-greeting"
+NO_SETUP = "desktop/open-calculator"
+DOCUMENT = "/home/user/Documents/greeting.txt"
+PATIENT = timedelta(minutes=10)
+NO_PICTURE = View(encoding="none")
+SAVE = (PressKeys(["ctrl", "s"]), Wait(timedelta(seconds=1)))
+CONFIG = """\
+[pools.desktop]
+image = "desktop"
+size = 2
+capacity = 16
+allow_guest_access = true
+
+[pools.small]
+image = "desktop"
+size = 1
+capacity = 3
+
+[hypervisor]
+template_dir = "{template_dir}"
+"""
+
+
+@pytest.fixture(scope="module")
+def short_dir(desktop_image: Image) -> Iterator[Path]:
+    assert desktop_image.name == "desktop"
+    directory = Path(tempfile.mkdtemp(prefix="envd-f-", dir="/tmp"))
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def state_dir(short_dir: Path) -> Path:
+    return short_dir / "s"
+
+
+@pytest.fixture(scope="module")
+def address(short_dir: Path, state_dir: Path, template_dir: Path) -> Iterator[str]:
+    served = ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir))
+    yield served.wait_for(r"listening on (\S+)")
+    assert served.end() == 0
+    assert machine_leftovers(state_dir) == []
+    assert list((state_dir / "captures").glob("*")) == []
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[EnvClient]:
+    with EnvClient(address) as client:
+        yield client
+
+
+def told(episode: Episode, *argv: str, as_root: bool = False) -> str:
+    answer = episode.run_command(argv, as_root=as_root)
+    assert answer.exit_code == 0, answer.stderr
+    return answer.stdout.decode().strip()
+
+
+def document(episode: Episode) -> str:
+    return episode.read_file(DOCUMENT).decode()
+
+
+def test_the_members_of_a_group_begin_in_one_state_and_part_from_there(client: EnvClient) -> None:
+    with client.reset_group(TASK, size=3, pool="desktop", timeout=PATIENT) as episodes:
+        assert len({episode.episode_id for episode in episodes}) == 3
+        assert len({episode.group_id for episode in episodes}) == 1
+        assert len({episode.origin for episode in episodes}) == 1
+        assert len({episode.observation.frame_id for episode in episodes}) == 1
+        assert len({episode.observation.data for episode in episodes}) == 1
+        first, second, third = episodes
+        first.step(TypeText("Hello, desktop!"), *SAVE)
+        second.step(TypeText("Hello, somebody!"), *SAVE)
+        assert [document(episode) for episode in episodes] == ["Hello, desktop!", "Hello, somebody!", ""]
+        assert first.observe().frame_id != second.observe().frame_id
+        assert third.observe().frame_id == third.origin.first_frame_id
+        assert [episode.evaluate().score for episode in episodes] == [1.0, 0.0, 0.0]
+
+
+def test_a_branch_in_the_middle_of_typed_text_and_a_branch_of_it(client: EnvClient) -> None:
+    quiet = Settle(quiet=timedelta(milliseconds=500))
+    with client.reset(TASK, pool="desktop", view=NO_PICTURE, timeout=PATIENT) as parent:
+        parent.step(TypeText("Hello, "), settle=quiet)
+        with client.fork(parent, count=1, view=NO_PICTURE, timeout=PATIENT) as (child,):
+            assert (child.parent_episode_id, child.group_id) == (parent.episode_id, parent.group_id)
+            assert child.step_count == parent.step_count == 1
+            assert child.observation.frame_id == child.origin.first_frame_id
+            child.step(TypeText("desk"), settle=quiet)
+            with client.fork(child, count=2, view=NO_PICTURE, timeout=PATIENT) as (grandchild, other):
+                assert grandchild.parent_episode_id == child.episode_id
+                assert grandchild.origin == other.origin != child.origin
+                for episode, rest in ((grandchild, "top!"), (other, "lamp"), (child, " chair"), (parent, "world")):
+                    assert not any(episode.step(TypeText(rest), *SAVE, settle=quiet).errors)
+                written = [document(episode) for episode in (parent, child, grandchild, other)]
+                assert written == ["Hello, world", "Hello, desk chair", "Hello, desktop!", "Hello, desklamp"]
+                grandchild.step(Done())
+                scores = [episode.evaluate().score for episode in (parent, child, grandchild, other)]
+                assert scores == [0.0, 0.0, 1.0, 0.0]
+
+
+def test_a_fork_at_a_step_that_is_past_is_refused_and_the_parent_goes_on(address: str) -> None:
+    async def run() -> None:
+        async with AsyncEnvClient(address) as client, client.reset(NO_SETUP, pool="desktop", view=NO_PICTURE) as parent:
+            await parent.step(Move(100, 100))
+            parent.step_count = 0  # a caller that lost count
+            with pytest.raises(StepIndexMismatch):
+                async with client.fork(parent, count=1):
+                    pass
+            parent.step_count = 1
+            assert (await parent.step(Move(200, 100))).step_count == 2
+
+    asyncio.run(run())
+
+
+def test_a_fork_has_its_own_clock_machine_id_and_random_numbers(client: EnvClient) -> None:
+    with client.reset_group(NO_SETUP, size=2, pool="desktop", view=NO_PICTURE, timeout=PATIENT) as episodes:
+        seen = []
+        for episode in episodes:
+            off_s = abs(float(told(episode, "date", "+%s.%N")) - time.time())
+            assert off_s < 10, "the clock stands at the template's time"
+            assert "crng reseeded due to virtual machine fork" in told(episode, "dmesg", as_root=True)
+            random = told(episode, "python3", "-c", "import os; print(os.urandom(16).hex())")
+            seen.append((told(episode, "cat", "/etc/machine-id"), random, told(episode, "hostname")))
+        (one_id, one_random, one_host), (other_id, other_random, other_host) = seen
+        assert one_id != other_id
+        assert len(one_id) == 32
+        assert one_random != other_random
+        assert one_host == other_host, "prompts show it, and members of a group must look alike"
+
+
+def test_a_machine_stands_still_between_calls(client: EnvClient, state_dir: Path) -> None:
+    with client.reset(NO_SETUP, pool="desktop", view=NO_PICTURE, timeout=PATIENT) as episode:
+        episode.step(Move(300, 300))
+        before_s = float(told(episode, "cut", "-d ", "-f1", "/proc/uptime"))
+        time.sleep(4)
+        after_s = float(told(episode, "cut", "-d ", "-f1", "/proc/uptime"))
+        assert after_s - before_s < 3, "the guest's time went on while nobody used it"
+    assert machine_processes(state_dir) != []
+
+
+def test_beyond_the_standby_machines_forks_are_made_and_beyond_the_capacity_one_waits(client: EnvClient) -> None:
+    pool = {pool.name: pool for pool in client.list_pools()}["small"]
+    assert (pool.capacity, pool.waiting_count) == (3, 0)
+    with (
+        client.reset(NO_SETUP, pool="small", view=NO_PICTURE, timeout=PATIENT),
+        client.reset(NO_SETUP, pool="small", view=NO_PICTURE, timeout=PATIENT),
+        client.reset(NO_SETUP, pool="small", view=NO_PICTURE, timeout=PATIENT),
+        pytest.raises(PoolExhausted, match="'small' had no room for 1"),
+        client.reset(NO_SETUP, pool="small", view=NO_PICTURE, timeout=timedelta(seconds=2)),
+    ):
+        pass
+
+
+def test_a_pool_of_16_serves_16_episodes_at_once(address: str) -> None:
+    async def play(client: AsyncEnvClient, number: int) -> str:
+        async with client.reset(NO_SETUP, pool="desktop", view=NO_PICTURE, timeout=PATIENT) as episode:
+            await ready.wait()
+            for step in range(2):
+                await episode.step(Move(100 + 10 * number, 100 + 10 * step), view=NO_PICTURE, timeout=PATIENT)
+            return await note(episode, f"episode {number}")
+
+    async def note(episode: AsyncEpisode, text: str) -> str:
+        await episode.write_file("/home/user/note.txt", text.encode(), timeout=PATIENT)
+        return (await episode.read_file("/home/user/note.txt", timeout=PATIENT)).decode()
+
+    async def run() -> list[str]:
+        async with AsyncEnvClient(address) as client:
+            playing = [asyncio.create_task(play(client, number)) for number in range(16)]
+            while (await pool_of(client)) < 16:
+                assert not any(task.done() for task in playing), [task for task in playing if task.done()]
+                await asyncio.sleep(0.2)
+            ready.set()
+            return await asyncio.gather(*playing)
+
+    async def pool_of(client: AsyncEnvClient) -> int:
+        return {pool.name: pool.leased_count for pool in await client.list_pools()}["desktop"]
+
+    ready = asyncio.Event()
+    assert asyncio.run(run()) == [f"episode {number}" for number in range(16)]
+
+
+def test_a_damaged_template_is_refused_by_name_and_a_new_one_booted(short_dir: Path, template_dir: Path) -> None:
+    """Needs the template that the daemon of this module used or made."""
+    copy = short_dir / "t"
+    key = max(template_dir.glob("*/snapshot.json"), key=lambda path: path.stat().st_mtime).parent.name
+    shutil.copytree(template_dir / key, copy / key)
+    # Its memory is another: a copy's own file, for what is refused is removed.
+    manifest = copy / key / "snapshot.json"
+    (copy / "memory.ram").write_bytes(b"\1" * 4096)
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "memory_path": str(copy / "memory.ram")}))
+    served = ServedDaemon(short_dir / "c", CONFIG.format(template_dir=copy))
+    served.wait_for(r"(0 of 2 machines ready)")
+    deadline_s = time.monotonic() + 60
+    while "the stored template is not used" not in (log := served.log_file.read_text()):
+        assert time.monotonic() < deadline_s, log
+        time.sleep(0.2)
+    assert f"template {copy / key}" in log
+    assert served.end() == 0
+    assert not manifest.exists()
+    assert machine_leftovers(short_dir / "c") == []

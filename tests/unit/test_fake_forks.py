@@ -1,0 +1,493 @@
+"""Forks of fake machines without sockets: what is copied, what is shared, what identifies a state, and the faults."""
+
+import asyncio
+import base64
+import gc
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envd.errors import GuestError, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
+from envd.guest.agent import GuestAgent
+from envd.guest.wake import guest_machine_id, renew_identity
+from envd.hypervisor.fake import FakeHost, FakeHypervisor, FakeMachine, FakeSnapshot, Faults, fake_image
+from envd.hypervisor.machine import MachineSpec, MachineState
+
+SPEC = MachineSpec(
+    machine_id="base", image=replace(fake_image(), has_guestd=False), screen_width_px=480, screen_height_px=320
+)
+A, SHIFT, CAPS_LOCK = 30, 42, 58
+
+
+@pytest.fixture
+async def hypervisor() -> AsyncIterator[FakeHypervisor]:
+    hypervisor = FakeHypervisor()
+    yield hypervisor
+    for machine in list(hypervisor.machines.values()):
+        await machine.destroy()
+    await hypervisor.close()
+
+
+@pytest.fixture
+async def template(hypervisor: FakeHypervisor) -> FakeSnapshot:
+    return await make_template(hypervisor)
+
+
+@pytest.fixture
+async def parent(hypervisor: FakeHypervisor, template: FakeSnapshot) -> FakeMachine:
+    return await running_fork(hypervisor, template, "parent")
+
+
+async def make_template(hypervisor: FakeHypervisor) -> FakeSnapshot:
+    return await hypervisor.freeze(await hypervisor.create(SPEC), notes={"by": "a test"})
+
+
+async def running_fork(hypervisor: FakeHypervisor, snapshot: FakeSnapshot, machine_id: str) -> FakeMachine:
+    machine = await hypervisor.fork(snapshot, machine_id)
+    await machine.resume()
+    return machine
+
+
+async def branch(hypervisor: FakeHypervisor, parent: FakeMachine, machine_id: str = "child") -> FakeMachine:
+    """Fork a running machine, as it is now, into one that runs."""
+    snapshot = await hypervisor.capture(parent)
+    child = await running_fork(hypervisor, snapshot, machine_id)
+    await snapshot.discard()
+    return child
+
+
+async def ask(machine: FakeMachine, command: str, **arguments: Any) -> Any:
+    arguments = {name.replace("_", "-"): value for name, value in arguments.items()}
+    return await machine.agent_command(command, arguments, timeout_s=1)
+
+
+def press(machine: FakeMachine, scancode: int) -> None:
+    for down in (True, False):
+        machine.key_input(scancode, down=down)
+
+
+def click(machine: FakeMachine, name: str, *, window: str) -> None:
+    assert machine.desktop is not None
+    x, y = machine.desktop.element(name, window=window).rect.center
+    for buttons in (0, 1, 0):
+        machine.pointer_input(x, y, buttons)
+
+
+def text_of(machine: FakeMachine) -> str:
+    assert machine.desktop is not None
+    return machine.desktop.editor.text_area.text
+
+
+# What is copied
+
+
+async def test_windows_text_clicks_and_files_are_copied_and_then_apart(
+    hypervisor: FakeHypervisor, parent: FakeMachine
+) -> None:
+    press(parent, A)
+    click(parent, "Count", window="Controls")
+    parent.files["/home/user/before"] = b"old"
+    child = await branch(hypervisor, parent)
+    assert np.array_equal(child.framebuffer.pixels, parent.framebuffer.pixels)
+    before = parent.framebuffer.pixels.copy()
+    click(child, "Count", window="Controls")
+    click(child, "Text", window="Editor")
+    press(child, A)
+    child.files["/home/user/before"] = b"new"
+    assert child.files["/home/user/clicks.txt"] == b"2\n"
+    assert (text_of(parent), text_of(child)) == ("a", "aa")
+    assert (parent.files["/home/user/before"], parent.files["/home/user/clicks.txt"]) == (b"old", b"1\n")
+    assert np.array_equal(before, parent.framebuffer.pixels)
+    assert not np.array_equal(before, child.framebuffer.pixels)
+
+
+async def test_a_window_goes_on_being_dragged_and_keys_and_buttons_stay_down(
+    hypervisor: FakeHypervisor, parent: FakeMachine
+) -> None:
+    desktop = parent.desktop
+    assert desktop is not None
+    title = desktop.editor.title_bar
+    parent.pointer_input(*title.center, 0)
+    parent.pointer_input(*title.center, 1)
+    parent.key_input(SHIFT, down=True)
+    press(parent, CAPS_LOCK)
+    child = await branch(hypervisor, parent)
+    assert child.desktop is not None
+    assert child.desktop.pointer_position == title.center
+    assert child.desktop.held_buttons == [1]
+    assert child.desktop.held_modifiers == ["shift", "lock"]
+    child.pointer_input(title.center[0] + 20, title.center[1] + 10, 1)
+    assert child.desktop.editor.rect.x == desktop.editor.rect.x + 20
+    press(child, A)
+    assert text_of(child) == "a", "shift and caps lock together"
+
+
+async def test_the_clipboard_open_files_and_programs_under_way_are_copied(
+    hypervisor: FakeHypervisor, parent: FakeMachine
+) -> None:
+    await ask(parent, "guest-exec", path="xclip", input_data=base64.b64encode(b"clip").decode())
+    pid = (await ask(parent, "guest-exec", path="sleep", arg=["0.05"]))["pid"]
+    handle = await ask(parent, "guest-file-open", path="/tmp/open", mode="w")  # noqa: S108
+    await ask(parent, "guest-file-write", handle=handle, buf_b64=base64.b64encode(b"half").decode())
+    child = await branch(hypervisor, parent)
+    assert child.programs.run(["xclip", "-o"]).stdout == b"clip"
+    assert await ask(child, "guest-exec-status", pid=pid) == {"exited": False}
+    await ask(child, "guest-file-write", handle=handle, buf_b64=base64.b64encode(b" and whole").decode())
+    for machine in (parent, child):
+        await ask(machine, "guest-file-close", handle=handle)
+    assert parent.files["/tmp/open"] == b"half"  # noqa: S108
+    assert child.files["/tmp/open"] == b"half and whole"  # noqa: S108
+    await asyncio.sleep(0.06)
+    assert await ask(child, "guest-exec-status", pid=pid) == {"exited": True, "exitcode": 0}
+    child.programs.run(["xclip"], stdin=b"other")
+    assert parent.programs.run(["xclip", "-o"]).stdout == b"clip"
+
+
+async def test_a_screen_of_another_size_is_copied(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
+    parent.resize_screen(width_px=600, height_px=400)
+    child = await branch(hypervisor, parent)
+    assert child.framebuffer.pixels.shape == (400, 600, 4)
+    press(child, A)
+    assert not np.array_equal(child.framebuffer.pixels, parent.framebuffer.pixels)
+
+
+async def test_faults_and_counters_are_not_copied(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
+    parent.inject(die_after_inputs=3)
+    press(parent, A)
+    child = await branch(hypervisor, parent)
+    assert (child.input_count, child.faults) == (0, Faults())
+
+
+# Standing still
+
+
+async def test_the_clock_of_a_machine_stands_still_with_it(hypervisor: FakeHypervisor, template: FakeSnapshot) -> None:
+    first = await hypervisor.fork(template, "first")
+    await asyncio.sleep(0.02)
+    second = await hypervisor.fork(template, "second")
+    date_ns = first.guest.clock.date_ns()
+    assert second.guest.clock.date_ns() == date_ns
+    assert time.time_ns() - date_ns > 10_000_000
+    await first.resume()
+    await asyncio.sleep(0.005)
+    assert second.guest.clock.date_ns() == date_ns < first.guest.clock.date_ns()
+
+
+async def test_a_program_that_sleeps_does_not_sleep_on_while_paused(parent: FakeMachine) -> None:
+    pid = (await ask(parent, "guest-exec", path="sleep", arg=["0.03"]))["pid"]
+    await parent.pause()
+    await asyncio.sleep(0.05)
+    await parent.resume()
+    assert await ask(parent, "guest-exec-status", pid=pid) == {"exited": False}
+
+
+async def test_a_fork_blinks_only_once_it_runs(hypervisor: FakeHypervisor, template: FakeSnapshot) -> None:
+    hypervisor.faults = Faults(blink_interval_s=0.002)
+    machine = await hypervisor.fork(template, "blinks")
+    before = machine.framebuffer.pixels.copy()
+    await asyncio.sleep(0.02)
+    assert np.array_equal(before, machine.framebuffer.pixels)
+    await machine.resume()
+    async with asyncio.timeout(1):
+        while np.array_equal(before, machine.framebuffer.pixels):
+            await asyncio.sleep(0.001)
+
+
+async def test_input_to_a_fork_that_never_ran_is_dropped(hypervisor: FakeHypervisor, template: FakeSnapshot) -> None:
+    machine = await hypervisor.fork(template, "still")
+    press(machine, A)
+    await machine.resume()
+    assert (machine.input_count, text_of(machine)) == (0, "")
+
+
+# Waking
+
+
+async def test_a_fork_takes_an_identity_of_its_own(hypervisor: FakeHypervisor, template: FakeSnapshot) -> None:
+    machines = [await running_fork(hypervisor, template, machine_id) for machine_id in ("one", "two")]
+    for machine in machines:
+        assert (machine.guest_machine_id, machine.guest.clock.set_to_ns, machine.files.entropy) == ("", None, b"")
+        await renew_identity(GuestAgent(machine), machine_id=machine.machine_id, windows=False)
+        assert machine.guest_machine_id == guest_machine_id(machine.machine_id)
+        set_to_ns = machine.guest.clock.set_to_ns
+        assert set_to_ns is not None
+        assert abs(set_to_ns - time.time_ns()) < 1_000_000_000
+        assert "/dev/urandom" not in list(machine.files)
+    assert machines[0].files.entropy != machines[1].files.entropy
+
+
+async def test_the_clock_of_a_fork_can_be_set_by_the_agent_alone(
+    hypervisor: FakeHypervisor, template: FakeSnapshot
+) -> None:
+    machine = await hypervisor.fork(template, "windows")
+    machine.guest.clock.set_date(5)
+    await machine.resume()
+    await renew_identity(GuestAgent(machine), machine_id="windows", windows=True)
+    assert abs(machine.guest.clock.date_ns() - time.time_ns()) < 1_000_000_000
+    machine.guest.clock.set_date(5)
+    await ask(machine, "guest-set-time")
+    assert abs(machine.guest.clock.date_ns() - time.time_ns()) < 1_000_000_000
+
+
+async def test_a_wake_that_the_guest_refuses_is_a_guest_error(parent: FakeMachine) -> None:
+    with pytest.raises(GuestError):
+        await ask(parent, "guest-exec", path="/bin/nonsense")
+    result = await GuestAgent(parent).run(["/bin/sh", "-c", "set -e; date -s nonsense; echo never"], timeout_s=1)
+    assert (result.exit_code, result.stdout) == (1, b"")
+
+
+# Identity of a state
+
+
+async def test_equal_states_have_equal_digests(hypervisor: FakeHypervisor, template: FakeSnapshot) -> None:
+    other = FakeHypervisor()
+    assert (await make_template(other)).digest == template.digest
+    captures = []
+    for machine_id in ("one", "two"):
+        machine = await running_fork(hypervisor, template, machine_id)
+        press(machine, A)
+        await asyncio.sleep(0.002)
+        captures += [await hypervisor.capture(machine), await hypervisor.capture(machine)]
+    assert len({capture.digest for capture in captures}) == 1
+    assert captures[0].digest != template.digest
+    assert captures[0].disk_digest == template.disk_digest
+    assert len({capture.name for capture in captures}) == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda machine: press(machine, A),
+        lambda machine: machine.key_input(SHIFT, down=True),
+        lambda machine: machine.pointer_input(7, 7, 0),
+        lambda machine: machine.files.update({"/home/user/x": b""}),
+        lambda machine: machine.files.make_directory("/home/user/new"),
+        lambda machine: machine.programs.run(["xclip"], stdin=b"clip"),
+        lambda machine: machine.programs.run(["tee", "/dev/urandom"], stdin=b"seed"),
+    ],
+    ids=["text", "held key", "pointer", "file", "directory", "clipboard", "entropy"],
+)
+async def test_any_change_makes_another_digest(hypervisor: FakeHypervisor, parent: FakeMachine, change: Any) -> None:
+    before = await hypervisor.capture(parent)
+    change(parent)
+    assert (await hypervisor.capture(parent)).digest != before.digest
+
+
+async def test_the_disk_digest_follows_the_files(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
+    before = await hypervisor.capture(parent)
+    parent.files["/home/user/x"] = b"1"
+    assert (await hypervisor.capture(parent)).disk_digest != before.disk_digest
+
+
+# Templates on a host
+
+
+async def test_a_stored_template_outlives_its_daemon() -> None:
+    host = FakeHost()
+    first = FakeHypervisor(host=host)
+    template = await make_template(first)
+    await template.discard()
+    await first.close()
+    second = FakeHypervisor(host=host)
+    assert await second.reap() == []
+    found = await second.find_template(replace(SPEC, machine_id="another"))
+    assert found is not None
+    assert (found.digest, found.notes, found.spec.machine_id) == (template.digest, {"by": "a test"}, "another")
+    machine = await running_fork(second, found, "fork")
+    assert await ask(machine, "guest-ping") == {}
+    assert len(np.unique(machine.framebuffer.pixels)) > 1
+    await machine.destroy()
+    assert await second.find_template(replace(SPEC, memory_mib=SPEC.memory_mib + 1)) is None
+    with pytest.raises(HypervisorError, match="given up"):
+        await first.fork(template, "late")
+    assert (host.machines, host.captures) == ({}, {})
+
+
+async def test_a_corrupt_template_is_told_once_and_then_gone(
+    hypervisor: FakeHypervisor, template: FakeSnapshot
+) -> None:
+    machine = await running_fork(hypervisor, template, "before")
+    hypervisor.host.corrupt_templates()
+    with pytest.raises(TemplateCorrupt, match="not what was stored"):
+        await hypervisor.find_template(SPEC)
+    assert await hypervisor.find_template(SPEC) is None
+    assert await ask(machine, "guest-ping") == {}
+    assert (await make_template(hypervisor)).digest == template.digest
+    assert await hypervisor.find_template(SPEC) is not None
+
+
+async def test_what_cannot_become_a_template_is_gone_all_the_same(
+    hypervisor: FakeHypervisor, template: FakeSnapshot
+) -> None:
+    hypervisor.host.templates.clear()
+    fork = await hypervisor.fork(template, "fork")
+    hypervisor.faults = Faults(boot_delay_s=10)
+    booting = await hypervisor.create(replace(SPEC, machine_id="booting"))
+    hypervisor.faults = Faults(freeze_error="disk full")
+    failing = await hypervisor.create(replace(SPEC, machine_id="failing"))
+    for machine, why in ((fork, "was forked"), (booting, "has not booted"), (failing, "disk full")):
+        with pytest.raises(HypervisorError, match=why):
+            await hypervisor.freeze(machine, notes={})
+        with pytest.raises(MachineLost):
+            await hypervisor.freeze(machine, notes={})
+    assert hypervisor.leftover_ids == frozenset()
+    assert await hypervisor.find_template(SPEC) is None
+
+
+# Books
+
+
+async def test_a_capture_stands_until_nothing_stands_on_it(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
+    first = await hypervisor.capture(parent)
+    child = await running_fork(hypervisor, first, "child")
+    second = await hypervisor.capture(child)
+    await first.discard()
+    await child.destroy()
+    assert hypervisor.leftover_captures == {first.name, second.name}, "the second stands on the first"
+    grandchild = await hypervisor.fork(second, "grandchild")
+    await second.discard()
+    with pytest.raises(HypervisorError, match="nothing more is forked"):
+        await hypervisor.fork(second, "late")
+    assert repr(second).endswith("of 'child' | 1 holders>")
+    grandchild.kill("killed")
+    assert hypervisor.leftover_captures == {first.name, second.name}
+    await grandchild.destroy()
+    assert hypervisor.leftover_captures == frozenset()
+    assert hypervisor.leftover_ids == {"parent"}
+
+
+async def test_a_second_daemon_clears_the_captures_of_the_first() -> None:
+    host = FakeHost()
+    first = FakeHypervisor(host=host)
+    machine = await first.fork(await make_template(first), "old")
+    await first.capture(machine)
+    second = FakeHypervisor(host=host)
+    template = await second.find_template(SPEC)
+    assert template is not None
+    own = await second.capture(await second.fork(template, "new"))
+    assert await second.reap() == ["old"]
+    assert second.leftover_captures == {own.name}
+    await second.machines["new"].destroy()
+
+
+async def test_a_group_costs_its_memory_once(hypervisor: FakeHypervisor) -> None:
+    template = await make_template(hypervisor)
+    alone = await running_fork(hypervisor, template, "0")
+    usage = await alone.usage()
+    assert usage.private_dirty_bytes == usage.overlay_bytes == 0
+    assert usage.pss_bytes == usage.rss_bytes > 0
+    for number in range(1, 4):
+        await hypervisor.fork(template, str(number))
+    assert (await alone.usage()).pss_bytes == usage.rss_bytes // 4
+    press(alone, A)
+    alone.files["/home/user/x"] = bytes(5000)
+    usage = await alone.usage()
+    assert usage.overlay_bytes == 5000
+    assert usage.rss_bytes > usage.pss_bytes > usage.private_dirty_bytes > 5000
+
+
+async def test_256_forks_fit_into_little_memory(hypervisor: FakeHypervisor) -> None:
+    spec = replace(SPEC, screen_width_px=1280, screen_height_px=800)
+    template = await hypervisor.freeze(await hypervisor.create(spec), notes={})
+    await hypervisor.fork(template, "first")
+    before_kib = private_kib()
+    started_s = time.monotonic()
+    for number in range(256):
+        await hypervisor.fork(template, f"fork-{number}")
+    per_fork_ms = (time.monotonic() - started_s) * 1000 / 256
+    per_fork_kib = (private_kib() - before_kib) / 256
+    # Some 10 KiB and 0.4 ms each were measured; a private picture would be 4000 KiB.
+    assert per_fork_kib < 64
+    assert per_fork_ms < 50
+
+
+async def test_nothing_stays_open_of_what_is_gone(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
+    gc.collect()  # what earlier tests left for it
+    before = open_files()
+    for number in range(3):
+        press(parent, A)
+        child = await branch(hypervisor, parent, f"child-{number}")
+        press(child, A)
+        await child.destroy()
+    assert open_files() == before + 1, "but for the newest picture of the parent"
+
+
+def private_kib() -> int:
+    """What this process alone has written to, in KiB."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
+
+
+def open_files() -> int:
+    """How many descriptors of this process are open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+# Faults
+
+
+async def test_a_fork_that_fails_leaves_nothing(hypervisor: FakeHypervisor, template: FakeSnapshot) -> None:
+    hypervisor.faults = Faults(fork_error="no memory left")
+    with pytest.raises(HypervisorError, match="machine one: no memory left"):
+        await hypervisor.fork(template, "one")
+    hypervisor.faults = Faults(fork_delay_s=10)
+    forking = asyncio.create_task(hypervisor.fork(template, "one"))
+    await asyncio.sleep(0.005)
+    with pytest.raises(HypervisorError, match="exists already"):
+        await hypervisor.fork(template, "one")
+    forking.cancel()
+    with suppress(asyncio.CancelledError):
+        await forking
+    assert hypervisor.leftover_ids == frozenset()
+    assert template.holder_count == 0
+
+
+async def test_a_capture_that_fails_leaves_the_machine_as_it_was(
+    hypervisor: FakeHypervisor, parent: FakeMachine
+) -> None:
+    parent.inject(capture_error="disk full", capture_delay_s=0.01)
+    capturing = asyncio.create_task(hypervisor.capture(parent))
+    await asyncio.sleep(0.002)
+    states = [parent.state]
+    with pytest.raises(HypervisorError, match="disk full"):
+        await capturing
+    assert [*states, parent.state] == [MachineState.PAUSED, MachineState.RUNNING]
+    assert hypervisor.leftover_captures == frozenset()
+
+
+async def test_a_machine_that_dies_during_its_capture_is_lost(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
+    parent.inject(capture_delay_s=0.01)
+    capturing = asyncio.create_task(hypervisor.capture(parent))
+    await asyncio.sleep(0.002)
+    parent.kill("out of memory")
+    with pytest.raises(MachineLost, match="out of memory"):
+        await capturing
+    assert hypervisor.leftover_captures == frozenset()
+
+
+async def test_what_has_something_that_cannot_be_copied_is_not_touched(
+    hypervisor: FakeHypervisor, parent: FakeMachine
+) -> None:
+    parent.inject(unforkable="a USB device of the host", capture_delay_s=10)
+    with pytest.raises(NotForkable, match="a USB device of the host"):
+        await hypervisor.capture(parent)
+    created = await hypervisor.create(replace(SPEC, machine_id="created"))
+    with pytest.raises(NotForkable, match="was booted"):
+        await hypervisor.capture(created)
+    assert (parent.state, created.state) == (MachineState.RUNNING, MachineState.RUNNING)
+
+
+async def test_a_device_takes_what_is_written_and_is_no_file(parent: FakeMachine) -> None:
+    seed = secrets.token_bytes(64)
+    assert parent.programs.run(["sh", "-c", "cat >/dev/null; cat >>/dev/urandom"], stdin=seed).exit_code == 0
+    assert parent.files.entropy
+    assert parent.files["/dev/null"] == parent.files["/dev/urandom"] == b""
+    assert [path for path in parent.files if path.startswith("/dev")] == []

@@ -1,0 +1,306 @@
+"""Groups begin in one state: the template's, or that to which the task's setup led, once."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from envd.episodes.types import ResetResult
+from envd.errors import (
+    Draining,
+    GuestUnresponsive,
+    HypervisorError,
+    InvalidRequest,
+    MachineLost,
+    NotForkable,
+    SetupFailed,
+)
+from envd.guest.observation import Encoding, ObservationOptions, Region, SettlePolicy, SettleResult
+from envd.hypervisor.machine import MachineState
+from envd.tasks.model import Task
+from envd.testing.clock import run_ready
+from envd.testing.episode_world import FROZEN, NO_PIXELS, PLAIN, TASK, World, running_world
+from envd.testing.stubs import StubDesktop
+
+WITH_TREE = ObservationOptions(encoding=Encoding.NONE, include_a11y_tree=True)
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with running_world() as world:
+        yield world
+
+
+def check_that_all_began_alike(result: ResetResult) -> None:
+    origins = {info.origin for info in result.episodes}
+    frames = {observation.frame.frame_id for observation in result.observations}
+    assert len(origins) == 1
+    assert frames == {origin.first_frame_id for origin in origins}
+
+
+async def test_a_task_without_setup_begins_as_the_template_and_nothing_runs(world: World) -> None:
+    result = await world.reset(task_id=PLAIN.task_id, group_size=3)
+    check_that_all_began_alike(result)
+    template = world.hypervisor.snapshots[0]
+    assert result.episodes[0].origin.template_digest == template.digest
+    assert result.episodes[0].origin.overlay_parent == template.disk_digest
+    assert result.observations[0].settle is not None
+    assert result.observations[0].settle.settled
+    assert set(result.timings_ms) == {"acquire", "observe", "total"}
+    assert world.tasks.setups == 0
+    assert world.captured() == []
+    for info in result.episodes:
+        assert world.machine(info.episode_id).calls == [], "it has not run"
+        assert world.desktop(info.episode_id).calls == []
+
+
+async def test_a_frame_is_encoded_once_however_many_show_it(world: World) -> None:
+    result = await world.reset(task_id=PLAIN.task_id, group_size=3, observe=ObservationOptions())
+    frames = [observation.frame for observation in result.observations]
+    assert frames[0].data.startswith(b"\x89PNG")
+    assert all(frame is frames[0] for frame in frames)
+
+
+async def test_a_setup_is_performed_once_for_a_group_and_all_begin_where_it_led(world: World) -> None:
+    result = await world.reset(group_size=3)
+    check_that_all_began_alike(result)
+    (state,) = world.captured()
+    assert world.tasks.setups == 1
+    assert result.observations[2].frame.frame_id == "start of suite/name, setup 1"
+    assert result.episodes[0].origin.template_digest == state.digest
+    assert result.episodes[0].origin.overlay_parent == state.disk_digest
+    assert set(result.timings_ms) == {"acquire", "setup", "settle", "freeze", "fork", "observe", "total"}
+    first, *others = [world.machine(info.episode_id) for info in result.episodes]
+    assert first.snapshot is world.hypervisor.snapshots[0]
+    assert all(machine.snapshot is state for machine in others)
+    assert all(machine.calls == [] for machine in others), "none of the others has run"
+    await run_ready()
+    assert state.discarded, "nothing more is forked from it"
+    world.check_books()
+
+
+async def test_a_group_of_one_is_not_frozen_and_stands_still_when_it_is_looked_at(world: World) -> None:
+    result = await world.reset()
+    check_that_all_began_alike(result)
+    assert world.captured() == []
+    assert result.episodes[0].origin.template_digest == world.hypervisor.snapshots[0].digest
+    machine = world.machine(result.episodes[0].episode_id)
+    assert (machine.state, machine.calls) == (MachineState.PAUSED, ["resume", "pause"])
+
+
+@pytest.mark.parametrize("task", [PLAIN, TASK], ids=lambda task: task.task_id)
+async def test_more_than_pixels_is_asked_of_each_guest_and_the_frame_is_still_the_same(
+    world: World, task: Task
+) -> None:
+    result = await world.reset(task_id=task.task_id, group_size=2, observe=WITH_TREE)
+    check_that_all_began_alike(result)
+    for info in result.episodes:
+        assert world.desktop(info.episode_id).calls[-1] == "observe"
+        assert not world.desktop(info.episode_id).is_asleep
+        assert world.machine(info.episode_id).state is MachineState.PAUSED
+
+
+# -- states that are kept ---------------------------------------------------------------------------------------
+
+
+async def test_the_start_of_a_task_that_asks_for_it_is_kept_and_setup_is_skipped(world: World) -> None:
+    task_id = FROZEN[0].task_id
+    first = await world.reset(task_id=task_id)
+    await world.service.close(first.episodes[0].episode_id)
+    second = await world.reset(task_id=task_id, group_size=3)
+    check_that_all_began_alike(second)
+    assert world.tasks.setups == 1
+    assert len(world.captured()) == 1
+    assert second.episodes[0].origin == first.episodes[0].origin
+    assert second.observations[0].frame.frame_id == first.observations[0].frame.frame_id
+    assert set(second.timings_ms) == {"acquire", "fork", "observe", "total"}
+    assert second.observations[0].settle is not None
+    assert second.observations[0].settle.settle_ms == 0.0
+    world.check_books()
+
+
+async def test_the_least_recently_used_start_is_given_up() -> None:
+    async with running_world(task_templates=2) as world:
+        for number in (0, 1, 0, 2):
+            await world.service.close(await world.open(task_id=FROZEN[number].task_id))
+        await run_ready()
+        assert world.tasks.setups == 3
+        assert [state.discarded for state in world.captured()] == [False, True, False]
+        await world.open(task_id=FROZEN[0].task_id)
+        assert world.tasks.setups == 3
+        await world.open(task_id=FROZEN[1].task_id)
+        assert world.tasks.setups == 4
+        await run_ready()
+        world.check_books()
+
+
+async def test_a_start_that_is_given_up_while_it_is_forked_from_lasts_until_then() -> None:
+    async with running_world(task_templates=1) as world:
+        await world.service.close(await world.open(task_id=FROZEN[0].task_id))
+        await run_ready()
+        world.hypervisor.gates["fork"].clear()
+        forking = asyncio.create_task(world.reset(task_id=FROZEN[0].task_id))
+        await run_ready()
+        await world.open(task_id=FROZEN[1].task_id)
+        await run_ready()
+        assert [state.discarded for state in world.captured()] == [False, False]
+        world.hypervisor.gates["fork"].set()
+        assert len((await forking).episodes) == 1
+        await run_ready()
+        assert [state.discarded for state in world.captured()] == [True, False]
+
+
+async def test_no_start_is_kept_where_the_pool_keeps_none() -> None:
+    async with running_world(task_templates=0) as world:
+        await world.open(task_id=FROZEN[0].task_id)
+        await world.open(task_id=FROZEN[0].task_id)
+        assert world.tasks.setups == 2
+        assert world.captured() == []
+
+
+async def test_two_resets_at_once_keep_one_start(world: World) -> None:
+    world.tasks.setup_gate.clear()
+    resets = [asyncio.create_task(world.reset(task_id=FROZEN[0].task_id)) for _ in range(2)]
+    await run_ready()
+    world.tasks.setup_gate.set()
+    await asyncio.gather(*resets)
+    await run_ready()
+    assert [state.discarded for state in world.captured()] == [False, True]
+    world.check_books()
+
+
+async def test_a_kept_start_that_cannot_be_forked_is_given_up_and_a_retry_begins_with_the_setup(world: World) -> None:
+    await world.service.close(await world.open(task_id=FROZEN[0].task_id))
+    await run_ready()
+    command = world.reset_command(task_id=FROZEN[0].task_id, group_size=2)
+    world.hypervisor.errors["fork"] = [HypervisorError("memory file is gone")]
+    with pytest.raises(HypervisorError):
+        await world.service.reset(command)
+    await run_ready()
+    assert world.captured()[0].discarded
+    world.check_books()
+    await world.service.reset(command)
+    assert world.tasks.setups == 2
+
+
+async def test_a_kept_start_whose_forks_die_is_given_up_and_the_setup_performed_again(world: World) -> None:
+    await world.service.close(await world.open(task_id=FROZEN[0].task_id))
+    await run_ready()
+    world.hypervisor.errors["fork"] = [MachineLost("QEMU died")]
+    await world.open(task_id=FROZEN[0].task_id)
+    assert world.tasks.setups == 2
+    await run_ready()
+    assert [state.discarded for state in world.captured()] == [True, False]
+    world.check_books()
+
+
+async def test_a_start_that_still_moved_is_not_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def move_on(desktop: StubDesktop, policy: SettlePolicy) -> SettleResult:
+        return SettleResult(settled=False, settle_ms=5000.0, change_count=9)
+
+    monkeypatch.setattr(StubDesktop, "settle", move_on)
+    result = await world.reset(task_id=FROZEN[0].task_id, group_size=2)
+    assert [seen.settle and seen.settle.settled for seen in result.observations] == [False, False]
+    await run_ready()
+    assert world.captured()[0].discarded
+    world.check_books()
+
+
+# -- failures ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_state_that_cannot_be_frozen_keeps_nothing(world: World) -> None:
+    world.hypervisor.errors["capture"] = [HypervisorError("no space left")]
+    command = world.reset_command(group_size=3)
+    with pytest.raises(HypervisorError, match="no space left"):
+        await world.service.reset(command)
+    await run_ready()
+    world.check_books()
+    assert world.notes.failures == [("reset", "HYPERVISOR_ERROR")]
+    assert len((await world.service.reset(command)).episodes) == 3
+
+
+async def test_a_setup_that_leads_to_what_cannot_be_forked_is_a_failed_setup(world: World) -> None:
+    world.hypervisor.errors["capture"] = [NotForkable("a USB device is passed through")]
+    with pytest.raises(SetupFailed, match=r"task suite/name on machine desktop-\w+: a USB device"):
+        await world.reset(group_size=2)
+    await run_ready()
+    world.check_books()
+
+
+async def test_one_fork_of_many_that_fails_keeps_nothing(world: World) -> None:
+    world.hypervisor.gates["capture"].clear()
+    reset = asyncio.create_task(world.reset(group_size=3))
+    await run_ready()
+    world.hypervisor.errors["fork"] = [HypervisorError("QEMU did not start")]
+    world.hypervisor.gates["capture"].set()
+    with pytest.raises(HypervisorError, match="QEMU did not start"):
+        await reset
+    await run_ready()
+    assert world.captured()[0].discarded
+    world.check_books()
+
+
+async def test_a_guest_that_does_not_wake_for_its_tree_keeps_nothing(world: World) -> None:
+    for desktop in world.hypervisor.desktops:
+        desktop.errors["wake"] = GuestUnresponsive("no answer within 30 s")
+    with pytest.raises(SetupFailed, match=r"task suite/plain on machine desktop-\w+: no answer within 30 s"):
+        await world.reset(task_id=PLAIN.task_id, group_size=2, observe=WITH_TREE)
+    await run_ready()
+    world.check_books()
+
+
+async def test_a_machine_lost_while_it_is_frozen_is_replaced_once(world: World) -> None:
+    world.hypervisor.gates["capture"].clear()
+    reset = asyncio.create_task(world.reset(group_size=2))
+    await run_ready()
+    next(machine for machine in world.hypervisor.machines.values() if machine.calls).die()
+    world.hypervisor.gates["capture"].set()
+    assert len((await reset).episodes) == 2
+    assert world.tasks.setups == 2
+    await run_ready()
+    world.check_books()
+
+
+async def test_a_second_machine_lost_while_it_is_frozen_is_an_error(world: World) -> None:
+    world.hypervisor.errors["capture"] = [MachineLost("QEMU died"), MachineLost("QEMU died")]
+    with pytest.raises(MachineLost):
+        await world.reset(group_size=2)
+    await run_ready()
+    world.check_books()
+
+
+@pytest.mark.parametrize("task", [PLAIN, TASK, FROZEN[0]], ids=lambda task: task.task_id)
+async def test_a_region_off_the_screen_is_refused_before_the_setup(world: World, task: Task) -> None:
+    options = ObservationOptions(region=Region(x_px=0, y_px=0, width_px=1281, height_px=1))
+    with pytest.raises(InvalidRequest, match="1281x1"):
+        await world.reset(task_id=task.task_id, group_size=2, observe=options)
+    assert world.tasks.setups == 0
+    assert world.captured() == []
+    await run_ready()
+    world.check_books()
+
+
+async def test_a_group_takes_no_more_room_than_it_needs(world: World) -> None:
+    """A group as large as the pool fits, though all of its machines were ready before."""
+    result = await world.reset(group_size=3)
+    assert len(result.episodes) == 3
+    assert world.hypervisor.peak_count <= 3
+
+
+@pytest.mark.parametrize("task_id", [TASK.task_id, FROZEN[0].task_id])
+async def test_a_group_cut_short_at_any_await_keeps_nothing(task_id: str) -> None:
+    outcomes = set()
+    for turns in range(0, 120, 2):
+        async with running_world() as world:
+            reset = asyncio.create_task(world.reset(task_id=task_id, group_size=2, observe=NO_PIXELS))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await world.service.drain(0.0)
+            (result,) = await asyncio.gather(reset, return_exceptions=True)
+            outcomes.add(type(result))
+            await run_ready()
+            assert world.hypervisor.machines == {}, f"cut short after {turns} turns of the loop"
+            assert world.pool.statistics().reserved_count == 0
+            assert len([s for s in world.captured() if not s.discarded]) == len(world.service._states)
+    assert outcomes == {Draining, ResetResult}, "some were cut short, some were complete"

@@ -1,0 +1,185 @@
+"""Guests run inside the calls that need it, and stand still while an agent thinks."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from envd.episodes.service import EpisodeService
+from envd.episodes.types import EpisodeState
+from envd.errors import EpisodeNotFound, GuestError, GuestUnresponsive, MachineLost
+from envd.guest.observation import Encoding, ObservationOptions, SettlePolicy
+from envd.hypervisor.machine import MachineState
+from envd.testing.clock import run_ready
+from envd.testing.episode_world import NO_PIXELS, PLAIN, TASK, World, running_world
+
+WITH_TREE = ObservationOptions(encoding=Encoding.NONE, include_a11y_tree=True)
+WITH_TERMINAL = ObservationOptions(encoding=Encoding.NONE, include_terminal=True)
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with running_world() as world:
+        yield world
+
+
+async def test_a_machine_runs_only_inside_steps(world: World) -> None:
+    episode_id = await world.open(task_id=PLAIN.task_id)
+    machine, desktop = world.machine(episode_id), world.desktop(episode_id)
+    states = [machine.state]
+    for index in range(2):
+        desktop.gates["act"].clear()
+        step = asyncio.create_task(world.service.step(world.step_command(episode_id, index)))
+        await run_ready()
+        states.append(machine.state)
+        desktop.gates["act"].set()
+        assert "resume" in (await step).timings_ms
+        states.append(machine.state)
+    still, runs = MachineState.PAUSED, MachineState.RUNNING
+    assert states == [still, runs, still, runs, still]
+    assert machine.calls == ["resume", "pause"] * 2
+    assert desktop.calls.count("wake") == 1
+
+
+async def test_a_plain_look_lets_nothing_run(world: World) -> None:
+    episode_id = await world.open(task_id=PLAIN.task_id)
+    observation = await world.service.observe(episode_id, NO_PIXELS)
+    assert "resume" not in observation.timings_ms
+    assert world.machine(episode_id).calls == []
+    assert world.desktop(episode_id).is_asleep
+
+
+@pytest.mark.parametrize(
+    ("options", "refresh", "settle"),
+    [
+        (NO_PIXELS, True, None),
+        (NO_PIXELS, False, SettlePolicy()),
+        (WITH_TREE, False, None),
+        (WITH_TERMINAL, False, None),
+    ],
+    ids=["refresh", "settle", "tree", "terminal"],
+)
+async def test_a_look_that_needs_the_guest_lets_it_run(
+    world: World, options: ObservationOptions, refresh: bool, settle: SettlePolicy | None
+) -> None:
+    episode_id = await world.open(task_id=PLAIN.task_id)
+    observation = await world.service.observe(episode_id, options, refresh=refresh, settle=settle)
+    assert "resume" in observation.timings_ms
+    assert world.machine(episode_id).calls == ["resume", "pause"]
+
+
+async def test_checkers_and_guest_access_let_the_guest_run(world: World) -> None:
+    episode_id = await world.open(task_id=PLAIN.task_id)
+    machine = world.machine(episode_id)
+    await world.service.write_file(episode_id, "/a", b"x")
+    assert (await world.service.read_file(episode_id, "/a", max_bytes=1)).data == b"x"
+    await world.service.run_command(episode_id, ["true"], timeout_s=1.0)
+    assert (await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")).score == 1.0
+    assert machine.calls == ["resume", "pause"] * 4
+    assert machine.state is MachineState.PAUSED
+
+
+async def test_a_look_beside_a_step_neither_stops_it_nor_is_stopped(world: World) -> None:
+    episode_id = await world.open()
+    machine, desktop = world.machine(episode_id), world.desktop(episode_id)
+    machine.calls.clear()
+    desktop.gates["act"].clear()
+    desktop.gates["observe"].clear()
+    step = asyncio.create_task(world.service.step(world.step_command(episode_id, 0)))
+    look = asyncio.create_task(world.service.observe(episode_id, WITH_TREE))
+    await run_ready()
+    desktop.gates["act"].set()
+    await run_ready()
+    assert machine.state is MachineState.RUNNING
+    desktop.gates["observe"].set()
+    await asyncio.gather(step, look)
+    assert machine.calls == ["resume", "pause"]
+
+
+async def test_a_caller_that_gives_up_looking_leaves_the_machine_standing_still(world: World) -> None:
+    episode_id = await world.open()
+    world.desktop(episode_id).gates["observe"].clear()
+    look = asyncio.create_task(world.service.observe(episode_id, WITH_TREE))
+    await run_ready()
+    assert world.machine(episode_id).state is MachineState.RUNNING
+    look.cancel()
+    await run_ready()
+    assert world.machine(episode_id).state is MachineState.PAUSED
+
+
+async def test_a_step_that_fails_leaves_the_machine_standing_still_until_it_is_gone(world: World) -> None:
+    episode_id = await world.open()
+    machine = world.machine(episode_id)
+    world.hypervisor.destroy_gate.clear()
+    world.desktop(episode_id).errors["settle"] = GuestUnresponsive("no update within 30 s")
+    with pytest.raises(GuestUnresponsive):
+        await world.service.step(world.step_command(episode_id, 0))
+    assert machine.state is MachineState.PAUSED
+    world.hypervisor.destroy_gate.set()
+
+
+async def test_closing_while_it_runs_cuts_the_call_short(world: World) -> None:
+    episode_id = await world.open()
+    world.desktop(episode_id).gates["act"].clear()
+    step = asyncio.create_task(world.service.step(world.step_command(episode_id, 0)))
+    await run_ready()
+    await world.service.close(episode_id)
+    with pytest.raises(EpisodeNotFound, match="was closed"):
+        await step
+    await run_ready()
+    world.check_books()
+
+
+# -- guests that do not wake up ---------------------------------------------------------------------------------
+
+
+async def test_a_guest_that_does_not_wake_for_a_step_voids_it(world: World) -> None:
+    episode_id = await world.open(task_id=PLAIN.task_id)
+    world.desktop(episode_id).errors["wake"] = GuestUnresponsive("no answer within 30 s")
+    with pytest.raises(GuestUnresponsive):
+        await world.service.step(world.step_command(episode_id, 0))
+    assert world.state(episode_id) == (EpisodeState.FAILED, "GUEST_UNRESPONSIVE")
+    await run_ready()
+    world.check_books()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda service, episode_id: service.observe(episode_id, WITH_TREE),
+        lambda service, episode_id: service.read_file(episode_id, "/a", max_bytes=1),
+        lambda service, episode_id: service.evaluate(episode_id, request_id="e", fingerprint=b""),
+    ],
+    ids=["observe", "read_file", "evaluate"],
+)
+async def test_a_guest_that_does_not_wake_for_another_call_voids_the_episode_too(
+    world: World, call: Callable[[EpisodeService, str], Awaitable[object]]
+) -> None:
+    episode_id = await world.open(task_id=PLAIN.task_id)
+    # What a guest refuses beside the episode leaves that unharmed; this must not be taken for it.
+    world.desktop(episode_id).errors["wake"] = GuestError("date: no such command")
+    with pytest.raises(MachineLost, match="GUEST_ERROR: date: no such command"):
+        await call(world.service, episode_id)
+    assert world.state(episode_id) == (EpisodeState.FAILED, "GUEST_ERROR")
+    assert world.tasks.checks == 0
+    await run_ready()
+    world.check_books()
+
+
+# -- pools whose guests always run ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task_id", [PLAIN.task_id, TASK.task_id])
+async def test_where_guests_always_run_all_do_so_from_the_reset_on(task_id: str) -> None:
+    async with running_world(always_running=True) as world:
+        result = await world.reset(task_id=task_id, group_size=2)
+        (copy,) = (await world.fork(result.episodes[0].episode_id)).episodes
+        machines = [world.machine(info.episode_id) for info in (*result.episodes, copy)]
+        assert [machine.state for machine in machines] == [MachineState.RUNNING] * 3
+        timings_ms = (await world.service.step(world.step_command(copy.episode_id, 0))).timings_ms
+        assert "resume" not in timings_ms
+        assert machines[2].state is MachineState.RUNNING
+        (pool,) = world.service.list_pools()
+        assert pool.always_running
+        await run_ready()
+        world.check_books()
