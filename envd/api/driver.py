@@ -1,4 +1,4 @@
-"""One episode at a time, driven over the real wire by envd's own commands (`envd demo`, benchmarks).
+"""Episodes, driven over the real wire by envd's own commands (`envd demo`, `envd bench`).
 
 Trainers use `trainer.client`, which retries, keeps leases and rebuilds frames; this says what was sent and returns
 what came, so that a command measures the service and not a client.
@@ -19,8 +19,9 @@ from envd.api.server import MAX_MESSAGE_BYTES
 from envd.errors import EnvdError
 from envd.guest.actions import Action
 
-#: What `EpisodeDriver.reset` returns, for those who may not name the bindings.
+#: What `EpisodeDriver.reset` and `fork` return, for those who may not name the bindings.
 ResetResponse = env_pb2.ResetResponse
+ForkResponse = env_pb2.ForkResponse
 
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
@@ -100,6 +101,44 @@ class EpisodeDriver:
             settle=settle,
         )
         return await self.stub.Step(request, timeout=timeout.total_seconds())
+
+    async def fork(
+        self,
+        episode_id: str,
+        *,
+        step_index: int,
+        fork_count: int = 1,
+        observation: env_pb2.ObservationOptions | None = None,
+        timeout: timedelta = timedelta(minutes=2),
+    ) -> env_pb2.ForkResponse:
+        """Branch an episode."""
+        request = env_pb2.ForkRequest(
+            request_id=_new_id(),
+            episode_id=episode_id,
+            step_index=step_index,
+            fork_count=fork_count,
+            observation=observation,
+        )
+        return await self.stub.Fork(request, timeout=timeout.total_seconds())
+
+    async def frame_id(self, episode_id: str, *, timeout: timedelta = timedelta(minutes=1)) -> str:
+        """Return the id of the frame that an episode shows, without letting its guest run."""
+        options = env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_NONE)
+        request = env_pb2.ObserveRequest(episode_id=episode_id, observation=options)
+        answer = await self.stub.Observe(request, timeout=timeout.total_seconds())
+        return answer.observation.frame.frame_id
+
+    async def read_file(self, episode_id: str, path: str, *, timeout: timedelta = timedelta(minutes=2)) -> bytes:
+        """Return a guest file's content."""
+        request = env_pb2.ReadGuestFileRequest(episode_id=episode_id, path=path)
+        return (await self.stub.ReadGuestFile(request, timeout=timeout.total_seconds())).data
+
+    async def run_command(
+        self, episode_id: str, *argv: str, timeout: timedelta = timedelta(minutes=2)
+    ) -> env_pb2.RunGuestCommandResponse:
+        """Run a program in the guest."""
+        request = env_pb2.RunGuestCommandRequest(episode_id=episode_id, argv=argv)
+        return await self.stub.RunGuestCommand(request, timeout=timeout.total_seconds())
 
     async def evaluate(self, episode_id: str, *, timeout: timedelta = timedelta(minutes=5)) -> env_pb2.EvaluateResponse:
         """Score."""

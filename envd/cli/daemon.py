@@ -1,6 +1,6 @@
 """The composition root: makes every object of a daemon from its configuration, and unmakes them in reverse.
 
-`envd serve` keeps one running until it is told to stop; `envd demo` runs one in its own process.
+`envd serve` keeps one running until it is told to stop; `envd demo` and `envd bench` run one in their own process.
 """
 
 import asyncio
@@ -45,6 +45,7 @@ class Daemon:
 
     config: Config
     hypervisor: Hypervisor
+    pools: tuple[Pool, ...]
     service: EpisodeService
     server: ApiServer
     address: str
@@ -123,6 +124,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
         yield Daemon(
             config=config,
             hypervisor=hypervisor,
+            pools=tuple(pools),
             service=service,
             server=server,
             address=address,

@@ -122,7 +122,8 @@ class _Serving:
     def _announce(self, daemon: Daemon) -> None:
         self._say(f"hypervisor: {daemon.hypervisor.description}")
         if daemon.reaped:
-            self._say(f"removed {len(daemon.reaped)} machines of an earlier daemon: {', '.join(daemon.reaped)}")
+            what = "machine" if len(daemon.reaped) == 1 else "machines"
+            self._say(f"removed {len(daemon.reaped)} {what} of an earlier daemon: {', '.join(daemon.reaped)}")
         self._say(f"metrics on http://{daemon.metrics_address}/metrics")
         self._say(f"listening on {daemon.address}")
 
@@ -156,4 +157,6 @@ def progress_line(info: PoolInfo, *, size: int | None) -> str:
     # libvirt quotes whole command lines; the log has all of it.
     problem = f"; {textwrap.shorten(info.problem, _PROBLEM_CHARS)}" if info.problem else ""
     up_count = info.idle_count + info.leased_count
+    if not up_count and not info.template_digest:
+        return f"pool {info.name}: preparing the template that its machines are forked from{problem}"
     return f"pool {info.name}: {up_count} of {size} machines ready, {info.starting_count} starting{problem}"

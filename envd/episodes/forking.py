@@ -3,6 +3,7 @@
 The parent stands still only while it is frozen, and waits for nobody then. Knows no ledger and makes no episodes.
 """
 
+import asyncio
 from dataclasses import dataclass
 
 from envd.episodes.episode import Episode
@@ -102,7 +103,13 @@ async def _start_all(
     watch: Stopwatch,
     clock: Clock,
 ) -> ForkedGroup:
-    forks = await fork_all(pool, places, frozen, clock=clock)
+    # While QEMU starts: both take a tenth of a second or more.
+    encoding = asyncio.create_task(asyncio.to_thread(frozen.view.encode, command.observe), name="fork:encode")
+    try:
+        forks = await fork_all(pool, places, frozen, clock=clock)
+    finally:
+        # A failure of it comes again below, where the members are looked at.
+        await asyncio.gather(encoding, return_exceptions=True)
     members = await look_at_all(
         forks.machines,
         frozen=frozen,

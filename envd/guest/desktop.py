@@ -39,6 +39,10 @@ _POLL_S = 0.1
 _LONGEST_POLL_S = 1.0
 _SIGN_TIMEOUT_S = 5.0
 _READY_QUIET_MS = 500
+# A desktop at rest uses a few hundredths of a core, one that still starts services all of one; some never rest.
+_REST_S = 2.0
+_REST_SHARE = 0.15
+_REST_PATIENCE_S = 60.0
 
 # How long input may take to have its effect before what comes next relies on it, bounded. Two such cases: a click
 # gives a window the focus only after the window manager has had its turn, and keys that follow at once go to the old
@@ -96,7 +100,11 @@ class Desktop:
         return f"<Desktop of {self._channels.machine_id} {self._screen!r} {self._input!r}>"
 
     async def wait_ready(self, *, timeout_s: float) -> ReadyReport:
-        """Return once the agent answers, the session is up and the screen has settled. Raises: GuestUnresponsive."""
+        """Return once the agent answers, the session is up, the screen has settled and the guest computes no more.
+
+        Raises:
+            GuestUnresponsive: Not all of that, but for the last, within `timeout_s`.
+        """
         return await self._alive(self._wait_ready(timeout_s))
 
     @property
@@ -498,6 +506,7 @@ class Desktop:
                 session_s = time.monotonic() - began_s
                 missing = _Sign("the screen did not settle")
                 await self._poll(self._screen_is_quiet, missing)
+                await self._rest()
                 return ReadyReport(agent_s=agent_s, session_s=session_s, settled_s=time.monotonic() - began_s)
         except TimeoutError as error:
             raise GuestUnresponsive(
@@ -530,6 +539,16 @@ class Desktop:
     async def _screen_is_quiet(self) -> str:
         result = await self._settle(SettlePolicy(quiet_ms=_READY_QUIET_MS, max_ms=5000))
         return "" if result.settled else f"{result.change_count} changes in {result.settle_ms:.0f} ms"
+
+    async def _rest(self) -> None:
+        """Wait until the guest computes no more: what it does now every fork of it would do again. Bounded."""
+        deadline_s = time.monotonic() + _REST_PATIENCE_S
+        used_s = self._channels.processor_s()
+        while used_s is not None and time.monotonic() < deadline_s:
+            await asyncio.sleep(_REST_S)
+            before_s, used_s = used_s, self._channels.processor_s()
+            if used_s is None or used_s - before_s < _REST_SHARE * _REST_S:
+                return
 
     # Files
 

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 from uuid import uuid4
 
-# Read when the library is loaded. The embedded driver would tell our standard error about every tainted domain;
-# its errors reach us as exceptions anyway.
-os.environ.setdefault("LIBVIRT_LOG_OUTPUTS", "4:stderr")
+# Read when the library is loaded. The embedded driver would tell our standard error about every tainted domain and
+# every cgroup that is not there; what fails reaches us as exceptions. Set it to 1:stderr to see what libvirt does.
+os.environ.setdefault("LIBVIRT_LOG_OUTPUTS", "4:file:/dev/null")
 
 import libvirt
 
@@ -41,6 +41,7 @@ from envd.hypervisor.libvirt_xml import (
     MemoryFile,
     domain_name,
     domain_xml,
+    read_confinement,
     read_mark,
 )
 from envd.hypervisor.machine import Accelerator, Firmware, Machine, MachineSpec, Snapshot
@@ -109,6 +110,10 @@ class LibvirtHypervisor:
         self._choice = choice
         self._executor = executor
         self._tcg_cache_mib = tcg_cache_mib
+        self._confinement = None
+        if urlsplit(uri).path != "/embed":
+            capabilities = connection.getCapabilities()
+            self._confinement = read_confinement(capabilities, user_id=os.geteuid(), group_id=os.getegid())
         self._machines_dir = state_dir / "machines"
         self._machines: dict[str, LibvirtMachine] = {}
         self._loop = asyncio.get_running_loop()
@@ -311,6 +316,7 @@ class LibvirtHypervisor:
                 incoming=Incoming.NOTHING if snapshot is None else snapshot.incoming,
                 firmware=firmware,
                 tcg_cache_mib=self._tcg_cache_mib,
+                confinement=self._confinement,
             )
             flags = 0 if snapshot is None else libvirt.VIR_DOMAIN_START_PAUSED
             machine.started(await self.call(self._connection.createXML, xml, flags))

@@ -92,6 +92,16 @@ class MemoryFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Confinement:
+    """As whom a libvirtd is to run QEMU, and what else would keep it from our files."""
+
+    user_id: int
+    group_id: int
+    models: tuple[str, ...]
+    """Of the security models that the host has those that know nothing of files named on QEMU's command line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
     """Our signature in a domain's metadata."""
 
@@ -116,6 +126,7 @@ def domain_xml(
     incoming: Incoming = Incoming.NOTHING,
     firmware: FirmwareFiles | None = None,
     tcg_cache_mib: int = 0,
+    confinement: Confinement | None = None,
 ) -> str:
     """Return the domain's XML.
 
@@ -127,6 +138,7 @@ def domain_xml(
         accelerator: KVM or TCG.
         firmware: Needed for UEFI images.
         tcg_cache_mib: Bound of the translation cache under TCG; 0 for QEMU's default.
+        confinement: How a libvirtd confines it; None for the embedded driver, whose configuration is ours.
     """
     image = spec.image
     root = etree.Element("domain", {"type": accelerator.value if accelerator is Accelerator.KVM else "qemu"},
@@ -166,6 +178,12 @@ def domain_xml(
     add(root, "on_reboot", "restart")
     add(root, "on_crash", "destroy")
     _add_devices(root, spec, files)
+    if confinement is not None:
+        # Our own user, and no change of files' owners: templates and base disks belong to many machines.
+        label = add(root, "seclabel", type="static", model="dac", relabel="no")
+        add(label, "label", f"+{confinement.user_id}:+{confinement.group_id}")
+        for model in confinement.models:
+            add(root, "seclabel", type="none", model=model)
     command = add(root, f"{{{QEMU_NS}}}commandline")
     size_bytes = spec.memory_mib << 20
     arguments = [
@@ -254,6 +272,13 @@ def _add_devices(root: etree._Element, spec: MachineSpec, files: MachineFiles) -
     etree.SubElement(rng, "backend", {"model": "random"}).text = "/dev/urandom"
     # A balloon would let the host take back pages that a fork shares; Windows guests also suffer under it.
     add("memballoon", model="none")
+
+
+def read_confinement(capabilities: str, *, user_id: int, group_id: int) -> Confinement:
+    """Return how machines are to be labelled on a host, from libvirt's capabilities."""
+    models = etree.fromstring(capabilities.encode()).findall("host/secmodel/model")
+    names = {str(model.text) for model in models}
+    return Confinement(user_id=user_id, group_id=group_id, models=tuple(sorted(names & {"apparmor", "selinux"})))
 
 
 def read_mark(xml: str) -> Mark | None:

@@ -134,14 +134,20 @@ class LeasedMachine:
 
 async def freeze(leased: LeasedMachine, *, hypervisor: Hypervisor) -> FrozenDesktop:
     """Freeze a machine's state and what it shows, of one instant; see `Pool.freeze`."""
-    snapshot: Snapshot | None = None
+    capturing: asyncio.Task[Snapshot] | None = None
     try:
         async with leased.standing_still():
-            view = await leased.desktop.view()
-            snapshot = await hypervisor.capture(leased.machine)
+            # Beside each other: an idle display answers after a tenth of a second, and copying takes as long.
+            capturing = asyncio.create_task(hypervisor.capture(leased.machine), name=f"capture:{leased.machine_id}")
+            try:
+                view = await leased.desktop.view()
+            finally:
+                # The machine must not go on before it was copied.
+                await uncancelled(asyncio.wait({capturing}))
+            snapshot = capturing.result()
     except BaseException:
-        if snapshot is not None:
-            await uncancelled(snapshot.discard())
+        if capturing is not None and not capturing.cancelled() and capturing.exception() is None:
+            await uncancelled(capturing.result().discard())
         raise
     return FrozenDesktop(snapshot=snapshot, view=view)
 

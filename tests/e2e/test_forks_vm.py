@@ -221,7 +221,7 @@ def test_a_damaged_template_is_refused_by_name_and_a_new_one_booted(short_dir: P
     (copy / "memory.ram").write_bytes(b"\1" * 4096)
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "memory_path": str(copy / "memory.ram")}))
     served = ServedDaemon(short_dir / "c", CONFIG.format(template_dir=copy))
-    served.wait_for(r"(0 of 2 machines ready)")
+    served.wait_for(r"pool desktop: (preparing) the template")
     deadline_s = time.monotonic() + 60
     while "the stored template is not used" not in (log := served.log_file.read_text()):
         assert time.monotonic() < deadline_s, log

@@ -23,8 +23,11 @@ STARTING = PoolInfo(
 
 
 def test_a_pool_is_told_from_its_first_machine_to_its_last() -> None:
-    assert progress_line(STARTING, size=2) == "pool desktop: 0 of 2 machines ready, 2 starting"
-    one_up = replace(STARTING, idle_count=1, starting_count=1)
+    preparing = "pool desktop: preparing the template that its machines are forked from"
+    assert progress_line(STARTING, size=2) == preparing
+    forking = replace(STARTING, template_digest="d1")
+    assert progress_line(forking, size=2) == "pool desktop: 0 of 2 machines ready, 2 starting"
+    one_up = replace(forking, idle_count=1, starting_count=1)
     assert progress_line(one_up, size=2) == "pool desktop: 1 of 2 machines ready, 1 starting"
     assert progress_line(replace(STARTING, idle_count=2), size=2) == "pool desktop: ready, 2 machines of image debian"
 
@@ -43,6 +46,6 @@ def test_a_pool_that_was_ready_is_told_no_more() -> None:
 
 
 def test_a_problem_is_told_in_brief() -> None:
-    line = progress_line(replace(STARTING, problem="qemu " + "--flag " * 500), size=2)
+    line = progress_line(replace(STARTING, template_digest="d1", problem="qemu " + "--flag " * 500), size=2)
     assert line.startswith("pool desktop: 0 of 2 machines ready, 2 starting; qemu --flag")
     assert len(line) < 320

@@ -99,9 +99,14 @@ class FakeChannels:
     pings_to_miss: int = 2
     commands: list[tuple[str, Any]] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
+    guest_exit_code: int = 0
+    processor_readings: list[float] = field(default_factory=list)
 
     def processor_s(self) -> float | None:
-        return None
+        """The next reading, and the last one for ever; unknown where none is scripted."""
+        if len(self.processor_readings) > 1:
+            return self.processor_readings.pop(0)
+        return self.processor_readings[0] if self.processor_readings else None
 
     async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self.lost.is_set():
@@ -119,7 +124,11 @@ class FakeChannels:
             case "guest-exec":
                 return {"pid": 1}
             case "guest-exec-status":
-                return {"exited": True, "exitcode": 0, "out-data": base64.b64encode(b"root").decode()}
+                return {
+                    "exited": True,
+                    "exitcode": self.guest_exit_code,
+                    "out-data": base64.b64encode(b"root").decode(),
+                }
             case "guest-file-open":
                 assert arguments
                 path = str(arguments["path"])
@@ -509,3 +518,77 @@ async def test_cancelling_a_caller_leaves_the_desktop_usable(desk: Desktop, chan
         await task
     assert (await desk.settle(QUICK)).settled
     assert channels.display.connection_count == 1
+
+
+# Forks
+
+
+@pytest.fixture
+async def asleep(desk: Desktop, channels: FakeChannels) -> AsyncIterator[tuple[Desktop, FakeChannels]]:
+    """A fork of the desktop, whose machine has not run since; what it was forked from moved the pointer."""
+    await desk.act(Move(to=Point(30, 40)))
+    await desk.act(KeyDown(key="shift"))
+    wires = FakeChannels(machine_id="m2", pings_to_miss=0)
+    fork = Desktop(wires, view=await desk.view())
+    yield fork, wires
+    await fork.close()
+    await wires.display.close()
+
+
+async def test_a_fork_that_sleeps_shows_its_view_without_being_connected_to(
+    asleep: tuple[Desktop, FakeChannels], desk: Desktop
+) -> None:
+    fork, wires = asleep
+    seen = await fork.observe(ObservationOptions())
+    assert seen.frame.data == (await desk.observe(ObservationOptions())).frame.data
+    assert (await fork.observe(ObservationOptions())).frame is seen.frame, "the same frame is encoded once"
+    settled = await fork.settle(SettlePolicy(quiet_ms=10_000))
+    assert (settled.settled, settled.settle_ms) == (True, 0.0)
+    assert fork.screen_size == (640, 480)
+    assert await fork.view() is await fork.view()
+    assert fork.is_asleep
+    assert (wires.commands, wires.display.connection_count) == ([], 0)
+
+
+async def test_a_fork_that_woke_is_a_desktop_like_any_other(asleep: tuple[Desktop, FakeChannels]) -> None:
+    fork, wires = asleep
+    await fork.wake()
+    told = [command for command, _ in wires.commands]
+    assert told.index("guest-exec") > told.index("guest-file-write")
+    assert not fork.is_asleep
+    assert wires.display.connection_count == 1
+    await fork.wake()
+    assert [command for command, _ in wires.commands] == told, "it woke twice"
+    assert (await fork.settle(QUICK)).settled
+    # What is held down on the parent is held down on its fork.
+    assert (await fork.view()).inputs.pointer == Point(30, 40)
+    assert [key.scancode for key in (await fork.view()).inputs.keys] != []
+    await fork.release_inputs()
+    assert (await fork.view()).inputs.keys == ()
+
+
+async def test_a_fork_that_cannot_be_given_its_identity_stays_asleep(asleep: tuple[Desktop, FakeChannels]) -> None:
+    fork, wires = asleep
+    wires.guest_exit_code = 1
+    with pytest.raises(GuestError, match="m2 could not be given the time"):
+        await fork.wake()
+    assert fork.is_asleep
+
+
+async def test_a_guest_that_still_computes_is_not_frozen_yet(
+    desk: Desktop, channels: FakeChannels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desktop_module, "_REST_S", 0.01)
+    channels.processor_readings = [0.0, 1.0, 2.0, 3.0, 3.0]
+    await desk.wait_ready(timeout_s=5)
+    assert channels.processor_readings == [3.0]
+
+
+async def test_a_guest_that_always_computes_is_waited_for_no_longer_than_a_bound(
+    desk: Desktop, channels: FakeChannels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desktop_module, "_REST_S", 0.01)
+    monkeypatch.setattr(desktop_module, "_REST_PATIENCE_S", 0.05)
+    channels.processor_readings = [float(reading) for reading in range(1000)]
+    await desk.wait_ready(timeout_s=5)
+    assert len(channels.processor_readings) > 900

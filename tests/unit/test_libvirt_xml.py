@@ -1,16 +1,24 @@
 """What libvirt is told of a machine, and what is read back."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from lxml import etree
 
 from envd.hypervisor.libvirt_xml import (
+    Confinement,
     FirmwareFiles,
+    Incoming,
     MachineFiles,
+    Memory,
+    MemoryFile,
     domain_name,
     domain_xml,
     parse_forwarded_port,
+    read_confinement,
     read_mark,
 )
 from envd.hypervisor.machine import Accelerator, DiskImage, Firmware, GuestOs, MachineSpec
@@ -35,10 +43,35 @@ WINDOWS = DiskImage(
 OVMF = FirmwareFiles(code=Path("/fw/CODE.fd"), vars_template=Path("/fw/VARS.fd"))
 
 
-def xml(image: DiskImage = LINUX, *, accelerator: Accelerator = Accelerator.TCG, **more: int) -> etree._Element:
-    spec = MachineSpec(machine_id="m1", image=image, screen_width_px=1024, screen_height_px=768)
-    firmware = OVMF if image.firmware is Firmware.UEFI else None
-    text = domain_xml(spec, owner="abcd", files=FILES, accelerator=accelerator, firmware=firmware, **more)
+GENERATION = UUID("00000000-0000-4000-8000-000000000001")
+QEMU = "{http://libvirt.org/schemas/domain/qemu/1.0}"
+
+
+def xml(
+    image: DiskImage = LINUX,
+    *,
+    machine_id: str = "m1",
+    files: MachineFiles = FILES,
+    accelerator: Accelerator = Accelerator.TCG,
+    memory: MemoryFile | None = None,
+    incoming: Incoming = Incoming.NOTHING,
+    firmware: FirmwareFiles | None = OVMF,
+    tcg_cache_mib: int = 0,
+    confinement: Confinement | None = None,
+) -> etree._Element:
+    spec = MachineSpec(machine_id=machine_id, image=image, screen_width_px=1024, screen_height_px=768)
+    text = domain_xml(
+        spec,
+        owner="abcd",
+        files=files,
+        accelerator=accelerator,
+        memory=memory or MemoryFile(path=Path("/templates/m1.ram")),
+        generation=GENERATION,
+        incoming=incoming,
+        firmware=firmware,
+        tcg_cache_mib=tcg_cache_mib,
+        confinement=confinement,
+    )
     return etree.fromstring(text)
 
 
@@ -77,13 +110,52 @@ def test_the_display_is_a_unix_socket_of_the_wanted_size() -> None:
     assert attributes(root, "devices/video/model/resolution") == {"x": "1024", "y": "768"}
 
 
-def test_every_machine_has_a_machine_id_of_its_own() -> None:
+def test_all_machines_of_an_image_boot_with_one_machine_id_for_forks_get_their_own_when_they_wake() -> None:
     command_line = text_of(xml(), "os/cmdline") or ""
-    assert command_line.startswith("root=/dev/vda quiet systemd.machine_id=")
-    other = MachineFiles(directory=Path("/state/machines/m2"))
-    spec = MachineSpec(machine_id="m2", image=LINUX)
-    second = etree.fromstring(domain_xml(spec, owner="abcd", files=other, accelerator=Accelerator.TCG))
-    assert text_of(second, "os/cmdline") != command_line
+    assert re.fullmatch(r"root=/dev/vda quiet systemd\.machine_id=[0-9a-f]{32}", command_line)
+    assert text_of(xml(machine_id="m2"), "os/cmdline") == command_line
+    assert text_of(xml(replace(LINUX, digest="f" * 64)), "os/cmdline") != command_line
+
+
+def test_a_booting_machine_shares_its_memory_file_and_a_fork_keeps_what_it_writes_to_itself() -> None:
+    booting = qemu_arguments(xml())
+    assert f"memory-backend-file,id=env.ram,size={1024 << 20},mem-path=/templates/m1.ram,share=on" in booting
+    assert "memory-backend=env.ram" in booting
+    assert "-incoming" not in booting
+    frozen = MemoryFile(path=Path("/templates/a,b.ram"), mode=Memory.PRIVATE)
+    fork = qemu_arguments(xml(memory=frozen, incoming=Incoming.STATE))
+    assert "mem-path=/templates/a,,b.ram,share=off" in fork
+    assert "-incoming defer" in fork
+    assert "send-configuration" not in fork
+
+
+def test_the_state_of_a_captured_machine_does_not_describe_the_machine() -> None:
+    fork = qemu_arguments(xml(incoming=Incoming.DEVICES))
+    assert "-incoming defer -global migration.send-configuration=off" in fork
+
+
+def test_the_guest_can_see_that_it_is_another_generation() -> None:
+    assert text_of(xml(), "genid") == str(GENERATION)
+
+
+def test_libvirt_is_kept_from_asking_for_every_processor_feature_on_its_own() -> None:
+    removed = [element.get("capability") for element in xml().iter(f"{QEMU}del")]
+    assert removed == ["cpu-unavailable-features"]
+
+
+def test_a_libvirtd_runs_machines_as_our_user_and_leaves_the_owners_of_files_alone() -> None:
+    capabilities = """<capabilities><host>
+        <secmodel><model>none</model></secmodel><secmodel><model>apparmor</model></secmodel>
+        <secmodel><model>dac</model><baselabel type='kvm'>+64055:+64055</baselabel></secmodel>
+    </host></capabilities>"""
+    confinement = read_confinement(capabilities, user_id=7, group_id=8)
+    root = xml(confinement=confinement)
+    assert [dict(label.attrib) for label in root.iter("seclabel")] == [
+        {"type": "static", "model": "dac", "relabel": "no"},
+        {"type": "none", "model": "apparmor"},
+    ]
+    assert text_of(root, "seclabel/label") == "+7:+8"
+    assert xml().find("seclabel") is None
 
 
 def test_a_uefi_machine_has_variables_of_its_own() -> None:
@@ -95,9 +167,8 @@ def test_a_uefi_machine_has_variables_of_its_own() -> None:
 
 
 def test_a_uefi_machine_without_firmware_is_refused() -> None:
-    spec = MachineSpec(machine_id="m1", image=WINDOWS)
     with pytest.raises(ValueError, match="win11 boots by UEFI"):
-        domain_xml(spec, owner="abcd", files=FILES, accelerator=Accelerator.TCG)
+        xml(WINDOWS, firmware=None)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +185,7 @@ def test_the_translation_cache_is_bounded_under_tcg_only() -> None:
 
 
 def test_commas_in_paths_do_not_become_options() -> None:
-    files = MachineFiles(directory=Path("/state/a,readonly=on/m1"))
-    spec = MachineSpec(machine_id="m1", image=LINUX)
-    root = etree.fromstring(domain_xml(spec, owner="abcd", files=files, accelerator=Accelerator.TCG))
+    root = xml(files=MachineFiles(directory=Path("/state/a,readonly=on/m1")))
     assert "path=/state/a,,readonly=on/m1/agent.sock" in qemu_arguments(root)
 
 

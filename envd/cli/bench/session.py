@@ -1,0 +1,221 @@
+"""Where a benchmark runs: a daemon of its own with one pool, a client on it, and the end of both on a signal."""
+
+import asyncio
+import os
+import platform
+import re
+import secrets
+import signal
+import textwrap
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+import uvloop
+
+from envd.api.driver import EpisodeDriver, ResetResponse, failures_explained
+from envd.cli.daemon import Daemon, open_daemon
+from envd.cli.image import stop_on_sigterm
+from envd.cli.output import Report, progress
+from envd.cli.version import envd_version
+from envd.config import DEFAULT_IMAGE, Config, PoolConfig
+from envd.errors import EnvdError, GuestUnresponsive
+from envd.hypervisor.images.build import build_image
+from envd.hypervisor.images.catalogue import ImageCatalogue
+from envd.hypervisor.images.recipe import desktop_recipe
+from envd.hypervisor.machine import Accelerator, Snapshot
+from envd.pool.pool import Pool
+
+T = TypeVar("T")
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class BenchFailed(EnvdError):
+    """The service answered, and not as it must: what was measured would mean nothing."""
+
+    reason = "BENCH_FAILED"
+
+
+class Steps:
+    """Tells how far a benchmark is."""
+
+    def __init__(self, report: Report, count: int) -> None:
+        self._report = report
+        self._count = count
+        self._done = 0
+
+    def begin(self, stage: str) -> None:
+        """Tell what is done next."""
+        self._report(stage, min(1.0, self._done / self._count))
+
+    def done(self, stage: str) -> None:
+        """Tell that one step of a stage is done."""
+        self._done += 1
+        self.begin(stage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """A daemon with one pool, and a connection to it."""
+
+    daemon: Daemon
+    driver: EpisodeDriver
+    pool: Pool
+
+    @property
+    def is_fake(self) -> bool:
+        """Whether no guest runs, so that there is no process to measure."""
+        return self.daemon.hypervisor.accelerator is Accelerator.FAKE
+
+    @property
+    def state_dir(self) -> Path:
+        """The daemon's."""
+        return self.daemon.config.state_dir
+
+    @property
+    def template(self) -> Snapshot:
+        """What the pool's machines are forked from. Raises: BenchFailed: there is none yet."""
+        if self.pool.template is None:
+            raise BenchFailed(f"pool {self.pool.name} has no template")
+        return self.pool.template.snapshot
+
+    async def refilled(self) -> None:
+        """Return when all of the pool's standby machines are ready, and nothing else of it is there.
+
+        Raises:
+            GuestUnresponsive: They do not come up.
+        """
+        # A template is booted first where none is stored.
+        timeout_s = 60 + 2 * self.pool.settings.boot_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    changed = self.pool.changes.next
+                    now = self.pool.statistics()
+                    others = now.starting_count + now.dying_count + now.leased_count
+                    if now.idle_count == self.pool.settings.idle_target and not others:
+                        return
+                    await changed.wait()
+        except TimeoutError as error:
+            raise GuestUnresponsive(f"not ready after {timeout_s:g} s: {self.pool!r}") from error
+
+    async def reset(self, task_id: str, *, group_size: int = 1) -> ResetResponse:
+        """Open a group of episodes, whose first frames are whole PNG images. Raises: BenchFailed: one is not."""
+        opened = await self.driver.reset(task_id, pool=self.pool.name, group_size=group_size)
+        if len(opened.observations) != group_size or not all(
+            seen.frame.keyframe.data.startswith(_PNG) for seen in opened.observations
+        ):
+            raise BenchFailed(f"reset to {task_id} did not answer with {group_size} first frames as PNG")
+        return opened
+
+    def conditions(self, **more: object) -> dict[str, object]:
+        """Return where this runs, and on what."""
+        spec = self.template.spec
+        return {
+            "accelerator": self.daemon.hypervisor.accelerator.value,
+            # Without the driver's root directory, which says where and not what.
+            "hypervisor": re.sub(r"\?root=[^,\s]+", "", self.daemon.hypervisor.description),
+            "host_core_count": os.cpu_count(),
+            "host_memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
+            "host_load_average": round(os.getloadavg()[0], 2),
+            "kernel": platform.release(),
+            "image": spec.image.name,
+            "guest_memory_mib": spec.memory_mib,
+            "guest_vcpu_count": spec.vcpu_count,
+            "screen_px": f"{spec.screen_width_px}x{spec.screen_height_px}",
+            "envd": envd_version(),
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            **more,
+        }
+
+
+def bench_config(settings: Config, *, standby_count: int, capacity: int) -> Config:
+    """Return settings for a daemon of a benchmark's own: one pool, free ports, and state apart from a served one."""
+    pool = settings.pools.get(DEFAULT_IMAGE, PoolConfig(image=DEFAULT_IMAGE))
+    own = {"size": standby_count, "capacity": capacity, "allow_guest_access": True, "always_running": False}
+    # An embedded driver's root has one user at a time; left out, it follows the state directory.
+    uri = "" if settings.hypervisor.uri.startswith("qemu:///embed") else settings.hypervisor.uri
+    return settings.model_copy(
+        update={
+            "listen": "127.0.0.1:0",
+            "metrics_listen": "127.0.0.1:0",
+            "state_dir": settings.state_dir / "bench",
+            "hypervisor": settings.hypervisor.model_copy(update={"uri": uri}),
+            "pools": {DEFAULT_IMAGE: pool.model_copy(update=own)},
+        }
+    )
+
+
+@asynccontextmanager
+async def open_bench(config: Config, *, steps: Steps) -> AsyncIterator[Bench]:
+    """Serve, connect, and wait until all standby machines are ready; at the end nothing of it is left.
+
+    Raises:
+        See `open_daemon` and `Bench.refilled`; CallError: the service answered a failure inside the block.
+    """
+    steps.begin("starting")
+    async with open_daemon(config) as daemon, EpisodeDriver(daemon.address) as driver:
+        bench = Bench(daemon=daemon, driver=driver, pool=daemon.pools[0])
+        telling = asyncio.create_task(_tell_pool(bench, steps), name="bench:pool")
+        try:
+            await bench.refilled()
+        finally:
+            telling.cancel()
+            await asyncio.wait({telling})
+        with failures_explained():
+            yield bench
+        steps.begin("destroying machines")
+
+
+async def _tell_pool(bench: Bench, steps: Steps) -> None:
+    while True:
+        changed = bench.pool.changes.next
+        steps.begin(textwrap.shorten(str(bench.pool.statistics()), 200))
+        await changed.wait()
+
+
+def new_machine_id() -> str:
+    """Return an id for a machine that a benchmark makes itself."""
+    return f"bench-{secrets.token_hex(4)}"
+
+
+def ensure_image(settings: Config) -> None:
+    """Build the image that is measured if it is not there. Raises: ImageError."""
+    if settings.hypervisor_uri == "fake":
+        return
+    stop_on_sigterm()
+    with progress(f"image {DEFAULT_IMAGE}") as report:
+        build_image(desktop_recipe(), ImageCatalogue(settings.cache_dir), progress=report)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run a benchmark; on SIGTERM or Ctrl-C its machines go first, then the process exits as the signal says."""
+    received: list[int] = []
+
+    async def until_told() -> T:
+        task = asyncio.ensure_future(work)
+        loop = asyncio.get_running_loop()
+
+        def stop(number: int) -> None:
+            received.append(number)
+            task.cancel()
+
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, stop, number)
+        try:
+            return await task
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    try:
+        return uvloop.run(until_told())
+    except asyncio.CancelledError as cancelled:
+        raise typer.Exit(128 + received[0] if received else 1) from cancelled

@@ -1,0 +1,90 @@
+"""What a fork is given before anything else runs in it."""
+
+import asyncio
+import base64
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from envd.errors import GuestError, MachineLost
+from envd.guest.agent import GuestAgent
+from envd.guest.channels import JsonValue
+from envd.guest.wake import guest_machine_id, renew_identity
+
+
+class ScriptedGuest:
+    """An agent that keeps what it is asked to write and to run."""
+
+    machine_id = "m-1"
+    guestd_url = None
+    lost_reason = ""
+
+    def __init__(self, *, exit_code: int = 0) -> None:
+        self.lost = asyncio.Event()
+        self.files: dict[str, bytes] = {}
+        self.ran: list[list[str]] = []
+        self.asked: list[str] = []
+        self.time_ns = 0
+        self._exit_code = exit_code
+        self._open = ""
+
+    def processor_s(self) -> float | None:
+        return None
+
+    async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        raise MachineLost("no display here")
+
+    async def agent_command(
+        self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float
+    ) -> JsonValue:
+        fields: dict[str, Any] = dict(arguments or {})
+        self.asked.append(command)
+        match command:
+            case "guest-file-open":
+                self._open = fields["path"]
+                return 1
+            case "guest-file-write":
+                data = base64.b64decode(fields["buf-b64"])
+                self.files[self._open] = self.files.get(self._open, b"") + data
+                return {"count": len(data), "eof": False}
+            case "guest-exec":
+                self.ran.append([fields["path"], *fields["arg"]])
+                return {"pid": 1}
+            case "guest-exec-status":
+                return {"exited": True, "exitcode": self._exit_code, "err-data": base64.b64encode(b"no").decode()}
+            case "guest-set-time":
+                self.time_ns = fields["time"]
+        return {}
+
+
+async def test_a_fork_gets_the_hosts_time_an_id_of_its_own_and_fresh_entropy() -> None:
+    seeds = []
+    for machine_id in ("desktop-1", "desktop-2"):
+        guest = ScriptedGuest()
+        await renew_identity(GuestAgent(guest), machine_id=machine_id, windows=False)
+        assert guest.files["/etc/machine-id"] == f"{guest_machine_id(machine_id)}\n".encode()
+        ((*command, moment),) = guest.ran
+        assert command == ["/bin/date", "-u", "-s"]
+        assert abs(float(moment.removeprefix("@")) - time.time()) < 5
+        seeds.append(guest.files["/dev/urandom"])
+    assert len({len(seed) for seed in seeds} | {64}) == 1
+    assert seeds[0] != seeds[1]
+
+
+def test_a_machine_keeps_its_id_and_two_have_two() -> None:
+    assert guest_machine_id("a") == guest_machine_id("a") != guest_machine_id("b")
+    assert len(guest_machine_id("a")) == 32
+
+
+async def test_a_fork_whose_clock_cannot_be_set_is_refused_with_what_the_guest_said() -> None:
+    with pytest.raises(GuestError, match=r"m-9 could not be given the time \(exit 1\): no"):
+        await renew_identity(GuestAgent(ScriptedGuest(exit_code=1)), machine_id="m-9", windows=False)
+
+
+async def test_a_windows_guest_is_given_the_time_alone() -> None:
+    guest = ScriptedGuest()
+    await renew_identity(GuestAgent(guest), machine_id="m-9", windows=True)
+    assert guest.asked == ["guest-set-time"]
+    assert abs(guest.time_ns / 1e9 - time.time()) < 5
