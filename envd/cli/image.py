@@ -11,6 +11,7 @@ from rich.table import Table
 
 from envd.cli.options import CacheDir, ConfigFile, Json, load_config
 from envd.cli.output import emit_json, err, friendly, out, progress
+from envd.cli.templates import app as templates_app
 from envd.errors import ConfigError
 from envd.hypervisor.images.build import build_image
 from envd.hypervisor.images.catalogue import Image, ImageCatalogue
@@ -18,6 +19,7 @@ from envd.hypervisor.images.recipe import desktop_recipe
 from envd.hypervisor.machine import Firmware, GuestOs
 
 app = typer.Typer(no_args_is_help=True, help="Build, import and look at guest images.")
+app.add_typer(templates_app, name="templates")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="An image, by NAME or NAME@DIGEST.")]
 

@@ -1,0 +1,99 @@
+"""`envd image templates`: look at the frozen machines that pools fork from, and give their disk space back."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from envd.cli.options import ConfigFile, Json, StateDir, load_config
+from envd.cli.output import emit_json, err, friendly, out
+from envd.cli.statelock import locked
+from envd.config import Config
+from envd.errors import ConfigError
+from envd.hypervisor.templates import StoredTemplate, TemplateStore
+
+app = typer.Typer(no_args_is_help=True, help="List and prune the templates that machines are forked from.")
+
+_GIB = 1 << 30
+
+
+@app.command("list")
+@friendly
+def list_(*, config: ConfigFile = None, state_dir: StateDir = None, as_json: Json = False) -> None:
+    """List the stored templates, the least recently used first."""
+    settings = load_config(config, state_dir=state_dir)
+    # Looking must not make a directory.
+    templates = list(_store(settings).all()) if settings.template_dir.exists() else []
+    if as_json:
+        emit_json({"directory": str(settings.template_dir), "templates": [_fields(t) for t in templates]})
+        return
+    if not templates:
+        err.print(f"no templates in {settings.template_dir}; the first pool of an image makes one", soft_wrap=True)
+        return
+    table = Table("key", "image", "memory", "vcpus", "screen", "accel", "size", "last used", box=None, pad_edge=False)
+    for template in templates:
+        manifest = template.manifest
+        table.add_row(
+            manifest.key,
+            f"{manifest.image}@{manifest.image_digest[:8]}",
+            f"{manifest.memory_mib} MiB",
+            str(manifest.vcpu_count),
+            manifest.screen,
+            manifest.accelerator,
+            f"{template.size_bytes / (1 << 20):.0f} MiB",
+            _time(template.use_time_s).replace("T", " ")[:16],
+        )
+    out.print(table)
+
+
+@app.command("prune")
+@friendly
+def prune(
+    *,
+    limit_gib: Annotated[
+        float | None,
+        typer.Option("--limit-gib", min=0, help="What may stay, in GiB.", show_default="hypervisor.template_limit_gib"),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Let none stay.")] = False,
+    config: ConfigFile = None,
+    state_dir: StateDir = None,
+    as_json: Json = False,
+) -> None:
+    """Remove the least recently used templates until the others fit. Not while a daemon runs on this state."""
+    settings = load_config(config, state_dir=state_dir)
+    if everything and limit_gib is not None:
+        raise ConfigError("--all and --limit-gib contradict each other; give one of them")
+    if everything:
+        limit_bytes = 0
+    else:
+        limit_bytes = settings.hypervisor.template_limit_bytes if limit_gib is None else round(limit_gib * _GIB)
+    removed: list[StoredTemplate] = []
+    if settings.template_dir.exists():
+        with locked(settings.state_dir):
+            store = _store(settings)
+            before = {template.manifest.key: template for template in store.all()}
+            removed = [before[key] for key in store.prune(limit_bytes=limit_bytes)]
+    freed_bytes = sum(template.size_bytes for template in removed)
+    if as_json:
+        emit_json({"removed": [_fields(template) for template in removed], "freed_bytes": freed_bytes})
+    else:
+        out.print(f"removed {_names(removed)}, {freed_bytes / (1 << 20):.0f} MiB", soft_wrap=True)
+
+
+def _store(settings: Config) -> TemplateStore:
+    return TemplateStore(settings.template_dir, limit_bytes=settings.hypervisor.template_limit_bytes)
+
+
+def _names(templates: Iterable[StoredTemplate]) -> str:
+    return ", ".join(f"{template.manifest.key} ({template.manifest.image})" for template in templates) or "none"
+
+
+def _fields(template: StoredTemplate) -> dict[str, object]:
+    fields = template.manifest.model_dump(exclude={"notes", "format"})
+    return {**fields, "size_bytes": template.size_bytes, "last_use_time": _time(template.use_time_s)}
+
+
+def _time(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="seconds")
