@@ -19,9 +19,11 @@ from envd.api.server import MAX_MESSAGE_BYTES
 from envd.errors import EnvdError
 from envd.guest.actions import Action
 
-#: What `EpisodeDriver.reset` and `fork` return, for those who may not name the bindings.
+#: What `EpisodeDriver.reset` and `fork` return and hold, for those who may not name the bindings.
 ResetResponse = env_pb2.ResetResponse
 ForkResponse = env_pb2.ForkResponse
+#: What an agent sees.
+Seen = env_pb2.Observation
 
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub

@@ -1,6 +1,8 @@
-"""`envd demo`: show on real machines that a task can be solved, and that doing nothing does not solve it.
+"""`envd demo`: show on real machines what forks are good for, and that rewards are earned.
 
-It serves a pool of two in its own process, drives two episodes over real gRPC, and leaves the evidence in a directory.
+A group of four begins in one state of one task. One member solves it, one does nothing, and two are branched where
+they stand in the middle: one branch goes on where its parent stops, the other goes astray while its parent goes on.
+All of it goes over real gRPC to a pool in this process; the evidence is left in a directory.
 """
 
 import asyncio
@@ -16,7 +18,7 @@ import typer
 import uvloop
 from rich.table import Table
 
-from envd.api.driver import EpisodeDriver, ResetResponse, failures_explained
+from envd.api.driver import EpisodeDriver, ForkResponse, ResetResponse, Seen, failures_explained
 from envd.cli.daemon import Daemon, open_daemon
 from envd.cli.demo_report import CheckRecord, DemoDirectory, DemoReport, EpisodeRecord, StepRecord
 from envd.cli.image import stop_on_sigterm
@@ -26,18 +28,24 @@ from envd.cli.serve import is_ready, progress_line
 from envd.cli.suites import load_tasks
 from envd.config import DEFAULT_IMAGE, Config, PoolConfig
 from envd.errors import ConfigError
-from envd.guest.actions import Action, Done, Wait
+from envd.guest.actions import Action, Done, TypeText, Wait
 from envd.hypervisor.images.build import build_image
 from envd.hypervisor.images.catalogue import ImageCatalogue
 from envd.hypervisor.images.recipe import desktop_recipe
+from envd.hypervisor.machine import Accelerator as AcceleratorKind
 from envd.tasks.model import Task
 from envd.tasks.replay import replay
 from envd.telemetry import logs
 
 DEFAULT_TASK, DEFAULT_FAKE_TASK = "desktop/save-shopping-list", "fake/save-note"
-_POOL_SIZE = 2
-#: Two machines may boot under TCG on a small host first.
+#: Machines kept ready: one is set up, the others of its group are forked from it.
+_POOL_SIZE = 1
+#: Four members, two branches, and a spare that takes the place of the one that was handed out.
+_CAPACITY = 7
+#: The template may boot under TCG on a small host first.
 _RESET_TIMEOUT = timedelta(minutes=20)
+
+Steps = tuple[tuple[Action, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +53,39 @@ class Policy:
     """What one episode does, and the reward that it must get."""
 
     name: str
-    steps: tuple[tuple[Action, ...], ...]
+    steps: Steps
     expected_reward: float
 
 
-def policies_for(task: Task) -> tuple[Policy, Policy]:
-    """Return the policy that solves `task` and the one that does nothing."""
-    nothing: tuple[tuple[Action, ...], ...] = ((Wait(duration_s=1.0),), (Done(),))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One of the group: what it does, and the branch that leaves it on the way, if one does."""
+
+    policy: Policy
+    branch: Policy | None = None
+    branch_at: int = 0
+    """Steps before the branch."""
+
+
+def members_for(task: Task) -> tuple[Member, ...]:
+    """Return the group of `task`: the oracle, one that does nothing, and two that are branched half way."""
+    stop: Steps = ((Done(),),)
+    astray: Steps = ((TypeText(text="astray "), Wait(duration_s=1.0)), (Done(),))
+    half = len(task.oracle) // 2
+    start, rest = task.oracle[:half], task.oracle[half:]
     return (
-        Policy(name="oracle", steps=task.oracle, expected_reward=1.0),
-        Policy(name="null", steps=nothing, expected_reward=0.0),
+        Member(policy=Policy(name="oracle", steps=task.oracle, expected_reward=1.0)),
+        Member(policy=Policy(name="null", steps=((Wait(duration_s=1.0),), *stop), expected_reward=0.0)),
+        Member(
+            policy=Policy(name="stops", steps=(*start, *stop), expected_reward=0.0),
+            branch=Policy(name="stops-branch-solves", steps=rest, expected_reward=1.0),
+            branch_at=half,
+        ),
+        Member(
+            policy=Policy(name="solves", steps=task.oracle, expected_reward=1.0),
+            branch=Policy(name="solves-branch-strays", steps=astray, expected_reward=0.0),
+            branch_at=half,
+        ),
     )
 
 
@@ -72,7 +103,7 @@ def demo(
     accelerator: Accelerator = None,
     as_json: Json = False,
 ) -> None:
-    """Run a solved and an idle episode on real machines; fail unless their rewards are 1.0 and 0.0."""
+    """Fork a group of four desktops from one task state, branch two of them, and check every reward."""
     settings = load_config(
         config, state_dir=state_dir, cache_dir=cache_dir, hypervisor=hypervisor, accelerator=accelerator
     )
@@ -99,9 +130,9 @@ def demo(
 
 
 def demo_config(settings: Config) -> Config:
-    """Return settings for a daemon of a demo's own: two machines, free ports, and state apart from a served one."""
+    """Return settings for a daemon of a demo's own: few machines, free ports, and state apart from a served one."""
     pool = settings.pools.get(DEFAULT_IMAGE, PoolConfig(image=DEFAULT_IMAGE))
-    pool = pool.model_copy(update={"size": _POOL_SIZE, "capacity": _POOL_SIZE, "max_starting": _POOL_SIZE})
+    pool = pool.model_copy(update={"size": _POOL_SIZE, "capacity": _CAPACITY})
     return settings.model_copy(
         update={
             "listen": "127.0.0.1:0",
@@ -144,7 +175,8 @@ async def _run(config: Config, task: Task, directory: DemoDirectory, *, image_s:
         try:
             async with EpisodeDriver(daemon.address) as driver:
                 with failures_explained():
-                    episodes = await _play_both(driver, task, directory)
+                    is_real = daemon.hypervisor.accelerator is not AcceleratorKind.FAKE
+                    group = await _play_group(driver, task, directory, is_real=is_real)
         finally:
             telling.cancel()
             await asyncio.gather(telling, return_exceptions=True)
@@ -156,77 +188,132 @@ async def _run(config: Config, task: Task, directory: DemoDirectory, *, image_s:
         accelerator=daemon.hypervisor.accelerator.value,
         hypervisor=daemon.hypervisor.description,
         timings_s={"image": image_s, "daemon": played_s, "shutdown": time.monotonic() - began_s - played_s},
-        episodes=episodes,
+        reset_timings_ms=group.reset_timings_ms,
+        episodes=group.episodes,
     )
-    directory.write_animation(episodes[0].policy, [step.frame for step in episodes[0].steps])
+    directory.write_animation("oracle", [step.frame for step in report.episodes[0].steps])
+    directory.write_picture("group", report.episodes)
     directory.write_report(report)
     return report
 
 
-async def _play_both(driver: EpisodeDriver, task: Task, directory: DemoDirectory) -> tuple[EpisodeRecord, ...]:
-    policies = policies_for(task)
-    _say(f"resetting a group of {len(policies)} episodes of {task.task_id}")
-    # One group: while both hold a machine none boots, so neither episode is slowed down by one.
-    opened = await driver.reset(task.task_id, pool=DEFAULT_IMAGE, group_size=len(policies), timeout=_RESET_TIMEOUT)
-    try:
-        return tuple(
-            [
-                await _play(driver, policy, opened, member=member, directory=directory)
-                for member, policy in enumerate(policies)
-            ]
-        )
-    finally:
-        for episode in opened.episodes:
-            await driver.close(episode.episode_id)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlayedGroup:
+    reset_timings_ms: dict[str, float]
+    episodes: tuple[EpisodeRecord, ...]
 
 
-async def _play(
-    driver: EpisodeDriver, policy: Policy, opened: ResetResponse, *, member: int, directory: DemoDirectory
-) -> EpisodeRecord:
-    episode_id = opened.episodes[member].episode_id
-    first = opened.observations[member]
-    steps = [
-        StepRecord(
-            actions=(),
-            errors=(),
-            frame=directory.write_frame(f"{policy.name}-00", first.frame.keyframe.data),
-            frame_id=first.frame.frame_id,
-            settled=first.settle.settled,
-            timings_ms=dict(opened.timings_ms),
-        )
+async def _play_group(driver: EpisodeDriver, task: Task, directory: DemoDirectory, *, is_real: bool) -> _PlayedGroup:
+    members = members_for(task)
+    _say(f"resetting a group of {len(members)} episodes of {task.task_id}")
+    opened = await driver.reset(task.task_id, pool=DEFAULT_IMAGE, group_size=len(members), timeout=_RESET_TIMEOUT)
+    players = [
+        _Player(driver, directory, policy=member.policy, opened=opened, member=index, is_real=is_real)
+        for index, member in enumerate(members)
     ]
+    branches: list[_Player] = []
+    try:
+        for member, player in zip(members, players, strict=True):
+            if member.branch is not None:
+                await player.play(member.policy.steps[: member.branch_at])
+                branch = await player.fork(member.branch)
+                branches.append(branch)
+                # The parent first: what it does must not show in its branch.
+                await player.play(member.policy.steps[member.branch_at :])
+                await branch.play(member.branch.steps)
+            else:
+                await player.play(member.policy.steps)
+        records = [await player.score() for player in (*players, *branches)]
+        return _PlayedGroup(reset_timings_ms=dict(opened.timings_ms), episodes=tuple(records))
+    finally:
+        for player in (*players, *branches):
+            await driver.close(player.episode_id)
 
-    async def step(actions: tuple[Action, ...]) -> str:
-        index = len(steps)
-        answer = await driver.step(episode_id, *actions, step_index=index - 1)
-        seen = answer.observation
-        steps.append(
+
+class _Player:
+    """Plays one episode and keeps what was seen."""
+
+    def __init__(
+        self,
+        driver: EpisodeDriver,
+        directory: DemoDirectory,
+        *,
+        policy: Policy,
+        opened: ResetResponse | ForkResponse,
+        is_real: bool,
+        member: int = 0,
+    ) -> None:
+        self._driver = driver
+        self._directory = directory
+        self._policy = policy
+        self._is_real = is_real
+        self._info = opened.episodes[member]
+        self._steps: list[StepRecord] = []
+        self._step_index = self._info.step_count
+        self._note((), opened.observations[member], errors=(), timings_ms=dict(opened.timings_ms))
+
+    @property
+    def episode_id(self) -> str:
+        """The episode that it plays."""
+        return self._info.episode_id
+
+    async def play(self, steps: Steps) -> None:
+        """Play some steps."""
+        frame_id = self._steps[-1].frame_id
+        if self._is_real:
+            await replay(steps, first_frame_id=frame_id, step=self._step)
+        else:  # a drawn desktop has drawn before its input returns
+            await replay(steps, first_frame_id=frame_id, step=self._step, patience_s=())
+
+    async def fork(self, policy: Policy) -> "_Player":
+        """Branch the episode where it stands; return who plays the branch."""
+        opened = await self._driver.fork(self.episode_id, step_index=self._step_index)
+        _say(
+            f"{self._policy.name}: branched after step {self._step_index} in {opened.timings_ms['total']:.0f} ms,"
+            f" stood still for {opened.timings_ms['pause']:.0f} ms"
+        )
+        return _Player(self._driver, self._directory, policy=policy, opened=opened, is_real=self._is_real)
+
+    async def score(self) -> EpisodeRecord:
+        """Have the episode evaluated."""
+        verdict = await self._driver.evaluate(self.episode_id)
+        _say(f"{self._policy.name}: reward {verdict.score:g}")
+        return EpisodeRecord(
+            policy=self._policy.name,
+            expected_reward=self._policy.expected_reward,
+            episode_id=self.episode_id,
+            parent_episode_id=self._info.parent_episode_id,
+            template_digest=self._info.origin.template_digest,
+            state=verdict.episode.State.Name(verdict.episode.state).removeprefix("STATE_").lower(),
+            end_reason=verdict.episode.end_reason,
+            reward=verdict.score,
+            checks=tuple(CheckRecord(name=c.name, score=c.score, evidence=c.evidence) for c in verdict.checks),
+            evaluate_timings_ms=dict(verdict.timings_ms),
+            steps=tuple(self._steps),
+        )
+
+    async def _step(self, actions: tuple[Action, ...]) -> str:
+        answer = await self._driver.step(self.episode_id, *actions, step_index=self._step_index)
+        self._step_index += 1
+        errors = tuple(result.error for result in answer.action_results if result.error)
+        self._note(actions, answer.observation, errors=errors, timings_ms=dict(answer.timings_ms))
+        _say(f"{self._policy.name}: step {self._step_index}, {answer.timings_ms['total']:.0f} ms")
+        return answer.observation.frame.frame_id
+
+    def _note(
+        self, actions: tuple[Action, ...], seen: Seen, *, errors: tuple[str, ...], timings_ms: dict[str, float]
+    ) -> None:
+        name = f"{self._policy.name}-{self._step_index:02}"
+        self._steps.append(
             StepRecord(
                 actions=tuple(map(repr, actions)),
-                errors=tuple(result.error for result in answer.action_results if result.error),
-                frame=directory.write_frame(f"{policy.name}-{index:02}", seen.frame.keyframe.data),
+                errors=errors,
+                frame=self._directory.write_frame(name, seen.frame.keyframe.data),
                 frame_id=seen.frame.frame_id,
                 settled=seen.settle.settled,
-                timings_ms=dict(answer.timings_ms),
+                timings_ms=timings_ms,
             )
         )
-        _say(f"{policy.name}: step {index}, {answer.timings_ms['total']:.0f} ms")
-        return seen.frame.frame_id
-
-    await replay(policy.steps, first_frame_id=first.frame.frame_id, step=step)
-    verdict = await driver.evaluate(episode_id)
-    _say(f"{policy.name}: reward {verdict.score:g}")
-    return EpisodeRecord(
-        policy=policy.name,
-        expected_reward=policy.expected_reward,
-        episode_id=episode_id,
-        state=verdict.episode.State.Name(verdict.episode.state).removeprefix("STATE_").lower(),
-        end_reason=verdict.episode.end_reason,
-        reward=verdict.score,
-        checks=tuple(CheckRecord(name=c.name, score=c.score, evidence=c.evidence) for c in verdict.checks),
-        evaluate_timings_ms=dict(verdict.timings_ms),
-        steps=tuple(steps),
-    )
 
 
 async def _tell_pools(daemon: Daemon) -> None:
@@ -260,13 +347,14 @@ def _print(report: DemoReport, directory: Path) -> None:
             _mean_ms(steps, "settle"),
             f"{episode.evaluate_timings_ms.get('total', 0):.0f} ms",
         )
-    reset_ms = report.episodes[0].steps[0].timings_ms
-    in_order = sorted(reset_ms.items(), key=lambda phase: phase[0] == "total")
-    phases = ", ".join(f"{phase} {duration_ms / 1000:.1f} s" for phase, duration_ms in in_order)
+    in_order = sorted(report.reset_timings_ms.items(), key=lambda phase: phase[0] == "total")
+    phases = ", ".join(f"{phase} {duration_ms / 1000:.2f} s" for phase, duration_ms in in_order)
     out.print(f"{report.task_id} on {report.image}, {report.accelerator}", markup=False)
     out.print(table)
-    out.print(f"reset of both: {phases}", markup=False, soft_wrap=True)
-    out.print(f"frames, oracle.gif and episode.json are in {directory}", markup=False, soft_wrap=True)
+    out.print(f"reset of the group: {phases}", markup=False, soft_wrap=True)
+    if not report.began_alike:
+        out.print("[bold red]the members of the group did not begin with one frame[/]")
+    out.print(f"group.png, frames, oracle.gif and episode.json are in {directory}", markup=False, soft_wrap=True)
 
 
 def _mean_ms(steps: Sequence[StepRecord], phase: str) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from envd.cli.demo_picture import Shown, draw_group
+
 #: How long each frame of the animation is shown; the last one longer, so that the result can be read.
 _FRAME_MS, _LAST_FRAME_MS = 1000, 3000
 #: What an earlier demo may have left in the directory.
@@ -45,6 +47,10 @@ class EpisodeRecord:
     policy: str
     expected_reward: float
     episode_id: str
+    parent_episode_id: str
+    """The episode that it was branched from; empty for a member of the group."""
+    template_digest: str
+    """Of the frozen state that its machine was forked from."""
     state: str
     end_reason: str
     reward: float
@@ -68,12 +74,19 @@ class DemoReport:
     accelerator: str
     hypervisor: str
     timings_s: Mapping[str, float]
+    reset_timings_ms: Mapping[str, float]
     episodes: tuple[EpisodeRecord, ...] = field(default=())
 
     @property
+    def began_alike(self) -> bool:
+        """Whether all members of the group began in one state, with one frame."""
+        members = [episode for episode in self.episodes if not episode.parent_episode_id]
+        return len({(episode.template_digest, episode.steps[0].frame_id) for episode in members}) == 1
+
+    @property
     def passed(self) -> bool:
-        """Whether every policy got the reward that it must get."""
-        return bool(self.episodes) and all(episode.as_expected for episode in self.episodes)
+        """Whether every policy got the reward that it must get, and the group began alike."""
+        return bool(self.episodes) and self.began_alike and all(episode.as_expected for episode in self.episodes)
 
     def as_json(self) -> dict[str, object]:
         """Return everything as plain data."""
@@ -106,11 +119,34 @@ class DemoDirectory:
         (self.path / f"{name}.gif").write_bytes(buffer.getvalue())
         return f"{name}.gif"
 
+    def write_picture(self, name: str, episodes: Sequence[EpisodeRecord]) -> str:
+        """Write the last frame of every episode, side by side with what became of it, and return the file name."""
+        path = self.path / f"{name}.png"
+        draw_group(episodes_shown(episodes), self.path).save(path, "PNG")
+        return path.name
+
     def write_report(self, report: DemoReport) -> None:
         """Write `episode.json`, in one rename."""
         draft = self.path / "episode.json.new"
         draft.write_text(json.dumps(report.as_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         shutil.move(draft, self.path / "episode.json")
+
+
+def episodes_shown(episodes: Sequence[EpisodeRecord]) -> list[Shown]:
+    """Return what the picture says of each episode."""
+    names = {episode.episode_id: episode.policy for episode in episodes}
+    return [
+        Shown(
+            title=episode.policy,
+            detail=f"branch of {names.get(episode.parent_episode_id, episode.parent_episode_id)}"
+            if episode.parent_episode_id
+            else "member of the group",
+            reward=episode.reward,
+            as_expected=episode.as_expected,
+            frame=episode.steps[-1].frame,
+        )
+        for episode in episodes
+    ]
 
 
 def _palette(file: Path) -> Image.Image:

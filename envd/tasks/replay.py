@@ -17,6 +17,7 @@ async def replay(
     *,
     first_frame_id: str,
     step: Callable[[tuple[Action, ...]], Awaitable[str]],
+    patience_s: Sequence[float] = _PATIENCE_S,
 ) -> None:
     """Play steps, each after the screen has answered the one before. Raises: whatever `step` raises.
 
@@ -25,11 +26,12 @@ async def replay(
         first_frame_id: What was seen before the first step.
         step: Performs the actions of one step and returns the id of the frame that is seen afterwards. It is also
             called with single waits, where an input has not yet changed the screen.
+        patience_s: Lengths of those waits; none for desktops that answer at once.
     """
     frame_id = first_frame_id
     for actions in steps:
         seen = await step(actions)
-        for wait_s in _PATIENCE_S if _expects_an_answer(actions) else ():
+        for wait_s in patience_s if _expects_an_answer(actions) else ():
             if seen != frame_id:
                 break
             seen = await step((Wait(duration_s=wait_s),))

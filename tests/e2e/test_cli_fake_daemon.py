@@ -160,9 +160,22 @@ def test_a_demo_on_drawn_desktops_prints_one_json_object_and_leaves_its_evidence
     flags = ["--hypervisor", "fake", "--state-dir", str(tmp_path / "state"), "--out", str(out), "--json"]
     told = json.loads(run("demo", *flags).stdout)
     assert told == json.loads((out / "episode.json").read_text(encoding="utf-8"))
-    assert [(episode["policy"], episode["reward"]) for episode in told["episodes"]] == [("oracle", 1.0), ("null", 0.0)]
+    assert [(episode["policy"], episode["reward"]) for episode in told["episodes"]] == [
+        ("oracle", 1.0),
+        ("null", 0.0),
+        ("stops", 0.0),
+        ("solves", 1.0),
+        ("stops-branch-solves", 1.0),
+        ("solves-branch-strays", 0.0),
+    ]
+    members, branches = told["episodes"][:4], told["episodes"][4:]
+    assert len({member["steps"][0]["frame_id"] for member in members}) == 1
+    assert len({member["template_digest"] for member in members}) == 1
+    assert [branch["parent_episode_id"] for branch in branches] == [member["episode_id"] for member in members[2:]]
     for episode in told["episodes"]:
         for step in episode["steps"]:
             with Image.open(out / step["frame"]) as frame:
                 assert frame.size == (1280, 800)
     assert (out / "oracle.gif").stat().st_size > 0
+    with Image.open(out / "group.png") as picture:
+        assert picture.width > 1000

@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from envd.cli.demo import DEFAULT_FAKE_TASK, DEFAULT_TASK, demo_config, policies_for
-from envd.cli.demo_report import CheckRecord, DemoDirectory, DemoReport, EpisodeRecord, StepRecord
+from envd.cli.demo import DEFAULT_FAKE_TASK, DEFAULT_TASK, demo_config, members_for
+from envd.cli.demo_report import (
+    CheckRecord,
+    DemoDirectory,
+    DemoReport,
+    EpisodeRecord,
+    StepRecord,
+    episodes_shown,
+)
 from envd.cli.suites import load_tasks
 from envd.config import load
 from envd.guest.actions import Done, TypeText, Wait
@@ -20,18 +27,22 @@ def png(colour: str) -> bytes:
     return buffer.getvalue()
 
 
-def episode(policy: str, *, expected: float, reward: float) -> EpisodeRecord:
+def episode(
+    policy: str, *, expected: float, reward: float, parent: str = "", frame_id: str = "0" * 32
+) -> EpisodeRecord:
     return EpisodeRecord(
         policy=policy,
         expected_reward=expected,
         episode_id=f"ep-{policy}",
+        parent_episode_id=parent,
+        template_digest="t",
         state="terminated",
         end_reason="AGENT_DONE",
         reward=reward,
         checks=(CheckRecord(name="file", score=reward, evidence="found"),),
         evaluate_timings_ms={"total": 1.0},
         steps=(
-            StepRecord(actions=(), errors=(), frame=f"{policy}-00.png", frame_id="0" * 32, settled=True, timings_ms={}),
+            StepRecord(actions=(), errors=(), frame=f"{policy}-00.png", frame_id=frame_id, settled=True, timings_ms={}),
         ),
     )
 
@@ -44,6 +55,7 @@ def report(*episodes: EpisodeRecord) -> DemoReport:
         accelerator="tcg",
         hypervisor="libvirt",
         timings_s={"image": 0.0},
+        reset_timings_ms={"total": 1.0},
         episodes=episodes,
     )
 
@@ -55,13 +67,19 @@ NULL = episode("null", expected=0.0, reward=0.0)
 @pytest.mark.parametrize("flags", [{}, {"hypervisor.uri": "fake"}])
 def test_the_default_task_exists_and_its_oracle_does_something(flags: dict[str, object]) -> None:
     task = load_tasks(load(flags=flags)).get(DEFAULT_FAKE_TASK if flags else DEFAULT_TASK)
-    oracle, null = policies_for(task)
-    assert any(isinstance(action, TypeText) for step in oracle.steps for action in step)
-    assert {type(action) for step in null.steps for action in step} == {Wait, Done}
-    assert (oracle.expected_reward, null.expected_reward) == (1.0, 0.0)
+    members = {member.policy.name: member for member in members_for(task)}
+    assert any(isinstance(action, TypeText) for step in members["oracle"].policy.steps for action in step)
+    assert {type(action) for step in members["null"].policy.steps for action in step} == {Wait, Done}
+    branched = [member for member in members.values() if member.branch is not None]
+    assert len(branched) == 2
+    for member in branched:
+        assert member.branch is not None
+        assert 0 < member.branch_at < len(task.oracle)
+        assert member.policy.steps[: member.branch_at] == task.oracle[: member.branch_at]
+        assert {member.policy.expected_reward, member.branch.expected_reward} == {0.0, 1.0}
 
 
-def test_a_demo_has_two_machines_free_ports_and_state_of_its_own(tmp_path: Path) -> None:
+def test_a_demo_has_room_for_group_and_branches_free_ports_and_state_of_its_own(tmp_path: Path) -> None:
     served = load(
         flags={
             "state_dir": tmp_path,
@@ -74,7 +92,7 @@ def test_a_demo_has_two_machines_free_ports_and_state_of_its_own(tmp_path: Path)
     assert (own.listen, own.metrics_listen, own.state_dir) == ("127.0.0.1:0", "127.0.0.1:0", tmp_path / "demo")
     assert own.hypervisor_uri == f"qemu:///embed?root={tmp_path}/demo/libvirt"
     assert own.pools.keys() == {"desktop"}
-    assert (own.pools["desktop"].machine_limit, own.pools["desktop"].memory_mib) == (2, 2048)
+    assert (own.pools["desktop"].machine_limit, own.pools["desktop"].memory_mib) == (7, 2048)
 
 
 def test_a_demo_passes_only_with_every_reward_as_expected() -> None:
@@ -82,6 +100,28 @@ def test_a_demo_passes_only_with_every_reward_as_expected() -> None:
     assert not report(ORACLE, episode("null", expected=0.0, reward=0.5)).passed
     assert not report(episode("oracle", expected=1.0, reward=0.0), NULL).passed
     assert not report().passed
+
+
+def test_a_demo_fails_if_its_group_did_not_begin_with_one_frame() -> None:
+    other = episode("null", expected=0.0, reward=0.0, frame_id="1" * 32)
+    assert not report(ORACLE, other).passed
+    branch = episode("branch", expected=0.0, reward=0.0, parent="ep-oracle", frame_id="1" * 32)
+    assert report(ORACLE, NULL, branch).passed
+
+
+def test_the_picture_holds_every_episode_with_its_reward(tmp_path: Path) -> None:
+    directory = DemoDirectory(tmp_path)
+    for name, colour in (("oracle", "red"), ("null", "blue"), ("branch", "lime")):
+        directory.write_frame(f"{name}-00", png(colour))
+    branch = episode("branch", expected=0.0, reward=0.0, parent="ep-oracle")
+    assert [(one.title, one.detail) for one in episodes_shown([ORACLE, NULL, branch])] == [
+        ("oracle", "member of the group"),
+        ("null", "member of the group"),
+        ("branch", "branch of oracle"),
+    ]
+    with Image.open(tmp_path / directory.write_picture("group", [ORACLE, NULL, branch])) as picture:
+        seen = {colour for _, colour in picture.getcolors(1 << 24) or []}
+    assert {(255, 0, 0), (0, 0, 255), (0, 255, 0)} <= seen
 
 
 def test_the_directory_holds_frames_an_animation_and_the_report(tmp_path: Path) -> None:
