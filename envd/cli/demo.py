@@ -6,32 +6,27 @@ All of it goes over real gRPC to a pool in this process; the evidence is left in
 """
 
 import asyncio
-import signal
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import uvloop
 from rich.table import Table
 
 from envd.api.driver import EpisodeDriver, ForkResponse, ResetResponse, Seen, failures_explained
 from envd.cli.daemon import Daemon, open_daemon
 from envd.cli.demo_report import CheckRecord, DemoDirectory, DemoReport, EpisodeRecord, StepRecord
-from envd.cli.image import stop_on_sigterm
 from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, Json, StateDir, load_config
-from envd.cli.output import EXIT_FAILED, emit_json, err, friendly, out, progress
+from envd.cli.output import EXIT_FAILED, emit_json, err, friendly, out
+from envd.cli.private import ensure_image, private_config, run_to_end
 from envd.cli.serve import is_ready, progress_line
 from envd.cli.suites import load_tasks
-from envd.config import DEFAULT_IMAGE, Config, PoolConfig
+from envd.config import DEFAULT_IMAGE, Config
 from envd.errors import ConfigError
 from envd.guest.actions import Action, Done, TypeText, Wait
-from envd.hypervisor.images.build import build_image
-from envd.hypervisor.images.catalogue import ImageCatalogue
-from envd.hypervisor.images.recipe import desktop_recipe
 from envd.hypervisor.machine import Accelerator as AcceleratorKind
 from envd.tasks.model import Task
 from envd.tasks.replay import replay
@@ -113,14 +108,9 @@ def demo(
     if not task.oracle:
         raise ConfigError(f"task {task.task_id} has no oracle, so there is nothing to show; choose another")
     began_s = time.monotonic()
-    if not is_fake:
-        _ensure_image(settings)
+    ensure_image(settings)
     image_s = time.monotonic() - began_s
-    playing = _run(demo_config(settings), task, DemoDirectory(out_dir), image_s=image_s)
-    try:
-        report = uvloop.run(_until_sigterm(playing))
-    except asyncio.CancelledError as cancelled:
-        raise typer.Exit(128 + signal.SIGTERM) from cancelled
+    report = run_to_end(_run(demo_config(settings), task, DemoDirectory(out_dir), image_s=image_s))
     if as_json:
         emit_json(report.as_json())
     else:
@@ -130,41 +120,8 @@ def demo(
 
 
 def demo_config(settings: Config) -> Config:
-    """Return settings for a daemon of a demo's own: few machines, free ports, and state apart from a served one."""
-    pool = settings.pools.get(DEFAULT_IMAGE, PoolConfig(image=DEFAULT_IMAGE))
-    pool = pool.model_copy(update={"size": _POOL_SIZE, "capacity": _CAPACITY})
-    return settings.model_copy(
-        update={
-            "listen": "127.0.0.1:0",
-            "metrics_listen": "127.0.0.1:0",
-            "state_dir": settings.state_dir / "demo",
-            "hypervisor": settings.hypervisor.model_copy(update={"uri": _own_uri(settings)}),
-            "pools": {DEFAULT_IMAGE: pool},
-        }
-    )
-
-
-def _own_uri(settings: Config) -> str:
-    # An embedded driver's root has one user at a time; left out, it follows the state directory.
-    return "" if settings.hypervisor.uri.startswith("qemu:///embed") else settings.hypervisor.uri
-
-
-def _ensure_image(settings: Config) -> None:
-    stop_on_sigterm()
-    with progress(f"image {DEFAULT_IMAGE}") as report:
-        build_image(desktop_recipe(), ImageCatalogue(settings.cache_dir), progress=report)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-async def _until_sigterm(work: Coroutine[Any, Any, DemoReport]) -> DemoReport:
-    """Have SIGTERM cancel `work`, as Ctrl-C does, so that its machines go."""
-    task = asyncio.ensure_future(work)
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        return await task
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
+    """Return settings for a demo's own daemon: few machines, and state apart from a served one."""
+    return private_config(settings, name="demo", pool={"size": _POOL_SIZE, "capacity": _CAPACITY})
 
 
 async def _run(config: Config, task: Task, directory: DemoDirectory, *, image_s: float) -> DemoReport:

@@ -16,7 +16,8 @@ from envd.cli.bench.commands import parse_sizes
 from envd.cli.bench.fork import UsedMemory, fork_report
 from envd.cli.bench.growth import Standby, growth_report, measure_growth
 from envd.cli.bench.report import BenchReport, Check, Target, p95
-from envd.cli.bench.session import Steps, bench_config, run_to_end
+from envd.cli.bench.session import Steps, bench_config
+from envd.cli.private import run_to_end
 from envd.config import load
 from envd.errors import ConfigError
 from envd.hypervisor.processes import memory_of, processor_ns, written_guest_bytes

@@ -7,9 +7,10 @@ import typer
 
 from envd.cli.bench import branch, fork, growth
 from envd.cli.bench.report import BenchReport
-from envd.cli.bench.session import Steps, bench_config, ensure_image, open_bench, run_to_end
+from envd.cli.bench.session import Steps, bench_config, open_bench
 from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, Json, StateDir, load_config
 from envd.cli.output import EXIT_FAILED, emit_json, friendly, out, progress
+from envd.cli.private import ensure_image, run_to_end
 from envd.config import Config
 from envd.errors import ConfigError
 from envd.telemetry import logs

@@ -5,35 +5,24 @@ import os
 import platform
 import re
 import secrets
-import signal
 import textwrap
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
-
-import typer
-import uvloop
 
 from envd.api.driver import EpisodeDriver, ResetResponse, failures_explained
 from envd.cli.daemon import Daemon, open_daemon
-from envd.cli.image import stop_on_sigterm
-from envd.cli.output import Report, progress
+from envd.cli.output import Report
+from envd.cli.private import private_config
 from envd.cli.version import envd_version
-from envd.config import DEFAULT_IMAGE, Config, PoolConfig
+from envd.config import Config
 from envd.errors import EnvdError, GuestUnresponsive
-from envd.hypervisor.images.build import build_image
-from envd.hypervisor.images.catalogue import ImageCatalogue
-from envd.hypervisor.images.recipe import desktop_recipe
 from envd.hypervisor.machine import Accelerator, Snapshot
 from envd.pool.pool import Pool
 
-T = TypeVar("T")
-
 _PNG = b"\x89PNG\r\n\x1a\n"
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class BenchFailed(EnvdError):
@@ -136,20 +125,9 @@ class Bench:
 
 
 def bench_config(settings: Config, *, standby_count: int, capacity: int) -> Config:
-    """Return settings for a daemon of a benchmark's own: one pool, free ports, and state apart from a served one."""
-    pool = settings.pools.get(DEFAULT_IMAGE, PoolConfig(image=DEFAULT_IMAGE))
+    """Return settings for a benchmark's own daemon: one pool, and state apart from a served one."""
     own = {"size": standby_count, "capacity": capacity, "allow_guest_access": True, "always_running": False}
-    # An embedded driver's root has one user at a time; left out, it follows the state directory.
-    uri = "" if settings.hypervisor.uri.startswith("qemu:///embed") else settings.hypervisor.uri
-    return settings.model_copy(
-        update={
-            "listen": "127.0.0.1:0",
-            "metrics_listen": "127.0.0.1:0",
-            "state_dir": settings.state_dir / "bench",
-            "hypervisor": settings.hypervisor.model_copy(update={"uri": uri}),
-            "pools": {DEFAULT_IMAGE: pool.model_copy(update=own)},
-        }
-    )
+    return private_config(settings, name="bench", pool=own)
 
 
 @asynccontextmanager
@@ -183,39 +161,3 @@ async def _tell_pool(bench: Bench, steps: Steps) -> None:
 def new_machine_id() -> str:
     """Return an id for a machine that a benchmark makes itself."""
     return f"bench-{secrets.token_hex(4)}"
-
-
-def ensure_image(settings: Config) -> None:
-    """Build the image that is measured if it is not there. Raises: ImageError."""
-    if settings.hypervisor_uri == "fake":
-        return
-    stop_on_sigterm()
-    with progress(f"image {DEFAULT_IMAGE}") as report:
-        build_image(desktop_recipe(), ImageCatalogue(settings.cache_dir), progress=report)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run a benchmark; on SIGTERM or Ctrl-C its machines go first, then the process exits as the signal says."""
-    received: list[int] = []
-
-    async def until_told() -> T:
-        task = asyncio.ensure_future(work)
-        loop = asyncio.get_running_loop()
-
-        def stop(number: int) -> None:
-            received.append(number)
-            task.cancel()
-
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, stop, number)
-        try:
-            return await task
-        finally:
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)
-
-    try:
-        return uvloop.run(until_told())
-    except asyncio.CancelledError as cancelled:
-        raise typer.Exit(128 + received[0] if received else 1) from cancelled
