@@ -57,7 +57,7 @@ $(STAMP): pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | de
 image: $(STAMP) ## Build the desktop image unless it is cached (minutes; needs root for mmdebstrap)
 	@$(BIN)/envd image build desktop
 
-demo: deps $(STAMP) ## Build the image, run an oracle and a null episode on real machines, write out/demo/
+demo: deps $(STAMP) ## Fork and branch episodes on real machines, check their rewards, write out/demo/
 	@$(BIN)/envd demo --out $(OUT)
 
 serve: deps $(STAMP) image ## Serve a pool of 2 desktops in the foreground

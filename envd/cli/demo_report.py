@@ -45,6 +45,8 @@ class EpisodeRecord:
     """One episode."""
 
     policy: str
+    description: str
+    """What the policy does."""
     expected_reward: float
     episode_id: str
     parent_episode_id: str
@@ -84,13 +86,36 @@ class DemoReport:
         return len({(episode.template_digest, episode.steps[0].frame_id) for episode in members}) == 1
 
     @property
+    def parted(self) -> bool:
+        """Whether every branch ended with another frame than the episode that it left."""
+        last_frames = {episode.episode_id: episode.steps[-1].frame_id for episode in self.episodes}
+        branches = [episode for episode in self.episodes if episode.parent_episode_id]
+        return all(last_frames[one.episode_id] != last_frames.get(one.parent_episode_id) for one in branches)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What was not as it must be; nothing, if the demo passed."""
+        if not self.episodes:
+            return ("nothing was played",)
+        wrong = [
+            f"{episode.policy} got {episode.reward:g} and should have got {episode.expected_reward:g}"
+            for episode in self.episodes
+            if not episode.as_expected
+        ]
+        if not self.began_alike:
+            wrong.append("the members of the group did not begin in one state, with one frame")
+        if not self.parted:
+            wrong.append("a branch ended with the frame of the episode that it left")
+        return tuple(wrong)
+
+    @property
     def passed(self) -> bool:
-        """Whether every policy got the reward that it must get, and the group began alike."""
-        return bool(self.episodes) and self.began_alike and all(episode.as_expected for episode in self.episodes)
+        """Whether every reward is as expected, the group began alike, and every branch went its own way."""
+        return not self.problems
 
     def as_json(self) -> dict[str, object]:
         """Return everything as plain data."""
-        return {"passed": self.passed, **asdict(self)}
+        return {"passed": self.passed, "problems": list(self.problems), **asdict(self)}
 
 
 class DemoDirectory:
@@ -119,10 +144,11 @@ class DemoDirectory:
         (self.path / f"{name}.gif").write_bytes(buffer.getvalue())
         return f"{name}.gif"
 
-    def write_picture(self, name: str, episodes: Sequence[EpisodeRecord]) -> str:
+    def write_picture(self, name: str, report: DemoReport) -> str:
         """Write the last frame of every episode, side by side with what became of it, and return the file name."""
         path = self.path / f"{name}.png"
-        draw_group(episodes_shown(episodes), self.path).save(path, "PNG")
+        shown = episodes_shown(report.episodes)
+        draw_group(shown, self.path, heading=report.task_id, text=report.instruction).save(path, "PNG")
         return path.name
 
     def write_report(self, report: DemoReport) -> None:
@@ -138,11 +164,11 @@ def episodes_shown(episodes: Sequence[EpisodeRecord]) -> list[Shown]:
     return [
         Shown(
             title=episode.policy,
-            detail=f"branch of {names.get(episode.parent_episode_id, episode.parent_episode_id)}"
+            detail=f"branch of {names.get(episode.parent_episode_id, episode.parent_episode_id)}: {episode.description}"
             if episode.parent_episode_id
-            else "member of the group",
+            else f"member of the group: {episode.description}",
             reward=episode.reward,
-            as_expected=episode.as_expected,
+            expected_reward=episode.expected_reward,
             frame=episode.steps[-1].frame,
         )
         for episode in episodes

@@ -52,6 +52,24 @@ capacity = 3
 
 [hypervisor]
 template_dir = "{template_dir}"
+
+[tasks]
+suites = ["{suite}"]
+"""
+SUITE = """\
+suite: forks
+tasks:
+  - name: greeting
+    level: 1
+    instruction: Type a greeting and save it.
+    freeze_setup: true
+    setup:
+      - {kind: write_file, path: /home/user/Documents/greeting.txt, text: ""}
+      - {kind: open, path: /home/user/Documents/greeting.txt}
+    checker: {kind: file_text, path: /home/user/Documents/greeting.txt, equals: "Hello"}
+    oracle:
+      - [{type: "Hello"}, {press: [ctrl, s]}, {wait: 1}]
+      - [done]
 """
 
 
@@ -69,8 +87,15 @@ def state_dir(short_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(short_dir: Path, state_dir: Path, template_dir: Path) -> Iterator[str]:
-    served = ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir))
+def suite(short_dir: Path) -> Path:
+    path = short_dir / "forks.yaml"
+    path.write_text(SUITE, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def address(state_dir: Path, template_dir: Path, suite: Path) -> Iterator[str]:
+    served = ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir, suite=suite))
     yield served.wait_for(r"listening on (\S+)")
     assert served.end() == 0
     assert machine_leftovers(state_dir) == []
@@ -107,6 +132,18 @@ def test_the_members_of_a_group_begin_in_one_state_and_part_from_there(client: E
         assert first.observe().frame_id != second.observe().frame_id
         assert third.observe().frame_id == third.origin.first_frame_id
         assert [episode.evaluate().score for episode in episodes] == [1.0, 0.0, 0.0]
+
+
+def test_a_task_whose_setup_is_kept_frozen_begins_in_the_very_same_state_again(client: EnvClient) -> None:
+    origins = []
+    for _ in range(2):
+        with client.reset("forks/greeting", pool="desktop", timeout=PATIENT) as episode:
+            origins.append(episode.origin)
+            assert document(episode) == ""
+            episode.step(TypeText("Hello"), *SAVE)
+            assert episode.evaluate().score == 1.0
+    # Another setup would have led to another state: other times, other process ids.
+    assert origins[0] == origins[1]
 
 
 def test_a_branch_in_the_middle_of_typed_text_and_a_branch_of_it(client: EnvClient) -> None:
@@ -211,7 +248,9 @@ def test_a_pool_of_16_serves_16_episodes_at_once(address: str) -> None:
     assert asyncio.run(run()) == [f"episode {number}" for number in range(16)]
 
 
-def test_a_damaged_template_is_refused_by_name_and_a_new_one_booted(short_dir: Path, template_dir: Path) -> None:
+def test_a_damaged_template_is_refused_by_name_and_a_new_one_booted(
+    short_dir: Path, template_dir: Path, suite: Path
+) -> None:
     """Needs the template that the daemon of this module used or made."""
     copy = short_dir / "t"
     key = max(template_dir.glob("*/snapshot.json"), key=lambda path: path.stat().st_mtime).parent.name
@@ -220,7 +259,7 @@ def test_a_damaged_template_is_refused_by_name_and_a_new_one_booted(short_dir: P
     manifest = copy / key / "snapshot.json"
     (copy / "memory.ram").write_bytes(b"\1" * 4096)
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "memory_path": str(copy / "memory.ram")}))
-    served = ServedDaemon(short_dir / "c", CONFIG.format(template_dir=copy))
+    served = ServedDaemon(short_dir / "c", CONFIG.format(template_dir=copy, suite=suite))
     served.wait_for(r"pool desktop: (preparing) the template")
     deadline_s = time.monotonic() + 60
     while "the stored template is not used" not in (log := served.log_file.read_text()):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from envd.cli.demo import DEFAULT_FAKE_TASK, DEFAULT_TASK, demo_config, members_for
+from envd.cli.demo import DEFAULT_FAKE_TASK, DEFAULT_TASK, demo_config
+from envd.cli.demo_group import members_for
 from envd.cli.demo_report import (
     CheckRecord,
     DemoDirectory,
@@ -32,6 +33,7 @@ def episode(
 ) -> EpisodeRecord:
     return EpisodeRecord(
         policy=policy,
+        description=f"is {policy}",
         expected_reward=expected,
         episode_id=f"ep-{policy}",
         parent_episode_id=parent,
@@ -97,7 +99,9 @@ def test_a_demo_has_room_for_group_and_branches_free_ports_and_state_of_its_own(
 
 def test_a_demo_passes_only_with_every_reward_as_expected() -> None:
     assert report(ORACLE, NULL).passed
-    assert not report(ORACLE, episode("null", expected=0.0, reward=0.5)).passed
+    half = report(ORACLE, episode("null", expected=0.0, reward=0.5))
+    assert half.problems == ("null got 0.5 and should have got 0",)
+    assert not half.passed
     assert not report(episode("oracle", expected=1.0, reward=0.0), NULL).passed
     assert not report().passed
 
@@ -109,19 +113,29 @@ def test_a_demo_fails_if_its_group_did_not_begin_with_one_frame() -> None:
     assert report(ORACLE, NULL, branch).passed
 
 
+def test_a_demo_fails_if_a_branch_did_not_part_from_its_parent() -> None:
+    branch = episode("branch", expected=0.0, reward=0.0, parent="ep-oracle")
+    assert report(ORACLE, branch).problems == ("a branch ended with the frame of the episode that it left",)
+
+
 def test_the_picture_holds_every_episode_with_its_reward(tmp_path: Path) -> None:
     directory = DemoDirectory(tmp_path)
     for name, colour in (("oracle", "red"), ("null", "blue"), ("branch", "lime")):
         directory.write_frame(f"{name}-00", png(colour))
     branch = episode("branch", expected=0.0, reward=0.0, parent="ep-oracle")
     assert [(one.title, one.detail) for one in episodes_shown([ORACLE, NULL, branch])] == [
-        ("oracle", "member of the group"),
-        ("null", "member of the group"),
-        ("branch", "branch of oracle"),
+        ("oracle", "member of the group: is oracle"),
+        ("null", "member of the group: is null"),
+        ("branch", "branch of oracle: is branch"),
     ]
-    with Image.open(tmp_path / directory.write_picture("group", [ORACLE, NULL, branch])) as picture:
+    with Image.open(tmp_path / directory.write_picture("group", report(ORACLE, NULL, branch))) as picture:
         seen = {colour for _, colour in picture.getcolors(1 << 24) or []}
     assert {(255, 0, 0), (0, 0, 255), (0, 255, 0)} <= seen
+
+
+def test_the_picture_says_of_a_wrong_reward_what_it_should_have_been() -> None:
+    wrong, right = episodes_shown([episode("null", expected=0.0, reward=0.5), ORACLE])
+    assert (wrong.verdict, right.verdict) == ("reward 0.5, not 0", "reward 1")
 
 
 def test_the_directory_holds_frames_an_animation_and_the_report(tmp_path: Path) -> None:
