@@ -100,10 +100,12 @@ async def capture(machine: LibvirtMachine, captures_dir: Path, *, call: Caller) 
 async def _copy(machine: LibvirtMachine, files: SnapshotFiles, *, call: Caller) -> tuple[MemoryPatch, float]:
     """Copy what of a machine cannot be shared; return its pages, and for how many milliseconds it stood still."""
     memory = await call(MemoryMap.of, machine.pid, machine.memory_path)
-    # What it wrote until now, and some more: made ready before the machine stands still.
-    room = await call(lambda: touched(size_bytes(memory.private_extents()) * 5 // 4))
     monitor = Monitor(machine.domain)
     was_running = machine.state is MachineState.RUNNING
+    room: Pages | None = None
+    if was_running:
+        # For what it wrote until now, and some more: made ready before it stands still.
+        room = await call(lambda: touched(size_bytes(memory.private_extents()) * 5 // 4))
     stopped_s = time.monotonic()
     await machine.pause()
     try:
@@ -147,7 +149,7 @@ def _require_forkable(machine: LibvirtMachine) -> None:
         ) from error
 
 
-def _written_pages(memory: MemoryMap, room: Pages) -> MemoryPatch:
+def _written_pages(memory: MemoryMap, room: Pages | None) -> MemoryPatch:
     extents = memory.private_extents()
     return MemoryPatch(extents=extents, pages=memory.read(extents, into=room))
 
