@@ -24,6 +24,7 @@ MAX_MACHINES = 4096
 _LOOPBACK = re.compile(r"(127(?:\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5})")
 _POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,22}[a-z0-9])?")
 _SCREEN = re.compile(r"(\d{3,5})x(\d{3,5})")
+_REGION = re.compile(r"(\d{1,5})x(\d{1,5})\+(\d{1,5})\+(\d{1,5})")
 
 #: Flags that are not named after the last part of their key.
 _FLAGS = {"hypervisor.uri": "--hypervisor", "pools": "--pool"}
@@ -60,6 +61,17 @@ def _screen(value: str) -> str:
     return value
 
 
+def _region_list(value: object) -> object:
+    return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+
+def _region(value: str) -> str:
+    match = _REGION.fullmatch(value)
+    if match is None or not int(match[1]) or not int(match[2]):
+        raise ValueError(f"{value!r} is not WIDTHxHEIGHT+X+Y in pixels, such as 120x24+1160+0")
+    return value
+
+
 def _hypervisor_uri(value: str) -> str:
     if value in {"", "fake", "qemu:///system"} or re.fullmatch(r"qemu:///embed\?root=/.+", value):
         return value
@@ -70,6 +82,7 @@ Listen = Annotated[str, AfterValidator(_listen)]
 Loopback = Annotated[str, AfterValidator(_loopback)]
 Directory = Annotated[Path, AfterValidator(_expanded)]
 Screen = Annotated[str, AfterValidator(_screen)]
+ScreenRegion = Annotated[str, AfterValidator(_region)]
 
 
 def default_state_dir() -> Path:
@@ -99,6 +112,14 @@ class SettleConfig(_Section):
     """A step never returns sooner than this after its last input."""
     max_ms: int = Field(default=5_000, ge=0, le=60_000)
     """A step returns after this long even if the screen still moves."""
+    ignored_regions: Annotated[tuple[ScreenRegion, ...], BeforeValidator(_region_list)] = ()
+    """Parts of the screen whose changes do not count, such as a clock: each WIDTHxHEIGHT+X+Y in pixels."""
+
+    @property
+    def ignored_px(self) -> tuple[tuple[int, int, int, int], ...]:
+        """`ignored_regions` as (x, y, width, height)."""
+        matches = [_REGION.fullmatch(region) for region in self.ignored_regions]
+        return tuple((int(m[3]), int(m[4]), int(m[1]), int(m[2])) for m in matches if m)
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

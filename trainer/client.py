@@ -49,9 +49,9 @@ import random
 import threading
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from functools import cached_property
@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
     from PIL import Image
+
+    from trainer.frames import TiledImage
 
 _logger = logging.getLogger(__name__)
 
@@ -482,29 +484,50 @@ class Settle:
     """Never sooner than this after the last input."""
     max: timedelta = timedelta(seconds=5)
     """No later than this, even if the screen still moves."""
+    ignored: Sequence[tuple[int, int, int, int]] = ()
+    """Parts (x, y, width, height) of the screen whose changes do not count, such as a clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """What to put into an observation."""
 
-    encoding: Literal["none", "png", "jpeg"] = "png"
+    encoding: Literal["raw", "png", "jpeg", "webp", "none"] = "raw"
+    """How pixels travel. `raw` is lossless and the fastest: only what changed since the last observation is sent, and
+    put together here. `jpeg` and `webp` are lossy."""
     quality: int = 85
-    """For JPEG, 1 to 100."""
+    """For JPEG and WebP, 1 to 100."""
     region: tuple[int, int, int, int] | None = None
     """Crop to (x, y, width, height), in pixels of the screen."""
     max_width_px: int = 0
     """Scale down to fit; 0 for no limit."""
     max_height_px: int = 0
+    max_pixel_count: int = 0
+    """Scale down to at most so many pixels; 0 for no limit."""
+    size_multiple_px: int = 0
+    """Make width and height multiples of this. With the factor and pixel limit of a vision model's image processor, the
+    image is as the processor would resize it."""
     a11y_tree: bool = False
     terminal: bool = False
-    draw_cursor: bool = True
+    cursor: Literal["drawn", "hidden", "reported"] = "drawn"
+    """`reported`: left out of the pixels, and told as `Observation.cursor`."""
+    screen_change: bool = False
+    """For steps: what they changed on the screen, as `StepResult.screen_change`."""
+    grey_difference: bool = False
+    """For steps: the mean difference in grey as well, which takes some 10 ms."""
 
 
 _ENCODINGS: Mapping[str, "env_pb2.Encoding.ValueType"] = {
+    "raw": env_pb2.ENCODING_RAW_ZSTD,
     "none": env_pb2.ENCODING_NONE,
     "png": env_pb2.ENCODING_PNG,
     "jpeg": env_pb2.ENCODING_JPEG,
+    "webp": env_pb2.ENCODING_WEBP,
+}
+_CURSORS: Mapping[str, "env_pb2.CursorMode.ValueType"] = {
+    "drawn": env_pb2.CURSOR_MODE_DRAWN,
+    "hidden": env_pb2.CURSOR_MODE_HIDDEN,
+    "reported": env_pb2.CURSOR_MODE_REPORTED,
 }
 
 
@@ -512,25 +535,38 @@ def _wire_settle(settle: Settle | None) -> env_pb2.SettlePolicy | None:
     if settle is None:
         return None
     return env_pb2.SettlePolicy(
-        quiet=_wire_duration(settle.quiet), min=_wire_duration(settle.min), max=_wire_duration(settle.max)
+        quiet=_wire_duration(settle.quiet),
+        min=_wire_duration(settle.min),
+        max=_wire_duration(settle.max),
+        ignored_regions=[_wire_rect(region) for region in settle.ignored],
     )
 
 
-def _wire_view(view: View) -> env_pb2.ObservationOptions:
-    region = None
-    if view.region is not None:
-        x_px, y_px, width_px, height_px = view.region
-        region = env_pb2.Rect(x_px=x_px, y_px=y_px, width_px=width_px, height_px=height_px)
+def _wire_view(view: View, *, known: "Observation | None" = None, of_step: bool = False) -> env_pb2.ObservationOptions:
     return env_pb2.ObservationOptions(
         encoding=_ENCODINGS[view.encoding],
         quality=view.quality,
-        region=region,
+        region=None if view.region is None else _wire_rect(view.region),
         max_width_px=view.max_width_px,
         max_height_px=view.max_height_px,
-        cursor=env_pb2.CURSOR_MODE_DRAWN if view.draw_cursor else env_pb2.CURSOR_MODE_HIDDEN,
+        max_pixel_count=view.max_pixel_count,
+        size_multiple_px=view.size_multiple_px,
+        cursor=_CURSORS[view.cursor],
         a11y_format=env_pb2.A11Y_FORMAT_OSWORLD_XML if view.a11y_tree else env_pb2.A11Y_FORMAT_UNSPECIFIED,
         include_terminal=view.terminal,
+        include_screen_change=view.screen_change and of_step,
+        include_grey_difference=view.grey_difference and of_step,
+        known_image_id=known.image_id if known is not None and known.tiles is not None else "",
     )
+
+
+def _wire_rect(region: tuple[int, int, int, int]) -> env_pb2.Rect:
+    x_px, y_px, width_px, height_px = region
+    return env_pb2.Rect(x_px=x_px, y_px=y_px, width_px=width_px, height_px=height_px)
+
+
+def _box(rect: env_pb2.Rect) -> tuple[int, int, int, int]:
+    return rect.x_px, rect.y_px, rect.width_px, rect.height_px
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -546,30 +582,40 @@ class Observation:
     screen_height_px: int
     capture_time: datetime
     """Timezone-aware, by the host's clock."""
-    data: bytes = field(repr=False)
-    """The image as it came, PNG or JPEG; empty for `View(encoding="none")`."""
+    image_id: str = ""
+    """Names the pixels of the image: what was rebuilt here was checked against it. Empty without pixels."""
+    data: bytes = field(default=b"", repr=False)
+    """The image as it came, where it is a PNG, JPEG or WebP; else empty."""
+    tiles: "TiledImage | None" = field(default=None, repr=False)
+    """The exact image, put together from what came, for `View(encoding="raw")`."""
+    cursor: tuple[int, int] | None = None
+    """Where the pointer is, in pixels of the screen, for `View(cursor="reported")`."""
     a11y_tree: str | None = field(default=None, repr=False)
     terminal: str | None = field(default=None, repr=False)
     settled: bool | None = None
     """False when the screen still moved at `Settle.max`; None where nothing waited for it."""
     settle_ms: float = 0.0
+    moving: tuple[tuple[int, int, int, int], ...] = ()
+    """Parts (x, y, width, height) of the screen that still moved at `Settle.max`."""
     timings_ms: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def image(self) -> "Image.Image":
-        """The image for Pillow, decoded once. Raises: ValueError if there are no pixels."""
+        """The image for Pillow, made once. Raises: ValueError if there are no pixels."""
         from PIL import Image  # noqa: PLC0415 -- who only wants bytes needs no Pillow
 
+        if self.tiles is not None:
+            return Image.fromarray(self.rgb_HWC)
         if not self.data:
-            raise ValueError(f"frame {self.frame_id} came without pixels; ask for them with View(encoding='png')")
+            raise ValueError(f"frame {self.frame_id} came without pixels; ask for them with View(encoding='raw')")
         return Image.open(io.BytesIO(self.data)).convert("RGB")
 
     @cached_property
     def rgb_HWC(self) -> "npt.NDArray[np.uint8]":  # noqa: N802 -- the array's axes
-        """The image as (height, width, 3) 8-bit RGB. Raises: ValueError if there are no pixels."""
+        """The image as (height, width, 3) 8-bit RGB, made once. Raises: ValueError if there are no pixels."""
         import numpy as np  # noqa: PLC0415 -- who only wants bytes needs no numpy
 
-        return np.asarray(self.image, dtype=np.uint8)
+        return np.asarray(self.image, dtype=np.uint8) if self.tiles is None else self.tiles.rgb_HWC()
 
     @property
     def png(self) -> bytes:
@@ -577,7 +623,7 @@ class Observation:
         if self.data.startswith(b"\x89PNG"):
             return self.data
         buffer = io.BytesIO()
-        self.image.save(buffer, "PNG")
+        self.image.save(buffer, "PNG", compress_level=1)
         return buffer.getvalue()
 
 
@@ -603,6 +649,20 @@ _STATES: Mapping["env_pb2.Episode.State.ValueType", State] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScreenChange:
+    """What a step changed on the screen, as facts for rewards."""
+
+    base_frame_id: str
+    """What the screen showed when the step began."""
+    changed_fraction: float
+    """Share of pixels that differ, in [0, 1]."""
+    changed_regions: tuple[tuple[int, int, int, int], ...]
+    """Parts (x, y, width, height) around all that differs."""
+    grey_difference: float | None
+    """Mean absolute difference in 64x64 grey, in [0, 1], where `View.grey_difference` asked for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What a step did."""
 
@@ -614,6 +674,8 @@ class StepResult:
     """Why the episode ended, such as AGENT_DONE or MAX_STEPS; empty while it is active."""
     step_count: int
     timings_ms: Mapping[str, float]
+    screen_change: "ScreenChange | None"
+    """What changed on the screen, where `View.screen_change` or `View.grey_difference` asked for it."""
     replayed: bool
     """The answer was recorded earlier: a try before this one had been performed."""
 
@@ -687,10 +749,23 @@ class Pool:
     """Why machines fail to start; empty when they do not."""
 
 
-def _observation(message: env_pb2.Observation) -> Observation:
-    frame = message.frame
-    if frame.HasField("tiles") or frame.HasField("unchanged"):
-        raise NotSupported(f"frame {frame.frame_id} came as a change, which was not asked for; update this client")
+def _observation(message: env_pb2.Observation, base: Observation | None = None) -> Observation:
+    """Return what an agent sees; `base` is what the service was told that we have."""
+    settle = message.settle
+    return _seen(
+        message.frame,
+        base,
+        a11y_tree=message.a11y_tree if message.HasField("a11y_tree") else None,
+        terminal=message.terminal if message.HasField("terminal") else None,
+        settled=settle.settled if message.HasField("settle") else None,
+        settle_ms=settle.settle_ms,
+        moving=tuple(_box(rect) for rect in settle.moving_regions),
+        timings_ms=dict(message.timings_ms),
+    )
+
+
+def _seen(frame: env_pb2.Frame, base: Observation | None, **more: Any) -> Observation:
+    encoding = frame.keyframe.encoding
     return Observation(
         frame_id=frame.frame_id,
         width_px=frame.width_px,
@@ -698,12 +773,50 @@ def _observation(message: env_pb2.Observation) -> Observation:
         screen_width_px=frame.screen.width_px,
         screen_height_px=frame.screen.height_px,
         capture_time=frame.capture_time.ToDatetime(tzinfo=UTC),
-        data=frame.keyframe.data,
-        a11y_tree=message.a11y_tree if message.HasField("a11y_tree") else None,
-        terminal=message.terminal if message.HasField("terminal") else None,
-        settled=message.settle.settled if message.HasField("settle") else None,
-        settle_ms=message.settle.settle_ms,
-        timings_ms=dict(message.timings_ms),
+        image_id=frame.image_id,
+        data=b"" if encoding == env_pb2.ENCODING_RAW_ZSTD else frame.keyframe.data,
+        tiles=_tiles(frame, base.tiles if base else None),
+        cursor=(frame.cursor.x, frame.cursor.y) if frame.HasField("cursor") else None,
+        **more,
+    )
+
+
+def _tiles(frame: env_pb2.Frame, base: "TiledImage | None") -> "TiledImage | None":
+    kind = frame.WhichOneof("content")
+    if kind is None or (kind == "keyframe" and frame.keyframe.encoding != env_pb2.ENCODING_RAW_ZSTD):
+        return None
+    try:
+        from trainer.frames import FrameMismatch, TiledImage  # noqa: PLC0415 -- who wants PNGs needs no numpy
+    except ImportError as error:
+        raise ImportError(
+            f"{error.name} is missing: install envd-trainer[trainer], or ask for View(encoding='png')", name=error.name
+        ) from error
+    try:
+        if kind == "keyframe":
+            return TiledImage.unpack(
+                frame.keyframe.data, width_px=frame.width_px, height_px=frame.height_px, image_id=frame.image_id
+            )
+        if base is not None and kind == "unchanged" and frame.unchanged.base_image_id == base.image_id:
+            return base
+        if base is not None and kind == "tiles" and frame.tiles.base_image_id == base.image_id:
+            boxes = [_box(rect) for rect in frame.tiles.tiles]
+            return base.patched(boxes, frame.tiles.data, image_id=frame.image_id)
+    except FrameMismatch as error:
+        raise ServiceFault(str(error), code="DATA_LOSS", reason="FRAME_MISMATCH") from error
+    raise ServiceFault(
+        f"image {frame.image_id} came as {kind} of one that is not here", code="DATA_LOSS", reason="FRAME_MISMATCH"
+    )
+
+
+def _screen_change(response: env_pb2.StepResponse) -> ScreenChange | None:
+    if not response.HasField("screen_change"):
+        return None
+    change = response.screen_change
+    return ScreenChange(
+        base_frame_id=change.base_frame_id,
+        changed_fraction=change.changed_fraction,
+        changed_regions=tuple(_box(rect) for rect in change.changed_regions),
+        grey_difference=change.grey_difference if change.HasField("grey_difference") else None,
     )
 
 
@@ -910,12 +1023,17 @@ class AsyncEnvClient:
             step_index=parent.step_count,
             fork_count=count,
             lease_ttl=_wire_duration(lease_ttl),
-            observation=_wire_view(parent._view(view)),
+            observation=_wire_view(parent._view(view), known=parent.observation),
         )
+        seen = parent.observation
         response = await self._call("Fork", request, timeout)
         episodes = [
             AsyncEpisode(
-                self, info, _observation(observation), instruction=parent.instruction, defaults=parent._defaults
+                self,
+                info,
+                _observation(observation, seen),
+                instruction=parent.instruction,
+                defaults=parent._defaults,
             )
             for info, observation in zip(response.episodes, response.observations, strict=True)
         ]
@@ -1077,11 +1195,12 @@ class AsyncEpisode:
             actions=[_wire_action(action) for action in actions],
             coordinate_space=None if space is None else env_pb2.Size(width_px=space[0], height_px=space[1]),
             settle=_wire_settle(settle or self._defaults["settle"]),
-            observation=_wire_view(self._view(view)),
+            observation=_wire_view(self._view(view), known=self.observation, of_step=True),
         )
+        seen = self.observation
         response = await self._client._call("Step", request, timeout)
         self._note(response.episode)
-        self.observation = _observation(response.observation)
+        self.observation = _observation(response.observation, seen)
         return StepResult(
             observation=self.observation,
             errors=tuple(result.error for result in response.action_results),
@@ -1089,6 +1208,7 @@ class AsyncEpisode:
             end_reason=self.end_reason,
             step_count=self.step_count,
             timings_ms=dict(response.timings_ms),
+            screen_change=_screen_change(response),
             replayed=response.replayed,
         )
 
@@ -1103,13 +1223,43 @@ class AsyncEpisode:
         """Look without acting; with `settle`, wait for a quiet screen first. Raises: EnvError."""
         request = env_pb2.ObserveRequest(
             episode_id=self.episode_id,
-            observation=_wire_view(self._view(view)),
+            observation=_wire_view(self._view(view), known=self.observation),
             refresh=refresh,
             settle=_wire_settle(settle),
         )
+        seen = self.observation
         response = await self._client._call("Observe", request, timeout)
-        self.observation = _observation(response.observation)
+        self.observation = _observation(response.observation, seen)
         return self.observation
+
+    async def frames(self, *, max_rate_hz: int = 10, view: View | None = None) -> AsyncGenerator[Observation, None]:
+        """Yield the screen as it is, and again on change, until the episode is closed. Raises: EnvError.
+
+        Always the newest frame: who reads slowly misses some, and never falls behind. It extends no lease, and where a
+        machine stands still between calls there is nothing new between them either. Close it (`contextlib.aclosing`)
+        to stop.
+
+        Args:
+            max_rate_hz: Most frames a second, 1 to 60.
+            view: What they hold; by default what the reset said.
+        """
+        asked = replace(self._view(view), a11y_tree=False, terminal=False)
+        request = env_pb2.StreamFramesRequest(
+            episode_id=self.episode_id, observation=_wire_view(asked), max_rate_hz=max_rate_hz
+        )
+        call: Any = self._client._stub.StreamFrames()
+        seen: Observation | None = None
+        try:
+            await call.write(request)
+            while (response := await call.read()) is not grpc.aio.EOF:
+                seen = _seen(response.frame, seen)
+                yield seen
+                # The next one is sent only now, and is the newest then.
+                await call.write(env_pb2.StreamFramesRequest(acknowledged_sequence=response.sequence))
+        except grpc.aio.AioRpcError as failure:
+            raise error_of(failure) from failure
+        finally:
+            call.cancel()
 
     async def evaluate(self, *, timeout: timedelta = timedelta(minutes=5)) -> Evaluation:
         """Score the episode on the state that its machine is in, and end it. Raises: EnvError."""

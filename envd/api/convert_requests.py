@@ -15,7 +15,7 @@ from envd.api.convert_actions import Scale, Size, actions_from_proto
 from envd.api.fields import limited, request_id_of, required, seconds, whole
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
 from envd.errors import InvalidRequest, Unimplemented
-from envd.guest.observation import Encoding, ObservationOptions, Region, SettlePolicy
+from envd.guest.observation import CursorMode, Encoding, ObservationOptions, Region, SettlePolicy
 
 MAX_GROUP_SIZE = 64
 MAX_FORK_COUNT = 64
@@ -29,7 +29,12 @@ READY_MARGIN_S = 0.5
 MAX_QUIET_S = 60.0
 MAX_SETTLE_S = 300.0
 MAX_SIDE_PX = 32_767
-DEFAULT_JPEG_QUALITY = 85
+MAX_PIXEL_COUNT = 1 << 30
+MAX_SIZE_MULTIPLE_PX = 256
+MAX_IGNORED_REGIONS = 64
+DEFAULT_QUALITY = 85
+MAX_FRAME_RATE_HZ = 60
+DEFAULT_FRAME_RATE_HZ = 10
 MAX_FILE_BYTES = 32 << 20
 MAX_PATH_CHARS = 4096
 MAX_ARGUMENT_COUNT = 256
@@ -46,11 +51,14 @@ _ENCODINGS: Mapping["env_pb2.Encoding.ValueType", Encoding] = {
     env_pb2.ENCODING_NONE: Encoding.NONE,
     env_pb2.ENCODING_PNG: Encoding.PNG,
     env_pb2.ENCODING_JPEG: Encoding.JPEG,
+    env_pb2.ENCODING_WEBP: Encoding.WEBP,
+    env_pb2.ENCODING_RAW_ZSTD: Encoding.RAW_ZSTD,
 }
-_DRAWS_CURSOR: Mapping["env_pb2.CursorMode.ValueType", bool] = {
-    env_pb2.CURSOR_MODE_UNSPECIFIED: True,
-    env_pb2.CURSOR_MODE_DRAWN: True,
-    env_pb2.CURSOR_MODE_HIDDEN: False,
+_CURSORS: Mapping["env_pb2.CursorMode.ValueType", CursorMode] = {
+    env_pb2.CURSOR_MODE_UNSPECIFIED: CursorMode.DRAWN,
+    env_pb2.CURSOR_MODE_DRAWN: CursorMode.DRAWN,
+    env_pb2.CURSOR_MODE_HIDDEN: CursorMode.HIDDEN,
+    env_pb2.CURSOR_MODE_REPORTED: CursorMode.REPORTED,
 }
 _HAS_TREE: Mapping["env_pb2.A11yFormat.ValueType", bool] = {
     env_pb2.A11Y_FORMAT_UNSPECIFIED: False,
@@ -129,7 +137,7 @@ def step_command(request: env_pb2.StepRequest, *, screen: Size | None, prefix: s
         step_index=whole(request.step_index, f"{prefix}step_index", low=0, high=MAX_STEPS),
         actions=actions_from_proto(request.actions, scale=scale, field=f"{prefix}actions"),
         settle=settle_policy(request.settle, f"{prefix}settle") if request.HasField("settle") else None,
-        observe=observation_options(request.observation, f"{prefix}observation"),
+        observe=observation_options(request.observation, f"{prefix}observation", of_step=True),
         fingerprint=fingerprint_of(request),
     )
 
@@ -182,9 +190,11 @@ def command_timeout_s(request: env_pb2.RunGuestCommandRequest) -> float:
 
 
 def settle_policy(message: env_pb2.SettlePolicy, field: str) -> SettlePolicy:
-    """Return when a screen counts as settled. Raises: InvalidRequest, Unimplemented."""
-    if message.ignored_regions:
-        raise Unimplemented(f"{field}.ignored_regions is not in this release; leave it empty")
+    """Return when a screen counts as settled. Raises: InvalidRequest."""
+    count = len(message.ignored_regions)
+    if count > MAX_IGNORED_REGIONS:
+        raise InvalidRequest(f"{field}.ignored_regions", f"has {count} items; at most {MAX_IGNORED_REGIONS}")
+    ignored = [_region(rect, f"{field}.ignored_regions[{index}]") for index, rect in enumerate(message.ignored_regions)]
     quiet = message.quiet if message.HasField("quiet") else None
     least = message.min if message.HasField("min") else None
     most = message.max if message.HasField("max") else None
@@ -194,31 +204,56 @@ def settle_policy(message: env_pb2.SettlePolicy, field: str) -> SettlePolicy:
     max_s = seconds(most, f"{field}.max", low=0.0, high=MAX_SETTLE_S, default=max(default.max_ms / 1000, min_s))
     if max_s < min_s:
         raise InvalidRequest(f"{field}.max", f"{max_s:g} s is less than {field}.min, {min_s:g} s")
-    return SettlePolicy(quiet_ms=round(quiet_s * 1000), min_ms=round(min_s * 1000), max_ms=round(max_s * 1000))
+    return SettlePolicy(
+        quiet_ms=round(quiet_s * 1000),
+        min_ms=round(min_s * 1000),
+        max_ms=round(max_s * 1000),
+        ignored=tuple(ignored),
+    )
 
 
-def observation_options(message: env_pb2.ObservationOptions, field: str) -> ObservationOptions:
-    """Return what to put into an observation. Raises: InvalidRequest, Unimplemented."""
+def observation_options(
+    message: env_pb2.ObservationOptions, field: str, *, of_step: bool = False
+) -> ObservationOptions:
+    """Return what to put into an observation; `of_step` says whether there is a step before it.
+
+    Raises:
+        InvalidRequest: A field is out of range, or makes no sense here.
+        Unimplemented: A field asks for what this release does not have.
+    """
     if message.encoding not in _ENCODINGS:
-        raise Unimplemented(f"{field}.encoding {message.encoding} is not in this release; use PNG, JPEG or NONE")
-    if message.cursor not in _DRAWS_CURSOR:
-        raise Unimplemented(f"{field}.cursor {message.cursor} is not in this release; use DRAWN or HIDDEN")
+        raise Unimplemented(f"{field}.encoding {message.encoding} is not known to this release")
+    if message.cursor not in _CURSORS:
+        raise Unimplemented(f"{field}.cursor {message.cursor} is not known to this release")
     if message.a11y_format not in _HAS_TREE:
         raise Unimplemented(f"{field}.a11y_format {message.a11y_format} is not in this release; use OSWORLD_XML")
-    if message.max_pixel_count:
-        raise Unimplemented(f"{field}.max_pixel_count is not in this release; use max_width_px and max_height_px")
-    if message.include_screen_change:
-        raise Unimplemented(f"{field}.include_screen_change is not in this release; leave it out")
+    wants_change = message.include_screen_change or message.include_grey_difference
+    if wants_change and not of_step:
+        raise InvalidRequest(f"{field}.include_screen_change", "is told of steps alone; leave it out here")
     return ObservationOptions(
         encoding=_ENCODINGS[message.encoding],
-        jpeg_quality=whole(message.quality, f"{field}.quality", default=DEFAULT_JPEG_QUALITY, low=1, high=100),
+        quality=whole(message.quality, f"{field}.quality", default=DEFAULT_QUALITY, low=1, high=100),
         region=_region(message.region, f"{field}.region") if message.HasField("region") else None,
         max_width_px=whole(message.max_width_px, f"{field}.max_width_px", low=0, high=MAX_SIDE_PX),
         max_height_px=whole(message.max_height_px, f"{field}.max_height_px", low=0, high=MAX_SIDE_PX),
+        max_pixel_count=whole(message.max_pixel_count, f"{field}.max_pixel_count", low=0, high=MAX_PIXEL_COUNT),
+        size_multiple_px=whole(message.size_multiple_px, f"{field}.size_multiple_px", low=0, high=MAX_SIZE_MULTIPLE_PX),
         include_a11y_tree=_HAS_TREE[message.a11y_format],
         include_terminal=message.include_terminal,
-        draw_cursor=_DRAWS_CURSOR[message.cursor],
+        cursor=_CURSORS[message.cursor],
+        known_image_id=limited(message.known_image_id, f"{field}.known_image_id"),
+        include_screen_change=wants_change,
+        include_grey_difference=message.include_grey_difference,
     )
+
+
+def frames_request(request: env_pb2.StreamFramesRequest) -> tuple[str, ObservationOptions, int]:
+    """Return whose frames to stream, how to tell them, and the most a second. Raises: InvalidRequest."""
+    options = observation_options(request.observation, "observation")
+    if options.include_a11y_tree or options.include_terminal:
+        raise InvalidRequest("observation", "a stream of frames has pixels alone; ask Observe for the rest")
+    rate_hz = whole(request.max_rate_hz, "max_rate_hz", default=DEFAULT_FRAME_RATE_HZ, low=1, high=MAX_FRAME_RATE_HZ)
+    return episode_id_of(request.episode_id), options, rate_hz
 
 
 def _region(message: env_pb2.Rect, field: str) -> Region:

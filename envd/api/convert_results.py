@@ -16,7 +16,16 @@ from envd.episodes.types import (
     ResetResult,
     StepResult,
 )
-from envd.guest.observation import EncodedFrame, Encoding, Observation
+from envd.guest.observation import (
+    EncodedFrame,
+    Encoding,
+    Keyframe,
+    Observation,
+    Region,
+    ScreenChange,
+    TileDelta,
+    Unchanged,
+)
 from envd.tasks.model import Task
 
 _STATES = {
@@ -28,6 +37,8 @@ _STATES = {
 _ENCODINGS: Mapping[Encoding, "env_pb2.Encoding.ValueType"] = {
     Encoding.PNG: env_pb2.ENCODING_PNG,
     Encoding.JPEG: env_pb2.ENCODING_JPEG,
+    Encoding.WEBP: env_pb2.ENCODING_WEBP,
+    Encoding.RAW_ZSTD: env_pb2.ENCODING_RAW_ZSTD,
 }
 
 
@@ -59,6 +70,7 @@ def step_response(result: StepResult) -> env_pb2.StepResponse:
             env_pb2.ActionResult(error=_text(outcome.error), input_ms=outcome.input_ms) for outcome in result.outcomes
         ],
         timings_ms=result.timings_ms,
+        screen_change=_screen_change(result.observation.screen_change),
         replayed=result.replayed,
     )
 
@@ -106,12 +118,17 @@ def observation_message(observation: Observation) -> env_pb2.Observation:
     """Return an observation as it travels; what was not asked for stays absent."""
     settle = observation.settle
     return env_pb2.Observation(
-        frame=_frame(observation.frame),
+        frame=frame_message(observation.frame),
         a11y_tree=_text(observation.a11y_tree),
         terminal=_text(observation.terminal),
         settle=None
         if settle is None
-        else env_pb2.SettleResult(settled=settle.settled, settle_ms=settle.settle_ms, change_count=settle.change_count),
+        else env_pb2.SettleResult(
+            settled=settle.settled,
+            settle_ms=settle.settle_ms,
+            change_count=settle.change_count,
+            moving_regions=[_rect(region) for region in settle.moving],
+        ),
         timings_ms=observation.timings_ms,
     )
 
@@ -165,18 +182,43 @@ def _pool(pool: PoolInfo) -> env_pb2.Pool:
     )
 
 
-def _frame(frame: EncodedFrame) -> env_pb2.Frame:
-    keyframe = None
-    if frame.encoding is not Encoding.NONE:
-        keyframe = env_pb2.Keyframe(encoding=_ENCODINGS[frame.encoding], data=frame.data)
-    return env_pb2.Frame(
+def frame_message(frame: EncodedFrame) -> env_pb2.Frame:
+    """Return a frame as it travels."""
+    message = env_pb2.Frame(
         frame_id=frame.frame_id,
+        image_id=frame.image_id,
         width_px=frame.width_px,
         height_px=frame.height_px,
         screen=env_pb2.Size(width_px=frame.screen_width_px, height_px=frame.screen_height_px),
         capture_time=_timestamp(frame.capture_time),
-        keyframe=keyframe,
+        cursor=None if frame.cursor is None else env_pb2.Point(x=frame.cursor.x_px, y=frame.cursor.y_px),
     )
+    match frame.content:
+        case Keyframe(encoding=encoding, data=data):
+            message.keyframe.CopyFrom(env_pb2.Keyframe(encoding=_ENCODINGS[encoding], data=data))
+        case TileDelta(base_image_id=base, tiles=tiles, data=data):
+            delta = env_pb2.TileDelta(base_image_id=base, tiles=[_rect(tile) for tile in tiles], data=data)
+            message.tiles.CopyFrom(delta)
+        case Unchanged(base_image_id=base):
+            message.unchanged.base_image_id = base
+        case None:
+            pass
+    return message
+
+
+def _screen_change(change: ScreenChange | None) -> env_pb2.ScreenChange | None:
+    if change is None:
+        return None
+    return env_pb2.ScreenChange(
+        base_frame_id=change.base_frame_id,
+        changed_fraction=change.changed_fraction,
+        changed_regions=[_rect(region) for region in change.changed_regions],
+        grey_difference=change.grey_difference,
+    )
+
+
+def _rect(region: Region) -> env_pb2.Rect:
+    return env_pb2.Rect(x_px=region.x_px, y_px=region.y_px, width_px=region.width_px, height_px=region.height_px)
 
 
 @overload

@@ -6,8 +6,8 @@ What a call began belongs to the episode service, which shields it: a client tha
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -22,6 +22,7 @@ from envd.api.convert_requests import (
     file_data_of,
     fingerprint_of,
     fork_command,
+    frames_request,
     guest_path_of,
     keep_alive_of,
     observation_options,
@@ -33,6 +34,7 @@ from envd.api.convert_results import (
     episode_message,
     evaluate_response,
     fork_response,
+    frame_message,
     observation_message,
     pool_messages,
     reset_response,
@@ -41,6 +43,7 @@ from envd.api.convert_results import (
     task_message,
 )
 from envd.api.fields import request_id_of, whole
+from envd.api.pacing import Reader, paced
 from envd.api.pages import page_of
 from envd.episodes.types import (
     EpisodeInfo,
@@ -55,7 +58,7 @@ from envd.episodes.types import (
     StepCommand,
     StepResult,
 )
-from envd.errors import GuestError, GuestRefused, InvalidRequest, Unimplemented
+from envd.errors import GuestError, GuestRefused, InvalidRequest
 from envd.guest.observation import EncodedFrame, Encoding, Observation, ObservationOptions, SettlePolicy
 from envd.tasks.model import Task
 
@@ -94,6 +97,11 @@ class Episodes(Protocol):
     ) -> Observation:
         """Look."""
 
+    def watch_frames(
+        self, episode_id: str, options: ObservationOptions, *, max_rate_hz: float
+    ) -> AsyncGenerator[EncodedFrame, None]:
+        """Yield an episode's screen, at once and on change."""
+
     async def evaluate(self, episode_id: str, *, request_id: str, fingerprint: bytes) -> EvaluateResult:
         """Score."""
 
@@ -106,7 +114,7 @@ class Episodes(Protocol):
     def list_pools(self) -> Sequence[PoolInfo]:
         """Return every pool as it is now."""
 
-    def watch_pools(self) -> AsyncIterator[Sequence[PoolInfo]]:
+    def watch_pools(self) -> AsyncGenerator[Sequence[PoolInfo], None]:
         """Yield every pool, at once and on change."""
 
     def list_episodes(self) -> Sequence[EpisodeInfo]:
@@ -200,11 +208,22 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         infos = await self._episodes.keep_alive(episode_ids, lease_ttl_s)
         return env_pb2.KeepAliveResponse(episodes=[episode_message(info) for info in infos])
 
-    def StreamFrames(
-        self, request: env_pb2.StreamFramesRequest, context: Context
+    async def StreamFrames(
+        self, request_iterator: AsyncIterator[env_pb2.StreamFramesRequest], context: Context
     ) -> AsyncIterator[env_pb2.StreamFramesResponse]:
-        """Refuse: not in this release."""
-        raise Unimplemented("StreamFrames is not in this release; call Observe instead")
+        """Stream an episode's screen until it is closed or the daemon stops."""
+        requests = aiter(request_iterator)
+        episode_id, options, rate_hz = frames_request(await anext(requests, env_pb2.StreamFramesRequest()))
+        frames = self._episodes.watch_frames(episode_id, options, max_rate_hz=rate_hz)
+        reader = Reader()
+        listening = asyncio.create_task(reader.listen(requests), name=f"frames:{episode_id}")
+        try:
+            async with aclosing(_until(self._stopping, paced(frames, reader))) as running:
+                async for sequence, frame in running:
+                    yield env_pb2.StreamFramesResponse(frame=frame_message(frame), sequence=sequence)
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
 
     async def ListPools(self, request: env_pb2.ListPoolsRequest, context: Context) -> env_pb2.ListPoolsResponse:
         """List pools."""
@@ -216,8 +235,9 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         context: Context,
     ) -> AsyncIterator[env_pb2.WatchPoolsResponse]:
         """Stream pools until the daemon stops."""
-        async for pools in _until(self._stopping, self._episodes.watch_pools()):
-            yield env_pb2.WatchPoolsResponse(pools=pool_messages(pools))
+        async with aclosing(_until(self._stopping, self._episodes.watch_pools())) as running:
+            async for pools in running:
+                yield env_pb2.WatchPoolsResponse(pools=pool_messages(pools))
 
     async def ListEpisodes(
         self, request: env_pb2.ListEpisodesRequest, context: Context
@@ -316,8 +336,8 @@ def _harmless() -> Iterator[None]:
         raise GuestRefused(str(error)) from error
 
 
-async def _until(stop: asyncio.Event, items: AsyncIterator[Item]) -> AsyncIterator[Item]:
-    """Yield items until there are no more, or until `stop` is set."""
+async def _until(stop: asyncio.Event, items: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
+    """Yield items until there are no more, or until `stop` is set; then close them."""
     stopped = asyncio.ensure_future(stop.wait())
     upcoming: asyncio.Future[Item] | None = None
     try:
@@ -335,3 +355,4 @@ async def _until(stop: asyncio.Event, items: AsyncIterator[Item]) -> AsyncIterat
         stopped.cancel()
         if upcoming is not None and upcoming.cancel():
             await asyncio.gather(upcoming, return_exceptions=True)
+        await items.aclose()

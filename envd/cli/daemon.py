@@ -19,7 +19,7 @@ from envd.config import Config, PoolConfig
 from envd.episodes.limits import EpisodeLimits
 from envd.episodes.service import EpisodeService
 from envd.errors import ConfigError
-from envd.guest.observation import SettlePolicy
+from envd.guest.observation import Region, SettlePolicy
 from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.images.catalogue import ImageCatalogue
 from envd.hypervisor.libvirt import LibvirtHypervisor
@@ -176,7 +176,15 @@ def _pool_settings(name: str, pool: PoolConfig, *, screen_px: tuple[int, int]) -
         screen_width_px=width_px,
         screen_height_px=height_px,
         allow_guest_access=pool.allow_guest_access,
-        settle=SettlePolicy(quiet_ms=pool.settle.quiet_ms, min_ms=pool.settle.min_ms, max_ms=pool.settle.max_ms),
+        settle=SettlePolicy(
+            quiet_ms=pool.settle.quiet_ms,
+            min_ms=pool.settle.min_ms,
+            max_ms=pool.settle.max_ms,
+            ignored=tuple(
+                Region(x_px=x_px, y_px=y_px, width_px=width_px, height_px=height_px)
+                for x_px, y_px, width_px, height_px in pool.settle.ignored_px
+            ),
+        ),
     )
 
 

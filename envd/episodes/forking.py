@@ -104,7 +104,7 @@ async def _start_all(
     clock: Clock,
 ) -> ForkedGroup:
     # While QEMU starts: both take a tenth of a second or more.
-    encoding = asyncio.create_task(asyncio.to_thread(frozen.view.encode, command.observe), name="fork:encode")
+    encoding = asyncio.create_task(frozen.view.encode(command.observe), name="fork:encode")
     try:
         forks = await fork_all(pool, places, frozen, clock=clock)
     finally:

@@ -87,11 +87,7 @@ async def look_at_all(
         SetupFailed: A guest did not wake up, or a part that was asked for cannot be had.
         MachineLost: A machine is gone.
     """
-    # Without pixels there is nothing to encode, and a thread would cost more than the rest.
-    shown = view.encoded(options)
-    if shown is None:
-        is_quick = options.encoding is Encoding.NONE
-        shown = view.encode(options) if is_quick else await asyncio.to_thread(view.encode, options)
+    shown = await view.encode(options)
     origin = Origin(
         template_digest=frozen.snapshot.digest,
         overlay_parent=frozen.snapshot.disk_digest,

@@ -199,7 +199,8 @@ class _Opening:
             async with first.running():
                 await self.run_setup(self.task, first.desktop, timeout_s=timeout_s)
                 self.watch.lap("setup")
-                settle = await first.desktop.settle(self.command.settle or self.pool.settings.settle)
+                usual = self.pool.settings.settle
+                settle = await first.desktop.settle((self.command.settle or usual).ignoring(usual.ignored))
                 self.watch.lap("settle")
             key = _state_key(self.pool, self.task, first.frozen)
             if not places and key is None:

@@ -11,8 +11,8 @@ Always true, because one event loop is atomic between awaits:
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 from envd.episodes.adoption import Adoption, Upbringing
@@ -40,6 +40,7 @@ from envd.episodes.types import (
     StepCommand,
     StepResult,
 )
+from envd.episodes.watching import frames_of
 from envd.errors import (
     AccessDenied,
     Draining,
@@ -51,7 +52,7 @@ from envd.errors import (
     StepIndexMismatch,
 )
 from envd.guest.desktop import Desktop
-from envd.guest.observation import Observation, ObservationOptions, SettlePolicy
+from envd.guest.observation import EncodedFrame, Observation, ObservationOptions, SettlePolicy
 from envd.pool.clock import Clock, SystemClock, wait_until
 from envd.pool.pool import Pool
 from envd.pool.tasks import Changes
@@ -335,7 +336,7 @@ class EpisodeService:
                         performed = await perform(
                             episode.machine.desktop,
                             command.actions,
-                            settle=command.settle or episode.settle,
+                            settle=self._policy(episode, command.settle),
                             options=command.observe,
                             clock=self._clock,
                         )
@@ -382,7 +383,26 @@ class EpisodeService:
             if settle is None and not refresh and not needs_guest(options):
                 return await look(desktop, settle=None, options=options, watch=watch)
             async with self._awake(episode, watch):
-                return await look(desktop, settle=settle, options=options, refresh=refresh, watch=watch)
+                policy = settle and self._policy(episode, settle)
+                return await look(desktop, settle=policy, options=options, refresh=refresh, watch=watch)
+
+    async def watch_frames(
+        self, episode_id: str, options: ObservationOptions, *, max_rate_hz: float
+    ) -> AsyncGenerator[EncodedFrame, None]:
+        """Yield an episode's screen at once and on change, until it is closed; a slow reader skips frames.
+
+        Extends no lease and lets no guest run.
+
+        Raises:
+            EpisodeNotFound, InvalidRequest, MachineLost: See `observe`.
+        """
+        episode = self._registry.get(episode_id)
+        episode.require_machine()
+        check_region(options, episode.machine.desktop.screen_size)
+        frames = frames_of(episode, options, max_rate_hz=max_rate_hz, registry=self._registry, clock=self._clock)
+        async with aclosing(frames):
+            async for frame in frames:
+                yield frame
 
     async def evaluate(self, episode_id: str, *, request_id: str, fingerprint: bytes) -> EvaluateResult:
         """Score an episode on the state that its machine is in, and end it if active. The checkers run once.
@@ -491,7 +511,7 @@ class EpisodeService:
         """Return every pool as it is now, in name order."""
         return [_pool_info(pool) for pool in self._pools.values()]
 
-    async def watch_pools(self) -> AsyncIterator[list[PoolInfo]]:
+    async def watch_pools(self) -> AsyncGenerator[list[PoolInfo], None]:
         """Yield every pool, at once and again on change, until the service is closed; a slow reader skips states."""
         last: list[PoolInfo] | None = None
         while not self._closed:
@@ -551,6 +571,9 @@ class EpisodeService:
                 yield episode.machine.desktop
 
     # -- details ------------------------------------------------------------------------------------------------
+
+    def _policy(self, episode: Episode, asked: SettlePolicy | None) -> SettlePolicy:
+        return (asked or episode.settle).ignoring(self._pools[episode.pool].settings.settle.ignored)
 
     def _lease_ttl_s(self, requested_s: float | None) -> float:
         limits = self._limits

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from envd.errors import InvalidRequest
 from envd.guest.actions import Action, ActionOutcome, Done, Fail
 from envd.guest.desktop import Desktop
+from envd.guest.frames import Frame
 from envd.guest.observation import Observation, ObservationOptions, SettlePolicy
 from envd.pool.clock import Clock
 
@@ -76,6 +77,7 @@ async def look(
     settle: SettlePolicy | None,
     options: ObservationOptions,
     refresh: bool = False,
+    since: Frame | None = None,
     watch: Stopwatch,
 ) -> Observation:
     """Wait until the screen is quiet, if asked to, then return what it shows.
@@ -88,7 +90,7 @@ async def look(
     if settle is not None:
         settled = await desktop.settle(settle)
         watch.lap("settle")
-    observation = await desktop.observe(options, refresh=refresh)
+    observation = await desktop.observe(options, refresh=refresh, since=since)
     watch.lap("observe")
     return replace(observation, settle=settled, timings_ms={**observation.timings_ms, **watch.timings_ms})
 
@@ -110,6 +112,7 @@ async def perform(
         MachineLost: The machine is gone.
     """
     watch = Stopwatch(clock)
+    before = await desktop.frame() if options.include_screen_change or options.include_grey_difference else None
     outcomes: list[ActionOutcome] = []
     last_action: Done | Fail | None = None
     for action in actions:
@@ -119,7 +122,7 @@ async def perform(
             break
         outcomes.append(await desktop.act(action))
     watch.lap("input")
-    observation = await look(desktop, settle=settle, options=options, watch=watch)
+    observation = await look(desktop, settle=settle, options=options, since=before, watch=watch)
     return Performed(
         outcomes=tuple(outcomes), last_action=last_action, observation=observation, timings_ms=watch.timings_ms
     )

@@ -15,12 +15,14 @@ from typing import Any, TypeVar
 from envd.errors import EnvdError, GuestError, GuestUnresponsive, MachineLost
 from envd.guest.actions import Action, ActionOutcome, Done, Fail, KeyDown, KeyUp, PressKeys, TypeText, Wait
 from envd.guest.agent import GuestAgent
+from envd.guest.change import screen_change
 from envd.guest.channels import Channels
 from envd.guest.command import CommandResult
-from envd.guest.frames import PointerImage, encode_frame
+from envd.guest.encoder import FrameEncoder
+from envd.guest.frames import Frame, PointerImage
 from envd.guest.guestd import GuestdClient
 from envd.guest.input import Input, InputEvent, KeyEvent, PointerEvent, Refused, Road, plan, road_for_text
-from envd.guest.observation import Frame, Observation, ObservationOptions, SettlePolicy, SettleResult
+from envd.guest.observation import EncodedFrame, Observation, ObservationOptions, SettlePolicy, SettleResult
 from envd.guest.rfb import RfbClient
 from envd.guest.screen import Screen
 from envd.guest.settle import settle
@@ -85,10 +87,15 @@ class Desktop:
         self._agent = GuestAgent(channels)
         self._guestd = GuestdClient(channels.guestd_url, lost=channels.lost) if channels.guestd_url else None
         self._screen = Screen()
+        self._encoder = FrameEncoder()
         self._input = Input(held=view.inputs if view else None)
         self._client: RfbClient | None = None
         self._connected = asyncio.Event()
+        self._woken = asyncio.Event()
         self._display_task: asyncio.Task[None] | None = None
+        # Ends the calls that wait when the machine is gone.
+        self._watch_task: asyncio.Task[None] | None = None
+        self._scopes: set[asyncio.Timeout] = set()
         self._closed = False
         # OSWorld's service cannot type; which one it is, is known once the session has answered.
         self._guestd_types = view.guestd_types if view else self._guestd is not None
@@ -155,17 +162,47 @@ class Desktop:
 
     async def frame(self, *, refresh: bool = False) -> Frame:
         """Return the newest frame; with `refresh`, force the display to send what it has."""
+        if self._view is not None and not refresh:
+            return self._view.frame
         return await self._alive(self._newest_frame(refresh=refresh))
 
-    async def observe(self, options: ObservationOptions, *, refresh: bool = False) -> Observation:
+    async def observe(
+        self, options: ObservationOptions, *, refresh: bool = False, since: Frame | None = None
+    ) -> Observation:
         """Look: the newest frame, encoded off the event loop, with tree and terminal if asked.
+
+        Args:
+            options: What to tell, and how.
+            refresh: Force the display to send what it has.
+            since: An earlier frame, to tell what has changed since.
 
         Raises:
             InvalidRequest: The options make no sense for this screen.
             GuestError: The guest cannot tell its tree or terminal, or has no guestd to ask.
             GuestUnresponsive: It did not tell in time.
         """
-        return await self._alive(self._observe(options, refresh=refresh))
+        return await self._alive(self._observe(options, refresh=refresh, since=since))
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set when there may next be something new to see: pixels, the pointer, or at all, once it has woken up.
+
+        Take it before looking, and wait on it after.
+        """
+        return self._woken if self._view is not None else self._screen.changed
+
+    async def encode(self, frame: Frame, options: ObservationOptions) -> EncodedFrame:
+        """Encode a frame of this desktop as asked; what several ask for alike is made once.
+
+        Raises:
+            InvalidRequest: The options make no sense for this screen.
+        """
+        if self._view is not None and frame is self._view.frame:
+            return await self._view.encode(options)
+        pointer = None
+        if self._screen.cursor is not None:
+            pointer = PointerImage(at=self._input.pointer(self._screen.size), shape=self._screen.cursor)
+        return await self._encoder.encode(frame, options, pointer=pointer)
 
     async def run(
         self,
@@ -222,9 +259,10 @@ class Desktop:
     async def close(self) -> None:
         """Close the connections. Idempotent; never fails."""
         self._closed = True
-        if self._display_task is not None:
-            self._display_task.cancel()
-            await asyncio.gather(self._display_task, return_exceptions=True)
+        owned = [task for task in (self._display_task, self._watch_task) if task is not None]
+        for task in owned:
+            task.cancel()
+        await asyncio.gather(*owned, return_exceptions=True)
         if self._guestd is not None:
             await self._guestd.close()
 
@@ -235,19 +273,25 @@ class Desktop:
         if self._channels.lost.is_set():
             work.close()
             raise self._machine_lost()
-        task = asyncio.create_task(work, name=f"desktop:{self._channels.machine_id}")
-        lost = asyncio.create_task(self._channels.lost.wait(), name=f"desktop-lost:{self._channels.machine_id}")
+        if self._watch_task is None:
+            self._watch_task = asyncio.create_task(self._watch(), name=f"desktop-lost:{self._channels.machine_id}")
+        # A timeout that the machine's end sets off: a task for each call would cost more than many calls do.
         try:
-            await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise self._machine_lost()
-            if self._channels.lost.is_set() and not task.cancelled() and (error := task.exception()):
+            async with asyncio.timeout(None) as scope:
+                self._scopes.add(scope)
+                try:
+                    return await work
+                finally:
+                    self._scopes.discard(scope)
+        except Exception as error:
+            if self._channels.lost.is_set():
                 raise self._machine_lost() from error
-            return task.result()
-        finally:
-            task.cancel()
-            lost.cancel()
-            await asyncio.gather(task, lost, return_exceptions=True)
+            raise
+
+    async def _watch(self) -> None:
+        await self._channels.lost.wait()
+        for scope in self._scopes:
+            scope.reschedule(asyncio.get_running_loop().time())
 
     def _machine_lost(self) -> MachineLost:
         return MachineLost(
@@ -349,7 +393,8 @@ class Desktop:
         finally:
             display.cancel()
             await asyncio.gather(display, return_exceptions=True)
-        self._view = None
+        self._encoder, self._view = self._view.encoder.branch(), None
+        self._woken.set()
         self._input_s = self._quiet_s = time.monotonic()
 
     async def _take_view(self) -> DesktopView:
@@ -363,6 +408,7 @@ class Desktop:
             inputs=self._input.held,
             guestd_types=self._guestd_types,
             home=self._home,
+            encoder=self._encoder.branch(),
         )
 
     async def _settle(self, policy: SettlePolicy) -> SettleResult:
@@ -385,29 +431,26 @@ class Desktop:
 
         return await self._looking(look)
 
-    async def _observe(self, options: ObservationOptions, *, refresh: bool) -> Observation:
+    async def _observe(self, options: ObservationOptions, *, refresh: bool, since: Frame | None) -> Observation:
         timings_ms: dict[str, float] = {}
         if self._view is not None and not (refresh or options.include_a11y_tree or options.include_terminal):
-            with _timed(timings_ms, "encode"):
-                # A thread would cost more than looking up what was encoded before.
-                if (shown := self._view.encoded(options)) is None:
-                    shown = await asyncio.to_thread(self._view.encode, options)
-            return Observation(frame=shown, timings_ms=timings_ms)
-        with _timed(timings_ms, "capture"):
-            frame = await self._newest_frame(refresh=refresh)
-        pointer = None
-        if self._screen.cursor is not None:
-            pointer = PointerImage(at=self._input.pointer(self._screen.size), shape=self._screen.cursor)
+            frame = self._view.frame
+        else:
+            with _timed(timings_ms, "capture"):
+                frame = await self._newest_frame(refresh=refresh)
         with _timed(timings_ms, "encode"):
-            encoded = await asyncio.to_thread(encode_frame, frame, options, pointer=pointer)
-        tree = terminal = None
+            shown = await self.encode(frame, options)
+        change = tree = terminal = None
+        if since is not None:
+            with _timed(timings_ms, "screen_change"):
+                change = await asyncio.to_thread(screen_change, since, frame, grey=options.include_grey_difference)
         if options.include_a11y_tree:
             with _timed(timings_ms, "a11y_tree"):
                 tree = await self._session_guestd("read the accessibility tree").accessibility()
         if options.include_terminal:
             with _timed(timings_ms, "terminal"):
                 terminal = await self._session_guestd("read the terminal").terminal()
-        return Observation(frame=encoded, a11y_tree=tree, terminal=terminal, timings_ms=timings_ms)
+        return Observation(frame=shown, screen_change=change, a11y_tree=tree, terminal=terminal, timings_ms=timings_ms)
 
     # Input
 
@@ -456,6 +499,7 @@ class Desktop:
                 " have had its effect"
             ) from error
         finally:
+            self._screen.note_input()
             self._input_s = time.monotonic()
             if has_pointer:
                 self._pointer_s = self._input_s

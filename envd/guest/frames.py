@@ -1,14 +1,55 @@
-"""Make a frame into what travels: crop, draw the pointer, scale, encode. Pure, and slow enough for a thread."""
+"""Make a frame into the image that was asked for: crop, draw the pointer, scale, compress. Pure.
+
+Scaling is what a vision model's image processor would do to the image, so that the processor then has nothing left to
+do: bicubic with antialiasing, and sizes by the rule of Qwen's `smart_resize` (transformers,
+models/qwen2_vl/image_processing_qwen2_vl.py): both sides rounded to the nearest multiple, or, where that has too many
+pixels, scaled by the square root of the excess and rounded down. It never enlarges beyond that rounding.
+"""
 
 import io
+import math
 from dataclasses import dataclass
+from datetime import datetime
 
+import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from envd.errors import InvalidRequest
 from envd.guest.actions import Point
-from envd.guest.observation import EncodedFrame, Encoding, Frame, ObservationOptions, Region
+from envd.guest.observation import CursorMode, Encoding, ObservationOptions, Region
 from envd.guest.rfb import CursorShape
+from envd.guest.tiles import TileImage
+
+_FORMATS = {Encoding.PNG: "PNG", Encoding.JPEG: "JPEG", Encoding.WEBP: "WEBP"}
+#: More than any side.
+_ANY_PX = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """What a guest's screen showed, without the pointer."""
+
+    frame_id: str
+    """Names the pixels: the image's id. Equal ids look the same."""
+    image: TileImage
+    capture_time: datetime
+    """Timezone-aware host time; the pixels are no older."""
+
+    @property
+    def width_px(self) -> int:
+        """Width in pixels."""
+        return self.image.width_px
+
+    @property
+    def height_px(self) -> int:
+        """Height in pixels."""
+        return self.image.height_px
+
+    @property
+    def rgb_HWC(self) -> npt.NDArray[np.uint8]:  # noqa: N802 -- the array's axes
+        """The pixels as (height, width, 3), 8-bit RGB; read-only, and put together anew each time."""
+        return self.image.rgb_HWC()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,40 +60,104 @@ class PointerImage:
     shape: CursorShape
 
 
-def encode_frame(frame: Frame, options: ObservationOptions, *, pointer: PointerImage | None = None) -> EncodedFrame:
-    """Encode a frame as asked. The pointer is drawn only where its shape is known and `draw_cursor` is set.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """What is to be made of a frame, worked out and checked: equal pictures of one frame are equal images."""
 
-    Scaling keeps the aspect ratio and never enlarges.
+    region: Region
+    """Within the screen."""
+    width_px: int
+    height_px: int
+    pointer: PointerImage | None
+    """Drawn into it; None for none."""
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether it is not of the region's size."""
+        return (self.width_px, self.height_px) != (self.region.width_px, self.region.height_px)
+
+
+def picture_of(
+    frame: Frame, options: ObservationOptions, *, pointer: PointerImage | None = None, field: str = "observation"
+) -> Picture:
+    """Work out what to make of a frame. The pointer is drawn only where its shape is known and that was asked for.
 
     Raises:
-        InvalidRequest: The region has no pixel on the screen, or a number is out of range.
+        InvalidRequest: The region has no pixel on the screen, or no size fits the limits.
     """
-    region = _clip(options.region, frame)
-    size = _fit(region, options)
-    data = b""
-    if options.encoding is not Encoding.NONE:
-        pixels_HWC = frame.rgb_HWC[
-            region.y_px : region.y_px + region.height_px, region.x_px : region.x_px + region.width_px
-        ]
-        image = Image.fromarray(pixels_HWC)
-        if pointer is not None and options.draw_cursor and pointer.shape.rgba_HWC.size:
-            _draw_pointer(image, pointer, region)
-        if image.size != size:
-            image = image.resize(size, Image.Resampling.LANCZOS)
-        data = _compress(image, options)
-    return EncodedFrame(
-        frame_id=frame.frame_id,
-        width_px=size[0],
-        height_px=size[1],
-        screen_width_px=frame.width_px,
-        screen_height_px=frame.height_px,
-        capture_time=frame.capture_time,
-        encoding=options.encoding,
-        data=data,
+    region = _clip(options.region, frame, field)
+    width_px, height_px = fit(
+        region.width_px,
+        region.height_px,
+        max_width_px=options.max_width_px,
+        max_height_px=options.max_height_px,
+        max_pixel_count=options.max_pixel_count,
+        multiple_px=options.size_multiple_px,
+        field=field,
     )
+    is_drawn = options.cursor is CursorMode.DRAWN and pointer is not None and pointer.shape.rgba_HWC.size
+    return Picture(region=region, width_px=width_px, height_px=height_px, pointer=pointer if is_drawn else None)
 
 
-def _clip(region: Region | None, frame: Frame) -> Region:
+def fit(
+    width_px: int,
+    height_px: int,
+    *,
+    max_width_px: int = 0,
+    max_height_px: int = 0,
+    max_pixel_count: int = 0,
+    multiple_px: int = 0,
+    field: str = "observation",
+) -> tuple[int, int]:
+    """Return the size (width, height) to scale to, of about the same shape; limits of 0 are none.
+
+    Raises:
+        InvalidRequest: No multiple of `multiple_px` is within the limits.
+    """
+    scale = min(
+        1.0,
+        max_width_px / width_px if max_width_px else 1.0,
+        max_height_px / height_px if max_height_px else 1.0,
+    )
+    wide, high = width_px * scale, height_px * scale
+    step = multiple_px or 1
+    most = [(limit or _ANY_PX) // step * step for limit in (max_width_px, max_height_px)]
+    if min(most) < step or 0 < max_pixel_count < step * step:
+        raise InvalidRequest(f"{field}.size_multiple_px", f"no image in steps of {step} px is within the limits")
+    size = [max(step, round(side / step) * step) for side in (wide, high)]
+    if max_pixel_count and size[0] * size[1] > max_pixel_count:
+        excess = math.sqrt(wide * high / max_pixel_count)
+        size = [max(step, math.floor(side / excess / step) * step) for side in (wide, high)]
+        if size[0] * size[1] > max_pixel_count:  # a very long image: the short side cannot shrink below one step
+            longer = 0 if size[0] > size[1] else 1
+            size[longer] = max_pixel_count // size[1 - longer] // step * step
+    return min(size[0], most[0]), min(size[1], most[1])
+
+
+def draw(frame: Frame, picture: Picture) -> TileImage:
+    """Make the image. Slow where it is scaled or cropped, else a matter of microseconds."""
+    image = frame.image if picture.pointer is None else _with_pointer(frame.image, picture.pointer)
+    is_whole = (picture.region.width_px, picture.region.height_px) == image.size_px
+    if is_whole and not picture.is_scaled:
+        return image
+    rgb_HWC = image.rgb_HWC() if is_whole else image.part(picture.region)
+    if picture.is_scaled:
+        size = (picture.width_px, picture.height_px)
+        rgb_HWC = np.asarray(Image.fromarray(rgb_HWC).resize(size, Image.Resampling.BICUBIC))
+    return TileImage.from_rgb(rgb_HWC)
+
+
+def compress(image: TileImage, encoding: Encoding, *, quality: int = 85) -> bytes:
+    """Encode an image as PNG, JPEG or WebP. Slow."""
+    buffer = io.BytesIO()
+    picture = Image.fromarray(image.rgb_HWC())
+    # PNG, level 1: 13% larger than the default and faster; on text it hardly matters, on photographs it does.
+    # WebP, method 0: the default takes some 10 times as long for 10% fewer bytes.
+    picture.save(buffer, _FORMATS[encoding], quality=quality, compress_level=1, method=0)
+    return buffer.getvalue()
+
+
+def _clip(region: Region | None, frame: Frame, field: str) -> Region:
     if region is None:
         return Region(x_px=0, y_px=0, width_px=frame.width_px, height_px=frame.height_px)
     left, top = max(region.x_px, 0), max(region.y_px, 0)
@@ -60,38 +165,32 @@ def _clip(region: Region | None, frame: Frame) -> Region:
     bottom = min(region.y_px + region.height_px, frame.height_px)
     if left >= right or top >= bottom:
         raise InvalidRequest(
-            "observe.region", f"{region} has no pixel of the {frame.width_px}x{frame.height_px} screen"
+            f"{field}.region", f"{region} has no pixel of the {frame.width_px}x{frame.height_px} screen"
         )
     return Region(x_px=left, y_px=top, width_px=right - left, height_px=bottom - top)
 
 
-def _fit(region: Region, options: ObservationOptions) -> tuple[int, int]:
-    if options.max_width_px < 0 or options.max_height_px < 0:
-        raise InvalidRequest("observe.max_width_px", "a limit is positive, or 0 for none")
-    scale = min(
-        1.0,
-        options.max_width_px / region.width_px if options.max_width_px else 1.0,
-        options.max_height_px / region.height_px if options.max_height_px else 1.0,
-    )
-    return max(1, round(region.width_px * scale)), max(1, round(region.height_px * scale))
-
-
-def _draw_pointer(image: Image.Image, pointer: PointerImage, region: Region) -> None:
-    left = pointer.at.x_px - pointer.shape.hot_x_px - region.x_px
-    top = pointer.at.y_px - pointer.shape.hot_y_px - region.y_px
-    # "RGBa" is Pillow's name for colours multiplied by alpha; pasting wants them apart.
-    shape = Image.frombytes("RGBa", pointer.shape.rgba_HWC.shape[1::-1], pointer.shape.rgba_HWC.tobytes())
-    straight = shape.convert("RGBA")
-    image.paste(straight, (left, top), mask=straight)
-
-
-def _compress(image: Image.Image, options: ObservationOptions) -> bytes:
-    buffer = io.BytesIO()
-    if options.encoding is Encoding.JPEG:
-        if not 1 <= options.jpeg_quality <= 100:
-            raise InvalidRequest("observe.jpeg_quality", f"{options.jpeg_quality} is not within 1 to 100")
-        image.save(buffer, "JPEG", quality=options.jpeg_quality)
-    else:
-        # Level 1: 13% larger than the default and faster; on text it hardly matters, on photographs it does.
-        image.save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
+def _with_pointer(image: TileImage, pointer: PointerImage) -> TileImage:
+    shape_HWC = pointer.shape.rgba_HWC
+    left, top = pointer.at.x_px - pointer.shape.hot_x_px, pointer.at.y_px - pointer.shape.hot_y_px
+    x, y = max(left, 0), max(top, 0)
+    right, bottom = min(left + shape_HWC.shape[1], image.width_px), min(top + shape_HWC.shape[0], image.height_px)
+    if x >= right or y >= bottom:
+        return image
+    # Colours are multiplied by alpha; both rounded as in 8 bits.
+    covered = Region(x_px=x, y_px=y, width_px=right - x, height_px=bottom - y)
+    over_HWC = shape_HWC[y - top : bottom - top, x - left : right - left].astype(np.uint16)
+    below_HWC = image.part(covered).astype(np.uint16)
+    mixed_HWC = over_HWC[..., :3] + (below_HWC * (255 - over_HWC[..., 3:]) + 127) // 255
+    painted_HWC = np.minimum(mixed_HWC, 255).astype(np.uint8)
+    tiles: dict[int, bytes] = {}
+    for index in image.tiles_in([covered]):
+        tile = image.tile_region(index)
+        tile_HWC = image.tile_HWC(index).copy()
+        x0, y0 = max(x, tile.x_px), max(y, tile.y_px)
+        x1, y1 = min(right, tile.x_px + tile.width_px), min(bottom, tile.y_px + tile.height_px)
+        tile_HWC[y0 - tile.y_px : y1 - tile.y_px, x0 - tile.x_px : x1 - tile.x_px] = painted_HWC[
+            y0 - y : y1 - y, x0 - x : x1 - x
+        ]
+        tiles[index] = tile_HWC.tobytes()
+    return image.with_tiles(tiles)

@@ -1,11 +1,10 @@
 """What an agent sees, and how it asks to see it. Plain data."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
 
-import numpy as np
-import numpy.typing as npt
+from envd.guest.actions import Point
 
 
 class Encoding(Enum):
@@ -15,8 +14,23 @@ class Encoding(Enum):
     NONE = "none"
     #: 8-bit RGB PNG: lossless.
     PNG = "png"
-    #: Baseline JPEG at `ObservationOptions.jpeg_quality`: lossy.
+    #: Baseline JPEG at `ObservationOptions.quality`: lossy.
     JPEG = "jpeg"
+    #: WebP at `ObservationOptions.quality`: lossy.
+    WEBP = "webp"
+    #: 8-bit RGB as one zstd frame, or only the tiles that differ from an image that the client has: lossless.
+    RAW_ZSTD = "raw_zstd"
+
+
+class CursorMode(Enum):
+    """What becomes of the pointer in an image."""
+
+    #: Painted into the pixels.
+    DRAWN = "drawn"
+    #: Left out.
+    HIDDEN = "hidden"
+    #: Left out of the pixels, and told beside them.
+    REPORTED = "reported"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +53,12 @@ class SettlePolicy:
     """Never return sooner than this after the last input."""
     max_ms: int = 5000
     """Return after this long even if the screen still moves."""
+    ignored: tuple[Region, ...] = ()
+    """Parts of the screen whose changes do not count, such as a clock."""
+
+    def ignoring(self, more: tuple[Region, ...]) -> "SettlePolicy":
+        """Return a policy that ignores more parts."""
+        return replace(self, ignored=tuple(dict.fromkeys((*self.ignored, *more)))) if more else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +70,8 @@ class SettleResult:
     settle_ms: float
     change_count: int
     """Framebuffer updates with changed pixels that arrived meanwhile."""
+    moving: tuple[Region, ...] = ()
+    """What still moved when time ran out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,37 +79,52 @@ class ObservationOptions:
     """What to put into an observation."""
 
     encoding: Encoding = Encoding.PNG
-    jpeg_quality: int = 85
+    quality: int = 85
+    """For the lossy encodings, 1 to 100."""
     region: Region | None = None
     """Crop to this part of the screen; None for all of it."""
     max_width_px: int = 0
     """Scale down to fit; 0 for no limit."""
     max_height_px: int = 0
+    max_pixel_count: int = 0
+    """Scale down to at most so many pixels; 0 for no limit."""
+    size_multiple_px: int = 0
+    """Make width and height multiples of this, as a vision model's image processor does; 0 for any size."""
     include_a11y_tree: bool = False
     include_terminal: bool = False
-    draw_cursor: bool = True
+    cursor: CursorMode = CursorMode.DRAWN
+    known_image_id: str = ""
+    """An image that the client has, so that a change to it will do."""
+    include_screen_change: bool = False
+    """For a step: what it changed on the screen."""
+    include_grey_difference: bool = False
+    """For a step: the mean difference in grey as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """One image of a guest's screen."""
+class Keyframe:
+    """A whole image."""
 
-    frame_id: str
-    """Names the pixels: xxh3-128 over size and RGB bytes, as 32 hex digits. Equal ids look the same."""
-    rgb_HWC: npt.NDArray[np.uint8]
-    """(height, width, 3), 8-bit RGB, without the pointer; read-only."""
-    capture_time: datetime
-    """Timezone-aware host time."""
+    encoding: Encoding
+    data: bytes
 
-    @property
-    def width_px(self) -> int:
-        """Width in pixels."""
-        return int(self.rgb_HWC.shape[1])
 
-    @property
-    def height_px(self) -> int:
-        """Height in pixels."""
-        return int(self.rgb_HWC.shape[0])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileDelta:
+    """An image told by the tiles that differ from another of the same size."""
+
+    base_image_id: str
+    tiles: tuple[Region, ...]
+    """Disjoint."""
+    data: bytes
+    """R, G, B bytes of each tile, row by row, tile after tile, as one zstd frame."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unchanged:
+    """An image equal to another."""
+
+    base_image_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +132,33 @@ class EncodedFrame:
     """A frame as it travels."""
 
     frame_id: str
-    """Id of the full source frame, before crop, scale and cursor."""
+    """Names the pixels of the whole screen, before crop, scale and cursor."""
+    image_id: str
+    """Names the pixels of the image; see `envd.guest.tiles.TileImage`. Empty where none was asked for."""
     width_px: int
     height_px: int
     screen_width_px: int
     screen_height_px: int
     capture_time: datetime
-    encoding: Encoding
-    data: bytes
-    """Empty for `Encoding.NONE`."""
+    """Timezone-aware host time; the pixels are no older."""
+    content: Keyframe | TileDelta | Unchanged | None
+    """None for `Encoding.NONE`."""
+    cursor: Point | None = None
+    """Where the pointer is, in guest pixels, for `CursorMode.REPORTED`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScreenChange:
+    """What differs between two screens, as facts for rewards."""
+
+    base_frame_id: str
+    """What was compared with."""
+    changed_fraction: float
+    """Share of pixels that differ, in [0, 1]."""
+    changed_regions: tuple[Region, ...]
+    """Around all that differs."""
+    grey_difference: float | None = None
+    """Mean absolute difference of both in 64x64 grey, in [0, 1], where it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,5 +169,6 @@ class Observation:
     a11y_tree: str | None = None
     terminal: str | None = None
     settle: SettleResult | None = None
+    screen_change: ScreenChange | None = None
     timings_ms: dict[str, float] = field(default_factory=dict)
     """Milliseconds by phase, such as `input`, `settle`, `encode`."""

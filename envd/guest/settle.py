@@ -6,6 +6,8 @@ frame after a settled step shows nothing older than that look, and always someth
 look is sent after it. See `Screen.look` for why QEMU's answers bear this out, and `RfbClient.wake` for why a
 viewer that merely listens would see a change up to 3 s late.
 
+What blinks does not count, nor what the policy ignores.
+
 A guest that computes may be about to draw, as an editor that opens a dialog or a page that loads. So a quiet screen
 settles only once the guest's processors rest too, for at most `_BUSY_PATIENCE` times as long again: some never do.
 """
@@ -16,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from envd.guest.change import merged
 from envd.guest.observation import SettlePolicy, SettleResult
 from envd.guest.screen import Screen
 
@@ -30,6 +33,9 @@ _REST_S = 0.1
 _BUSY_PATIENCE = 5.0
 # Two readings must be so far apart to tell a share.
 _SHORTEST_READING_S = 0.02
+#: What changed so lately still moves.
+_MOVING_MS = 500
+_MAX_MOVING_REGIONS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +48,7 @@ class Sight:
     input_s: float
     """When the last input had been handed over; `min_ms` counts from here, and `quiet_ms` at the earliest."""
     change_s: float
-    """When the last change arrived."""
+    """When the last change that counts arrived."""
     seen_s: float
     """Up to when the shadow is known to be true."""
     busy_s: float = -math.inf
@@ -102,15 +108,19 @@ async def settle(
                 now_s=now_s,
                 began_s=began_s,
                 input_s=input_s,
-                change_s=screen.last_change_s,
+                change_s=screen.last_change_outside_s(policy.ignored),
                 seen_s=seen_s,
                 busy_s=busy_s,
             ),
         )
         if isinstance(verdict, bool):
+            moving = (
+                [] if verdict else screen.moving_since(now_s - max(policy.quiet_ms, _MOVING_MS) / 1000, policy.ignored)
+            )
             return SettleResult(
                 settled=verdict,
                 settle_ms=(now_s - began_s) * 1000,
                 change_count=screen.change_count - change_count,
+                moving=merged(moving, limit=_MAX_MOVING_REGIONS),
             )
         await sleep(verdict)

@@ -6,13 +6,14 @@ and steps of one id happen once.
 """
 
 import asyncio
-import io
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+import functools
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from PIL import Image
+import numpy as np
+import zstandard
 
 from envd.episodes.types import (
     EpisodeInfo,
@@ -31,7 +32,17 @@ from envd.episodes.types import (
 )
 from envd.errors import EpisodeEnded, EpisodeNotFound, RequestIdReused, StepIndexMismatch, TaskNotFound
 from envd.guest.actions import ActionOutcome, Done, Fail
-from envd.guest.observation import EncodedFrame, Encoding, Observation, ObservationOptions, SettlePolicy, SettleResult
+from envd.guest.frames import compress
+from envd.guest.observation import (
+    EncodedFrame,
+    Encoding,
+    Keyframe,
+    Observation,
+    ObservationOptions,
+    SettlePolicy,
+    SettleResult,
+)
+from envd.guest.tiles import TileImage
 from envd.tasks.evaluation import CheckResult
 from envd.tasks.model import Task
 
@@ -125,6 +136,14 @@ class FakeEpisodes:
         self._info(episode_id)
         return self._observation(options, settled=settle is not None)
 
+    async def watch_frames(
+        self, episode_id: str, options: ObservationOptions, *, max_rate_hz: float
+    ) -> AsyncGenerator[EncodedFrame, None]:
+        """Show a white screen once."""
+        await self._enter("watch_frames")
+        self._info(episode_id)
+        yield self._observation(options).frame
+
     async def evaluate(self, episode_id: str, *, request_id: str, fingerprint: bytes) -> EvaluateResult:
         """Give a score of 1."""
         await self._enter("evaluate")
@@ -150,7 +169,7 @@ class FakeEpisodes:
         """Return `pools`."""
         return list(self.pools)
 
-    async def watch_pools(self) -> AsyncIterator[list[PoolInfo]]:
+    async def watch_pools(self) -> AsyncGenerator[list[PoolInfo], None]:
         """Yield `pools`, at once and whenever `changed` is notified."""
         while True:
             yield list(self.pools)
@@ -293,8 +312,8 @@ class FakeEpisodes:
             screen_width_px=self.screen[0],
             screen_height_px=self.screen[1],
             capture_time=_EPOCH,
-            encoding=options.encoding,
-            data=b"" if options.encoding is Encoding.NONE else _picture(width_px, options.encoding),
+            image_id="" if options.encoding is Encoding.NONE else _white(width_px).image_id,
+            content=_keyframe(width_px, options.encoding),
         )
         return Observation(
             frame=frame,
@@ -309,7 +328,16 @@ def _time(number: int) -> datetime:
     return _EPOCH + timedelta(seconds=number)
 
 
-def _picture(width_px: int, encoding: Encoding) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (width_px, 40), "white").save(buffer, encoding.value)
-    return buffer.getvalue()
+@functools.cache
+def _white(width_px: int) -> TileImage:
+    return TileImage.from_rgb(np.full((40, width_px, 3), 255, np.uint8))
+
+
+def _keyframe(width_px: int, encoding: Encoding) -> Keyframe | None:
+    match encoding:
+        case Encoding.NONE:
+            return None
+        case Encoding.RAW_ZSTD:
+            return Keyframe(encoding=encoding, data=zstandard.compress(_white(width_px).rgb_HWC().tobytes()))
+        case _:
+            return Keyframe(encoding=encoding, data=compress(_white(width_px), encoding))

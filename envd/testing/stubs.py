@@ -5,6 +5,7 @@ For a desktop that can be seen and used, take the fake hypervisor; these know on
 """
 
 import asyncio
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -18,16 +19,16 @@ import numpy as np
 from envd.errors import GuestUnresponsive, HypervisorError, MachineLost, TemplateCorrupt
 from envd.guest.actions import Action, ActionOutcome
 from envd.guest.desktop import CommandResult, Desktop, ReadyReport
+from envd.guest.frames import Frame
 from envd.guest.input import HeldInputs
 from envd.guest.observation import (
     EncodedFrame,
-    Encoding,
-    Frame,
     Observation,
     ObservationOptions,
     SettlePolicy,
     SettleResult,
 )
+from envd.guest.tiles import TileImage
 from envd.guest.view import DesktopView
 from envd.hypervisor.machine import (
     Accelerator,
@@ -49,12 +50,15 @@ _NEED_THE_GUEST = frozenset({"wait_ready", "act", "run", "read_file", "write_fil
 _NOON = datetime(2030, 1, 1, tzinfo=UTC)
 
 
+@functools.cache
+def _black(width_px: int, height_px: int) -> TileImage:
+    return TileImage.from_rgb(np.zeros((height_px, width_px, 3), np.uint8))
+
+
 def blank_view(width_px: int, height_px: int, *, frame_id: str = "blank") -> DesktopView:
     """Return the view of a black screen with nothing held down."""
-    black_HWC = np.zeros((height_px, width_px, 3), np.uint8)
-    black_HWC.flags.writeable = False
     return DesktopView(
-        frame=Frame(frame_id=frame_id, rgb_HWC=black_HWC, capture_time=_NOON),
+        frame=Frame(frame_id=frame_id, image=_black(width_px, height_px), capture_time=_NOON),
         cursor=None,
         caps_lock=False,
         inputs=HeldInputs(),
@@ -385,7 +389,9 @@ class StubDesktop(Desktop):
         await self._enter("settle")
         return SettleResult(settled=True, settle_ms=float(policy.quiet_ms), change_count=0)
 
-    async def observe(self, options: ObservationOptions, *, refresh: bool = False) -> Observation:
+    async def observe(
+        self, options: ObservationOptions, *, refresh: bool = False, since: Frame | None = None
+    ) -> Observation:
         """Show a frame without pixels: the id is that of what is shown."""
         await self._enter("observe")
         width_px, height_px = self.screen_size
@@ -397,8 +403,8 @@ class StubDesktop(Desktop):
                 screen_width_px=width_px,
                 screen_height_px=height_px,
                 capture_time=_NOON,
-                encoding=Encoding.NONE,
-                data=b"",
+                image_id="",
+                content=None,
             )
         )
 

@@ -13,6 +13,7 @@ from envd import errors
 from envd.api.server import ApiServer
 from envd.episodes.types import PoolInfo
 from envd.guest import actions as guest
+from envd.guest.observation import CursorMode
 from envd.telemetry.metrics import Metrics
 from envd.testing.fake_episodes import FakeEpisodes
 from trainer import client as trainer
@@ -77,7 +78,7 @@ async def test_an_episode_is_stepped_scored_and_closed(client: AsyncEnvClient, e
 
 
 async def test_what_the_reset_says_is_the_steps_default(client: AsyncEnvClient, episodes: FakeEpisodes) -> None:
-    view = View(encoding="jpeg", max_width_px=32, a11y_tree=True, draw_cursor=False)
+    view = View(encoding="jpeg", max_width_px=32, a11y_tree=True, cursor="hidden")
     settle = Settle(quiet=timedelta(milliseconds=50))
     async with client.reset(TASK, view=view, settle=settle, coordinate_space=(1000, 1000)) as episode:
         first = await episode.step(Click(500, 500))
@@ -90,7 +91,7 @@ async def test_what_the_reset_says_is_the_steps_default(client: AsyncEnvClient, 
         (guest.Click(at=guest.Point(500, 500)),),
     ]
     assert [command.settle.quiet_ms for command in episodes.performed if command.settle] == [50, 50]
-    assert not episodes.performed[0].observe.draw_cursor
+    assert episodes.performed[0].observe.cursor is CursorMode.HIDDEN
 
 
 async def test_a_group_is_opened_together_and_closed_whole(client: AsyncEnvClient, episodes: FakeEpisodes) -> None:

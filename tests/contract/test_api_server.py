@@ -268,12 +268,23 @@ async def test_a_bug_is_logged_once_and_keeps_its_words_to_itself(
     assert "secret-1234" in caplog.text
 
 
-async def test_a_method_of_a_later_release_says_so(stub: "CUAEnvAsyncStub") -> None:
-    frames = aiter(stub.StreamFrames(env_pb2.StreamFramesRequest(), timeout=TIMEOUT_S))
-    with pytest.raises(grpc.aio.AioRpcError, match="StreamFrames is not in this release") as caught:
-        await anext(frames)
+async def test_what_a_later_release_knows_is_refused_and_never_ignored(stub: "CUAEnvAsyncStub") -> None:
+    options = env_pb2.ObservationOptions(a11y_format=env_pb2.A11Y_FORMAT_COMPACT)
+    with pytest.raises(grpc.aio.AioRpcError, match="is not in this release") as caught:
+        await stub.Observe(env_pb2.ObserveRequest(episode_id="ep-1", observation=options), timeout=TIMEOUT_S)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert details_of(caught.value)["ErrorInfo"].reason == "UNIMPLEMENTED"
+
+
+async def test_frames_are_streamed_until_there_are_no_more(stub: "CUAEnvAsyncStub") -> None:
+    episode_id = await opened(stub)
+    call = stub.StreamFrames(iter([env_pb2.StreamFramesRequest(episode_id=episode_id)]), timeout=TIMEOUT_S)
+    frames = [(response.sequence, response.frame.keyframe.encoding) async for response in call]
+    assert frames == [(1, env_pb2.ENCODING_PNG)]
+    unknown = [env_pb2.StreamFramesRequest(episode_id="ep-0")]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(aiter(stub.StreamFrames(iter(unknown), timeout=TIMEOUT_S)))
+    assert details_of(caught.value)["ErrorInfo"].reason == "EPISODE_NOT_FOUND"
 
 
 async def test_an_episode_that_cannot_be_forked_says_why_and_goes_on(

@@ -93,7 +93,7 @@ async def test_the_oracle_scores_one_and_doing_nothing_zero(task_id: str) -> Non
 
 
 async def test_the_first_frame_is_the_desktop_and_a_step_shows_what_it_did() -> None:
-    view = wire.View(draw_cursor=False, a11y_tree=True)
+    view = wire.View(cursor="hidden", a11y_tree=True)
     async with one_episode("fake/count-to-five", view=view) as (_, episode):
         before = episode.observation
         assert before.image.size == (1280, 800)
@@ -218,7 +218,7 @@ async def test_an_episode_is_forked_in_mid_course_and_all_go_their_own_way() -> 
     async with (
         serve_fake(size=2, capacity=6) as server,
         AsyncEnvClient(server.address) as client,
-        client.reset("fake/count-to-five", view=wire.View(draw_cursor=False)) as parent,
+        client.reset("fake/count-to-five", view=wire.View(cursor="hidden")) as parent,
     ):
         before = (await parent.step(*[COUNT] * 2)).observation
         async with client.fork(parent, count=3) as copies:
@@ -277,7 +277,7 @@ async def test_a_screen_that_never_settles_is_reported_and_bounded() -> None:
     settle = wire.Settle(quiet=timedelta(milliseconds=100), max=timedelta(milliseconds=300))
     async with one_episode("fake/count-to-five") as (server, episode):
         await episode.step(COUNT)
-        leased_machine(server).inject(blink_interval_s=0.02)
+        leased_machine(server).inject(animation_interval_s=0.02)
         observation = (await episode.step(COUNT, settle=settle)).observation
         assert observation.settled is False
 

@@ -131,5 +131,5 @@ def test_a_jpeg_can_be_had_as_png() -> None:
 
 
 def test_a_frame_without_pixels_says_how_to_get_them() -> None:
-    with pytest.raises(ValueError, match=r"View\(encoding='png'\)"):
+    with pytest.raises(ValueError, match=r"View\(encoding='raw'\)"):
         _ = observation(None).image

@@ -14,6 +14,7 @@ from envd.api.convert_requests import (
     command_timeout_s,
     fingerprint_of,
     fork_command,
+    frames_request,
     guest_path_of,
     keep_alive_of,
     observation_options,
@@ -24,7 +25,7 @@ from envd.api.convert_requests import (
 from envd.episodes.types import ForkCommand, ResetCommand
 from envd.errors import InvalidRequest, Unimplemented
 from envd.guest.actions import Click, Done, Point
-from envd.guest.observation import Encoding, ObservationOptions, Region, SettlePolicy
+from envd.guest.observation import CursorMode, Encoding, ObservationOptions, Region, SettlePolicy
 
 
 def seconds(length_s: float) -> Duration:
@@ -74,7 +75,7 @@ def test_a_reset_with_everything_is_carried_over() -> None:
             cursor=env_pb2.CURSOR_MODE_HIDDEN,
             a11y_format=env_pb2.A11Y_FORMAT_OSWORLD_XML,
             include_terminal=True,
-            known_frame_id="ab",
+            known_image_id="ab",
         ),
         ready_timeout=seconds(90),
     )
@@ -89,13 +90,14 @@ def test_a_reset_with_everything_is_carried_over() -> None:
         settle=SettlePolicy(quiet_ms=100, min_ms=200, max_ms=2000),
         observe=ObservationOptions(
             encoding=Encoding.JPEG,
-            jpeg_quality=70,
+            quality=70,
             region=Region(x_px=1, y_px=2, width_px=3, height_px=4),
             max_width_px=640,
             max_height_px=480,
             include_a11y_tree=True,
             include_terminal=True,
-            draw_cursor=False,
+            cursor=CursorMode.HIDDEN,
+            known_image_id="ab",
         ),
         timeout_s=90.0,
         fingerprint=fingerprint_of(request),
@@ -216,15 +218,19 @@ def test_a_step_without_a_declared_space_is_in_guest_pixels() -> None:
     assert (result.actions, result.settle, result.fingerprint) == ((Done(),), None, fingerprint_of(request))
 
 
+def _observation_with(field: str, value: int) -> env_pb2.ObservationOptions:
+    """A message from a newer client, with an enum's value that is not in this release."""
+    message = env_pb2.ObservationOptions()
+    setattr(message, field, value)
+    return message
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_WEBP), "observation.encoding"),
-        (env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_RAW_ZSTD), "observation.encoding"),
-        (env_pb2.ObservationOptions(cursor=env_pb2.CURSOR_MODE_REPORTED), "observation.cursor"),
+        (_observation_with("encoding", 99), "observation.encoding"),
+        (_observation_with("cursor", 99), "observation.cursor"),
         (env_pb2.ObservationOptions(a11y_format=env_pb2.A11Y_FORMAT_COMPACT), "observation.a11y_format"),
-        (env_pb2.ObservationOptions(max_pixel_count=1), "observation.max_pixel_count"),
-        (env_pb2.ObservationOptions(include_screen_change=True), "observation.include_screen_change"),
     ],
 )
 def test_an_option_of_a_later_release_is_refused_and_never_ignored(
@@ -234,9 +240,49 @@ def test_an_option_of_a_later_release_is_refused_and_never_ignored(
         observation_options(options, "observation")
 
 
-def test_ignored_regions_are_refused_and_never_ignored() -> None:
-    with pytest.raises(Unimplemented, match=r"settle\.ignored_regions"):
+def test_what_a_step_changed_is_asked_of_steps_alone() -> None:
+    message = env_pb2.ObservationOptions(include_grey_difference=True)
+    options = observation_options(message, "observation", of_step=True)
+    assert (options.include_screen_change, options.include_grey_difference) == (True, True)
+    with pytest.raises(InvalidRequest, match=r"observation\.include_screen_change"):
+        observation_options(message, "observation")
+
+
+def test_sizes_for_a_model_are_carried_over() -> None:
+    message = env_pb2.ObservationOptions(max_pixel_count=1_003_520, size_multiple_px=32)
+    options = observation_options(message, "observation")
+    assert (options.max_pixel_count, options.size_multiple_px) == (1_003_520, 32)
+
+
+def test_ignored_regions_are_carried_over_and_bounded() -> None:
+    rect = env_pb2.Rect(x_px=1, y_px=2, width_px=3, height_px=4)
+    policy = settle_policy(env_pb2.SettlePolicy(ignored_regions=[rect]), "settle")
+    assert policy.ignored == (Region(x_px=1, y_px=2, width_px=3, height_px=4),)
+    with pytest.raises(InvalidRequest, match=r"settle\.ignored_regions\[0\]\.width_px"):
         settle_policy(env_pb2.SettlePolicy(ignored_regions=[env_pb2.Rect()]), "settle")
+    with pytest.raises(InvalidRequest, match="at most 64"):
+        settle_policy(env_pb2.SettlePolicy(ignored_regions=[rect] * 65), "settle")
+
+
+@pytest.mark.parametrize(
+    ("request_message", "word"),
+    [
+        (env_pb2.StreamFramesRequest(), "episode_id"),
+        (env_pb2.StreamFramesRequest(episode_id="e", max_rate_hz=61), "max_rate_hz"),
+        (env_pb2.StreamFramesRequest(episode_id="e", max_rate_hz=-1), "max_rate_hz"),
+        (
+            env_pb2.StreamFramesRequest(episode_id="e", observation=env_pb2.ObservationOptions(include_terminal=True)),
+            "pixels alone",
+        ),
+    ],
+)
+def test_a_stream_of_frames_has_bounds(request_message: env_pb2.StreamFramesRequest, word: str) -> None:
+    with pytest.raises(InvalidRequest, match=word):
+        frames_request(request_message)
+
+
+def test_a_stream_of_frames_has_a_usual_rate() -> None:
+    assert frames_request(env_pb2.StreamFramesRequest(episode_id="e")) == ("e", ObservationOptions(), 10)
 
 
 def test_a_long_minimum_stretches_the_default_maximum() -> None:

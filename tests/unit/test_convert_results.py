@@ -1,5 +1,6 @@
 """What the episode service returns, on the wire; and listings, in pages."""
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -11,6 +12,7 @@ from envd.api.convert_results import (
     episode_message,
     evaluate_response,
     fork_response,
+    frame_message,
     observation_message,
     pool_messages,
     reset_response,
@@ -29,8 +31,18 @@ from envd.episodes.types import (
     StepResult,
 )
 from envd.errors import InvalidRequest
-from envd.guest.actions import ActionOutcome
-from envd.guest.observation import EncodedFrame, Encoding, Observation, SettleResult
+from envd.guest.actions import ActionOutcome, Point
+from envd.guest.observation import (
+    EncodedFrame,
+    Encoding,
+    Keyframe,
+    Observation,
+    Region,
+    ScreenChange,
+    SettleResult,
+    TileDelta,
+    Unchanged,
+)
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.evaluation import CheckResult
 from envd.tasks.model import Task
@@ -73,8 +85,8 @@ def observation(frame_id: str = "f1", *, encoding: Encoding = Encoding.PNG, tree
         screen_width_px=1280,
         screen_height_px=800,
         capture_time=MOMENT,
-        encoding=encoding,
-        data=b"" if encoding is Encoding.NONE else b"pixels",
+        image_id="i1",
+        content=None if encoding is Encoding.NONE else Keyframe(encoding=encoding, data=b"pixels"),
     )
     return Observation(frame=frame, a11y_tree=tree, timings_ms={"encode": 2.5})
 
@@ -152,6 +164,48 @@ def test_every_state_has_its_own_value(state: EpisodeState, wire: int) -> None:
     assert (message.state, message.end_reason) == (wire, "MAX_STEPS")
     assert message.create_time.ToDatetime(tzinfo=UTC) == MOMENT
     assert message.expire_time.ToDatetime(tzinfo=UTC) == MOMENT + timedelta(minutes=5)
+
+
+@pytest.mark.parametrize(
+    ("content", "wire"),
+    [
+        (
+            Keyframe(encoding=Encoding.RAW_ZSTD, data=b"z"),
+            env_pb2.Frame(keyframe=env_pb2.Keyframe(encoding=env_pb2.ENCODING_RAW_ZSTD, data=b"z")),
+        ),
+        (
+            TileDelta(base_image_id="i0", tiles=(Region(x_px=64, y_px=0, width_px=64, height_px=64),), data=b"z"),
+            env_pb2.Frame(
+                tiles=env_pb2.TileDelta(
+                    base_image_id="i0", tiles=[env_pb2.Rect(x_px=64, width_px=64, height_px=64)], data=b"z"
+                )
+            ),
+        ),
+        (Unchanged(base_image_id="i0"), env_pb2.Frame(unchanged=env_pb2.Unchanged(base_image_id="i0"))),
+    ],
+)
+def test_a_frame_is_whole_or_a_change(content: Keyframe | TileDelta | Unchanged, wire: env_pb2.Frame) -> None:
+    frame = replace(observation().frame, content=content, cursor=Point(3, 4))
+    message = frame_message(frame)
+    assert (message.image_id, message.cursor.x, message.cursor.y) == ("i1", 3, 4)
+    kind = wire.WhichOneof("content")
+    assert message.WhichOneof("content") == kind
+    assert kind is not None
+    assert getattr(message, kind) == getattr(wire, kind)
+
+
+def test_a_step_tells_what_it_changed_and_what_still_moved() -> None:
+    part = Region(x_px=1, y_px=2, width_px=3, height_px=4)
+    change = ScreenChange(base_frame_id="f0", changed_fraction=0.25, changed_regions=(part,))
+    settle = SettleResult(settled=False, settle_ms=5.0, change_count=2, moving=(part,))
+    seen = replace(observation(), screen_change=change, settle=settle)
+    response = step_response(StepResult(episode=info(), observation=seen, outcomes=(), timings_ms={}))
+    rect = env_pb2.Rect(x_px=1, y_px=2, width_px=3, height_px=4)
+    assert response.screen_change == env_pb2.ScreenChange(
+        base_frame_id="f0", changed_fraction=0.25, changed_regions=[rect]
+    )
+    assert not response.screen_change.HasField("grey_difference"), "0 would be a fact"
+    assert list(response.observation.settle.moving_regions) == [rect]
 
 
 def test_what_was_not_asked_for_is_absent() -> None:

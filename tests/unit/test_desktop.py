@@ -31,7 +31,7 @@ from envd.guest.channels import JsonValue
 from envd.guest.command import CommandResult
 from envd.guest.desktop import Desktop
 from envd.guest.guestd import PointerState, SessionInfo, TypedText
-from envd.guest.observation import Encoding, ObservationOptions, Region, SettlePolicy
+from envd.guest.observation import Encoding, Keyframe, Observation, ObservationOptions, Region, SettlePolicy
 from envd.testing.display import FakeDisplay, pseudo_rect
 
 QUICK = SettlePolicy(quiet_ms=20, max_ms=500)
@@ -268,7 +268,7 @@ async def test_a_dropped_display_is_connected_again_with_what_is_held(desk: Desk
     channels.display.drop()
     after = await desk.frame(refresh=True)
     assert channels.display.connection_count == 2
-    assert after is before
+    assert after.image is before.image
     assert [(key.scancode, key.down) for key in channels.display.keys] == [(0x2A, True), (0x2A, True)]
 
 
@@ -424,14 +424,19 @@ async def test_settling_reports_the_changes_it_saw(desk: Desktop, channels: Fake
     assert result.settle_ms >= 20
 
 
+def png_of(observation: Observation) -> Image.Image:
+    assert isinstance(observation.frame.content, Keyframe)
+    assert observation.frame.content.encoding is Encoding.PNG
+    return Image.open(io.BytesIO(observation.frame.content.data))
+
+
 async def test_an_observation_holds_what_was_asked_for_and_nothing_else(desk: Desktop) -> None:
     plain = await desk.observe(ObservationOptions())
     assert (plain.a11y_tree, plain.terminal) == (None, None)
-    assert plain.frame.encoding is Encoding.PNG
-    assert Image.open(io.BytesIO(plain.frame.data)).size == (640, 480)
+    assert png_of(plain).size == (640, 480)
     assert {"capture", "encode"} == set(plain.timings_ms)
     full = await desk.observe(ObservationOptions(include_a11y_tree=True, include_terminal=True, encoding=Encoding.NONE))
-    assert (full.a11y_tree, full.terminal, full.frame.data) == ("<tree/>", "$ ", b"")
+    assert (full.a11y_tree, full.terminal, full.frame.content) == ("<tree/>", "$ ", None)
 
 
 async def test_the_pointer_is_drawn_where_we_put_it(desk: Desktop, channels: FakeChannels) -> None:
@@ -439,8 +444,7 @@ async def test_the_pointer_is_drawn_where_we_put_it(desk: Desktop, channels: Fak
     white = bytes(4) + b"\xff" * 16
     channels.display.send(pseudo_rect(-314, 0, 0, 2, 2, white))
     await desk.frame(refresh=True)
-    observation = await desk.observe(ObservationOptions())
-    image = Image.open(io.BytesIO(observation.frame.data))
+    image = png_of(await desk.observe(ObservationOptions()))
     assert image.getpixel((31, 41)) == (255, 255, 255)
     assert image.getpixel((29, 41)) == (0, 0, 0)
 
@@ -540,8 +544,8 @@ async def test_a_fork_that_sleeps_shows_its_view_without_being_connected_to(
 ) -> None:
     fork, wires = asleep
     seen = await fork.observe(ObservationOptions())
-    assert seen.frame.data == (await desk.observe(ObservationOptions())).frame.data
-    assert (await fork.observe(ObservationOptions())).frame is seen.frame, "the same frame is encoded once"
+    assert seen.frame.content == (await desk.observe(ObservationOptions())).frame.content
+    assert (await fork.observe(ObservationOptions())).frame.content is seen.frame.content, "it is encoded once"
     settled = await fork.settle(SettlePolicy(quiet_ms=10_000))
     assert (settled.settled, settled.settle_ms) == (True, 0.0)
     assert fork.screen_size == (640, 480)

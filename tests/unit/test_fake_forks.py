@@ -189,9 +189,9 @@ async def test_a_program_that_sleeps_does_not_sleep_on_while_paused(parent: Fake
     assert await ask(parent, "guest-exec-status", pid=pid) == {"exited": False}
 
 
-async def test_a_fork_blinks_only_once_it_runs(hypervisor: FakeHypervisor, template: FakeSnapshot) -> None:
-    hypervisor.faults = Faults(blink_interval_s=0.002)
-    machine = await hypervisor.fork(template, "blinks")
+async def test_a_fork_moves_only_once_it_runs(hypervisor: FakeHypervisor, template: FakeSnapshot) -> None:
+    hypervisor.faults = Faults(animation_interval_s=0.002)
+    machine = await hypervisor.fork(template, "moves")
     before = machine.framebuffer.pixels.copy()
     await asyncio.sleep(0.02)
     assert np.array_equal(before, machine.framebuffer.pixels)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
 
 import numpy as np
 import pytest
@@ -54,7 +55,73 @@ async def test_the_first_frame_is_the_servers_picture() -> None:
 async def test_a_frame_is_named_after_its_size_and_pixels() -> None:
     display, screen = FakeDisplay(32, 16), Screen()
     async with following(display, screen):
-        assert screen.frame().frame_id == xxhash.xxh3_128(b"32x16" + bytes(32 * 16 * 3)).hexdigest()
+        tile = xxhash.xxh3_128(bytes(32 * 16 * 3)).digest()
+        assert screen.frame().frame_id == xxhash.xxh3_128(b"32x16" + tile).hexdigest()
+
+
+async def test_a_frame_is_no_older_than_the_last_look() -> None:
+    display, screen = FakeDisplay(), Screen()
+    async with following(display, screen):
+        before = screen.frame()
+        asked = datetime.now(UTC)
+        await asyncio.wait_for(screen.look(), 5)
+        assert before.capture_time < asked <= screen.frame().capture_time
+        assert screen.frame().image is before.image
+
+
+async def test_frames_share_the_tiles_that_did_not_change() -> None:
+    display, screen = FakeDisplay(256, 128), Screen()
+    async with following(display, screen):
+        before = screen.frame()
+        display.draw(70, 10, 4, 4, 0xFF0000)
+        await until(lambda: screen.frame().frame_id != before.frame_id)
+        after = screen.frame()
+        assert after.image.changed_tiles(before.image) == [1]
+        assert [after.image.tile(i) is before.image.tile(i) for i in range(8)] == [i != 1 for i in range(8)]
+
+
+async def test_a_blinking_caret_is_shown_and_not_waited_for() -> None:
+    display, screen = FakeDisplay(), Screen()
+    async with following(display, screen):
+        for count in range(6):
+            updates = screen.update_count
+            display.draw(5, 5, 1, 16, 0xFFFFFF if count % 2 == 0 else 0)
+            await until(lambda updates=updates: screen.update_count > updates)  # type: ignore[misc]
+            assert screen.change_count == min(count + 1, 2), "those before it was learnt"
+            assert (screen.frame().rgb_HWC[5, 5, 0] == 255) == (count % 2 == 0), "its pixels are as good as any"
+        changes = screen.change_count
+        display.draw(5, 5, 1, 16, 0x00FF00)
+        await until(lambda: screen.change_count > changes)
+
+
+async def test_ignored_regions_do_not_count_as_change() -> None:
+    display, screen = FakeDisplay(), Screen()
+    clock = (Region(x_px=40, y_px=0, width_px=20, height_px=10),)
+    async with following(display, screen):
+        quiet_s = screen.last_change_outside_s(clock)
+        changes = screen.change_count
+        display.draw(42, 2, 5, 5, 0x0000FF)
+        await until(lambda: screen.change_count > changes)
+        assert screen.last_change_outside_s(clock) == quiet_s < screen.last_change_s
+        assert screen.moving_since(quiet_s, clock) == []
+        assert screen.last_change_outside_s(()) == screen.last_change_s
+        display.draw(38, 2, 5, 5, 0x0000FF)  # half in, half out
+        await until(lambda: screen.change_count > changes + 1)
+        assert screen.last_change_outside_s(clock) == screen.last_change_s
+
+
+async def test_whoever_waits_for_a_change_is_woken_by_one_and_by_input() -> None:
+    display, screen = FakeDisplay(), Screen()
+    async with following(display, screen):
+        changed = screen.changed
+        display.draw(0, 0, 64, 48, 0)  # nothing new
+        await asyncio.wait_for(screen.look(), 5)
+        assert not changed.is_set()
+        display.draw(1, 1, 1, 1, 9)
+        await asyncio.wait_for(changed.wait(), 5)
+        changed = screen.changed
+        screen.note_input()
+        assert changed.is_set()
 
 
 async def test_a_frame_is_copied_only_after_a_change() -> None:
@@ -261,7 +328,7 @@ async def test_a_new_connection_with_the_same_picture_is_no_change() -> None:
             await task
     async with following(display, screen):
         await asyncio.wait_for(screen.look(), 5)
-        assert screen.frame() is frame
+        assert screen.frame().image is frame.image
         assert screen.change_count == changes
 
 

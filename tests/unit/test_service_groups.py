@@ -15,7 +15,7 @@ from envd.errors import (
     NotForkable,
     SetupFailed,
 )
-from envd.guest.observation import Encoding, ObservationOptions, Region, SettlePolicy, SettleResult
+from envd.guest.observation import Encoding, Keyframe, ObservationOptions, Region, SettlePolicy, SettleResult
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
 from envd.testing.clock import run_ready
@@ -57,7 +57,8 @@ async def test_a_task_without_setup_begins_as_the_template_and_nothing_runs(worl
 async def test_a_frame_is_encoded_once_however_many_show_it(world: World) -> None:
     result = await world.reset(task_id=PLAIN.task_id, group_size=3, observe=ObservationOptions())
     frames = [observation.frame for observation in result.observations]
-    assert frames[0].data.startswith(b"\x89PNG")
+    assert isinstance(frames[0].content, Keyframe)
+    assert frames[0].content.data.startswith(b"\x89PNG")
     assert all(frame is frames[0] for frame in frames)
 
 

@@ -5,9 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from envd.guest.observation import SettlePolicy
+from envd.guest.observation import Region, SettlePolicy, SettleResult
 from envd.guest.settle import Sight, decide, settle
 
+SPINNER = Region(x_px=9, y_px=9, width_px=8, height_px=8)
 POLICY = SettlePolicy(quiet_ms=300, min_ms=0, max_ms=5000)
 
 
@@ -85,13 +86,25 @@ class DrawnScreen:
     def last_change_s(self) -> float:
         return max((t for t in self.changes_s if t <= self.now_s), default=-10.0)
 
+    def last_change_outside_s(self, ignored: tuple[Region, ...]) -> float:
+        return -10.0 if SPINNER in ignored else self.last_change_s
+
+    def moving_since(self, since_s: float, ignored: tuple[Region, ...]) -> list[Region]:
+        is_moving = SPINNER not in ignored and self.last_change_s >= since_s
+        return [SPINNER, SPINNER] if is_moving else []
+
     @property
     def change_count(self) -> int:
         return sum(t <= self.now_s for t in self.changes_s)
 
 
 async def settled(screen: DrawnScreen, policy: SettlePolicy = POLICY) -> tuple[bool, float, int]:
-    result = await settle(
+    result = await result_of(screen, policy)
+    return result.settled, result.settle_ms, result.change_count
+
+
+async def result_of(screen: DrawnScreen, policy: SettlePolicy) -> SettleResult:
+    return await settle(
         screen,  # type: ignore[arg-type]
         policy,
         input_s=0.0,
@@ -99,7 +112,6 @@ async def settled(screen: DrawnScreen, policy: SettlePolicy = POLICY) -> tuple[b
         monotonic=screen.monotonic,
         sleep=screen.sleep,
     )
-    return result.settled, result.settle_ms, result.change_count
 
 
 async def test_a_still_screen_settles_right_after_the_quiet_time() -> None:
@@ -132,6 +144,15 @@ async def test_a_screen_that_never_rests_is_given_up_on_in_time() -> None:
     assert not is_settled
     assert 5000 <= settle_ms <= 5030
     assert changes == 50
+
+
+async def test_what_still_moves_is_named_and_can_be_ignored() -> None:
+    moving = [i / 10 for i in range(1, 100)]
+    result = await result_of(DrawnScreen(moving), POLICY)
+    assert (result.settled, result.moving) == (False, (SPINNER,))
+    result = await result_of(DrawnScreen(moving), SettlePolicy(ignored=(SPINNER,)))
+    assert (result.settled, result.moving) == (True, ())
+    assert result.settle_ms < 400
 
 
 async def test_the_display_is_kept_awake_while_waiting() -> None:

@@ -17,7 +17,6 @@ from envd.hypervisor.fake.windows import (
     CLICKS_PATH,
     EDGE,
     FACE,
-    INK,
     TITLE_HEIGHT_PX,
     ControlsWindow,
     EditorWindow,
@@ -59,7 +58,7 @@ class DrawnDesktop:
         self._keyboard = Keyboard()
         self._buttons = 0
         self._dragged: Window | None = None
-        self._blink_on = False
+        self._animation_count = 0
         width, height = framebuffer.bounds.w, framebuffer.bounds.h
         left = width // 32
         editor_rect = Rect(left, height // 20, width * 53 // 100, height * 60 // 100)
@@ -196,10 +195,10 @@ class DrawnDesktop:
             self._flush()
         return window is not None
 
-    def blink(self) -> None:
-        """Change a small part of the panel, back and forth."""
-        self._blink_on = not self._blink_on
-        self.damage(self._blinker())
+    def animate(self) -> None:
+        """Draw the next picture of a small animation in the panel; none comes twice in a row."""
+        self._animation_count += 1
+        self.damage(self._animation())
         self._flush()
 
     def resize(self, framebuffer: Framebuffer) -> None:
@@ -243,7 +242,9 @@ class DrawnDesktop:
             canvas.outline(panel, EDGE)
             for name, launcher in self._launchers().items():
                 draw_button(canvas, launcher, name)
-            canvas.fill(self._blinker(), INK if self._blink_on else FACE)
+            if self._animation_count:
+                shade = self._animation_count * 37 % 256
+                canvas.fill(self._animation(), (shade, 255 - shade, shade // 2))
 
     def _panel(self) -> Rect:
         bounds = self.framebuffer.bounds
@@ -253,7 +254,7 @@ class DrawnDesktop:
         panel = self._panel()
         return {name: Rect(6 + index * 106, panel.y + 4, 100, 24) for index, name in enumerate(_LAUNCHERS)}
 
-    def _blinker(self) -> Rect:
+    def _animation(self) -> Rect:
         panel = self._panel()
         return Rect(panel.right - 24, panel.y + 8, 16, 16)
 

@@ -39,7 +39,7 @@ class Faults:
     """`Hypervisor.capture` of the machine raises HypervisorError with this text, after that delay."""
     unforkable: str = ""
     """What the machine has that a fork cannot have too: `Hypervisor.capture` raises NotForkable, naming it."""
-    blink_interval_s: float = 0.0
+    animation_interval_s: float = 0.0
     """Part of the screen changes this often, for ever, so that it never settles; 0 for never."""
     destroy_delay_s: float = 0.0
     """`destroy` takes this long."""

@@ -68,7 +68,7 @@ class FakeMachine:
         self._displays: set[RfbConnection] = set()
         self._command_count = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._blink_task: asyncio.Task[None] | None = None
+        self._animation_task: asyncio.Task[None] | None = None
         self._destroy_task: asyncio.Task[None] | None = None
         # Set while guest code may run, and for ever once the machine is gone, so that nobody waits for the dead.
         self._booted = asyncio.Event()
@@ -142,7 +142,7 @@ class FakeMachine:
             raise HypervisorError(f"machine {self.machine_id}: {self.faults.fork_error}")
         if self._guestd:
             await self._guestd.start()
-        self._follow_blinking()
+        self._follow_animation()
 
     # The protocol
 
@@ -251,7 +251,7 @@ class FakeMachine:
     def inject(self, **changes: Any) -> None:
         """Change some of its faults from now on, by the names of the fields of `Faults`."""
         self.faults = replace(self.faults, **changes)
-        self._follow_blinking()
+        self._follow_animation()
 
     def resize_screen(self, *, width_px: int, height_px: int) -> None:
         """Change the guest's screen mode. Raises: HypervisorError, MachineLost."""
@@ -347,22 +347,27 @@ class FakeMachine:
     def _show_desktop(self, start: Picture) -> None:
         self.guest.show_desktop(start)
         self._booted.set()
-        self._follow_blinking()
+        self._follow_animation()
 
     def _screen_changed(self, rects: list[Rect]) -> None:
         for display in list(self._displays):
             display.changed(rects)
 
-    def _follow_blinking(self) -> None:
-        if self.desktop and self.faults.blink_interval_s and self._blink_task is None and not self.lost.is_set():
-            self._blink_task = self._spawn(self._blink(self.desktop), "blink")
+    def _follow_animation(self) -> None:
+        if (
+            self.desktop
+            and self.faults.animation_interval_s
+            and self._animation_task is None
+            and not self.lost.is_set()
+        ):
+            self._animation_task = self._spawn(self._animate(self.desktop), "animation")
 
-    async def _blink(self, desktop: DrawnDesktop) -> None:
-        while self.faults.blink_interval_s:
-            await asyncio.sleep(self.faults.blink_interval_s)
+    async def _animate(self, desktop: DrawnDesktop) -> None:
+        while self.faults.animation_interval_s:
+            await asyncio.sleep(self.faults.animation_interval_s)
             await self._running.wait()
-            desktop.blink()
-        self._blink_task = None
+            desktop.animate()
+        self._animation_task = None
 
     async def _destroy(self) -> None:
         self.kill("destroyed")

@@ -1,0 +1,235 @@
+"""Screens as streams of changes, over a real socket: every pixel true, nothing sent twice, nobody kept waiting."""
+
+import asyncio
+import gc
+from contextlib import aclosing
+from datetime import timedelta
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from cuaenv.v1 import env_pb2
+
+from envd.hypervisor.fake import FakeMachine
+from envd.testing.server import serve_fake
+from trainer import client as wire
+from trainer.client import AsyncEnvClient, Observation
+
+COUNT = wire.Click(x=819, y=100)
+EXACT = wire.View(cursor="hidden")
+ANIMATION = (1256, 776, 16, 16)
+TASK = "fake/count-to-five"
+
+
+def truth(machine: FakeMachine) -> npt.NDArray[np.uint8]:
+    return machine.framebuffer.pixels[:, :, 2::-1]
+
+
+def used(machines: dict[str, FakeMachine]) -> FakeMachine:
+    (machine,) = [machine for machine in machines.values() if machine.input_count]
+    return machine
+
+
+async def test_steps_send_what_changed_and_every_pixel_is_true() -> None:
+    async with (
+        serve_fake(size=1) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=EXACT) as episode,
+    ):
+        first = episode.observation
+        frames = [first]
+        for actions in ([COUNT], [wire.Click(200, 200), wire.TypeText("Ünïcode\nlines")], [wire.Move(5, 5)]):
+            frames.append((await episode.step(*actions)).observation)
+            assert np.array_equal(frames[-1].rgb_HWC, truth(used(server.hypervisor.machines)))
+        assert all(frame.tiles is not None for frame in frames)
+        assert frames[0].image_id != frames[1].image_id != frames[2].image_id
+        assert frames[3].tiles is frames[2].tiles, "a hidden pointer's move changes nothing"
+        shared = sum(map(lambda one, other: one is other, frames[0].tiles._tiles, frames[1].tiles._tiles))  # type: ignore[union-attr]
+        assert shared > 200, "what did not change was not sent again"
+
+
+async def test_a_drawn_pointer_and_a_scaled_view_are_rebuilt_as_exactly() -> None:
+    scaled = wire.View(max_pixel_count=200_000, size_multiple_px=28)
+    async with (
+        serve_fake(size=1) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=scaled) as episode,
+    ):
+        for _ in range(3):
+            seen = (await episode.step(COUNT)).observation
+            assert (seen.width_px % 28, seen.height_px % 28) == (0, 0)
+            png = await episode.observe(view=wire.View(encoding="png", max_pixel_count=200_000, size_multiple_px=28))
+            assert np.array_equal(seen.rgb_HWC, png.rgb_HWC)
+            assert seen.image_id == png.image_id
+
+
+async def test_the_pointer_can_be_had_beside_the_pixels() -> None:
+    view = wire.View(cursor="reported")
+    async with (
+        serve_fake(size=1) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=view) as episode,
+    ):
+        assert (await episode.step(wire.Move(321, 234))).observation.cursor == (321, 234)
+
+
+async def test_a_fork_is_told_what_it_shows_as_a_change_to_its_parent() -> None:
+    async with (
+        serve_fake(size=2) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=EXACT) as parent,
+    ):
+        await parent.step(COUNT)
+        async with client.fork(parent, count=1) as (child,):
+            assert child.observation.tiles is parent.observation.tiles
+            await child.step(COUNT)
+            assert child.observation.image_id != parent.observation.image_id
+            assert (await parent.observe(refresh=True)).image_id == parent.observation.image_id
+
+
+async def test_a_step_tells_what_it_changed() -> None:
+    view = wire.View(cursor="hidden", grey_difference=True)
+    async with (
+        serve_fake(size=1) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=view) as episode,
+    ):
+        before = episode.observation
+        change = (await episode.step(COUNT)).screen_change
+        after = episode.observation
+        assert change is not None
+        assert change.base_frame_id == before.frame_id
+        differs = (before.rgb_HWC != after.rgb_HWC).any(axis=2)
+        assert change.changed_fraction == pytest.approx(differs.mean())
+        for x, y, width, height in change.changed_regions:
+            differs[y : y + height, x : x + width] = False
+        assert not differs.any(), "the regions cover all that changed"
+        assert change.grey_difference is not None
+        assert 0 < change.grey_difference < 0.05
+        still = (await episode.step(wire.Wait(timedelta(milliseconds=1)))).screen_change
+        assert still is not None
+        assert (still.changed_fraction, still.changed_regions, still.grey_difference) == (0.0, (), 0.0)
+        plain = await episode.step(COUNT, view=EXACT)
+        assert plain.screen_change is None
+
+
+async def test_what_still_moves_is_named_and_can_be_ignored() -> None:
+    settle = wire.Settle(quiet=timedelta(milliseconds=100), max=timedelta(milliseconds=300))
+    async with (
+        serve_fake(size=1) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=EXACT) as episode,
+    ):
+        await episode.step(COUNT)
+        used(server.hypervisor.machines).inject(animation_interval_s=0.02)
+        seen = (await episode.step(COUNT, settle=settle)).observation
+        assert seen.settled is False
+        assert ANIMATION in seen.moving
+        ignoring = wire.Settle(quiet=settle.quiet, max=timedelta(seconds=20), ignored=[ANIMATION])
+        seen = (await episode.step(COUNT, settle=ignoring)).observation
+        assert (seen.settled, seen.moving) == (True, ())
+
+
+async def test_a_new_resolution_in_mid_episode_comes_whole() -> None:
+    async with (
+        serve_fake(size=1) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=EXACT) as episode,
+    ):
+        await episode.step(COUNT)
+        machine = used(server.hypervisor.machines)
+        machine.resize_screen(width_px=1024, height_px=768)
+        seen = (await episode.step(COUNT)).observation
+        assert (seen.width_px, seen.height_px, seen.screen_width_px) == (1024, 768, 1024)
+        assert np.array_equal(seen.rgb_HWC, truth(machine))
+        again = (await episode.step(wire.Wait(timedelta(milliseconds=1)))).observation
+        assert again.tiles is seen.tiles
+
+
+async def test_a_base_that_the_service_does_not_know_gives_the_whole_image() -> None:
+    async with (
+        serve_fake(size=1) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=EXACT) as episode,
+    ):
+        options = env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_RAW_ZSTD, known_image_id="e" * 32)
+        request = env_pb2.ObserveRequest(episode_id=episode.episode_id, observation=options)
+        answer = await client._stub.Observe(request, timeout=10)
+        assert answer.observation.frame.WhichOneof("content") == "keyframe"
+
+
+async def test_live_frames_follow_the_screen_until_the_episode_is_closed() -> None:
+    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+        async with client.reset(TASK, view=EXACT) as episode, aclosing(episode.frames(max_rate_hz=60)) as frames:
+            assert (await anext(frames)).image_id == episode.observation.image_id
+            for _ in range(3):
+                upcoming = asyncio.ensure_future(anext(frames))
+                await episode.step(COUNT)
+                seen = await asyncio.wait_for(upcoming, 10)
+                while seen.image_id != episode.observation.image_id:
+                    seen = await asyncio.wait_for(anext(frames), 10)
+                assert np.array_equal(seen.rgb_HWC, truth(used(server.hypervisor.machines)))
+            await episode.close()
+            assert [frame async for frame in frames] == []
+
+
+async def test_a_slow_reader_gets_the_newest_frame_and_costs_no_memory() -> None:
+    async with (
+        serve_fake(size=1) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=EXACT) as episode,
+        aclosing(episode.frames(max_rate_hz=60)) as frames,
+    ):
+        await anext(frames)
+        for count in range(20):  # while nothing is read
+            await episode.step(COUNT, settle=wire.Settle(quiet=timedelta(0)))
+            if count == 5:
+                gc.collect()
+                held = live_images()
+        newest = await asyncio.wait_for(anext(frames), 10)
+        assert newest.image_id == episode.observation.image_id
+        gc.collect()
+        assert live_images() <= held + 4
+
+
+def live_images() -> int:
+    return sum(type(thing).__name__ in {"TileImage", "EncodedFrame"} for thing in gc.get_objects())
+
+
+async def test_a_cancelled_stream_leaves_nothing_behind() -> None:
+    async with (
+        serve_fake(size=1) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=EXACT) as episode,
+    ):
+        for _ in range(5):
+            async with aclosing(episode.frames()) as frames:
+                seen: Observation = await anext(frames)
+                assert seen.width_px == 1280
+        async with asyncio.timeout(10):
+            while any("frames" in task.get_name() for task in asyncio.all_tasks()):
+                await asyncio.sleep(0.01)
+
+
+async def test_several_readers_of_one_screen_each_see_all_of_it() -> None:
+    async with (
+        serve_fake(size=1) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=EXACT) as episode,
+    ):
+
+        seen: list[set[str]] = [set() for _ in range(4)]
+
+        async def watch(ids: set[str]) -> None:
+            async with aclosing(episode.frames(max_rate_hz=60)) as frames:
+                async for frame in frames:
+                    ids.add(frame.image_id)
+
+        readers = [asyncio.create_task(watch(ids)) for ids in seen]
+        for _ in range(5):
+            await episode.step(COUNT)
+        async with asyncio.timeout(10):
+            while not all(episode.observation.image_id in ids for ids in seen):
+                await asyncio.sleep(0.01)
+        await episode.close()
+        await asyncio.wait_for(asyncio.gather(*readers), 10)
