@@ -217,7 +217,6 @@ async def test_several_readers_of_one_screen_each_see_all_of_it() -> None:
         AsyncEnvClient(server.address) as client,
         client.reset(TASK, view=EXACT) as episode,
     ):
-
         seen: list[set[str]] = [set() for _ in range(4)]
 
         async def watch(ids: set[str]) -> None:
