@@ -5,7 +5,6 @@ and number; one that was dropped is not done again by accident, for `step_index`
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -29,7 +28,6 @@ class Answer(Generic[T]):
 class _Entry(Generic[T]):
     fingerprint: bytes
     task: asyncio.Task[T]
-    done_s: float | None = None
 
 
 class Ledger(Generic[T]):
@@ -61,7 +59,9 @@ class Ledger(Generic[T]):
         self._keep_count = keep_count
         self._without_effect = without_effect
         self._abandoned = abandoned
-        self._entries: OrderedDict[str, _Entry[T]] = OrderedDict()
+        self._entries: dict[str, _Entry[T]] = {}
+        self._done_s: dict[str, float] = {}
+        """When each answer was recorded, in that order."""
         self._closed = False
 
     def __len__(self) -> int:
@@ -105,17 +105,17 @@ class Ledger(Generic[T]):
             await asyncio.wait(running)
 
     def _note_end(self, request_id: str, entry: _Entry[T]) -> None:
-        entry.done_s = self._clock.monotonic()
         # Asking for the exception also marks it as seen: nobody may be left to hear of it.
         if entry.task.cancelled() or isinstance(entry.task.exception(), self._without_effect):
             del self._entries[request_id]
             return
-        self._entries.move_to_end(request_id)
+        self._done_s[request_id] = self._clock.monotonic()
         self._drop_old()
 
     def _drop_old(self) -> None:
-        done = [(request_id, entry.done_s) for request_id, entry in self._entries.items() if entry.done_s is not None]
         oldest_s = self._clock.monotonic() - self._keep_s
-        for index, (request_id, done_s) in enumerate(done):
-            if index < len(done) - self._keep_count or done_s <= oldest_s:
-                del self._entries[request_id]
+        while self._done_s:
+            request_id, done_s = next(iter(self._done_s.items()))
+            if len(self._done_s) <= self._keep_count and done_s > oldest_s:
+                return
+            del self._done_s[request_id], self._entries[request_id]

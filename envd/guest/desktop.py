@@ -429,6 +429,8 @@ class Desktop:
             await self._screen.whole()
             return self._screen.frame()
 
+        if not refresh and self._client is not None and self._screen.is_whole:
+            return self._screen.frame()
         return await self._looking(look)
 
     async def _observe(self, options: ObservationOptions, *, refresh: bool, since: Frame | None) -> Observation:

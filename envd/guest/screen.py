@@ -179,6 +179,11 @@ class Screen:
                 if not look.answer.done():
                     look.answer.set_exception(MachineLost("the display's connection ended"))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every pixel has been sent since the connection began or the size changed."""
+        return self._whole.is_set()
+
     async def whole(self) -> None:
         """Return once every pixel has been sent since the connection began or the size changed."""
         await self._whole.wait()

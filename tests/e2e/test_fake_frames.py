@@ -159,18 +159,22 @@ async def test_a_base_that_the_service_does_not_know_gives_the_whole_image() -> 
 
 
 async def test_live_frames_follow_the_screen_until_the_episode_is_closed() -> None:
-    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
-        async with client.reset(TASK, view=EXACT) as episode, aclosing(episode.frames(max_rate_hz=60)) as frames:
-            assert (await anext(frames)).image_id == episode.observation.image_id
-            for _ in range(3):
-                upcoming = asyncio.ensure_future(anext(frames))
-                await episode.step(COUNT)
-                seen = await asyncio.wait_for(upcoming, 10)
-                while seen.image_id != episode.observation.image_id:
-                    seen = await asyncio.wait_for(anext(frames), 10)
-                assert np.array_equal(seen.rgb_HWC, truth(used(server.hypervisor.machines)))
-            await episode.close()
-            assert [frame async for frame in frames] == []
+    async with (
+        serve_fake(size=1) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=EXACT) as episode,
+        aclosing(episode.frames(max_rate_hz=60)) as frames,
+    ):
+        assert (await anext(frames)).image_id == episode.observation.image_id
+        for _ in range(3):
+            upcoming = asyncio.ensure_future(anext(frames))
+            await episode.step(COUNT)
+            seen = await asyncio.wait_for(upcoming, 10)
+            while seen.image_id != episode.observation.image_id:
+                seen = await asyncio.wait_for(anext(frames), 10)
+            assert np.array_equal(seen.rgb_HWC, truth(used(server.hypervisor.machines)))
+        await episode.close()
+        assert [frame async for frame in frames] == []
 
 
 async def test_a_slow_reader_gets_the_newest_frame_and_costs_no_memory() -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from envd.cli.bench import branch, fork, growth
+from envd.cli.bench import branch, fork, growth, scale
 from envd.cli.bench.report import BenchReport
 from envd.cli.bench.session import Steps, bench_config, open_bench
 from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, Json, StateDir, load_config
@@ -113,6 +113,35 @@ def bench_growth(
                 repetitions=repetitions,
                 steps=Steps(report, growth.step_count(counts, repetitions)),
             )
+
+    _tell(measure(), as_json=as_json)
+
+
+@app.command("scale")
+@friendly
+def bench_scale(
+    *,
+    machines: Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="Machines, and clients.")] = 256,
+    seconds: Annotated[float, typer.Option(metavar="S", min=1, max=600, help="Length of each measured phase.")] = 10.0,
+    state_dir: StateDir = None,
+    cache_dir: CacheDir = None,
+    config: ConfigFile = None,
+    hypervisor: Hypervisor = None,
+    accelerator: Accelerator = None,
+    as_json: Json = False,
+) -> None:
+    """Measure how many steps a second the daemon serves to many clients at once, against bare gRPC."""
+    settings = _settings(config, state_dir, cache_dir, hypervisor, accelerator)
+    task_id = "fake/count-to-five" if settings.hypervisor_uri == "fake" else "desktop/open-calculator"
+
+    async def measure() -> BenchReport:
+        with progress("bench scale") as report:
+            steps = Steps(report, scale.step_count())
+            own = scale.scale_config(settings, machine_count=machines)
+            async with open_bench(own, steps=steps) as bench:
+                return await scale.measure_scale(
+                    bench, task_id=task_id, machine_count=machines, duration_s=seconds, steps=steps
+                )
 
     _tell(measure(), as_json=as_json)
 

@@ -127,6 +127,11 @@ def p95(samples: Sequence[float]) -> float:
     return sorted(samples)[math.ceil(0.95 * len(samples)) - 1]
 
 
+def p99(samples: Sequence[float]) -> float:
+    """Return the least sample that 99 of 100 do not exceed: of fewer than 100, the largest."""
+    return sorted(samples)[math.ceil(0.99 * len(samples)) - 1]
+
+
 def mib(size_bytes: float) -> float:
     """Return bytes in MiB."""
     return size_bytes / (1 << 20)
