@@ -23,15 +23,51 @@ of machines is tested on forks of that; what is said of `create`, on machines th
 import asyncio
 import io
 
+import numpy as np
+import numpy.typing as npt
 import pytest
+import zstandard
 from PIL import Image
 
 from envd.errors import GuestError, GuestUnresponsive, MachineLost
+from envd.guest.actions import Click, Move, Point, PressKeys, Wait
+from envd.guest.desktop import Desktop
+from envd.guest.observation import (
+    CursorMode,
+    EncodedFrame,
+    Encoding,
+    Keyframe,
+    ObservationOptions,
+    SettlePolicy,
+    TileDelta,
+)
 from envd.hypervisor.machine import Hypervisor, Machine, MachineState, Snapshot
 from envd.testing.fork_contract import ForkContract
 from envd.testing.machine_fixtures import new_machine_id, read_to_end
 
 __all__ = ["MachineContract", "new_machine_id"]
+
+
+def _rebuilt(sent: EncodedFrame, base_HWC: npt.NDArray[np.uint8] | None) -> npt.NDArray[np.uint8]:
+    """Put a frame's pixels together as `cuaenv/v1/env.proto` says."""
+    match sent.content:
+        case Keyframe(data=data):
+            pixels = np.frombuffer(zstandard.decompress(data), np.uint8)
+            return pixels.reshape(sent.height_px, sent.width_px, 3)
+        case TileDelta(tiles=tiles, data=data):
+            assert base_HWC is not None
+            image_HWC, pixels, at = base_HWC.copy(), np.frombuffer(zstandard.decompress(data), np.uint8), 0
+            for tile in tiles:
+                part = pixels[at : at + tile.width_px * tile.height_px * 3]
+                image_HWC[tile.y_px : tile.y_px + tile.height_px, tile.x_px : tile.x_px + tile.width_px] = part.reshape(
+                    tile.height_px, tile.width_px, 3
+                )
+                at += part.size
+            return image_HWC
+        case _:
+            assert base_HWC is not None
+            return base_HWC
+
 
 _PROBE_PATH = "/tmp/envd-contract-probe"  # noqa: S108  (a path in the guest)
 
@@ -75,6 +111,36 @@ class MachineContract(ForkContract):
 
     async def test_input_changes_pixels(self, machine: Machine) -> None:
         await self.change_screen(machine)
+
+    async def test_frames_put_together_from_changes_equal_the_machines_own_screendump(self, machine: Machine) -> None:
+        desktop = Desktop(machine)
+        image_HWC: npt.NDArray[np.uint8] | None = None
+        known_image_id, kinds = "", []
+        try:
+            for action in (
+                Click(at=Point(200, 200)),
+                Move(to=Point(5, 5)),
+                PressKeys(keys=("alt", "tab")),
+                Wait(duration_s=0.3),
+            ):
+                await desktop.act(action)
+                await desktop.settle(SettlePolicy(max_ms=3000))
+                await machine.pause()  # so that both see the same instant
+                options = ObservationOptions(
+                    encoding=Encoding.RAW_ZSTD, cursor=CursorMode.HIDDEN, known_image_id=known_image_id
+                )
+                sent = (await desktop.observe(options, refresh=True)).frame
+                with Image.open(io.BytesIO(await machine.screendump())) as truth:
+                    truth_HWC = np.asarray(truth.convert("RGB"))
+                await machine.resume()
+                image_HWC = _rebuilt(sent, image_HWC)
+                assert np.array_equal(image_HWC, truth_HWC)
+                known_image_id = sent.image_id
+                kinds.append(type(sent.content))
+            assert kinds[0] is Keyframe
+            assert Keyframe not in kinds[1:], "what a click changes is sent as a change"
+        finally:
+            await desktop.close()
 
     async def test_pause_and_resume_repeat_harmlessly(self, machine: Machine) -> None:
         await machine.pause()

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from envd.api.load import LoadResult
 from envd.cli.bench.branch import Branch, Frames, branch_report, verdict
 from envd.cli.bench.commands import parse_sizes
 from envd.cli.bench.fork import UsedMemory, fork_report
 from envd.cli.bench.growth import Standby, growth_report, measure_growth
-from envd.cli.bench.report import BenchReport, Check, Target, p95
-from envd.cli.bench.session import Steps, bench_config
+from envd.cli.bench.report import BenchReport, Check, Target, p95, p99
+from envd.cli.bench.scale import measure_scale, scale_config, scale_report
+from envd.cli.bench.session import Steps, bench_config, open_bench
 from envd.cli.private import run_to_end
 from envd.config import load
 from envd.errors import ConfigError
@@ -108,6 +110,41 @@ def test_a_branch_with_more_written_memory_than_the_target_names_is_not_held_aga
         "parent_pause_ms_p50": None,
     }
     assert results(report)["other_ms_p50"] == 50
+
+
+def test_the_99th_percentile_is_the_least_that_99_of_100_do_not_exceed() -> None:
+    assert p99([float(n) for n in range(100, 0, -1)]) == 99.0
+    assert p99([3.0, 1.0]) == 3.0
+
+
+def scale_found(
+    *, machine_count: int = 256, opened_count: int = 256, whole_count: int = 0, p99_ms: float = 200.0
+) -> BenchReport:
+    latencies_ms = [p99_ms] * 20 + [100.0] * 980
+    return scale_report(
+        {**DRAWN, "machine_count": machine_count},
+        stepped=LoadResult(call_count=1000, elapsed_s=2.0, latencies_ms=latencies_ms, whole_count=whole_count),
+        bare=LoadResult(call_count=4000, elapsed_s=4.0, latencies_ms=[1.0]),
+        opened_count=opened_count,
+        server_cpu_s=1.5,
+        lags_ms=[1.0] * 95 + [30.0] * 5,
+    )
+
+
+def test_steps_are_judged_against_bare_calls_of_the_same_run() -> None:
+    report = scale_found()
+    found = results(report)
+    assert (found["steps_per_s"], found["bare_rpc_per_s"], found["steps_share"]) == (500.0, 1000.0, 0.5)
+    assert (found["p50_ms"], found["p99_ms"], found["server_cpu_ms_per_step"]) == (100.0, 200.0, 1.5)
+    assert verdicts(report) == {"steps_share": True, "p99_ms": True, "loop_lag_ms_p99": False}
+    assert verdicts(scale_found(p99_ms=300.0))["p99_ms"] is False
+    assert set(verdicts(scale_found(machine_count=64, opened_count=64)).values()) == {None}
+    assert report.passed
+
+
+def test_clients_without_episodes_and_frames_that_come_whole_fail_the_run() -> None:
+    assert not scale_found(opened_count=255).passed
+    assert not scale_found(whole_count=1).passed
 
 
 def test_growth_is_judged_by_the_largest_number_of_machines() -> None:
@@ -290,3 +327,20 @@ def test_a_signal_ends_a_benchmark_and_leaves_no_machine(tmp_path: Path, number:
     assert process.returncode == 128 + number, err
     assert out == ""
     assert "Traceback" not in err
+
+
+def test_many_clients_step_at_once_and_an_echo_is_called_as_often(tmp_path: Path) -> None:
+    settings = load(flags={"hypervisor.uri": "fake", "state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache"})
+
+    async def measure() -> BenchReport:
+        steps = Steps(lambda _stage, _share: None, 3)
+        async with open_bench(scale_config(settings, machine_count=4), steps=steps) as bench:
+            return await measure_scale(
+                bench, task_id="fake/count-to-five", machine_count=4, duration_s=0.5, steps=steps
+            )
+
+    report = run_to_end(measure())
+    assert report.passed, report.checks
+    found = results(report)
+    assert all(value is not None and value >= 0 for value in found.values())
+    assert found["bare_rpc_per_s"] != found["steps_per_s"]
