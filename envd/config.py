@@ -221,6 +221,10 @@ class LimitsConfig(_Section):
     """Longest time in seconds for a task's setup."""
     evaluate_timeout_s: float = Field(default=120.0, gt=0)
     """Longest time in seconds for a task's checkers together."""
+    heartbeat_interval_s: float = Field(default=60.0, ge=0)
+    """Seconds after which a guest that has not been heard of is asked for a sign of life, during its next step."""
+    hang_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that a guest then has to give it; after that it hangs, and its episode is void."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """Seconds that live episodes are given to end after SIGTERM."""
 

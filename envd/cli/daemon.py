@@ -196,6 +196,8 @@ def _limits(config: Config) -> EpisodeLimits:
         max_steps=limits.max_steps,
         setup_timeout_s=limits.setup_timeout_s,
         evaluate_timeout_s=limits.evaluate_timeout_s,
+        heartbeat_interval_s=limits.heartbeat_interval_s,
+        hang_timeout_s=limits.hang_timeout_s,
     )
 
 

@@ -21,6 +21,10 @@ class EpisodeLimits:
     """Limit for a task's setup."""
     evaluate_timeout_s: float = 120.0
     """Limit for a task's checkers together."""
+    heartbeat_interval_s: float = 60.0
+    """After how much silence a guest is asked for a sign of life, during its next step."""
+    hang_timeout_s: float = 60.0
+    """How long it has to give one."""
     ledger_keep_s: float = 600.0
     """How long a recorded answer may be replayed."""
     ledger_step_count: int = 8

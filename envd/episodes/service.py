@@ -339,6 +339,7 @@ class EpisodeService:
                             settle=self._policy(episode, command.settle),
                             options=command.observe,
                             clock=self._clock,
+                            limits=self._limits,
                         )
                     # A machine can die in the last instant of a step that looked well.
                     episode.require_machine()

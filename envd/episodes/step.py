@@ -1,7 +1,11 @@
 """Perform one step on a desktop: act, settle, look. Knows nothing of ledgers, leases or states."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
+from envd.episodes.limits import EpisodeLimits
 from envd.errors import InvalidRequest
 from envd.guest.actions import Action, ActionOutcome, Done, Fail
 from envd.guest.desktop import Desktop
@@ -95,6 +99,21 @@ async def look(
     return replace(observation, settle=settled, timings_ms={**observation.timings_ms, **watch.timings_ms})
 
 
+@asynccontextmanager
+async def _living(desktop: Desktop, limits: EpisodeLimits) -> AsyncIterator[None]:
+    """Ask a guest that has been silent for long for a sign of life while the block lasts, and end with its answer."""
+    if desktop.silence_s <= limits.heartbeat_interval_s:
+        yield
+        return
+    asking = asyncio.create_task(desktop.check_alive(timeout_s=limits.hang_timeout_s), name="check-alive")
+    try:
+        yield
+        await asking
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
 async def perform(
     desktop: Desktop,
     actions: tuple[Action, ...],
@@ -102,8 +121,11 @@ async def perform(
     settle: SettlePolicy,
     options: ObservationOptions,
     clock: Clock,
+    limits: EpisodeLimits,
 ) -> Performed:
     """Perform actions in order, up to the first `Done` or `Fail`, then settle and look.
+
+    Meanwhile a guest that has not been heard of for a while is asked for a sign of life.
 
     On failure some actions may have been performed: the episode is void.
 
@@ -122,7 +144,8 @@ async def perform(
             break
         outcomes.append(await desktop.act(action))
     watch.lap("input")
-    observation = await look(desktop, settle=settle, options=options, since=before, watch=watch)
+    async with _living(desktop, limits):
+        observation = await look(desktop, settle=settle, options=options, since=before, watch=watch)
     return Performed(
         outcomes=tuple(outcomes), last_action=last_action, observation=observation, timings_ms=watch.timings_ms
     )

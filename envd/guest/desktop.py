@@ -102,6 +102,8 @@ class Desktop:
         self._home = view.home if view else None
         # Monotonic times: of the last input at all, of the last by keys or pointer, and of the last proven quiet.
         self._input_s = self._key_s = self._pointer_s = self._quiet_s = time.monotonic()
+        # When the guest was last known to live.
+        self._answered_s = self._input_s
 
     def __repr__(self) -> str:
         return f"<Desktop of {self._channels.machine_id} {self._screen!r} {self._input!r}>"
@@ -151,6 +153,22 @@ class Desktop:
             GuestUnresponsive: guestd or the display did not answer.
         """
         return await self._alive(self._act(action))
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the guest was last known to live; 0 while the desktop is asleep."""
+        return 0.0 if self._view is not None else time.monotonic() - self._answered_s
+
+    async def check_alive(self, *, timeout_s: float) -> None:
+        """Have the guest's agent answer.
+
+        A display shows what it showed last, however dead its guest: only something in the guest can say that it lives.
+
+        Raises:
+            GuestUnresponsive: It did not answer within `timeout_s`: the guest hangs.
+        """
+        await self._alive(self._agent.ping(timeout_s=timeout_s))
+        self._answered_s = time.monotonic()
 
     async def release_inputs(self) -> None:
         """Let go of every key and button that actions left down."""
@@ -395,7 +413,7 @@ class Desktop:
             await asyncio.gather(display, return_exceptions=True)
         self._encoder, self._view = self._view.encoder.branch(), None
         self._woken.set()
-        self._input_s = self._quiet_s = time.monotonic()
+        self._input_s = self._quiet_s = self._answered_s = time.monotonic()
 
     async def _take_view(self) -> DesktopView:
         if self._view is not None:

@@ -384,6 +384,11 @@ class StubDesktop(Desktop):
         self.machine.shows = f"{self.machine.machine_id}/{len(self.actions)}"
         return ActionOutcome(error=self.action_error)
 
+    @property
+    def silence_s(self) -> float:
+        """None: the guest was heard of just now."""
+        return 0.0
+
     async def settle(self, policy: SettlePolicy) -> SettleResult:
         """Be quiet at once."""
         await self._enter("settle")

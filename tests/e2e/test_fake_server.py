@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from envd.episodes.limits import EpisodeLimits
 from envd.guest import actions as acts
 from envd.hypervisor.fake import FakeMachine, Faults
 from envd.hypervisor.machine import MachineState
@@ -280,6 +281,35 @@ async def test_a_screen_that_never_settles_is_reported_and_bounded() -> None:
         leased_machine(server).inject(animation_interval_s=0.02)
         observation = (await episode.step(COUNT, settle=settle)).observation
         assert observation.settled is False
+
+
+async def test_a_guest_that_hangs_voids_its_episode_however_quiet_its_screen() -> None:
+    limits = EpisodeLimits(heartbeat_interval_s=0.0, hang_timeout_s=0.2)
+    async with (
+        serve_fake(size=1, limits=limits) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset("fake/count-to-five") as episode,
+    ):
+        await episode.step(COUNT)
+        leased_machine(server).inject(agent_silent=True)
+        with pytest.raises(wire.GuestUnresponsive):
+            await episode.step(COUNT)
+        with pytest.raises(wire.MachineLost, match="GUEST_UNRESPONSIVE"):
+            await episode.step(COUNT)
+        with pytest.raises(wire.SampleVoid):
+            await episode.evaluate()
+
+
+async def test_a_guest_that_was_heard_of_lately_is_not_asked_again() -> None:
+    limits = EpisodeLimits(heartbeat_interval_s=60.0, hang_timeout_s=0.2)
+    async with (
+        serve_fake(size=1, limits=limits) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset("fake/count-to-five") as episode,
+    ):
+        await episode.step(COUNT)
+        leased_machine(server).inject(agent_silent=True)
+        assert (await episode.step(COUNT)).errors == ("",)
 
 
 async def test_machines_that_do_not_boot_leave_the_caller_waiting_no_longer_than_asked() -> None:
