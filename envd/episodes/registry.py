@@ -6,6 +6,7 @@ One that FAILED loses its machine at once and stays, to say so, until it is clos
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,8 +45,9 @@ class EpisodeRegistry:
         self._closing: dict[str, asyncio.Task[None]] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
         self._tasks = OwnedTasks()
+        self._next_look_s = math.inf
         self.changes = Changes()
-        """Notified when an episode comes, goes, or its lease changes."""
+        """Notified when an episode comes, goes, or its lease may lapse sooner."""
 
     def __len__(self) -> int:
         return len(self._episodes)
@@ -101,7 +103,9 @@ class EpisodeRegistry:
             raise
         finally:
             episode.lease.end_call(self._clock.monotonic(), renews=renews)
-            self.changes.notify()
+            # Leases mostly end later than the reaper looks again; waking it for each call would cost all episodes' time.
+            if not episode.lease.in_call and episode.lease.expire_s < self._next_look_s:
+                self.changes.notify()
 
     def end(self, episode: Episode, state: EpisodeState, reason: str, *, cause: str = "") -> None:
         """Move an episode to a later state, and tell the observer if it was active."""
@@ -196,7 +200,9 @@ class EpisodeRegistry:
             for episode in self:
                 if episode.lease.has_lapsed(now_s):
                     self._begin_close(episode.episode_id, "LEASE_EXPIRED")
-            await wait_until(self._clock, next_expiry_s(e.lease for e in self), or_event=changed)
+            expiry_s = next_expiry_s(e.lease for e in self)
+            self._next_look_s = math.inf if expiry_s is None else expiry_s
+            await wait_until(self._clock, expiry_s, or_event=changed)
 
 
 async def _wait(event: asyncio.Event) -> None:

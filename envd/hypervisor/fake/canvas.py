@@ -222,21 +222,23 @@ class Canvas:
 
     def text(self, x: int, y: int, text: str, *, ink: Colour, paper: Colour) -> None:
         """Draw text in cells of `CELL_WIDTH_PX` by `CELL_HEIGHT_PX` from the top left corner (x, y)."""
-        if not self.shows(Rect(x, y, len(text) * CELL_WIDTH_PX, CELL_HEIGHT_PX)):
-            return
-        for index, char in enumerate(text):
-            cell = Rect(x + index * CELL_WIDTH_PX, y, CELL_WIDTH_PX, CELL_HEIGHT_PX)
-            part = cell.intersect(self.clip)
-            if part.area:
-                self._pixels[part.y : part.bottom, part.x : part.right] = _glyph(char, ink, paper)[
-                    part.y - cell.y : part.bottom - cell.y, part.x - cell.x : part.right - cell.x
-                ]
+        whole = Rect(x, y, len(text) * CELL_WIDTH_PX, CELL_HEIGHT_PX)
+        if self.shows(whole):
+            part = whole.intersect(self.clip)
+            self._pixels[part.y : part.bottom, part.x : part.right] = _line(text, ink, paper)[
+                part.y - y : part.bottom - y, part.x - x : part.right - x
+            ]
 
 
 @functools.lru_cache(maxsize=1)
 def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     # Pillow's own font: the picture must not depend on the fonts of the host.
     return ImageFont.load_default(14)
+
+
+@functools.lru_cache(maxsize=256)
+def _line(text: str, ink: Colour, paper: Colour) -> Pixels:
+    return np.concatenate([_glyph(char, ink, paper) for char in text], axis=1)
 
 
 @functools.lru_cache(maxsize=8192)

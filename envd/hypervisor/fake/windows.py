@@ -387,5 +387,5 @@ class ControlsWindow(Window):
     def _focus(self, name: str) -> None:
         if name != self._focused:
             self._focused = name
-            for rect in self.focus_rects():
+            for rect in (self._count_button, self._checkbox):
                 self._desktop.damage(rect)
