@@ -103,7 +103,7 @@ class EpisodeRegistry:
             raise
         finally:
             episode.lease.end_call(self._clock.monotonic(), renews=renews)
-            # Leases mostly end later than the reaper looks again; waking it for each call would cost all episodes' time.
+            # Leases mostly end after the reaper's next look; waking it for each call would cost all episodes' time.
             if not episode.lease.in_call and episode.lease.expire_s < self._next_look_s:
                 self.changes.notify()
 
