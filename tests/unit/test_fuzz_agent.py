@@ -103,7 +103,7 @@ def _fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
 _fixtures_stay = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=_fixtures_stay)
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=_fixtures_stay)
 @given(st.sampled_from(sorted(CALLS)), st.lists(answers | st.integers(0, 9), max_size=5))
 @example("run", [PROPER, {**PROPER, "out-data": "é"}])
 @example("read_file", [1, {"buf-b64": "é", "count": 1}])

@@ -134,7 +134,7 @@ class Scripted(GuestdClient):
         return self._told
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(sorted(CALLS)), st.sampled_from([200, 200, 200, 200, 204, 302, 404, 500, 503]), bodies)
 @example("screen_size", 200, b'{"width": 1e999, "height": 1}')
 @example("type_text", 200, b'{"typed": Infinity}')

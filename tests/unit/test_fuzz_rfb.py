@@ -119,7 +119,7 @@ def _times(settled: int) -> Callable[[Callable[..., None]], Callable[..., None]]
     return settings(max_examples=settled, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
-@_times(150)
+@_times(80)
 @given(mutated(streams))
 @example(struct.pack(">BxH", 0, 65535) + _rect(0, 0, 0, 0, encoding=Encoding.RAW, content=b"") * 5000)
 @example(struct.pack(">BxH", 0, 65) + _whole_rect(8192, 2048, Encoding.DESKTOP_SIZE) * 65)
@@ -130,7 +130,7 @@ def test_whatever_comes_after_the_handshake(data: bytes) -> None:
     check(within_bounds(GREETING + data))
 
 
-@_times(250)
+@_times(120)
 @given(mutated(st.just(GREETING)) | st.binary(max_size=100))
 @example(b"RFB 003.008\n\x00" + struct.pack(">I", 2**32 - 1) + b"\xff" * 5000)
 @example(GREETING[:-4] + b"")

@@ -99,7 +99,7 @@ def laughs(levels: int) -> str:
     return f"suite: s\ntasks:\n- name: n\n  instruction: i\n  level: 1\n  tags:\n{lines}  checker: *a{levels - 1}\n"
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(suites)
 @example("{[a]: 1}")
 @example("suite: s\ntasks: [{name: n, instruction: i, {a: b}: 1}]")
