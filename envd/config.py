@@ -46,9 +46,9 @@ def _listen(value: str) -> str:
     if re.fullmatch(r"unix:.+", value):
         return value
     match = _ADDRESS.fullmatch(value)
-    # What is no address at all is told as before; whether others may reach it depends on `security`.
     if match is None or int(match[2]) > 65535:
         return _loopback(value)
+    # Whether other hosts may reach it depends on `security`; see `Config`.
     return value
 
 

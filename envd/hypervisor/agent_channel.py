@@ -94,7 +94,7 @@ class AgentChannel:
             line = await reader.readline()
             try:
                 answer = json.loads(line)
-            except (ValueError, RecursionError):
+            except ValueError:
                 continue
             if isinstance(answer, dict) and answer.get("return") == sync_id:
                 return reader, writer

@@ -587,6 +587,15 @@ async def test_another_tokens_episode_is_not_found(parties: Parties, method: str
         assert (told.code, told.reason) == (Code.NOT_FOUND, "EPISODE_NOT_FOUND")
 
 
+async def test_what_became_of_an_episode_is_told_to_its_owner_alone(parties: Parties) -> None:
+    theirs = await opened(parties.alice)
+    await parties.alice.Close(env_pb2.CloseRequest(episode_id=theirs), timeout=TIMEOUT_S)
+    told = [await outcome(stub, "Observe", request_for("Observe", theirs)) for stub in (parties.alice, parties.bob)]
+    assert [refusal.reason for refusal in told] == ["EPISODE_NOT_FOUND", "EPISODE_NOT_FOUND"]
+    assert "was closed at" in told[0].text
+    assert "is unknown: never opened here" in told[1].text
+
+
 async def test_a_lease_is_not_kept_by_others(parties: Parties) -> None:
     theirs, mine = await opened(parties.alice), await opened(parties.bob)
     request = env_pb2.KeepAliveRequest(episode_ids=[theirs, mine])
