@@ -17,7 +17,7 @@ from grpc_status import rpc_status
 from envd.api.access import Caller, set_current_caller
 from envd.api.guard import Guard, Metadata
 from envd.api.status import code_of, reason_of, status_of
-from envd.errors import EnvdError
+from envd.errors import EnvdError, RateLimited
 from envd.telemetry.logs import bound
 from envd.telemetry.metrics import Metrics
 
@@ -214,7 +214,7 @@ class _Call:
         is_bug = reason == EnvdError.reason
         with bound(**self.ids, **self._origin):
             _logger.log(
-                logging.ERROR if code in _OURS else logging.INFO,
+                _level_of(error, code),
                 "%s answered %s/%s after %.3f s: %s",
                 self._method,
                 code.name,
@@ -226,6 +226,13 @@ class _Call:
         status = status_of(error, metadata={"method": self._method, **self.ids})
         await context.abort_with_status(rpc_status.to_status(status))
         raise AssertionError("abort_with_status raises")
+
+
+def _level_of(error: Exception, code: grpc.StatusCode) -> int:
+    # Calls above the limit are counted, not told one by one: or else who makes them would fill the log.
+    if isinstance(error, RateLimited):
+        return logging.DEBUG
+    return logging.ERROR if code in _OURS else logging.INFO
 
 
 def _ids_of(message: object) -> dict[str, str]:

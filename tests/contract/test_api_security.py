@@ -731,6 +731,18 @@ async def test_without_tokens_all_connections_of_a_host_share_one_allowance() ->
         assert told.reason == "RATE_LIMITED"
 
 
+async def test_who_calls_without_end_does_not_fill_the_log(tokens: Tokens, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics(process=False)
+    with caplog.at_level(logging.INFO, "envd.api.interceptors"):
+        async with serving(limited(tokens, 2), metrics=metrics) as (_, address), dialled(address, "envd_wrong") as stub:
+            for _ in range(10):
+                await outcome(stub, "ListPools", env_pb2.ListPoolsRequest())
+    assert [record.getMessage().split()[2] for record in caplog.records if "answered" in record.getMessage()] == [
+        "UNAUTHENTICATED/UNAUTHENTICATED"
+    ] * 2
+    assert metrics.registry.get_sample_value("envd_failures_total", {"reason": "RATE_LIMITED"}) == 8
+
+
 async def test_wrong_tokens_are_limited_too_and_cost_the_right_ones_nothing(tokens: Tokens) -> None:
     async with (
         serving(limited(tokens, 2)) as (_, address),
