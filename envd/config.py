@@ -22,6 +22,7 @@ ENV_PREFIX = "ENVD_"
 MAX_MACHINES = 4096
 
 _LOOPBACK = re.compile(r"(127(?:\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5})")
+_ADDRESS = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
 _POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,22}[a-z0-9])?")
 _SCREEN = re.compile(r"(\d{3,5})x(\d{3,5})")
 _REGION = re.compile(r"(\d{1,5})x(\d{1,5})\+(\d{1,5})\+(\d{1,5})")
@@ -43,7 +44,13 @@ def _loopback(value: str) -> str:
 
 
 def _listen(value: str) -> str:
-    return value if re.fullmatch(r"unix:.+", value) else _loopback(value)
+    if re.fullmatch(r"unix:.+", value):
+        return value
+    match = _ADDRESS.fullmatch(value)
+    if match is None or int(match[2]) > 65535:
+        return _loopback(value)
+    # Whether other hosts may reach it depends on `security`; see `Config`.
+    return value
 
 
 def _expanded(value: Path) -> Path:
@@ -242,11 +249,44 @@ class TasksConfig(_Section):
     """Suite files to load beside the built-in one. In the environment, separated by `:`."""
 
 
+class SecurityConfig(_Section):
+    """Who may call, and how often. Left out, whoever can reach `listen`, which then is this host alone."""
+
+    tls_cert: Directory | None = None
+    """File of the server's certificate, PEM, with those between it and its authority. If replaced while envd runs, it
+    is used from the next connection on."""
+    tls_key: Directory | None = None
+    """File of the certificate's private key, PEM, without a passphrase; others must not be able to read it."""
+    client_ca: Directory | None = None
+    """File of the authority, PEM, whose client certificates are taken; without one no connection is made then."""
+    tokens_file: Directory | None = None
+    """File of the tokens that calls must come with, as `envd tokens new` prints its lines; others must not be able to
+    read it. If replaced while envd runs, it holds from the next call on."""
+    calls_per_second: float = Field(default=500.0, ge=0, le=1_000_000)
+    """Calls that each token may make in a second, or each host where there are no tokens; 0 for any number."""
+    call_burst: int = Field(default=1000, ge=1, le=1_000_000)
+    """Calls that may come at once, after a pause."""
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together; set both")
+        if self.client_ca is not None and self.tls_cert is None:
+            raise ValueError("client_ca needs tls_cert and tls_key")
+        return self
+
+    @property
+    def is_exposable(self) -> bool:
+        """Whether other hosts may be let in: connections are encrypted, and callers say who they are."""
+        return self.tls_cert is not None and (self.tokens_file is not None or self.client_ca is not None)
+
+
 class Config(_Section):
     """Everything that an operator may set."""
 
     listen: Listen = "127.0.0.1:50051"
-    """Loopback HOST:PORT of the gRPC service, port 0 for a free one, or `unix:PATH`."""
+    """HOST:PORT of the gRPC service, port 0 for a free one, or `unix:PATH`. Loopback, unless `security` has TLS, and
+    tokens or client certificates."""
     metrics_listen: Loopback = "127.0.0.1:9464"
     """Loopback HOST:PORT of the Prometheus metrics, port 0 for a free one."""
     state_dir: Directory = Field(default_factory=default_state_dir)
@@ -263,6 +303,8 @@ class Config(_Section):
     """Bounds on episodes and on the use of the host."""
     tasks: TasksConfig = TasksConfig()
     """Which tasks can be asked for."""
+    security: SecurityConfig = SecurityConfig()
+    """Who may call, and how often."""
     pools: dict[str, PoolConfig] = {}
     """Pools by name."""
 
@@ -283,6 +325,17 @@ class Config(_Section):
         for name in self.pools:
             if not _POOL_NAME.fullmatch(name):
                 raise ValueError(f"pool name {name!r} is not 1 to 24 of a-z, 0-9 and inner hyphens")
+        return self
+
+    @model_validator(mode="after")
+    def _others_are_kept_out_or_known(self) -> Self:
+        is_local = self.listen.startswith("unix:") or _LOOPBACK.fullmatch(self.listen)
+        if not is_local and not self.security.is_exposable:
+            raise ValueError(
+                f"listen {self.listen!r} can be reached from other hosts, and without TLS and tokens only loopback is"
+                " served; set security.tls_cert and security.tls_key, and security.tokens_file or security.client_ca"
+                " (`envd certs` and `envd tokens new` make them), or listen on 127.0.0.1 and forward the port over ssh"
+            )
         return self
 
     @property

@@ -15,6 +15,9 @@ EnvdError
 ├── PoolExhausted          wait and retry with the same request_id
 ├── Draining               the daemon is stopping; another host will do
 ├── AccessDenied           switched off for this pool
+│   └── ScopeTooSmall      this token may not make such calls
+├── Unauthenticated        no token, or one that is not known
+├── RateLimited            too many calls; wait and retry
 ├── Unimplemented          in the contract, not in this release
 ├── MachineLost            the machine died; the episode is void
 ├── GuestUnresponsive      the guest did not answer in time
@@ -135,6 +138,28 @@ class AccessDenied(EnvdError):
     """The pool does not allow this call."""
 
     reason = "ACCESS_DENIED"
+
+
+class ScopeTooSmall(AccessDenied):
+    """The caller's token may not make such calls; another one may."""
+
+    reason = "SCOPE_TOO_SMALL"
+
+
+class Unauthenticated(EnvdError):
+    """The call came without a token, or with one that is not known."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class RateLimited(EnvdError):
+    """The caller makes more calls than it may; this one did nothing. Retry after `retry_after_s`."""
+
+    reason = "RATE_LIMITED"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Unimplemented(EnvdError):

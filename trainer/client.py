@@ -18,6 +18,9 @@ Every call has a deadline. A call that the network loses is made again under the
 service performs it once; actions are never repeated. While an episode is open its lease is kept, however long a model
 thinks; leaving the block closes it, and if this process dies the lease lapses by itself.
 
+A daemon that asks for a token gets it from `token=`, or from the variable `ENVD_TOKEN`; `tls=Tls(ca=Path("ca.pem"))`
+encrypts the connection. A token never travels to another host in clear text.
+
 What the agent does wrong is in `StepResult.errors`. What goes wrong otherwise is an `EnvError`:
 
 ```text
@@ -29,10 +32,13 @@ EnvError
 ├── GuestRefused          the guest cannot do that; the episode is unharmed
 ├── NotForkable           the episode cannot be branched where it stands; it is unharmed
 ├── StepIndexMismatch     someone else stepped; abandon the episode
+├── Unauthenticated       the daemon wants a token, and not this one
 ├── AccessDenied          switched off for this pool
+│   └── ScopeTooSmall     the token is for other calls
 ├── NotSupported          not in the daemon's release
 ├── MessageTooLarge       more than 64 MiB in one message
 ├── PoolExhausted         no machine came free before the deadline
+├── RateLimited           more calls than the token may make, up to the deadline
 ├── Unavailable           the daemon could not be reached before the deadline
 │   └── Draining          it is stopping; try another host
 ├── DeadlineExceeded      no answer before the deadline
@@ -63,6 +69,9 @@ from cuaenv.v1 import env_pb2, env_pb2_grpc
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
+
+from trainer.security import Access
+from trainer.security import Tls as Tls  # noqa: PLC0414 -- exported
 
 if TYPE_CHECKING:
     import numpy as np
@@ -170,8 +179,16 @@ class StepIndexMismatch(EnvError):
     """The episode is not where this client thinks it is; abandon it."""
 
 
+class Unauthenticated(EnvError):
+    """The daemon wants a token and got none, or one that it does not know."""
+
+
 class AccessDenied(EnvError):
     """The pool does not allow this call."""
+
+
+class ScopeTooSmall(AccessDenied):
+    """The token's scope does not cover this call."""
 
 
 class NotSupported(EnvError):
@@ -184,6 +201,10 @@ class MessageTooLarge(EnvError):
 
 class PoolExhausted(EnvError):
     """No machine came free before the deadline."""
+
+
+class RateLimited(EnvError):
+    """The token makes more calls than it may. This one did nothing."""
 
 
 class Unavailable(EnvError):
@@ -234,7 +255,9 @@ _BY_REASON: Mapping[str, type[EnvError]] = {
     "GROUP_TOO_LARGE": GroupTooLarge,
     "GUEST_REFUSED": GuestRefused,
     "NOT_FORKABLE": NotForkable,
+    "SCOPE_TOO_SMALL": ScopeTooSmall,
     "POOL_EXHAUSTED": PoolExhausted,
+    "RATE_LIMITED": RateLimited,
     "DRAINING": Draining,
     "MACHINE_LOST": MachineLost,
     "GUEST_UNRESPONSIVE": GuestUnresponsive,
@@ -247,6 +270,7 @@ _BY_CODE: Mapping[grpc.StatusCode, type[EnvError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: BadRequest,
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.ABORTED: StepIndexMismatch,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: AccessDenied,
     grpc.StatusCode.UNIMPLEMENTED: NotSupported,
     grpc.StatusCode.RESOURCE_EXHAUSTED: MessageTooLarge,
@@ -885,6 +909,8 @@ class AsyncEnvClient:
         run: str = "",
         retry: RetryPolicy | None = None,
         keep_alive_interval: timedelta | None = None,
+        token: str | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """Remember where the daemon is; the first call connects.
 
@@ -893,8 +919,15 @@ class AsyncEnvClient:
             run: Label of the training run, for fair share and metrics.
             retry: How lost calls are made again.
             keep_alive_interval: How often leases are renewed; by default three times in each.
+            token: Shown with every call; by default the variable `ENVD_TOKEN`. Empty for none.
+            tls: Files for an encrypted connection; None for clear text.
+
+        Raises:
+            ValueError: The token would travel to another host in clear text, or cannot be one.
         """
         self.target = target
+        self._access = Access(token=token, tls=tls)
+        self._access.check(target)
         self._run = run
         self._retry = retry or RetryPolicy()
         self._keep_alive_interval = keep_alive_interval
@@ -922,8 +955,8 @@ class AsyncEnvClient:
         loop = asyncio.get_running_loop()
         channel = self._channels.get(loop)
         if channel is None:
-            channel = self._channels[loop] = grpc.aio.insecure_channel(self.target, options=_CHANNEL_OPTIONS)
-        stub: Any = env_pb2_grpc.CUAEnvStub(channel)
+            channel = self._channels[loop] = self._access.open_channel(self.target, _CHANNEL_OPTIONS)
+        stub: Any = self._access.authorised(env_pb2_grpc.CUAEnvStub(channel))
         return stub  # type: ignore[no-any-return]
 
     @asynccontextmanager
@@ -1340,9 +1373,17 @@ def _new_id() -> str:
 class EnvClient:
     """`AsyncEnvClient` for code without an event loop: it runs one in a thread of its own. Use as a context manager."""
 
-    def __init__(self, target: str, *, run: str = "", retry: RetryPolicy | None = None) -> None:
-        """Remember where the daemon is; arguments are those of `AsyncEnvClient`."""
-        self._client = AsyncEnvClient(target, run=run, retry=retry)
+    def __init__(
+        self,
+        target: str,
+        *,
+        run: str = "",
+        retry: RetryPolicy | None = None,
+        token: str | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        """Remember where the daemon is; arguments and errors are those of `AsyncEnvClient`."""
+        self._client = AsyncEnvClient(target, run=run, retry=retry, token=token, tls=tls)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"EnvClient:{target}", daemon=True)
         self._thread.start()

@@ -71,8 +71,8 @@ def fingerprint_of(request: Message) -> bytes:
     return hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest()
 
 
-def reset_command(request: env_pb2.ResetRequest, *, time_remaining_s: float | None) -> ResetCommand:
-    """Return the command to open a group; `time_remaining_s` is the call's own deadline, if it has one.
+def reset_command(request: env_pb2.ResetRequest, *, time_remaining_s: float | None, owner: str = "") -> ResetCommand:
+    """Return `owner`'s command to open a group; `time_remaining_s` is the call's own deadline, if it has one.
 
     Raises:
         InvalidRequest: A field is missing or out of range.
@@ -92,6 +92,7 @@ def reset_command(request: env_pb2.ResetRequest, *, time_remaining_s: float | No
         lease_ttl_s=_lease_ttl_s(request),
         max_steps=whole(request.max_steps, "max_steps", low=1, high=MAX_STEPS) if request.max_steps else None,
         run=request.run,
+        owner=owner,
         settle=settle_policy(request.settle, "settle") if request.HasField("settle") else None,
         observe=observation_options(request.observation, "observation"),
         timeout_s=timeout_s,

@@ -1,8 +1,9 @@
-"""Load on a daemon from another process: many clients at once, each with an episode of its own (`envd bench scale`).
+"""Load on a daemon from another process: many clients at once, each with an episode of its own.
 
-`python -m envd.api.load` reads a plan as JSON from standard input and writes one JSON object per phase to standard
-output, when told to go on by a line: first it opens the episodes, then each client steps its own again and again, and
-in the end each calls an echo over the same gRPC stack, with payloads of the steps' own sizes: the ceiling.
+`envd bench scale` starts it: `python -m envd.api.load` reads a plan as JSON from standard input and writes one JSON
+object per phase to standard output, when told to go on by a line: first it opens the episodes, then each client steps
+its own again and again, and in the end each calls an echo over the same gRPC stack, with payloads of the steps' own
+sizes: the ceiling.
 """
 
 import asyncio
@@ -10,8 +11,7 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from cuaenv.v1 import env_pb2, env_pb2_grpc
 from google.protobuf.duration_pb2 import Duration
 
 from envd.api.server import MAX_MESSAGE_BYTES
-from envd.errors import EnvdError
 
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
@@ -34,7 +33,6 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 #: Of one connection the server's side is one stream of bytes; real clients are several processes.
 _CHANNELS = 4
 _LENGTH_BYTES = 4
-_LEAVE_S = 60
 #: More than are made in any run.
 MAX_STEPS = 100_000
 
@@ -95,62 +93,6 @@ class EchoServer:
     async def _echo(self, request: bytes, _: object) -> bytes:
         size = int.from_bytes(request[:_LENGTH_BYTES], "big")
         return self._answers.setdefault(size, bytes(size))
-
-
-class LoadFailed(EnvdError):
-    """The clients' process ended before it was done; what it said is on standard error."""
-
-    reason = "LOAD_FAILED"
-
-
-class LoadProcess:
-    """The clients, in a process of their own, made by `load_process`."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    async def opened(self) -> int:
-        """Wait until the episodes are open; return how many there are. Raises: LoadFailed."""
-        return int((await self._hear())["opened"])
-
-    async def run(self) -> LoadResult:
-        """Have the next phase run: steps first, then echoes. Raises: LoadFailed."""
-        await self.tell("go")
-        return LoadResult(**await self._hear())
-
-    async def tell(self, line: str) -> None:
-        """Send a line."""
-        self._writer.write(line.encode() + b"\n")
-        await self._writer.drain()
-
-    async def _hear(self) -> dict[str, Any]:
-        line = await self._reader.readline()
-        if not line:
-            raise LoadFailed("the clients' process ended; see above")
-        told: dict[str, Any] = json.loads(line)
-        return told
-
-
-@asynccontextmanager
-async def load_process(plan: LoadPlan) -> AsyncIterator[LoadProcess]:
-    """Start the clients; at the end they close their episodes and are gone."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 26
-    )
-    if process.stdin is None or process.stdout is None:
-        raise LoadFailed("the clients' process has no pipes")  # cannot be: they were asked for
-    try:
-        load = LoadProcess(process.stdout, process.stdin)
-        await load.tell(json.dumps(asdict(plan)))
-        yield load
-        process.stdin.close()
-        async with asyncio.timeout(_LEAVE_S):
-            await process.wait()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 class _Client:

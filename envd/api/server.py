@@ -1,4 +1,6 @@
-"""The gRPC server: our service, health and reflection on one address of this host.
+"""The gRPC server: our service, health and reflection on one address.
+
+An address that other hosts can reach is taken only where connections are encrypted and callers say who they are.
 
 Health says SERVING only between `start` and `drain`, so that a client or load balancer never meets a server that
 is not ready or about to go.
@@ -6,6 +8,9 @@ is not ready or about to go.
 
 import ipaddress
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +20,15 @@ from cuaenv.v1 import env_pb2, env_pb2_grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from envd.api.guard import Guard
 from envd.api.interceptors import CallInterceptor
+from envd.api.rate import RateLimiter
+from envd.api.secret_files import Reloaded
 from envd.api.servicer import CUAEnvServicer, Episodes
+from envd.api.tls import server_credentials
+from envd.api.tokens import SETTING as TOKENS_SETTING
+from envd.api.tokens import TokenTable, read_tokens
+from envd.config import SecurityConfig
 from envd.errors import ConfigError
 from envd.telemetry.metrics import Metrics
 
@@ -41,7 +53,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenAddress:
-    """Where to listen: a Unix socket's path, or a loopback host and port."""
+    """Where to listen: a Unix socket's path, or a host and port."""
 
     path: Path | None = None
     host: str = ""
@@ -53,11 +65,15 @@ class ListenAddress:
         return f"unix:{self.path}" if self.path else f"{self.host}:{self.port}"
 
 
-def parse_listen(listen: str) -> ListenAddress:
+def parse_listen(listen: str, *, exposable: bool = False) -> ListenAddress:
     """Read `HOST:PORT`, `[::1]:PORT` or `unix:PATH`. Port 0 takes a free one.
 
+    Args:
+        listen: The address.
+        exposable: Whether other hosts may reach it; see `SecurityConfig.is_exposable`.
+
     Raises:
-        ConfigError: Malformed, or an address that other hosts can reach.
+        ConfigError: Malformed, or an address that other hosts can reach and may not.
     """
     if listen.startswith("unix:"):
         path = listen.removeprefix("unix:")
@@ -70,10 +86,11 @@ def parse_listen(listen: str) -> ListenAddress:
         raise ConfigError(
             f"listen {listen!r} is not HOST:PORT, [IPV6]:PORT or unix:PATH; write such as 127.0.0.1:50051"
         )
-    if not _is_loopback(host):
+    if not exposable and not _is_loopback(host):
         raise ConfigError(
-            f"listen {listen!r} can be reached from other hosts, which needs TLS and a token, and this release has "
-            "neither; listen on 127.0.0.1 or unix:PATH and forward the port over ssh"
+            f"listen {listen!r} can be reached from other hosts, which needs TLS and a token or client certificates; "
+            "set security.tls_cert, tls_key and tokens_file or client_ca, or listen on 127.0.0.1 or unix:PATH and "
+            "forward the port over ssh"
         )
     return ListenAddress(host=host, port=int(port))
 
@@ -90,15 +107,31 @@ def _is_loopback(host: str) -> bool:
 class ApiServer:
     """Serves one episode service."""
 
-    def __init__(self, episodes: Episodes, *, listen: str, metrics: Metrics) -> None:
-        """Check the address; nothing listens before `start`.
+    def __init__(
+        self, episodes: Episodes, *, listen: str, metrics: Metrics, security: SecurityConfig | None = None
+    ) -> None:
+        """Check the address and read tokens and certificates; nothing listens before `start`.
+
+        Args:
+            episodes: What is served.
+            listen: Where; see `parse_listen`.
+            metrics: Told of calls and of files that broke.
+            security: Who may call; by default whoever can reach the address.
 
         Raises:
-            ConfigError: The address is malformed, or other hosts can reach it.
+            ConfigError: The address is malformed, or other hosts can reach it and may not; or a file of tokens or
+                certificates cannot be used.
         """
-        self._listen = parse_listen(listen)
+        security = security or SecurityConfig()
+        self._listen = parse_listen(listen, exposable=security.is_exposable)
+        self._credentials = _credentials(security, metrics)
         self._servicer = CUAEnvServicer(episodes)
-        self._interceptor = CallInterceptor(metrics)
+        guard = Guard(
+            tokens=_tokens(security, metrics),
+            limiter=RateLimiter(calls_per_second=security.calls_per_second, burst=security.call_burst),
+            owner_of=episodes.owner_of,
+        )
+        self._interceptor = CallInterceptor(metrics, guard)
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._address = ""
@@ -125,9 +158,10 @@ class ApiServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         try:
-            port = server.add_insecure_port(self._listen.target)
+            # Whoever may connect to a socket may drive every desktop: the daemon's own user only, from the start.
+            with _private_files():
+                port = self._bind(server)
             if self._listen.path:
-                # Whoever may connect may drive every desktop: the daemon's own user only.
                 self._listen.path.chmod(0o600)
         except (RuntimeError, OSError) as error:
             await server.stop(None)
@@ -136,7 +170,8 @@ class ApiServer:
         self._server = server
         self._address = self._listen.target if self._listen.path else f"{self._listen.host}:{port}"
         await self._set_health(serving=True)
-        _logger.info("serving %s on %s", SERVICE_NAME, self._address)
+        how = "in clear text" if self._credentials is None else "over TLS"
+        _logger.info("serving %s on %s %s", SERVICE_NAME, self._address, how)
         return self._address
 
     async def drain(self) -> None:
@@ -152,7 +187,39 @@ class ApiServer:
             await server.stop(grace.total_seconds())
             _logger.info("no longer serving on %s", self._listen.target)
 
+    def _bind(self, server: grpc.aio.Server) -> int:
+        if self._credentials is None:
+            return server.add_insecure_port(self._listen.target)
+        return server.add_secure_port(self._listen.target, self._credentials)
+
     async def _set_health(self, *, serving: bool) -> None:
         states = health_pb2.HealthCheckResponse
         for service in ("", SERVICE_NAME):
             await self._health.set(service, states.SERVING if serving else states.NOT_SERVING)
+
+
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """Have files that are made inside belong to this user alone. Never wait inside: the mask is the process's."""
+    before = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _tokens(security: SecurityConfig, metrics: Metrics) -> Reloaded[TokenTable] | None:
+    path = security.tokens_file
+    if path is None:
+        return None
+    stale = metrics.security_files_stale.labels(setting="tokens_file")
+    return Reloaded(TOKENS_SETTING, [path], lambda: read_tokens(path), on_stale=stale.set)
+
+
+def _credentials(security: SecurityConfig, metrics: Metrics) -> grpc.ServerCredentials | None:
+    if security.tls_cert is None or security.tls_key is None:
+        return None
+    stale = metrics.security_files_stale.labels(setting="tls_cert")
+    return server_credentials(
+        cert=security.tls_cert, key=security.tls_key, client_ca=security.client_ca, on_stale=stale.set
+    )

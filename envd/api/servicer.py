@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 
+from envd.api.access import current_caller
 from envd.api.convert_actions import Size
 from envd.api.convert_requests import (
     MAX_FILE_BYTES,
@@ -117,6 +118,9 @@ class Episodes(Protocol):
     def watch_pools(self) -> AsyncGenerator[Sequence[PoolInfo], None]:
         """Yield every pool, at once and on change."""
 
+    def owner_of(self, episode_id: str) -> str | None:
+        """Return whose an episode is, or was; None if it is not known."""
+
     def list_episodes(self) -> Sequence[EpisodeInfo]:
         """Return every episode that holds a lease."""
 
@@ -133,7 +137,11 @@ class Episodes(Protocol):
 
 
 class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
-    """The contract over an episode service. Method comments are in `env.proto`."""
+    """The contract over an episode service. Method comments are in `env.proto`.
+
+    The interceptor lets in only requests that name episodes of the caller's; what is left to do here is to say whose
+    new ones are, and to pass over others' where the contract is silent about what is not there.
+    """
 
     def __init__(self, episodes: Episodes) -> None:
         self._episodes = episodes
@@ -146,7 +154,8 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
 
     async def Reset(self, request: env_pb2.ResetRequest, context: Context) -> env_pb2.ResetResponse:
         """Open a group of episodes."""
-        result = await self._episodes.reset(reset_command(request, time_remaining_s=_remaining_s(context)))
+        command = reset_command(request, time_remaining_s=_remaining_s(context), owner=current_caller().name)
+        result = await self._episodes.reset(command)
         for info, observation in zip(result.episodes, result.observations, strict=True):
             self._remember_screen(info.episode_id, observation.frame)
         return reset_response(result)
@@ -198,14 +207,16 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
 
     async def Close(self, request: env_pb2.CloseRequest, context: Context) -> env_pb2.CloseResponse:
         """End an episode."""
-        await self._episodes.close(episode_id_of(request.episode_id))
-        self._screens.pop(request.episode_id, None)
+        episode_id = episode_id_of(request.episode_id)
+        if self._is_callers(episode_id):
+            await self._episodes.close(episode_id)
+            self._screens.pop(episode_id, None)
         return env_pb2.CloseResponse()
 
     async def KeepAlive(self, request: env_pb2.KeepAliveRequest, context: Context) -> env_pb2.KeepAliveResponse:
         """Renew leases."""
         episode_ids, lease_ttl_s = keep_alive_of(request)
-        infos = await self._episodes.keep_alive(episode_ids, lease_ttl_s)
+        infos = await self._episodes.keep_alive([i for i in episode_ids if self._is_callers(i)], lease_ttl_s)
         return env_pb2.KeepAliveResponse(episodes=[episode_message(info) for info in infos])
 
     async def StreamFrames(
@@ -243,8 +254,9 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         self, request: env_pb2.ListEpisodesRequest, context: Context
     ) -> env_pb2.ListEpisodesResponse:
         """List episodes, oldest first."""
+        caller = current_caller()
         page = page_of(
-            self._episodes.list_episodes(),
+            (info for info in self._episodes.list_episodes() if caller.may_list(info.owner)),
             key=lambda info: f"{info.create_time.isoformat(timespec='microseconds')}/{info.episode_id}",
             page_size=request.page_size,
             page_token=request.page_token,
@@ -297,6 +309,9 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
                 episode_id, argv, timeout_s=timeout_s, as_root=request.as_root, stdin=stdin
             )
         return env_pb2.RunGuestCommandResponse(exit_code=result.exit_code, stdout=result.stdout, stderr=result.stderr)
+
+    def _is_callers(self, episode_id: str) -> bool:
+        return current_caller().may_use(self._episodes.owner_of(episode_id))
 
     async def _step(self, request: env_pb2.StepRequest, *, prefix: str) -> env_pb2.StepResponse:
         screen = await self._screen_of(request, prefix) if request.HasField("coordinate_space") else None

@@ -8,9 +8,10 @@ The code says what the client should do, the reason says why:
 | NOT_FOUND | EPISODE_NOT_FOUND, TASK_NOT_FOUND, POOL_NOT_FOUND, IMAGE_NOT_FOUND, NOT_FOUND | reset, or fix it |
 | FAILED_PRECONDITION | EPISODE_ENDED, GROUP_TOO_LARGE, GUEST_REFUSED, NOT_FORKABLE | stop |
 | ABORTED | STEP_INDEX_MISMATCH | abandon the episode |
-| RESOURCE_EXHAUSTED | POOL_EXHAUSTED | wait, retry, same request_id |
+| RESOURCE_EXHAUSTED | POOL_EXHAUSTED, RATE_LIMITED | wait, retry, same request_id |
 | UNAVAILABLE | DRAINING | another host, or wait and retry |
-| PERMISSION_DENIED | ACCESS_DENIED | ask the operator |
+| UNAUTHENTICATED | UNAUTHENTICATED | send a token that the daemon knows |
+| PERMISSION_DENIED | ACCESS_DENIED, SCOPE_TOO_SMALL | ask the operator |
 | UNIMPLEMENTED | UNIMPLEMENTED | do without |
 | DATA_LOSS | MACHINE_LOST, GUEST_UNRESPONSIVE, GUEST_ERROR | void the sample |
 | INTERNAL | SETUP_FAILED, EVALUATOR_FAILED, IMAGE_ERROR, CONFIG_ERROR, BUG | report; void it |
@@ -47,6 +48,8 @@ CODES: Final[Mapping[type[errors.EnvdError], grpc.StatusCode]] = {
     errors.PoolExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
     errors.AccessDenied: grpc.StatusCode.PERMISSION_DENIED,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.RateLimited: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
     errors.MachineLost: grpc.StatusCode.DATA_LOSS,
     errors.GuestUnresponsive: grpc.StatusCode.DATA_LOSS,
@@ -85,7 +88,7 @@ def status_of(error: Exception, *, metadata: Mapping[str, str]) -> status_pb2.St
             metadata={key: value[:_MAX_METADATA_CHARS] for key, value in metadata.items()},
         )
     ]
-    if isinstance(error, errors.PoolExhausted | errors.Draining):
+    if isinstance(error, errors.PoolExhausted | errors.Draining | errors.RateLimited):
         details.append(error_details_pb2.RetryInfo(retry_delay=duration_of(error.retry_after_s)))
     if isinstance(error, errors.InvalidRequest):
         violation = error_details_pb2.BadRequest.FieldViolation(

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from envd.cli import demo, doctor, image, serve, tasks
+from envd.cli import certs, demo, doctor, image, serve, tasks, tokens
 from envd.cli.bench.commands import app as bench_app
 from envd.cli.output import out
 from envd.cli.version import envd_version
@@ -20,6 +20,8 @@ app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
 app.add_typer(image.app, name="image")
 app.add_typer(tasks.app, name="tasks")
+app.command("certs")(certs.certs)
+app.add_typer(tokens.app, name="tokens")
 app.command("demo")(demo.demo)
 app.add_typer(bench_app, name="bench")
 

@@ -77,7 +77,8 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
     On failure nothing is left running.
 
     Raises:
-        ConfigError: There is no pool, the state directory is in use, an address is taken, a suite is wrong.
+        ConfigError: There is no pool, the state directory is in use, an address is taken, a suite is wrong, tokens or
+            certificates cannot be used.
         ImageNotFound, ImageError: A pool's image is not there.
         HypervisorError: libvirt cannot be opened.
     """
@@ -112,7 +113,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
             observer=EpisodeMetrics(metrics),
         )
         stack.push_async_callback(service.aclose)
-        server = ApiServer(service, listen=config.listen, metrics=metrics)
+        server = ApiServer(service, listen=config.listen, metrics=metrics, security=config.security)
         stack.push_async_callback(server.stop, grace=_STOP_GRACE)
         metrics.build_info.labels(version=envd_version(), accelerator=hypervisor.accelerator.value).set(1)
         metrics.watch_pools(lambda: _gauges(pools))

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 
@@ -22,12 +23,15 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from envd.api.tls import server_credentials
+from envd.api.tokens import read_tokens
+from envd.cli.certificates import expire_time_of
 from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, Json, StateDir, load_config
 from envd.cli.output import EXIT_FAILED, emit_json, err, friendly, out
 from envd.cli.statelock import holder
 from envd.cli.version import envd_version
 from envd.config import Config
-from envd.errors import EnvdError
+from envd.errors import ConfigError, EnvdError
 from envd.hypervisor.accel import probe_kvm
 from envd.hypervisor.images.catalogue import ImageCatalogue
 from envd.hypervisor.libvirt import LibvirtHypervisor
@@ -40,6 +44,7 @@ _TOOL_TIMEOUT_S = 10.0
 #: The oldest release that this project's machines were run on.
 _QEMU_LEAST = (7, 2)
 #: A desktop image is about 1 GiB, its build's scratch space 4 GiB, an overlay some 100 MiB an episode.
+_CERT_WARN_DAYS = 14
 _DISK_FAIL_BYTES, _DISK_WARN_BYTES = 1 * _GIB, 8 * _GIB
 _INSTALL = "`make deps`, or apt-get install "
 
@@ -147,8 +152,35 @@ def check_images(config: Config) -> Check:
     return Check(name="images", status=Status.OK, detail=", ".join(names))
 
 
+def check_security(config: Config, *, now: datetime) -> Check:
+    """Judge whether tokens and certificates can be used, and for how long."""
+    security, found = config.security, []
+    try:
+        if security.tokens_file is not None:
+            found.append(f"{len(read_tokens(security.tokens_file))} tokens")
+        if security.tls_cert is not None and security.tls_key is not None:
+            server_credentials(
+                cert=security.tls_cert, key=security.tls_key, client_ca=security.client_ca, on_stale=lambda _: None
+            )
+            left_days = (expire_time_of(security.tls_cert.read_bytes()) - now).days
+            found.append(f"TLS{', client certificates' if security.client_ca else ''}, good for {left_days} days")
+            if left_days < _CERT_WARN_DAYS:
+                status = Status.FAIL if left_days < 0 else Status.WARN
+                detail = f"{security.tls_cert} is good for {left_days} days"
+                return Check(
+                    name="security", status=status, detail=detail, fix="replace it; envd need not be restarted"
+                )
+    except ConfigError as error:
+        return Check(name="security", status=Status.FAIL, detail=str(error), fix="as it says; docs/security.md")
+    if not found:
+        return Check(name="security", status=Status.OK, detail="neither TLS nor tokens; only this host is served")
+    return Check(name="security", status=Status.OK, detail=", ".join(found))
+
+
 def check_port(name: str, listen: str, *, daemon_pid: int | None) -> Check:
     """Judge whether an address can be listened on."""
+    if listen.startswith("unix:"):
+        return Check(name=name, status=Status.OK, detail=f"{listen}, which a start replaces if no one listens there")
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -230,6 +262,7 @@ async def examine(config: Config) -> list[Check]:
     checks += [
         check_memory(config, available_bytes=_available_memory_bytes()),
         check_images(config),
+        check_security(config, now=datetime.now(UTC)),
         check_port("listen", config.listen, daemon_pid=pid),
         check_port("metrics_listen", config.metrics_listen, daemon_pid=pid),
     ]

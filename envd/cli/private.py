@@ -10,7 +10,7 @@ import uvloop
 
 from envd.cli.image import stop_on_sigterm
 from envd.cli.output import progress
-from envd.config import DEFAULT_IMAGE, Config, PoolConfig
+from envd.config import DEFAULT_IMAGE, Config, PoolConfig, SecurityConfig
 from envd.hypervisor.images.build import build_image
 from envd.hypervisor.images.catalogue import ImageCatalogue
 from envd.hypervisor.images.recipe import desktop_recipe
@@ -36,6 +36,8 @@ def private_config(settings: Config, *, name: str, pool: Mapping[str, object]) -
         update={
             "listen": "127.0.0.1:0",
             "metrics_listen": "127.0.0.1:0",
+            # The command has no token, and measures the service, not its limits.
+            "security": SecurityConfig(calls_per_second=0),
             "state_dir": settings.state_dir / name,
             "hypervisor": settings.hypervisor.model_copy(update={"uri": uri, "template_dir": None}),
             "pools": {DEFAULT_IMAGE: own_pool},

@@ -32,6 +32,7 @@ class Upbringing:
     """Empty if none."""
     task: Task
     run: str
+    owner: str
     max_steps: int
     step_count: int
     settle: SettlePolicy
@@ -45,6 +46,7 @@ class Upbringing:
             parent_episode_id=parent.episode_id,
             task=parent.task,
             run=parent.run,
+            owner=parent.owner,
             max_steps=parent.max_steps,
             step_count=step_count,
             settle=parent.settle,
@@ -81,6 +83,7 @@ class Adoption:
             task=upbringing.task,
             pool=pool.name,
             run=upbringing.run,
+            owner=upbringing.owner,
             max_steps=upbringing.max_steps,
             step_count=upbringing.step_count,
             settle=upbringing.settle,
@@ -94,8 +97,9 @@ class Adoption:
         )
         self._registry.add(episode, pool)
         logger.info(
-            "episode %s: opened, task %s, machine %s, group %s%s",
+            "episode %s: opened%s, task %s, machine %s, group %s%s",
             episode_id,
+            f" by {upbringing.owner}" if upbringing.owner else "",
             upbringing.task.task_id,
             member.machine.machine_id,
             upbringing.group_id,

@@ -35,6 +35,7 @@ class Episode:
         task: Task,
         pool: str,
         run: str,
+        owner: str,
         max_steps: int,
         settle: SettlePolicy,
         machine: LeasedMachine,
@@ -53,6 +54,7 @@ class Episode:
         self.task = task
         self.pool = pool
         self.run = run
+        self.owner = owner
         self.max_steps = max_steps
         self.settle = settle
         self.machine = machine
@@ -165,4 +167,5 @@ class Episode:
             max_steps=self.max_steps,
             run=self.run,
             origin=self.origin,
+            owner=self.owner,
         )

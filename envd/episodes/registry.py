@@ -10,6 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from envd.episodes.episode import Episode
 from envd.episodes.lease import next_expiry_s
@@ -33,6 +34,16 @@ _FATES = {
 }
 
 
+def never_opened(episode_id: str) -> EpisodeNotFound:
+    """Return the error for an id that says nothing here."""
+    return EpisodeNotFound(f"episode {episode_id} is unknown: never opened here, or gone for long; reset a new one")
+
+
+class _Gone(NamedTuple):
+    fate: str
+    owner: str
+
+
 class EpisodeRegistry:
     """The episodes that hold a lease."""
 
@@ -43,7 +54,7 @@ class EpisodeRegistry:
         self._episodes: dict[str, Episode] = {}
         self._pools: dict[str, Pool] = {}
         self._closing: dict[str, asyncio.Task[None]] = {}
-        self._gone: OrderedDict[str, str] = OrderedDict()
+        self._gone: OrderedDict[str, _Gone] = OrderedDict()
         self._tasks = OwnedTasks()
         self._next_look_s = math.inf
         self.changes = Changes()
@@ -84,8 +95,15 @@ class EpisodeRegistry:
 
     def not_found(self, episode_id: str) -> EpisodeNotFound:
         """Return the error that says why there is no such episode."""
-        fate = self._gone.get(episode_id, "is unknown: never opened here, or gone for long")
-        return EpisodeNotFound(f"episode {episode_id} {fate}; reset a new one")
+        gone = self._gone.get(episode_id)
+        if gone is None:
+            return never_opened(episode_id)
+        return EpisodeNotFound(f"episode {episode_id} {gone.fate}; reset a new one")
+
+    def owner_of(self, episode_id: str) -> str | None:
+        """Return whose an episode is, or was before it went; None if it is not known."""
+        known = self._episodes.get(episode_id) or self._gone.get(episode_id)
+        return None if known is None else known.owner
 
     @contextmanager
     def call(self, episode: Episode, *, renews: bool) -> Iterator[None]:
@@ -153,7 +171,8 @@ class EpisodeRegistry:
             return self._closing.get(episode_id)
         if episode.state is EpisodeState.ACTIVE:
             self.end(episode, EpisodeState.TRUNCATED, reason)
-        self._gone[episode_id] = f"{_FATES[reason]} at {self._clock.now().isoformat(timespec='seconds')}"
+        fate = f"{_FATES[reason]} at {self._clock.now().isoformat(timespec='seconds')}"
+        self._gone[episode_id] = _Gone(fate, episode.owner)
         while len(self._gone) > _GONE_COUNT:
             self._gone.popitem(last=False)
         episode.closed.set()

@@ -49,6 +49,7 @@ from envd.errors import (
     EvaluatorFailed,
     InvalidRequest,
     NotFound,
+    RequestIdReused,
     StepIndexMismatch,
 )
 from envd.guest.desktop import Desktop
@@ -185,7 +186,12 @@ class EpisodeService:
             MachineLost: Machines died under two attempts.
             HypervisorError: The state that setup led to could not be frozen or forked.
         """
-        answer = await self._resets.answer(command.request_id, command.fingerprint, lambda: self._reset(command))
+        # Each owner's ids are their own: nobody collects another's answer by guessing one. No owner's name has a slash.
+        key = f"{command.owner}/{command.request_id}"
+        try:
+            answer = await self._resets.answer(key, command.fingerprint, lambda: self._reset(command))
+        except RequestIdReused:
+            raise RequestIdReused(command.request_id) from None
         return answer.value
 
     async def _reset(self, command: ResetCommand) -> ResetResult:
@@ -221,6 +227,7 @@ class EpisodeService:
             parent_episode_id="",
             task=task,
             run=command.run,
+            owner=command.owner,
             max_steps=max_steps,
             step_count=0,
             settle=command.settle or pool.settings.settle,
@@ -501,6 +508,10 @@ class EpisodeService:
             episode.lease.renew(self._clock.monotonic(), ttl_s=ttl_s)
         self._registry.changes.notify()
         return [episode.info(self._clock) for episode in episodes]
+
+    def owner_of(self, episode_id: str) -> str | None:
+        """Return whose an episode is, or was before it went; None if it is not known."""
+        return self._registry.owner_of(episode_id)
 
     def list_episodes(self) -> list[EpisodeInfo]:
         """Return every episode that holds a lease, oldest first."""

@@ -54,6 +54,8 @@ class EpisodeInfo:
     max_steps: int
     run: str
     origin: Origin
+    owner: str = ""
+    """Name of the token that opened it, or its first ancestor; empty where there are no tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,8 @@ class ResetCommand:
     max_steps: int | None = None
     run: str = ""
     """Label of the training run, for fair share and metrics."""
+    owner: str = ""
+    """Name of the token that asks; empty where there are no tokens."""
     settle: SettlePolicy | None = None
     observe: ObservationOptions = field(default_factory=ObservationOptions)
     timeout_s: float = 600.0

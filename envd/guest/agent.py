@@ -6,7 +6,6 @@ agent refuses is a `GuestError`; what it does not answer in time is a `GuestUnre
 
 import asyncio
 import base64
-import binascii
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ _CHUNK_BYTES = 1 << 20
 _FIRST_POLL_S = 0.01
 _LAST_POLL_S = 0.5
 _LAST_WORD_S = 2.0
+_MAX_QUOTED_CHARS = 200
 """For killing or closing what a call leaves behind, beyond its deadline."""
 _CLOCK_TOLERANCE_NS = 5_000_000_000
 
@@ -189,7 +189,7 @@ class GuestAgent:
     async def _open(self, path: str, mode: str, deadline: _Deadline) -> int:
         handle = await self._command("guest-file-open", {"path": path, "mode": mode}, deadline)
         if not isinstance(handle, int):
-            raise GuestError(f"guest-file-open: {handle!r} is no handle")
+            raise GuestError(f"guest-file-open: {_quoted(handle)} is no handle")
         return handle
 
     async def _close(self, handle: int) -> None:
@@ -220,14 +220,14 @@ def _says_absent(message: str) -> bool:
 
 def _fields(value: JsonValue, command: str) -> Mapping[str, JsonValue]:
     if not isinstance(value, dict):
-        raise GuestError(f"{command}: the agent's answer makes no sense: {value!r}")
+        raise GuestError(f"{command}: the agent's answer makes no sense: {_quoted(value)}")
     return value
 
 
 def _number(fields: Mapping[str, JsonValue], name: str, command: str) -> int:
     value = fields.get(name)
     if not isinstance(value, int):
-        raise GuestError(f"{command}: the agent's answer has no {name}: {fields!r}")
+        raise GuestError(f"{command}: the agent's answer has no {name}: {_quoted(fields)}")
     return value
 
 
@@ -235,5 +235,10 @@ def _bytes(fields: Mapping[str, JsonValue], name: str, command: str) -> bytes:
     value = fields.get(name, "")
     try:
         return base64.b64decode(value if isinstance(value, str) else "", validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise GuestError(f"{command}: {name} is not base64") from error
+
+
+def _quoted(value: object) -> str:
+    """Return what the guest said, no longer than a message may be."""
+    return ascii(value)[:_MAX_QUOTED_CHARS]

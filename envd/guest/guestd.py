@@ -6,7 +6,6 @@ gone. What to do about a failure is the caller's business; readiness is a questi
 
 import asyncio
 import base64
-import binascii
 import io
 import json
 import uuid
@@ -28,6 +27,8 @@ _MAX_MESSAGE_CHARS = 2000
 # Longer than the guest's own deadline, so that the guest, which kills the command, is the one to say so.
 _GRACE_S = 5.0
 _LOST_GRACE_S = 0.2
+#: What taking an answer apart may raise: parts that are missing, of another type, out of range (JSON may say 1e999).
+_NONSENSE = (KeyError, TypeError, ValueError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,13 +170,13 @@ class GuestdClient:
         try:
             return SessionInfo(
                 ready=told["ready"] is True,
-                display=told["display"],
-                window_manager=told["window_manager"],
-                windows=tuple(told["windows"]),
-                version=str(told["version"]),
-                problem=str(told.get("problem", "")),
+                display=_text_or_none(told["display"]),
+                window_manager=_text_or_none(told["window_manager"]),
+                windows=tuple(_text(title) for title in _list(told["windows"])),
+                version=_text(told["version"]),
+                problem=_text(told.get("problem", ""))[:_MAX_MESSAGE_CHARS],
             )
-        except (KeyError, TypeError) as error:
+        except _NONSENSE as error:
             raise _malformed("/envd/session", error) from error
 
     async def _session_of_another_service(self, timeout_s: float) -> SessionInfo:
@@ -199,22 +200,22 @@ class GuestdClient:
         """Return (width, height) in pixels. Raises: GuestError, GuestUnresponsive, MachineLost."""
         told = _object(await self._call_json("POST", "/screen_size", timeout_s=timeout_s), "/screen_size")
         try:
-            return int(told["width"]), int(told["height"])
-        except (KeyError, TypeError, ValueError) as error:
+            return _whole(told["width"]), _whole(told["height"])
+        except _NONSENSE as error:
             raise _malformed("/screen_size", error) from error
 
     async def accessibility(self, *, timeout_s: float = 30.0) -> str:
         """Return the accessibility tree as XML. Raises: GuestError, GuestUnresponsive, MachineLost."""
         told = _object(await self._call_json("GET", "/accessibility", timeout_s=timeout_s), "/accessibility")
-        tree = told.get("AT")
-        if not isinstance(tree, str):
-            raise _malformed("/accessibility", KeyError("AT"))
-        return tree
+        try:
+            return _text(told["AT"])
+        except _NONSENSE as error:
+            raise _malformed("/accessibility", error) from error
 
     async def terminal(self, *, timeout_s: float = 30.0) -> str | None:
         """Return the text of the focused terminal, or None. Raises: GuestError, GuestUnresponsive, MachineLost."""
         output = _object(await self._call_json("GET", "/terminal", timeout_s=timeout_s), "/terminal").get("output")
-        return output if isinstance(output, str) else None
+        return _text(output) if isinstance(output, str) else None
 
     async def windows(self, *, timeout_s: float = 10.0) -> list[GuestWindow]:
         """Return the managed windows, oldest first. Raises: GuestError, GuestUnresponsive, MachineLost."""
@@ -222,18 +223,18 @@ class GuestdClient:
         try:
             return [
                 GuestWindow(
-                    window_id=window["id"],
-                    title=window["title"],
-                    wm_class=window["class"],
-                    x_px=window["x"],
-                    y_px=window["y"],
-                    width_px=window["width"],
-                    height_px=window["height"],
-                    active=window["active"],
+                    window_id=_whole(window["id"]),
+                    title=_text(window["title"]),
+                    wm_class=_text(window["class"]),
+                    x_px=_whole(window["x"]),
+                    y_px=_whole(window["y"]),
+                    width_px=_whole(window["width"]),
+                    height_px=_whole(window["height"]),
+                    active=window["active"] is True,
                 )
-                for window in told
+                for window in _list(told)
             ]
-        except (KeyError, TypeError) as error:
+        except _NONSENSE as error:
             raise _malformed("/envd/windows", error) from error
 
     async def activate_window(
@@ -270,8 +271,8 @@ class GuestdClient:
             await self._call_json("POST", "/envd/type_text", body=body, timeout_s=timeout_s), "/envd/type_text"
         )
         try:
-            return TypedText(typed_count=int(told["typed"]), acknowledged=bool(told.get("acknowledged")))
-        except (KeyError, TypeError, ValueError) as error:
+            return TypedText(typed_count=_whole(told["typed"]), acknowledged=bool(told.get("acknowledged")))
+        except _NONSENSE as error:
             raise _malformed("/envd/type_text", error) from error
 
     async def pointer(self, *, timeout_s: float = 10.0) -> PointerState:
@@ -279,12 +280,12 @@ class GuestdClient:
         told = _object(await self._call_json("GET", "/envd/pointer", timeout_s=timeout_s), "/envd/pointer")
         try:
             return PointerState(
-                x_px=int(told["x"]),
-                y_px=int(told["y"]),
-                buttons=frozenset(told["buttons"]),
-                modifiers=frozenset(told["modifiers"]),
+                x_px=_whole(told["x"]),
+                y_px=_whole(told["y"]),
+                buttons=frozenset(_whole(button) for button in _list(told["buttons"])),
+                modifiers=frozenset(_text(modifier) for modifier in _list(told["modifiers"])),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except _NONSENSE as error:
             raise _malformed("/envd/pointer", error) from error
 
     async def start_input_log(self, *, timeout_s: float = 15.0) -> None:
@@ -313,18 +314,18 @@ class GuestdClient:
         try:
             events = tuple(
                 LoggedInput(
-                    seq=event["seq"],
-                    type=event["type"],
-                    code=event["code"],
-                    pressed=event["pressed"],
-                    x_px=event["x"],
-                    y_px=event["y"],
-                    time_ms=event["time_ms"],
+                    seq=_whole(event["seq"]),
+                    type=_text(event["type"]),
+                    code=_whole(event["code"]),
+                    pressed=event["pressed"] is True,
+                    x_px=_whole(event["x"]),
+                    y_px=_whole(event["y"]),
+                    time_ms=_whole(event["time_ms"]),
                 )
-                for event in told["events"]
+                for event in _list(told["events"])
             )
-            return InputLog(events=events, next=int(told["next"]), dropped_count=int(told["dropped"]))
-        except (KeyError, TypeError, ValueError) as error:
+            return InputLog(events=events, next=_whole(told["next"]), dropped_count=_whole(told["dropped"]))
+        except _NONSENSE as error:
             raise _malformed(path, error) from error
 
     # Commands and files
@@ -362,15 +363,15 @@ class GuestdClient:
         if told.get("truncated"):
             raise GuestError(f"/execute {command!r}: its output is larger than the guest keeps; write it to a file")
         try:
-            stdout, stderr = str(told["output"]), str(told["error"])
+            stdout, stderr = _text(told["output"]), _text(told["error"])
             is_binary = told.get("encoding") == "base64"
-            returncode = int(told["returncode"])
+            returncode = _whole(told["returncode"])
             return CommandResult(
                 exit_code=128 - returncode if returncode < 0 else returncode,
                 stdout=base64.b64decode(stdout) if is_binary else stdout.encode(),
                 stderr=base64.b64decode(stderr) if is_binary else stderr.encode(),
             )
-        except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        except _NONSENSE as error:
             raise _malformed("/execute", error) from error
 
     async def launch(self, command: Sequence[str] | str, *, shell: bool = False, timeout_s: float = 30.0) -> None:
@@ -491,7 +492,15 @@ class GuestdClient:
             # A stream, because aiohttp warns of bytes over 1 MiB; a new one per attempt, because one is read once.
             data = io.BytesIO(content.data) if content else None
             try:
-                async with self._http.request(method, url, data=data, params=query, headers=headers) as response:
+                async with self._http.request(
+                    # A guest that could send us elsewhere would see with our eyes: other services of this host.
+                    method,
+                    url,
+                    data=data,
+                    params=query,
+                    headers=headers,
+                    allow_redirects=False,
+                ) as response:
                     # Ours has a POST's effect once for each X-Request-Id; OSWorld's does not.
                     self._is_ours = response.headers.get("Server", "").startswith("envd-guestd/")
                     return _Answer(response.status, await _read(response, path, max_bytes))
@@ -509,6 +518,8 @@ class GuestdClient:
             # A connection kept open over a pause of the machine may be dead without either end knowing.
             connector=aiohttp.TCPConnector(force_close=True, limit=0),
             auto_decompress=False,
+            # What a guest would have us keep for it.
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
 
     def _machine_lost(self, path: str) -> MachineLost:
@@ -559,7 +570,7 @@ def _checked(answer: _Answer, what: str) -> _Answer:
     message = f"{what}: the guest answered {answer.status}: {_message(answer)}"
     try:
         timed_out = json.loads(answer.body).get("timed_out") is True
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         timed_out = False
     raise GuestUnresponsive(message) if timed_out or answer.status == 503 else GuestError(message)
 
@@ -569,7 +580,7 @@ def _message(answer: _Answer) -> str:
     text = answer.body.decode("utf-8", "replace").strip()
     try:
         told = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         told = None
     if isinstance(told, dict):
         text = str(told.get("message") or told.get("error") or text)
@@ -579,7 +590,7 @@ def _message(answer: _Answer) -> str:
 def _json(answer: _Answer, path: str) -> Any:
     try:
         return json.loads(_checked(answer, path).body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _malformed(path, error) from error
 
 
@@ -589,5 +600,29 @@ def _object(value: Any, path: str) -> dict[str, Any]:
     return value
 
 
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{type(value).__name__} instead of a list")
+    return value
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int | float):
+        raise TypeError(f"{type(value).__name__} instead of a number")
+    return int(value)
+
+
+def _text(value: object) -> str:
+    """Return text that can travel on; JSON may escape halves of characters, which no encoding can hold."""
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} instead of text")
+    return value if value.isascii() else value.encode("utf-8", "replace").decode()
+
+
+def _text_or_none(value: object) -> str | None:
+    return None if value is None else _text(value)
+
+
 def _malformed(path: str, error: Exception) -> GuestError:
-    return GuestError(f"{path}: the guest's answer makes no sense: {type(error).__name__}: {error}")
+    words = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
+    return GuestError(f"{path}: the guest's answer makes no sense: {words}")

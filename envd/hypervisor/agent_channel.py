@@ -17,6 +17,8 @@ from envd.hypervisor.machine import JsonValue
 #: One answer's limit: a file read of 16 MiB in base64 and its envelope. The guest is not trusted to stay below.
 _LIMIT_BYTES = 24 << 20
 _DELIMITER = b"\xff"
+#: Of what the guest says, this much goes into a message.
+_MAX_QUOTED_CHARS = 2000
 
 
 class AgentChannel:
@@ -46,9 +48,9 @@ class AgentChannel:
             raise GuestUnresponsive(
                 f"machine {self._machine_id}: the guest agent did not answer {command} within {timeout_s:g} s"
             ) from error
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, EOFError, ValueError, RecursionError, asyncio.LimitOverrunError) as error:
             raise GuestUnresponsive(
-                f"machine {self._machine_id}: the guest agent's channel broke during {command}: {error}"
+                f"machine {self._machine_id}: the guest agent's channel broke during {command}: {_shortened(error)}"
             ) from error
 
     async def close(self) -> None:
@@ -77,7 +79,7 @@ class AgentChannel:
         if "error" in answer:
             error = answer["error"]
             text = error.get("desc") if isinstance(error, dict) else error
-            raise GuestError(f"machine {self._machine_id}: the guest agent refused {command}: {text}")
+            raise GuestError(f"machine {self._machine_id}: the guest agent refused {command}: {_shortened(text)}")
         return answer.get("return")
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -101,3 +103,7 @@ class AgentChannel:
         if self._streams is not None:
             self._streams[1].close()
         self._streams = None
+
+
+def _shortened(value: object) -> str:
+    return str(value)[:_MAX_QUOTED_CHARS]

@@ -16,6 +16,9 @@ from pydantic import ValidationError
 from envd.errors import ConfigError, TaskNotFound
 from envd.tasks.model import Task
 
+#: The built-in suite has some 2,000.
+_MAX_PARTS = 200_000
+
 
 class TaskCatalogue:
     """Every task that a daemon serves. Immutable."""
@@ -76,7 +79,14 @@ class TaskCatalogue:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML without repeated keys, of which the plain loader silently keeps the last."""
+    """YAML without repeated keys, of which the plain loader silently keeps the last, and without bombs of aliases."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _written_out_count(node, {}) > _MAX_PARTS:
+            problem = f"written out without its aliases it has more than {_MAX_PARTS} parts, or no end"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         keys: set[Hashable] = set()
@@ -88,6 +98,20 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _written_out_count(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Return how many parts a node has with every alias replaced by what it stands for; at most one above the limit."""
+    if id(node) not in counts:
+        # While it is being counted it has no end; so has one that holds itself.
+        counts[id(node)] = _MAX_PARTS + 1
+        parts: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        elif isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        counts[id(node)] = min(_MAX_PARTS + 1, 1 + sum(_written_out_count(part, counts) for part in parts))
+    return counts[id(node)]
+
+
 def _suites_in(directory: Traversable) -> list[Traversable]:
     return sorted(
         (entry for entry in directory.iterdir() if entry.name.endswith(".yaml")), key=lambda entry: entry.name
@@ -97,7 +121,8 @@ def _suites_in(directory: Traversable) -> list[Traversable]:
 def _read_suite(source: Traversable) -> list[Task]:
     try:
         content: object = yaml.load(source.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    # Not YAMLError alone: the loader lets through whatever Python makes of `2001-99-99`, `!!timestamp x` or "[" * 9999.
+    except Exception as error:
         raise ConfigError(f"{source}: cannot be read as a suite: {error}") from error
     if not isinstance(content, dict) or set(content) != {"suite", "tasks"}:
         raise ConfigError(f"{source}: a suite has exactly the keys suite and tasks")

@@ -36,7 +36,7 @@ def _checked_path(path: str) -> str:
 def _checked_regex(pattern: str) -> str:
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"not a regular expression: {error}") from error
     return pattern
 

@@ -6,6 +6,7 @@ same task or one started there. Libraries' loggers pass through the same handler
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Literal, TextIO
 _ids: ContextVar[Mapping[str, str] | None] = ContextVar("envd_log_ids", default=None)
 _OURS = "envd"
 _HANDLER = "envd-stderr"
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 #: What every record has; anything else came as `extra`.
 _STANDARD = {*vars(logging.makeLogRecord({})), "ids", "message", "asctime", "taskName"}
 
@@ -55,9 +57,11 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return one record as text; a traceback follows on lines of its own."""
-        ids = " ".join(f"{key}={value}" for key, value in _record_ids(record).items())
+        ids = _one_line(" ".join(f"{key}={value}" for key, value in _record_ids(record).items()))
         stamp = _utc(record).strftime("%H:%M:%S.%f")[:-3]
-        text = f"{stamp} {record.levelname:<7} {record.name}: {record.getMessage()}" + (f"  [{ids}]" if ids else "")
+        text = f"{stamp} {record.levelname:<7} {record.name}: {_one_line(record.getMessage())}" + (
+            f"  [{ids}]" if ids else ""
+        )
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
@@ -76,6 +80,11 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False, default=str)
+
+
+def _one_line(text: str) -> str:
+    """Return text without control characters: what a client or guest said must not look like a line of our own."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def _record_ids(record: logging.LogRecord) -> Mapping[str, object]:

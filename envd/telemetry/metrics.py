@@ -104,6 +104,12 @@ class Metrics:
             "reason",
         )
 
+        self.security_files_stale = self._gauge(
+            "envd_security_files_stale",
+            "1 while a file of tokens or certificates cannot be used and what it said before still holds, else 0.",
+            "setting",
+        )
+
     def watch_pools(self, snapshot: Callable[[], Iterable[PoolGauges]]) -> None:
         """Read pool gauges from `snapshot` at each scrape; it is called on the event loop and must not block."""
         self.registry.register(_PoolCollector(snapshot))

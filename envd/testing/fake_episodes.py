@@ -176,6 +176,11 @@ class FakeEpisodes:
             async with self.changed:
                 await self.changed.wait()
 
+    def owner_of(self, episode_id: str) -> str | None:
+        """Return who opened an episode that is open."""
+        info = self._infos.get(episode_id)
+        return None if info is None else info.owner
+
     def list_episodes(self) -> list[EpisodeInfo]:
         """Return open episodes."""
         return list(self._infos.values())
@@ -287,6 +292,7 @@ class FakeEpisodes:
                 create_time=_time(number),
                 max_steps=command.max_steps or 15,
                 run=command.run,
+                owner=command.owner,
                 origin=Origin(template_digest="1" * 32, overlay_parent="2" * 32, first_frame_id=_FRAME_ID),
             )
         )

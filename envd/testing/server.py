@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envd.api.server import ApiServer
+from envd.config import SecurityConfig
 from envd.episodes.limits import EpisodeLimits
 from envd.episodes.service import EpisodeService
 from envd.guest.observation import SettlePolicy
@@ -56,6 +57,7 @@ async def serve_fake(
     boot_timeout_s: float = 10.0,
     clock: Clock | None = None,
     extra_tasks: Iterable[Task] = (),
+    security: SecurityConfig | None = None,
 ) -> AsyncIterator[FakeServer]:
     """Serve until the block ends; then every episode, machine and socket is gone.
 
@@ -68,6 +70,7 @@ async def serve_fake(
         boot_timeout_s: Longest time until a machine's desktop has settled.
         clock: What leases are timed by; by default the host's.
         extra_tasks: Tasks beside the suite `fake`.
+        security: Who may call; by default whoever can.
     """
     tasks = TaskCatalogue([*load_fake_tasks().list(), *extra_tasks])
     async with AsyncExitStack() as stack:
@@ -87,7 +90,7 @@ async def serve_fake(
         metrics = Metrics()
         service = EpisodeService([pool], tasks=tasks, limits=limits, clock=clock)
         stack.push_async_callback(service.aclose)
-        server = ApiServer(service, listen="127.0.0.1:0", metrics=metrics)
+        server = ApiServer(service, listen="127.0.0.1:0", metrics=metrics, security=security)
         stack.push_async_callback(server.stop)
         await service.start()
         yield FakeServer(

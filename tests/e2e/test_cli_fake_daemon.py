@@ -11,12 +11,13 @@ import urllib.request
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from envd.api.driver import EpisodeDriver
-from trainer.client import Done, Draining, EnvClient, TypeText
+from trainer.client import Done, Draining, EnvClient, Tls, TypeText, Unauthenticated
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -24,9 +25,9 @@ pytestmark = pytest.mark.timeout(120)
 class Envd:
     """One `envd serve` process, with free ports and its output read line by line."""
 
-    def __init__(self, state_dir: Path, *flags: str) -> None:
+    def __init__(self, state_dir: Path, *flags: str, listen: str = "127.0.0.1:0") -> None:
         command = [sys.executable, "-m", "envd", "serve", "--hypervisor", "fake", "--state-dir", str(state_dir)]
-        addresses = ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
+        addresses = ["--listen", listen, "--metrics-listen", "127.0.0.1:0"]
         self.process = subprocess.Popen(
             [*command, *addresses, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -82,6 +83,57 @@ def test_an_episode_runs_against_a_served_pool_and_metrics_tell_of_it(daemon: En
     status, said = daemon.wait()
     assert status == 0
     assert said.endswith("stopped; nothing is left running\n")
+
+
+def command(*args: str) -> dict[str, Any]:
+    """Run an `envd` command to its end and return what it says as JSON."""
+    run = subprocess.run([sys.executable, "-m", "envd", *args, "--json"], capture_output=True, check=True, timeout=60)
+    told: dict[str, Any] = json.loads(run.stdout)
+    return told
+
+
+def test_a_daemon_that_other_hosts_can_reach_serves_who_has_a_token_over_tls(
+    tmp_path: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certs = command("certs", str(tmp_path / "certs"))
+    token = command("tokens", "new", "trainer-a", "--scope", "run")
+    tokens = tmp_path / "tokens"
+    tokens.touch(mode=0o600)
+    tokens.write_text(token["line"] + "\n")
+    config = tmp_path / "envd.toml"
+    settings = {**certs["settings"], "security.tokens_file": str(tokens)}
+    del settings["security.client_ca"]
+    config.write_text(
+        "[security]\n" + "".join(f'{key.removeprefix("security.")} = "{path}"\n' for key, path in settings.items())
+    )
+    envd = Envd(state_dir, "--pool", "1", "--config", str(config), listen="0.0.0.0:0")
+    try:
+        port = envd.wait_for(r"listening on 0\.0\.0\.0:(\d+)")
+        tls = Tls(ca=Path(certs["files"]["ca"]))
+        monkeypatch.delenv("ENVD_TOKEN", raising=False)
+        with EnvClient(f"127.0.0.1:{port}", tls=tls) as stranger, pytest.raises(Unauthenticated):
+            stranger.list_pools()
+        monkeypatch.setenv("ENVD_TOKEN", token["token"])
+        with EnvClient(f"127.0.0.1:{port}", tls=tls) as client, client.reset("fake/save-note") as episode:
+            episode.step(Done())
+            assert episode.evaluate().score == 0.0
+        envd.signal(signal.SIGTERM)
+        out, err = envd.process.communicate(timeout=30)
+    finally:
+        envd.process.kill()
+        envd.process.communicate()
+    assert "nothing is left running" in out
+    assert "opened by trainer-a" in err
+    assert token["token"] not in out + err
+
+
+def test_a_daemon_that_other_hosts_could_reach_without_tls_does_not_start(state_dir: Path) -> None:
+    envd = Envd(state_dir, "--pool", "1", listen="0.0.0.0:0")
+    _, err = envd.process.communicate(timeout=30)
+    assert envd.process.returncode == 2
+    assert "can be reached from other hosts" in err
+    assert "set security.tls_cert and security.tls_key" in err
+    assert not state_dir.exists()
 
 
 def test_a_drain_waits_for_live_episodes_and_refuses_new_ones(daemon: Envd) -> None:

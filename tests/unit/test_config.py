@@ -190,3 +190,51 @@ def test_every_setting_says_what_it_is() -> None:
 def test_every_setting_is_in_the_operators_page() -> None:
     page = (Path(__file__).parents[2] / "docs" / "operators.md").read_text(encoding="utf-8")
     assert [key for key, _ in fields() if f"`{key.replace('NAME', '*')}`" not in page] == []
+
+
+TLS = {"tls_cert": "/c/server.pem", "tls_key": "/c/server.key"}
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:50051", "[::]:50051", "192.0.2.7:1", "pool.example.org:50051"])
+@pytest.mark.parametrize("callers", [{"tokens_file": "/c/tokens"}, {"client_ca": "/c/ca.pem"}])
+def test_other_hosts_are_let_in_over_tls_when_they_say_who_they_are(listen: str, callers: dict[str, str]) -> None:
+    config = load(flags={"listen": listen, "security": TLS | callers})
+    assert config.listen == listen
+
+
+@pytest.mark.parametrize("security", [{}, TLS, {"tokens_file": "/c/tokens"}])
+def test_without_tls_or_without_callers_other_hosts_are_kept_out(security: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"'0\.0\.0\.0:1' can be reached from other hosts.*set security\.tls_cert"):
+        load(flags={"listen": "0.0.0.0:1", "security": security})
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:70000", "192.0.2.7", "a b:1", "::1:5", "[::1:5", "http://a:1"])
+def test_a_malformed_address_is_refused_with_tls_too(listen: str) -> None:
+    with pytest.raises(ConfigError, match="listen: "):
+        load(flags={"listen": listen, "security": TLS | {"client_ca": "/c/ca.pem"}})
+
+
+def test_metrics_stay_on_loopback_whatever_the_security() -> None:
+    with pytest.raises(ConfigError, match="only loopback is served"):
+        load(flags={"metrics_listen": "0.0.0.0:9464", "security": TLS | {"tokens_file": "/c/tokens"}})
+
+
+def test_certificate_and_key_belong_together() -> None:
+    with pytest.raises(ConfigError, match="tls_cert and tls_key belong together"):
+        load(flags={"security.tls_cert": "/c/server.pem"})
+    with pytest.raises(ConfigError, match="client_ca needs tls_cert and tls_key"):
+        load(flags={"security.client_ca": "/c/ca.pem"})
+
+
+def test_security_comes_from_the_environment_too_and_a_clients_token_is_no_setting() -> None:
+    environ = {"ENVD_SECURITY__TOKENS_FILE": "/run/secrets/tokens", "ENVD_SECURITY__CALLS_PER_SECOND": "0"}
+    config = load(environ={**environ, "ENVD_TOKEN": "envd_secret-1234"})
+    assert config.security.tokens_file == Path("/run/secrets/tokens")
+    assert config.security.calls_per_second == 0.0
+    assert "secret-1234" not in repr(config)
+
+
+def test_an_unknown_security_key_is_refused(tmp_path: Path) -> None:
+    assert "security.token_file: unknown key; did you mean 'tokens_file'?" in refusal(
+        tmp_path, '[security]\ntoken_file = "/x"\n'
+    )

@@ -72,3 +72,11 @@ def test_the_level_is_ours_alone_and_setting_up_twice_does_not_repeat_lines(stre
     logging.getLogger("library").info("not ours")
     assert stream.getvalue().count("once") == 1
     assert "not ours" not in stream.getvalue()
+
+
+def test_what_others_said_cannot_pass_for_a_line_of_our_own(stream: io.StringIO) -> None:
+    logs.setup(stream=stream)
+    with logs.bound(episode_id="ep-1\n12:00:00.000 ERROR   envd: forged"):
+        log.warning("episode %s", "a\r\n\x1b[31mb\u2028c")
+    assert stream.getvalue().count("\n") == 1
+    assert r"episode a\r\n\x1b[31mb\u2028c  [episode_id=ep-1\n12:00:00.000 ERROR" in stream.getvalue()

@@ -3,7 +3,8 @@
 import asyncio
 import time
 
-from envd.api.load import MAX_STEPS, EchoServer, LoadPlan, LoadResult, load_process
+from envd.api.load import MAX_STEPS, EchoServer, LoadPlan, LoadResult
+from envd.cli.bench.load import load_process
 from envd.cli.bench.report import BenchReport, Check, Figure, Target, p50, p99
 from envd.cli.bench.session import Bench, Steps, bench_config
 from envd.config import Config

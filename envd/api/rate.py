@@ -1,0 +1,63 @@
+"""How many calls each caller may make: a bucket of `burst` calls, filled at a steady rate. Pure but for its clock."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+#: Callers whose buckets are kept; the one that called longest ago is forgotten first, and starts with a full one again.
+MAX_CALLERS = 4096
+
+
+class Bucket:
+    """One caller's allowance; full at first."""
+
+    def __init__(self, *, calls_per_second: float, burst: int, now_s: float) -> None:
+        self._rate = calls_per_second
+        self._burst = burst
+        self._level = float(burst)
+        self._seen_s = now_s
+
+    def take(self, now_s: float) -> float:
+        """Take one call and return 0; or take none, and return after how many seconds there is one."""
+        elapsed_s = max(0.0, now_s - self._seen_s)
+        self._level = min(float(self._burst), self._level + elapsed_s * self._rate)
+        self._seen_s = now_s
+        if self._level < 1.0:
+            return (1.0 - self._level) / self._rate
+        self._level -= 1.0
+        return 0.0
+
+
+class RateLimiter:
+    """The buckets of all callers."""
+
+    def __init__(self, *, calls_per_second: float, burst: int, clock_s: Callable[[], float] = time.monotonic) -> None:
+        """Limit each caller alike.
+
+        Args:
+            calls_per_second: How fast buckets fill; 0 for no limit.
+            burst: What they hold.
+            clock_s: Monotonic, in seconds.
+        """
+        self._calls_per_second = calls_per_second
+        self._burst = burst
+        self._clock_s = clock_s
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def take(self, caller: str) -> float:
+        """Count a call and return 0; or count none, and return after how many seconds the caller may try again."""
+        if not self._calls_per_second:
+            return 0.0
+        now_s = self._clock_s()
+        bucket = self._buckets.get(caller)
+        if bucket is None:
+            bucket = self._buckets[caller] = Bucket(
+                calls_per_second=self._calls_per_second, burst=self._burst, now_s=now_s
+            )
+        self._buckets.move_to_end(caller)
+        if len(self._buckets) > MAX_CALLERS:
+            self._buckets.popitem(last=False)
+        return bucket.take(now_s)

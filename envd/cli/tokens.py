@@ -1,0 +1,42 @@
+"""`envd tokens`: make the tokens that a daemon asks for."""
+
+from typing import Annotated
+
+import typer
+
+from envd.api.tokens import new_token
+from envd.cli.options import Json
+from envd.cli.output import emit_json, friendly, out
+
+app = typer.Typer(no_args_is_help=True, help="Make the tokens that clients show to a daemon.")
+
+
+@app.callback()
+def root() -> None:
+    """Make the tokens that clients show to a daemon."""
+
+
+@app.command("new")
+@friendly
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose it is; episodes belong to a name.")],
+    *,
+    scope: Annotated[str, typer.Option("--scope", help="read, run or admin.")] = "run",
+    as_json: Json = False,
+) -> None:
+    """Make a token. It is shown once and kept nowhere; the daemon's file takes its digest."""
+    made = new_token(name, scope)
+    if as_json:
+        emit_json({"name": name, "scope": scope, "token": made.secret, "line": made.line})
+        return
+    lines = [
+        "the token, for the client's ENVD_TOKEN; it is not shown again:",
+        "",
+        made.secret,
+        "",
+        "its line, for the file that security.tokens_file names (chmod 600):",
+        "",
+        made.line,
+    ]
+    for line in lines:
+        out.print(line, markup=False, soft_wrap=True)

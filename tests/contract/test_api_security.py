@@ -1,0 +1,780 @@
+"""Who is let in, over real sockets: TLS, client certificates, tokens, scopes, owners, limits, and files that change."""
+
+import asyncio
+import logging
+import os
+import ssl
+import stat
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from cryptography import x509
+from cuaenv.v1 import env_pb2, env_pb2_grpc
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from envd.api.access import SCOPES, Scope
+from envd.api.server import SERVICE_NAME, ApiServer
+from envd.api.tokens import NewToken, new_token
+from envd.cli.certificates import make_development_certs
+from envd.cli.certs import write_certs
+from envd.config import SecurityConfig
+from envd.errors import ConfigError
+from envd.telemetry.metrics import Metrics
+from envd.testing.fake_episodes import FakeEpisodes
+from envd.testing.server import FakeServer, serve_fake
+from trainer import client as trainer
+from trainer.client import AsyncEnvClient, EnvClient, RetryPolicy, Tls
+
+if TYPE_CHECKING:
+    from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
+
+TIMEOUT_S = 20.0
+TASK = "fake/count-to-five"
+SERVICE = env_pb2.DESCRIPTOR.services_by_name["CUAEnv"]
+METHODS = [method.name for method in SERVICE.methods]
+#: Refused or not, a connection is not tried for long.
+HASTY = RetryPolicy(first_pause=timedelta(milliseconds=10), max_pause=timedelta(milliseconds=50))
+Code = grpc.StatusCode
+
+
+@pytest.fixture(autouse=True)
+def _no_token_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ENVD_TOKEN", raising=False)
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files of an authority, a server and a client."""
+    return write_certs(tmp_path_factory.mktemp("certs"), make_development_certs([], now=datetime.now(UTC)))
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files of an authority that nobody here trusts."""
+    return write_certs(tmp_path_factory.mktemp("foreign"), make_development_certs([], now=datetime.now(UTC)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """A file of tokens and the tokens themselves."""
+
+    path: Path
+    alice: NewToken
+    bob: NewToken
+    viewer: NewToken
+    admin: NewToken
+
+    def write(self, *lines: str) -> None:
+        fresh = self.path.with_suffix(".new")
+        fresh.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        fresh.chmod(0o600)
+        fresh.replace(self.path)
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Tokens:
+    made = Tokens(
+        path=tmp_path / "tokens",
+        alice=new_token("alice", "run"),
+        bob=new_token("bob", "run"),
+        viewer=new_token("viewer", "read"),
+        admin=new_token("admin", "admin"),
+    )
+    made.write(*(token.line for token in (made.alice, made.bob, made.viewer, made.admin)))
+    return made
+
+
+@asynccontextmanager
+async def serving(
+    security: SecurityConfig, *, listen: str = "127.0.0.1:0", metrics: Metrics | None = None
+) -> AsyncIterator[tuple[FakeEpisodes, str]]:
+    """Episodes without machines behind a guard, and their address."""
+    episodes = FakeEpisodes()
+    server = ApiServer(episodes, listen=listen, metrics=metrics or Metrics(process=False), security=security)
+    address = await server.start()
+    try:
+        yield episodes, address
+    finally:
+        await server.stop()
+
+
+def tls_of(certs: dict[str, Path], **limits: Any) -> SecurityConfig:
+    return SecurityConfig(tls_cert=certs["server"], tls_key=certs["server_key"], **limits)
+
+
+@asynccontextmanager
+async def dialled(address: str, token: str = "", *, ca: Path | None = None) -> AsyncIterator["CUAEnvAsyncStub"]:
+    """A stub as other clients than ours have it."""
+    options = (("grpc.enable_http_proxy", 0),)
+    if ca:
+        channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca.read_bytes()), options=options)
+    else:
+        channel = grpc.aio.insecure_channel(address, options=options)
+    async with channel:
+        stub: Any = env_pb2_grpc.CUAEnvStub(channel)
+        known: Any = _Authorised(stub, token) if token else stub
+        yield known
+
+
+class _Authorised:
+    def __init__(self, stub: Any, token: str) -> None:
+        self._stub = stub
+        self._metadata = (("authorization", f"Bearer {token}"),)
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda *args, **kwargs: getattr(self._stub, method)(*args, metadata=self._metadata, **kwargs)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    code: grpc.StatusCode
+    reason: str
+    text: str
+    retry_delay: timedelta | None = None
+
+
+async def outcome(stub: Any, method: str, request: Any) -> Any:
+    """The answer to a request, or to the first of a stream; or why there is none."""
+    try:
+        if SERVICE.methods_by_name[method].client_streaming:
+            return [answer async for answer in getattr(stub, method)(iter([request]), timeout=TIMEOUT_S)]
+        if SERVICE.methods_by_name[method].server_streaming:
+            return await anext(aiter(getattr(stub, method)(request, timeout=TIMEOUT_S)))
+        return await getattr(stub, method)(request, timeout=TIMEOUT_S)
+    except grpc.aio.AioRpcError as failure:
+        return refusal_of(failure)
+
+
+def refusal_of(failure: grpc.aio.AioRpcError) -> Refusal:
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    status = rpc_status.from_call(failure)  # type: ignore[arg-type]
+    reason, delay = "", None
+    for detail in status.details if status is not None else ():
+        if detail.Unpack(info):
+            reason = info.reason
+        elif detail.Unpack(retry):
+            delay = retry.retry_delay.ToTimedelta()
+    return Refusal(failure.code(), reason, failure.details() or "", delay)
+
+
+def request_for(method: str, episode_id: str) -> Any:
+    """A whole request of any method, about an episode where it names one."""
+    kind = SERVICE.methods_by_name[method].input_type
+    known: dict[str, Any] = {
+        "request_id": str(uuid.uuid4()),
+        "episode_id": episode_id,
+        "episode_ids": [episode_id],
+        "task_id": TASK,
+        "fork_count": 1,
+        "path": "/home/user/x",
+        "argv": ["id"],
+        "actions": [env_pb2.Action(type_text=env_pb2.TypeText(text="x"))],
+    }
+    if method == "StreamSteps":
+        return env_pb2.StreamStepsRequest(step=request_for("Step", episode_id))
+    return getattr(env_pb2, kind.name)(**{key: value for key, value in known.items() if key in kind.fields_by_name})
+
+
+# -- TLS --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_client_that_trusts_the_authority_is_served_over_tls(certs: dict[str, Path]) -> None:
+    async with (
+        serving(tls_of(certs)) as (episodes, address),
+        AsyncEnvClient(address, tls=Tls(ca=certs["ca"])) as client,
+        client.reset("desktop/note"),
+    ):
+        assert [info.owner for info in episodes.list_episodes()] == [""]
+
+
+async def test_the_blocking_client_speaks_tls_with_a_token_too(certs: dict[str, Path], tokens: Tokens) -> None:
+    def work(address: str) -> str:
+        with (
+            EnvClient(address, tls=Tls(ca=certs["ca"]), token=tokens.alice.secret) as client,
+            client.reset("desktop/note") as episode,
+        ):
+            return episode.episode_id
+
+    async with serving(tls_of(certs, tokens_file=tokens.path)) as (episodes, address):
+        assert await asyncio.to_thread(work, address) == "ep-1"
+        assert [command.owner for command in episodes.resets] == ["alice"]
+
+
+async def test_a_server_of_another_authority_is_not_talked_to(
+    certs: dict[str, Path], foreign: dict[str, Path], tokens: Tokens
+) -> None:
+    async with serving(tls_of(certs, tokens_file=tokens.path)) as (episodes, address):
+        client = AsyncEnvClient(address, tls=Tls(ca=foreign["ca"]), token=tokens.alice.secret, retry=HASTY)
+        async with client:
+            with pytest.raises(trainer.Unavailable):
+                await client.list_pools(timeout=timedelta(seconds=0.5))
+        assert episodes.calls == []
+
+
+async def test_clear_text_is_not_answered_where_tls_is_on(certs: dict[str, Path]) -> None:
+    async with serving(tls_of(certs)) as (_, address), AsyncEnvClient(address, retry=HASTY) as client:
+        with pytest.raises(trainer.Unavailable):
+            await client.list_pools(timeout=timedelta(seconds=0.5))
+
+
+@pytest.mark.parametrize("shown", ["none", "foreign", "servers"])
+async def test_without_a_certificate_of_the_authority_no_connection_is_made(
+    certs: dict[str, Path], foreign: dict[str, Path], shown: str
+) -> None:
+    ours = {
+        "none": Tls(ca=certs["ca"]),
+        "foreign": Tls(ca=certs["ca"], cert=foreign["client"], key=foreign["client_key"]),
+        # Right authority, wrong purpose: a server's certificate makes nobody a client.
+        "servers": Tls(ca=certs["ca"], cert=certs["server"], key=certs["server_key"]),
+    }
+    async with serving(tls_of(certs, client_ca=certs["ca"])) as (_, address):
+        good = Tls(ca=certs["ca"], cert=certs["client"], key=certs["client_key"])
+        async with AsyncEnvClient(address, tls=good) as client:
+            assert await client.list_pools() == []
+        async with AsyncEnvClient(address, tls=ours[shown], retry=HASTY) as client:
+            with pytest.raises(trainer.Unavailable):
+                await client.list_pools(timeout=timedelta(seconds=0.5))
+
+
+async def test_a_client_certificate_does_not_replace_a_token(certs: dict[str, Path], tokens: Tokens) -> None:
+    security = tls_of(certs, client_ca=certs["ca"], tokens_file=tokens.path)
+    tls = Tls(ca=certs["ca"], cert=certs["client"], key=certs["client_key"])
+    async with serving(security) as (_, address):
+        async with AsyncEnvClient(address, tls=tls) as client:
+            with pytest.raises(trainer.Unauthenticated):
+                await client.list_pools()
+        async with AsyncEnvClient(address, tls=tls, token=tokens.viewer.secret) as client:
+            assert await client.list_pools() == []
+
+
+async def certificate_at(address: str) -> x509.Certificate:
+    """What a new connection is shown."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+    shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.transport.abort()
+    return x509.load_der_x509_certificate(shown)
+
+
+async def test_a_new_certificate_is_shown_without_a_restart_and_a_broken_one_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = Metrics(process=False)
+    stale = {"setting": "tls_cert"}
+    files = write_certs(tmp_path, make_development_certs([], now=datetime.now(UTC)))
+    async with serving(tls_of(files), metrics=metrics) as (_, address):
+        before = await certificate_at(address)
+        renewed = make_development_certs([], now=datetime.now(UTC)).server
+        files["server"].write_bytes(renewed.cert_pem)
+        # Of a pair only half is new: what was there goes on, and it is told.
+        with caplog.at_level(logging.ERROR):
+            assert await certificate_at(address) == before
+        assert "are not a PEM certificate and its key" in caplog.text
+        assert metrics.registry.get_sample_value("envd_security_files_stale", stale) == 1
+        files["server_key"].write_bytes(renewed.key_pem)
+        assert await certificate_at(address) == x509.load_pem_x509_certificate(renewed.cert_pem)
+        assert metrics.registry.get_sample_value("envd_security_files_stale", stale) == 0
+
+
+@pytest.mark.parametrize("wrong", ["pair", "key", "readable key", "ca", "empty ca", "missing"])
+def test_certificates_that_cannot_be_used_fail_the_start(
+    tmp_path: Path, certs: dict[str, Path], foreign: dict[str, Path], wrong: str
+) -> None:
+    key, ca = tmp_path / "key", tmp_path / "ca"
+    key.touch(mode=0o600)
+    key.write_bytes(certs["server_key"].read_bytes())
+    ca.write_bytes(certs["ca"].read_bytes())
+    match wrong:
+        case "pair":
+            key.write_bytes(foreign["server_key"].read_bytes())
+        case "key":
+            key.write_text("no key")
+        case "readable key":
+            key.chmod(0o644)
+        case "ca":
+            ca.write_text("no certificate")
+        case "empty ca":
+            ca.write_text("")
+        case "missing":
+            ca.unlink()
+    security = SecurityConfig(tls_cert=certs["server"], tls_key=key, client_ca=ca)
+    with pytest.raises(ConfigError, match=r"^security\.(tls_cert|tls_key|client_ca)[:,] ") as caught:
+        ApiServer(FakeEpisodes(), listen="127.0.0.1:0", metrics=Metrics(process=False), security=security)
+    assert "PRIVATE KEY" not in str(caught.value)
+
+
+async def test_an_address_that_other_hosts_can_reach_is_served_over_tls_with_tokens(
+    certs: dict[str, Path], tokens: Tokens
+) -> None:
+    security = tls_of(certs, tokens_file=tokens.path)
+    async with serving(security, listen="0.0.0.0:0") as (_, address):
+        port = address.rpartition(":")[2]
+        async with AsyncEnvClient(f"127.0.0.1:{port}", tls=Tls(ca=certs["ca"]), token=tokens.viewer.secret) as client:
+            assert await client.list_pools() == []
+
+
+@pytest.mark.parametrize("missing", ["everything", "callers", "tls"])
+def test_an_address_that_other_hosts_can_reach_needs_both_tls_and_callers(
+    certs: dict[str, Path], tokens: Tokens, missing: str
+) -> None:
+    security = {
+        "everything": SecurityConfig(),
+        "callers": tls_of(certs),
+        "tls": SecurityConfig(tokens_file=tokens.path),
+    }[missing]
+    with pytest.raises(ConfigError, match=r"needs TLS and a token or client certificates; set security\.tls_cert"):
+        ApiServer(FakeEpisodes(), listen="0.0.0.0:0", metrics=Metrics(process=False), security=security)
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_without_a_token_every_method_is_refused_before_its_body_is_read(method: str, tokens: Tokens) -> None:
+    async with serving(SecurityConfig(tokens_file=tokens.path)) as (episodes, address):
+        async with grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+            # A call whose body never comes: whoever reads it first would wait for it.
+            call: Any = channel.stream_stream(f"/{SERVICE_NAME}/{method}")(timeout=TIMEOUT_S)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+        assert (refusal_of(caught.value).code, refusal_of(caught.value).reason) == (
+            Code.UNAUTHENTICATED,
+            "UNAUTHENTICATED",
+        )
+        assert episodes.calls == []
+
+
+async def test_a_wrong_token_is_refused_and_shows_up_nowhere(tokens: Tokens, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics(process=False)
+    wrong = new_token("alice", "run").secret
+    async with serving(SecurityConfig(tokens_file=tokens.path), metrics=metrics) as (_, address):
+        with caplog.at_level(logging.DEBUG):
+            async with AsyncEnvClient(address, token=wrong) as client:
+                with pytest.raises(trainer.Unauthenticated, match="the token is not known here") as caught:
+                    await client.list_pools()
+    assert metrics.registry.get_sample_value("envd_failures_total", {"reason": "UNAUTHENTICATED"}) == 1
+    assert caught.value.retry_after is None
+    assert wrong not in caplog.text + repr(caught.value) + str(caught.value.metadata)
+    assert tokens.alice.secret not in caplog.text
+
+
+async def test_health_is_open_so_that_balancers_need_no_token(tokens: Tokens) -> None:
+    async with (
+        serving(SecurityConfig(tokens_file=tokens.path)) as (_, address),
+        grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel,
+    ):
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_a_token_of_a_smaller_scope_is_refused_by_name(method: str, tokens: Tokens) -> None:
+    by_scope = {Scope.READ: tokens.viewer, Scope.RUN: tokens.alice, Scope.ADMIN: tokens.admin}
+    async with serving(SecurityConfig(tokens_file=tokens.path)) as (_, address):
+        for scope, token in by_scope.items():
+            async with dialled(address, token.secret) as stub:
+                answer = await outcome(stub, method, request_for(method, "ep-1"))
+            refused = isinstance(answer, Refusal) and answer.reason == "SCOPE_TOO_SMALL"
+            assert refused is (scope < SCOPES[method]), answer
+            if refused:
+                assert answer.code is Code.PERMISSION_DENIED
+                assert f"{method} needs {SCOPES[method].word}" in answer.text
+
+
+async def test_our_client_has_a_type_for_it(tokens: Tokens) -> None:
+    async with (
+        serving(SecurityConfig(tokens_file=tokens.path)) as (_, address),
+        AsyncEnvClient(address, token=tokens.viewer.secret) as client,
+    ):
+        with pytest.raises(trainer.ScopeTooSmall, match="token 'viewer' has scope read"):
+            async with client.reset("desktop/note"):
+                pass
+
+
+@pytest.mark.parametrize("problem", ["readable", "garbage", "missing"])
+def test_a_file_of_tokens_that_cannot_be_used_fails_the_start(tokens: Tokens, problem: str) -> None:
+    match problem:
+        case "readable":
+            tokens.path.chmod(0o644)
+        case "garbage":
+            tokens.write("alice run")
+        case "missing":
+            tokens.path.unlink()
+    security = SecurityConfig(tokens_file=tokens.path)
+    with pytest.raises(ConfigError, match=r"^security\.tokens_file: "):
+        ApiServer(FakeEpisodes(), listen="127.0.0.1:0", metrics=Metrics(process=False), security=security)
+
+
+async def test_a_replaced_token_is_good_at_once_and_the_old_one_for_nothing(tokens: Tokens) -> None:
+    renewed = new_token("alice", "run")
+    async with (
+        serving(SecurityConfig(tokens_file=tokens.path)) as (_, address),
+        dialled(address, tokens.alice.secret) as old,
+        dialled(address, renewed.secret) as new,
+    ):
+        episode_id = await opened_on_fake(old)
+        tokens.write(renewed.line)
+        assert (await outcome(old, "ListPools", env_pb2.ListPoolsRequest())).reason == "UNAUTHENTICATED"
+        # The owner is a name, so that episodes outlive the token that opened them.
+        step = await new.Step(request_for("Step", episode_id), timeout=TIMEOUT_S)
+        assert step.episode.step_count == 1
+
+
+async def test_a_broken_file_of_tokens_keeps_the_old_ones_and_is_measured(tokens: Tokens) -> None:
+    metrics = Metrics(process=False)
+    stale = {"setting": "tokens_file"}
+    async with (
+        serving(SecurityConfig(tokens_file=tokens.path), metrics=metrics) as (_, address),
+        dialled(address, tokens.viewer.secret) as stub,
+    ):
+        assert metrics.registry.get_sample_value("envd_security_files_stale", stale) == 0
+        tokens.write("not a line")
+        await stub.ListPools(env_pb2.ListPoolsRequest(), timeout=TIMEOUT_S)
+        assert metrics.registry.get_sample_value("envd_security_files_stale", stale) == 1
+
+
+async def test_a_token_that_is_taken_back_ends_what_it_watches(tokens: Tokens) -> None:
+    async with (
+        serving(SecurityConfig(tokens_file=tokens.path)) as (episodes, address),
+        dialled(address, tokens.viewer.secret) as stub,
+    ):
+        watch = aiter(stub.WatchPools(env_pb2.WatchPoolsRequest(), timeout=TIMEOUT_S))
+        await anext(watch)
+        tokens.write(tokens.admin.line)
+        async with episodes.changed:
+            episodes.changed.notify_all()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(watch)
+    assert refusal_of(caught.value).reason == "UNAUTHENTICATED"
+
+
+async def test_a_token_that_is_taken_back_steps_no_further_on_an_open_stream(tokens: Tokens) -> None:
+    async with serving(SecurityConfig(tokens_file=tokens.path)) as (episodes, address):
+        async with dialled(address, tokens.alice.secret) as stub:
+            episode_id = await opened_on_fake(stub)
+            call = stub.StreamSteps(timeout=TIMEOUT_S)
+            await call.write(request_for("StreamSteps", episode_id))
+            answers = aiter(call)
+            await anext(answers)
+            tokens.write(tokens.admin.line)
+            await call.write(request_for("StreamSteps", episode_id))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await anext(answers)
+        assert refusal_of(caught.value).reason == "UNAUTHENTICATED"
+        assert len(episodes.performed) == 1
+
+
+async def test_a_socket_that_asks_for_tokens_is_still_its_owners_alone(tmp_path: Path, tokens: Tokens) -> None:
+    path = tmp_path / "envd.sock"
+    async with serving(SecurityConfig(tokens_file=tokens.path), listen=f"unix:{path}") as (_, address):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        async with AsyncEnvClient(address) as client:
+            with pytest.raises(trainer.Unauthenticated):
+                await client.list_pools()
+        async with AsyncEnvClient(address, token=tokens.viewer.secret) as client:
+            assert await client.list_pools() == []
+
+
+async def test_a_socket_is_nobody_elses_from_the_first_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "envd.sock"
+    modes: list[int] = []
+    original = Path.chmod
+
+    def chmod(self: Path, mode: int) -> None:
+        modes.append(stat.S_IMODE(self.stat().st_mode))
+        original(self, mode)
+
+    monkeypatch.setattr(Path, "chmod", chmod)
+    before = os.umask(0)
+    try:
+        async with serving(SecurityConfig(), listen=f"unix:{path}"):
+            assert modes == [0o600], "it had its mode before it was given one"
+        assert os.umask(0) == 0
+    finally:
+        os.umask(before)
+
+
+# -- owners -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parties:
+    server: FakeServer
+    alice: "CUAEnvAsyncStub"
+    bob: "CUAEnvAsyncStub"
+    viewer: "CUAEnvAsyncStub"
+    admin: "CUAEnvAsyncStub"
+
+
+@pytest.fixture
+async def parties(tokens: Tokens) -> AsyncIterator[Parties]:
+    """Four callers of one whole server, machines and all."""
+    async with (
+        serve_fake(size=2, capacity=6, security=SecurityConfig(tokens_file=tokens.path)) as server,
+        dialled(server.address, tokens.alice.secret) as alice,
+        dialled(server.address, tokens.bob.secret) as bob,
+        dialled(server.address, tokens.viewer.secret) as viewer,
+        dialled(server.address, tokens.admin.secret) as admin,
+    ):
+        yield Parties(server, alice, bob, viewer, admin)
+
+
+async def opened(stub: "CUAEnvAsyncStub", request_id: str = "") -> str:
+    request = env_pb2.ResetRequest(request_id=request_id or str(uuid.uuid4()), task_id=TASK)
+    return (await stub.Reset(request, timeout=TIMEOUT_S)).episodes[0].episode_id
+
+
+async def listed(stub: "CUAEnvAsyncStub") -> set[str]:
+    answer = await stub.ListEpisodes(env_pb2.ListEpisodesRequest(), timeout=TIMEOUT_S)
+    return {episode.episode_id for episode in answer.episodes}
+
+
+def names_an_episode(method: str) -> bool:
+    kind = SERVICE.methods_by_name[method].input_type
+    return bool({"episode_id", "episode_ids", "step"} & set(kind.fields_by_name))
+
+
+@pytest.mark.parametrize("fate", ["open", "closed"])
+async def test_another_tokens_episode_answers_as_one_that_never_was(parties: Parties, fate: str) -> None:
+    theirs, never = await opened(parties.alice), "ep-0123456789abcdef"
+    if fate == "closed":
+        await parties.alice.Close(env_pb2.CloseRequest(episode_id=theirs), timeout=TIMEOUT_S)
+    methods = [method for method in METHODS if names_an_episode(method)]
+    assert len(methods) >= 11
+    for method in methods:
+        told = await outcome(parties.bob, method, request_for(method, theirs))
+        if isinstance(told, Refusal):
+            assert theirs in told.text
+            told = Refusal(told.code, told.reason, told.text.replace(theirs, never), told.retry_delay)
+        assert told == await outcome(parties.bob, method, request_for(method, never)), method
+    # Nor does a request that is wrong besides tell more of one than of the other.
+    for wrong in (env_pb2.StepRequest(episode_id=theirs), env_pb2.ForkRequest(episode_id=theirs, fork_count=-1)):
+        method = type(wrong).__name__.removesuffix("Request")
+        told = await outcome(parties.bob, method, wrong)
+        wrong.episode_id = never
+        unknown = await outcome(parties.bob, method, wrong)
+        assert (told.code, told.reason) == (unknown.code, unknown.reason) == (Code.NOT_FOUND, "EPISODE_NOT_FOUND")
+    if fate == "open":
+        step = await parties.alice.Step(request_for("Step", theirs), timeout=TIMEOUT_S)
+        assert step.episode.step_count == 1, "nothing that bob tried had an effect"
+
+
+@pytest.mark.parametrize(
+    "method",
+    [method for method in METHODS if "episode_id" in SERVICE.methods_by_name[method].input_type.fields_by_name],
+)
+async def test_another_tokens_episode_is_not_found(parties: Parties, method: str) -> None:
+    theirs = await opened(parties.alice)
+    told = await outcome(parties.bob, method, request_for(method, theirs))
+    if method == "Close":
+        assert told == env_pb2.CloseResponse()
+        assert await listed(parties.alice) == {theirs}
+    else:
+        assert (told.code, told.reason) == (Code.NOT_FOUND, "EPISODE_NOT_FOUND")
+
+
+async def test_what_became_of_an_episode_is_told_to_its_owner_alone(parties: Parties) -> None:
+    theirs = await opened(parties.alice)
+    await parties.alice.Close(env_pb2.CloseRequest(episode_id=theirs), timeout=TIMEOUT_S)
+    told = [await outcome(stub, "Observe", request_for("Observe", theirs)) for stub in (parties.alice, parties.bob)]
+    assert [refusal.reason for refusal in told] == ["EPISODE_NOT_FOUND", "EPISODE_NOT_FOUND"]
+    assert "was closed at" in told[0].text
+    assert "is unknown: never opened here" in told[1].text
+
+
+async def test_a_lease_is_not_kept_by_others(parties: Parties) -> None:
+    theirs, mine = await opened(parties.alice), await opened(parties.bob)
+    request = env_pb2.KeepAliveRequest(episode_ids=[theirs, mine])
+    kept = await parties.bob.KeepAlive(request, timeout=TIMEOUT_S)
+    assert [episode.episode_id for episode in kept.episodes] == [mine]
+
+
+async def test_lists_show_ones_own_unless_one_may_see_all(parties: Parties) -> None:
+    alices, bobs = await opened(parties.alice), await opened(parties.bob)
+    assert await listed(parties.alice) == {alices}
+    assert await listed(parties.bob) == {bobs}
+    assert await listed(parties.viewer) == await listed(parties.admin) == {alices, bobs}
+
+
+async def test_a_fork_belongs_to_its_parents_owner_whoever_made_it(parties: Parties) -> None:
+    parent = await opened(parties.alice)
+    own = await parties.alice.Fork(request_for("Fork", parent), timeout=TIMEOUT_S)
+    admins = await parties.admin.Fork(request_for("Fork", parent), timeout=TIMEOUT_S)
+    copies = {answer.episodes[0].episode_id for answer in (own, admins)}
+    assert await listed(parties.alice) == {parent, *copies}
+    assert await listed(parties.bob) == set()
+    for copy in copies:
+        assert (await outcome(parties.bob, "Step", request_for("Step", copy))).reason == "EPISODE_NOT_FOUND"
+        await parties.alice.Step(request_for("Step", copy), timeout=TIMEOUT_S)
+
+
+async def test_an_administrator_does_everything_with_everyones(parties: Parties) -> None:
+    theirs = await opened(parties.alice)
+    await parties.admin.Step(request_for("Step", theirs), timeout=TIMEOUT_S)
+    await parties.admin.Close(env_pb2.CloseRequest(episode_id=theirs), timeout=TIMEOUT_S)
+    assert await listed(parties.alice) == set()
+
+
+async def test_a_guessed_request_id_collects_nobody_elses_answer(parties: Parties) -> None:
+    theirs = await opened(parties.alice, "the-same-id")
+    mine = await opened(parties.bob, "the-same-id")
+    assert mine != theirs
+    # Each one's own retry is still answered from the record, and another body is still refused, under the id as sent.
+    assert await opened(parties.alice, "the-same-id") == theirs
+    other = env_pb2.ResetRequest(request_id="the-same-id", task_id=TASK, max_steps=3)
+    told = await outcome(parties.bob, "Reset", other)
+    assert told.reason == "REQUEST_ID_REUSED"
+    assert "the-same-id was already used" in told.text
+    assert "bob" not in told.text
+
+
+async def test_a_guessed_request_id_collects_nobody_elses_fork(parties: Parties) -> None:
+    parent = await opened(parties.alice)
+    request = request_for("Fork", parent)
+    await parties.alice.Fork(request, timeout=TIMEOUT_S)
+    assert (await outcome(parties.bob, "Fork", request)).reason == "EPISODE_NOT_FOUND"
+
+
+async def test_without_tokens_all_who_reach_the_daemon_share_everything() -> None:
+    async with (
+        serve_fake(size=1) as server,
+        dialled(server.address) as one,
+        dialled(server.address, "any token will do") as other,
+    ):
+        episode_id = await opened(one)
+        await other.Step(request_for("Step", episode_id), timeout=TIMEOUT_S)
+        assert await listed(other) == {episode_id}
+
+
+# -- limits -----------------------------------------------------------------------------------------------------
+
+
+def limited(tokens: Tokens | None, burst: int) -> SecurityConfig:
+    # So slow that no call comes free while a test runs.
+    return SecurityConfig(tokens_file=tokens.path if tokens else None, calls_per_second=0.001, call_burst=burst)
+
+
+async def test_a_call_too_many_does_nothing_and_is_told_when_to_come_back(tokens: Tokens) -> None:
+    async with (
+        serving(limited(tokens, 1)) as (episodes, address),
+        dialled(address, tokens.alice.secret) as alice,
+        dialled(address, tokens.bob.secret) as bob,
+    ):
+        await alice.ListTasks(env_pb2.ListTasksRequest(), timeout=TIMEOUT_S)
+        told = await outcome(alice, "Reset", env_pb2.ResetRequest(request_id="r", task_id="desktop/note"))
+        assert (told.code, told.reason) == (Code.RESOURCE_EXHAUSTED, "RATE_LIMITED")
+        assert told.retry_delay is not None
+        assert timedelta(seconds=900) < told.retry_delay <= timedelta(seconds=1000)
+        assert episodes.resets == []
+        assert await opened_on_fake(bob) == "ep-1", "others have their own allowance"
+
+
+async def opened_on_fake(stub: "CUAEnvAsyncStub") -> str:
+    request = env_pb2.ResetRequest(request_id=str(uuid.uuid4()), task_id="desktop/note")
+    return (await stub.Reset(request, timeout=TIMEOUT_S)).episodes[0].episode_id
+
+
+async def test_leases_can_always_be_kept_and_given_back(tokens: Tokens) -> None:
+    async with serving(limited(tokens, 1)) as (episodes, address), dialled(address, tokens.alice.secret) as stub:
+        episode_id = await opened_on_fake(stub)
+        assert (await outcome(stub, "ListPools", env_pb2.ListPoolsRequest())).reason == "RATE_LIMITED"
+        for _ in range(5):
+            kept = await stub.KeepAlive(env_pb2.KeepAliveRequest(episode_ids=[episode_id]), timeout=TIMEOUT_S)
+            assert len(kept.episodes) == 1
+        await stub.Close(env_pb2.CloseRequest(episode_id=episode_id), timeout=TIMEOUT_S)
+        assert episodes.closed == [episode_id]
+
+
+async def test_every_step_of_a_stream_counts(tokens: Tokens) -> None:
+    async with serving(limited(tokens, 3)) as (episodes, address), dialled(address, tokens.alice.secret) as stub:
+        episode_id = await opened_on_fake(stub)
+        steps = [
+            env_pb2.StreamStepsRequest(
+                step=env_pb2.StepRequest(
+                    request_id=str(uuid.uuid4()),
+                    episode_id=episode_id,
+                    step_index=index,
+                    actions=[env_pb2.Action(type_text=env_pb2.TypeText(text="x"))],
+                )
+            )
+            for index in range(5)
+        ]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stub.StreamSteps(iter(steps), timeout=TIMEOUT_S):
+                pass
+        assert refusal_of(caught.value).reason == "RATE_LIMITED"
+        assert len(episodes.performed) == 2
+
+
+async def test_without_tokens_all_connections_of_a_host_share_one_allowance() -> None:
+    async with serving(limited(None, 1)) as (_, address):
+        async with dialled(address) as stub:
+            await stub.ListPools(env_pb2.ListPoolsRequest(), timeout=TIMEOUT_S)
+        # gRPC shares connections between channels that are alike; another option makes another one.
+        options = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
+            told = await outcome(env_pb2_grpc.CUAEnvStub(channel), "ListPools", env_pb2.ListPoolsRequest())
+        assert told.reason == "RATE_LIMITED"
+
+
+async def test_who_calls_without_end_does_not_fill_the_log(tokens: Tokens, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics(process=False)
+    with caplog.at_level(logging.INFO, "envd.api.interceptors"):
+        async with serving(limited(tokens, 2), metrics=metrics) as (_, address), dialled(address, "envd_wrong") as stub:
+            for _ in range(10):
+                await outcome(stub, "ListPools", env_pb2.ListPoolsRequest())
+    assert [record.getMessage().split()[2] for record in caplog.records if "answered" in record.getMessage()] == [
+        "UNAUTHENTICATED/UNAUTHENTICATED"
+    ] * 2
+    assert metrics.registry.get_sample_value("envd_failures_total", {"reason": "RATE_LIMITED"}) == 8
+
+
+async def test_wrong_tokens_are_limited_too_and_cost_the_right_ones_nothing(tokens: Tokens) -> None:
+    async with (
+        serving(limited(tokens, 2)) as (_, address),
+        dialled(address, "envd_wrong") as stub,
+        dialled(address, tokens.alice.secret) as alice,
+    ):
+        reasons = [(await outcome(stub, "ListPools", env_pb2.ListPoolsRequest())).reason for _ in range(3)]
+        await alice.ListPools(env_pb2.ListPoolsRequest(), timeout=TIMEOUT_S)
+    assert reasons == ["UNAUTHENTICATED", "UNAUTHENTICATED", "RATE_LIMITED"]
+
+
+async def test_our_client_waits_as_told_and_tries_again(tokens: Tokens) -> None:
+    security = SecurityConfig(tokens_file=tokens.path, calls_per_second=20, call_burst=1)
+    async with serving(security) as (episodes, address):
+        async with (
+            AsyncEnvClient(address, token=tokens.alice.secret) as client,
+            client.reset("desktop/note") as episode,
+        ):
+            for _ in range(3):
+                await episode.step(trainer.TypeText("x"))
+        assert len(episodes.performed) == 3
+    async with (
+        serving(limited(tokens, 1)) as (_, address),
+        AsyncEnvClient(address, token=tokens.alice.secret) as client,
+    ):
+        await client.list_pools()
+        with pytest.raises(trainer.RateLimited, match="token 'alice' makes too many calls"):
+            await client.list_pools(timeout=timedelta(seconds=5))
+
+
+async def test_two_servers_never_share_a_port_over_tls_either(certs: dict[str, Path]) -> None:
+    async with serving(tls_of(certs)) as (_, address):
+        second = ApiServer(FakeEpisodes(), listen=address, metrics=Metrics(process=False), security=tls_of(certs))
+        with pytest.raises(ConfigError, match="cannot be bound"):
+            await second.start()

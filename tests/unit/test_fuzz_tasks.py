@@ -1,0 +1,148 @@
+"""Whatever a file of tasks holds: tasks that can be served, or a `ConfigError`, in bounded time and memory."""
+
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from envd.errors import ConfigError
+from envd.tasks.catalogue import TaskCatalogue
+
+PROPER: dict[str, Any] = {
+    "name": "note",
+    "instruction": "Write it.",
+    "level": 1,
+    "tags": ["a"],
+    "max_steps": 5,
+    "setup": [
+        {"kind": "write_file", "path": "/home/user/a", "text": "a", "encoding": "utf-8"},
+        {"kind": "launch", "argv": ["xterm"], "window": {"title": "x"}},
+        {"kind": "execute", "argv": ["true"], "timeout_s": 5},
+    ],
+    "checker": {
+        "kind": "all",
+        "checks": [
+            {"kind": "file_text", "path": "/home/user/a", "matches": "a+"},
+            {"kind": "weighted", "checks": [{"weight": 1, "check": {"kind": "process", "program": "xterm"}}]},
+        ],
+    },
+    "oracle": [[{"type": "a"}, {"press": ["ctrl", "s"]}], ["done"]],
+}
+words = st.sampled_from(
+    [
+        "", "kind", "write_file", "/home/user/a", "relative", "/a/../b", "C:\\a", "(", "(a+)+$", "a{99999999999}",
+        "hex", "idna", "undefined", "\0", "\ud800", "done", "é", "YQ", "sha256", "base64",
+    ]
+)  # fmt: skip
+leaves = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | words | st.just(date(2026, 1, 1))
+)
+anything: st.SearchStrategy[Any] = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(words | st.integers() | st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@st.composite
+def with_wrong_parts(draw: st.DrawFn) -> dict[str, Any]:
+    """A proper task with some of its parts, at any depth, replaced or taken out."""
+
+    def spoil(value: Any) -> Any:
+        if draw(st.integers(0, 11)) == 0:
+            return draw(anything)
+        if isinstance(value, dict):
+            return {key: spoil(part) for key, part in value.items() if draw(st.integers(0, 24))}
+        return [spoil(part) for part in value] if isinstance(value, list) else value
+
+    return {key: spoil(part) for key, part in PROPER.items()}
+
+
+def _dumped(value: object) -> str:
+    return yaml.dump(value, allow_unicode=False)
+
+
+suites = st.one_of(
+    st.lists(with_wrong_parts(), min_size=1, max_size=2).map(lambda tasks: _dumped({"suite": "s", "tasks": tasks})),
+    anything.map(_dumped),
+    st.text(max_size=200),
+)
+
+
+def load(text: str) -> TaskCatalogue | None:
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "suite.yaml")
+        file.write_text(text, encoding="utf-8", errors="surrogatepass")
+        try:
+            return TaskCatalogue.load([file], include_builtin=False)
+        except ConfigError:
+            return None
+
+
+def _matching(pattern: str) -> str:
+    checker = f"{{kind: file_text, path: /a, matches: '{pattern}'}}"
+    return f"suite: s\ntasks: [{{name: n, instruction: i, level: 1, checker: {checker}}}]"
+
+
+def laughs(levels: int) -> str:
+    """Nine of the one before, and so on: a small file that means a very large one."""
+    checks = ["&a0 {kind: process, program: x}"]
+    checks += [f"&a{n} {{kind: all, checks: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, levels)]
+    lines = "".join(f"  - {check}\n" for check in checks)
+    return f"suite: s\ntasks:\n- name: n\n  instruction: i\n  level: 1\n  tags:\n{lines}  checker: *a{levels - 1}\n"
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(suites)
+@example("{[a]: 1}")
+@example("suite: s\ntasks: [{name: n, instruction: i, {a: b}: 1}]")
+@example("suite: 2001-99-99\ntasks: []")
+@example("suite: s\ntasks: [{name: n, level: 2001-02-30}]")
+@example("x: !!int zz")
+@example("x: !!float zz")
+@example("x: !!binary é")
+@example("x: !!timestamp zz")
+@example("x: 9:" + "9" * 5000)
+@example("x: 0b" + "1" * 5000)
+@example("- &a [*a]")
+@example("suite: s\ntasks: [{name: n, instruction: i, level: 1, checker: &c {kind: all, checks: [*c]}}]")
+@example("suite: s\ntasks: &t [*t]")
+@example("[" * 600)
+@example("suite: s\ntasks: " + "[" * 600 + "]" * 600)
+@example(
+    "suite: s\ntasks: [{name: n, instruction: i, level: 1, checker: "
+    + "{kind: all, checks: [" * 300
+    + "]}" * 300
+    + "}]"
+)
+@example('suite: s\ntasks: [{name: n, instruction: "\\ud800", level: 1, infeasible: true}]')
+@example(_matching("a{99999999999}"))
+@example(_matching("(" * 3000 + ")" * 3000))
+@example("%YAML 9.9\n---\na")
+@example("\x00")
+def test_whatever_a_suite_holds(text: str) -> None:
+    catalogue = load(text)
+    for task in catalogue.list() if catalogue else ():
+        # What is taken can be listed on the wire.
+        f"{task.task_id}{task.instruction}{''.join(task.tags)}".encode()
+
+
+def test_the_proper_task_that_all_this_starts_from_is_taken() -> None:
+    catalogue = load(_dumped({"suite": "s", "tasks": [PROPER]}))
+    assert catalogue is not None
+    assert len(catalogue) == 1
+
+
+@pytest.mark.parametrize("levels", [8, 30])
+def test_a_small_file_that_means_a_very_large_one_is_refused(tmp_path: Path, levels: int) -> None:
+    file = tmp_path / "suite.yaml"
+    file.write_text(laughs(levels), encoding="utf-8")
+    with pytest.raises(ConfigError, match="aliases"):
+        TaskCatalogue.load([file], include_builtin=False)

@@ -1,0 +1,115 @@
+"""How a client shows who it is, and knows who it talks to: a token with every call, TLS with its own authority.
+
+A token is a secret: it is in no log, no repr and no error, and travels in clear text only where it does not leave the
+host.
+"""
+
+import ipaddress
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+#: Where a client's token comes from if it is given none.
+TOKEN_VARIABLE: Final = "ENVD_TOKEN"  # noqa: S105 -- the name of a variable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """Files, PEM, for an encrypted connection. They are read when a client connects."""
+
+    ca: Path
+    """Authority of the daemon's certificate; no other one is trusted."""
+    cert: Path | None = None
+    """This client's own certificate, for a daemon that wants one."""
+    key: Path | None = None
+    """Its private key."""
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError: Only one of `cert` and `key` is given."""
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("Tls: cert and key belong together; give both or neither")
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Read the files. Raises: OSError: one cannot be read."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=self.ca.read_bytes(),
+            private_key=self.key.read_bytes() if self.key else None,
+            certificate_chain=self.cert.read_bytes() if self.cert else None,
+        )
+
+
+class Access:
+    """A client's token and TLS, as they apply to each of its connections and calls."""
+
+    def __init__(self, *, token: str | None, tls: Tls | None, environ: Mapping[str, str] = os.environ) -> None:
+        """Take what was given, or the token from `ENVD_TOKEN`.
+
+        Raises:
+            ValueError: The token cannot be one.
+        """
+        token = (environ.get(TOKEN_VARIABLE, "") if token is None else token).strip()
+        if not token.isascii() or not all(char.isprintable() and char != " " for char in token):
+            raise ValueError("the token has white space or characters that none has; see `envd tokens new`")
+        self._token = token
+        self._tls = tls
+
+    def __repr__(self) -> str:
+        token = "a token" if self._token else "no token"
+        return f"<Access with {token}, {self._tls or 'without TLS'}>"
+
+    def check(self, target: str) -> None:
+        """Pass if the token may go there. Raises: ValueError: It would travel in clear text to another host."""
+        if self._token and self._tls is None and not is_local(target):
+            raise ValueError(
+                f"{target} is not on this host, so the token would travel there in clear text;"
+                " give tls=Tls(ca=...), or connect through an SSH tunnel"
+            )
+
+    def open_channel(self, target: str, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
+        """Return a channel; it connects at its first call. Raises: ValueError, OSError: see `check` and `Tls`."""
+        self.check(target)
+        if self._tls is None:
+            return grpc.aio.insecure_channel(target, options=options)
+        return grpc.aio.secure_channel(target, self._tls.credentials(), options=options)
+
+    def authorised(self, stub: Any) -> Any:
+        """Return a stub whose calls come with the token."""
+        return _AuthorisedStub(stub, self._token) if self._token else stub
+
+
+class _AuthorisedStub:
+    def __init__(self, stub: Any, token: str) -> None:
+        self._stub = stub
+        self._metadata = (("authorization", f"Bearer {token}"),)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {type(self._stub).__name__}>"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._stub, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, metadata=self._metadata, **kwargs)
+
+        return call
+
+
+def is_local(target: str) -> bool:
+    """Whether a gRPC target lies on this host; False where that is not certain."""
+    if target.startswith(("unix:", "unix-abstract:")):
+        return True
+    for scheme in ("dns:///", "dns:", "ipv4:", "ipv6:"):
+        if target.startswith(scheme):
+            target = target.removeprefix(scheme)
+            break
+    host = target.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
