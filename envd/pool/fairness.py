@@ -95,6 +95,16 @@ class Turns:
         for run in self._queues:
             self._line_up(run)
 
+    @property
+    def held(self) -> Mapping[str, int]:
+        """Machines by run, with those of the groups that were served."""
+        return self._held
+
+    def level(self, index: int) -> float:
+        """Return what a group's run would hold for its weight with the group served."""
+        group = self._waiting[index]
+        return (self._held[group.run] + group.machine_count) / self._shares.of(group.run).weight
+
     def next(self) -> int | None:
         """Return whose turn it is, by its place in the queue; None when nobody is left.
 

@@ -4,8 +4,9 @@
 and eviction can be read, and tested, here. Which run's turn it is `fairness` says.
 
 A group whose turn comes while there are too few machines for it keeps its turn, and what comes free is kept for it.
-Meanwhile other runs' groups that fit may pass it, for as many machines in all as it wants itself and no more: so
-a large group is served in the end however many small ones come, and until then few machines stand unused.
+Meanwhile another run's group that fits may pass it, if its run then holds no more for its weight than the one that
+waits will hold, and for no more machines in all than that one wants. So a large group is served in the end however
+many small ones come, runs keep their shares, and machines that are owed to somebody who can use them do not stand idle.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -113,7 +114,7 @@ def plan(
         turn: Whose turn had come by the last plan, if it still waits.
     """
     machines = list(machines)
-    held, shares = dict(held or {}), shares or RunShares()
+    shares = shares or RunShares()
     # Freshest first: the oldest of a surplus then ages out instead of circulating.
     idle = sorted((m for m in machines if m.state is MachineState.IDLE), key=lambda m: m.idle_s)
     starting_count = sum(m.state is MachineState.STARTING for m in machines)
@@ -125,25 +126,24 @@ def plan(
     lease: list[tuple[str, ...]] = []
     admitted: list[int] = []
     first = None if turn is None else turn.index
-    turns = Turns(waiting, held=held, shares=shares, capacity=capacity, first=first)
+    turns = Turns(waiting, held=held or {}, shares=shares, capacity=capacity, first=first)
     while (index := turns.next()) is not None:
         group = waiting[index]
         fits = group.ready <= len(idle) and group.places <= min(room, memory_room)
-        if fits and _may_go(index, waiting, turn):
+        if fits and (turn is None or index == turn.index or _may_pass(index, turn, waiting=waiting, turns=turns)):
             turn = _turn_after(index, waiting, turn)
             lease.append(tuple(m.machine_id for m in idle[: group.ready]))
             admitted.append(index)
             idle = idle[group.ready :]
             room -= group.places
             memory_room -= group.places
-            held[group.run] = held.get(group.run, 0) + group.machine_count
             turns.serve(index)
         elif turn is None and (idle or room > 0):
             # Only where there is something to keep for it: while all is taken, whose turn it will be stays open.
             turn = Turn(index=index)
     order = fair_order(
         waiting,
-        held=held,
+        held=turns.held,
         shares=shares,
         capacity=capacity,
         first=None if turn is None else turn.index,
@@ -177,11 +177,10 @@ def plan(
     )
 
 
-def _may_go(index: int, waiting: Sequence[Wanted], turn: Turn | None) -> bool:
-    """Tell whether a group may be served though it may be another's turn."""
-    if turn is None or turn.index == index:
-        return True
-    return turn.passed_count + waiting[index].machine_count <= waiting[turn.index].machine_count
+def _may_pass(index: int, turn: Turn, *, waiting: Sequence[Wanted], turns: Turns) -> bool:
+    """Tell whether a group may be served though it is another's turn."""
+    passed_count = turn.passed_count + waiting[index].machine_count
+    return passed_count <= waiting[turn.index].machine_count and turns.level(index) <= turns.level(turn.index)
 
 
 def _turn_after(index: int, waiting: Sequence[Wanted], turn: Turn | None) -> Turn | None:
