@@ -347,8 +347,7 @@ class Pool:
             self._roster.planned(now_s),
             reserved_count=self._roster.reserved_count,
             waiting=[group.wanted for group in groups],
-            # Somebody has to try, or a failing pool that keeps none ready would fail for ever.
-            idle_target=max(self.settings.idle_target, int(self._backoff.is_failing)),
+            idle_target=self._idle_target(),
             capacity=self.capacity,
             memory_room=self._memory_room(),
             max_starting=self._backoff.starting_limit(now_s, limit=self.settings.max_starting),
@@ -367,6 +366,13 @@ class Pool:
         for _ in range(steps.start_count):
             self._roster.enroll(forked(self._template, nursery=self.nursery))
         self._note_shortage(is_short=steps.short_of_memory)
+
+    def _idle_target(self) -> int:
+        """Return how many spare machines to keep; in a failing pool one more than there are, so that one tries."""
+        if not self._backoff.is_failing:
+            return self.settings.idle_target
+        idle_count = sum(record.state is MachineState.IDLE for record in self._roster)
+        return max(self.settings.idle_target, idle_count + 1)
 
     def _grant(self, wanted: Wanted, machine_ids: Iterable[str]) -> Granted:
         return Granted(
