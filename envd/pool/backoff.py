@@ -66,9 +66,10 @@ class Backoff:
             return limit
         return 0 if self._retry_at_s > now_s else 1
 
-    def failed(self, now_s: float, problem: str) -> None:
-        """Note that a machine did not come up, or did not stay."""
+    def failed(self, now_s: float, problem: str, *, cleared: int = 0) -> None:
+        """Note that a machine did not come up, or that one did not stay which had cleared so many failures."""
         self._problem = problem
+        self._failure_count = max(self._failure_count, cleared)
         # Machines that boot together fail together: that is one failure, not a reason to wait 2^n times as long.
         if self._retry_at_s > now_s:
             return
@@ -77,8 +78,9 @@ class Backoff:
         self._failure_count += 1
         self._retry_at_s = now_s + delay_s
 
-    def succeeded(self) -> None:
-        """Note that a machine came up."""
-        self._failure_count = 0
+    def succeeded(self) -> int:
+        """Note that a machine came up; return how many failures that clears."""
+        cleared, self._failure_count = self._failure_count, 0
         self._retry_at_s = 0.0
         self._problem = ""
+        return cleared

@@ -179,7 +179,7 @@ class Roster:
         if record.claim is not None:
             record.claim.set_result(None)
         else:
-            self._backoff.succeeded()
+            record.cleared_count = self._backoff.succeeded()
         self._changed()
 
     def did_not_start(self, record: Record, error: Exception) -> None:
@@ -197,9 +197,10 @@ class Roster:
         logger.warning("machine %s: lost while %s: %s", record.machine_id, record.state.value, machine.lost_reason)
         self.totals["lost"] += 1
         if record.state is MachineState.IDLE:
-            # One that dies unused may be the first of many: the next waits a little.
+            # One that dies unused may be the first of many: the next waits a little. Nor had it truly come up, so what
+            # failed before it counts again.
             problem = f"machine {record.machine_id} died while idle: {machine.lost_reason}"
-            self._backoff.failed(self._nursery.clock.monotonic(), problem)
+            self._backoff.failed(self._nursery.clock.monotonic(), problem, cleared=record.cleared_count)
         self._told()
 
     def does_not_go(self, record: Record, error: Exception) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from envd.pool.fairness import RunShare, RunShares
 from envd.pool.planner import MachineState, PlannedMachine, Turn, Wanted, plan
@@ -89,6 +91,12 @@ class Simulation:
 
     def most(self, run: str) -> int:
         return self.shares.of(run).most(self.capacity)
+
+    def leave(self, group: Group) -> None:
+        """Have a group give up."""
+        self.line.remove(group)
+        if self.turn is not None and self.turn[0] is group:
+            self.turn = None
 
     def tick(self) -> None:
         self.now += 1
@@ -236,6 +244,8 @@ def test_mixed_arrivals_by_the_thousand_are_all_served_within_bounds(seed: int, 
             size = min(simulation.most(run), dice.choice([1, 1, 1, 2, 4, 8, 12, 16]))
             ready = dice.randint(0, size)
             simulation.arrive(run, ready=ready, places=size - ready, stay=dice.randint(1, 12))
+        if simulation.line and dice.random() < 0.05:
+            simulation.leave(dice.choice([simulation.line[0], dice.choice(simulation.line)]))
         simulation.tick()
     arrived_count = len(simulation.line) + len(simulation.served)
     assert arrived_count > 350
@@ -247,6 +257,43 @@ def test_mixed_arrivals_by_the_thousand_are_all_served_within_bounds(seed: int, 
     for group in simulation.served:
         by_run.setdefault(group.run, []).append(group.arrival)
     assert all(arrivals == sorted(arrivals) for arrivals in by_run.values()), "first come, first served within a run"
+
+
+arrivals = st.tuples(
+    st.integers(0, 3),
+    st.sampled_from(["main", "sweep", "tests", "x"]),
+    st.integers(0, 6),
+    st.integers(0, 6),
+    st.integers(1, 6),
+)
+
+
+@given(
+    coming=st.lists(arrivals, max_size=40),
+    idle_target=st.integers(0, 8),
+    max_starting=st.integers(1, 8),
+    failure_rate=st.sampled_from([0.0, 0.05]),
+)
+@settings(max_examples=150, deadline=None)
+def test_whatever_comes_is_served_within_bounds(
+    coming: list[tuple[int, str, int, int, int]], idle_target: int, max_starting: int, failure_rate: float
+) -> None:
+    simulation = Simulation(
+        seed=0,
+        capacity=8,
+        shares=RUNS,
+        idle_target=idle_target,
+        max_starting=max_starting,
+        failure_rate=failure_rate,
+    )
+    for gap, run, ready, places, stay in coming:
+        for _ in range(gap):
+            simulation.tick()
+        if 1 <= ready + places <= simulation.most(run):
+            simulation.arrive(run, ready=ready, places=places, stay=stay)
+    # A group costs at most a turn-over of the pool: starts one at a time, some of which fail, stays and deaths.
+    simulation.drain(limit=100 * (len(simulation.line) + 1))
+    check_bounded_waits(simulation)
 
 
 def backlogged(

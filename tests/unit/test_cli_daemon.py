@@ -6,10 +6,11 @@ import aiohttp
 import pytest
 
 from envd.cli.daemon import open_daemon, run_shares
-from envd.config import RunConfig, load
+from envd.config import PoolConfig, RunConfig, load
 from envd.episodes.types import ResetCommand
 from envd.errors import GroupTooLarge
 from envd.guest.observation import Encoding, ObservationOptions
+from envd.pool.backoff import FAILING_AFTER
 from envd.pool.fairness import RunShare, RunShares
 
 TASK = "fake/save-note"
@@ -20,6 +21,10 @@ def test_default_is_for_every_run_that_is_not_named() -> None:
     assert shares.of("main") == RunShare(weight=2.0)
     assert shares.of("x") == shares.of("") == shares.of("default") == RunShare(weight=0.5, quota=8)
     assert run_shares({}) == RunShares()
+
+
+def test_a_pool_fails_after_as_many_failures_whether_or_not_the_settings_say_so() -> None:
+    assert PoolConfig(image="desktop").failing_after == FAILING_AFTER
 
 
 async def test_a_served_pool_keeps_the_quotas_of_its_settings_and_tells_of_its_runs(tmp_path: Path) -> None:

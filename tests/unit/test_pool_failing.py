@@ -195,6 +195,25 @@ async def test_machines_that_die_unused_fail_the_pool(
         await pool.lease(1, timeout_s=600.0)
 
 
+async def test_machines_that_come_up_and_always_die_unused_fail_the_pool_in_the_end(
+    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
+) -> None:
+    pool = await started(make_pool(capacity=1, failing_after=3))
+    for pause_s in (1.0, 2.0, 4.0):
+        assert breaker(pool) is BreakerState.CLOSED
+        hypervisor.forks[-1].die()
+        await run_ready()
+        before = hypervisor.counts["fork"]
+        await clock.advance(pause_s - 0.1)
+        assert hypervisor.counts["fork"] == before
+        if pause_s < 4.0:
+            await clock.advance(0.1)
+            assert pool.statistics().idle_count == 1
+    assert breaker(pool) is BreakerState.OPEN
+    with pytest.raises(PoolFailing, match="after 3 failures in a row"):
+        await pool.lease(1, timeout_s=600.0)
+
+
 async def test_machines_that_die_in_their_users_hands_do_not(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
     pool = await started(make_pool(failing_after=1))
     for _ in range(5):
