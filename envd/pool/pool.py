@@ -474,10 +474,17 @@ class Pool:
 
     def _send_away_if_failing(self) -> None:
         """Let nobody wait for machines that will not come."""
-        if not self._backoff.is_failing:
+        if not self._backoff.is_failing or not len(self._line):
             return
+        # What stands ready may have been kept for a group that will never be whole: it is for those whom it is enough.
+        idle_count = self.statistics().idle_count
+        self._refuse_failing(group for group in self._line if group.wanted.ready > idle_count)
+        self._follow_plan()
+        self._refuse_failing(self._line)
+
+    def _refuse_failing(self, groups: Iterable[WaitingGroup]) -> None:
         now_s, told = self._clock.monotonic(), self.statistics()
-        for group in self._line:
+        for group in groups:
             self._refuse(group, self._refusals.failing(self._backoff, now_s=now_s, told=told))
 
     def _expire(self) -> bool:

@@ -172,6 +172,20 @@ async def test_machines_that_are_ready_are_still_handed_out(
     await pool.release(second.machines)
 
 
+async def test_what_was_kept_for_a_group_that_is_sent_away_goes_to_whom_it_is_enough(
+    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
+) -> None:
+    pool = await started(make_pool(capacity=3, idle_target=1))
+    break_forks(hypervisor)
+    large, small = ask(pool, 3), ask(pool)
+    await clock.advance(2.9)
+    assert not small.done()
+    await clock.advance(0.1)
+    with pytest.raises(PoolFailing):
+        await large
+    assert len((await small).machines) == 1
+
+
 async def test_a_template_that_cannot_be_made_fails_the_pool_too(
     make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
 ) -> None:
