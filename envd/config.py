@@ -23,9 +23,13 @@ MAX_MACHINES = 4096
 
 _LOOPBACK = re.compile(r"(127(?:\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5})")
 _ADDRESS = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
+_RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,22}[a-z0-9])?")
 _SCREEN = re.compile(r"(\d{3,5})x(\d{3,5})")
 _REGION = re.compile(r"(\d{1,5})x(\d{1,5})\+(\d{1,5})\+(\d{1,5})")
+
+#: The name, under `limits.runs`, of what holds for every run that is not named there.
+DEFAULT_RUN = "default"
 
 #: Flags that are not named after the last part of their key.
 _FLAGS = {"hypervisor.uri": "--hypervisor", "pools": "--pool"}
@@ -163,7 +167,10 @@ class PoolConfig(_Section):
     allow_guest_access: bool = False
     """Whether clients may read and write guest files and run guest commands."""
     queue_limit: int = Field(default=256, ge=0, le=1_000_000)
-    """Most reset requests that may wait for a machine; more are told to come back later."""
+    """Most reset and fork requests that may wait for machines; more are told to come back later."""
+    failing_after: int = Field(default=6, ge=1, le=1000)
+    """Machines that may fail to start in a row before resets are refused until one starts. Pauses between tries double
+    from 1 s to 60 s, and one machine tries at a time."""
     boot_timeout_s: float = Field(default=600.0, gt=0, le=7200)
     """Longest time in seconds from starting a machine to a settled desktop, when the template that all machines of the
     pool are forked from is booted."""
@@ -212,6 +219,15 @@ class HypervisorConfig(_Section):
         return int(self.template_limit_gib * (1 << 30))
 
 
+class RunConfig(_Section):
+    """What the resets and forks labelled with one run may have of each pool. `default` is for every other run."""
+
+    weight: float = Field(default=1.0, ge=0.001, le=1000)
+    """The run's part of a pool's machines while several runs wait for them, against the weights of the others."""
+    quota: int | None = Field(default=None, ge=1, le=MAX_MACHINES)
+    """Most machines of a pool that the run may hold. Left out, no bound but the pool's capacity."""
+
+
 class LimitsConfig(_Section):
     """Bounds on episodes, where a request sets none, and the most that it may set; and on the use of the host."""
 
@@ -234,6 +250,15 @@ class LimitsConfig(_Section):
     """Seconds that a guest then has to give it; after that it hangs, and its episode is void."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """Seconds that live episodes are given to end after SIGTERM."""
+    runs: dict[str, RunConfig] = {}
+    """What runs may have, by name; `default` is for every run that is not named."""
+
+    @model_validator(mode="after")
+    def _run_names_are_labels(self) -> Self:
+        for name in self.runs:
+            if not _RUN_NAME.fullmatch(name):
+                raise ValueError(f"run name {name!r} is not 1 to 64 of A-Z a-z 0-9 . _ -")
+        return self
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -349,6 +374,10 @@ class Config(_Section):
         return self.hypervisor.template_dir or self.state_dir / "templates"
 
 
+#: Sections of which there may be many, each under a name of the operator's choice.
+_NAMED: Mapping[str, type[_Section]] = {"pools": PoolConfig, "limits.runs": RunConfig}
+
+
 def parse_pool_flags(specs: Sequence[str]) -> Raw:
     """Read `--pool` flags: `N` machines of the default image, or `IMAGE=N`.
 
@@ -398,10 +427,10 @@ def load(
 
 
 def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, description) of every setting; pools appear as `pools.NAME`."""
+    """Yield (dotted key, description) of every setting; pools appear as `pools.NAME`, runs as `limits.runs.NAME`."""
     for name, info in model.model_fields.items():
-        section = PoolConfig if name == "pools" else info.annotation
-        path = f"{prefix}{name}.NAME" if name == "pools" else f"{prefix}{name}"
+        section = _NAMED.get(f"{prefix}{name}", info.annotation)
+        path = f"{prefix}{name}.NAME" if f"{prefix}{name}" in _NAMED else f"{prefix}{name}"
         if isinstance(section, type) and issubclass(section, BaseModel):
             yield from fields(section, f"{path}.")
         else:
@@ -423,14 +452,15 @@ def _environment(environ: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, .
     Variables near to no setting are left alone: Kubernetes, for one, puts `ENVD_SERVICE_HOST` into every
     container beside a service called envd.
     """
-    names = {path.upper().replace(".", "__"): path for path, _ in fields() if not path.startswith("pools.")}
+    names = {path.upper().replace(".", "__"): path for path, _ in fields() if ".NAME." not in path}
+    named = tuple(f"{section.upper().replace('.', '__')}__" for section in _NAMED)
     for variable in sorted(environ):
         if not variable.startswith(ENV_PREFIX):
             continue
         name = variable.removeprefix(ENV_PREFIX)
         if name in names:
             yield variable, tuple(names[name].split(".")), environ[variable]
-        elif name.startswith("POOLS__"):
+        elif name.startswith(named):
             yield variable, tuple(name.lower().split("__")), environ[variable]
         elif match := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
             raise ConfigError(f"{variable}: unknown setting; did you mean {ENV_PREFIX}{match[0]}?")
@@ -470,6 +500,6 @@ def _complaints(error: ValidationError, origin: Mapping[tuple[str, ...], str]) -
 
 def _siblings(path: tuple[str, ...]) -> list[str]:
     """Return the keys that are allowed where `path` ends."""
-    shape = tuple("NAME" if at == 1 and path[0] == "pools" else part for at, part in enumerate(path[:-1]))
+    shape = tuple("NAME" if ".".join(path[:at]) in _NAMED else part for at, part in enumerate(path[:-1]))
     keys = [tuple(key.split(".")) for key, _ in fields()]
     return sorted({key[len(shape)] for key in keys if key[: len(shape)] == shape and len(key) > len(shape)})

@@ -10,9 +10,10 @@ EnvdError
 │   ├── PoolNotFound
 │   └── ImageNotFound
 ├── EpisodeEnded           the episode takes no more steps
-├── GroupTooLarge          the pool can never hold that many
+├── GroupTooLarge          the pool, or the run's quota, can never hold that many
 ├── StepIndexMismatch      the caller's view of the episode is stale
 ├── PoolExhausted          wait and retry with the same request_id
+├── PoolFailing            the pool's machines do not start; another pool or host, or retry later
 ├── Draining               the daemon is stopping; another host will do
 ├── AccessDenied           switched off for this pool
 │   └── ScopeTooSmall      this token may not make such calls
@@ -103,7 +104,7 @@ class EpisodeEnded(EnvdError):
 
 
 class GroupTooLarge(EnvdError):
-    """The pool can never hold a group of this size."""
+    """The pool, or its run's quota, can never hold a group of this size."""
 
     reason = "GROUP_TOO_LARGE"
 
@@ -118,6 +119,16 @@ class PoolExhausted(EnvdError):
     """No machine came free in time. Retry after `retry_after_s` with the same `request_id`."""
 
     reason = "POOL_EXHAUSTED"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class PoolFailing(EnvdError):
+    """The pool's machines failed to start too often in a row. The next one tries in `retry_after_s`."""
+
+    reason = "POOL_FAILING"
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)

@@ -28,7 +28,7 @@ EnvError
 ├── BadRequest            a field is wrong; fix the caller
 ├── NotFound              EpisodeNotFound, TaskNotFound, PoolNotFound
 ├── EpisodeEnded          the episode takes no more steps
-├── GroupTooLarge         the pool can never hold that many
+├── GroupTooLarge         the pool, or the run's quota, can never hold that many
 ├── GuestRefused          the guest cannot do that; the episode is unharmed
 ├── NotForkable           the episode cannot be branched where it stands; it is unharmed
 ├── StepIndexMismatch     someone else stepped; abandon the episode
@@ -40,7 +40,8 @@ EnvError
 ├── PoolExhausted         no machine came free before the deadline
 ├── RateLimited           more calls than the token may make, up to the deadline
 ├── Unavailable           the daemon could not be reached before the deadline
-│   └── Draining          it is stopping; try another host
+│   ├── Draining          it is stopping; try another host
+│   └── PoolFailing       the pool's machines do not start; the message says why
 ├── DeadlineExceeded      no answer before the deadline
 └── SampleVoid            a fault of the service: never train on the episode
     ├── MachineLost, GuestUnresponsive, GuestFailed, SetupFailed, EvaluatorFailed
@@ -215,6 +216,10 @@ class Draining(Unavailable):
     """The daemon is stopping; another host will do."""
 
 
+class PoolFailing(Unavailable):
+    """The pool's machines do not start, and did not until the deadline; another pool or host may do."""
+
+
 class DeadlineExceeded(EnvError):
     """No answer before the deadline. What was begun goes on at the service."""
 
@@ -258,6 +263,7 @@ _BY_REASON: Mapping[str, type[EnvError]] = {
     "SCOPE_TOO_SMALL": ScopeTooSmall,
     "POOL_EXHAUSTED": PoolExhausted,
     "RATE_LIMITED": RateLimited,
+    "POOL_FAILING": PoolFailing,
     "DRAINING": Draining,
     "MACHINE_LOST": MachineLost,
     "GUEST_UNRESPONSIVE": GuestUnresponsive,

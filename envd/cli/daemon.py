@@ -6,7 +6,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +15,7 @@ from envd.api.server import ApiServer
 from envd.cli.statelock import locked
 from envd.cli.suites import load_tasks
 from envd.cli.version import envd_version
-from envd.config import Config, PoolConfig
+from envd.config import DEFAULT_RUN, Config, PoolConfig, RunConfig
 from envd.episodes.limits import EpisodeLimits
 from envd.episodes.service import EpisodeService
 from envd.errors import ConfigError
@@ -24,10 +24,13 @@ from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.images.catalogue import ImageCatalogue
 from envd.hypervisor.libvirt import LibvirtHypervisor
 from envd.hypervisor.machine import DiskImage, Hypervisor
+from envd.pool.backoff import BreakerState
+from envd.pool.fairness import RunShare, RunShares
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.pool.template import TemplateShelf
+from envd.telemetry.admission_metrics import AdmissionMetrics, RunLabels
 from envd.telemetry.endpoint import serve_metrics
 from envd.telemetry.episode_metrics import EpisodeMetrics
 from envd.telemetry.metrics import Metrics, PoolGauges
@@ -96,13 +99,16 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
         reaped = await hypervisor.reap()
         shelf = TemplateShelf(hypervisor)
         memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20)
+        runs = RunLabels(set(config.limits.runs) - {DEFAULT_RUN})
+        shares = run_shares(config.limits.runs)
         pools = [
             Pool(
-                _pool_settings(name, pool, screen_px=images[name][1]),
+                _pool_settings(name, pool, screen_px=images[name][1], shares=shares),
                 hypervisor=hypervisor,
                 image=images[name][0],
                 shelf=shelf,
                 memory=memory,
+                observer=AdmissionMetrics(metrics, runs=runs),
             )
             for name, pool in config.pools.items()
         ]
@@ -116,7 +122,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
         server = ApiServer(service, listen=config.listen, metrics=metrics, security=config.security)
         stack.push_async_callback(server.stop, grace=_STOP_GRACE)
         metrics.build_info.labels(version=envd_version(), accelerator=hypervisor.accelerator.value).set(1)
-        metrics.watch_pools(lambda: _gauges(pools))
+        metrics.watch_pools(lambda: _gauges(pools, runs=runs))
         lag = asyncio.create_task(metrics.measure_loop_lag(), name="metrics:lag")
         stack.push_async_callback(_cancel, lag)
         # Listening first: where the address is taken no machine is started.
@@ -160,7 +166,13 @@ def _images(config: Config) -> Iterator[tuple[str, tuple[DiskImage, tuple[int, i
             yield name, (catalogue.disk_image(pool.image), (image.screen_width_px, image.screen_height_px))
 
 
-def _pool_settings(name: str, pool: PoolConfig, *, screen_px: tuple[int, int]) -> PoolSettings:
+def run_shares(runs: Mapping[str, RunConfig]) -> RunShares:
+    """Return what each run may have of a pool."""
+    shares = {name: RunShare(weight=run.weight, quota=run.quota) for name, run in runs.items()}
+    return RunShares(others=shares.pop(DEFAULT_RUN, RunShare()), named=shares)
+
+
+def _pool_settings(name: str, pool: PoolConfig, *, screen_px: tuple[int, int], shares: RunShares) -> PoolSettings:
     width_px, height_px = pool.screen_size_px or screen_px
     return PoolSettings(
         name=name,
@@ -168,6 +180,8 @@ def _pool_settings(name: str, pool: PoolConfig, *, screen_px: tuple[int, int]) -
         idle_target=pool.size,
         max_starting=pool.max_starting or max(2, os.cpu_count() or 1),
         queue_limit=pool.queue_limit,
+        shares=shares,
+        failing_after=pool.failing_after,
         boot_timeout_s=pool.boot_timeout_s,
         memory_mib=pool.memory_mib,
         expected_memory_mib=pool.expected_memory_mib,
@@ -202,7 +216,7 @@ def _limits(config: Config) -> EpisodeLimits:
     )
 
 
-def _gauges(pools: Iterable[Pool]) -> Iterator[PoolGauges]:
+def _gauges(pools: Iterable[Pool], *, runs: RunLabels) -> Iterator[PoolGauges]:
     for pool in pools:
         s = pool.statistics()
         yield PoolGauges(
@@ -223,6 +237,9 @@ def _gauges(pools: Iterable[Pool]) -> Iterator[PoolGauges]:
             lost_total=s.lost_total,
             template_boot_total=s.template_boot_total,
             last_start_s=s.last_start_s,
+            queue_lengths=runs.counts(s.waiting_by_run),
+            held_counts=runs.counts(s.held_by_run),
+            breaker={state.value: s.breaker is state for state in BreakerState},
         )
 
 

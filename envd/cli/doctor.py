@@ -13,16 +13,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from enum import Enum
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+from envd.api.inquiry import PoolHealth, PoolReport, ask_pools
 from envd.api.tls import server_credentials
 from envd.api.tokens import read_tokens
 from envd.cli.certificates import expire_time_of
@@ -41,6 +43,7 @@ _GIB = 1 << 30
 _KVM_PROBE_TIMEOUT_S = 5.0
 _OPEN_TIMEOUT_S = 60.0
 _TOOL_TIMEOUT_S = 10.0
+_ASK_TIMEOUT = timedelta(seconds=5)
 #: The oldest release that this project's machines were run on.
 _QEMU_LEAST = (7, 2)
 #: A desktop image is about 1 GiB, its build's scratch space 4 GiB, an overlay some 100 MiB an episode.
@@ -198,6 +201,42 @@ def check_port(name: str, listen: str, *, daemon_pid: int | None) -> Check:
     return Check(name=name, status=Status.OK, detail=f"{listen} is free")
 
 
+def check_pools(pools: Sequence[PoolReport]) -> list[Check]:
+    """Judge the pools of a daemon that runs, one finding a pool."""
+    return [
+        Check(
+            name=f"pool {pool.name}",
+            status=_POOL_STATUS[pool.health],
+            detail=f"{pool.health.value}, {pool.leased_count} of {pool.capacity} machines leased, {pool.waiting_count}"
+            f" waited for{f'; {pool.problem}' if pool.problem else ''}",
+            fix="mend what it names; the pool tries again by itself" if pool.problem else "",
+        )
+        for pool in pools
+    ]
+
+
+async def check_daemon(config: Config, *, daemon_pid: int | None) -> list[Check]:
+    """Ask a daemon on this state directory, if one runs, how its pools do."""
+    if daemon_pid is None:
+        return [Check(name="daemon", status=Status.OK, detail=f"none runs in {config.state_dir}")]
+    where = f"process {daemon_pid} on {config.listen}"
+    if config.listen.endswith(":0"):
+        detail = f"{where} took a free port, which only its output tells, so its pools were not asked"
+        return [Check(name="daemon", status=Status.OK, detail=detail)]
+    try:
+        pools = await ask_pools(config.listen, timeout=_ASK_TIMEOUT)
+    except ConnectionError as error:
+        return [
+            Check(
+                name="daemon",
+                status=Status.WARN,
+                detail=f"{where} does not answer: {error}",
+                fix="give doctor the daemon's own --config or --listen; one that still starts answers soon",
+            )
+        ]
+    return [Check(name="daemon", status=Status.OK, detail=f"{where} answers"), *check_pools(pools)]
+
+
 async def check_kvm(config: Config) -> Check:
     """Have KVM run guest code: its device file alone proves nothing."""
     probe = await probe_kvm(timeout_s=_KVM_PROBE_TIMEOUT_S)
@@ -265,8 +304,17 @@ async def examine(config: Config) -> list[Check]:
         check_security(config, now=datetime.now(UTC)),
         check_port("listen", config.listen, daemon_pid=pid),
         check_port("metrics_listen", config.metrics_listen, daemon_pid=pid),
+        *await check_daemon(config, daemon_pid=pid),
     ]
     return checks
+
+
+_POOL_STATUS: Mapping[PoolHealth, Status] = {
+    PoolHealth.HEALTHY: Status.OK,
+    PoolHealth.DEGRADED: Status.WARN,
+    PoolHealth.FAILING: Status.FAIL,
+    PoolHealth.UNKNOWN: Status.WARN,
+}
 
 
 async def _guarded(name: str, check: Awaitable[Check]) -> Check:
@@ -298,11 +346,19 @@ def doctor(
     cache_dir: CacheDir = None,
     hypervisor: Hypervisor = None,
     accelerator: Accelerator = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where a daemon that runs listens, if not as configured.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Tell what works on this host, why the rest does not, and how to mend it."""
     settings = load_config(
-        config, state_dir=state_dir, cache_dir=cache_dir, hypervisor=hypervisor, accelerator=accelerator
+        config,
+        listen=listen,
+        state_dir=state_dir,
+        cache_dir=cache_dir,
+        hypervisor=hypervisor,
+        accelerator=accelerator,
     )
     if not as_json:
         err.print("checking; opening libvirt and probing KVM may take some seconds")

@@ -52,7 +52,7 @@ async def fork_group(
 
     Raises:
         EpisodeEnded, StepIndexMismatch, InvalidRequest: The parent does not stand where the command says.
-        GroupTooLarge, PoolExhausted, Draining: See `Pool.lease`.
+        GroupTooLarge, PoolExhausted, PoolFailing, Draining: See `Pool.lease`.
         NotForkable: The parent's machine has something that a copy cannot have too.
         SetupFailed: A copy did not come up, or could not tell what was asked of it.
         HypervisorError: The state could not be copied or forked.
@@ -62,7 +62,8 @@ async def fork_group(
     # While a step runs nobody knows yet where the episode will stand.
     if not parent.turn.locked():
         _require(parent, command)
-    granted = await pool.lease(0, places=command.fork_count, timeout_s=command.timeout_s)
+    # The parent stays, so its machine is one that the run does not give back for its copies.
+    granted = await pool.lease(0, places=command.fork_count, run=parent.run, keeps=1, timeout_s=command.timeout_s)
     watch.lap("acquire")
     try:
         frozen = await _freeze(pool, parent, command, registry=registry)

@@ -99,7 +99,7 @@ async def open_group(
     died: groups that hold some machines while they wait for another would deadlock.
 
     Raises:
-        GroupTooLarge, PoolExhausted, Draining: See `Pool.lease`.
+        GroupTooLarge, PoolExhausted, PoolFailing, Draining: See `Pool.lease`.
         SetupFailed: A setup verb or the first look failed, or the state that setup led to cannot be forked.
         MachineLost: Machines died under both attempts.
         HypervisorError: A state could not be frozen or forked.
@@ -164,7 +164,10 @@ class _Opening:
         # Ready machines stand at the template; those that are to begin elsewhere are forked from there.
         ready_count = 0 if state is not None else 1 if self.task.setup else count
         granted = await self.pool.lease(
-            ready_count, places=count - ready_count, timeout_s=deadline_s - self.clock.monotonic()
+            ready_count,
+            places=count - ready_count,
+            run=self.command.run,
+            timeout_s=deadline_s - self.clock.monotonic(),
         )
         self.watch.lap("acquire")
         try:

@@ -179,8 +179,9 @@ class EpisodeService:
             RequestIdReused: The id came before with another body.
             TaskNotFound, PoolNotFound: No such task or pool.
             InvalidRequest: A field is out of range, or several pools fit.
-            GroupTooLarge: The pool can never hold the group.
-            PoolExhausted: No machines came free in time.
+            GroupTooLarge: The pool, or the run's quota, can never hold the group.
+            PoolExhausted: No machines came free in time, or too many wait already.
+            PoolFailing: The pool's machines do not start.
             Draining: The daemon is stopping.
             SetupFailed: The task could not be set up.
             MachineLost: Machines died under two attempts.
@@ -259,7 +260,7 @@ class EpisodeService:
             EpisodeEnded: The episode is no longer active.
             StepIndexMismatch: It does not stand at `step_index`.
             NotForkable: Its machine has something that a copy cannot have too; it goes on.
-            GroupTooLarge, PoolExhausted, Draining: There is no room for the copies.
+            GroupTooLarge, PoolExhausted, PoolFailing, Draining: There is no room for the copies.
             SetupFailed, HypervisorError: A copy did not come up, or the state could not be copied.
             MachineLost: The parent's machine is gone, now or before; the parent is void.
             GuestUnresponsive, GuestError: The parent's guest failed us; the parent is void.

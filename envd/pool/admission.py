@@ -1,16 +1,16 @@
-"""The line for machines: bounded, first come first served, each group with its place and its deadline."""
+"""The line for machines: bounded, each group with its place, its deadline and, for one of them, its turn.
+
+Who is served next is `planner`'s decision; here is what it must remember from one look at the line to the next.
+"""
 
 import asyncio
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from envd.errors import PoolExhausted
+from envd.pool.fairness import RunShares, fair_order
 from envd.pool.leased import Granted
-from envd.pool.planner import Wanted
-from envd.pool.statistics import PoolStatistics
-
-#: What coming up is taken to cost before it was measured: there may be no template yet.
-_START_GUESS_S = 10.0
+from envd.pool.planner import Turn, Wanted
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -22,15 +22,30 @@ class WaitingGroup:
     """When it joined, on the monotonic clock."""
     deadline_s: float
     """When it gives up, on the monotonic clock."""
+    passed_count: int = 0
+    """Machines that went to other runs since its turn came."""
     admitted: asyncio.Future[Granted] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where a group stands in the line."""
+
+    position: int
+    """1 for whoever is to be served next."""
+    machines_ahead: int
+    """Machines that those before it wait for."""
 
 
 class AdmissionLine:
     """Groups that wait for machines, in the order in which they came."""
 
-    def __init__(self, *, limit: int) -> None:
+    def __init__(self, *, limit: int, shares: RunShares, capacity: int) -> None:
         self._limit = limit
+        self._shares = shares
+        self._capacity = capacity
         self._groups: list[WaitingGroup] = []
+        self._turn: WaitingGroup | None = None
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -49,17 +64,33 @@ class AdmissionLine:
         return sum(group.wanted.machine_count for group in self._groups)
 
     @property
+    def count_by_run(self) -> Mapping[str, int]:
+        """Groups of each run that has any."""
+        return Counter(group.wanted.run for group in self._groups)
+
+    @property
     def next_deadline_s(self) -> float | None:
         """When the first group gives up, on the monotonic clock."""
         return min((group.deadline_s for group in self._groups), default=None)
 
-    def position(self, group: WaitingGroup) -> int:
-        """Return its place, 1 for the head."""
-        return self._groups.index(group) + 1
+    def standing(self, group: WaitingGroup, *, held: Mapping[str, int]) -> Standing:
+        """Return where a group stands, in the order of turns as things are; `held` is machines by run.
 
-    def machines_ahead(self, group: WaitingGroup) -> int:
-        """Return how many machines those before it wait for."""
-        return sum(ahead.wanted.machine_count for ahead in self._groups[: self._groups.index(group)])
+        Those who wait for their own run's machines stand behind all others, in the order in which they came.
+        """
+        order = fair_order(
+            [other.wanted for other in self._groups],
+            held=held,
+            shares=self._shares,
+            capacity=self._capacity,
+            first=None if self._turn is None else self._groups.index(self._turn),
+        )
+        in_turn = [self._groups[index] for index in order]
+        everyone = [*in_turn, *(other for other in self._groups if other not in in_turn)]
+        index = everyone.index(group)
+        return Standing(
+            position=index + 1, machines_ahead=sum(ahead.wanted.machine_count for ahead in everyone[:index])
+        )
 
     def enter(self, group: WaitingGroup) -> None:
         """Join at the end."""
@@ -69,33 +100,17 @@ class AdmissionLine:
         """Leave, from wherever it stands; nothing if it has left."""
         if group in self._groups:
             self._groups.remove(group)
+        if group is self._turn:
+            self._turn = None
 
+    def turn(self, groups: Sequence[WaitingGroup]) -> Turn | None:
+        """Return whose turn it is, by its place in `groups`; None if it is nobody's there."""
+        if self._turn is None or self._turn not in groups:
+            return None
+        return Turn(index=groups.index(self._turn), passed_count=self._turn.passed_count)
 
-def too_late(
-    group: WaitingGroup, line: AdmissionLine, *, pool: str, now_s: float, told: PoolStatistics, capacity: int
-) -> PoolExhausted:
-    """Tell a group in line that its time is up."""
-    return PoolExhausted(
-        f"pool {pool!r} had no room for {group.wanted.machine_count} within {now_s - group.enter_s:.1f} s: position"
-        f" {line.position(group)} of {len(line)} in line, capacity {capacity} ({told});"
-        " retry with the same request_id",
-        retry_after_s=_estimate_retry_s(line.machines_ahead(group), told=told, capacity=capacity),
-    )
-
-
-def line_full(wanted: Wanted, line: AdmissionLine, *, pool: str, told: PoolStatistics, capacity: int) -> PoolExhausted:
-    """Tell a group that it cannot even stand in line."""
-    return PoolExhausted(
-        f"pool {pool!r} has no room for {wanted.machine_count}: {len(line)} groups are in line, its limit, so there is"
-        f" no position {len(line) + 1}; retry with the same request_id",
-        retry_after_s=_estimate_retry_s(line.machine_count, told=told, capacity=capacity),
-    )
-
-
-def _estimate_retry_s(machines_ahead: int, *, told: PoolStatistics, capacity: int) -> float:
-    """Guess in how many seconds machines may come free, within [1, 120].
-
-    Each turn-over of the pool costs at least a start; how long episodes run nobody here knows.
-    """
-    start_s = _START_GUESS_S if told.last_start_s is None else told.last_start_s
-    return min(120.0, max(1.0, start_s * (1 + machines_ahead / capacity)))
+    def note_turn(self, groups: Sequence[WaitingGroup], turn: Turn | None) -> None:
+        """Remember whose turn it is, by its place in `groups`."""
+        self._turn = None if turn is None else groups[turn.index]
+        if self._turn is not None and turn is not None:
+            self._turn.passed_count = turn.passed_count

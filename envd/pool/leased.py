@@ -158,8 +158,9 @@ class Place:
     `Pool.fork` fills it; `Pool.release` gives it back, with the machine that fills it.
     """
 
-    def __init__(self, pool: str) -> None:
+    def __init__(self, pool: str, *, run: str = "") -> None:
         self.pool = pool
+        self.run = run
 
     def __repr__(self) -> str:
         return f"<Place of {self.pool!r}>"

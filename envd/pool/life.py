@@ -59,6 +59,10 @@ class Record:
     """What it fills, or tries to."""
     fills_place: bool = False
     """Whether it was handed over for its place, which is used up then."""
+    cleared_count: int = 0
+    """Failures in a row that ended when it came up."""
+    run: str | None = None
+    """The run in whose hands it is, or was in the end; None where nobody has had it."""
     state: MachineState = MachineState.STARTING
     idle_since_s: float = 0.0
     machine: Machine | None = None

@@ -6,8 +6,9 @@ Always true, because one event loop is atomic between awaits:
 * Every record has one task (see `life`) that alone makes, watches and destroys the machine.
 * A machine is used once. In its user's hands, it never becomes idle again.
 
-Who is next is `planner`'s decision, who stands where in line `admission`'s, which pauses follow failures
-`backoff`'s, what machines are forked from `template`'s, how many the host can hold `memory`'s.
+Who is next is `planner`'s decision, who stands where in line `admission`'s, what those hear who get nothing
+`refusals`', which pauses follow failures `backoff`'s, what machines are forked from `template`'s, how many the host
+can hold `memory`'s.
 """
 
 import asyncio
@@ -16,17 +17,19 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from envd.errors import Draining, EnvdError, GroupTooLarge, MachineLost, PoolExhausted
+from envd.errors import Draining, EnvdError, GroupTooLarge, MachineLost
 from envd.guest.desktop import Desktop
 from envd.hypervisor.machine import DiskImage, Hypervisor, MachineSpec
-from envd.pool.admission import AdmissionLine, WaitingGroup, line_full, too_late
+from envd.pool.admission import AdmissionLine, WaitingGroup
 from envd.pool.backoff import Backoff
 from envd.pool.clock import Clock, SystemClock, wait_until
 from envd.pool.frozen import FrozenDesktop
 from envd.pool.leased import Granted, LeasedMachine, Place, freeze
 from envd.pool.life import MakeDesktop, Nursery, Record, Work, forked
 from envd.pool.memory import OVERHEAD_MIB, HostMemory, MemoryClaim
+from envd.pool.observer import AdmissionObserver, NoAdmissionObserver
 from envd.pool.planner import MachineState, Wanted, plan
+from envd.pool.refusals import Refusal, Refusals
 from envd.pool.roster import Roster
 from envd.pool.settings import PoolSettings
 from envd.pool.statistics import PoolStatistics
@@ -51,6 +54,7 @@ class Pool:
         shelf: TemplateShelf | None = None,
         memory: HostMemory | None = None,
         make_desktop: MakeDesktop = Desktop,
+        observer: AdmissionObserver | None = None,
         clock: Clock | None = None,
         make_suffix: Callable[[], str] = lambda: secrets.token_hex(3),
     ) -> None:
@@ -63,6 +67,7 @@ class Pool:
             shelf: Where templates are shared with the other pools on `hypervisor`; by default with none.
             memory: The host's, shared by all pools on it; by default it bounds nothing.
             make_desktop: Connects to a machine.
+            observer: Told who got machines and who did not, for metrics.
             clock: Where time comes from; by default the host's.
             make_suffix: Makes what follows the pool's name in a machine id: at most 7 of [a-z0-9].
         """
@@ -73,8 +78,11 @@ class Pool:
         self._memory = memory
         self._clock = clock or SystemClock()
         self._template: FrozenDesktop | None = None
-        self._line = AdmissionLine(limit=settings.queue_limit)
-        self._backoff = Backoff(min_s=settings.backoff_min_s, max_s=settings.backoff_max_s)
+        self._observer: AdmissionObserver = observer or NoAdmissionObserver()
+        self._line = AdmissionLine(limit=settings.queue_limit, shares=settings.shares, capacity=settings.capacity)
+        self._backoff = Backoff(
+            min_s=settings.backoff_min_s, max_s=settings.backoff_max_s, failing_after=settings.failing_after
+        )
         self._shortage = ""
         self._shortage_seen_s = 0.0
         self._leased_total = 0
@@ -103,6 +111,13 @@ class Pool:
             make_id=lambda: f"{settings.name}-{make_suffix()}",
             changed=self._reconcile,
             told=self._changes.notify,
+        )
+        self._refusals = Refusals(
+            pool=settings.name,
+            capacity=settings.capacity,
+            shares=settings.shares,
+            line=self._line,
+            turnover=self._roster.turnover,
         )
 
     @property
@@ -139,6 +154,11 @@ class Pool:
         usages = [record.usage for record in self._roster if record.usage is not None]
         totals = self._roster.totals
         failure = self._backoff.problem or self._roster.problem
+        if self._backoff.is_failing:
+            failure = (
+                f"{self._backoff.failure_count} failures in a row, so resets are refused until a machine comes up:"
+                f" {failure}"
+            )
         return PoolStatistics(
             idle_count=states[MachineState.IDLE],
             leased_count=states[MachineState.LEASED],
@@ -146,10 +166,13 @@ class Pool:
             dying_count=states[MachineState.DYING],
             reserved_count=self._roster.reserved_count,
             waiting_count=self._line.machine_count,
+            waiting_by_run=self._line.count_by_run,
+            held_by_run=self._roster.held(),
             memory_bytes=sum(usage.private_dirty_bytes for usage in usages),
             pss_bytes=sum(usage.pss_bytes for usage in usages),
             healthy=not failure,
             problem=failure or self._shortage,
+            breaker=self._backoff.breaker(self._clock.monotonic()),
             booted_total=totals["booted"],
             boot_failure_total=totals["boot_failed"],
             lost_total=totals["lost"],
@@ -173,37 +196,50 @@ class Pool:
         self._tasks.spawn(self._get_template(), name=f"pool:{self.name}:template")
         self._reconcile()
 
-    async def lease(self, count: int = 1, *, places: int = 0, timeout_s: float) -> Granted:
-        """Take `count` ready machines and `places`, all or none, in the order of asking. Give back with `release`.
+    async def lease(
+        self, count: int = 1, *, places: int = 0, run: str = "", keeps: int = 0, timeout_s: float
+    ) -> Granted:
+        """Take `count` ready machines and `places`, all or none, when it is the run's turn. Give back with `release`.
 
         The machines are forks of the pool's template that have not run yet. A place is for one machine that the
         caller has forked from a state of its own, with `fork`. On failure and on cancellation nothing is taken.
 
+        Args:
+            count: Machines.
+            places: Places.
+            run: Whose share they count for; empty for that of all which name none.
+            keeps: Machines of the run that the caller holds and gives back only afterwards.
+            timeout_s: How long to wait at most.
+
         Raises:
-            GroupTooLarge: The pool can never hold so many.
+            GroupTooLarge: The pool, or the run's quota, can never hold so many.
             PoolExhausted: The line is full, or it was not the caller's turn within `timeout_s`.
+            PoolFailing: Machines do not start, and none were ready.
             Draining: The pool is going away.
         """
-        wanted = Wanted(ready=count, places=places)
-        if not 1 <= wanted.machine_count <= self.capacity or min(count, places) < 0:
-            raise GroupTooLarge(
-                f"pool {self.name!r} holds at most {self.capacity} machines, so never a group of"
-                f" {wanted.machine_count}; ask for fewer, or raise the pool's capacity"
-            )
+        wanted = Wanted(ready=count, places=places, run=run)
+        if wanted.machine_count < 1 or min(count, places) < 0:
+            raise GroupTooLarge(f"a group of {count} machines and {places} places is none; ask for at least one")
+        if (never := self._refusals.never(wanted, keeps=keeps)) is not None:
+            raise self._told_of(never, run=run)
         if self._draining:
-            raise self._draining_error()
+            raise self._told_of(self._refusals.draining(), run=run)
         now_s = self._clock.monotonic()
         group = WaitingGroup(wanted=wanted, enter_s=now_s, deadline_s=now_s + timeout_s)
         self._line.enter(group)
         self._reconcile()
         if self._line.is_over_limit and not group.admitted.done():
             self._line.leave(group)
-            raise line_full(wanted, self._line, pool=self.name, told=self.statistics(), capacity=self.capacity)
+            raise self._told_of(self._refusals.queue_full(wanted, now_s=now_s, told=self.statistics()), run=run)
         try:
-            return await group.admitted
+            granted = await group.admitted
         except asyncio.CancelledError:
             self._take_back(group)
             raise
+        self._observer.admitted(
+            pool=self.name, run=run, machine_count=wanted.machine_count, wait_s=self._clock.monotonic() - now_s
+        )
+        return granted
 
     async def fork(self, place: Place, frozen: FrozenDesktop) -> LeasedMachine:
         """Fill a place with a fork of a frozen state; it stands still, asleep. The place is used up by it.
@@ -218,11 +254,12 @@ class Pool:
         if self._closing.is_set():
             raise self._draining_error()
         try:
-            return self._hand_out(await self._roster.fill(place, forked(frozen, nursery=self.nursery)))
+            record = await self._roster.fill(place, forked(frozen, nursery=self.nursery))
         except MachineLost:
             if self._closing.is_set():
                 raise self._draining_error() from None
             raise
+        return self._hand_out(record, run=place.run)
 
     async def freeze(self, leased: LeasedMachine) -> FrozenDesktop:
         """Freeze a leased machine's state, to fork from. It stands still meanwhile, then goes on as it was.
@@ -287,13 +324,14 @@ class Pool:
         if self._draining:
             self._note_shortage(is_short=False)
             for group in self._line:
-                self._refuse(group, self._draining_error())
+                self._refuse(group, self._refusals.draining())
             for record in self._roster:
                 is_starting = record.state is MachineState.STARTING and record.place is None
                 if is_starting or record.state is MachineState.IDLE:
                     record.retire()
         else:
             self._follow_plan()
+            self._send_away_if_failing()
             # Whoever gives up may have held up those behind, and nobody gives up who could be served.
             if self._expire():
                 self._follow_plan()
@@ -309,13 +347,18 @@ class Pool:
             self._roster.planned(now_s),
             reserved_count=self._roster.reserved_count,
             waiting=[group.wanted for group in groups],
-            idle_target=self.settings.idle_target,
+            idle_target=self._idle_target(),
             capacity=self.capacity,
             memory_room=self._memory_room(),
             max_starting=self._backoff.starting_limit(now_s, limit=self.settings.max_starting),
             max_idle_s=self.settings.max_idle_s,
+            held=self._roster.held(),
+            shares=self.settings.shares,
+            turn=self._line.turn(groups),
         )
-        for group, machine_ids in zip(groups, steps.lease, strict=False):
+        self._line.note_turn(groups, steps.turn)
+        for index, machine_ids in zip(steps.admitted, steps.lease, strict=True):
+            group = groups[index]
             self._line.leave(group)
             group.admitted.set_result(self._grant(group.wanted, machine_ids))
         for machine_id in steps.destroy:
@@ -324,16 +367,24 @@ class Pool:
             self._roster.enroll(forked(self._template, nursery=self.nursery))
         self._note_shortage(is_short=steps.short_of_memory)
 
+    def _idle_target(self) -> int:
+        """Return how many spare machines to keep; in a failing pool one more than there are, so that one tries."""
+        if not self._backoff.is_failing:
+            return self.settings.idle_target
+        idle_count = sum(record.state is MachineState.IDLE for record in self._roster)
+        return max(self.settings.idle_target, idle_count + 1)
+
     def _grant(self, wanted: Wanted, machine_ids: Iterable[str]) -> Granted:
         return Granted(
-            machines=tuple(self._hand_out(self._roster[machine_id]) for machine_id in machine_ids),
-            places=self._roster.hold_places(wanted.places, pool=self.name),
+            machines=tuple(self._hand_out(self._roster[machine_id], run=wanted.run) for machine_id in machine_ids),
+            places=self._roster.hold_places(wanted.places, pool=self.name, run=wanted.run),
         )
 
-    def _hand_out(self, record: Record) -> LeasedMachine:
+    def _hand_out(self, record: Record, *, run: str) -> LeasedMachine:
         if record.machine is None or record.desktop is None or record.frozen is None:
             raise RuntimeError(f"machine {record.machine_id} is {record.state.value} but was never made")
         record.state = MachineState.LEASED
+        record.run = run
         self._leased_total += 1
         return LeasedMachine(
             machine=record.machine,
@@ -354,6 +405,7 @@ class Pool:
                 record = self._roster.give_up(machine)
                 if record is not None and record.state is MachineState.LEASED:
                     record.state = MachineState.IDLE
+                    record.run = None
                     self._leased_total -= 1
         self._reconcile()
 
@@ -390,7 +442,7 @@ class Pool:
             except Exception as error:  # whatever it was, the next attempt may do
                 now_s = self._clock.monotonic()
                 self._backoff.failed(now_s, f"there is no template: {error}")
-                self._changes.notify()
+                self._reconcile()
                 unexpected = None if isinstance(error, EnvdError) else error
                 logger.warning("pool %s: there is no template: %s", self.name, error, exc_info=unexpected)
                 await self._clock.sleep((self._backoff.retry_at_s(now_s) or now_s) - now_s)
@@ -420,26 +472,45 @@ class Pool:
 
     # -- refusing -----------------------------------------------------------------------------------------------
 
+    def _send_away_if_failing(self) -> None:
+        """Let nobody wait for machines that will not come."""
+        if not self._backoff.is_failing or not len(self._line):
+            return
+        # What stands ready may have been kept for a group that will never be whole: it is for those whom it is enough.
+        idle_count = self.statistics().idle_count
+        self._refuse_failing(group for group in self._line if group.wanted.ready > idle_count)
+        self._follow_plan()
+        self._refuse_failing(self._line)
+
+    def _refuse_failing(self, groups: Iterable[WaitingGroup]) -> None:
+        now_s, told = self._clock.monotonic(), self.statistics()
+        for group in groups:
+            self._refuse(group, self._refusals.failing(self._backoff, now_s=now_s, told=told))
+
     def _expire(self) -> bool:
         """Send away every group whose time is up; tell whether there was one."""
         now_s = self._clock.monotonic()
         late = [group for group in self._line if group.deadline_s <= now_s]
-        errors = [self._too_late_error(group, now_s) for group in late]
-        for group, error in zip(late, errors, strict=True):
-            self._refuse(group, error)
-        return bool(late)
+        if not late:
+            return False
+        told, held = self.statistics(), self._roster.held()
+        refusals = [self._refusals.too_late(group, now_s=now_s, told=told, held=held) for group in late]
+        for group, refusal in zip(late, refusals, strict=True):
+            self._refuse(group, refusal)
+        return True
 
-    def _refuse(self, group: WaitingGroup, error: EnvdError) -> None:
+    def _refuse(self, group: WaitingGroup, refusal: Refusal) -> None:
         self._line.leave(group)
         if not group.admitted.done():
-            group.admitted.set_exception(error)
+            group.admitted.set_exception(self._told_of(refusal, run=group.wanted.run))
 
-    def _too_late_error(self, group: WaitingGroup, now_s: float) -> PoolExhausted:
-        return too_late(group, self._line, pool=self.name, now_s=now_s, told=self.statistics(), capacity=self.capacity)
+    def _told_of(self, refusal: Refusal, *, run: str) -> EnvdError:
+        """Return the error of a refusal, once the observer knows of it."""
+        self._observer.refused(pool=self.name, run=run, reason=refusal.reason.value)
+        return refusal.error
 
-    def _draining_error(self) -> Draining:
-        # Whoever comes back finds another daemon, or none: a second is as good as any other figure.
-        return Draining(f"pool {self.name!r} is draining and leases no more; try another host", retry_after_s=1.0)
+    def _draining_error(self) -> EnvdError:
+        return self._refusals.draining().error
 
     # -- time ---------------------------------------------------------------------------------------------------
 

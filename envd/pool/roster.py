@@ -6,7 +6,7 @@ Keeps the books and tells its pool of every change; what is to happen next is no
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from envd.errors import MachineLost
 from envd.hypervisor.machine import Machine
@@ -16,6 +16,7 @@ from envd.pool.life import Nursery, Record, Work, live
 from envd.pool.memory import MemoryClaim
 from envd.pool.planner import MachineState, PlannedMachine
 from envd.pool.tasks import OwnedTasks
+from envd.pool.turnover import Turnover
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Roster:
         """Machines that were booted, boot_failed, lost, and template_booted, since the beginning."""
         self.last_start_s: float | None = None
         """How long the newest machine took to come up."""
+        self.turnover = Turnover()
+        """How fast machines come back from their users."""
         self._nursery = nursery
         self._backoff = backoff
         self._tasks = tasks
@@ -67,6 +70,16 @@ class Roster:
     def reserved_count(self) -> int:
         """Places that hold no machine yet."""
         return sum(record is None for record in self._places.values())
+
+    def held(self) -> Mapping[str, int]:
+        """Return how many machines and places are in the hands of each run that has any."""
+        held = Counter(place.run for place, record in self._places.items() if record is None or not record.fills_place)
+        held.update(
+            record.run
+            for record in self._records.values()
+            if record.run is not None and record.state is MachineState.LEASED
+        )
+        return held
 
     @property
     def problem(self) -> str:
@@ -133,9 +146,9 @@ class Roster:
         record.fills_place = True
         return record
 
-    def hold_places(self, count: int, *, pool: str) -> tuple[Place, ...]:
-        """Make places."""
-        places = tuple(Place(pool) for _ in range(count))
+    def hold_places(self, count: int, *, pool: str, run: str) -> tuple[Place, ...]:
+        """Make places for a run."""
+        places = tuple(Place(pool, run=run) for _ in range(count))
         self._places.update(dict.fromkeys(places))
         return places
 
@@ -166,7 +179,7 @@ class Roster:
         if record.claim is not None:
             record.claim.set_result(None)
         else:
-            self._backoff.succeeded()
+            record.cleared_count = self._backoff.succeeded()
         self._changed()
 
     def did_not_start(self, record: Record, error: Exception) -> None:
@@ -184,9 +197,10 @@ class Roster:
         logger.warning("machine %s: lost while %s: %s", record.machine_id, record.state.value, machine.lost_reason)
         self.totals["lost"] += 1
         if record.state is MachineState.IDLE:
-            # One that dies unused may be the first of many: the next waits a little.
+            # One that dies unused may be the first of many: the next waits a little. Nor had it truly come up, so what
+            # failed before it counts again.
             problem = f"machine {record.machine_id} died while idle: {machine.lost_reason}"
-            self._backoff.failed(self._nursery.clock.monotonic(), problem)
+            self._backoff.failed(self._nursery.clock.monotonic(), problem, cleared=record.cleared_count)
         self._told()
 
     def does_not_go(self, record: Record, error: Exception) -> None:
@@ -198,6 +212,8 @@ class Roster:
         """See `Keeper`."""
         self._undead.pop(record.machine_id, None)
         del self._records[record.machine_id]
+        if record.run is not None:
+            self.turnover.returned(self._nursery.clock.monotonic())
         if record.place in self._places:
             if record.fills_place:
                 del self._places[record.place]

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from envd.errors import ConfigError
 from envd.guest.observation import SettlePolicy
+from envd.pool.backoff import FAILING_AFTER
+from envd.pool.fairness import RunShares
 
 #: Leaves room in a machine id, 32 characters at most, for a hyphen and seven more.
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,22}[a-z0-9])?")
@@ -26,12 +28,16 @@ class PoolSettings:
     """Age from which on an idle machine beyond `idle_target` is destroyed."""
     queue_limit: int = 256
     """Most groups that may wait for machines; more are told to come back later."""
+    shares: RunShares = field(default_factory=RunShares)
+    """What each run may have of the machines."""
     boot_timeout_s: float = 600.0
     """Longest time from a running machine to a settled desktop, when the pool's template is booted."""
     backoff_min_s: float = 1.0
     """Pause after a machine that did not come up; doubles with each further one."""
     backoff_max_s: float = 60.0
     """Longest such pause."""
+    failing_after: int = FAILING_AFTER
+    """Failures in a row after which nobody waits for machines until one comes up."""
     measure_interval_s: float = 15.0
     """How often the machines' memory is measured."""
     memory_mib: int = 1024
@@ -60,6 +66,10 @@ class PoolSettings:
             )
         if self.max_starting < 1:
             raise ConfigError(f"pool {self.name!r}: max_starting {self.max_starting} is below 1, so none could start")
+        if self.queue_limit < 0:
+            raise ConfigError(f"pool {self.name!r}: queue_limit {self.queue_limit} is below 0")
+        if self.failing_after < 1:
+            raise ConfigError(f"pool {self.name!r}: failing_after {self.failing_after} is below 1")
         if self.expected_memory_mib < 1:
             raise ConfigError(f"pool {self.name!r}: expected_memory_mib {self.expected_memory_mib} is below 1")
         if self.task_templates < 0:

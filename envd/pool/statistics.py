@@ -1,6 +1,9 @@
 """What a pool tells of itself."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from envd.pool.backoff import BreakerState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +18,10 @@ class PoolStatistics:
     """Places that hold no machine yet."""
     waiting_count: int
     """Machines and places that the groups in line wait for."""
+    waiting_by_run: Mapping[str, int]
+    """Groups in line of each run that has any."""
+    held_by_run: Mapping[str, int]
+    """Machines and places in the hands of each run that has any."""
     memory_bytes: int
     """Private dirty bytes of all machines, when last measured."""
     pss_bytes: int
@@ -23,6 +30,8 @@ class PoolStatistics:
     """Whether machines come and go as they should."""
     problem: str
     """Why machines fail to start or to go, or what holds them up; empty when nothing does."""
+    breaker: BreakerState
+    """Whether machines are worth waiting for."""
     booted_total: int
     """Machines that came up: forks."""
     boot_failure_total: int

@@ -7,7 +7,7 @@ the snapshot that `Metrics.watch_pools` was given, so a scrape never shows half 
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,6 +19,8 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 #: From a fork on KVM to a cold boot under TCG.
 _RESET_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+#: From a machine that stands ready to a night in line.
+_WAIT_BUCKETS = (0.01, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600, 1800, 7200)
 #: From one key press on a still screen to a page of text and a slow redraw.
 _STEP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _EVALUATE_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -38,6 +40,7 @@ class PoolGauges:
     machine_counts: Mapping[str, int]
     """Machines by state: idle, leased, starting, dying; and reserved, places for machines that are not there yet."""
     waiting_count: int
+    """Machines that groups in line wait for."""
     memory_bytes: int
     """What its machines hold alone."""
     pss_bytes: int
@@ -53,6 +56,12 @@ class PoolGauges:
     """Templates that were booted."""
     last_start_s: float | None
     """How long the newest fork took; None before the first."""
+    queue_lengths: Mapping[str, int] = field(default_factory=dict)
+    """Groups in line by run, of a bounded number of runs."""
+    held_counts: Mapping[str, int] = field(default_factory=dict)
+    """Machines and places in the hands of runs, likewise."""
+    breaker: Mapping[str, bool] = field(default_factory=dict)
+    """Each state of its circuit breaker, and whether it is the present one."""
 
 
 class Metrics:
@@ -78,6 +87,22 @@ class Metrics:
         )
         self.scores = self._histogram("envd_score_ratio", "Scores that episodes were given.", _SCORE_BUCKETS, "pool")
         self.failures = self._counter("envd_failures_total", "Calls answered with a failure, by its reason.", "reason")
+        self.admissions = self._counter(
+            "envd_admissions_total", "Resets and forks that got their machines, by run.", "pool", "run"
+        )
+        self.machines_granted = self._counter(
+            "envd_machines_granted_total", "Machines and places for them that runs got.", "pool", "run"
+        )
+        self.admission_wait = self._histogram(
+            "envd_admission_wait_seconds", "How long those waited for them.", _WAIT_BUCKETS, "pool", "run"
+        )
+        self.refusals = self._counter(
+            "envd_admission_refusals_total",
+            "Resets and forks that got no machines, by reason.",
+            "pool",
+            "run",
+            "reason",
+        )
         self.episodes_started = self._counter("envd_episodes_started_total", "Episodes opened.", "pool")
         self.episodes_ended = self._counter(
             "envd_episodes_ended_total", "Episodes that ended, by the state they ended in.", "pool", "state"
@@ -154,7 +179,12 @@ class _PoolCollector(Collector):
 def _families(pools: tuple[PoolGauges, ...]) -> Iterator[Metric]:
     machines = GaugeMetricFamily("envd_pool_machines", "Machines of a pool, by state.", labels=("pool", "state"))
     leases = GaugeMetricFamily("envd_leases", "Machines leased to episodes.", labels=("pool",))
-    waiting = GaugeMetricFamily("envd_queue_waiting", "Resets waiting for machines.", labels=("pool",))
+    waiting = GaugeMetricFamily("envd_queue_waiting", "Machines that are waited for.", labels=("pool",))
+    queue = GaugeMetricFamily("envd_queue_groups", "Resets and forks in line, by run.", labels=("pool", "run"))
+    held = GaugeMetricFamily("envd_run_machines", "Machines in the hands of each run.", labels=("pool", "run"))
+    breaker = GaugeMetricFamily(
+        "envd_pool_breaker", "1 for the state that a pool's circuit breaker is in.", labels=("pool", "state")
+    )
     memory = GaugeMetricFamily(
         "envd_machine_memory_bytes", "Private dirty memory of a pool's machines together.", labels=("pool",)
     )
@@ -175,6 +205,12 @@ def _families(pools: tuple[PoolGauges, ...]) -> Iterator[Metric]:
             machines.add_metric((pool.pool, state), count)
         leases.add_metric((pool.pool,), pool.machine_counts.get("leased", 0))
         waiting.add_metric((pool.pool,), pool.waiting_count)
+        for run, count in pool.queue_lengths.items():
+            queue.add_metric((pool.pool, run), count)
+        for run, count in pool.held_counts.items():
+            held.add_metric((pool.pool, run), count)
+        for state, is_it in pool.breaker.items():
+            breaker.add_metric((pool.pool, state), float(is_it))
         memory.add_metric((pool.pool,), pool.memory_bytes)
         shared.add_metric((pool.pool,), pool.pss_bytes)
         templates.add_metric((pool.pool,), pool.template_boot_total)
@@ -184,4 +220,18 @@ def _families(pools: tuple[PoolGauges, ...]) -> Iterator[Metric]:
         started.add_metric((pool.pool, "ready"), pool.booted_total)
         started.add_metric((pool.pool, "failed"), pool.boot_failure_total)
         lost.add_metric((pool.pool,), pool.lost_total)
-    yield from (machines, leases, waiting, memory, shared, healthy, started, templates, fork, lost)
+    yield from (
+        machines,
+        leases,
+        waiting,
+        queue,
+        held,
+        breaker,
+        memory,
+        shared,
+        healthy,
+        started,
+        templates,
+        fork,
+        lost,
+    )

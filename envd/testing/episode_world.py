@@ -28,6 +28,8 @@ from envd.errors import SetupFailed
 from envd.guest.actions import Action, Click, Done, Fail
 from envd.guest.desktop import Desktop
 from envd.guest.observation import Encoding, ObservationOptions
+from envd.pool.backoff import FAILING_AFTER
+from envd.pool.fairness import RunShares
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
@@ -215,7 +217,12 @@ class World:
 
 @asynccontextmanager
 async def running_world(
-    *, capacity: int = CAPACITY, always_running: bool = False, task_templates: int = 8
+    *,
+    capacity: int = CAPACITY,
+    always_running: bool = False,
+    task_templates: int = 8,
+    shares: RunShares | None = None,
+    failing_after: int = FAILING_AFTER,
 ) -> AsyncIterator[World]:
     """Run a service on a pool with `capacity` machines ready; afterwards nothing of it is left."""
     clock, hypervisor, tasks, notes = ManualClock(), StubHypervisor(), StubTasks(), Notes()
@@ -229,6 +236,8 @@ async def running_world(
         allow_guest_access=True,
         always_running=always_running,
         task_templates=task_templates,
+        shares=shares or RunShares(),
+        failing_after=failing_after,
     )
     pool = Pool(settings, hypervisor=hypervisor, image=IMAGE, make_desktop=hypervisor.desktop, clock=clock)
     service = EpisodeService(

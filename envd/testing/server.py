@@ -55,6 +55,7 @@ async def serve_fake(
     limits: EpisodeLimits | None = None,
     settle: SettlePolicy = QUICK_SETTLE,
     boot_timeout_s: float = 10.0,
+    failing_after: int = 10,
     clock: Clock | None = None,
     extra_tasks: Iterable[Task] = (),
     security: SecurityConfig | None = None,
@@ -68,6 +69,7 @@ async def serve_fake(
         limits: Bounds on episodes.
         settle: When a screen counts as settled, unless a request says otherwise.
         boot_timeout_s: Longest time until a machine's desktop has settled.
+        failing_after: Failures to start in a row after which resets are refused.
         clock: What leases are timed by; by default the host's.
         extra_tasks: Tasks beside the suite `fake`.
         security: Who may call; by default whoever can.
@@ -83,6 +85,8 @@ async def serve_fake(
             max_starting=size,
             boot_timeout_s=boot_timeout_s,
             backoff_min_s=0.05,
+            # Pauses begin shorter here than elsewhere, and add up to half a minute all the same.
+            failing_after=failing_after,
             allow_guest_access=True,
             settle=settle,
         )

@@ -265,6 +265,7 @@ async def test_a_failed_renewal_is_tried_again(
         (errors.AccessDenied("x"), trainer.AccessDenied, "PERMISSION_DENIED"),
         (errors.Unimplemented("x"), trainer.NotSupported, "UNIMPLEMENTED"),
         (errors.PoolExhausted("x", retry_after_s=60.0), trainer.PoolExhausted, "RESOURCE_EXHAUSTED"),
+        (errors.PoolFailing("x", retry_after_s=60.0), trainer.PoolFailing, "UNAVAILABLE"),
         (errors.Draining("x", retry_after_s=60.0), trainer.Draining, "UNAVAILABLE"),
         (errors.MachineLost("x"), trainer.MachineLost, "DATA_LOSS"),
         (errors.GuestUnresponsive("x"), trainer.GuestUnresponsive, "DATA_LOSS"),

@@ -1,18 +1,23 @@
 """How `envd doctor` judges what it finds."""
 
+import asyncio
 import json
 import socket
 import subprocess
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from envd.api.inquiry import PoolHealth, PoolReport, ask_pools
 from envd.cli import doctor
 from envd.cli.doctor import Check, Status
 from envd.config import Config, load
 from envd.hypervisor.accel import KvmProbe
+from envd.hypervisor.fake import Faults
+from envd.testing.server import serve_fake
 
 GIB = 1 << 30
 
@@ -126,3 +131,67 @@ async def test_without_kvm_only_a_demand_for_it_fails(tmp_path: Path, monkeypatc
     assert (await doctor.check_kvm(config_with(tmp_path))).status is Status.WARN
     demanded = config_with(tmp_path, **{"hypervisor.accelerator": "kvm"})
     assert (await doctor.check_kvm(demanded)).status is Status.FAIL
+
+
+# The pools of a daemon that runs
+
+
+@pytest.mark.parametrize(
+    ("health", "status"),
+    [
+        (PoolHealth.HEALTHY, Status.OK),
+        (PoolHealth.DEGRADED, Status.WARN),
+        (PoolHealth.FAILING, Status.FAIL),
+        (PoolHealth.UNKNOWN, Status.WARN),
+    ],
+)
+def test_a_pool_is_judged_by_its_health(health: PoolHealth, status: Status) -> None:
+    report = PoolReport(name="desktop", health=health, problem="", capacity=4, leased_count=3, waiting_count=2)
+    (check,) = doctor.check_pools([report])
+    assert (check.name, check.status) == ("pool desktop", status)
+    assert check.detail == f"{health.value}, 3 of 4 machines leased, 2 waited for"
+
+
+async def test_no_daemon_is_nothing_to_complain_of(tmp_path: Path) -> None:
+    (check,) = await doctor.check_daemon(config_with(tmp_path), daemon_pid=None)
+    assert (check.name, check.status) == ("daemon", Status.OK)
+    assert "none runs" in check.detail
+
+
+async def test_a_daemon_on_a_port_that_only_it_knows_is_not_asked(tmp_path: Path) -> None:
+    (check,) = await doctor.check_daemon(config_with(tmp_path, listen="127.0.0.1:0"), daemon_pid=42)
+    assert check.status is Status.OK
+    assert "not asked" in check.detail
+
+
+async def test_a_daemon_that_does_not_answer_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as silent:  # it takes connections, and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        listen = f"127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(doctor, "_ASK_TIMEOUT", timedelta(seconds=0.2))
+        (check,) = await doctor.check_daemon(config_with(tmp_path, listen=listen), daemon_pid=42)
+    assert check.status is Status.WARN
+    assert f"process 42 on {listen} does not answer" in check.detail
+
+
+async def test_a_daemon_that_runs_tells_of_its_pools(tmp_path: Path) -> None:
+    async with serve_fake(size=1) as server:
+        while not server.pool.statistics().idle_count:
+            await asyncio.sleep(0.01)
+        checks = await doctor.check_daemon(config_with(tmp_path, listen=server.address), daemon_pid=42)
+    assert [(check.name, check.status) for check in checks] == [("daemon", Status.OK), ("pool fake", Status.OK)]
+    assert checks[1].detail == "healthy, 0 of 2 machines leased, 0 waited for"
+
+
+async def test_a_failing_pool_of_a_daemon_that_runs_fails_with_its_problem(tmp_path: Path) -> None:
+    async with serve_fake(size=1, faults=Faults(create_error="no memory left"), failing_after=1) as server:
+        while server.pool.statistics().healthy:
+            await asyncio.sleep(0.01)
+        _, check = await doctor.check_daemon(config_with(tmp_path, listen=server.address), daemon_pid=42)
+        (report,) = await ask_pools(server.address, timeout=timedelta(seconds=5))
+    assert check.status is Status.FAIL
+    assert "failing, 0 of 2 machines leased, 0 waited for; " in check.detail
+    assert "no memory left" in check.detail
+    assert "no memory left" in report.problem
+    assert report.health is PoolHealth.FAILING

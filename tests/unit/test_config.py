@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.config import Config, PoolConfig, fields, load, parse_pool_flags
+from envd.config import Config, PoolConfig, RunConfig, fields, load, parse_pool_flags
 from envd.errors import ConfigError
 
 
@@ -174,6 +174,28 @@ def test_settle_and_lease_bounds_must_be_in_order() -> None:
         load(flags={"pools": {"a": {"settle": {"min_ms": 10, "max_ms": 5}}}})
     with pytest.raises(ConfigError, match="lease_ttl_s 600 is above lease_ttl_max_s 60"):
         load(flags={"limits.lease_ttl_s": 600, "limits.lease_ttl_max_s": 60})
+
+
+def test_runs_have_weights_and_quotas_by_name(tmp_path: Path) -> None:
+    file = write(tmp_path, "[limits.runs.main]\nweight = 2.0\n[limits.runs.default]\nquota = 8\n")
+    runs = load(file=file, environ={"ENVD_LIMITS__RUNS__SWEEP__QUOTA": "4"}).limits.runs
+    assert runs == {"main": RunConfig(weight=2.0), "default": RunConfig(quota=8), "sweep": RunConfig(quota=4)}
+    assert (runs["main"].quota, runs["default"].weight) == (None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[limits.runs.main]\nwieght = 2.0\n", "limits.runs.main.wieght: unknown key; did you mean 'weight'?"),
+        ("[limits.runs.main]\nweight = 0\n", "limits.runs.main.weight: Input should be greater than or equal to"),
+        ("[limits.runs.main]\nquota = 0\n", "limits.runs.main.quota: Input should be greater than or equal to 1"),
+        ("[limits.runs.'a b']\nquota = 1\n", "run name 'a b' is not 1 to 64 of A-Z a-z 0-9 . _ -"),
+        ("[limits.run.main]\nquota = 1\n", "limits.run: unknown key; did you mean 'runs'?"),
+        ("[pools.a]\nfailing_after = 0\n", "pools.a.failing_after: Input should be greater than or equal to 1"),
+    ],
+)
+def test_a_mistake_about_runs_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    assert complaint in refusal(tmp_path, text)
 
 
 def test_a_config_cannot_be_changed_once_loaded() -> None:

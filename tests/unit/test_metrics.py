@@ -12,6 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from envd.episodes.observer import EpisodeObserver
 from envd.errors import ConfigError
+from envd.pool.observer import AdmissionObserver
+from envd.telemetry.admission_metrics import AdmissionMetrics, RunLabels
 from envd.telemetry.endpoint import serve_metrics
 from envd.telemetry.episode_metrics import EpisodeMetrics
 from envd.telemetry.metrics import TOTAL, Metrics, PoolGauges
@@ -94,6 +96,39 @@ def test_what_the_episode_service_tells_is_counted_by_pool() -> None:
     assert shown["envd_episodes_ended_total", "p", "terminated"] == 1
     assert shown["envd_episode_failures_total", "step", "p", "MACHINE_LOST"] == 1
     assert not any("r" in labels or "e" in labels for _, *labels in shown)
+
+
+def test_admissions_are_counted_by_the_runs_that_the_operator_named_and_one_more() -> None:
+    metrics = Metrics(process=False)
+    observer: AdmissionObserver = AdmissionMetrics(metrics, runs=RunLabels(["main"]))
+    observer.admitted(pool="p", run="main", machine_count=4, wait_s=2.5)
+    for number in range(1000):
+        observer.admitted(pool="p", run=f"invented-{number}", machine_count=1, wait_s=0.0)
+        observer.refused(pool="p", run=f"invented-{number}", reason="too_late")
+    observer.admitted(pool="p", run="", machine_count=1, wait_s=0.0)
+    shown = samples(metrics)
+    assert shown["envd_admissions_total", "p", "main"] == 1
+    assert shown["envd_machines_granted_total", "p", "main"] == 4
+    assert shown["envd_admission_wait_seconds_sum", "p", "main"] == 2.5
+    assert shown["envd_admissions_total", "p", "other"] == 1001
+    assert shown["envd_admission_refusals_total", "p", "too_late", "other"] == 1000
+    assert not [labels for _, *labels in shown if any("invented" in label for label in labels)]
+
+
+def test_the_line_the_holders_and_the_breaker_show_the_moment_of_the_scrape() -> None:
+    metrics = Metrics(process=False)
+    runs = RunLabels(["main", "sweep"])
+    gauges = replace(
+        pool(),
+        queue_lengths=runs.counts({"main": 2, "x": 1, "y": 3}),
+        held_counts=runs.counts({"": 5}),
+        breaker={"closed": False, "open": True},
+    )
+    metrics.watch_pools(lambda: [gauges])
+    shown = samples(metrics)
+    assert [shown["envd_queue_groups", "desktop", run] for run in ("main", "sweep", "other")] == [2, 0, 4]
+    assert [shown["envd_run_machines", "desktop", run] for run in ("main", "sweep", "other")] == [0, 0, 5]
+    assert [shown["envd_pool_breaker", "desktop", state] for state in ("closed", "open")] == [0, 1]
 
 
 def test_two_daemons_in_one_process_do_not_share_series() -> None:

@@ -23,6 +23,7 @@ TABLE: list[tuple[errors.EnvdError, Code, str]] = [
     (errors.GroupTooLarge("x"), Code.FAILED_PRECONDITION, "GROUP_TOO_LARGE"),
     (errors.StepIndexMismatch("x"), Code.ABORTED, "STEP_INDEX_MISMATCH"),
     (errors.PoolExhausted("x", retry_after_s=1.5), Code.RESOURCE_EXHAUSTED, "POOL_EXHAUSTED"),
+    (errors.PoolFailing("x", retry_after_s=3.0), Code.UNAVAILABLE, "POOL_FAILING"),
     (errors.Draining("x", retry_after_s=2.0), Code.UNAVAILABLE, "DRAINING"),
     (errors.AccessDenied("x"), Code.PERMISSION_DENIED, "ACCESS_DENIED"),
     (errors.ScopeTooSmall("x"), Code.PERMISSION_DENIED, "SCOPE_TOO_SMALL"),
@@ -73,7 +74,7 @@ def test_the_table_has_every_error() -> None:
 @pytest.mark.parametrize(("error", "code", "reason"), TABLE, ids=lambda value: type(value).__name__)
 def test_only_what_is_worth_retrying_says_when(error: errors.EnvdError, code: Code, reason: str) -> None:
     retry = unpacked(status_of(error, metadata={})).get("RetryInfo")
-    if isinstance(error, errors.PoolExhausted | errors.Draining | errors.RateLimited):
+    if isinstance(error, errors.PoolExhausted | errors.PoolFailing | errors.Draining | errors.RateLimited):
         assert isinstance(retry, error_details_pb2.RetryInfo)
         assert retry.retry_delay.ToTimedelta().total_seconds() == error.retry_after_s
     else:

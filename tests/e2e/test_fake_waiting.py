@@ -1,0 +1,63 @@
+"""Over a real socket: what goes on while resets wait for machines, and what those hear who wait in vain."""
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+
+from envd.hypervisor.fake import Faults
+from envd.testing.server import serve_fake
+from trainer import client as wire
+from trainer.client import AsyncEnvClient, Click, Done
+
+TASK = "fake/save-note"
+NOTHING = wire.View(encoding="none")
+
+
+async def reset_and_close(client: AsyncEnvClient) -> None:
+    async with client.reset(TASK, view=NOTHING):
+        pass
+
+
+async def test_hundreds_of_parked_resets_on_one_connection_hold_up_nothing_else() -> None:
+    async with (
+        serve_fake(size=1, capacity=1) as server,
+        AsyncEnvClient(server.address, keep_alive_interval=timedelta(milliseconds=20)) as client,
+    ):
+        async with client.reset(TASK, view=NOTHING) as episode:
+            # More than the 100 calls that HTTP/2 peers often take at once on a connection.
+            parked = [asyncio.create_task(reset_and_close(client)) for _ in range(200)]
+            while sum(server.pool.statistics().waiting_by_run.values()) < len(parked):
+                await asyncio.sleep(0.01)
+            assert (await episode.step(Click(x=10, y=10), view=NOTHING)).step_count == 1
+            await episode.observe(view=NOTHING)
+            await episode.step(Done(), view=NOTHING)
+            assert (await episode.evaluate()).score == 0.0
+            assert not any(task.done() for task in parked)
+        # Leaving the block closed it: the next one in line has its machine.
+        done, _ = await asyncio.wait(parked, return_when=asyncio.FIRST_COMPLETED)
+        assert all(task.exception() is None for task in done)
+        for task in parked:
+            task.cancel()
+        await asyncio.gather(*parked, return_exceptions=True)
+
+
+async def test_a_failing_pool_says_so_long_before_the_deadline_and_when_it_tries_again() -> None:
+    async with (
+        serve_fake(size=1, faults=Faults(create_error="no memory left"), failing_after=2) as server,
+        AsyncEnvClient(server.address) as client,
+    ):
+        while not server.pool.statistics().problem.startswith("2 failures in a row"):
+            await asyncio.sleep(0.01)
+        # Within the deadline the client tries again, as it is told; at its end it says what was the matter.
+        with pytest.raises(wire.PoolFailing, match="no memory left") as caught:
+            await asyncio.wait_for(reset_once(client), 30.0)
+        assert caught.value.retry_after is not None
+        assert caught.value.retry_after >= timedelta(seconds=1)
+        (pool,) = await client.list_pools()
+        assert "no memory left" in pool.problem
+
+
+async def reset_once(client: AsyncEnvClient) -> None:
+    async with client.reset(TASK, view=NOTHING, timeout=timedelta(seconds=0.9)):
+        pass

@@ -1,0 +1,75 @@
+"""What a daemon makes of its settings, on drawn desktops."""
+
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from envd.cli.daemon import open_daemon, run_shares
+from envd.config import PoolConfig, RunConfig, load
+from envd.episodes.types import ResetCommand
+from envd.errors import GroupTooLarge
+from envd.guest.observation import Encoding, ObservationOptions
+from envd.pool.backoff import FAILING_AFTER
+from envd.pool.fairness import RunShare, RunShares
+
+TASK = "fake/save-note"
+
+
+def test_default_is_for_every_run_that_is_not_named() -> None:
+    shares = run_shares({"main": RunConfig(weight=2.0), "default": RunConfig(weight=0.5, quota=8)})
+    assert shares.of("main") == RunShare(weight=2.0)
+    assert shares.of("x") == shares.of("") == shares.of("default") == RunShare(weight=0.5, quota=8)
+    assert run_shares({}) == RunShares()
+
+
+def test_a_pool_fails_after_as_many_failures_whether_or_not_the_settings_say_so() -> None:
+    assert PoolConfig(image="desktop").failing_after == FAILING_AFTER
+
+
+async def test_a_served_pool_keeps_the_quotas_of_its_settings_and_tells_of_its_runs(tmp_path: Path) -> None:
+    config = load(
+        flags={
+            "listen": "127.0.0.1:0",
+            "metrics_listen": "127.0.0.1:0",
+            "state_dir": tmp_path / "state",
+            "cache_dir": tmp_path / "cache",
+            "hypervisor.uri": "fake",
+            "pools": {"desktop": {"size": 2, "failing_after": 4, "queue_limit": 9}},
+            "limits.runs": {"main": {"quota": 1, "weight": 2.0}},
+        }
+    )
+
+    def command(number: int, group_size: int, run: str) -> ResetCommand:
+        return ResetCommand(
+            request_id=f"r{number}",
+            task_id=TASK,
+            group_size=group_size,
+            run=run,
+            observe=ObservationOptions(encoding=Encoding.NONE),
+            timeout_s=30.0,
+        )
+
+    async with open_daemon(config) as daemon:
+        (pool,) = daemon.pools
+        assert (pool.settings.failing_after, pool.settings.queue_limit) == (4, 9)
+        assert pool.settings.shares.of("main") == RunShare(weight=2.0, quota=1)
+        await daemon.service.reset(command(1, 1, "main"))
+        await daemon.service.reset(command(2, 1, "invented"))
+        with pytest.raises(GroupTooLarge, match="run 'main' may hold at most 1"):
+            await daemon.service.reset(command(3, 2, "main"))
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://{daemon.metrics_address}/metrics") as response,
+        ):
+            series = (await response.text()).splitlines()
+    assert {
+        'envd_admissions_total{pool="desktop",run="main"} 1.0',
+        'envd_admissions_total{pool="desktop",run="other"} 1.0',
+        'envd_admission_refusals_total{pool="desktop",reason="over_quota",run="main"} 1.0',
+        'envd_run_machines{pool="desktop",run="main"} 1.0',
+        'envd_run_machines{pool="desktop",run="other"} 1.0',
+        'envd_queue_groups{pool="desktop",run="main"} 0.0',
+        'envd_pool_breaker{pool="desktop",state="closed"} 1.0',
+        'envd_pool_breaker{pool="desktop",state="half_open"} 0.0',
+    } <= set(series)

@@ -1,0 +1,100 @@
+"""Only resets and forks wait for machines: everything else goes on beside them, and each counts for its run."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from envd.episodes.types import EpisodeState, ForkResult, ResetResult
+from envd.errors import GroupTooLarge, HypervisorError, PoolFailing
+from envd.pool.fairness import RunShare, RunShares
+from envd.testing.clock import run_ready
+from envd.testing.episode_world import CAPACITY, NO_PIXELS, PLAIN, World, running_world
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with running_world() as world:
+        yield world
+
+
+async def test_steps_scores_leases_and_closes_never_wait_behind_resets_and_forks(world: World) -> None:
+    first, second, third = [await world.open(run="a", task_id=PLAIN.task_id) for _ in range(CAPACITY)]
+    parked: list[asyncio.Task[ResetResult] | asyncio.Task[ForkResult]] = [
+        asyncio.create_task(world.reset(run=f"run-{number % 7}", group_size=number % CAPACITY + 1, timeout_s=600.0))
+        for number in range(200)
+    ]
+    parked.append(asyncio.create_task(world.fork(first, timeout_s=600.0)))
+    await run_ready()
+
+    stepping = asyncio.create_task(world.service.step(world.step_command(first, 0, observe=NO_PIXELS)))
+    observing = asyncio.create_task(world.service.observe(second, NO_PIXELS))
+    scoring = asyncio.create_task(world.service.evaluate(second, request_id="e", fingerprint=b""))
+    keeping = asyncio.create_task(world.service.keep_alive([third], None))
+    await run_ready()
+    # No time has passed and no machine came free: they did not wait.
+    assert stepping.result().episode.step_count == 1
+    assert observing.result().frame.frame_id
+    assert scoring.result().score == 1.0
+    assert [info.state for info in keeping.result()] == [EpisodeState.ACTIVE]
+    assert not any(task.done() for task in parked)
+    assert len(world.pool.statistics().waiting_by_run) == 8
+
+    closing = asyncio.create_task(world.service.close(third))
+    await run_ready()
+    assert closing.done()
+    assert sum(task.done() for task in parked) == 1, "its machine's place is another's"
+    for task in parked:
+        task.cancel()
+    await asyncio.gather(*parked, return_exceptions=True)
+
+
+async def test_a_reset_counts_for_its_run_and_a_fork_for_its_parents(world: World) -> None:
+    parent = await world.open(run="a", task_id=PLAIN.task_id)
+    await world.open(task_id=PLAIN.task_id)
+    assert world.pool.statistics().held_by_run == {"a": 1, "": 1}
+    await world.fork(parent)
+    assert world.pool.statistics().held_by_run == {"a": 2, "": 1}
+    await world.service.close(parent)
+    await run_ready()
+    assert world.pool.statistics().held_by_run == {"a": 1, "": 1}
+
+
+async def test_a_group_whose_machine_is_lost_starts_over_within_its_quota() -> None:
+    async with running_world(shares=RunShares(named={"a": RunShare(quota=2)})) as world:
+        world.tasks.lose_in_setup = 1
+        result = await world.reset(run="a", group_size=2)
+        assert len(result.episodes) == 2
+        assert world.pool.statistics().held_by_run == {"a": 2}
+
+
+async def test_a_fork_counts_its_parent_which_stays() -> None:
+    async with running_world(shares=RunShares(named={"a": RunShare(quota=2)})) as world:
+        parent = await world.open(run="a", task_id=PLAIN.task_id)
+        with pytest.raises(GroupTooLarge, match="never a group of 2 beside the 1 that it must keep"):
+            await world.fork(parent, fork_count=2)
+        assert world.state(parent) == (EpisodeState.ACTIVE, "")
+        assert len((await world.fork(parent)).episodes) == 1
+        assert ("fork", "GROUP_TOO_LARGE") in world.notes.failures
+
+
+async def test_resets_on_a_failing_pool_are_refused_and_may_be_tried_again_under_the_same_id() -> None:
+    async with running_world(failing_after=2) as world:
+        for _ in range(CAPACITY):
+            await world.open(task_id=PLAIN.task_id)
+        world.hypervisor.errors["fork"] = [HypervisorError("no space left")] * 2
+        command = world.reset_command(task_id=PLAIN.task_id, timeout_s=600.0)
+        waiting = asyncio.create_task(world.service.reset(command))
+        await run_ready()
+        await world.service.close(world.service.list_episodes()[0].episode_id)
+        await world.clock.advance(1.0)
+        with pytest.raises(PoolFailing, match="no space left"):
+            await waiting
+        with pytest.raises(PoolFailing):
+            await world.service.reset(command)
+        (info,) = world.service.list_pools()
+        assert not info.healthy
+        assert "2 failures in a row" in info.problem
+        await world.clock.advance(2.0)
+        assert len((await world.service.reset(command)).episodes) == 1
+        assert world.service.list_pools()[0].healthy
