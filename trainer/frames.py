@@ -5,6 +5,7 @@ little more than the changes, and checking an image costs what changed. The dige
 `cuaenv/v1/env.proto`, at `Frame.image_id`.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -27,7 +28,7 @@ class FrameMismatch(Exception):
 class TiledImage:
     """One 8-bit RGB image. Never changes; can be pickled."""
 
-    __slots__ = ("_digests", "_tiles", "height_px", "image_id", "width_px")
+    __slots__ = ("_base", "_changed", "_digests", "_rgb", "_tiles", "height_px", "image_id", "width_px")
 
     def __init__(
         self, width_px: int, height_px: int, tiles: tuple[bytes, ...], digests: tuple[bytes, ...], image_id: str
@@ -46,16 +47,16 @@ class TiledImage:
         self.image_id = image_id
         self._tiles = tiles
         self._digests = digests
+        self._rgb: weakref.ref[npt.NDArray[np.uint8]] | None = None
+        # The array of the image that this one was made from, if it still is there, and the tiles that differ.
+        self._base: weakref.ref[npt.NDArray[np.uint8]] | None = None
+        self._changed: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return f"<TiledImage {self.width_px}x{self.height_px} {self.image_id}>"
 
-    def __getstate__(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+    def __reduce__(self) -> tuple[type["TiledImage"], tuple[object, ...]]:
+        return TiledImage, (self.width_px, self.height_px, self._tiles, self._digests, self.image_id)
 
     @classmethod
     def unpack(cls, data: bytes, *, width_px: int, height_px: int, image_id: str) -> "TiledImage":
@@ -66,27 +67,51 @@ class TiledImage:
         return cls(width_px, height_px, tiles, tuple(map(xxhash.xxh3_128_digest, tiles)), image_id)
 
     def patched(self, boxes: Sequence[Box], data: bytes, *, image_id: str) -> "TiledImage":
-        """Return this image with other tiles in some places: their RGB bytes one after the other, as one zstd frame.
+        """Return this image with other pixels in some boxes, each within one tile.
+
+        Args:
+            boxes: At most one in each tile.
+            data: Their RGB bytes one after the other, as one zstd frame whose dictionary is what is here now.
+            image_id: What the result must be.
 
         Raises:
-            FrameMismatch: The places are not tiles, or the result is not the image of that id.
+            FrameMismatch: A box is not within a tile, or the result is not the image of that id.
         """
-        columns = -(-self.width_px // _TILE_PX)
-        pixels = _unpacked(data, sum(width * height * 3 for _, _, width, height in boxes))
+        places = [self._place(box) for box in boxes]
+        before = b"".join(self._array(index)[rows, columns].tobytes() for index, rows, columns in places)
+        pixels = _unpacked(data, len(before), before=before)
         tiles, digests = list(self._tiles), list(self._digests)
         at = 0
-        for box in boxes:
-            x, y, width, height = box
-            index = y // _TILE_PX * columns + x // _TILE_PX
-            if not 0 <= index < len(tiles) or box != self._box(index):
-                raise FrameMismatch(f"{box} is no tile of an image of {self.width_px}x{self.height_px}")
-            tiles[index] = pixels[at : at + width * height * 3]
+        for (_, _, width, height), (index, rows, columns) in zip(boxes, places, strict=True):
+            tile_HWC = self._array(index).copy()
+            part = np.frombuffer(pixels, np.uint8, count=width * height * 3, offset=at)
+            tile_HWC[rows, columns] = part.reshape(height, width, 3)
+            tiles[index] = tile_HWC.tobytes()
             digests[index] = xxhash.xxh3_128_digest(tiles[index])
             at += width * height * 3
-        return TiledImage(self.width_px, self.height_px, tuple(tiles), tuple(digests), image_id)
+        image = TiledImage(self.width_px, self.height_px, tuple(tiles), tuple(digests), image_id)
+        image._base, image._changed = self._rgb, tuple(index for index, _, _ in places)
+        return image
 
     def rgb_HWC(self) -> npt.NDArray[np.uint8]:  # noqa: N802 -- the array's axes
-        """Return the pixels as a new read-only array of shape (height, width, 3)."""
+        """Return the pixels as a read-only array of shape (height, width, 3)."""
+        if self._rgb is not None and (kept_HWC := self._rgb()) is not None:
+            return kept_HWC
+        rgb_HWC = self._put_together()
+        rgb_HWC.flags.writeable = False
+        # Not kept, or a history of images would hold them all; but while somebody else does, the next one needs only
+        # a copy of it, in a third of the time.
+        self._rgb, self._base = weakref.ref(rgb_HWC), None
+        return rgb_HWC
+
+    def _put_together(self) -> npt.NDArray[np.uint8]:
+        base_HWC = self._base() if self._base is not None else None
+        if base_HWC is not None:
+            rgb_HWC = base_HWC.copy()
+            for index in self._changed:
+                x, y, width, height = self._box(index)
+                rgb_HWC[y : y + height, x : x + width] = self._array(index)
+            return rgb_HWC
         rgb_HWC = np.empty((self.height_px, self.width_px, 3), np.uint8)
         columns, full = -(-self.width_px // _TILE_PX), self.width_px // _TILE_PX
         for first in range(0, len(self._tiles), columns):  # whole rows at once: a third of the time of tile by tile
@@ -96,10 +121,23 @@ class TiledImage:
             side_by_side = row.reshape(full, height, _TILE_PX, 3).transpose(1, 0, 2, 3)
             rgb_HWC[y : y + height, : full * _TILE_PX] = side_by_side.reshape(height, full * _TILE_PX, 3)
             if full < columns:
-                last = np.frombuffer(self._tiles[first + full], np.uint8)
-                rgb_HWC[y : y + height, full * _TILE_PX :] = last.reshape(height, -1, 3)
-        rgb_HWC.flags.writeable = False
+                rgb_HWC[y : y + height, full * _TILE_PX :] = self._array(first + full)
         return rgb_HWC
+
+    def _array(self, index: int) -> npt.NDArray[np.uint8]:
+        _, _, width, height = self._box(index)
+        return np.frombuffer(self._tiles[index], np.uint8).reshape(height, width, 3)
+
+    def _place(self, box: Box) -> tuple[int, slice, slice]:
+        """Return the index of the tile that a box lies within, and where in it. Raises: FrameMismatch."""
+        x, y, width, height = box
+        index = y // _TILE_PX * -(-self.width_px // _TILE_PX) + x // _TILE_PX
+        if 0 <= index < len(self._tiles) and min(x, y) >= 0 < min(width, height):
+            left, top, tile_width, tile_height = self._box(index)
+            x, y = x - left, y - top
+            if x >= 0 and x + width <= tile_width and y >= 0 and y + height <= tile_height:
+                return index, slice(y, y + height), slice(x, x + width)
+        raise FrameMismatch(f"{box} is not within a tile of an image of {self.width_px}x{self.height_px}")
 
     def _box(self, index: int) -> Box:
         row, column = divmod(index, -(-self.width_px // _TILE_PX))
@@ -113,11 +151,12 @@ def _grid(width_px: int, height_px: int) -> Iterator[Box]:
             yield x, y, min(_TILE_PX, width_px - x), min(_TILE_PX, height_px - y)
 
 
-def _unpacked(data: bytes, size: int) -> bytes:
+def _unpacked(data: bytes, size: int, *, before: bytes = b"") -> bytes:
     if not 0 < size <= _MAX_PIXELS * 3:
         raise FrameMismatch(f"{size} bytes of pixels are not to be believed")
     try:
-        pixels = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
+        known = zstandard.ZstdCompressionDict(before, dict_type=zstandard.DICT_TYPE_RAWCONTENT) if before else None
+        pixels = zstandard.ZstdDecompressor(dict_data=known).decompress(data, max_output_size=size)
     except zstandard.ZstdError as error:
         raise FrameMismatch(f"pixels cannot be unpacked: {error}") from error
     if len(pixels) != size:

@@ -56,18 +56,9 @@ def _difference(before: TileImage, after: TileImage) -> tuple[float, list[Region
     pixel_count = 0
     regions: list[Region] = []
     for index in after.changed_tiles(before):
-        differs_HW = (after.tile_HWC(index) != before.tile_HWC(index)).any(axis=2)
+        region, differs_HW = after.difference(before, index)
         pixel_count += int(np.count_nonzero(differs_HW))
-        rows, columns = np.flatnonzero(differs_HW.any(axis=1)), np.flatnonzero(differs_HW.any(axis=0))
-        tile = after.tile_region(index)
-        regions.append(
-            Region(
-                x_px=tile.x_px + int(columns[0]),
-                y_px=tile.y_px + int(rows[0]),
-                width_px=int(columns[-1] - columns[0]) + 1,
-                height_px=int(rows[-1] - rows[0]) + 1,
-            )
-        )
+        regions.append(region)
     return pixel_count / after.pixel_count, regions
 
 

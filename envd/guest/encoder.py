@@ -131,10 +131,14 @@ class FrameEncoder:
         changed = image.changed_tiles(base)
 
         def pack() -> TileDelta:
+            parts = [(index, image.difference(base, index)[0]) for index in changed]
             return TileDelta(
                 base_image_id=base.image_id,
-                tiles=tuple(image.tile_region(index) for index in changed),
-                data=_packed(b"".join(image.tile(index) for index in changed)),
+                tiles=tuple(region for _, region in parts),
+                data=_packed(
+                    b"".join(image.within_tile(index, region) for index, region in parts),
+                    before=b"".join(base.within_tile(index, region) for index, region in parts),
+                ),
             )
 
         if len(changed) <= _INLINE_TILES:
@@ -161,6 +165,8 @@ class FrameEncoder:
                 self._results.popitem(last=False)
 
 
-def _packed(data: bytes | memoryview) -> bytes:
+def _packed(data: bytes | memoryview, *, before: bytes = b"") -> bytes:
+    """Compress pixels; what they are like may be told from what was there before."""
     # A compressor of its own for each: they are not to be shared by threads, and making one takes microseconds.
-    return zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(data)
+    known = zstandard.ZstdCompressionDict(before, dict_type=zstandard.DICT_TYPE_RAWCONTENT) if before else None
+    return zstandard.ZstdCompressor(level=_ZSTD_LEVEL, dict_data=known).compress(data)

@@ -111,13 +111,14 @@ class Keyframe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileDelta:
-    """An image told by the tiles that differ from another of the same size."""
+    """An image told by the parts that differ from another of the same size."""
 
     base_image_id: str
     tiles: tuple[Region, ...]
-    """Disjoint."""
+    """Around the pixels that differ: at most one in each tile, and within it."""
     data: bytes
-    """R, G, B bytes of each tile, row by row, tile after tile, as one zstd frame."""
+    """R, G, B bytes of each part, row by row, part after part, as one zstd frame whose dictionary is the same parts of
+    the base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

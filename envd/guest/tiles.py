@@ -95,6 +95,24 @@ class TileImage:
             if ours != theirs
         ]
 
+    def difference(self, base: "TileImage", index: int) -> tuple[Region, npt.NDArray[np.bool_]]:
+        """Compare a tile that is not equal to that of an image of the same size.
+
+        Returns the region, in pixels of the image, around what differs, and of each pixel in it whether it does.
+        """
+        differs_HW = (self.tile_HWC(index) != base.tile_HWC(index)).any(axis=2)
+        rows, columns = np.flatnonzero(differs_HW.any(axis=1)), np.flatnonzero(differs_HW.any(axis=0))
+        top, bottom, left, right = int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
+        tile = self.tile_region(index)
+        region = Region(x_px=tile.x_px + left, y_px=tile.y_px + top, width_px=right - left, height_px=bottom - top)
+        return region, differs_HW[top:bottom, left:right]
+
+    def within_tile(self, index: int, region: Region) -> bytes:
+        """Return the pixels of a region within one tile: R, G, B bytes, row by row."""
+        tile = self.tile_region(index)
+        top, left = region.y_px - tile.y_px, region.x_px - tile.x_px
+        return self.tile_HWC(index)[top : top + region.height_px, left : left + region.width_px].tobytes()
+
     def rgb_HWC(self) -> npt.NDArray[np.uint8]:  # noqa: N802 -- the array's axes
         """Return all pixels as a new read-only array of shape (height, width, 3)."""
         rgb_HWC = np.empty((self.height_px, self.width_px, 3), np.uint8)

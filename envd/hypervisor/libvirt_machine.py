@@ -20,6 +20,7 @@ from envd.hypervisor.agent_channel import AgentChannel
 from envd.hypervisor.libvirt_snapshot import LibvirtSnapshot
 from envd.hypervisor.libvirt_xml import MachineFiles
 from envd.hypervisor.machine import JsonValue, MachineSpec, MachineState, MachineUsage
+from envd.hypervisor.run_switch import RunSwitch
 
 T = TypeVar("T")
 
@@ -86,6 +87,7 @@ class LibvirtMachine:
         self._lost = asyncio.Event()
         self._lost_reason = ""
         self._agent = AgentChannel(files.agent_socket, machine_id=spec.machine_id)
+        self._switch = RunSwitch(files.monitor_socket, machine_id=spec.machine_id)
         self._guestd_url: str | None = None
         self._pid: int | None = None
         self._pid_handle: int | None = None
@@ -174,12 +176,16 @@ class LibvirtMachine:
             return await self._unless_lost(self._agent.command(command, arguments, timeout_s=timeout_s))
         except GuestUnresponsive as error:
             # A time-out is an OSError too, but says nothing of QEMU.
+            # Only a QEMU that ends closes this socket.
             if isinstance(error.__cause__, OSError | EOFError) and not isinstance(error.__cause__, TimeoutError):
-                # Only a QEMU that ends closes this socket; libvirt tells of it a moment later.
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._lost.wait(), _LOSS_IS_TOLD_WITHIN_S)
-                self._require_alive(error)
+                await self._explained_by_loss(error)
             raise
+
+    async def _explained_by_loss(self, error: Exception) -> None:
+        """Raise `MachineLost` in place of `error` if the machine has ended: libvirt tells of it a moment later."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._lost.wait(), _LOSS_IS_TOLD_WITHIN_S)
+        self._require_alive(error)
 
     async def screendump(self) -> bytes:
         """Return the true screen as PNG, straight from the display device. Raises: MachineLost."""
@@ -208,7 +214,11 @@ class LibvirtMachine:
         wanted = MachineState.RUNNING if running else MachineState.PAUSED
         self._require_alive()
         if self._state is not wanted:
-            await self._domain_call(self.domain.resume if running else self.domain.suspend)
+            try:
+                await self._unless_lost(self._switch.go() if running else self._switch.stop())
+            except HypervisorError as error:
+                await self._explained_by_loss(error)
+                raise
             if self._state is not MachineState.GONE:
                 self._state = wanted
 
@@ -259,6 +269,7 @@ class LibvirtMachine:
         await self._agent.close()
         if self.domain is not None:
             await self._call(self._end_domain)
+        await self._switch.close()
         await self._call(shutil.rmtree, self._files.directory, True)
         if self._snapshot is None:
             self._memory_path.unlink(missing_ok=True)

@@ -45,6 +45,11 @@ class MachineFiles:
         return self.directory / "agent.sock"
 
     @property
+    def monitor_socket(self) -> Path:
+        """QEMU's second monitor, which is ours; the first one is libvirt's."""
+        return self.directory / "qmp.sock"
+
+    @property
     def console_log(self) -> Path:
         """What the guest printed on its serial console."""
         return self.directory / "console.log"
@@ -199,6 +204,7 @@ def domain_xml(
         *("-device", "virtio-serial-pci,id=envdserial,bus=pcie.0,addr=0x1d"),
         *("-device", "virtserialport,bus=envdserial.0,nr=1,chardev=envdagent,name=org.qemu.guest_agent.0"),
     ]
+    arguments += ["-qmp", f"unix:{_escape(files.monitor_socket)},server=on,wait=off"]
     if image.has_guestd:
         # libvirt cannot forward a port of the user-mode network by itself (it wants passt for that). Port 0
         # lets the host choose, so that two machines never race for one.

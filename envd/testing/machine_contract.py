@@ -56,7 +56,10 @@ def _rebuilt(sent: EncodedFrame, base_HWC: npt.NDArray[np.uint8] | None) -> npt.
             return pixels.reshape(sent.height_px, sent.width_px, 3)
         case TileDelta(tiles=tiles, data=data):
             assert base_HWC is not None
-            image_HWC, pixels, at = base_HWC.copy(), np.frombuffer(zstandard.decompress(data), np.uint8), 0
+            image_HWC, at = base_HWC.copy(), 0
+            before = [base_HWC[t.y_px : t.y_px + t.height_px, t.x_px : t.x_px + t.width_px].tobytes() for t in tiles]
+            known = zstandard.ZstdCompressionDict(b"".join(before), dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+            pixels = np.frombuffer(zstandard.ZstdDecompressor(dict_data=known).decompress(data), np.uint8)
             for tile in tiles:
                 part = pixels[at : at + tile.width_px * tile.height_px * 3]
                 image_HWC[tile.y_px : tile.y_px + tile.height_px, tile.x_px : tile.x_px + tile.width_px] = part.reshape(

@@ -1,6 +1,7 @@
 """What travels of a desktop's frames, and that a client puts together exactly what was seen."""
 
 import asyncio
+import pickle
 import threading
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -72,7 +73,7 @@ async def test_a_small_change_is_told_by_its_tiles() -> None:
     second = await encoder.encode(shown(after), replace(RAW, known_image_id=first.image_id))
     assert isinstance(first.content, Keyframe)
     assert isinstance(second.content, TileDelta)
-    assert second.content.tiles == (Region(x_px=128, y_px=64, width_px=64, height_px=64),)
+    assert second.content.tiles == (Region(x_px=130, y_px=70, width_px=1, height_px=1),), "no more than differs"
     assert np.array_equal(rebuilt(second, rebuilt(first, None)).rgb_HWC(), after)
 
 
@@ -248,12 +249,29 @@ async def test_a_client_refuses_what_does_not_add_up() -> None:
         TiledImage.unpack(change, **size, image_id=first.image_id)
     with pytest.raises(FrameMismatch, match="not to be believed"):
         TiledImage.unpack(whole, width_px=1 << 20, height_px=1 << 20, image_id=first.image_id)
-    with pytest.raises(FrameMismatch, match="is no tile"):
-        base.patched([(1, 0, 64, 64)], change, image_id=delta.image_id)
-    with pytest.raises(FrameMismatch, match="is no tile"):
-        base.patched([(640, 640, 64, 64)], change, image_id=delta.image_id)
+    for box in [(1, 0, 64, 64), (640, 640, 1, 1), (0, 0, 0, 1), (-1, 0, 1, 1), (319, 0, 2, 1), (0, 63, 1, 2)]:
+        with pytest.raises(FrameMismatch, match="is not within a tile"):
+            base.patched([box], change, image_id=delta.image_id)
     with pytest.raises(FrameMismatch, match="came out as"):
-        base.patched([(64, 0, 64, 64)], change, image_id=delta.image_id)
+        base.patched([(64, 0, 1, 1)], change, image_id=delta.image_id)
     other = rebuilt(await FrameEncoder().encode(shown(blank()), RAW), None)
     with pytest.raises(FrameMismatch, match="came out as"):
-        other.patched([(0, 0, 64, 64)], change, image_id=delta.image_id)
+        other.patched([(0, 0, 1, 1)], change, image_id=delta.image_id)
+
+
+async def test_a_clients_history_of_images_keeps_no_arrays() -> None:
+    encoder, images, known = FrameEncoder(), list[TiledImage](), ""
+    for value in range(5):
+        screen = noise()
+        screen[0, 0] = value
+        sent = await encoder.encode(shown(screen), replace(RAW, known_image_id=known))
+        known = sent.image_id
+        images.append(rebuilt(sent, images[-1] if images else None))
+        array_HWC = images[-1].rgb_HWC()  # while the array of the one before is still held, or no longer
+        assert np.array_equal(array_HWC, screen)
+        assert images[-1].rgb_HWC() is array_HWC
+        if value == 2:
+            del array_HWC
+    assert [image._rgb() is not None for image in images if image._rgb] == [False] * 4 + [True]
+    copied = pickle.loads(pickle.dumps(images[-1]))  # noqa: S301 -- our own
+    assert np.array_equal(copied.rgb_HWC(), screen)
