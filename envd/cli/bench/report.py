@@ -132,6 +132,11 @@ def p99(samples: Sequence[float]) -> float:
     return sorted(samples)[math.ceil(0.99 * len(samples)) - 1]
 
 
+def kib(size_bytes: float) -> float:
+    """Return bytes in KiB."""
+    return size_bytes / (1 << 10)
+
+
 def mib(size_bytes: float) -> float:
     """Return bytes in MiB."""
     return size_bytes / (1 << 20)
