@@ -474,7 +474,6 @@ def test_steps_of_drawn_desktops_are_measured_without_peers(tmp_path: Path) -> N
     assert told["samples"]["peer_step_ms"] == []
     assert len(told["samples"]["overhead_ms"]) == 9
     assert 0 < told["results"]["overhead_ms_p50"] < told["results"]["step_ms_p50"]
-    assert told["checks"][0]["passed"] is True
     assert told["targets"]["overhead_ms_p50"]["met"] is None
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 
 from envd.api.driver import raw_frames
 from envd.cli.bench.client import ClientProcess, open_client
-from envd.cli.bench.report import BenchReport, Check, Figure, Target, kib, p50, p99
+from envd.cli.bench.report import BenchReport, Figure, Target, kib, p50, p99
 from envd.cli.bench.session import Bench, BenchFailed, Steps
 from envd.guest.actions import Action, Click, Move, Point, PressKeys
 from envd.guest.guestd import GuestdClient
@@ -269,7 +269,8 @@ def step_report(conditions: dict[str, object], times: Sequence[StepTimes], peer:
         "observe_ms": "Of the overhead: taking the frame and encoding it",
         "pause_ms": "Of the overhead: what else the daemon did, above all stopping the guest",
         "wire_ms": "Of the overhead: gRPC both ways, conversion, and the client, which shares the daemon's process",
-        "rebuild_ms": "After the step: the trainer's rebuilding to an RGB array, in a process of its own",
+        "rebuild_ms": "After the step: the trainer's rebuilding to an RGB array in a process of its own. A frame that"
+        " does not add up to its image's id would end the run",
         "frame_kib": "Bytes of the Frame message",
         "peer_step_ms": "The same actions as peers take them, on a fork of the same template with the same setup that"
         " runs throughout: POST /execute to the guest's HTTP service with xdotool (the guest has no pyautogui, which"
@@ -284,7 +285,7 @@ def step_report(conditions: dict[str, object], times: Sequence[StepTimes], peer:
         Figure(
             name="overhead_ms_p50",
             value=overhead,
-            meaning="step_ms less input_ms and settle_ms of the same step; what the rest of them adds up to",
+            meaning="step_ms less input_ms and settle_ms of the same step: resume, observe, pause and wire",
         ),
         Figure(name="overhead_ms_p99", value=p99(overhead_ms), meaning="Of the same"),
     ]
@@ -292,14 +293,12 @@ def step_report(conditions: dict[str, object], times: Sequence[StepTimes], peer:
         Figure(name=f"{name}_p50", value=p50(samples[name]) if samples[name] else None, meaning=meaning)
         for name, meaning in meanings.items()
     )
+    ratio = None
+    if peer:
+        ours_ms = p50(samples["step_ms"]) + p50(samples["rebuild_ms"])
+        ratio = p50(samples["peer_step_ms"]) / ours_ms
     figures.append(
-        Figure(
-            name="peer_over_step",
-            value=p50(samples["peer_step_ms"]) / (p50(samples["step_ms"]) + p50(samples["rebuild_ms"]))
-            if peer
-            else None,
-            meaning="peer_step_ms_p50 / (step_ms_p50 + rebuild_ms_p50)",
-        )
+        Figure(name="peer_over_step", value=ratio, meaning="peer_step_ms_p50 / (step_ms_p50 + rebuild_ms_p50)")
     )
     unless = "drawn desktops: no guest runs" if conditions["accelerator"] == Accelerator.FAKE.value else ""
     return BenchReport(
@@ -309,13 +308,6 @@ def step_report(conditions: dict[str, object], times: Sequence[StepTimes], peer:
         targets=(
             Target(name="overhead_ms_p50", value=overhead, limit=5, unless=unless),
             Target(name="overhead_ms_p99", value=p99(overhead_ms), limit=15, unless=unless),
-        ),
-        checks=(
-            Check(
-                name="every frame adds up to its image's id",
-                passed=True,
-                evidence=f"the trainer's code put {len(times)} frames together and checked each",
-            ),
         ),
         samples=samples,
     )
