@@ -273,8 +273,8 @@ def step_report(conditions: dict[str, object], times: Sequence[StepTimes], peer:
         " does not add up to its image's id would end the run",
         "frame_kib": "Bytes of the Frame message",
         "peer_step_ms": "The same actions as peers take them, on a fork of the same template with the same setup that"
-        " runs throughout: POST /execute to the guest's HTTP service with xdotool (the guest has no pyautogui, which"
-        f" takes longer to start), a pause of {PEER_PAUSE_S:g} s, GET /screenshot (PNG, made in the guest), base64 in"
+        " runs throughout: POST /execute to the guest's HTTP service with xdotool (the guest has no"
+        f" pyautogui), a pause of {PEER_PAUSE_S:g} s, GET /screenshot (PNG, made in the guest), base64 in"
         " JSON and back, and Pillow's decoding to an RGB array",
         "peer_input_ms": "Of it: /execute",
         "peer_screenshot_ms": "Of it: /screenshot",
