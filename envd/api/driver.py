@@ -22,8 +22,9 @@ from envd.guest.actions import Action
 #: What `EpisodeDriver.reset` and `fork` return and hold, for those who may not name the bindings.
 ResetResponse = env_pb2.ResetResponse
 ForkResponse = env_pb2.ForkResponse
-#: What an agent sees.
+#: What an agent sees, and the frame in it.
 Seen = env_pb2.Observation
+WireFrame = env_pb2.Frame
 
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
@@ -75,12 +76,18 @@ class EpisodeDriver:
         *,
         pool: str = "",
         group_size: int = 1,
+        max_steps: int = 0,
         observation: env_pb2.ObservationOptions | None = None,
         timeout: timedelta = timedelta(minutes=10),
     ) -> env_pb2.ResetResponse:
-        """Open a group of episodes."""
+        """Open a group of episodes; `max_steps` of 0 are the task's."""
         request = env_pb2.ResetRequest(
-            request_id=_new_id(), task_id=task_id, pool=pool, group_size=group_size, observation=observation
+            request_id=_new_id(),
+            task_id=task_id,
+            pool=pool,
+            group_size=group_size,
+            max_steps=max_steps,
+            observation=observation,
         )
         return await self.stub.Reset(request, timeout=timeout.total_seconds())
 
@@ -155,6 +162,11 @@ class EpisodeDriver:
 def wire_actions(actions: Sequence[Action]) -> list[env_pb2.Action]:
     """Return actions as they travel."""
     return [action_to_proto(action) for action in actions]
+
+
+def raw_frames(known_image_id: str = "") -> env_pb2.ObservationOptions:
+    """Ask for exact pixels: a whole image, or what changed since an image that the client has."""
+    return env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_RAW_ZSTD, known_image_id=known_image_id)
 
 
 def _new_id() -> str:

@@ -7,21 +7,30 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
+from envd.api.convert_results import frame_message
 from envd.api.load import LoadResult
 from envd.cli.bench.branch import Branch, Frames, branch_report, verdict
+from envd.cli.bench.client import open_client
 from envd.cli.bench.commands import parse_sizes
 from envd.cli.bench.fork import UsedMemory, fork_report
+from envd.cli.bench.frames import Comparison, Cost, FrameCost, Recording, frames_report, measure_frames
 from envd.cli.bench.growth import Standby, growth_report, measure_growth
 from envd.cli.bench.report import BenchReport, Check, Target, p95, p99
 from envd.cli.bench.scale import measure_scale, scale_config, scale_report
-from envd.cli.bench.session import Steps, bench_config, open_bench
+from envd.cli.bench.session import BenchFailed, Steps, bench_config, open_bench
+from envd.cli.bench.step import PeerTimes, StepTimes, script, step_report, xdotool_command
 from envd.cli.private import run_to_end
 from envd.config import load
 from envd.errors import ConfigError
+from envd.guest.actions import Click, Drag, Move, Point, PressKeys
+from envd.guest.observation import EncodedFrame, Unchanged
 from envd.hypervisor.processes import memory_of, processor_ns, written_guest_bytes
 from envd.hypervisor.raw_fork import raw_arguments
 
@@ -59,6 +68,7 @@ def test_the_95th_percentile_is_the_least_that_95_of_100_do_not_exceed() -> None
     assert p95([float(n) for n in range(100, 0, -1)]) == 95.0
     assert p95([float(n) for n in range(1, 21)]) == 19.0
     assert p95([3.0, 1.0]) == 3.0
+    assert p99([float(n) for n in range(200, 0, -1)]) == 198.0
 
 
 def test_a_target_is_met_missed_or_says_nothing() -> None:
@@ -160,6 +170,87 @@ def test_growth_is_judged_by_the_largest_number_of_machines() -> None:
     sixteen = replace(one, machine_count=16, machines_cpu_percent=3.0)
     assert verdicts(growth_report(REAL, [one, sixteen])) == {"machines_cpu_percent_16": False}
     assert verdicts(growth_report(REAL, [one])) == {"machines_cpu_percent_1": None}
+
+
+def frame_cost(*, delta_ms: float = 2.0, delta_bytes: int = 1 << 10) -> FrameCost:
+    return FrameCost(
+        png=Cost(encode_ms=30.0, rebuild_ms=20.0, size_bytes=20 << 10),
+        delta=Cost(encode_ms=0.5, rebuild_ms=delta_ms - 0.5, size_bytes=delta_bytes),
+        keyframe=Cost(encode_ms=4.0, rebuild_ms=3.0, size_bytes=30 << 10),
+    )
+
+
+def test_changed_tiles_are_compared_with_png_by_time_and_size() -> None:
+    costs = [frame_cost(delta_ms=9.0, delta_bytes=100 << 10), *[frame_cost()] * 19]
+    report = frames_report(REAL, costs, PASSED)
+    found = results(report)
+    assert (found["png_ms_p50"], found["png_kib_p50"]) == (50.0, 20.0)
+    assert (found["delta_ms_p50"], found["delta_kib_p50"]) == (2.0, 1.0)
+    assert (found["encode_ms_p50"], found["client_rebuild_ms_p50"]) == (0.5, 1.5)
+    assert (found["keyframe_ms_p50"], found["keyframe_kib_p50"]) == (7.0, 30.0)
+    assert verdicts(report) == {"delta_time_ratio": True, "delta_size_ratio": True}
+    assert report.as_json()["results"]["lossless"] is True  # type: ignore[index]
+    mixed = results(frames_report(REAL, [*costs, *[replace(costs[1], has_changed=False)] * 30], PASSED))
+    assert mixed["changed_delta_ms_p50"] == 2.0
+    slow = frames_report(REAL, [frame_cost(delta_ms=3.0, delta_bytes=3 << 10)] * 20, PASSED)
+    assert verdicts(slow) == {"delta_time_ratio": False, "delta_size_ratio": False}
+    assert slow.passed
+    assert set(verdicts(frames_report(REAL, costs[:19], PASSED)).values()) == {None}
+    assert set(verdicts(frames_report(DRAWN, costs, PASSED)).values()) == {None}
+
+
+def test_one_wrong_frame_is_enough_for_frames_not_to_be_lossless() -> None:
+    frame_HWC = np.zeros((2, 3, 3), np.uint8)
+    comparison = Comparison()
+    checks = [comparison.check]
+    for pixels in (bytes(18), bytes(17) + b"\1", bytes(18)):
+        comparison.note(pixels, frame_HWC)
+        checks.append(comparison.check)
+    assert [check.passed for check in checks] == [False, True, False, False]
+    assert checks[-1].evidence.startswith("1 of 3 rebuilt frames differ")
+
+
+STEP = StepTimes(
+    step_ms=330.0,
+    input_ms=20.0,
+    settle_ms=306.0,
+    resume_ms=1.0,
+    observe_ms=0.5,
+    daemon_ms=329.0,
+    rebuild_ms=1.0,
+    frame_bytes=1 << 10,
+)
+PEER = PeerTimes(input_ms=300.0, pause_ms=2000.0, screenshot_ms=600.0, decode_ms=30.0)
+
+
+def test_what_a_step_costs_is_all_that_is_neither_input_nor_settling() -> None:
+    slow = replace(STEP, step_ms=350.0, daemon_ms=349.0)
+    report = step_report(REAL, [*[STEP] * 98, slow, slow], [PEER])
+    found = results(report)
+    assert found["overhead_ms_p50"] == pytest.approx(4.0)
+    assert found["overhead_ms_p99"] == pytest.approx(24.0)
+    assert found["pause_ms_p50"] == pytest.approx(1.5)
+    assert found["wire_ms_p50"] == pytest.approx(1.0)
+    assert found["peer_step_ms_p50"] == pytest.approx(2930.0)
+    assert found["peer_over_step"] == pytest.approx(2930 / 331)
+    assert verdicts(report) == {"overhead_ms_p50": True, "overhead_ms_p99": False}
+    drawn = step_report(DRAWN, [STEP], [])
+    assert results(drawn)["peer_step_ms_p50"] is None
+    assert results(drawn)["peer_over_step"] is None
+    assert set(verdicts(drawn).values()) == {None}
+
+
+def test_peers_play_the_same_script_with_xdotool() -> None:
+    played = script(4)
+    assert [type(action) for action in played] == [Click, PressKeys, Move, Click]
+    assert played[0] != played[3]
+    assert [xdotool_command(action) for action in played[:3]] == [
+        ["xdotool", "mousemove", "220", "220", "click", "1"],
+        ["xdotool", "key", "a"],
+        ["xdotool", "mousemove", "310", "280"],
+    ]
+    with pytest.raises(ValueError, match="no action of the script"):
+        xdotool_command(Drag(end=Point(x_px=1, y_px=1)))
 
 
 FRAMES = Frames(parent="f1", child="f1", later="f1")
@@ -311,6 +402,83 @@ def test_standby_sets_of_drawn_desktops_are_measured_one_after_the_other(tmp_pat
     assert (found["acquire_ms_p50_1"] or 0) > 0
     assert (found["daemon_cpu_percent_2"] or 0) > 0
     assert {"1 ready", "2 ready, idle"} <= set(stages)
+
+
+def noise(*, seed: int) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (130, 200, 3), dtype=np.uint8)
+
+
+def recording(*frames_HWC: npt.NDArray[np.uint8]) -> Recording:
+    return Recording(task_id="desktop/any", frames_HWC=frames_HWC)
+
+
+async def test_frames_that_changed_little_wholly_back_and_not_at_all_come_out_as_they_were() -> None:
+    first, other = noise(seed=1), noise(seed=2)
+    dotted = first.copy()
+    dotted[100, 150] = 7
+    steps = Steps(lambda _stage, _fraction: None, 4)
+    report = await measure_frames(
+        dict(REAL), [recording(first, dotted, dotted, first, other), recording(first)], repetitions=2, steps=steps
+    )
+    assert report.conditions["played_step_count"] == 4
+    assert (report.conditions["measured_frame_count"], report.conditions["changed_frame_count"]) == (4, 3)
+    assert len(report.samples["delta_ms"]) == 4
+    one_tile, unchanged, one_tile_back, whole = report.samples["delta_kib"]
+    assert unchanged < one_tile
+    assert one_tile == pytest.approx(one_tile_back, rel=0.05)
+    assert whole > 4 * one_tile
+    # 3 rounds of: the first frame of each, 4 changes, 4 keyframes.
+    [check] = report.checks
+    assert (check.name, check.passed) == ("lossless", True)
+    assert check.evidence.startswith("all 30 rebuilt frames")
+
+
+async def test_steps_that_change_nothing_leave_nothing_to_measure() -> None:
+    still = recording(noise(seed=1), noise(seed=1))
+    with pytest.raises(BenchFailed, match="none of 1 steps"):
+        await measure_frames(dict(REAL), [still], repetitions=1, steps=Steps(lambda _stage, _fraction: None, 2))
+
+
+async def test_a_client_does_not_make_up_a_frame_that_it_was_not_told(capfd: pytest.CaptureFixture[str]) -> None:
+    never_sent = EncodedFrame(
+        frame_id="a" * 32,
+        image_id="a" * 32,
+        width_px=1,
+        height_px=1,
+        screen_width_px=1,
+        screen_height_px=1,
+        capture_time=datetime(2026, 1, 2, tzinfo=UTC),
+        content=Unchanged(base_image_id="a" * 32),
+    )
+    async with open_client() as client:
+        with pytest.raises(BenchFailed, match="did not rebuild image aaaa"):
+            await client.rebuild(frame_message(never_sent))
+    assert "than the one here: None" in capfd.readouterr().err
+
+
+def test_frames_of_drawn_desktops_are_recorded_measured_and_told_as_one_json_object(tmp_path: Path) -> None:
+    done = run("frames", "--repetitions", "1", "--json", "--state-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["conditions"]["tasks"] == ["fake/save-note", "fake/move-and-count"]
+    assert told["checks"][0]["name"] == "lossless"
+    assert told["checks"][0]["passed"] is True
+    measured_count = told["conditions"]["measured_frame_count"]
+    assert 0 < measured_count <= told["conditions"]["played_step_count"]
+    assert {len(samples) for samples in told["samples"].values()} == {measured_count}
+    assert told["results"]["delta_kib_p50"] < told["results"]["png_kib_p50"]
+    assert told["targets"]["delta_time_ratio"]["unless"] == "drawn desktops: no guest runs"
+
+
+def test_steps_of_drawn_desktops_are_measured_without_peers(tmp_path: Path) -> None:
+    done = run("step", "--repetitions", "9", "--json", "--state-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["results"]["peer_step_ms_p50"] is None
+    assert told["samples"]["peer_step_ms"] == []
+    assert len(told["samples"]["overhead_ms"]) == 9
+    assert 0 < told["results"]["overhead_ms_p50"] < told["results"]["step_ms_p50"]
+    assert told["targets"]["overhead_ms_p50"]["met"] is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

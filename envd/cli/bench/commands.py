@@ -5,21 +5,34 @@ from typing import Annotated, Any
 
 import typer
 
-from envd.cli.bench import branch, fork, growth, scale
+from envd.cli.bench import branch, fork, frames, growth, scale, step
 from envd.cli.bench.report import BenchReport
 from envd.cli.bench.session import Steps, bench_config, open_bench
 from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, Json, StateDir, load_config
 from envd.cli.output import EXIT_FAILED, emit_json, friendly, out, progress
 from envd.cli.private import ensure_image, run_to_end
+from envd.cli.suites import load_tasks
 from envd.config import Config
 from envd.errors import ConfigError
 from envd.telemetry import logs
 
-app = typer.Typer(no_args_is_help=True, help="Measure forks, branches and standby machines on this host.")
+app = typer.Typer(
+    no_args_is_help=True, help="Measure forks, branches, standby machines, frames and steps on this host."
+)
 
 #: Of a parent, its child, those before it that still go, and a standby machine.
 _BRANCH_CAPACITY = 6
 _MOST_MACHINES = 64
+#: With typing, dialogs, menus, windows that open, files and the mouse.
+_FRAME_TASKS = (
+    "desktop/save-shopping-list",
+    "desktop/replace-everywhere",
+    "desktop/uppercase-by-menu",
+    "desktop/rename-file",
+    "desktop/calculate-and-note",
+    "desktop/terminal-from-desktop-menu",
+)
+_FAKE_FRAME_TASKS = ("fake/save-note", "fake/move-and-count")
 Repetitions = Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="How often each is measured.")]
 
 
@@ -141,6 +154,69 @@ def bench_scale(
             async with open_bench(own, steps=steps) as bench:
                 return await scale.measure_scale(
                     bench, task_id=task_id, machine_count=machines, duration_s=seconds, steps=steps
+                )
+
+    _tell(measure(), as_json=as_json)
+
+
+@app.command("frames")
+@friendly
+def bench_frames(
+    *,
+    repetitions: Repetitions = 10,
+    state_dir: StateDir = None,
+    cache_dir: CacheDir = None,
+    config: ConfigFile = None,
+    hypervisor: Hypervisor = None,
+    accelerator: Accelerator = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the frames of real episodes as changes, whole and as PNG; fail unless every pixel comes out as it was."""
+    settings = _settings(config, state_dir, cache_dir, hypervisor, accelerator)
+    catalogue = load_tasks(settings)
+    names = _FAKE_FRAME_TASKS if settings.hypervisor_uri == "fake" else _FRAME_TASKS
+    tasks = [catalogue.get(name) for name in names]
+
+    async def measure() -> BenchReport:
+        with progress("bench frames") as report:
+            steps = Steps(report, frames.step_count(tasks, repetitions))
+            async with open_bench(bench_config(settings, standby_count=1, capacity=2), steps=steps) as bench:
+                conditions = bench.conditions()
+                recordings = await frames.record(bench, tasks, steps=steps)
+            # The machines are gone, so that all of the host is for this.
+            return await frames.measure_frames(conditions, recordings, repetitions=repetitions, steps=steps)
+
+    _tell(measure(), as_json=as_json)
+
+
+@app.command("step")
+@friendly
+def bench_step(
+    *,
+    repetitions: Repetitions = 200,
+    peer_repetitions: Annotated[
+        int, typer.Option(metavar="N", min=1, max=10_000, help="Steps as peers take them: 2 s and more each.")
+    ] = 30,
+    state_dir: StateDir = None,
+    cache_dir: CacheDir = None,
+    config: ConfigFile = None,
+    hypervisor: Hypervisor = None,
+    accelerator: Accelerator = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what a step costs beyond input and settling, and the same actions the peers' way."""
+    settings = _settings(config, state_dir, cache_dir, hypervisor, accelerator)
+    task = load_tasks(settings).get(
+        "fake/append-line" if settings.hypervisor_uri == "fake" else "desktop/type-greeting"
+    )
+
+    async def measure() -> BenchReport:
+        with progress("bench step") as report:
+            steps = Steps(report, step.step_count(repetitions, peer_repetitions))
+            # The spare takes the place of the one in use, and is the peers'.
+            async with open_bench(bench_config(settings, standby_count=1, capacity=2), steps=steps) as bench:
+                return await step.measure_step(
+                    bench, task=task, repetitions=repetitions, peer_repetitions=peer_repetitions, steps=steps
                 )
 
     _tell(measure(), as_json=as_json)

@@ -15,7 +15,7 @@ class Figure:
 
     name: str
     """With its unit, as in the JSON."""
-    value: float | None
+    value: float | bool | None
     """None where it cannot be measured."""
     meaning: str
     """What exactly was measured."""
@@ -26,7 +26,7 @@ class Target:
     """What a figure should be."""
 
     name: str
-    value: float | None
+    value: float | bool | None
     limit: float
     at_least: bool = False
     """Whether the limit is the least; by default it is the most."""
@@ -132,15 +132,24 @@ def p99(samples: Sequence[float]) -> float:
     return sorted(samples)[math.ceil(0.99 * len(samples)) - 1]
 
 
+def kib(size_bytes: float) -> float:
+    """Return bytes in KiB."""
+    return size_bytes / (1 << 10)
+
+
 def mib(size_bytes: float) -> float:
     """Return bytes in MiB."""
     return size_bytes / (1 << 20)
 
 
-def _rounded(value: float | None) -> float | None:
+def _rounded(value: float | bool | None) -> float | bool | None:
+    if isinstance(value, bool):
+        return value
     # Four digits say all that such a measurement knows; large ones keep their whole part.
     return None if value is None else float(f"{value:.4g}") if abs(value) < 1000 else round(value)
 
 
-def _told(value: float | None) -> str:
+def _told(value: float | bool | None) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return "-" if value is None else f"{_rounded(value):,g}" if abs(value) < 1000 else f"{value:,.0f}"

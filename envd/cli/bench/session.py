@@ -94,9 +94,9 @@ class Bench:
         except TimeoutError as error:
             raise GuestUnresponsive(f"not ready after {timeout_s:g} s: {self.pool!r}") from error
 
-    async def reset(self, task_id: str, *, group_size: int = 1) -> ResetResponse:
+    async def reset(self, task_id: str, *, group_size: int = 1, max_steps: int = 0) -> ResetResponse:
         """Open a group of episodes, whose first frames are whole PNG images. Raises: BenchFailed: one is not."""
-        opened = await self.driver.reset(task_id, pool=self.pool.name, group_size=group_size)
+        opened = await self.driver.reset(task_id, pool=self.pool.name, group_size=group_size, max_steps=max_steps)
         if len(opened.observations) != group_size or not all(
             seen.frame.keyframe.data.startswith(_PNG) for seen in opened.observations
         ):
