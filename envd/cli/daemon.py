@@ -16,7 +16,9 @@ from envd.cli.statelock import locked
 from envd.cli.suites import load_tasks
 from envd.cli.version import envd_version
 from envd.config import Config, PoolConfig
+from envd.episodes.journal import EpisodeRows
 from envd.episodes.limits import EpisodeLimits
+from envd.episodes.recovery import recall
 from envd.episodes.service import EpisodeService
 from envd.errors import ConfigError
 from envd.guest.observation import Region, SettlePolicy
@@ -24,10 +26,13 @@ from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.images.catalogue import ImageCatalogue
 from envd.hypervisor.libvirt import LibvirtHypervisor
 from envd.hypervisor.machine import DiskImage, Hypervisor
+from envd.pool.audit import Audit, MachineRows
+from envd.pool.clock import SystemClock
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.pool.template import TemplateShelf
+from envd.store.store import FILE_NAME, Store
 from envd.telemetry.endpoint import serve_metrics
 from envd.telemetry.episode_metrics import EpisodeMetrics
 from envd.telemetry.metrics import Metrics, PoolGauges
@@ -36,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 #: For answers that are on their way when serving ends, such as that of the last `Close`.
 _STOP_GRACE = timedelta(seconds=2)
+#: Longer than anything takes to be made or removed, the largest template included.
+_AUDIT_GRACE_S = 300.0
 _FAKE_SCREEN_PX = (1280, 800)
 
 
@@ -88,10 +95,14 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
     metrics = Metrics()
     async with AsyncExitStack() as stack:
         stack.enter_context(locked(config.state_dir))
+        store = Store(config.state_dir / FILE_NAME)
+        stack.push_async_callback(store.aclose)
         metrics_address = await stack.enter_async_context(serve_metrics(metrics, config.metrics_listen))
         hypervisor = await _open_hypervisor(config)
         stack.push_async_callback(hypervisor.close)
         logger.info("hypervisor: %s", hypervisor.description)
+        recollection = await recall(store, clock=SystemClock(), pools=config.pools, tasks=tasks)
+        machines = await hypervisor.adopt(recollection.machine_ids)
         reaped = await hypervisor.reap()
         shelf = TemplateShelf(hypervisor)
         memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20)
@@ -102,6 +113,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
                 image=images[name][0],
                 shelf=shelf,
                 memory=memory,
+                books=store,
             )
             for name, pool in config.pools.items()
         ]
@@ -110,6 +122,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
             tasks=tasks,
             limits=_limits(config),
             observer=EpisodeMetrics(metrics),
+            books=store,
         )
         stack.push_async_callback(service.aclose)
         server = ApiServer(service, listen=config.listen, metrics=metrics)
@@ -118,6 +131,16 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
         metrics.watch_pools(lambda: _gauges(pools))
         lag = asyncio.create_task(metrics.measure_loop_lag(), name="metrics:lag")
         stack.push_async_callback(_cancel, lag)
+        await service.restore(recollection, machines)
+        audit = Audit(
+            [hypervisor, MachineRows(store, pools), EpisodeRows(store, service.journal)],
+            interval_s=config.limits.audit_interval_s,
+            grace_s=_AUDIT_GRACE_S,
+            clock=SystemClock(),
+            tell=lambda leftover: metrics.leftovers.labels(kind=leftover.kind.value).inc(),
+        )
+        auditing = asyncio.create_task(audit.run(), name="audit")
+        stack.push_async_callback(_cancel, auditing)
         # Listening first: where the address is taken no machine is started.
         address = await server.start()
         await service.start()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from envd.episodes.episode import Episode
+from envd.episodes.journal import Journal
 from envd.episodes.lease import next_expiry_s
 from envd.episodes.observer import EpisodeObserver
 from envd.episodes.types import EpisodeState
@@ -35,9 +36,10 @@ _FATES = {
 class EpisodeRegistry:
     """The episodes that hold a lease."""
 
-    def __init__(self, *, clock: Clock, observer: EpisodeObserver) -> None:
+    def __init__(self, *, clock: Clock, observer: EpisodeObserver, journal: Journal) -> None:
         """Make an empty registry; leases lapse only after `start`."""
         self._clock = clock
+        self._journal = journal
         self._observer = observer
         self._episodes: dict[str, Episode] = {}
         self._pools: dict[str, Pool] = {}
@@ -80,6 +82,12 @@ class EpisodeRegistry:
             raise self.not_found(episode_id)
         return episode
 
+    def note_gone(self, episode_id: str, fate: str) -> None:
+        """Remember what became of an episode that is not, or no longer, here."""
+        self._gone[episode_id] = fate
+        while len(self._gone) > _GONE_COUNT:
+            self._gone.popitem(last=False)
+
     def not_found(self, episode_id: str) -> EpisodeNotFound:
         """Return the error that says why there is no such episode."""
         fate = self._gone.get(episode_id, "is unknown: never opened here, or gone for long")
@@ -107,6 +115,7 @@ class EpisodeRegistry:
         """Move an episode to a later state, and tell the observer if it was active."""
         was_active = episode.state is EpisodeState.ACTIVE
         episode.end(state, reason, cause=cause)
+        self._journal.stands(episode)
         if was_active:
             self.tell_end(episode)
 
@@ -149,9 +158,8 @@ class EpisodeRegistry:
             return self._closing.get(episode_id)
         if episode.state is EpisodeState.ACTIVE:
             self.end(episode, EpisodeState.TRUNCATED, reason)
-        self._gone[episode_id] = f"{_FATES[reason]} at {self._clock.now().isoformat(timespec='seconds')}"
-        while len(self._gone) > _GONE_COUNT:
-            self._gone.popitem(last=False)
+        self.note_gone(episode_id, f"{_FATES[reason]} at {self._clock.now().isoformat(timespec='seconds')}")
+        self._journal.closed(episode_id)
         episode.closed.set()
         logger.info(
             "episode %s: %s after step %d, machine %s",

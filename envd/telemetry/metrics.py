@@ -103,6 +103,9 @@ class Metrics:
             "operation",
             "reason",
         )
+        self.leftovers = self._counter(
+            "envd_leftovers_total", "Things that belonged to nothing and were found by the audit, by kind.", "kind"
+        )
 
     def watch_pools(self, snapshot: Callable[[], Iterable[PoolGauges]]) -> None:
         """Read pool gauges from `snapshot` at each scrape; it is called on the event loop and must not block."""
