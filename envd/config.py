@@ -224,8 +224,8 @@ class LimitsConfig(_Section):
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """Seconds that live episodes are given to end after SIGTERM."""
     audit_interval_s: float = Field(default=60.0, gt=0, le=86_400)
-    """Seconds between two looks for what belongs to nothing: domains, processes, overlays, sockets, memory files, rows of
-    the database. What has been left for five minutes is removed."""
+    """Seconds between two looks for what belongs to nothing: domains, processes, overlays, sockets, memory files, rows
+    of the database. What has been left for five minutes is removed."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

@@ -49,7 +49,7 @@ class FakeServer:
         Clients are cut off. Leaving `serve_fake` afterwards touches none of what was left.
         """
         if self.store is not None:
-            self.store._closed = True  # what waits is lost, as it would be
+            self.store._closed = True  # whatever is asked for from here on
             self.store._jobs.put(None)
         self.hypervisor.die()
         await self.server.stop()
