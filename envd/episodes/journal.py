@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from envd.episodes.episode import Episode
-from envd.episodes.records import dump, row_of, without_pixels
+from envd.episodes.records import change_of, dump, row_of, without_pixels
 from envd.episodes.types import EvaluateResult, ForkResult, ResetResult, StepResult
 from envd.errors import StoreError
 from envd.hypervisor.machine import Leftover, LeftoverKind
@@ -79,14 +79,14 @@ class Journal:
             return
         answer = self._answer(request, dump(without_pixels(result)))
         try:
-            await self._books.commit(put(row_of(episode, self._clock)), put(answer))
+            await self._books.commit(change_of(episode, self._clock), put(answer))
         except StoreError as error:
             logger.error("episode %s: not written down: %s", request.scope, error)  # noqa: TRY400
 
     def stands(self, episode: Episode) -> None:
         """Write soon how an episode stands."""
         if self.knows(episode.episode_id):
-            self._books.note(put(row_of(episode, self._clock)))
+            self._books.note(change_of(episode, self._clock))
 
     def renewed(self, episode: Episode) -> None:
         """Write soon until when an episode may keep its machine."""

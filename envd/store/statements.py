@@ -3,7 +3,7 @@
 Times are seconds since 1970, on the host's clock: the monotonic one does not survive a restart of the host.
 """
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
 #: Version of the schema below. A database of a newer one is refused, one of an older one is brought up to it.
@@ -118,14 +118,54 @@ TABLES: dict[type[Any], str] = {EpisodeRow: "episodes", AnswerRow: "answers", Ma
 
 def put(row: EpisodeRow | AnswerRow | MachineRow) -> Statement:
     """Write a row, over an older one of the same key."""
-    table, names, marks = TABLES[type(row)], columns(type(row)), ", ".join("?" * len(fields(row)))
-    sql = f"INSERT OR REPLACE INTO {table} ({names}) VALUES ({marks})"  # noqa: S608 -- our own names
-    return Statement(sql, astuple(row))
+    kind = type(row)
+    return Statement(_PUT[kind], tuple([getattr(row, name) for name in _COLUMNS[kind]]))
 
 
-def columns(kind: type[EpisodeRow] | type[AnswerRow] | type[MachineRow]) -> str:
+def columns(kind: type[EpisodeRow] | type[AnswerRow] | type[MachineRow]) -> tuple[str, ...]:
     """Return the names of a table's columns, in the order of the row's fields."""
-    return ", ".join(field.name for field in fields(kind))
+    return _COLUMNS[kind]
+
+
+_COLUMNS: dict[type[Any], tuple[str, ...]] = {
+    kind: tuple(field.name for field in fields(kind)) for kind in (EpisodeRow, AnswerRow, MachineRow)
+}
+_PUT = {
+    kind: f"INSERT OR REPLACE INTO {TABLES[kind]} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"  # noqa: S608
+    for kind, names in _COLUMNS.items()
+}
+
+
+def move_episode(
+    episode_id: str,
+    *,
+    state: str,
+    end_reason: str,
+    cause: str,
+    step_count: int,
+    last_action: str,
+    verdict: str,
+    bearings: str,
+    lease_ttl_s: float,
+    expire_time_s: float,
+) -> Statement:
+    """Write what changes about an episode; see `EpisodeRow`."""
+    return Statement(
+        "UPDATE episodes SET state = ?, end_reason = ?, cause = ?, step_count = ?, last_action = ?, verdict = ?,"
+        " bearings = ?, lease_ttl_s = ?, expire_time_s = ? WHERE episode_id = ?",
+        (
+            state,
+            end_reason,
+            cause,
+            step_count,
+            last_action,
+            verdict,
+            bearings,
+            lease_ttl_s,
+            expire_time_s,
+            episode_id,
+        ),
+    )
 
 
 def renew_lease(episode_id: str, *, lease_ttl_s: float, expire_time_s: float) -> Statement:

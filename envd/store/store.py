@@ -107,8 +107,8 @@ class Store:
 
         def read(connection: sqlite3.Connection) -> list[Row]:
             names = columns(kind)
-            found = connection.execute(f"SELECT {names} FROM {TABLES[kind]}")  # noqa: S608 -- our own names
-            return [kind(**dict(zip(names.split(", "), values, strict=True))) for values in found]
+            found = connection.execute(f"SELECT {', '.join(names)} FROM {TABLES[kind]}")  # noqa: S608 -- our own names
+            return [kind(**dict(zip(names, values, strict=True))) for values in found]
 
         return await self._ask(_Job(self._loop.create_future(), question=read))  # type: ignore[no-any-return]
 

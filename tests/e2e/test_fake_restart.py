@@ -447,6 +447,20 @@ async def test_an_outcome_that_cannot_be_written_down_voids_the_episode_at_a_res
             await server.service.step(step_command(episode_id, 0))
 
 
+async def test_only_answers_that_may_be_replayed_are_kept_in_the_database(embed: Home) -> None:
+    async with embed.daemon() as server:
+        episode_id = await open_one(server, max_steps=100)
+        for index in range(12):
+            await server.service.step(step_command(episode_id, index))
+        assert server.store is not None
+        steps = [answer for answer in await server.store.rows(AnswerRow) if answer.kind == "step"]
+        assert len(steps) == 8
+        embed.clock.leap_s += 601
+        await server.service.step(step_command(episode_id, 12))
+        left = [answer.request_id for answer in await server.store.rows(AnswerRow) if answer.kind == "step"]
+        assert left == ["step-12"]
+
+
 async def test_a_machine_is_written_down_before_it_is_made(embed: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     async with embed.daemon() as server:
         assert server.store is not None
