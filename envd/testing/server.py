@@ -43,6 +43,11 @@ class FakeServer:
     tasks: TaskCatalogue
     store: Store | None
 
+    @property
+    def is_killed(self) -> bool:
+        """Whether it was killed: what it still answers within this process would reach nobody."""
+        return self.store is not None and self.store._closed
+
     async def kill(self) -> None:
         """Be gone as after SIGKILL: nothing more is written or done, and the machines stay on their host.
 

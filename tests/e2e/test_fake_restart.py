@@ -1,6 +1,7 @@
 """What callers meet after a daemon was killed: on machines that ended with it, and on machines that outlived it."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -378,6 +379,46 @@ async def test_a_client_goes_on_after_the_restart_and_each_click_is_made_once(sy
             assert (await asyncio.wait_for(waiting, 30)).step_count == 2
             assert await episode.read_file("/home/user/clicks.txt") == b"2\n"
             await stack.aclose()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_daemon_killed_at_any_moment_never_doubles_or_forgets_a_click(system: Home, seed: int) -> None:
+    moments = random.Random(seed)
+    episode_id, index, lost_count = "", 0, 0
+    for _ in range(5):
+        async with system.daemon() as server:
+            if not episode_id:
+                index = 0
+                episode_id = await open_one(server, request_id=f"reset-{lost_count}", max_steps=100)
+            # What was not answered before is asked again, as a client would.
+            call = asyncio.create_task(step_until_told(server, episode_id, index))
+            await asyncio.sleep(moments.uniform(0.0, 0.5))
+            await server.kill()
+            index = max(index, await call)
+        async with system.daemon() as server:
+            try:
+                result = await server.service.step(step_command(episode_id, index))
+            except MachineLost as error:
+                assert f"restarted while step step-{index} ran" in str(error)  # noqa: PT017
+                await server.service.close(episode_id)
+                episode_id, lost_count = "", lost_count + 1
+            else:
+                index += 1
+                assert result.episode.step_count == index
+                assert await clicks(server, episode_id) == b"%d\n" % index
+            await server.kill()
+
+
+async def step_until_told(server: FakeServer, episode_id: str, index: int) -> int:
+    """Step until the daemon is gone; return the index of the first step that was not answered."""
+    while True:
+        try:
+            await server.service.step(step_command(episode_id, index))
+        except (MachineLost, StoreError, EpisodeNotFound):
+            return index
+        if server.is_killed:  # a dead daemon's answer reaches nobody
+            return index
+        index += 1
 
 
 # -- what is written when --------------------------------------------------------------------------------------------
