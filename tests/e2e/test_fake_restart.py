@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
+import grpc
 import pytest
+from cuaenv.v1 import env_pb2, env_pb2_grpc
 
 from envd.episodes.types import EpisodeState, ForkCommand, ResetCommand, StepCommand, StepResult
 from envd.errors import EpisodeNotFound, EvaluatorFailed, MachineLost, RequestIdReused, StepIndexMismatch, StoreError
@@ -419,6 +421,35 @@ async def step_until_told(server: FakeServer, episode_id: str, index: int) -> in
         if server.is_killed:  # a dead daemon's answer reaches nobody
             return index
         index += 1
+
+
+async def test_a_recorded_answer_is_had_over_the_wire_in_whatever_space_its_points_were(embed: Home) -> None:
+    async def step(server: FakeServer, episode_id: str, request_id: str, index: int) -> env_pb2.StepResponse:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            click = env_pb2.Action(click=env_pb2.Click(at=env_pb2.Point(x=640, y=125), count=1))
+            request = env_pb2.StepRequest(
+                request_id=request_id,
+                episode_id=episode_id,
+                step_index=index,
+                actions=[click],
+                coordinate_space=env_pb2.Size(width_px=1000, height_px=1000),
+            )
+            return await env_pb2_grpc.CUAEnvStub(channel).Step(request)  # type: ignore[no-any-return,misc]
+
+    async with embed.daemon() as server:
+        episode_id = await open_one(server)
+        first = await step(server, episode_id, "r1", 0)
+        assert first.observation.frame.WhichOneof("content") is not None
+        await server.kill()
+    async with embed.daemon() as server:
+        again = await step(server, episode_id, "r1", 0)
+        assert again.replayed
+        assert again.observation.frame.WhichOneof("content") is None
+        assert again.observation.frame.frame_id == first.observation.frame.frame_id
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await step(server, episode_id, "r2", 1)
+        assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+        assert "the daemon was restarted" in (caught.value.details() or "")
 
 
 # -- what is written when --------------------------------------------------------------------------------------------
