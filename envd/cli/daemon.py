@@ -20,6 +20,7 @@ from envd.episodes.journal import EpisodeRows
 from envd.episodes.limits import EpisodeLimits
 from envd.episodes.recovery import recall
 from envd.episodes.service import EpisodeService
+from envd.episodes.types import EpisodeInfo
 from envd.errors import ConfigError
 from envd.guest.observation import Region, SettlePolicy
 from envd.hypervisor.fake import FakeHypervisor, fake_image
@@ -30,6 +31,7 @@ from envd.pool.audit import Audit, MachineRows
 from envd.pool.clock import SystemClock
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
+from envd.pool.register import strike_all
 from envd.pool.settings import PoolSettings
 from envd.pool.template import TemplateShelf
 from envd.store.store import FILE_NAME, Store
@@ -60,6 +62,8 @@ class Daemon:
     metrics_address: str
     reaped: tuple[str, ...]
     """Machines that an earlier daemon left and that are gone now."""
+    known: tuple[EpisodeInfo, ...]
+    """Episodes of an earlier daemon that callers may still ask for."""
 
     async def drain(self, *, hurry: asyncio.Event) -> None:
         """Take no new episodes, and wait for those that live: `limits.drain_timeout_s`, or until `hurry` is set."""
@@ -104,6 +108,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
         recollection = await recall(store, clock=SystemClock(), pools=config.pools, tasks=tasks)
         machines = await hypervisor.adopt(recollection.machine_ids)
         reaped = await hypervisor.reap()
+        await strike_all(store, but=machines, reaped=reaped)
         shelf = TemplateShelf(hypervisor)
         memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20)
         pools = [
@@ -132,6 +137,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
         lag = asyncio.create_task(metrics.measure_loop_lag(), name="metrics:lag")
         stack.push_async_callback(_cancel, lag)
         await service.restore(recollection, machines)
+        known = tuple(service.list_episodes())
         audit = Audit(
             [hypervisor, MachineRows(store, pools), EpisodeRows(store, service.journal)],
             interval_s=config.limits.audit_interval_s,
@@ -153,6 +159,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
             address=address,
             metrics_address=metrics_address,
             reaped=tuple(reaped),
+            known=known,
         )
 
 

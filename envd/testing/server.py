@@ -19,6 +19,7 @@ from envd.guest.observation import SettlePolicy
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
 from envd.pool.clock import Clock, SystemClock
 from envd.pool.pool import Pool
+from envd.pool.register import strike_all
 from envd.pool.settings import PoolSettings
 from envd.store.store import NoBooks, Store
 from envd.tasks.catalogue import TaskCatalogue
@@ -105,7 +106,8 @@ async def serve_fake(
         clock = clock or SystemClock()
         recollection = await recall(store or NoBooks(), clock=clock, pools=["fake"], tasks=tasks)
         machines = await hypervisor.adopt(recollection.machine_ids)
-        await hypervisor.reap()
+        reaped = await hypervisor.reap()
+        await strike_all(store or NoBooks(), but=machines, reaped=reaped)
         settings = PoolSettings(
             name="fake",
             capacity=capacity or 2 * size,

@@ -171,6 +171,7 @@ def test_a_client_of_a_killed_daemon_hears_of_the_restart_and_scores_are_kept(tm
         first.process.communicate()
         successor = Envd(state_dir, "--pool", "2", "--listen", listen)
         try:
+            assert successor.wait_for(r"(.*) of an earlier daemon: 0 go on, 2 are over or lost") == "2 episodes"
             successor.wait_for(r"(listening)")
             caller.join(timeout=60)
             assert ["daemon was restarted while step" in str(error) for error in stepping] == [True]

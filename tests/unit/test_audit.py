@@ -166,6 +166,25 @@ async def test_what_is_planted_is_cleared_away_and_what_is_used_stays(
     await server.service.observe(episode_id, ResetCommand(request_id="", task_id="").observe)
 
 
+async def test_an_audit_finds_nothing_after_a_restart_that_saw_to_all_of_it(
+    tmp_path: Path, clock: ManualClock, told: list[Leftover]
+) -> None:
+    host, database = FakeHost(), tmp_path / "envd.db"
+    async with serve_fake(size=2, database=database, host=host) as server:
+        opened = await server.service.reset(ResetCommand(request_id="r", task_id="fake/count-to-five", group_size=2))
+        await server.kill()
+    async with serve_fake(size=2, database=database, host=host) as server:
+        assert server.store is not None
+        rows = {row.machine_id for row in await server.store.rows(MachineRow)}
+        kept = {server.service._registry.get(info.episode_id).machine.machine_id for info in opened.episodes}
+        assert kept <= rows
+        audit = audit_of(server, clock, told)
+        await audit.look()
+        await clock.advance(GRACE_S)
+        await audit.look()
+        assert told == []
+
+
 async def test_an_audit_finds_nothing_where_nothing_was_left(
     server: FakeServer, clock: ManualClock, told: list[Leftover]
 ) -> None:
