@@ -5,7 +5,8 @@ Always true:
 * The statements of one `commit` or `note` are executed together or not at all, after those of every earlier one.
 * What waits when the thread comes round is committed at once, so many steps cost one commit.
 * A commit survives a killed daemon at once (the kernel has it), and a power cut only once SQLite has checkpointed:
-  `synchronous=NORMAL` in WAL mode never waits for the disk at a commit.
+  `synchronous=NORMAL` in WAL mode waits for the disk at no commit but the first after a checkpoint.
+* Checkpoints, which do wait for the disk, have a thread of their own: on a busy disk that can take a second.
 """
 
 import asyncio
@@ -24,6 +25,9 @@ from envd.store.statements import SCHEMA, SCHEMA_VERSION, TABLES, Row, Statement
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "envd.db"
+
+#: Statements after which the log is moved into the database: some hundreds of steps, and some megabytes.
+_CHECKPOINT_EVERY = 2000
 
 #: Tells our files from other SQLite databases: "envd".
 _APPLICATION_ID = 0x656E7664
@@ -88,7 +92,11 @@ class Store:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="envd-store", daemon=True)
+        self._unmoved_count = 0
+        self._should_checkpoint = threading.Event()
+        self._checkpointer = threading.Thread(target=self._checkpoint, name="envd-store-checkpoint", daemon=True)
         self._thread.start()
+        self._checkpointer.start()
 
     def __repr__(self) -> str:
         return f"<Store {self.path}{' closed' if self._closed else f' | {self._jobs.qsize()} waiting'}>"
@@ -136,7 +144,23 @@ class Store:
                 batch.append(self._jobs.get())
             ended = None in batch
             self._do([job for job in batch if job is not None])
+            if self._unmoved_count >= _CHECKPOINT_EVERY or ended:
+                self._unmoved_count = 0
+                self._should_checkpoint.set()
+        self._checkpointer.join()
         self._connection.close()
+
+    def _checkpoint(self) -> None:
+        """Move the log into the database whenever it is long; a passive checkpoint holds up no writer."""
+        connection = sqlite3.connect(self.path, isolation_level=None)
+        while not self._closed:
+            self._should_checkpoint.wait()
+            self._should_checkpoint.clear()
+            try:
+                connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            except sqlite3.Error as error:
+                logger.warning("%s: its log was not moved into it: %s", self.path, error)
+        connection.close()
 
     def _do(self, jobs: list[_Job]) -> None:
         """Do jobs in order, those that write next to each other in one transaction."""
@@ -161,6 +185,7 @@ class Store:
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             for job in jobs:
+                self._unmoved_count += len(job.statements)
                 for statement in job.statements:
                     self._connection.execute(statement.sql, statement.values)
             self._connection.execute("COMMIT")
@@ -226,6 +251,7 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
         )
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("PRAGMA wal_autocheckpoint = 0")
     if version < SCHEMA_VERSION:
         connection.executescript(
             f"BEGIN IMMEDIATE; PRAGMA application_id = {_APPLICATION_ID}; {SCHEMA}"

@@ -127,6 +127,19 @@ async def test_nobody_else_may_read_it_and_commits_wait_for_no_disk(store: Store
     assert store._connection.execute("PRAGMA synchronous").fetchone() == (1,)
 
 
+async def test_the_log_does_not_grow_for_ever(store: Store, path: Path) -> None:
+    log = path.with_name(f"{path.name}-wal")
+    rows = [put(machine(f"m{number}", pool="p" * 1000)) for number in range(500)]
+    async with asyncio.timeout(10):
+        while True:
+            before = log.stat().st_size
+            await store.commit(*rows)
+            if log.stat().st_size <= before:
+                break  # what was in it is in the database, and it is written from its beginning again
+            await asyncio.sleep(0.01)
+    assert len(await store.rows(MachineRow)) == 500
+
+
 async def test_a_database_of_a_newer_envd_is_refused_and_left_as_it_is(path: Path) -> None:
     await Store(path).aclose()
     connection = sqlite3.connect(path)
