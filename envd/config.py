@@ -250,6 +250,9 @@ class LimitsConfig(_Section):
     """Seconds that a guest then has to give it; after that it hangs, and its episode is void."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """Seconds that live episodes are given to end after SIGTERM."""
+    audit_interval_s: float = Field(default=60.0, gt=0, le=86_400)
+    """Seconds between two looks for what belongs to nothing: domains, processes, overlays, sockets, memory files, rows
+    of the database. What has been left for five minutes is removed."""
     runs: dict[str, RunConfig] = {}
     """What runs may have, by name; `default` is for every run that is not named."""
 

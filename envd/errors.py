@@ -29,6 +29,7 @@ EnvdError
 ├── NotForkable            the machine has something that a fork cannot have too
 ├── HypervisorError        libvirt or QEMU refused
 │   └── TemplateCorrupt    a stored template is not what was stored; it is never used
+├── StoreError             the daemon's database cannot be used; nothing was done
 ├── ImageError             an image cannot be built, imported or read
 └── ConfigError            the configuration is wrong; nothing was started
 ```
@@ -231,6 +232,12 @@ class NotForkable(EnvdError):
     """The machine cannot be branched where it stands; the message names what stands in the way. It goes on."""
 
     reason = "NOT_FORKABLE"
+
+
+class StoreError(EnvdError):
+    """The daemon's own database cannot be read or written, so what was asked for was not begun."""
+
+    reason = "STORE_ERROR"
 
 
 class ImageError(EnvdError):

@@ -59,7 +59,7 @@ from envd.episodes.types import (
     StepCommand,
     StepResult,
 )
-from envd.errors import GuestError, GuestRefused, InvalidRequest
+from envd.errors import GuestError, GuestRefused, InvalidRequest, MachineLost
 from envd.guest.observation import EncodedFrame, Encoding, Observation, ObservationOptions, SettlePolicy
 from envd.tasks.model import Task
 
@@ -325,7 +325,11 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         episode_id = episode_id_of(request.episode_id, f"{prefix}episode_id")
         if episode_id not in self._screens:
             options = ObservationOptions(encoding=Encoding.NONE)
-            observation = await self._episodes.observe(episode_id, options, refresh=False, settle=None)
+            try:
+                observation = await self._episodes.observe(episode_id, options, refresh=False, settle=None)
+            except MachineLost:
+                # Nothing is performed there any more, but an answer may have been recorded.
+                return Size(width_px=request.coordinate_space.width_px, height_px=request.coordinate_space.height_px)
             self._remember_screen(episode_id, observation.frame)
         return self._screens[episode_id]
 

@@ -15,7 +15,7 @@ The code says what the client should do, the reason says why:
 | UNIMPLEMENTED | UNIMPLEMENTED | do without |
 | DATA_LOSS | MACHINE_LOST, GUEST_UNRESPONSIVE, GUEST_ERROR | void the sample |
 | INTERNAL | SETUP_FAILED, EVALUATOR_FAILED, IMAGE_ERROR, CONFIG_ERROR, BUG | report; void it |
-| INTERNAL | HYPERVISOR_ERROR, TEMPLATE_CORRUPT | report; void it |
+| INTERNAL | HYPERVISOR_ERROR, TEMPLATE_CORRUPT, STORE_ERROR | report; void it |
 
 SETUP_FAILED is INTERNAL and not UNAVAILABLE: most setups fail the same way each time, so a client that retried
 without end would hold machines for nothing. GUEST_UNRESPONSIVE is DATA_LOSS and not DEADLINE_EXCEEDED: the caller's

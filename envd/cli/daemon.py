@@ -16,20 +16,27 @@ from envd.cli.statelock import locked
 from envd.cli.suites import load_tasks
 from envd.cli.version import envd_version
 from envd.config import DEFAULT_RUN, Config, PoolConfig, RunConfig
+from envd.episodes.journal import EpisodeRows
 from envd.episodes.limits import EpisodeLimits
+from envd.episodes.recovery import recall
 from envd.episodes.service import EpisodeService
+from envd.episodes.types import EpisodeInfo
 from envd.errors import ConfigError
 from envd.guest.observation import Region, SettlePolicy
 from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.images.catalogue import ImageCatalogue
 from envd.hypervisor.libvirt import LibvirtHypervisor
 from envd.hypervisor.machine import DiskImage, Hypervisor
+from envd.pool.audit import Audit, MachineRows
 from envd.pool.backoff import BreakerState
+from envd.pool.clock import SystemClock
 from envd.pool.fairness import RunShare, RunShares
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
+from envd.pool.register import strike_all
 from envd.pool.settings import PoolSettings
 from envd.pool.template import TemplateShelf
+from envd.store.store import FILE_NAME, Store
 from envd.telemetry.admission_metrics import AdmissionMetrics, RunLabels
 from envd.telemetry.endpoint import serve_metrics
 from envd.telemetry.episode_metrics import EpisodeMetrics
@@ -39,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 #: For answers that are on their way when serving ends, such as that of the last `Close`.
 _STOP_GRACE = timedelta(seconds=2)
+#: Longer than anything takes to be made or removed, the largest template included.
+_AUDIT_GRACE_S = 300.0
 _FAKE_SCREEN_PX = (1280, 800)
 
 
@@ -56,6 +65,8 @@ class Daemon:
     metrics_address: str
     reaped: tuple[str, ...]
     """Machines that an earlier daemon left and that are gone now."""
+    known: tuple[EpisodeInfo, ...]
+    """Episodes of an earlier daemon that callers may still ask for."""
 
     async def drain(self, *, hurry: asyncio.Event) -> None:
         """Take no new episodes, and wait for those that live: `limits.drain_timeout_s`, or until `hurry` is set."""
@@ -92,11 +103,16 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
     metrics = Metrics()
     async with AsyncExitStack() as stack:
         stack.enter_context(locked(config.state_dir))
+        store = Store(config.state_dir / FILE_NAME)
+        stack.push_async_callback(store.aclose)
         metrics_address = await stack.enter_async_context(serve_metrics(metrics, config.metrics_listen))
         hypervisor = await _open_hypervisor(config)
         stack.push_async_callback(hypervisor.close)
         logger.info("hypervisor: %s", hypervisor.description)
+        recollection = await recall(store, clock=SystemClock(), pools=config.pools, tasks=tasks)
+        machines = await hypervisor.adopt(recollection.machine_ids)
         reaped = await hypervisor.reap()
+        await strike_all(store, but=machines, reaped=reaped)
         shelf = TemplateShelf(hypervisor)
         memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20)
         runs = RunLabels(set(config.limits.runs) - {DEFAULT_RUN})
@@ -109,6 +125,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
                 shelf=shelf,
                 memory=memory,
                 observer=AdmissionMetrics(metrics, runs=runs),
+                books=store,
             )
             for name, pool in config.pools.items()
         ]
@@ -117,6 +134,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
             tasks=tasks,
             limits=_limits(config),
             observer=EpisodeMetrics(metrics),
+            books=store,
         )
         stack.push_async_callback(service.aclose)
         server = ApiServer(service, listen=config.listen, metrics=metrics, security=config.security)
@@ -125,6 +143,17 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
         metrics.watch_pools(lambda: _gauges(pools, runs=runs))
         lag = asyncio.create_task(metrics.measure_loop_lag(), name="metrics:lag")
         stack.push_async_callback(_cancel, lag)
+        await service.restore(recollection, machines)
+        known = tuple(service.list_episodes())
+        audit = Audit(
+            [hypervisor, MachineRows(store, pools), EpisodeRows(store, service.journal)],
+            interval_s=config.limits.audit_interval_s,
+            grace_s=_AUDIT_GRACE_S,
+            clock=SystemClock(),
+            tell=lambda leftover: metrics.leftovers.labels(kind=leftover.kind.value).inc(),
+        )
+        auditing = asyncio.create_task(audit.run(), name="audit")
+        stack.push_async_callback(_cancel, auditing)
         # Listening first: where the address is taken no machine is started.
         address = await server.start()
         await service.start()
@@ -137,6 +166,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
             address=address,
             metrics_address=metrics_address,
             reaped=tuple(reaped),
+            known=known,
         )
 
 

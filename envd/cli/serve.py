@@ -18,7 +18,7 @@ from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, Stat
 from envd.cli.output import friendly, out
 from envd.cli.version import envd_version
 from envd.config import Config
-from envd.episodes.types import PoolInfo
+from envd.episodes.types import EpisodeState, PoolInfo
 from envd.telemetry import logs
 
 #: Tells one line.
@@ -124,6 +124,13 @@ class _Serving:
         if daemon.reaped:
             what = "machine" if len(daemon.reaped) == 1 else "machines"
             self._say(f"removed {len(daemon.reaped)} {what} of an earlier daemon: {', '.join(daemon.reaped)}")
+        if daemon.known:
+            going_count = sum(info.state is EpisodeState.ACTIVE for info in daemon.known)
+            what = "episode" if len(daemon.known) == 1 else "episodes"
+            self._say(
+                f"{len(daemon.known)} {what} of an earlier daemon: {going_count} go on,"
+                f" {len(daemon.known) - going_count} are over or lost, and say so"
+            )
         self._say(f"metrics on http://{daemon.metrics_address}/metrics")
         self._say(f"listening on {daemon.address}")
 

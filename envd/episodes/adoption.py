@@ -3,19 +3,23 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Self, TypedDict, TypeVar
 
 from envd.episodes.episode import Episode
+from envd.episodes.journal import EVALUATE, FORK, STEP, Journal
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
 from envd.episodes.limits import EpisodeLimits
 from envd.episodes.members import Member
+from envd.episodes.records import Past
 from envd.episodes.registry import EpisodeRegistry
-from envd.episodes.types import EpisodeInfo
-from envd.errors import EpisodeEnded, InvalidRequest, StepIndexMismatch
+from envd.episodes.types import EpisodeInfo, EvaluateResult, ForkResult, StepResult
+from envd.errors import EpisodeEnded, InvalidRequest, StepIndexMismatch, StoreError
 from envd.guest.observation import SettlePolicy
 from envd.pool.clock import Clock
+from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
+from envd.store.statements import EpisodeRow
 from envd.tasks.model import Task
 
 logger = logging.getLogger(__name__)
@@ -54,13 +58,26 @@ class Upbringing:
         )
 
 
+class _Ledgers(TypedDict):
+    steps: Ledger[StepResult]
+    evaluations: Ledger[EvaluateResult]
+    forks: Ledger[ForkResult]
+
+
 class Adoption:
     """Makes episodes and enters them in a registry."""
 
     def __init__(
-        self, registry: EpisodeRegistry, *, limits: EpisodeLimits, clock: Clock, make_id: Callable[[], str]
+        self,
+        registry: EpisodeRegistry,
+        *,
+        journal: Journal,
+        limits: EpisodeLimits,
+        clock: Clock,
+        make_id: Callable[[], str],
     ) -> None:
         self._registry = registry
+        self._journal = journal
         self._limits = limits
         self._clock = clock
         self._make_id = make_id
@@ -90,10 +107,7 @@ class Adoption:
             machine=member.machine,
             lease=Lease(ttl_s=upbringing.lease_ttl_s, now_s=self._clock.monotonic()),
             create_time=self._clock.now(),
-            steps=self._new_ledger(episode_id, "step", (StepIndexMismatch, EpisodeEnded, InvalidRequest)),
-            evaluations=self._new_ledger(episode_id, "evaluate", ()),
-            # A fork that failed handed out nothing, whatever went wrong.
-            forks=self._new_ledger(episode_id, "fork", (Exception,)),
+            **self._new_ledgers(episode_id),
         )
         self._registry.add(episode, pool)
         logger.info(
@@ -107,6 +121,43 @@ class Adoption:
         )
         return episode.info(self._clock)
 
+    def restore(self, row: EpisodeRow, past: Past, *, machine: LeasedMachine, pool: Pool, task: Task) -> Episode:
+        """Make an episode of an earlier daemon one of this, as it stood; its lease goes on from where it was."""
+        now_s = self._clock.monotonic()
+        lease = Lease(ttl_s=row.lease_ttl_s, now_s=now_s)
+        left_s = row.expire_time_s - self._clock.now().timestamp()
+        lease.expire_at(now_s + min(left_s, row.lease_ttl_s))
+        episode = Episode(
+            episode_id=row.episode_id,
+            group_id=row.group_id,
+            parent_episode_id=row.parent_episode_id,
+            origin=past.origin,
+            task=task,
+            pool=pool.name,
+            run=row.run,
+            owner=row.owner,
+            max_steps=row.max_steps,
+            step_count=row.step_count,
+            settle=past.settle,
+            machine=machine,
+            lease=lease,
+            create_time=past.create_time,
+            **self._new_ledgers(row.episode_id),
+        )
+        episode.restore(past.state, end_reason=past.end_reason, cause=past.cause)
+        episode.verdict = past.verdict
+        episode.last_action = past.last_action
+        self._registry.add(episode, pool)
+        return episode
+
+    def _new_ledgers(self, episode_id: str) -> _Ledgers:
+        return {
+            "steps": self._new_ledger(episode_id, STEP, (StepIndexMismatch, EpisodeEnded, InvalidRequest, StoreError)),
+            "evaluations": self._new_ledger(episode_id, EVALUATE, (StoreError,)),
+            # A fork that failed handed out nothing, whatever went wrong.
+            "forks": self._new_ledger(episode_id, FORK, (Exception,)),
+        }
+
     def _new_ledger(self, episode_id: str, name: str, without_effect: tuple[type[Exception], ...]) -> Ledger[T]:
         return Ledger(
             f"{name}:{episode_id}",
@@ -115,4 +166,5 @@ class Adoption:
             keep_count=self._limits.ledger_step_count,
             without_effect=without_effect,
             abandoned=lambda: self._registry.not_found(episode_id),
+            dropped=lambda request_id: self._journal.dropped(name, episode_id, request_id),
         )

@@ -94,6 +94,11 @@ class Episode:
         return self._end_reason
 
     @property
+    def cause(self) -> str:
+        """For one that failed, what happened, in words."""
+        return self._cause
+
+    @property
     def step_count(self) -> int:
         """Steps performed, and the index of the next one."""
         return self._step_count
@@ -102,6 +107,10 @@ class Episode:
     def is_scored(self) -> bool:
         """Whether the checkers gave a score, which then stands whatever becomes of the machine."""
         return isinstance(self.verdict, EvaluateResult)
+
+    def restore(self, state: EpisodeState, *, end_reason: str, cause: str) -> None:
+        """Be where it was under an earlier daemon. Before anything else happens to it."""
+        self._state, self._end_reason, self._cause = state, end_reason, cause
 
     def end(self, state: EpisodeState, reason: str, *, cause: str = "") -> None:
         """Leave the present state for a later one.

@@ -22,12 +22,15 @@ class Answer(Generic[T]):
     value: T
     replayed: bool
     """Whether it had been recorded before this call."""
+    restored: bool = False
+    """Whether an earlier daemon recorded it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry(Generic[T]):
     fingerprint: bytes
-    task: asyncio.Task[T]
+    task: asyncio.Future[T]
+    restored: bool = False
 
 
 class Ledger(Generic[T]):
@@ -42,6 +45,7 @@ class Ledger(Generic[T]):
         keep_count: int,
         without_effect: tuple[type[Exception], ...],
         abandoned: Callable[[], EnvdError],
+        dropped: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Open an empty ledger.
 
@@ -52,6 +56,7 @@ class Ledger(Generic[T]):
             keep_count: How many answers are kept.
             without_effect: Failures that say that nothing was done: not recorded, so that a retry tries again.
             abandoned: What to tell those who wait for a call that `close` cut short.
+            dropped: Told of each request whose answer is kept no longer.
         """
         self._name = name
         self._clock = clock
@@ -59,6 +64,7 @@ class Ledger(Generic[T]):
         self._keep_count = keep_count
         self._without_effect = without_effect
         self._abandoned = abandoned
+        self._dropped = dropped
         self._entries: dict[str, _Entry[T]] = {}
         self._done_s: dict[str, float] = {}
         """When each answer was recorded, in that order."""
@@ -93,7 +99,15 @@ class Ledger(Generic[T]):
         await asyncio.wait({entry.task})
         if entry.task.cancelled():
             raise self._abandoned()
-        return Answer(value=entry.task.result(), replayed=replayed)
+        return Answer(value=entry.task.result(), replayed=replayed, restored=entry.restored)
+
+    def restore(self, request_id: str, fingerprint: bytes, value: T, *, age_s: float) -> None:
+        """Have an answer that an earlier daemon recorded `age_s` ago. The oldest first, before any other call."""
+        answered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        answered.set_result(value)
+        self._entries[request_id] = _Entry(fingerprint, answered, restored=True)
+        self._done_s[request_id] = self._clock.monotonic() - age_s
+        self._drop_old()
 
     async def close(self) -> None:
         """Cancel what runs, return when it has unwound, and start nothing more."""
@@ -119,3 +133,4 @@ class Ledger(Generic[T]):
             if len(self._done_s) <= self._keep_count and done_s > oldest_s:
                 return
             del self._done_s[request_id], self._entries[request_id]
+            self._dropped(request_id)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from envd.episodes.episode import Episode
+from envd.episodes.journal import Journal
 from envd.episodes.lease import next_expiry_s
 from envd.episodes.observer import EpisodeObserver
 from envd.episodes.types import EpisodeState
@@ -47,9 +48,10 @@ class _Gone(NamedTuple):
 class EpisodeRegistry:
     """The episodes that hold a lease."""
 
-    def __init__(self, *, clock: Clock, observer: EpisodeObserver) -> None:
+    def __init__(self, *, clock: Clock, observer: EpisodeObserver, journal: Journal) -> None:
         """Make an empty registry; leases lapse only after `start`."""
         self._clock = clock
+        self._journal = journal
         self._observer = observer
         self._episodes: dict[str, Episode] = {}
         self._pools: dict[str, Pool] = {}
@@ -93,6 +95,12 @@ class EpisodeRegistry:
             raise self.not_found(episode_id)
         return episode
 
+    def note_gone(self, episode_id: str, fate: str, *, owner: str) -> None:
+        """Remember what became of an episode that is not, or no longer, here."""
+        self._gone[episode_id] = _Gone(fate, owner)
+        while len(self._gone) > _GONE_COUNT:
+            self._gone.popitem(last=False)
+
     def not_found(self, episode_id: str) -> EpisodeNotFound:
         """Return the error that says why there is no such episode."""
         gone = self._gone.get(episode_id)
@@ -129,6 +137,7 @@ class EpisodeRegistry:
         """Move an episode to a later state, and tell the observer if it was active."""
         was_active = episode.state is EpisodeState.ACTIVE
         episode.end(state, reason, cause=cause)
+        self._journal.stands(episode)
         if was_active:
             self.tell_end(episode)
 
@@ -172,9 +181,8 @@ class EpisodeRegistry:
         if episode.state is EpisodeState.ACTIVE:
             self.end(episode, EpisodeState.TRUNCATED, reason)
         fate = f"{_FATES[reason]} at {self._clock.now().isoformat(timespec='seconds')}"
-        self._gone[episode_id] = _Gone(fate, episode.owner)
-        while len(self._gone) > _GONE_COUNT:
-            self._gone.popitem(last=False)
+        self.note_gone(episode_id, fate, owner=episode.owner)
+        self._journal.closed(episode_id)
         episode.closed.set()
         logger.info(
             "episode %s: %s after step %d, machine %s",

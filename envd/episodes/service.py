@@ -11,17 +11,20 @@ Always true, because one event loop is atomic between awaits:
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 from envd.episodes.adoption import Adoption, Upbringing
 from envd.episodes.episode import Episode
 from envd.episodes.forking import fork_group
+from envd.episodes.journal import EVALUATE, FORK, RESET, STEP, Journal, Request
 from envd.episodes.ledger import Ledger
 from envd.episodes.limits import EpisodeLimits
 from envd.episodes.observer import EpisodeObserver, NoObserver
 from envd.episodes.opening import RunCheckers, RunSetup, choose_pool, open_group
+from envd.episodes.recovery import Recollection, Recovery
+from envd.episodes.refilling import refilled
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.scoring import score
 from envd.episodes.step import Stopwatch, check_region, look, needs_guest, perform
@@ -51,12 +54,15 @@ from envd.errors import (
     NotFound,
     RequestIdReused,
     StepIndexMismatch,
+    StoreError,
 )
 from envd.guest.desktop import Desktop
 from envd.guest.observation import EncodedFrame, Observation, ObservationOptions, SettlePolicy
+from envd.hypervisor.machine import Machine
 from envd.pool.clock import Clock, SystemClock, wait_until
 from envd.pool.pool import Pool
 from envd.pool.tasks import Changes
+from envd.store.store import Books, NoBooks
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers import evaluate as run_task_checkers
 from envd.tasks.model import Task
@@ -78,6 +84,7 @@ class EpisodeService:
         run_setup: RunSetup = run_task_setup,
         run_checkers: RunCheckers = run_task_checkers,
         clock: Clock | None = None,
+        books: Books | None = None,
         make_id: Callable[[], str] = lambda: secrets.token_hex(8),
     ) -> None:
         """Set up a service; nothing runs before `start`.
@@ -90,6 +97,7 @@ class EpisodeService:
             run_setup: Brings a desktop to a task's start.
             run_checkers: Scores a task.
             clock: Where time comes from; by default the host's.
+            books: Where episodes and answers are written down, so that they survive the daemon; by default nowhere.
             make_id: Makes the unique part of episode and group ids: at most 32 of [a-z0-9].
         """
         self._pools = {pool.name: pool for pool in sorted(pools, key=lambda pool: pool.name)}
@@ -99,8 +107,11 @@ class EpisodeService:
         self._run_setup = run_setup
         self._run_checkers = run_checkers
         self._clock = clock or SystemClock()
-        self._registry = EpisodeRegistry(clock=self._clock, observer=self._observer)
-        self._adoption = Adoption(self._registry, limits=self._limits, clock=self._clock, make_id=make_id)
+        self._journal = Journal(books or NoBooks(), clock=self._clock)
+        self._registry = EpisodeRegistry(clock=self._clock, observer=self._observer, journal=self._journal)
+        self._adoption = Adoption(
+            self._registry, journal=self._journal, limits=self._limits, clock=self._clock, make_id=make_id
+        )
         self._states = TaskStates()
         self._resets: Ledger[ResetResult] = Ledger(
             "reset",
@@ -110,6 +121,7 @@ class EpisodeService:
             # A reset that failed handed out nothing, whatever went wrong.
             without_effect=(Exception,),
             abandoned=self._draining_error,
+            dropped=lambda request_id: self._journal.dropped(RESET, "", request_id),
         )
         self._resetting_count = 0
         self._pool_changes = Changes()
@@ -134,6 +146,29 @@ class EpisodeService:
         return f"<EpisodeService {state}, {len(self._registry)} episodes, {list(self._pools.values())}>"
 
     # -- life ---------------------------------------------------------------------------------------------------
+
+    @property
+    def journal(self) -> Journal:
+        """What it writes down."""
+        return self._journal
+
+    async def restore(self, recollection: Recollection, machines: Mapping[str, Machine]) -> None:
+        """Have the episodes of an earlier daemon again, before `start`.
+
+        Args:
+            recollection: What `envd.episodes.recovery.recall` read in the books.
+            machines: Those of its machines that the hypervisor took over.
+        """
+        recovery = Recovery(
+            registry=self._registry,
+            adoption=self._adoption,
+            journal=self._journal,
+            pools=self._pools,
+            tasks=self._tasks,
+            resets=self._resets,
+            clock=self._clock,
+        )
+        await recovery.restore(recollection, machines)
 
     async def start(self) -> None:
         """Start the pools and the reaper; returns before any machine is ready. Once."""
@@ -187,13 +222,14 @@ class EpisodeService:
             MachineLost: Machines died under two attempts.
             HypervisorError: The state that setup led to could not be frozen or forked.
         """
-        # Each owner's ids are their own: nobody collects another's answer by guessing one. No owner's name has a slash.
-        key = f"{command.owner}/{command.request_id}"
         try:
-            answer = await self._resets.answer(key, command.fingerprint, lambda: self._reset(command))
+            answer = await self._resets.answer(_key_of(command), command.fingerprint, lambda: self._reset(command))
         except RequestIdReused:
             raise RequestIdReused(command.request_id) from None
-        return answer.value
+        if not answer.restored:
+            return answer.value
+        observations = await self._refilled(answer.value.episodes, answer.value.observations, command.observe)
+        return replace(answer.value, observations=observations)
 
     async def _reset(self, command: ResetCommand) -> ResetResult:
         if self._draining:
@@ -238,12 +274,31 @@ class EpisodeService:
         self._observer.episode_reset(
             pool=pool.name, run=command.run, episode_count=len(infos), timings_ms=group.timings_ms
         )
-        return ResetResult(
+        result = ResetResult(
             episodes=infos,
             observations=tuple(member.observation for member in group.members),
             instruction=task.instruction,
             timings_ms=group.timings_ms,
         )
+        await self._write_opened(Request(RESET, "", _key_of(command), command.fingerprint), result)
+        return result
+
+    async def _write_opened(self, request: Request, result: ResetResult | ForkResult) -> None:
+        """Write new episodes down before anybody hears of them; where that fails there are none."""
+        ids = [info.episode_id for info in result.episodes]
+        episodes = [episode for i in ids if (episode := self._registry.find(i)) is not None]
+        try:
+            await self._journal.opened(request, result, episodes)
+        except StoreError:
+            for episode_id in ids:
+                await self._registry.close(episode_id)
+            raise
+
+    async def _refilled(
+        self, infos: Sequence[EpisodeInfo], observations: Sequence[Observation], options: ObservationOptions
+    ) -> tuple[Observation, ...]:
+        pairs = zip(infos, observations, strict=True)
+        return tuple([await refilled(seen, self._registry.find(info.episode_id), options) for info, seen in pairs])
 
     # -- fork ---------------------------------------------------------------------------------------------------
 
@@ -270,7 +325,10 @@ class EpisodeService:
         answer = await episode.forks.answer(
             command.request_id, command.fingerprint, lambda: self._fork(episode, command)
         )
-        return answer.value
+        if not answer.restored:
+            return answer.value
+        observations = await self._refilled(answer.value.episodes, answer.value.observations, command.observe)
+        return replace(answer.value, observations=observations)
 
     async def _fork(self, episode: Episode, command: ForkCommand) -> ForkResult:
         if self._draining:
@@ -301,11 +359,14 @@ class EpisodeService:
             episode_count=len(infos),
             timings_ms={f"fork_{phase}": length_ms for phase, length_ms in group.timings_ms.items()},
         )
-        return ForkResult(
+        result = ForkResult(
             episodes=infos,
             observations=tuple(member.observation for member in group.members),
             timings_ms=group.timings_ms,
         )
+        self._journal.renewed(episode)
+        await self._write_opened(Request(FORK, episode.episode_id, command.request_id, command.fingerprint), result)
+        return result
 
     # -- step, observe, evaluate ---------------------------------------------------------------------------------
 
@@ -329,15 +390,20 @@ class EpisodeService:
         answer = await episode.steps.answer(
             command.request_id, command.fingerprint, lambda: self._step(episode, command)
         )
-        return replace(answer.value, replayed=True) if answer.replayed else answer.value
+        result = answer.value
+        if answer.restored:
+            result = replace(result, observation=await refilled(result.observation, episode, command.observe))
+        return replace(result, replayed=True) if answer.replayed else result
 
     async def _step(self, episode: Episode, command: StepCommand) -> StepResult:
         watch = Stopwatch(self._clock)
+        request = Request(STEP, episode.episode_id, command.request_id, command.fingerprint)
         with self._registry.call(episode, renews=True):
             async with episode.turn:
                 watch.lap("queue")
                 episode.require_step(command.step_index)
                 check_region(command.observe, episode.machine.desktop.screen_size)
+                await self._journal.begin(request)
                 try:
                     async with episode.machine.running() as resume_ms:
                         watch.lap_if("resume", resume_ms > 0)
@@ -361,12 +427,14 @@ class EpisodeService:
         self._observer.step_done(
             pool=episode.pool, run=episode.run, episode_id=episode.episode_id, timings_ms=timings_ms
         )
-        return StepResult(
+        result = StepResult(
             episode=episode.info(self._clock),
             observation=performed.observation,
             outcomes=performed.outcomes,
             timings_ms=timings_ms,
         )
+        await self._journal.answered(request, episode, result)
+        return result
 
     async def observe(
         self,
@@ -424,10 +492,14 @@ class EpisodeService:
         """
         episode = self._registry.get(episode_id)
         episode.lease.renew(self._clock.monotonic())
-        answer = await episode.evaluations.answer(request_id, fingerprint, lambda: self._evaluate(episode))
+        answer = await episode.evaluations.answer(
+            request_id,
+            fingerprint,
+            lambda: self._evaluate(episode, Request(EVALUATE, episode_id, request_id, fingerprint)),
+        )
         return replace(answer.value, cached=True) if answer.replayed else answer.value
 
-    async def _evaluate(self, episode: Episode) -> EvaluateResult:
+    async def _evaluate(self, episode: Episode, request: Request) -> EvaluateResult:
         watch = Stopwatch(self._clock)
         with self._registry.call(episode, renews=True):
             async with episode.turn:
@@ -437,6 +509,7 @@ class EpisodeService:
                 if episode.verdict is not None:
                     return replace(episode.verdict, cached=True)
                 episode.require_machine()
+                await self._journal.begin(request)
                 if episode.state is EpisodeState.ACTIVE:
                     self._registry.end(episode, EpisodeState.TRUNCATED, "EVALUATED")
                 try:
@@ -453,6 +526,8 @@ class EpisodeService:
                 except EnvdError as error:
                     if isinstance(error, EvaluatorFailed):
                         episode.verdict = error
+                        self._journal.stands(episode)
+                        self._journal.dropped(EVALUATE, episode.episode_id, request.request_id)
                     self._tell_failure(episode, "evaluate", error)
                     raise
                 episode.lease.renew(self._clock.monotonic())
@@ -470,6 +545,7 @@ class EpisodeService:
             score=evaluation.score,
             timings_ms=episode.verdict.timings_ms,
         )
+        await self._journal.answered(request, episode, episode.verdict)
         return episode.verdict
 
     @asynccontextmanager
@@ -507,6 +583,7 @@ class EpisodeService:
         episodes = [episode for i in episode_ids if (episode := self._registry.find(i)) is not None]
         for episode in episodes:
             episode.lease.renew(self._clock.monotonic(), ttl_s=ttl_s)
+            self._journal.renewed(episode)
         self._registry.changes.notify()
         return [episode.info(self._clock) for episode in episodes]
 
@@ -582,6 +659,7 @@ class EpisodeService:
             episode.require_machine()
             async with self._awake(episode, Stopwatch(self._clock)):
                 yield episode.machine.desktop
+        self._journal.renewed(episode)
 
     # -- details ------------------------------------------------------------------------------------------------
 
@@ -612,6 +690,11 @@ class EpisodeService:
     def _tell_failure(self, episode: Episode, operation: str, error: Exception) -> None:
         reason = error.reason if isinstance(error, EnvdError) else EnvdError.reason
         self._observer.failure(pool=episode.pool, run=episode.run, operation=operation, reason=reason)
+
+
+def _key_of(command: ResetCommand) -> str:
+    """Return what a reset is known by: each owner's ids are their own, and nobody gets another's answer by guessing."""
+    return f"{command.owner}/{command.request_id}"  # no owner's name has a slash
 
 
 def _pool_info(pool: Pool) -> PoolInfo:

@@ -26,7 +26,7 @@ from envd.guest.observation import EncodedFrame, Observation, ObservationOptions
 from envd.guest.rfb import RfbClient
 from envd.guest.screen import Screen
 from envd.guest.settle import settle
-from envd.guest.view import DesktopView
+from envd.guest.view import Bearings, DesktopView
 from envd.guest.wake import renew_identity
 
 __all__ = ["CommandResult", "Desktop", "ReadyReport"]
@@ -139,6 +139,17 @@ class Desktop:
     async def view(self) -> DesktopView:
         """Return what it shows and holds. Its machine stands still, or else the view is of no certain moment."""
         return await self._alive(self._take_view())
+
+    @property
+    def bearings(self) -> Bearings:
+        """What whoever connects to this desktop next must be told."""
+        held = self._view.inputs if self._view else self._input.held
+        return Bearings(
+            pointer=held.pointer,
+            is_holding=bool(held.buttons or held.keys),
+            guestd_types=self._guestd_types,
+            home=self._home,
+        )
 
     @property
     def screen_size(self) -> tuple[int, int]:

@@ -1,12 +1,25 @@
 """What a desktop shows, and what is held down on it, while its machine stands still: what its forks begin with."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from envd.guest.actions import Point
 from envd.guest.encoder import FrameEncoder
 from envd.guest.frames import Frame, PointerImage
 from envd.guest.input import HeldInputs
 from envd.guest.observation import EncodedFrame, ObservationOptions
 from envd.guest.rfb import CursorShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bearings:
+    """What a connection to a desktop that was used before cannot find out for itself."""
+
+    pointer: Point | None
+    """Where the pointer was last put; None where it never was."""
+    is_holding: bool
+    """Whether a key or button was left down. What becomes of it when its connection ends is not known."""
+    guestd_types: bool
+    home: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +37,15 @@ class DesktopView:
     """The session user's home directory, where it is known."""
     encoder: FrameEncoder = field(default_factory=FrameEncoder, repr=False, compare=False)
     """Shared by all forks: what one was shown is encoded for all."""
+
+    def with_bearings(self, bearings: Bearings) -> "DesktopView":
+        """Return the view of one who knows these, too."""
+        return replace(
+            self,
+            inputs=HeldInputs(pointer=bearings.pointer),
+            guestd_types=bearings.guestd_types,
+            home=bearings.home,
+        )
 
     @property
     def size_px(self) -> tuple[int, int]:

@@ -12,15 +12,16 @@ import pwd
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 from urllib.parse import parse_qs, urlsplit
 from uuid import uuid4
+from weakref import WeakSet
 
 # Read when the library is loaded. The embedded driver would tell our standard error about every tainted domain and
 # every cgroup that is not there; what fails reaches us as exceptions. Set it to 1:stderr to see what libvirt does.
@@ -37,6 +38,7 @@ from envd.hypervisor.libvirt_xml import (
     FirmwareFiles,
     Incoming,
     MachineFiles,
+    Mark,
     Memory,
     MemoryFile,
     domain_name,
@@ -44,7 +46,15 @@ from envd.hypervisor.libvirt_xml import (
     read_confinement,
     read_mark,
 )
-from envd.hypervisor.machine import Accelerator, Firmware, Machine, MachineSpec, Snapshot
+from envd.hypervisor.machine import (
+    Accelerator,
+    Firmware,
+    Leftover,
+    LeftoverKind,
+    Machine,
+    MachineSpec,
+    Snapshot,
+)
 from envd.hypervisor.overlays import copy_file, create_overlay
 from envd.hypervisor.templates import TemplateStore
 
@@ -119,6 +129,7 @@ class LibvirtHypervisor:
         self._loop = asyncio.get_running_loop()
         self._store = store
         self._captures_dir = state_dir / "captures"
+        self._captures: WeakSet[LibvirtSnapshot] = WeakSet()
         libvirt_version, qemu_version = _dotted(libvirt.getVersion()), _dotted(connection.getVersion())
         self._freezer = Freezer(
             store,
@@ -264,11 +275,13 @@ class LibvirtHypervisor:
         """
         capturing = asyncio.ensure_future(capture(_own_machine(machine), self._captures_dir, call=self.call))
         try:
-            return await to_the_end(capturing)
+            captured = await to_the_end(capturing)
         except asyncio.CancelledError:
             if not capturing.cancelled() and capturing.exception() is None:
                 await to_the_end(capturing.result().discard())
             raise
+        self._captures.add(captured)
+        return captured
 
     async def _or_nothing(self, work: Coroutine[Any, Any, LibvirtMachine]) -> LibvirtMachine:
         making = asyncio.ensure_future(work)
@@ -331,6 +344,71 @@ class LibvirtHypervisor:
         what = "booting" if snapshot is None else "forked"
         log.info("machine %s", what, extra={"machine_id": spec.machine_id, "image": spec.image.name})
         return machine
+
+    async def adopt(self, machine_ids: Collection[str]) -> dict[str, Machine]:  # noqa: ARG002 -- the protocol's
+        """Take over nothing: embedded machines end with their daemon, and those of a libvirtd are reaped.
+
+        A machine of a libvirtd outlives us, but what its memory and disk stand on is known only to the daemon that
+        forked it; until that is written down too, to end it is what can be answered for.
+        """
+        return {}
+
+    async def leftovers(self) -> list[Leftover]:
+        """Return what carries our mark and belongs to no machine or capture of this daemon. Raises: HypervisorError."""
+        try:
+            return await self.call(self._look_for_leftovers)
+        except OSError as error:
+            raise HypervisorError(f"{self._machines_dir} cannot be looked at: {error}") from error
+
+    def _live_ids(self) -> set[str]:
+        return {machine.machine_id for machine in list(self._machines.values())}
+
+    def _look_for_leftovers(self) -> list[Leftover]:
+        # First what is there, then whose it is: what was made meanwhile is known by then.
+        domains = {mark.machine_id for mark in map(_mark_of, self._connection.listAllDomains(0)) if self._is_ours(mark)}
+        processes = {machine_id for _, machine_id in _stray_processes(self._owner)} - domains
+        directories = list(self._machines_dir.iterdir())
+        captures = {path.name for path in self._captures_dir.glob("*")}
+        live = self._live_ids()
+        memories = self._store.stray_memories(live)
+        captures -= {capture.files.directory.name for capture in list(self._captures)}
+        return [
+            *(Leftover(LeftoverKind.DOMAIN, machine_id) for machine_id in sorted(domains - live)),
+            *(Leftover(LeftoverKind.PROCESS, machine_id) for machine_id in sorted(processes - live)),
+            *(Leftover(_kind_of(path), path.name) for path in sorted(directories) if path.name not in live),
+            *(Leftover(LeftoverKind.CAPTURE, name) for name in sorted(captures)),
+            *(Leftover(LeftoverKind.MEMORY_FILE, path.name) for path in sorted(memories)),
+        ]
+
+    async def remove(self, leftover: Leftover) -> None:
+        """Remove a leftover, if it still is one. Raises: HypervisorError."""
+        if leftover not in await self.leftovers():
+            return
+        name = leftover.name
+        match leftover.kind:
+            case LeftoverKind.DOMAIN:
+                await self.call(self._end_stray_domain, name)
+            case LeftoverKind.PROCESS:
+                for pid, machine_id in _stray_processes(self._owner):
+                    if machine_id == name:
+                        _kill(pid)
+            case LeftoverKind.OVERLAY | LeftoverKind.SOCKET:
+                await self.call(shutil.rmtree, self._machines_dir / name, True)
+            case LeftoverKind.CAPTURE:
+                await self.call(shutil.rmtree, self._captures_dir / name, True)
+            case LeftoverKind.MEMORY_FILE:
+                (self._store.memory_dir / name).unlink(missing_ok=True)
+            case LeftoverKind.DATABASE_ROW:
+                raise ValueError(f"{leftover} is no hypervisor's")
+
+    def _end_stray_domain(self, machine_id: str) -> None:
+        for domain in self._connection.listAllDomains(0):
+            mark = _mark_of(domain)
+            if mark is not None and self._is_ours(mark) and mark.machine_id == machine_id:
+                destroy_domain(domain)
+
+    def _is_ours(self, mark: Mark | None) -> TypeGuard[Mark]:
+        return mark is not None and mark.owner == self._owner
 
     async def reap(self) -> list[str]:
         """Destroy what earlier daemons with this state directory left; returns the machines' ids."""
@@ -477,6 +555,20 @@ def _own_machine(machine: Machine) -> LibvirtMachine:
     if not isinstance(machine, LibvirtMachine):
         raise TypeError(f"{machine!r} is not a machine of this driver")
     return machine
+
+
+def _mark_of(domain: Any) -> Mark | None:
+    """Return a domain's mark; None where it has none, or ended meanwhile."""
+    try:
+        return read_mark(domain.XMLDesc(0))
+    except libvirt.libvirtError:
+        return None
+
+
+def _kind_of(machine_directory: Path) -> LeftoverKind:
+    has_overlay = MachineFiles(directory=machine_directory).overlay.exists()
+    has_socket = any(machine_directory.glob("*.sock"))
+    return LeftoverKind.SOCKET if has_socket and not has_overlay else LeftoverKind.OVERLAY
 
 
 def _stray_processes(owner: str) -> list[tuple[int, str]]:

@@ -5,7 +5,7 @@ contract suite, `envd.testing.machine_contract`, passes on both.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -105,6 +105,34 @@ class CaptureReport:
     paused_ms: float
     """How long the machine stood still for it."""
     total_ms: float
+
+
+class LeftoverKind(Enum):
+    """What can be left on a host. The values label metrics."""
+
+    #: A running machine that nobody has: a libvirt domain.
+    DOMAIN = "domain"
+    #: A QEMU process that libvirt knows nothing of.
+    PROCESS = "process"
+    #: A machine's directory, with its overlay.
+    OVERLAY = "overlay"
+    #: A machine's socket, in a directory without an overlay.
+    SOCKET = "socket"
+    #: Memory or state of a machine, of which no snapshot is made.
+    MEMORY_FILE = "memory_file"
+    #: The state of a live machine, which nothing stands on.
+    CAPTURE = "capture"
+    #: A row of the database about a machine or episode that there is not.
+    DATABASE_ROW = "database_row"
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Something that is there and belongs to nothing."""
+
+    kind: LeftoverKind
+    name: str
+    """A machine's id, a file's name or a row's key."""
 
 
 class Snapshot(Protocol):
@@ -261,11 +289,33 @@ class Hypervisor(Protocol):
             HypervisorError: libvirt or QEMU refused; a full disk, for one.
         """
 
+    async def adopt(self, machine_ids: Collection[str]) -> dict[str, Machine]:
+        """Take over those of an earlier daemon's machines that outlived it; returns them by id, paused.
+
+        They are this daemon's from now on, with what they stand on: `reap` lets them be. Where machines end with
+        their daemon, or cannot be taken over, none is returned, and `reap` removes what is left of them.
+
+        Args:
+            machine_ids: Those that are wanted.
+        """
+
     async def reap(self) -> list[str]:
         """Destroy what earlier daemons with this state directory left, found by our own marks; returns their ids.
 
-        Stored templates stay.
+        Stored templates stay, and so do machines that were adopted.
         """
+
+    async def leftovers(self) -> list[Leftover]:
+        """Return what carries our mark on the host and belongs to no machine or snapshot of this daemon.
+
+        What is just being made or removed may be among it: believe only what is still there after a while.
+
+        Raises:
+            HypervisorError: The host cannot be looked at.
+        """
+
+    async def remove(self, leftover: Leftover) -> None:
+        """Remove a leftover; one that is gone, or belongs to something by now, is let be. Raises: HypervisorError."""
 
     async def close(self) -> None:
         """Let go of the hypervisor. Machines must have been destroyed before."""

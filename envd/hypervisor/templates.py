@@ -8,7 +8,7 @@ host, which makes the template one that is not there.
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,6 +142,12 @@ class TemplateStore:
         for memory in self.memory_dir.glob("*.ram"):
             if memory not in memories:
                 memory.unlink(missing_ok=True)
+
+    def stray_memories(self, live_names: Collection[str]) -> list[Path]:
+        """Return memory files that are no template's and none of those machines'."""
+        known = {Path(template.manifest.memory_path) for template in self.all()}
+        known |= {self.memory_file(name) for name in live_names}
+        return [memory for memory in self.memory_dir.glob("*.ram") if memory not in known]
 
     @staticmethod
     def _stored(files: SnapshotFiles, manifest: Manifest) -> StoredTemplate:

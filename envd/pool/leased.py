@@ -25,19 +25,19 @@ class LeasedMachine:
     """A machine in the hands of one user, until `Pool.release`. It stands still, asleep, until it is first used."""
 
     def __init__(
-        self, *, machine: Machine, desktop: Desktop, frozen: FrozenDesktop, always_running: bool = False
+        self, *, machine: Machine, desktop: Desktop, frozen: FrozenDesktop | None, always_running: bool = False
     ) -> None:
         """Hand out a machine that was forked and has not run since.
 
         Args:
             machine: The fork.
             desktop: Its desktop, asleep.
-            frozen: What it was forked from.
+            frozen: What it was forked from; None where that was an earlier daemon's.
             always_running: Whether the guest runs on after its first use.
         """
         self.machine = machine
         self.desktop = desktop
-        self.frozen = frozen
+        self._frozen = frozen
         self._always_running = always_running
         self._user_count = 0
         self._wake_error: Exception | None = None
@@ -46,6 +46,13 @@ class LeasedMachine:
 
     def __repr__(self) -> str:
         return f"<LeasedMachine {self.machine_id} {self.machine.state.value} | {self._user_count} users>"
+
+    @property
+    def frozen(self) -> FrozenDesktop:
+        """What it was forked from. Raises: RuntimeError: an earlier daemon had it; nobody asks for its beginnings."""
+        if self._frozen is None:
+            raise RuntimeError(f"{self!r} was forked by an earlier daemon")
+        return self._frozen
 
     @property
     def machine_id(self) -> str:

@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 from envd.errors import EnvdError
 from envd.guest.desktop import Desktop
-from envd.guest.view import DesktopView
+from envd.guest.view import Bearings, DesktopView
 from envd.hypervisor.machine import Hypervisor, Machine, MachineUsage
 from envd.pool.clock import Clock, wait_until
 from envd.pool.frozen import FrozenDesktop
 from envd.pool.leased import Place
 from envd.pool.planner import MachineState
+from envd.pool.register import MachineRegister
 from envd.pool.tasks import run_unless
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class Record:
     frozen: FrozenDesktop | None = None
     """What it was forked from."""
     usage: MachineUsage | None = None
+    is_registered: bool = False
+    """Whether it may be in the register."""
     retired: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the machine is no longer wanted, whatever its state."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -113,6 +116,8 @@ class Nursery:
     destroy_retry_min_s: float
     destroy_retry_max_s: float
     clock: Clock
+    register: MachineRegister
+    """Knows of every machine before the hypervisor does."""
     closing: asyncio.Event
     """Set when the pool goes away: then destroying is tried only a few times more."""
 
@@ -126,6 +131,19 @@ def forked(frozen: FrozenDesktop, *, nursery: Nursery) -> Work:
             record.machine = await nursery.hypervisor.fork(frozen.snapshot, record.machine_id)
         record.frozen = frozen
         record.desktop = nursery.make_desktop(record.machine, view=frozen.view)
+
+    return work
+
+
+def adopted(machine: Machine, bearings: Bearings, *, nursery: Nursery) -> Work:
+    """Take over a machine that stands still and was used before. It is asleep then: its next use renews its clock."""
+
+    async def work(record: Record) -> None:
+        record.machine = machine
+        record.desktop = nursery.make_desktop(machine)
+        view = await record.desktop.view()
+        await record.desktop.close()
+        record.desktop = nursery.make_desktop(machine, view=view.with_bearings(bearings))
 
     return work
 
@@ -150,7 +168,7 @@ async def live(record: Record, work: Work, *, nursery: Nursery, keeper: Keeper) 
 async def _come_up(record: Record, work: Work, nursery: Nursery, keeper: Keeper) -> None:
     begin_s = nursery.clock.monotonic()
     try:
-        await run_unless(record.retired, work(record))
+        await run_unless(record.retired, _registered(record, work, nursery))
     except Exception as error:  # whatever went wrong, this machine must go and the pool go on
         if not record.retired.is_set():
             unexpected = None if isinstance(error, EnvdError) else error
@@ -164,6 +182,12 @@ async def _come_up(record: Record, work: Work, nursery: Nursery, keeper: Keeper)
         keeper.came_up(record, start_s=start_s)
 
 
+async def _registered(record: Record, work: Work, nursery: Nursery) -> None:
+    record.is_registered = True
+    await nursery.register.enter(record.machine_id)
+    await work(record)
+
+
 async def _destroy(record: Record, nursery: Nursery, keeper: Keeper) -> None:
     """See the machine gone, however often that takes: while it may exist it stays on record and holds its place."""
     if record.desktop is not None:
@@ -172,6 +196,7 @@ async def _destroy(record: Record, nursery: Nursery, keeper: Keeper) -> None:
         except Exception:
             logger.exception("machine %s: its connections did not close", record.machine_id)
     if record.machine is None:
+        _strike(record, nursery)
         return
     attempt = 0
     while True:
@@ -187,7 +212,13 @@ async def _destroy(record: Record, nursery: Nursery, keeper: Keeper) -> None:
             delay_s = min(nursery.destroy_retry_max_s, nursery.destroy_retry_min_s * 2.0 ** min(attempt - 1, 32))
             await wait_until(nursery.clock, nursery.clock.monotonic() + delay_s, or_event=nursery.closing)
         else:
+            _strike(record, nursery)
             return
+
+
+def _strike(record: Record, nursery: Nursery) -> None:
+    if record.is_registered:
+        nursery.register.strike(record.machine_id)
 
 
 async def _wait(event: asyncio.Event) -> None:

@@ -16,25 +16,30 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from envd.errors import Draining, EnvdError, GroupTooLarge, MachineLost
 from envd.guest.desktop import Desktop
-from envd.hypervisor.machine import DiskImage, Hypervisor, MachineSpec
+from envd.guest.view import Bearings
+from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec
 from envd.pool.admission import AdmissionLine, WaitingGroup
 from envd.pool.backoff import Backoff
 from envd.pool.clock import Clock, SystemClock, wait_until
 from envd.pool.frozen import FrozenDesktop
+from envd.pool.gone import GoneMachine
 from envd.pool.leased import Granted, LeasedMachine, Place, freeze
-from envd.pool.life import MakeDesktop, Nursery, Record, Work, forked
+from envd.pool.life import MakeDesktop, Nursery, Record, Work, adopted, forked
 from envd.pool.memory import OVERHEAD_MIB, HostMemory, MemoryClaim
 from envd.pool.observer import AdmissionObserver, NoAdmissionObserver
 from envd.pool.planner import MachineState, Wanted, plan
 from envd.pool.refusals import Refusal, Refusals
+from envd.pool.register import MachineRegister
 from envd.pool.roster import Roster
 from envd.pool.settings import PoolSettings
 from envd.pool.statistics import PoolStatistics
-from envd.pool.tasks import Changes, OwnedTasks
+from envd.pool.tasks import Changes, OwnedTasks, uncancelled
 from envd.pool.template import TemplateShelf
+from envd.store.store import Books, NoBooks
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +61,7 @@ class Pool:
         make_desktop: MakeDesktop = Desktop,
         observer: AdmissionObserver | None = None,
         clock: Clock | None = None,
+        books: Books | None = None,
         make_suffix: Callable[[], str] = lambda: secrets.token_hex(3),
     ) -> None:
         """Set up an empty pool; nothing runs before `start`.
@@ -69,6 +75,7 @@ class Pool:
             make_desktop: Connects to a machine.
             observer: Told who got machines and who did not, for metrics.
             clock: Where time comes from; by default the host's.
+            books: Where its machines are written down; by default nowhere.
             make_suffix: Makes what follows the pool's name in a machine id: at most 7 of [a-z0-9].
         """
         self.settings = settings
@@ -102,6 +109,7 @@ class Pool:
             destroy_retry_min_s=settings.backoff_min_s,
             destroy_retry_max_s=settings.backoff_max_s,
             clock=self._clock,
+            register=MachineRegister(settings.name, books=books or NoBooks(), clock=self._clock),
             closing=self._closing,
         )
         self._roster = Roster(
@@ -261,6 +269,31 @@ class Pool:
             raise
         return self._hand_out(record, run=place.run)
 
+    async def adopt(self, machine: Machine, bearings: Bearings, *, run: str) -> LeasedMachine:
+        """Have an earlier daemon's machine, paused, as if it had been leased here to a run. On failure it goes.
+
+        Raises:
+            MachineLost: It did not last.
+            GuestUnresponsive, GuestError: Its display does not tell what it shows.
+            StoreError: It could not be written down.
+        """
+        work = adopted(machine, bearings, nursery=self.nursery)
+        try:
+            record = await self._roster.make(work, becomes=MachineState.LEASED, machine_id=machine.machine_id)
+        except BaseException:
+            await uncancelled(machine.destroy())
+            raise
+        return self._hand_out(record, run=run)
+
+    def gone(self, machine_id: str, *, reason: str) -> LeasedMachine:
+        """Stand in for a machine that an earlier daemon had, and that is lost."""
+        machine = GoneMachine(replace(self._spec(), machine_id=machine_id), reason=reason)
+        return LeasedMachine(machine=machine, desktop=Desktop(machine), frozen=None)
+
+    def has(self, machine_id: str) -> bool:
+        """Tell whether a machine is on record: it exists, or may exist."""
+        return any(record.machine_id == machine_id for record in self._roster)
+
     async def freeze(self, leased: LeasedMachine) -> FrozenDesktop:
         """Freeze a leased machine's state, to fork from. It stands still meanwhile, then goes on as it was.
 
@@ -381,7 +414,7 @@ class Pool:
         )
 
     def _hand_out(self, record: Record, *, run: str) -> LeasedMachine:
-        if record.machine is None or record.desktop is None or record.frozen is None:
+        if record.machine is None or record.desktop is None:
             raise RuntimeError(f"machine {record.machine_id} is {record.state.value} but was never made")
         record.state = MachineState.LEASED
         record.run = run

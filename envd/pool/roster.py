@@ -106,10 +106,16 @@ class Roster:
 
     # -- machines and places in and out --------------------------------------------------------------------------
 
-    def enroll(self, work: Work, *, becomes: MachineState = MachineState.IDLE, place: Place | None = None) -> Record:
-        """Begin to make a machine."""
-        machine_id = self._make_id()
-        while machine_id in self._records:
+    def enroll(
+        self,
+        work: Work,
+        *,
+        becomes: MachineState = MachineState.IDLE,
+        place: Place | None = None,
+        machine_id: str = "",
+    ) -> Record:
+        """Begin to make a machine, under an id of its own unless it has one."""
+        while not machine_id or machine_id in self._records:
             machine_id = self._make_id()
         record = self._records[machine_id] = Record(machine_id=machine_id, becomes=becomes, place=place)
         if place is not None:
@@ -117,14 +123,16 @@ class Roster:
         self._tasks.spawn(live(record, work, nursery=self._nursery, keeper=self), name=f"machine:{machine_id}")
         return record
 
-    async def make(self, work: Work, *, becomes: MachineState, place: Place | None = None) -> Record:
+    async def make(
+        self, work: Work, *, becomes: MachineState, place: Place | None = None, machine_id: str = ""
+    ) -> Record:
         """Make a machine, and return when it has come up. On failure, and on cancellation, it goes.
 
         Raises:
             MachineLost: It was retired before it came up.
             Exception: Whatever `work` raises.
         """
-        record = self.enroll(work, becomes=becomes, place=place)
+        record = self.enroll(work, becomes=becomes, place=place, machine_id=machine_id)
         claim = record.claim = asyncio.get_running_loop().create_future()
         self._told()
         try:

@@ -128,6 +128,9 @@ class Metrics:
             "operation",
             "reason",
         )
+        self.leftovers = self._counter(
+            "envd_leftovers_total", "Things that belonged to nothing and were found by the audit, by kind.", "kind"
+        )
 
         self.security_files_stale = self._gauge(
             "envd_security_files_stale",

@@ -14,12 +14,15 @@ from pathlib import Path
 from envd.api.server import ApiServer
 from envd.config import SecurityConfig
 from envd.episodes.limits import EpisodeLimits
+from envd.episodes.recovery import recall
 from envd.episodes.service import EpisodeService
 from envd.guest.observation import SettlePolicy
-from envd.hypervisor.fake import FakeHypervisor, Faults, fake_image
-from envd.pool.clock import Clock
+from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
+from envd.pool.clock import Clock, SystemClock
 from envd.pool.pool import Pool
+from envd.pool.register import strike_all
 from envd.pool.settings import PoolSettings
+from envd.store.store import NoBooks, Store
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from envd.telemetry.metrics import Metrics
@@ -34,11 +37,29 @@ class FakeServer:
 
     address: str
     """Where clients dial."""
+    server: ApiServer
     hypervisor: FakeHypervisor
     pool: Pool
     service: EpisodeService
     metrics: Metrics
     tasks: TaskCatalogue
+    store: Store | None
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether it was killed: what it still answers within this process would reach nobody."""
+        return self.store is not None and self.store._closed
+
+    async def kill(self) -> None:
+        """Be gone as after SIGKILL: nothing more is written or done, and the machines stay on their host.
+
+        Clients are cut off. Leaving `serve_fake` afterwards touches none of what was left.
+        """
+        if self.store is not None:
+            self.store._closed = True  # whatever is asked for from here on
+            self.store._jobs.put(None)
+        self.hypervisor.die()
+        await self.server.stop()
 
 
 def load_fake_tasks() -> TaskCatalogue:
@@ -59,6 +80,9 @@ async def serve_fake(
     clock: Clock | None = None,
     extra_tasks: Iterable[Task] = (),
     security: SecurityConfig | None = None,
+    host: FakeHost | None = None,
+    database: Path | None = None,
+    listen: str = "127.0.0.1:0",
 ) -> AsyncIterator[FakeServer]:
     """Serve until the block ends; then every episode, machine and socket is gone.
 
@@ -73,11 +97,22 @@ async def serve_fake(
         clock: What leases are timed by; by default the host's.
         extra_tasks: Tasks beside the suite `fake`.
         security: Who may call; by default whoever can.
+        host: Where an earlier server's machines may be left, to be adopted or reaped.
+        database: Where episodes are written down; None for nowhere.
+        listen: Where to serve.
     """
     tasks = TaskCatalogue([*load_fake_tasks().list(), *extra_tasks])
     async with AsyncExitStack() as stack:
-        hypervisor = FakeHypervisor(faults=faults)
+        store = None if database is None else Store(database)
+        if store is not None:
+            stack.push_async_callback(store.aclose)
+        hypervisor = FakeHypervisor(faults=faults, host=host)
         stack.push_async_callback(hypervisor.close)
+        clock = clock or SystemClock()
+        recollection = await recall(store or NoBooks(), clock=clock, pools=["fake"], tasks=tasks)
+        machines = await hypervisor.adopt(recollection.machine_ids)
+        reaped = await hypervisor.reap()
+        await strike_all(store or NoBooks(), but=machines, reaped=reaped)
         settings = PoolSettings(
             name="fake",
             capacity=capacity or 2 * size,
@@ -90,15 +125,18 @@ async def serve_fake(
             allow_guest_access=True,
             settle=settle,
         )
-        pool = Pool(settings, hypervisor=hypervisor, image=fake_image())
+        pool = Pool(settings, hypervisor=hypervisor, image=fake_image(), books=store)
         metrics = Metrics()
-        service = EpisodeService([pool], tasks=tasks, limits=limits, clock=clock)
+        service = EpisodeService([pool], tasks=tasks, limits=limits, clock=clock, books=store)
         stack.push_async_callback(service.aclose)
-        server = ApiServer(service, listen="127.0.0.1:0", metrics=metrics, security=security)
+        server = ApiServer(service, listen=listen, metrics=metrics, security=security)
         stack.push_async_callback(server.stop)
+        await service.restore(recollection, machines)
         await service.start()
         yield FakeServer(
             address=await server.start(),
+            server=server,
+            store=store,
             hypervisor=hypervisor,
             pool=pool,
             service=service,

@@ -7,7 +7,7 @@ For a desktop that can be seen and used, take the fake hypervisor; these know on
 import asyncio
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -29,12 +29,13 @@ from envd.guest.observation import (
     SettleResult,
 )
 from envd.guest.tiles import TileImage
-from envd.guest.view import DesktopView
+from envd.guest.view import Bearings, DesktopView
 from envd.hypervisor.machine import (
     Accelerator,
     CaptureReport,
     DiskImage,
     JsonValue,
+    Leftover,
     Machine,
     MachineSpec,
     MachineState,
@@ -287,9 +288,20 @@ class StubHypervisor:
             raise HypervisorError(f"{machine!r} is no stub machine")
         return machine
 
+    async def adopt(self, machine_ids: Collection[str]) -> dict[str, Machine]:
+        """Find nothing."""
+        return {}
+
     async def reap(self) -> list[str]:
         """Find nothing."""
         return []
+
+    async def leftovers(self) -> list[Leftover]:
+        """Find nothing."""
+        return []
+
+    async def remove(self, leftover: Leftover) -> None:
+        """Find nothing."""
 
     async def close(self) -> None:
         """Do nothing."""
@@ -371,6 +383,11 @@ class StubDesktop(Desktop):
             return self.asleep_view
         await self._enter("view")
         return blank_view(*self.screen_size, frame_id=self.machine.shows)
+
+    @property
+    def bearings(self) -> Bearings:
+        """Nothing is held, and the pointer was never moved."""
+        return Bearings(pointer=None, is_holding=False, guestd_types=True, home=None)
 
     @property
     def screen_size(self) -> tuple[int, int]:

@@ -1,6 +1,8 @@
 """The machine contract on real machines: libvirt's embedded driver, QEMU, and the Debian desktop."""
 
+import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import ClassVar
@@ -13,7 +15,7 @@ from envd.guest.desktop import Desktop
 from envd.hypervisor.images.catalogue import Image, ImageCatalogue, file_sha256
 from envd.hypervisor.libvirt import LibvirtHypervisor
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec
-from envd.testing.leftovers import machine_leftovers, machine_processes
+from envd.testing.leftovers import machine_leftovers, machine_processes, owner_of
 from envd.testing.machine_contract import MachineContract, new_machine_id
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(600)]
@@ -81,3 +83,41 @@ class TestMachineContractOnLibvirt(MachineContract):
         deep = tmp_path / ("d" * 80)
         with pytest.raises(ConfigError, match="choose a shorter --state-dir"):
             await LibvirtHypervisor.open(state_dir=deep)
+
+    async def test_leftovers_are_found_and_removed_and_a_live_machine_is_none(
+        self, hypervisor: LibvirtHypervisor
+    ) -> None:
+        live, lost = [await hypervisor.create(self.make_spec(new_machine_id())) for _ in range(2)]
+        assert await hypervisor.leftovers() == []
+        # What the daemon no longer knows: a machine that runs, a process that libvirt does not know of, and files.
+        hypervisor._forget(lost)
+        mark = f"guest=envd-{owner_of(self.state_dir)}-stray,debug-threads=on"
+        stray = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(300)", mark)
+        files = (
+            "machines/ghost/disk.qcow2",
+            "machines/dead/agent.sock",
+            "captures/old/devices",
+            "templates/memory/a.ram",
+        )
+        for file in files:
+            (self.state_dir / file).parent.mkdir(parents=True, exist_ok=True)
+            (self.state_dir / file).write_text("x")
+        found = await hypervisor.leftovers()
+        assert {(leftover.kind.value, leftover.name) for leftover in found} == {
+            ("domain", lost.machine_id),
+            ("overlay", lost.machine_id),
+            ("memory_file", f"{lost.machine_id}.ram"),
+            ("process", "stray"),
+            ("overlay", "ghost"),
+            ("socket", "dead"),
+            ("capture", "old"),
+            ("memory_file", "a.ram"),
+        }
+        for leftover in found:
+            await hypervisor.remove(leftover)
+        assert await stray.wait() == -9
+        assert await hypervisor.leftovers() == []
+        assert not live.lost.is_set()
+        assert len(machine_processes(self.state_dir)) == 1
+        await live.destroy()
+        await lost.destroy()

@@ -4,8 +4,11 @@ import json
 import os
 import re
 import signal
+import sqlite3
+import stat
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -17,7 +20,7 @@ import pytest
 from PIL import Image
 
 from envd.api.driver import EpisodeDriver
-from trainer.client import Done, Draining, EnvClient, Tls, TypeText, Unauthenticated
+from trainer.client import Done, Draining, EnvClient, MachineLost, Tls, TypeText, Unauthenticated, Wait
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -186,6 +189,57 @@ def test_a_killed_daemon_leaves_its_state_directory_to_the_next_one(daemon: Envd
         successor.signal(signal.SIGTERM)
         status, _ = successor.wait()
     assert status == 0
+
+
+def begun_steps(state_dir: Path) -> list[str]:
+    """What a daemon that died now would leave half done."""
+    connection = sqlite3.connect(state_dir / "envd.db")
+    try:
+        return [i for (i,) in connection.execute("SELECT request_id FROM answers WHERE kind = 'step' AND answer = ''")]
+    finally:
+        connection.close()
+
+
+def test_a_client_of_a_killed_daemon_hears_of_the_restart_and_scores_are_kept(tmp_path: Path) -> None:
+    state_dir, listen = tmp_path / "state", f"unix:{tmp_path}/envd.sock"
+    first = Envd(state_dir, "--pool", "2", "--listen", listen)
+    first.wait_for(r"(listening)")
+    stepping: list[BaseException] = []
+    with EnvClient(listen) as client, client.reset("fake/save-note") as scored, client.reset("fake/save-note") as other:
+        scored.step(Done())
+        assert scored.evaluate().score == 0.0
+
+        def step() -> None:
+            try:
+                other.step(Wait(timedelta(seconds=60)))
+            except MachineLost as error:
+                stepping.append(error)
+
+        caller = threading.Thread(target=step)
+        caller.start()
+        while not begun_steps(state_dir):
+            time.sleep(0.05)
+        first.signal(signal.SIGKILL)
+        first.process.communicate()
+        successor = Envd(state_dir, "--pool", "2", "--listen", listen)
+        try:
+            assert successor.wait_for(r"(.*) of an earlier daemon: 0 go on, 2 are over or lost") == "2 episodes"
+            successor.wait_for(r"(listening)")
+            caller.join(timeout=60)
+            assert ["daemon was restarted while step" in str(error) for error in stepping] == [True]
+            assert scored.evaluate().score == 0.0
+            with pytest.raises(MachineLost, match="the daemon was restarted"):
+                other.evaluate()
+            with client.reset("fake/save-note") as fresh:
+                fresh.step(Done())
+            scored.close()
+            other.close()
+        finally:
+            successor.signal(signal.SIGTERM)
+            status, said = successor.wait()
+    assert status == 0
+    assert "nothing is left running" in said
+    assert stat.S_IMODE((state_dir / "envd.db").stat().st_mode) == 0o600
 
 
 def run(*args: str, status: int = 0) -> subprocess.CompletedProcess[str]:

@@ -39,6 +39,7 @@ TABLE: list[tuple[errors.EnvdError, Code, str]] = [
     (errors.EvaluatorFailed("x"), Code.INTERNAL, "EVALUATOR_FAILED"),
     (errors.HypervisorError("x"), Code.INTERNAL, "HYPERVISOR_ERROR"),
     (errors.TemplateCorrupt("x"), Code.INTERNAL, "TEMPLATE_CORRUPT"),
+    (errors.StoreError("x"), Code.INTERNAL, "STORE_ERROR"),
     (errors.ImageError("x"), Code.INTERNAL, "IMAGE_ERROR"),
     (errors.ConfigError("x"), Code.INTERNAL, "CONFIG_ERROR"),
     (errors.EnvdError("x"), Code.INTERNAL, "BUG"),

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from envd.hypervisor.machine import (
     Accelerator,
     CaptureReport,
     DiskImage,
+    Leftover,
+    LeftoverKind,
     Machine,
     MachineSpec,
     MachineState,
@@ -73,8 +75,8 @@ class FakeHost:
 class FakeHypervisor:
     """A hypervisor of drawn desktops.
 
-    A second one on the same `host` stands for a daemon that was started again: what the first one left is reaped, but
-    for the templates that it stored.
+    A second one on the same `host` stands for a daemon that was started again: what the first one left is adopted or
+    reaped, but for the templates that it stored. The first is to be told with `die` that its daemon was killed.
     """
 
     def __init__(self, *, faults: Faults | None = None, host: FakeHost | None = None) -> None:
@@ -83,6 +85,7 @@ class FakeHypervisor:
         self.host = host or FakeHost()
         self._own_ids: set[str] = set()
         self._own_captures: set[str] = set()
+        self._is_dead = False
 
     def __repr__(self) -> str:
         return f"<FakeHypervisor {len(self.live_machine_ids)} live | {len(self.leftover_ids)} on the host>"
@@ -116,6 +119,16 @@ class FakeHypervisor:
     def leftover_captures(self) -> frozenset[str]:
         """Captures that were not discarded, or that something stands on."""
         return frozenset(self.host.captures)
+
+    def die(self) -> None:
+        """Stand for a daemon that is killed while its machines are not: they stay, with nobody at their wires.
+
+        Its handles find their machines lost, and nothing that it is asked for has an effect.
+        """
+        self._is_dead = True
+        for machine_id in self._own_ids & set(self.machines):
+            self.machines[machine_id] = self.machines[machine_id].orphan(self._forget)
+        self._own_ids.clear()
 
     async def create(self, spec: MachineSpec) -> FakeMachine:
         """Make and start a machine. On failure or cancellation nothing is left. Raises: HypervisorError."""
@@ -219,6 +232,26 @@ class FakeHypervisor:
         self._own_captures.add(capture.name)
         return capture
 
+    async def adopt(self, machine_ids: Collection[str]) -> dict[str, Machine]:
+        """Take over those of an earlier hypervisor's machines that live and have booted, paused."""
+        adopted: dict[str, Machine] = {}
+        for machine_id in set(machine_ids) & set(self.machines) - self._own_ids:
+            machine = self.machines[machine_id]
+            if machine.state is MachineState.GONE or machine.desktop is None:
+                continue
+            machine.taken_over(self._forget)
+            self._own_ids.add(machine_id)
+            await machine.come_up()
+            await machine.pause()
+            # Its daemon can give up no more what it stands on: that goes with it.
+            snapshot = machine.snapshot
+            while snapshot is not None:
+                self._own_captures.add(snapshot.name)
+                await snapshot.discard()
+                snapshot = snapshot.parent
+            adopted[machine_id] = machine
+        return adopted
+
     async def reap(self) -> list[str]:
         """Destroy what earlier hypervisors on this host left; returns its machines' ids. Stored templates stay."""
         orphans = [machine for id, machine in self.machines.items() if id not in self._own_ids]
@@ -228,11 +261,31 @@ class FakeHypervisor:
             del self.host.captures[name]
         return [machine.machine_id for machine in orphans]
 
+    async def leftovers(self) -> list[Leftover]:
+        """Return machines and captures on the host that are not its own."""
+        machines = self.leftover_ids - self._own_ids
+        captures = self.leftover_captures - self._own_captures
+        return [
+            *(Leftover(LeftoverKind.DOMAIN, machine_id) for machine_id in sorted(machines)),
+            *(Leftover(LeftoverKind.CAPTURE, name) for name in sorted(captures)),
+        ]
+
+    async def remove(self, leftover: Leftover) -> None:
+        """Remove one of them."""
+        if leftover not in await self.leftovers():
+            return
+        if leftover.kind is LeftoverKind.DOMAIN:
+            await self.machines[leftover.name].destroy()
+        else:
+            del self.host.captures[leftover.name]
+
     async def close(self) -> None:
         """Let go of the start pictures."""
         self.host.drop_pictures()
 
     def _require_new(self, machine_id: str) -> None:
+        if self._is_dead:
+            raise HypervisorError(f"machine {machine_id} cannot be made: the daemon was killed")
         if machine_id in self.machines:
             raise HypervisorError(f"machine {machine_id} exists already; destroy it first")
 

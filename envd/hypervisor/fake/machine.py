@@ -38,6 +38,7 @@ class FakeMachine:
         snapshot: FakeSnapshot | None = None,
         faults: Faults,
         on_destroyed: Callable[["FakeMachine"], None],
+        guest: Guest | None = None,
     ) -> None:
         """Describe a machine that is about to start.
 
@@ -45,8 +46,12 @@ class FakeMachine:
             snapshot: What it is forked from, held until it is destroyed; None if it boots.
             faults: How it misbehaves.
             on_destroyed: Told when nothing is left of it.
+            guest: A guest that is there already, which holds its snapshot.
         """
-        if snapshot is None:
+        self._orphaned = False
+        if guest is not None:
+            pass
+        elif snapshot is None:
             guest = Guest(width_px=spec.screen_width_px, height_px=spec.screen_height_px)
         else:
             guest = snapshot.frozen.guest.copy()
@@ -75,7 +80,7 @@ class FakeMachine:
         self._running = asyncio.Event()
         if snapshot is None:
             self._running.set()
-        else:
+        if guest.desktop is not None:
             self._booted.set()
 
     def __repr__(self) -> str:
@@ -248,6 +253,29 @@ class FakeMachine:
         if self._guestd:
             self._guestd.cut()
 
+    def orphan(self, on_destroyed: "Callable[[FakeMachine], None]") -> "FakeMachine":
+        """Lose this handle, as its daemon is killed and its QEMU is not; returns the machine with nobody at its wires.
+
+        Whoever still has the handle finds the machine lost, and can destroy nothing of it.
+        """
+        was_running, was_lost, reason = self.state is MachineState.RUNNING, self.lost.is_set(), self.lost_reason
+        self.kill("its daemon was killed")
+        self._orphaned = True
+        left = FakeMachine(
+            self.spec, snapshot=self.snapshot, faults=self.faults, on_destroyed=on_destroyed, guest=self.guest
+        )
+        left._running.clear()
+        if was_lost:
+            left.kill(reason)
+        elif was_running:
+            left._running.set()
+            left.guest.clock.go()
+        return left
+
+    def taken_over(self, on_destroyed: "Callable[[FakeMachine], None]") -> None:
+        """Belong to another daemon from now on."""
+        self._on_destroyed = on_destroyed
+
     def inject(self, **changes: Any) -> None:
         """Change some of its faults from now on, by the names of the fields of `Faults`."""
         self.faults = replace(self.faults, **changes)
@@ -376,6 +404,8 @@ class FakeMachine:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._guestd:
             await self._guestd.close()
+        if self._orphaned:
+            return
         if self.snapshot:
             self.snapshot.let_go()
         self.guest.release()

@@ -97,6 +97,11 @@ class FakeSnapshot:
         return self.frozen.size_bytes
 
     @property
+    def parent(self) -> "FakeSnapshot | None":
+        """What it stands on; None for a template, and when it is gone."""
+        return self._parent
+
+    @property
     def report(self) -> CaptureReport:
         """What freezing took."""
         return self._report

@@ -1,0 +1,129 @@
+"""Look again and again for what belongs to nothing: on the host and in the books. Count it, and clear it away.
+
+What is just being made or removed looks like a leftover for a moment, so only what has been one for a grace period
+is believed to be one.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from envd.errors import EnvdError
+from envd.hypervisor.machine import Leftover, LeftoverKind
+from envd.pool.clock import Clock
+from envd.pool.pool import Pool
+from envd.store.statements import MachineRow, forget_machine
+from envd.store.store import Books
+
+logger = logging.getLogger(__name__)
+
+
+class Audited(Protocol):
+    """Somewhere that things can be left."""
+
+    async def leftovers(self) -> list[Leftover]:
+        """Return what belongs to nothing now. Raises: EnvdError: it cannot be told."""
+
+    async def remove(self, leftover: Leftover) -> None:
+        """Remove one that still does. Raises: EnvdError."""
+
+
+class MachineRows:
+    """Audits the rows about machines."""
+
+    def __init__(self, books: Books, pools: Iterable[Pool]) -> None:
+        self._books = books
+        self._pools = tuple(pools)
+
+    async def leftovers(self) -> list[Leftover]:
+        """Return rows of machines that are in no pool."""
+        rows = await self._books.rows(MachineRow)
+        return [Leftover(LeftoverKind.DATABASE_ROW, f"machine {r.machine_id}") for r in rows if self._is_stray(r)]
+
+    async def remove(self, leftover: Leftover) -> None:
+        """Forget the machine."""
+        for row in await self._books.rows(MachineRow):
+            if f"machine {row.machine_id}" == leftover.name and self._is_stray(row):
+                await self._books.commit(forget_machine(row.machine_id))
+
+    def _is_stray(self, row: MachineRow) -> bool:
+        return not any(pool.has(row.machine_id) for pool in self._pools)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sightings:
+    """What was left, and since when."""
+
+    since_s: dict[Leftover, float]
+
+    def updated(self, found: Iterable[Leftover], *, now_s: float) -> "Sightings":
+        """Return what is left now; what was gone in between begins anew."""
+        return Sightings(since_s={leftover: self.since_s.get(leftover, now_s) for leftover in found})
+
+    def overdue(self, *, now_s: float, grace_s: float) -> list[Leftover]:
+        """Return what has been left for the grace period."""
+        return [leftover for leftover, since_s in self.since_s.items() if now_s - since_s >= grace_s]
+
+
+class Audit:
+    """Audits some places."""
+
+    def __init__(
+        self,
+        places: Sequence[Audited],
+        *,
+        interval_s: float,
+        grace_s: float,
+        clock: Clock,
+        tell: Callable[[Leftover], None],
+    ) -> None:
+        """Set up an audit; nothing is looked at before `run`.
+
+        Args:
+            places: Where to look.
+            interval_s: Time between two looks.
+            grace_s: For how long something must have been left until it is removed.
+            clock: Where time comes from.
+            tell: Called once for each leftover that outlasted the grace period.
+        """
+        self._places = places
+        self._interval_s = interval_s
+        self._grace_s = grace_s
+        self._clock = clock
+        self._tell = tell
+        self._sightings = [Sightings(since_s={}) for _ in places]
+        self._told: set[Leftover] = set()
+
+    async def run(self) -> None:
+        """Look at every interval, for ever."""
+        while True:
+            await self._clock.sleep(self._interval_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """Look once; what cannot be looked at or removed is logged and tried again."""
+        seen: set[Leftover] = set()
+        for index, place in enumerate(self._places):
+            try:
+                found = await place.leftovers()
+            except EnvdError as error:
+                logger.warning("the audit cannot look for leftovers: %s", error)
+                seen.update(self._sightings[index].since_s)
+                continue
+            now_s = self._clock.monotonic()
+            self._sightings[index] = self._sightings[index].updated(found, now_s=now_s)
+            seen.update(found)
+            for leftover in self._sightings[index].overdue(now_s=now_s, grace_s=self._grace_s):
+                await self._remove(leftover, place)
+        self._told &= seen
+
+    async def _remove(self, leftover: Leftover, place: Audited) -> None:
+        if leftover not in self._told:
+            self._told.add(leftover)
+            self._tell(leftover)
+            logger.warning("removing a leftover: %s %s", leftover.kind.value, leftover.name)
+        try:
+            await place.remove(leftover)
+        except EnvdError as error:
+            logger.warning("%s %s is not removed: %s", leftover.kind.value, leftover.name, error)

@@ -1,0 +1,197 @@
+"""The rows of the database and how they are written. Pure: statements are made here and executed by `store`.
+
+Times are seconds since 1970, on the host's clock: the monotonic one does not survive a restart of the host.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeVar
+
+#: Version of the schema below. A database of a newer one is refused, one of an older one is brought up to it.
+SCHEMA_VERSION = 1
+
+SCHEMA = """\
+CREATE TABLE episodes (
+    episode_id TEXT PRIMARY KEY,
+    group_id TEXT NOT NULL,
+    parent_episode_id TEXT NOT NULL,
+    task_id TEXT NOT NULL,
+    pool TEXT NOT NULL,
+    run TEXT NOT NULL,
+    owner TEXT NOT NULL,
+    max_steps INTEGER NOT NULL,
+    settle TEXT NOT NULL,
+    origin TEXT NOT NULL,
+    create_time_s REAL NOT NULL,
+    machine_id TEXT NOT NULL,
+    state TEXT NOT NULL,
+    end_reason TEXT NOT NULL,
+    cause TEXT NOT NULL,
+    step_count INTEGER NOT NULL,
+    last_action TEXT NOT NULL,
+    verdict TEXT NOT NULL,
+    bearings TEXT NOT NULL,
+    lease_ttl_s REAL NOT NULL,
+    expire_time_s REAL NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE answers (
+    kind TEXT NOT NULL,
+    scope TEXT NOT NULL,
+    request_id TEXT NOT NULL,
+    fingerprint BLOB NOT NULL,
+    answer TEXT NOT NULL,
+    time_s REAL NOT NULL,
+    PRIMARY KEY (scope, kind, request_id)
+) WITHOUT ROWID;
+CREATE TABLE machines (
+    machine_id TEXT PRIMARY KEY,
+    pool TEXT NOT NULL,
+    enter_time_s REAL NOT NULL
+) WITHOUT ROWID;
+"""
+
+
+class Statement(NamedTuple):
+    """One change."""
+
+    sql: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRow:
+    """One episode that holds a lease. Fields that are objects elsewhere are JSON."""
+
+    episode_id: str
+    group_id: str
+    parent_episode_id: str
+    task_id: str
+    pool: str
+    run: str
+    owner: str
+    """Name of the token that opened it."""
+    max_steps: int
+    settle: str
+    origin: str
+    create_time_s: float
+    machine_id: str
+    state: str
+    end_reason: str
+    cause: str
+    """For a failed one, what happened, in words."""
+    step_count: int
+    last_action: str
+    """What the agent ended it with; empty if it did not."""
+    verdict: str
+    """Its score, or why there is none; empty before it was evaluated."""
+    bearings: str
+    """How its desktop stood after the last step."""
+    lease_ttl_s: float
+    expire_time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRow:
+    """One request that changes something, from before it does."""
+
+    kind: str
+    """reset, step, evaluate or fork."""
+    scope: str
+    """The episode; empty for a reset."""
+    request_id: str
+    fingerprint: bytes
+    answer: str
+    """JSON; empty while it runs, and for ever if the daemon was killed meanwhile."""
+    time_s: float
+    """When it was written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineRow:
+    """One machine that exists, or may exist: written before the hypervisor is asked for it."""
+
+    machine_id: str
+    pool: str
+    enter_time_s: float
+
+
+Row = TypeVar("Row", EpisodeRow, AnswerRow, MachineRow)
+
+TABLES: dict[type[Any], str] = {EpisodeRow: "episodes", AnswerRow: "answers", MachineRow: "machines"}
+
+
+def put(row: EpisodeRow | AnswerRow | MachineRow) -> Statement:
+    """Write a row, over an older one of the same key."""
+    kind = type(row)
+    return Statement(_PUT[kind], tuple([getattr(row, name) for name in _COLUMNS[kind]]))
+
+
+def columns(kind: type[EpisodeRow] | type[AnswerRow] | type[MachineRow]) -> tuple[str, ...]:
+    """Return the names of a table's columns, in the order of the row's fields."""
+    return _COLUMNS[kind]
+
+
+_COLUMNS: dict[type[Any], tuple[str, ...]] = {
+    kind: tuple(field.name for field in fields(kind)) for kind in (EpisodeRow, AnswerRow, MachineRow)
+}
+_PUT = {
+    kind: f"INSERT OR REPLACE INTO {TABLES[kind]} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"  # noqa: S608
+    for kind, names in _COLUMNS.items()
+}
+
+
+def move_episode(
+    episode_id: str,
+    *,
+    state: str,
+    end_reason: str,
+    cause: str,
+    step_count: int,
+    last_action: str,
+    verdict: str,
+    bearings: str,
+    lease_ttl_s: float,
+    expire_time_s: float,
+) -> Statement:
+    """Write what changes about an episode; see `EpisodeRow`."""
+    return Statement(
+        "UPDATE episodes SET state = ?, end_reason = ?, cause = ?, step_count = ?, last_action = ?, verdict = ?,"
+        " bearings = ?, lease_ttl_s = ?, expire_time_s = ? WHERE episode_id = ?",
+        (
+            state,
+            end_reason,
+            cause,
+            step_count,
+            last_action,
+            verdict,
+            bearings,
+            lease_ttl_s,
+            expire_time_s,
+            episode_id,
+        ),
+    )
+
+
+def renew_lease(episode_id: str, *, lease_ttl_s: float, expire_time_s: float) -> Statement:
+    """Write until when an episode may keep its machine."""
+    return Statement(
+        "UPDATE episodes SET lease_ttl_s = ?, expire_time_s = ? WHERE episode_id = ?",
+        (lease_ttl_s, expire_time_s, episode_id),
+    )
+
+
+def forget_episode(episode_id: str) -> tuple[Statement, ...]:
+    """Remove an episode, and all that was answered on it."""
+    return (
+        Statement("DELETE FROM episodes WHERE episode_id = ?", (episode_id,)),
+        Statement("DELETE FROM answers WHERE scope = ?", (episode_id,)),
+    )
+
+
+def forget_answer(*, kind: str, scope: str, request_id: str) -> Statement:
+    """Remove an answer."""
+    return Statement("DELETE FROM answers WHERE scope = ? AND kind = ? AND request_id = ?", (scope, kind, request_id))
+
+
+def forget_machine(machine_id: str) -> Statement:
+    """Remove a machine that is gone."""
+    return Statement("DELETE FROM machines WHERE machine_id = ?", (machine_id,))

@@ -1,0 +1,259 @@
+"""One SQLite database, written by one thread in the order of asking; nobody on the event loop waits for a disk.
+
+Always true:
+
+* The statements of one `commit` or `note` are executed together or not at all, after those of every earlier one.
+* What waits when the thread comes round is committed at once, so many steps cost one commit.
+* A commit survives a killed daemon at once (the kernel has it), and a power cut only once SQLite has checkpointed:
+  `synchronous=NORMAL` in WAL mode waits for the disk at no commit but the first after a checkpoint.
+* Checkpoints, which do wait for the disk, have a thread of their own: on a busy disk that can take a second.
+"""
+
+import asyncio
+import logging
+import os
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from envd.errors import ConfigError, StoreError
+from envd.store.statements import SCHEMA, SCHEMA_VERSION, TABLES, Row, Statement, columns
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "envd.db"
+
+#: Statements after which the log is moved into the database: some hundreds of steps, and some megabytes.
+_CHECKPOINT_EVERY = 2000
+
+#: Tells our files from other SQLite databases: "envd".
+_APPLICATION_ID = 0x656E7664
+
+
+class Books(Protocol):
+    """Where what must survive is written."""
+
+    async def commit(self, *statements: Statement) -> None:
+        """Write, and return when it is committed. Raises: StoreError: nothing was written."""
+
+    def note(self, *statements: Statement) -> None:
+        """Write soon; a failure is logged, and made good by the next audit."""
+
+    async def rows(self, kind: type[Row]) -> list[Row]:
+        """Return a table as it is after all that was asked for before. Raises: StoreError."""
+
+
+class NoBooks:
+    """Remembers nothing: for a service that need not survive its process."""
+
+    async def commit(self, *statements: Statement) -> None:
+        """See `Books`."""
+
+    def note(self, *statements: Statement) -> None:
+        """See `Books`."""
+
+    async def rows(self, kind: type[Row]) -> list[Row]:  # noqa: ARG002 -- the protocol's
+        """See `Books`."""
+        return []
+
+
+class _Job:
+    """One thing to do on the thread: statements of one transaction, or a question."""
+
+    __slots__ = ("done", "question", "statements")
+
+    def __init__(
+        self,
+        done: "asyncio.Future[Any] | None",
+        *,
+        statements: tuple[Statement, ...] = (),
+        question: Callable[[sqlite3.Connection], Any] | None = None,
+    ) -> None:
+        self.done = done
+        self.statements = statements
+        self.question = question
+
+
+class Store:
+    """The database of one state directory; see `Books`. Belongs to the event loop that made it."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, made if need be with mode 0600.
+
+        Raises:
+            ConfigError: It cannot be opened, is no database of ours, or is a newer envd's.
+        """
+        self.path = path
+        self._loop = asyncio.get_running_loop()
+        self._connection = _open(path)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="envd-store", daemon=True)
+        self._unmoved_count = 0
+        self._should_checkpoint = threading.Event()
+        self._checkpointer = threading.Thread(target=self._checkpoint, name="envd-store-checkpoint", daemon=True)
+        self._thread.start()
+        self._checkpointer.start()
+
+    def __repr__(self) -> str:
+        return f"<Store {self.path}{' closed' if self._closed else f' | {self._jobs.qsize()} waiting'}>"
+
+    async def commit(self, *statements: Statement) -> None:
+        """See `Books`."""
+        await self._ask(_Job(self._loop.create_future(), statements=statements))
+
+    def note(self, *statements: Statement) -> None:
+        """See `Books`."""
+        if not self._closed:
+            self._jobs.put(_Job(None, statements=statements))
+
+    async def rows(self, kind: type[Row]) -> list[Row]:
+        """See `Books`."""
+
+        def read(connection: sqlite3.Connection) -> list[Row]:
+            names = columns(kind)
+            found = connection.execute(f"SELECT {', '.join(names)} FROM {TABLES[kind]}")  # noqa: S608 -- our own names
+            return [kind(**dict(zip(names, values, strict=True))) for values in found]
+
+        return await self._ask(_Job(self._loop.create_future(), question=read))  # type: ignore[no-any-return]
+
+    async def aclose(self) -> None:
+        """Write what waits, and let go of the file. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def _ask(self, job: _Job) -> Any:
+        if self._closed:
+            raise StoreError(f"{self.path} was closed; the daemon is stopping")
+        assert job.done is not None  # noqa: S101 -- whoever asks waits
+        self._jobs.put(job)
+        return await job.done
+
+    # -- on the thread -------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        ended = False
+        while not ended:
+            batch = [self._jobs.get()]
+            while not self._jobs.empty():
+                batch.append(self._jobs.get())
+            ended = None in batch
+            self._do([job for job in batch if job is not None])
+            if self._unmoved_count >= _CHECKPOINT_EVERY or ended:
+                self._unmoved_count = 0
+                self._should_checkpoint.set()
+        self._checkpointer.join()
+        self._connection.close()
+
+    def _checkpoint(self) -> None:
+        """Move the log into the database whenever it is long; a passive checkpoint holds up no writer."""
+        connection = sqlite3.connect(self.path, isolation_level=None)
+        while not self._closed:
+            self._should_checkpoint.wait()
+            self._should_checkpoint.clear()
+            try:
+                connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            except sqlite3.Error as error:
+                logger.warning("%s: its log was not moved into it: %s", self.path, error)
+        connection.close()
+
+    def _do(self, jobs: list[_Job]) -> None:
+        """Do jobs in order, those that write next to each other in one transaction."""
+        writes: list[_Job] = []
+        for job in jobs:
+            if job.question is None:
+                writes.append(job)
+                continue
+            self._write(writes)
+            writes = []
+            try:
+                answer = job.question(self._connection)
+            except sqlite3.Error as error:
+                self._tell([job], self._failure(error))
+            else:
+                self._tell([job], None, answer)
+        self._write(writes)
+
+    def _write(self, jobs: list[_Job]) -> None:
+        if not jobs:
+            return
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            for job in jobs:
+                self._unmoved_count += len(job.statements)
+                for statement in job.statements:
+                    self._connection.execute(statement.sql, statement.values)
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            logger.error("%s: %d changes were not written: %s", self.path, len(jobs), error)  # noqa: TRY400
+            self._tell(jobs, self._failure(error))
+        else:
+            self._tell(jobs, None)
+
+    def _failure(self, error: sqlite3.Error) -> StoreError:
+        return StoreError(f"{self.path} cannot be used: {error}; is the disk full?")
+
+    def _tell(self, jobs: Iterable[_Job], error: StoreError | None, answer: Any = None) -> None:
+        waiting = [job.done for job in jobs if job.done is not None]
+        if not waiting:
+            return
+
+        def tell() -> None:
+            for done in waiting:
+                if done.done():  # whoever waited was cancelled
+                    continue
+                if error is not None:
+                    done.set_exception(error)
+                else:
+                    done.set_result(answer)
+
+        try:
+            self._loop.call_soon_threadsafe(tell)
+        except RuntimeError:
+            logger.debug("%s: the event loop ended before its answer", self.path)
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    try:
+        # Before SQLite would make it: its log files take over its mode.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        try:
+            _prepare(path, connection)
+        except BaseException:
+            connection.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be opened: {error.strerror}; choose another --state-dir") from error
+    except sqlite3.Error as error:
+        raise ConfigError(f"{path} is not usable: {error}; move it away to begin with nothing known") from error
+    return connection
+
+
+def _prepare(path: Path, connection: sqlite3.Connection) -> None:
+    """Check whose file it is, and bring its schema up to ours."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (table_count,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if (table_count or version) and application != _APPLICATION_ID:
+        raise ConfigError(f"{path} is a database of another program; move it away, or choose another --state-dir")
+    if version > SCHEMA_VERSION:
+        raise ConfigError(
+            f"{path} was written by a newer envd (schema {version}; this one knows {SCHEMA_VERSION}): run that one,"
+            " or move the file away to begin with nothing known"
+        )
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("PRAGMA wal_autocheckpoint = 0")
+    if version < SCHEMA_VERSION:
+        connection.executescript(
+            f"BEGIN IMMEDIATE; PRAGMA application_id = {_APPLICATION_ID}; {SCHEMA}"
+            f" PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+        )

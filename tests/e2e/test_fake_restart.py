@@ -1,0 +1,560 @@
+"""What callers meet after a daemon was killed: on machines that ended with it, and on machines that outlived it."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+from cuaenv.v1 import env_pb2, env_pb2_grpc
+
+from envd.episodes.types import EpisodeState, ForkCommand, ResetCommand, StepCommand, StepResult
+from envd.errors import EpisodeNotFound, EvaluatorFailed, MachineLost, RequestIdReused, StepIndexMismatch, StoreError
+from envd.guest.actions import Action, Click, Done, KeyDown, KeyUp, Point, TypeText, Wait
+from envd.guest.observation import Encoding, Keyframe, ObservationOptions
+from envd.hypervisor.fake import FakeHost
+from envd.pool.clock import SystemClock
+from envd.store.statements import AnswerRow, EpisodeRow, MachineRow
+from envd.store.store import Store
+from envd.testing.server import FakeServer, serve_fake
+from trainer import client as wire
+from trainer.client import AsyncEnvClient
+
+TASK = "fake/count-to-five"
+COUNT = Click(at=Point(819, 100))
+NOTHING = ObservationOptions(encoding=Encoding.NONE)
+PIXELS = ObservationOptions(encoding=Encoding.PNG)
+
+
+@dataclass
+class Leap(SystemClock):
+    """The host's clock, as much later as was slept through."""
+
+    leap_s: float = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.leap_s
+
+    def now(self):  # type: ignore[no-untyped-def]
+        return super().now() + timedelta(seconds=self.leap_s)
+
+
+@dataclass(kw_only=True)
+class Home:
+    """A host, and the state directory of the daemons that run on it one after the other."""
+
+    database: Path
+    machines_outlive_daemons: bool
+    host: FakeHost = field(default_factory=FakeHost)
+    clock: Leap = field(default_factory=Leap)
+
+    @asynccontextmanager
+    async def daemon(self) -> AsyncIterator[FakeServer]:
+        """Run one, until it is killed or the block ends."""
+        if not self.machines_outlive_daemons:
+            self.host = FakeHost()
+        async with serve_fake(size=2, host=self.host, database=self.database, clock=self.clock) as server:
+            yield server
+
+
+@pytest.fixture
+def embed(tmp_path: Path) -> Home:
+    return Home(database=tmp_path / "envd.db", machines_outlive_daemons=False)
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Home:
+    return Home(database=tmp_path / "envd.db", machines_outlive_daemons=True)
+
+
+@pytest.fixture(params=["embed", "system"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Home:
+    return Home(database=tmp_path / "envd.db", machines_outlive_daemons=request.param == "system")
+
+
+def reset_command(request_id: str = "reset", **fields: object) -> ResetCommand:
+    command = ResetCommand(request_id=request_id, task_id=TASK, observe=NOTHING, fingerprint=b"f")
+    return replace(command, **fields)  # type: ignore[arg-type]
+
+
+def step_command(episode_id: str, index: int, *actions: Action, **fields: object) -> StepCommand:
+    command = StepCommand(
+        request_id=f"step-{index}",
+        episode_id=episode_id,
+        step_index=index,
+        actions=actions or (COUNT,),
+        observe=NOTHING,
+        fingerprint=b"f",
+    )
+    return replace(command, **fields)  # type: ignore[arg-type]
+
+
+async def open_one(server: FakeServer, **fields: object) -> str:
+    command = replace(reset_command(), **fields)  # type: ignore[arg-type]
+    return (await server.service.reset(command)).episodes[0].episode_id
+
+
+async def clicks(server: FakeServer, episode_id: str) -> bytes:
+    return (await server.service.read_file(episode_id, "/home/user/clicks.txt", max_bytes=99)).data
+
+
+def state_of(server: FakeServer, episode_id: str) -> tuple[EpisodeState, str]:
+    (info,) = [info for info in server.service.list_episodes() if info.episode_id == episode_id]
+    return info.state, info.end_reason
+
+
+# -- machines that end with their daemon ---------------------------------------------------------------------------
+
+
+async def test_a_recorded_step_is_answered_again_without_pixels_and_is_not_done_again(embed: Home) -> None:
+    async with embed.daemon() as server:
+        episode_id = await open_one(server)
+        command = step_command(episode_id, 0, observe=PIXELS)
+        first = await server.service.step(command)
+        await server.kill()
+    async with embed.daemon() as server:
+        again = await server.service.step(command)
+        assert again.replayed
+        assert again.observation.frame.content is None
+        assert again.observation.frame.frame_id == first.observation.frame.frame_id
+        assert (again.outcomes, again.episode.step_count) == (first.outcomes, 1)
+        assert [m.input_count for m in server.hypervisor.machines.values()] == [0] * len(server.hypervisor.machines)
+        with pytest.raises(RequestIdReused):
+            await server.service.step(replace(command, fingerprint=b"another"))
+
+
+async def test_a_lost_episode_says_so_with_the_restart_until_its_lease_lapses(embed: Home) -> None:
+    async with embed.daemon() as server:
+        episode_id = await open_one(server, lease_ttl_s=10.0)
+        await server.kill()
+    async with embed.daemon() as server:
+        for _ in range(2):  # whoever did not hear it the first time hears it again
+            with pytest.raises(MachineLost, match="the daemon was restarted"):
+                await server.service.step(step_command(episode_id, 0))
+        with pytest.raises(MachineLost, match="the daemon was restarted"):
+            await server.service.observe(episode_id, NOTHING)
+        with pytest.raises(MachineLost, match="the daemon was restarted"):
+            await server.service.evaluate(episode_id, request_id="e", fingerprint=b"f")
+        assert state_of(server, episode_id) == (EpisodeState.FAILED, "MACHINE_LOST")
+        embed.clock.leap_s += 11
+        server.service._registry.changes.notify()
+        await asyncio.sleep(0.05)
+        with pytest.raises(EpisodeNotFound, match="its lease lapsed"):
+            await server.service.step(step_command(episode_id, 0))
+
+
+async def test_a_lost_episode_that_is_closed_is_forgotten_for_good(embed: Home) -> None:
+    async with embed.daemon() as server:
+        episode_id = await open_one(server)
+        await server.service.step(step_command(episode_id, 0))
+        await server.kill()
+    async with embed.daemon() as server:
+        await server.service.close(episode_id)
+        await server.kill()
+    async with embed.daemon() as server:
+        with pytest.raises(EpisodeNotFound, match="is unknown"):
+            await server.service.step(step_command(episode_id, 0))
+        assert server.store is not None
+        assert await server.store.rows(EpisodeRow) == []
+        assert [answer.kind for answer in await server.store.rows(AnswerRow)] == []
+
+
+async def test_a_step_that_ran_when_the_daemon_died_is_lost_and_not_done_again(either: Home) -> None:
+    async with either.daemon() as server:
+        episode_id = await open_one(server)
+        command = step_command(episode_id, 0, COUNT, Wait(duration_s=60))
+        stepping = asyncio.create_task(server.service.step(command))
+        async with asyncio.timeout(10):
+            while not any(m.input_count for m in server.hypervisor.machines.values()):
+                await asyncio.sleep(0.01)
+        await server.kill()
+        with pytest.raises(MachineLost):
+            await stepping
+    async with either.daemon() as server:
+        with pytest.raises(MachineLost, match="restarted while step step-0 ran"):
+            await server.service.step(command)
+        assert [m.input_count for m in server.hypervisor.machines.values()] == [0] * len(server.hypervisor.machines)
+        assert state_of(server, episode_id) == (EpisodeState.FAILED, "MACHINE_LOST")
+
+
+async def test_a_recorded_score_outlives_its_machine(embed: Home) -> None:
+    async with embed.daemon() as server:
+        episode_id = await open_one(server)
+        for index in range(5):
+            await server.service.step(step_command(episode_id, index))
+        await server.service.step(step_command(episode_id, 5, Done()))
+        first = await server.service.evaluate(episode_id, request_id="e", fingerprint=b"f")
+        assert first.score == 1.0
+        await server.kill()
+    async with embed.daemon() as server:
+        again = await server.service.evaluate(episode_id, request_id="e", fingerprint=b"f")
+        assert (again.score, again.checks, again.cached) == (1.0, first.checks, True)
+        other = await server.service.evaluate(episode_id, request_id="another", fingerprint=b"f")
+        assert (other.score, other.cached) == (1.0, True)
+        assert state_of(server, episode_id) == (EpisodeState.TERMINATED, "AGENT_DONE")
+
+
+async def test_a_broken_checker_is_remembered_too_and_never_a_score(embed: Home) -> None:
+    async with embed.daemon() as server:
+
+        async def broken(*_: object, **__: object) -> object:
+            raise EvaluatorFailed("a checker broke")
+
+        server.service._run_checkers = broken  # type: ignore[assignment]
+        episode_id = await open_one(server)
+        with pytest.raises(EvaluatorFailed):
+            await server.service.evaluate(episode_id, request_id="e", fingerprint=b"f")
+        await server.kill()
+    async with embed.daemon() as server:
+        with pytest.raises(EvaluatorFailed, match="a checker broke"):
+            await server.service.evaluate(episode_id, request_id="e2", fingerprint=b"f")
+
+
+async def test_a_reset_whose_episodes_are_lost_opens_new_ones(embed: Home) -> None:
+    async with embed.daemon() as server:
+        first = await server.service.reset(reset_command(group_size=2))
+        await server.kill()
+    async with embed.daemon() as server:
+        again = await server.service.reset(reset_command(group_size=2))
+        assert len(again.episodes) == 2
+        assert not {e.episode_id for e in first.episodes} & {e.episode_id for e in again.episodes}
+        await server.service.step(step_command(again.episodes[0].episode_id, 0))
+
+
+# -- machines that outlive their daemon ------------------------------------------------------------------------------
+
+
+async def test_an_episode_goes_on_where_it_stood(system: Home) -> None:
+    async with system.daemon() as server:
+        episode_id = await open_one(server, run="night-1")
+        for index in range(2):
+            await server.service.step(step_command(episode_id, index))
+        (before,) = server.service.list_episodes()
+        await server.kill()
+        assert len(system.host.machines) >= 1
+    async with system.daemon() as server:
+        (after,) = server.service.list_episodes()
+        assert replace(after, expire_time=before.expire_time) == before
+        assert abs(after.expire_time - before.expire_time) < timedelta(seconds=2)
+        with pytest.raises(StepIndexMismatch):
+            await server.service.step(step_command(episode_id, 1, request_id="stale"))
+        result = await server.service.step(step_command(episode_id, 2))
+        assert result.episode.step_count == 3
+        assert await clicks(server, episode_id) == b"3\n"
+        for index in (3, 4):
+            await server.service.step(step_command(episode_id, index))
+        await server.service.step(step_command(episode_id, 5, Done()))
+        assert (await server.service.evaluate(episode_id, request_id="e", fingerprint=b"f")).score == 1.0
+        await server.service.close(episode_id)
+        assert server.pool.statistics().leased_count == 0
+    assert system.host.machines == {}
+
+
+async def test_a_machine_that_outlived_two_daemons_is_still_the_same(system: Home) -> None:
+    async with system.daemon() as server:
+        episode_id = await open_one(server)
+        await server.kill()
+    async with system.daemon() as server:
+        await server.service.step(step_command(episode_id, 0))
+        await server.kill()
+    async with system.daemon() as server:
+        await server.service.step(step_command(episode_id, 1))
+        assert await clicks(server, episode_id) == b"2\n"
+
+
+async def test_a_recorded_answer_gets_its_pixels_back_while_the_screen_shows_them(system: Home) -> None:
+    async with system.daemon() as server:
+        reset = reset_command(observe=PIXELS)
+        opened = await server.service.reset(reset)
+        episode_id = opened.episodes[0].episode_id
+        await server.kill()
+    async with system.daemon() as server:
+        again = await server.service.reset(reset)
+        assert again == opened, "the machine stands where it stood"
+        commands = [step_command(episode_id, index, observe=PIXELS) for index in range(2)]
+        seen = [await server.service.step(command) for command in commands]
+        await server.kill()
+    async with system.daemon() as server:
+        older, newest = [await server.service.step(command) for command in commands]
+        assert isinstance(newest.observation.frame.content, Keyframe)
+        assert newest.observation == seen[1].observation
+        assert older.observation.frame.content is None, "the screen has gone on since"
+        assert (older.replayed, newest.replayed) == (True, True)
+
+
+async def test_what_is_held_down_does_not_outlive_the_daemon_so_its_episode_is_void(system: Home) -> None:
+    async with system.daemon() as server:
+        held, let_go = [await open_one(server, request_id=f"r{number}") for number in range(2)]
+        await server.service.step(step_command(held, 0, KeyDown(key="shift")))
+        await server.service.step(step_command(let_go, 0, KeyDown(key="shift"), KeyUp(key="shift")))
+        await server.kill()
+    async with system.daemon() as server:
+        with pytest.raises(MachineLost, match="a key or button was held down"):
+            await server.service.step(step_command(held, 1))
+        await server.service.step(step_command(let_go, 1, TypeText(text="a")))
+
+
+async def test_the_pointer_stays_where_it_was_put(system: Home) -> None:
+    async with system.daemon() as server:
+        episode_id = await open_one(server)
+        await server.service.step(step_command(episode_id, 0))
+        await server.kill()
+    async with system.daemon() as server:
+        await server.service.step(step_command(episode_id, 1, Click()))  # wherever the pointer is
+        assert await clicks(server, episode_id) == b"2\n"
+
+
+async def test_a_lease_that_lapsed_while_no_daemon_ran_is_closed_and_its_machine_goes(system: Home) -> None:
+    async with system.daemon() as server:
+        short = await open_one(server, request_id="r1", lease_ttl_s=10.0)
+        kept = await open_one(server, request_id="r2", lease_ttl_s=10.0)
+        await server.service.keep_alive([kept], 300.0)
+        assert server.store is not None
+        await server.store.rows(EpisodeRow)  # what was noted is written
+        machine_ids = {e: server.service._registry.get(e).machine.machine_id for e in (short, kept)}
+        await server.kill()
+    system.clock.leap_s += 60
+    async with system.daemon() as server:
+        with pytest.raises(EpisodeNotFound, match="lease lapsed while no daemon ran"):
+            await server.service.step(step_command(short, 0))
+        await server.service.step(step_command(kept, 0))
+        assert machine_ids[short] not in system.host.machines
+        assert machine_ids[kept] in system.host.machines
+
+
+async def test_only_machines_of_episodes_are_taken_over(system: Home) -> None:
+    async with system.daemon() as server:
+        episode_id = await open_one(server)
+        machine_id = server.service._registry.get(episode_id).machine.machine_id
+        await server.kill()
+        left = set(system.host.machines)
+        assert len(left) > 1, "idle ones are left, too"
+    async with system.daemon() as server:
+        assert set(system.host.machines) & left == {machine_id}
+
+
+async def test_copies_of_an_episode_go_on_beside_it(system: Home) -> None:
+    async with system.daemon() as server:
+        episode_id = await open_one(server)
+        await server.service.step(step_command(episode_id, 0))
+        fork = ForkCommand(request_id="fork", episode_id=episode_id, step_index=1, observe=NOTHING, timeout_s=30.0)
+        copy_id = (await server.service.fork(fork)).episodes[0].episode_id
+        await server.service.step(step_command(copy_id, 1))
+        await server.kill()
+    async with system.daemon() as server:
+        replayed = await server.service.fork(fork)
+        assert [info.episode_id for info in replayed.episodes] == [copy_id], "it is not made again"
+        await server.service.step(step_command(copy_id, 2))
+        assert (await clicks(server, episode_id), await clicks(server, copy_id)) == (b"1\n", b"3\n")
+        assert server.hypervisor.leftover_captures != frozenset(), "the copy stands on one"
+        await server.service.close(copy_id)
+        assert server.hypervisor.leftover_captures == frozenset()
+
+
+async def test_a_machine_that_died_with_the_host_voids_its_episode_alone(system: Home) -> None:
+    async with system.daemon() as server:
+        dead, alive = [await open_one(server, request_id=f"r{number}") for number in range(2)]
+        machine_id = server.service._registry.get(dead).machine.machine_id
+        await server.kill()
+    system.host.machines[machine_id].kill("killed by the kernel")
+    async with system.daemon() as server:
+        with pytest.raises(MachineLost, match="the daemon was restarted"):
+            await server.service.step(step_command(dead, 0))
+        await server.service.step(step_command(alive, 0))
+
+
+async def test_a_client_goes_on_after_the_restart_and_each_click_is_made_once(system: Home, tmp_path: Path) -> None:
+    listen = f"unix:{tmp_path}/envd.sock"
+    view = wire.View(encoding="none")
+    async with AsyncEnvClient(listen) as client, AsyncExitStack() as stack:
+        async with serve_fake(host=system.host, database=system.database, listen=listen) as server:
+            episode = await stack.enter_async_context(client.reset(TASK, view=view))
+            await episode.step(wire.Click(x=819, y=100))
+            await server.kill()
+        waiting = asyncio.create_task(episode.step(wire.Click(x=819, y=100)))
+        await asyncio.sleep(0.2)
+        async with serve_fake(host=system.host, database=system.database, listen=listen) as server:
+            assert (await asyncio.wait_for(waiting, 30)).step_count == 2
+            assert await episode.read_file("/home/user/clicks.txt") == b"2\n"
+            await stack.aclose()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_daemon_killed_at_any_moment_never_doubles_or_forgets_a_click(system: Home, seed: int) -> None:
+    moments = random.Random(seed)
+    episode_id, index, lost_count = "", 0, 0
+    for _ in range(5):
+        async with system.daemon() as server:
+            if not episode_id:
+                index = 0
+                episode_id = await open_one(server, request_id=f"reset-{lost_count}", max_steps=100)
+            # What was not answered before is asked again, as a client would.
+            call = asyncio.create_task(step_until_told(server, episode_id, index))
+            await asyncio.sleep(moments.uniform(0.0, 0.5))
+            await server.kill()
+            index = max(index, await call)
+        async with system.daemon() as server:
+            try:
+                result = await server.service.step(step_command(episode_id, index))
+            except MachineLost as error:
+                assert f"restarted while step step-{index} ran" in str(error)  # noqa: PT017
+                await server.service.close(episode_id)
+                episode_id, lost_count = "", lost_count + 1
+            else:
+                index += 1
+                assert result.episode.step_count == index
+                assert await clicks(server, episode_id) == b"%d\n" % index
+            await server.kill()
+
+
+async def step_until_told(server: FakeServer, episode_id: str, index: int) -> int:
+    """Step until the daemon is gone; return the index of the first step that was not answered."""
+    while True:
+        try:
+            await server.service.step(step_command(episode_id, index))
+        except (MachineLost, StoreError, EpisodeNotFound):
+            return index
+        if server.is_killed:  # a dead daemon's answer reaches nobody
+            return index
+        index += 1
+
+
+async def test_a_recorded_answer_is_had_over_the_wire_in_whatever_space_its_points_were(embed: Home) -> None:
+    async def step(server: FakeServer, episode_id: str, request_id: str, index: int) -> env_pb2.StepResponse:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            click = env_pb2.Action(click=env_pb2.Click(at=env_pb2.Point(x=640, y=125), count=1))
+            request = env_pb2.StepRequest(
+                request_id=request_id,
+                episode_id=episode_id,
+                step_index=index,
+                actions=[click],
+                coordinate_space=env_pb2.Size(width_px=1000, height_px=1000),
+            )
+            return await env_pb2_grpc.CUAEnvStub(channel).Step(request)  # type: ignore[no-any-return,misc]
+
+    async with embed.daemon() as server:
+        episode_id = await open_one(server)
+        first = await step(server, episode_id, "r1", 0)
+        assert first.observation.frame.WhichOneof("content") is not None
+        await server.kill()
+    async with embed.daemon() as server:
+        again = await step(server, episode_id, "r1", 0)
+        assert again.replayed
+        assert again.observation.frame.WhichOneof("content") is None
+        assert again.observation.frame.frame_id == first.observation.frame.frame_id
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await step(server, episode_id, "r2", 1)
+        assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+        assert "the daemon was restarted" in (caught.value.details() or "")
+
+
+# -- what is written when --------------------------------------------------------------------------------------------
+
+
+async def test_an_answer_is_written_before_it_is_sent(embed: Home) -> None:
+    async with embed.daemon() as server:
+        episode_id = await open_one(server)
+        assert server.store is not None
+        order: list[str] = []
+        commit = server.store.commit
+
+        async def slow(*statements: object) -> None:
+            await commit(*statements)  # type: ignore[arg-type]
+            await asyncio.sleep(0.05)
+            order.append("written")
+
+        server.store.commit = slow  # type: ignore[method-assign]
+        await server.service.step(step_command(episode_id, 0))
+        order.append("answered")
+        assert order == ["written", "written", "answered"], "that it is begun, and what it came to"
+
+
+async def test_a_step_that_cannot_be_written_down_is_not_begun(embed: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with embed.daemon() as server:
+        episode_id = await open_one(server)
+        store = server.store
+        assert store is not None
+
+        async def full(*_: object) -> None:
+            raise StoreError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "commit", full)
+            with pytest.raises(StoreError):
+                await server.service.step(step_command(episode_id, 0))
+            with pytest.raises(StoreError):
+                await server.service.reset(reset_command("another"))
+            assert [info.episode_id for info in server.service.list_episodes()] == [episode_id]
+        result = await server.service.step(step_command(episode_id, 0))
+        assert not result.replayed
+        assert await clicks(server, episode_id) == b"1\n", "once the disk has room, it is done, once"
+
+
+async def test_an_outcome_that_cannot_be_written_down_voids_the_episode_at_a_restart(
+    system: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with system.daemon() as server:
+        episode_id = await open_one(server)
+        store = server.store
+        assert store is not None
+        commit, count = store.commit, 0
+
+        async def second_fails(*statements: object) -> None:
+            nonlocal count
+            count += 1
+            if count == 2:
+                raise StoreError("the disk is full")
+            await commit(*statements)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(store, "commit", second_fails)
+        result: StepResult = await server.service.step(step_command(episode_id, 0))
+        assert result.episode.step_count == 1
+        await server.kill()
+    async with system.daemon() as server:
+        with pytest.raises(MachineLost, match="restarted while step step-0 ran"):
+            await server.service.step(step_command(episode_id, 0))
+
+
+async def test_only_answers_that_may_be_replayed_are_kept_in_the_database(embed: Home) -> None:
+    async with embed.daemon() as server:
+        episode_id = await open_one(server, max_steps=100)
+        for index in range(12):
+            await server.service.step(step_command(episode_id, index))
+        assert server.store is not None
+        steps = [answer for answer in await server.store.rows(AnswerRow) if answer.kind == "step"]
+        assert len(steps) == 8
+        embed.clock.leap_s += 601
+        await server.service.step(step_command(episode_id, 12))
+        left = [answer.request_id for answer in await server.store.rows(AnswerRow) if answer.kind == "step"]
+        assert left == ["step-12"]
+
+
+async def test_a_machine_is_written_down_before_it_is_made(embed: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with embed.daemon() as server:
+        assert server.store is not None
+        store: Store = server.store
+        fork, known = server.hypervisor.fork, []
+
+        async def known_machines() -> set[str]:
+            return {row.machine_id for row in await store.rows(MachineRow)}
+
+        async def looking(snapshot, machine_id):  # type: ignore[no-untyped-def]
+            known.append(machine_id in await known_machines())
+            return await fork(snapshot, machine_id)
+
+        monkeypatch.setattr(server.hypervisor, "fork", looking)
+        episode_id = await open_one(server)
+        async with asyncio.timeout(10):
+            while server.pool.statistics().idle_count < 2:
+                await asyncio.sleep(0.01)
+        assert known != []
+        assert all(known)
+        await server.service.close(episode_id)
+        assert await known_machines() >= set(server.hypervisor.machines)
+    later = Store(embed.database)
+    assert await later.rows(MachineRow) == [], "what is gone is struck out"
+    await later.aclose()

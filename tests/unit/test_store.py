@@ -1,0 +1,205 @@
+"""The database: what is committed stays, in order, all or nothing, and a file that is not ours is refused."""
+
+import asyncio
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from envd.errors import ConfigError, StoreError
+from envd.store.statements import SCHEMA_VERSION, AnswerRow, MachineRow, Statement, forget_machine, put
+from envd.store.store import NoBooks, Store
+
+WRONG = Statement("INSERT INTO nowhere VALUES (1)", ())
+
+
+def machine(machine_id: str, pool: str = "desktop") -> MachineRow:
+    return MachineRow(machine_id=machine_id, pool=pool, enter_time_s=1.5)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "envd.db"
+
+
+@pytest.fixture
+async def store(path: Path) -> AsyncIterator[Store]:
+    store = Store(path)
+    yield store
+    await store.aclose()
+
+
+def seen_from_outside(path: Path) -> list[str]:
+    """What another process would find now."""
+    connection = sqlite3.connect(path)
+    try:
+        return [machine_id for (machine_id,) in connection.execute("SELECT machine_id FROM machines")]
+    finally:
+        connection.close()
+
+
+async def test_what_was_committed_is_there_for_whoever_comes_next(store: Store, path: Path) -> None:
+    await store.commit(put(machine("one")), put(machine("two")))
+    assert seen_from_outside(path) == ["one", "two"]
+    await store.commit(put(machine("one", pool="other")), forget_machine("two"))
+    assert await store.rows(MachineRow) == [machine("one", pool="other")]
+
+
+async def test_bytes_and_text_come_back_as_they_were(store: Store) -> None:
+    answer = AnswerRow(
+        kind="step", scope="ep-1", request_id="r", fingerprint=b"\x00\xff", answer='{"a": "\\ud800"}', time_s=2.25
+    )
+    await store.commit(put(answer))
+    assert await store.rows(AnswerRow) == [answer]
+
+
+async def test_the_statements_of_one_commit_are_executed_together_or_not_at_all(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(StoreError, match="nowhere"):
+        await store.commit(put(machine("one")), WRONG)
+    assert await store.rows(MachineRow) == []
+    assert "were not written" in caplog.text
+    await store.commit(put(machine("two")))
+    assert await store.rows(MachineRow) == [machine("two")], "it goes on after a failure"
+
+
+async def test_everything_is_executed_in_the_order_of_asking(store: Store) -> None:
+    for number in range(200):
+        store.note(put(machine("one", pool=f"p{number}")))
+        if number % 3 == 0:
+            store.note(forget_machine("one"))
+    assert await store.rows(MachineRow) == [machine("one", pool="p199")]
+
+
+async def test_what_waits_together_is_committed_at_once(store: Store, path: Path) -> None:
+    began, may_go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        """Holds up the thread, as a disk would."""
+
+        def __conform__(self, _protocol: object) -> str:
+            began.set()
+            may_go_on.wait(10)
+            return "slow"
+
+    first = asyncio.create_task(store.commit(Statement("DELETE FROM machines WHERE machine_id = ?", (Slow(),))))
+    await asyncio.to_thread(began.wait, 10)
+    others = [asyncio.create_task(store.commit(put(machine(f"m{n}")))) for n in range(50)]
+    await asyncio.sleep(0)
+    commits: list[str] = []
+    store._connection.set_trace_callback(lambda sql: commits.append(sql) if sql == "COMMIT" else None)
+    may_go_on.set()
+    await asyncio.gather(first, *others)
+    assert len(commits) == 2, "the slow one, and all that waited for it"
+    assert len(seen_from_outside(path)) == 50
+
+
+async def test_closing_writes_what_waits_and_refuses_the_rest(path: Path) -> None:
+    store = Store(path)
+    store.note(put(machine("one")))
+    await store.aclose()
+    await store.aclose()
+    store.note(put(machine("two")))
+    with pytest.raises(StoreError, match="closed"):
+        await store.commit(put(machine("three")))
+    assert seen_from_outside(path) == ["one"]
+
+
+async def test_a_cancelled_caller_does_not_undo_its_commit(store: Store) -> None:
+    task = asyncio.create_task(store.commit(put(machine("one"))))
+    await asyncio.sleep(0)
+    task.cancel()
+    assert await store.rows(MachineRow) == [machine("one")]
+    assert task.cancelled()
+
+
+async def test_nobody_else_may_read_it_and_commits_wait_for_no_disk(store: Store, path: Path) -> None:
+    await store.commit(put(machine("one")))
+    for file in path.parent.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+    assert store._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert store._connection.execute("PRAGMA synchronous").fetchone() == (1,)
+
+
+async def test_the_log_does_not_grow_for_ever(store: Store, path: Path) -> None:
+    log = path.with_name(f"{path.name}-wal")
+    rows = [put(machine(f"m{number}", pool="p" * 1000)) for number in range(500)]
+    async with asyncio.timeout(10):
+        while True:
+            before = log.stat().st_size
+            await store.commit(*rows)
+            if log.stat().st_size <= before:
+                break  # what was in it is in the database, and it is written from its beginning again
+            await asyncio.sleep(0.01)
+    assert len(await store.rows(MachineRow)) == 500
+
+
+async def test_a_database_of_a_newer_envd_is_refused_and_left_as_it_is(path: Path) -> None:
+    await Store(path).aclose()
+    connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=f"newer envd .schema {SCHEMA_VERSION + 1}; this one knows {SCHEMA_VERSION}"):
+        Store(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"not a database at all, but long enough to be taken for one" * 20])
+async def test_what_is_no_database_is_refused(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="not usable"):
+        Store(path)
+    assert path.read_bytes() == content
+
+
+async def test_another_programs_database_is_refused(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE theirs (a)")
+    connection.close()
+    with pytest.raises(ConfigError, match="another program"):
+        Store(path)
+
+
+async def test_a_directory_that_is_not_there_is_a_wrong_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        Store(tmp_path / "nowhere" / "envd.db")
+
+
+async def test_no_books_remember_nothing() -> None:
+    books = NoBooks()
+    await books.commit(put(machine("one")))
+    books.note(put(machine("one")))
+    assert await books.rows(MachineRow) == []
+
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from envd.store.statements import MachineRow, put
+from envd.store.store import Store
+
+async def write_for_ever():
+    store = Store(Path(sys.argv[1]))
+    for number in range(1_000_000):
+        await store.commit(put(MachineRow(machine_id=f"m{number}", pool="p", enter_time_s=0.0)))
+        print(number, flush=True)
+
+asyncio.run(write_for_ever())
+"""
+
+
+def test_a_process_that_is_killed_loses_nothing_that_was_committed(path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(200):
+            process.stdout.readline()
+        process.kill()
+        last = max([199, *(int(line) for line in process.stdout if line.endswith("\n"))])
+    assert len(seen_from_outside(path)) > last
