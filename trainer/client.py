@@ -637,7 +637,10 @@ class Observation:
         if self.tiles is not None:
             return Image.fromarray(self.rgb_HWC)
         if not self.data:
-            raise ValueError(f"frame {self.frame_id} came without pixels; ask for them with View(encoding='raw')")
+            raise ValueError(
+                f"frame {self.frame_id} came without pixels; ask for them with View(encoding='raw')."
+                " An answer that a daemon recorded before it was restarted may have none"
+            )
         return Image.open(io.BytesIO(self.data)).convert("RGB")
 
     @cached_property
