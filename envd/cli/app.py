@@ -7,6 +7,7 @@ import typer
 from envd.cli import demo, doctor, image, serve, tasks
 from envd.cli.bench.commands import app as bench_app
 from envd.cli.output import out
+from envd.cli.soak.commands import soak_command
 from envd.cli.version import envd_version
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app.add_typer(image.app, name="image")
 app.add_typer(tasks.app, name="tasks")
 app.command("demo")(demo.demo)
 app.add_typer(bench_app, name="bench")
+app.command("soak")(soak_command)
 
 
 def _show_version(wanted: bool) -> None:
