@@ -44,7 +44,7 @@ CANCELLED = "CANCELLED"
 #: Beyond this silence a lease of the shortest length may have lapsed, whoever's clock is asked.
 _LAPSE_SHARE = 0.7
 _MANNERS = {"plain": 8, "twins": 3, "cancelled": 3, "hasty": 3, "other_body": 1, "wrong_index": 1, "late_retry": 1}
-_MOVES = {"step": 12, "observe": 2, "fork": 2, "keep_alive": 1}
+_MOVES = {"step": 24, "observe": 4, "fork": 2, "keep_alive": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class SoakClient:
         self._plan = plan
         self._random = random.Random(plan.seed)  # noqa: S311  (not a secret)
         self.stop = asyncio.Event()
-        self._calls = {
+        self._calls: dict[str, Any] = {
             "reset": stub.Reset,
             "step": stub.Step,
             "fork": stub.Fork,
@@ -203,7 +203,7 @@ class SoakClient:
         await self._play_episode(episode)
 
     async def _play_episode(self, episode: _Episode) -> None:
-        move_count = self._random.randint(2, 9)
+        move_count = self._random.randint(2, 14)
         async with asyncio.TaskGroup() as tasks:
             for _ in range(move_count):
                 if episode.is_over or self.stop.is_set():
@@ -233,7 +233,7 @@ class SoakClient:
             await self._evaluate(episode)
             if self._random.random() < 0.2 and episode.is_scored and not episode.is_over:
                 await self._refused_step(episode, ENDED)
-        if not self.stop.is_set() and self._random.random() < 0.15:
+        if not self.stop.is_set() and self._random.random() < 0.06:
             self._say("abandoned", episode=episode.episode_id)
             return
         answer = await self._call("close", env_pb2.CloseRequest(episode_id=episode.episode_id), episode)

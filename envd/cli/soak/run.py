@@ -225,7 +225,7 @@ async def soak(
         hypervisor = bench.daemon.hypervisor
         injector = injector_for(hypervisor, state_dir=config.state_dir, service=bench.daemon.service)
         plan = _plan(bench, seed=seed, machine_count=machine_count)
-        client_count = min(_MOST_CLIENTS, max(2, machine_count))
+        client_count = min(_MOST_CLIENTS, max(2, machine_count // 2 + 1))
         running = _Soak(bench, books, plan, injector=injector, stop=stop)
         ready_s = time.monotonic()
         await running.run(client_count=client_count, machine_count=machine_count, duration_s=duration_s, report=report)
