@@ -66,6 +66,8 @@ def fault(machine_id: str, begin_s: float, end_s: float, kind: Fault = Fault.MAC
         (STEP, [fault("m", 111, 112)], False),
         (STEP, [fault("other", 105, 105)], False),
         (STEP, [fault("", 105, 108)], False),
+        (STEP, [fault("parent", 105, 105)], False),
+        (STEP, [fault("parent", 105, 105, Fault.GUESTD_KILLED)], True),
         (replace(STEP, key="DATA_LOSS/BUG"), [fault("m", 105, 105)], False),
         (replace(STEP, call="reset", episode_id=""), [fault("other", 105, 105)], True),
         (replace(STEP, call="reset", episode_id=""), [fault("other", 10, 10)], False),
@@ -90,13 +92,13 @@ def fault(machine_id: str, begin_s: float, end_s: float, kind: Fault = Fault.MAC
     ],
 )
 def test_only_what_was_done_explains_an_error(status: Status, faults: list[InjectedFault], explained: bool) -> None:
-    assert is_explained(status, faults, machine_id="m" if status.episode_id else "", is_real=False) is explained
+    assert is_explained(status, faults, line=("m", "parent") if status.episode_id else (), is_real=False) is explained
 
 
 def test_a_real_machine_may_have_what_a_fork_cannot() -> None:
     status = replace(STEP, call="fork", key="FAILED_PRECONDITION/NOT_FORKABLE")
-    assert is_explained(status, [], machine_id="m", is_real=True)
-    assert not is_explained(status, [], machine_id="m", is_real=False)
+    assert is_explained(status, [], line=("m",), is_real=True)
+    assert not is_explained(status, [], line=("m",), is_real=False)
 
 
 # -- what the counters say ---------------------------------------------------------------------------------------
@@ -146,6 +148,18 @@ def test_what_is_in_flight_may_or_may_not_have_been_counted(counted: int, found:
     told.step("a", 1)
     told.send("a", 3, step_index=1)
     assert told.count("a", counted) == found
+
+
+@pytest.mark.parametrize("machine", ["machine-of-a", "machine-of-b"])
+def test_a_guest_that_was_late_with_its_input_may_have_missed_some_and_never_has_more(machine: str) -> None:
+    told = Told()
+    told.open("a")
+    told.open("b", parent="a")
+    told.books.faults.append(fault(machine, told.now_s, told.now_s + 5, Fault.MACHINE_STOPPED))
+    told.step("b", 3)
+    assert told.count("b", 2) == (0, 0)
+    assert told.books.stalled_count == 1
+    assert told.count("b", 4) == (1, 0)
 
 
 def test_a_step_that_failed_is_unknown_for_ever() -> None:
@@ -284,6 +298,7 @@ ZERO = SoakReport(
     outcomes={},
     duplicated_count=0,
     lost_count=0,
+    stalled_count=0,
     count_problems=(),
     fake_rewards=(),
     leftovers=(),

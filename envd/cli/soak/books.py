@@ -6,7 +6,7 @@ believed. Facts of one client come in its order; errors are judged at the end, w
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from envd.cli.soak.schedule import Fault
 #: How long after the end of a fault calls that met it may still fail.
 _AFTERMATH_S = 15.0
 _OPENING = frozenset({"reset", "fork"})
+#: What a fork inherits: the guest itself is no longer whole, or has been late with its input.
+_IN_THE_GUEST = frozenset({Fault.GUESTD_KILLED, Fault.MACHINE_STOPPED})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,19 +53,36 @@ class Status:
         return f"{self.call} of {self.episode_id or 'no episode'}: {self.key}{wanted}: {self.text}"
 
 
-def is_explained(status: Status, faults: Iterable[InjectedFault], *, machine_id: str, is_real: bool) -> bool:
+def met_by(faults: Iterable[InjectedFault], line: Sequence[str], *, by_s: float) -> list[InjectedFault]:
+    """Return the faults that had befallen a machine until then: its own, and what its forebears' guests passed on.
+
+    Args:
+        faults: All of them.
+        line: The machine, and those that it was forked from, youngest first.
+        by_s: On the monotonic clock of the host.
+    """
+    return [
+        fault
+        for fault in faults
+        if fault.begin_s <= by_s
+        and fault.machine_id in line
+        and (fault.machine_id == line[0] or fault.kind in _IN_THE_GUEST)
+    ]
+
+
+def is_explained(status: Status, faults: Iterable[InjectedFault], *, line: Sequence[str], is_real: bool) -> bool:
     """Tell whether the contract explains a call's outcome, given what was done to the machines.
 
     Args:
         status: The call.
         faults: All of them.
-        machine_id: The machine of the call's episode; empty if there is none.
+        line: The machine of the call's episode, and those that it was forked from; empty if there is none.
         is_real: Whether guests run, which can have what a fork cannot have too.
     """
     if status.key in status.allowed:
         return True
     began = [fault for fault in faults if fault.begin_s <= status.at_s]
-    own = [fault for fault in began if machine_id and fault.machine_id == machine_id]
+    own = met_by(began, line, by_s=status.at_s)
     around = [fault for fault in began if fault.end_s + _AFTERMATH_S >= status.asked_s]
     opens = status.call in _OPENING
     code, _, reason = status.key.partition("/")
@@ -95,7 +114,8 @@ class Account:
     performed: int
     step_count: int
     heard_s: float
-    machine_id: str = ""
+    line: tuple[str, ...] = ()
+    """Its machine, and those that it was forked from, youngest first."""
     pending: dict[str, Pending] = field(default_factory=dict)
     """Requests without an outcome, by id."""
     unknown: int = 0
@@ -133,6 +153,9 @@ class Books:
         self.client_kill_count = 0
         self.duplicated_count = 0
         self.lost_count = 0
+        self.stalled_count = 0
+        """Clicks that a guest missed whose QEMU had stood still. Input sent meanwhile reaches the guest all at once,
+        and libinput takes clicks without a pause between for one bouncing contact."""
         self.counted_count = 0
         """Episodes whose counter was compared with what was answered, to the last click."""
         self.scored_count = 0
@@ -202,9 +225,9 @@ class Books:
         found = []
         for status in self._statuses:
             account = self.accounts.get(status.episode_id)
-            machine_id = "" if account is None else account.machine_id
-            if not is_explained(status, self.faults, machine_id=machine_id, is_real=self._is_real):
-                found.append(status.told)
+            line = () if account is None else account.line
+            if not is_explained(status, self.faults, line=line, is_real=self._is_real):
+                found.append(status.told + ("" if account is None else self._met(account)))
         return found
 
     def fault_counts(self) -> dict[str, int]:
@@ -220,13 +243,14 @@ class Books:
     def _note_opened(self, client: int, told: Mapping[str, Any]) -> None:
         episode_id = told["episode"]
         self.fork_count += bool(told["parent"])
+        parent = self.accounts.get(told["parent"])
         self.accounts[episode_id] = Account(
             episode_id=episode_id,
             client=client,
             performed=int(told["performed"]),
             step_count=int(told["step_count"]),
             heard_s=float(told["at_s"]),
-            machine_id=self._machine_of(episode_id),
+            line=(self._machine_of(episode_id), *(parent.line if parent else ())),
         )
 
     def _note_sent(self, client: int, account: Account | None, pending: Pending) -> None:
@@ -253,12 +277,22 @@ class Books:
             self.duplicated_count += count - account.most
             self.problems.append(
                 f"episode {account.episode_id} counted {count}, of at most {account.most} that were asked for"
+                + self._met(account)
             )
         elif settled and count < account.performed:
-            self.lost_count += account.performed - count
+            missing = account.performed - count
+            if any(fault.kind is Fault.MACHINE_STOPPED for fault in met_by(self.faults, account.line, by_s=math.inf)):
+                self.stalled_count += missing
+                return
+            self.lost_count += missing
             self.problems.append(
                 f"episode {account.episode_id} counted {count} of {account.performed} that were answered as performed"
+                + self._met(account)
             )
+
+    def _met(self, account: Account) -> str:
+        met = met_by(self.faults, account.line, by_s=math.inf)
+        return f" (its machine met {', '.join(fault.kind.value for fault in met) or 'no fault'})"
 
     def _note_scored(self, account: Account, score: float, *, asked_s: float) -> None:
         if account.is_scored:
@@ -275,7 +309,7 @@ class Books:
             fault
             for fault in self.faults
             if fault.kind is Fault.MACHINE_KILLED
-            and fault.machine_id == account.machine_id != ""
+            and fault.machine_id == account.line[0] != ""
             and fault.begin_s < asked_s
         ]
         if killed:

@@ -29,6 +29,8 @@ class SoakReport:
     """Calls that did not simply succeed, explained or not, by call and code."""
     duplicated_count: int
     lost_count: int
+    stalled_count: int
+    """Clicks missed by guests whose QEMU had been stopped."""
     count_problems: Sequence[str]
     fake_rewards: Sequence[str]
     leftovers: Sequence[str]
@@ -67,6 +69,7 @@ class SoakReport:
             "faults": {"total": sum(self.faults.values()), **self.faults},
             "client_kills": self.client_kill_count,
             **self.must_be_zero,
+            "missed_after_stall": self.stalled_count,
             "problems": {
                 "actions": self.count_problems[:_MOST_TOLD],
                 "rewards": self.fake_rewards[:_MOST_TOLD],
@@ -89,6 +92,7 @@ class SoakReport:
             ("counters read", self.counted_count),
             ("scores", self.scored_count),
             ("client kills", self.client_kill_count),
+            ("missed after stall", self.stalled_count),
             *((f"fault {kind}", count) for kind, count in self.faults.items()),
         ):
             table.add_row(name, f"{count:,}")

@@ -255,6 +255,7 @@ async def soak(
         outcomes=books.error_counts(),
         duplicated_count=books.duplicated_count,
         lost_count=books.lost_count,
+        stalled_count=books.stalled_count,
         count_problems=books.problems,
         fake_rewards=books.fake_rewards,
         leftovers=leftovers,
