@@ -43,6 +43,7 @@ LATE = "DEADLINE_EXCEEDED"
 CANCELLED = "CANCELLED"
 #: Beyond this silence a lease of the shortest length may have lapsed, whoever's clock is asked.
 _LAPSE_SHARE = 0.7
+_MAX_STEPS = 1000
 _MANNERS = {"plain": 8, "twins": 3, "cancelled": 3, "hasty": 3, "other_body": 1, "wrong_index": 1, "late_retry": 1}
 _MOVES = {"step": 24, "observe": 4, "fork": 2, "keep_alive": 2}
 
@@ -251,6 +252,8 @@ class SoakClient:
             pool=self._plan.pool,
             group_size=pending.count,
             lease_ttl=Duration(seconds=self._plan.lease_ttl_s),
+            # Branches of branches go on counting: the task's own limit is soon reached.
+            max_steps=_MAX_STEPS,
             observation=_view(),
             ready_timeout=Duration(seconds=int(self._plan.opening_s)),
         )
@@ -531,7 +534,7 @@ def _altered(request: Any) -> Any:
     elif isinstance(other, env_pb2.ForkRequest):
         other.fork_count += 1
     else:
-        other.max_steps = 77
+        other.max_steps -= 1
     return other
 
 
