@@ -136,6 +136,8 @@ class _Episode:
     heard_s: float = field(default_factory=time.monotonic)
     is_over: bool = False
     """Void, closed or gone: there is nothing more to do with it."""
+    is_void: bool = False
+    """A fault ended it: it may never have a score, unless it had one before."""
     is_scored: bool = False
 
 
@@ -226,6 +228,8 @@ class SoakClient:
             await self._finish(episode)
 
     async def _finish(self, episode: _Episode) -> None:
+        if episode.is_void and self._random.random() < 0.5:
+            await self._evaluate(episode)
         if not episode.is_over and self._random.random() < 0.3:
             await self._reach_target(episode)
         if not episode.is_over:
@@ -378,10 +382,12 @@ class SoakClient:
 
     async def _evaluate(self, episode: _Episode) -> None:
         request = env_pb2.EvaluateRequest(request_id=self._new_id(), episode_id=episode.episode_id)
+        self._say("evaluating", episode=episode.episode_id)
         asked_s = time.monotonic()
         calls = [self._call("evaluate", request, episode) for _ in range(self._random.choice((1, 1, 2)))]
         answers = [answer for answer in await asyncio.gather(*calls) if answer.key == OK]
         scores = {answer.response.score for answer in answers}
+        self._say("evaluated", episode=episode.episode_id)
         if len(scores) > 1:
             self._wrong("evaluate", episode.episode_id, f"twins differ: {scores}")
         if scores:
@@ -445,6 +451,7 @@ class SoakClient:
             # A call that was wrong on purpose, or too short, harms nothing.
             if episode is not None and key.startswith(("DATA_LOSS", "NOT_FOUND/EPISODE")):
                 episode.is_over = True
+                episode.is_void = episode.is_void or is_voiding(call, key)
             return Answer(key)
         if OK not in expected:
             self._status(call, name, asked_s=asked_s, key=OK, text=str(request), allowed=expected)
@@ -516,6 +523,11 @@ class SoakClient:
 
     async def _pause(self, most_s: float) -> None:
         await asyncio.sleep(self._random.uniform(0, most_s))
+
+
+def is_voiding(call: str, key: str) -> bool:
+    """Tell whether a call's outcome says that its episode is void. Looking and guest access leave it unharmed."""
+    return key == "DATA_LOSS/MACHINE_LOST" or (call in {"step", "fork"} and key.startswith("DATA_LOSS/"))
 
 
 def _view() -> Any:

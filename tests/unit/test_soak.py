@@ -224,6 +224,38 @@ def test_a_score_that_was_reached_stands_when_the_machine_dies() -> None:
     assert told.books.fake_rewards == []
 
 
+@pytest.mark.parametrize(
+    ("call", "key", "is_fake"),
+    [
+        ("step", LOST, 1),
+        ("fork", "DATA_LOSS/GUEST_ERROR", 1),
+        ("read", LOST, 1),
+        ("read", "DATA_LOSS/GUEST_UNRESPONSIVE", 0),
+        ("step", LATE, 0),
+    ],
+)
+def test_a_void_episode_has_no_score(call: str, key: str, is_fake: int) -> None:
+    told = Told()
+    told.open("a")
+    told.say("status", call=call, episode="a", asked_s=told.now_s, key=key, text="", allowed=[OK])
+    told.say("evaluating", episode="a")
+    told.say("evaluated", episode="a")
+    told.say("scored", episode="a", score=0.0, asked_s=told.now_s)
+    assert len(told.books.fake_rewards) == is_fake
+
+
+def test_a_score_that_a_killed_client_did_not_hear_of_may_be_told_after_the_machine_died() -> None:
+    told = Told()
+    told.open("a")
+    told.say("evaluating", episode="a")
+    told.books.faults.append(fault("machine-of-a", told.now_s, told.now_s))
+    told.say("status", call="read", episode="a", asked_s=told.now_s, key=LOST, text="", allowed=[OK])
+    told.say("evaluating", episode="a")
+    told.say("evaluated", episode="a")
+    told.say("scored", episode="a", score=0.0, asked_s=told.now_s)
+    assert told.books.fake_rewards == []
+
+
 def test_an_error_is_judged_by_the_machine_that_its_episode_had() -> None:
     told = Told()
     told.open("a")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from envd.api.soak import CANCELLED, LATE, OK, Orphan, Pending
+from envd.api.soak import CANCELLED, LATE, OK, Orphan, Pending, is_voiding
 from envd.cli.soak.schedule import Fault
 
 #: How long after the end of a fault calls that met it may still fail.
@@ -121,7 +121,10 @@ class Account:
     unknown: int = 0
     """Clicks that were asked for in steps that failed, so that nobody knows how many were performed."""
     is_over: bool = False
+    is_void: bool = False
     is_scored: bool = False
+    unheard_count: int = 0
+    """Evaluations whose client did not live to hear the score that may have been reached."""
 
     @property
     def most(self) -> int:
@@ -179,6 +182,8 @@ class Books:
                 self._note_scored(account, float(told["score"]), asked_s=float(told["asked_s"]))
             case "closed" | "abandoned" if account is not None:
                 account.is_over = True
+            case "evaluating" | "evaluated" if account is not None:
+                account.unheard_count += 1 if told["event"] == "evaluating" else -1
             case "status":
                 self._note_status(account, told)
         if account is not None and told["event"] != "status":
@@ -305,6 +310,8 @@ class Books:
                 f"episode {account.episode_id} scored {score:g}, but its guest counted {account.performed} of"
                 f" {self._target}"
             )
+        if account.unheard_count:
+            return
         killed = [
             fault
             for fault in self.faults
@@ -312,7 +319,9 @@ class Books:
             and fault.machine_id == account.line[0] != ""
             and fault.begin_s < asked_s
         ]
-        if killed:
+        if account.is_void:
+            self.fake_rewards.append(f"episode {account.episode_id} scored {score:g} though it is void")
+        elif killed:
             self.fake_rewards.append(f"episode {account.episode_id} scored {score:g} after its machine was killed")
 
     def _note_status(self, account: Account | None, told: Mapping[str, Any]) -> None:
@@ -328,3 +337,4 @@ class Books:
         self._statuses.append(status)
         if account is not None and status.key.startswith(("DATA_LOSS", "NOT_FOUND/EPISODE")):
             account.is_over = True
+            account.is_void = account.is_void or is_voiding(status.call, status.key)
