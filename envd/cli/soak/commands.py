@@ -39,14 +39,16 @@ def soak_command(
     # What goes wrong here goes wrong on purpose; what does not is in the report.
     logs.setup(log_format=settings.log_format, level="error" if settings.log_level == "info" else settings.log_level)
     ensure_image(settings)
-    report = uvloop.run(
-        _run(
-            soak_config(settings, machine_count=machines),
-            seed=seed or secrets.token_hex(4),
-            machine_count=machines,
-            duration_s=minutes * 60,
-        )
+    playing = _run(
+        soak_config(settings, machine_count=machines),
+        seed=seed or secrets.token_hex(4),
+        machine_count=machines,
+        duration_s=minutes * 60,
     )
+    try:
+        report = uvloop.run(playing)
+    except asyncio.CancelledError as cancelled:
+        raise typer.Exit(128 + signal.SIGINT) from cancelled
     if as_json:
         emit_json(report.as_json())
     else:
@@ -56,11 +58,22 @@ def soak_command(
 
 
 async def _run(config: Config, *, seed: str, machine_count: int, duration_s: float) -> SoakReport:
-    """Soak; the first SIGTERM or Ctrl-C ends the playing early, and what was done is told all the same."""
+    """Soak; a SIGTERM or Ctrl-C ends the playing early, and what was done is told all the same. A second one ends all.
+
+    Raises:
+        CancelledError: By a second signal; machines are destroyed properly all the same.
+    """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
+    whole = asyncio.current_task()
+
+    def end() -> None:
+        if stop.is_set() and whole is not None:
+            whole.cancel()
+        stop.set()
+
     for number in _SIGNALS:
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, end)
     try:
         with progress("soak") as report:
             return await soak(
