@@ -241,11 +241,10 @@ class SoakClient:
         if not self.stop.is_set() and self._random.random() < 0.06:
             self._say("abandoned", episode=episode.episode_id)
             return
+        self._say("closing", episode=episode.episode_id)
         answer = await self._call("close", env_pb2.CloseRequest(episode_id=episode.episode_id), episode)
-        if answer.key == OK:
-            self._say("closed", episode=episode.episode_id)
-            if self._random.random() < 0.2:
-                await self._refused_step(episode, GONE)
+        if answer.key == OK and self._random.random() < 0.2:
+            await self._refused_step(episode, GONE)
 
     # -- calls that open ---------------------------------------------------------------------------------------------
 

@@ -272,7 +272,7 @@ def test_what_a_killed_client_left_is_known_to_the_last_request() -> None:
         told.open(episode)
     told.step("a", 2)
     request_id = told.send("a", 1, step_index=1)
-    told.say("closed", episode="b")
+    told.say("closing", episode="b")
     told.say("status", call="step", episode="c", asked_s=told.now_s, key=LOST, text="", allowed=[OK])
     told.say("sent", episode="", pending=asdict(Pending(call="reset", request_id="r", count=2)))
     told.open("other")

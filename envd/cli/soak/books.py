@@ -180,7 +180,7 @@ class Books:
                 self._note_counted(account, int(told["count"]), settled=bool(told["settled"]))
             case "scored" if account is not None:
                 self._note_scored(account, float(told["score"]), asked_s=float(told["asked_s"]))
-            case "closed" | "abandoned" if account is not None:
+            case "closing" | "abandoned" if account is not None:
                 account.is_over = True
             case "evaluating" | "evaluated" if account is not None:
                 account.unheard_count += 1 if told["event"] == "evaluating" else -1
