@@ -99,6 +99,8 @@ class SoakPlan:
     """A deadline or cancellation that comes too early falls within this."""
     guest_time_s: float
     """How long the guest is given to run between two looks at its counter; 0 where it needs no time."""
+    most_clicks: int = 3
+    """In one step."""
     orphans: Sequence[Orphan] = ()
     resets: Sequence[Pending] = ()
     """Resets that another client sent and did not see answered."""
@@ -327,7 +329,7 @@ class SoakClient:
     # -- calls on an episode ---------------------------------------------------------------------------------------
 
     async def _step(self, episode: _Episode) -> None:
-        clicks = self._random.choice((1, 1, 1, 2, 3))
+        clicks = min(self._plan.most_clicks, self._random.choice((1, 1, 1, 2, 3)))
         if self._random.random() < 0.05:
             shift = self._random.choice((-1, 1, 7))
             if episode.step_count + shift >= 0:
@@ -338,9 +340,8 @@ class SoakClient:
             await self._finish_step(episode, pending, self._step_request(episode, pending))
 
     async def _reach_target(self, episode: _Episode) -> None:
-        missing = self._plan.target - episode.performed
-        if missing > 0:
-            pending = self._pending_step(episode, missing)
+        while not episode.is_over and (missing := self._plan.target - episode.performed) > 0:
+            pending = self._pending_step(episode, min(missing, self._plan.most_clicks))
             await self._finish_step(episode, pending, self._step_request(episode, pending))
 
     async def _finish_step(self, episode: _Episode, pending: Pending, request: Any) -> None:
