@@ -15,6 +15,8 @@ from envd.cli.soak.schedule import Fault
 
 #: How long after the end of a fault calls that met it may still fail.
 _AFTERMATH_S = 15.0
+#: How long the daemon may wait for a guest that does not answer.
+_HANGS_FOR_S = 150.0
 _OPENING = frozenset({"reset", "fork"})
 #: What a fork inherits: the guest itself is no longer whole, or has been late with its input.
 _IN_THE_GUEST = frozenset({Fault.GUESTD_KILLED, Fault.MACHINE_STOPPED})
@@ -100,8 +102,9 @@ def is_explained(status: Status, faults: Iterable[InjectedFault], *, line: Seque
         case "FAILED_PRECONDITION", "GUEST_REFUSED":
             return bool(own)
         case (code, "") if code in {LATE, CANCELLED}:
-            # A guest that hangs holds its callers up for longer than they wait.
-            return any(fault in around for fault in own) or (opens and bool(around))
+            # A guest that hangs holds its callers up for longer than they wait, and what was asked of it meanwhile may
+            # never be answered: the daemon waits for that as long as for a task's checkers, and calls queue behind it.
+            return any(fault.end_s + _HANGS_FOR_S >= status.asked_s for fault in own) or (opens and bool(around))
     return False
 
 
