@@ -7,6 +7,7 @@ import typer
 from envd.cli import certs, demo, doctor, image, serve, tasks, tokens
 from envd.cli.bench.commands import app as bench_app
 from envd.cli.output import out
+from envd.cli.soak.commands import soak_command
 from envd.cli.version import envd_version
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app.command("certs")(certs.certs)
 app.add_typer(tokens.app, name="tokens")
 app.command("demo")(demo.demo)
 app.add_typer(bench_app, name="bench")
+app.command("soak")(soak_command)
 
 
 def _show_version(wanted: bool) -> None:

@@ -595,6 +595,10 @@ class EpisodeService:
         """Return every episode that holds a lease, oldest first."""
         return [episode.info(self._clock) for episode in self._registry]
 
+    def machine_ids(self) -> dict[str, str]:
+        """Return the machine of every episode that holds a lease, for operators; a void one's is gone."""
+        return {episode.episode_id: episode.machine.machine_id for episode in self._registry}
+
     # -- pools --------------------------------------------------------------------------------------------------
 
     def list_pools(self) -> list[PoolInfo]:

@@ -173,19 +173,19 @@ class RfbClient:
     def request(self, *, incremental: bool, area: tuple[int, int, int, int] | None = None) -> None:
         """Ask for the changes, or for the pixels as they are, of an area (x, y, width, height) or of all."""
         x_px, y_px, width_px, height_px = area or (0, 0, self._width_px, self._height_px)
-        self._writer.write(struct.pack(">BBHHHH", 3, incremental, x_px, y_px, width_px, height_px))
+        self._write(struct.pack(">BBHHHH", 3, incremental, x_px, y_px, width_px, height_px))
 
     def key(self, *, keysym: int, scancode: int, down: bool) -> None:
         """Press or release a key. `scancode` is an XT set 1 code, with 0x80 standing for the e0 prefix."""
         if self._extended_keys:
-            self._writer.write(struct.pack(">BBHII", 255, 0, down, keysym, scancode))
+            self._write(struct.pack(">BBHII", 255, 0, down, keysym, scancode))
         else:
-            self._writer.write(struct.pack(">BBxxI", 4, down, keysym))
+            self._write(struct.pack(">BBxxI", 4, down, keysym))
 
     def pointer(self, x_px: int, y_px: int, *, buttons: int) -> None:
         """Say where the pointer is and which buttons are down (bit 0 left, 1 middle, 2 right, 3-6 the wheel)."""
         offset_px = self._pointer_offset_px
-        self._writer.write(struct.pack(">BBHH", 5, buttons, x_px + offset_px, y_px + offset_px))
+        self._write(struct.pack(">BBHH", 5, buttons, x_px + offset_px, y_px + offset_px))
 
     def wake(self) -> None:
         """Make an idle QEMU look at the guest's screen now, without the guest noticing.
@@ -244,6 +244,9 @@ class RfbClient:
             self._writer.transport.abort()
         except OSError:
             pass  # it is gone either way
+
+    def _write(self, message: bytes) -> None:
+        _write(self._writer, message)
 
     async def _read(self, count: int) -> bytes:
         return await _read(self._reader, count)
@@ -331,12 +334,19 @@ class RfbClient:
         return CursorShape(hot_x_px, hot_y_px, bgra_HWC[..., [2, 1, 0, 3]])
 
 
+def _write(writer: asyncio.StreamWriter, message: bytes) -> None:
+    # Where the server has hung up, asyncio's own transport drops what is written, uvloop's raises RuntimeError.
+    # Dropped it is: `drain` and the reader tell that the connection has ended.
+    if not writer.is_closing():
+        writer.write(message)
+
+
 async def _handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[str, int, int]:
     """Return the server's name, width and height."""
     version = await _read(reader, len(_VERSION))
     if version != _VERSION:
         raise GuestError(f"display greets with {version!r}; only RFB 3.8 is spoken")
-    writer.write(_VERSION)
+    _write(writer, _VERSION)
     type_count = (await _read(reader, 1))[0]
     if type_count == 0:
         raise GuestError(f"display refuses connections: {await _read_reason(reader)}")
@@ -345,18 +355,18 @@ async def _handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
         raise GuestError(
             f"display wants authentication (types {list(types)}); configure it with none, on a Unix socket"
         )
-    writer.write(bytes([_SECURITY_NONE]))
+    _write(writer, bytes([_SECURITY_NONE]))
     (failed,) = struct.unpack(">I", await _read(reader, 4))
     if failed:
         raise GuestError(f"display refused us: {await _read_reason(reader)}")
-    writer.write(b"\x01")  # shared: an operator's viewer may stay
+    _write(writer, b"\x01")  # shared: an operator's viewer may stay
     width_px, height_px, name_bytes = struct.unpack(">HH16xI", await _read(reader, 24))
     _check_size(width_px, height_px)
     if name_bytes > 4096:
         raise GuestError(f"display has a name of {name_bytes} bytes; at most 4096 are read")
     name = (await _read(reader, name_bytes)).decode("utf-8", "replace")
-    writer.write(struct.pack(">Bxxx", 0) + _PIXEL_FORMAT)
-    writer.write(struct.pack(f">BxH{len(_ASKED)}i", 2, len(_ASKED), *_ASKED))
+    _write(writer, struct.pack(">Bxxx", 0) + _PIXEL_FORMAT)
+    _write(writer, struct.pack(f">BxH{len(_ASKED)}i", 2, len(_ASKED), *_ASKED))
     return name, width_px, height_px
 
 

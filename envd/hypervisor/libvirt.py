@@ -304,6 +304,8 @@ class LibvirtHypervisor:
             files.directory.mkdir()
         except FileExistsError as error:
             raise HypervisorError(f"machine {spec.machine_id} exists already in {files.directory}") from error
+        except OSError as error:  # a full disk, for one
+            raise HypervisorError(f"machine {spec.machine_id} could not be started: {error}") from error
         machine = LibvirtMachine(
             spec,
             files,

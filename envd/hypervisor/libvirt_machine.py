@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import shutil
 import signal
 import socket
@@ -26,6 +27,8 @@ T = TypeVar("T")
 
 #: How much later than a broken connection libvirt's event of the domain's end may come.
 _LOSS_IS_TOLD_WITHIN_S = 3.0
+#: How much later than its monitor's end a process may end.
+_ENDS_WITHIN_S = 0.5
 
 
 class Caller(Protocol):
@@ -296,12 +299,29 @@ class LibvirtMachine:
         try:
             return await self._unless_lost(self._call(function))
         except (HypervisorError, OSError) as error:
-            if not self._lost.is_set() and not await self._call(_is_active, self.domain):
+            if not self._lost.is_set() and await self._call(self._has_ended):
                 self.mark_lost("its QEMU ended")
             self._require_alive(error)
             if isinstance(error, OSError):
                 raise HypervisorError(f"machine {self.machine_id}: {error}") from error
             raise
+
+    def _has_ended(self) -> bool:
+        """Whether QEMU is gone. libvirt may take it for active while its monitor is broken already."""
+        if not _is_active(self.domain):
+            return True
+        try:
+            _ = self.pid
+        except OSError:
+            return True  # nobody listens at its display
+        except HypervisorError:
+            return False
+        if self._pid_handle is None:
+            return False
+        # Readable once the process has ended; its files are closed an instant before.
+        watch = select.poll()
+        watch.register(self._pid_handle, select.POLLIN)
+        return bool(watch.poll(_ENDS_WITHIN_S * 1000))
 
     async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`, or raise `MachineLost` the moment that the machine is gone."""

@@ -65,7 +65,9 @@ class Monitor:
         with path.open("xb") as file:
             self.execute("add-fd", {"fdset-id": _FILE_SET}, file=file.fileno())
             try:
-                self.execute("xen-save-devices-state", {"filename": f"/dev/fdset/{_FILE_SET}"})
+                # Not `live`, the default: that gives the disk up to another QEMU until the machine runs again, and one
+                # that is saved twice before it does ends in an assertion (bdrv_inactivate_recurse).
+                self.execute("xen-save-devices-state", {"filename": f"/dev/fdset/{_FILE_SET}", "live": False})
             finally:
                 self.execute("remove-fd", {"fdset-id": _FILE_SET})
 

@@ -4,6 +4,7 @@ qemu-img ends with an fsync, and on a busy file system that waits for everything
 an overlay of 200 KiB.
 """
 
+import errno
 import os
 import struct
 import subprocess
@@ -16,6 +17,7 @@ _MAGIC = b"QFI\xfb"
 _NAME_AT = 8
 _CLUSTER_BITS_AT = 20
 _LONGEST_NAME = 1023
+_CHUNK_BYTES = 1 << 20
 
 
 def create_overlay(path: Path, base: Path, base_format: str) -> None:
@@ -50,7 +52,7 @@ def set_backing_file(overlay: Path, backing: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file within the kernel: sharing its blocks where the file system can, else keeping its holes."""
+    """Copy a file, to another file system too: sharing its blocks where the kernel can, else keeping its holes."""
     with source.open("rb") as read, target.open("xb") as write:
         size = os.fstat(read.fileno()).st_size
         os.truncate(write.fileno(), size)
@@ -62,4 +64,15 @@ def copy_file(source: Path, target: Path) -> None:
                 return
             at = os.lseek(read.fileno(), begin, os.SEEK_HOLE)
             while begin < at:
-                begin += os.copy_file_range(read.fileno(), write.fileno(), at - begin, begin, begin)
+                begin += _copy_range(read.fileno(), write.fileno(), at - begin, at=begin)
+
+
+def _copy_range(source: int, target: int, length: int, *, at: int) -> int:
+    """Copy at least one byte to the same offset; return how many."""
+    try:
+        return os.copy_file_range(source, target, length, at, at)
+    except OSError as error:
+        # Kernels copy between two file systems of some kinds only, and before 5.3 of none (copy_file_range(2)).
+        if error.errno not in {errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS}:
+            raise
+        return os.pwrite(target, os.pread(source, min(length, _CHUNK_BYTES), at), at)

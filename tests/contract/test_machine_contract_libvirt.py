@@ -13,9 +13,9 @@ import pytest_asyncio
 from envd.errors import ConfigError, HypervisorError
 from envd.guest.desktop import Desktop
 from envd.hypervisor.images.catalogue import Image, ImageCatalogue, file_sha256
+from envd.hypervisor.leftovers import machine_leftovers, machine_processes, owner_of
 from envd.hypervisor.libvirt import LibvirtHypervisor
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec
-from envd.testing.leftovers import machine_leftovers, machine_processes, owner_of
 from envd.testing.machine_contract import MachineContract, new_machine_id
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(600)]

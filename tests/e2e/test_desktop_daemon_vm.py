@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from envd.hypervisor.images.catalogue import Image
-from envd.testing.leftovers import machine_leftovers, machine_processes
+from envd.hypervisor.leftovers import machine_leftovers, machine_processes
 from envd.testing.served import ServedDaemon
 from trainer.client import (
     BadRequest,

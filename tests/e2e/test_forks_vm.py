@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from envd.hypervisor.images.catalogue import Image
-from envd.testing.leftovers import machine_leftovers, machine_processes
+from envd.hypervisor.leftovers import machine_leftovers, machine_processes
 from envd.testing.served import ServedDaemon
 from trainer.client import (
     AsyncEnvClient,
@@ -177,6 +177,22 @@ def test_a_fork_at_a_step_that_is_past_is_refused_and_the_parent_goes_on(address
                     pass
             parent.step_count = 1
             assert (await parent.step(Move(200, 100))).step_count == 2
+
+    asyncio.run(run())
+
+
+def test_an_episode_that_stands_still_is_branched_again_and_again(address: str) -> None:
+    async def run() -> None:
+        async with (
+            AsyncEnvClient(address) as client,
+            client.reset(NO_SETUP, pool="desktop", view=NO_PICTURE, timeout=PATIENT) as parent,
+        ):
+            await parent.step(Move(300, 300))
+            for _ in range(3):
+                # Nothing lets it run between the branches.
+                async with client.fork(parent, count=1, view=NO_PICTURE, timeout=PATIENT) as copies:
+                    assert (await copies[0].step(Move(100, 100), timeout=PATIENT)).step_count == 2
+            assert (await parent.step(Move(200, 100), timeout=PATIENT)).step_count == 2
 
     asyncio.run(run())
 

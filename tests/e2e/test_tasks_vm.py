@@ -17,13 +17,13 @@ from envd.api.server import ApiServer
 from envd.episodes.service import EpisodeService
 from envd.guest.actions import Action, Done
 from envd.hypervisor.images.catalogue import Image, ImageCatalogue
+from envd.hypervisor.leftovers import machine_leftovers
 from envd.hypervisor.libvirt import LibvirtHypervisor
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.replay import replay
 from envd.telemetry.metrics import Metrics
-from envd.testing.leftovers import machine_leftovers
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 

@@ -1,5 +1,6 @@
 """qcow2 overlays that are copied instead of made: qemu-img agrees with what became of them."""
 
+import errno
 import json
 import os
 import subprocess
@@ -34,6 +35,28 @@ def test_a_copied_overlay_stands_on_the_base_that_it_is_given(tmp_path: Path, ba
     assert told["virtual-size"] == 64 << 20
     qemu_img("check", "-q", str(overlay))
     assert json.loads(qemu_img("info", "--output=json", str(seed)))["backing-filename"] == str(base)
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.ENOSPC])
+def test_a_file_is_copied_to_another_file_system_with_its_holes_but_not_onto_a_full_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    source, target = tmp_path / "source", tmp_path / "target"
+    with source.open("wb") as file:
+        file.write(bytes(range(256)) * 9000)
+        file.seek(64 << 20)
+        file.write(b"end")
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    if number == errno.ENOSPC:
+        with pytest.raises(OSError, match="No space left"):
+            copy_file(source, target)
+        return
+    copy_file(source, target)
+    assert target.read_bytes() == source.read_bytes()
+    assert target.stat().st_blocks * 512 < 8 << 20
 
 
 def test_what_is_no_overlay_is_left_alone(tmp_path: Path, base: Path) -> None:

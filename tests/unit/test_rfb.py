@@ -1,11 +1,13 @@
 """The RFB client: what it says, what it understands, and what it refuses."""
 
 import asyncio
+import socket
 import struct
 import tracemalloc
 
 import numpy as np
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -235,3 +237,21 @@ async def test_a_large_screen_is_read_without_python_work_for_each_pixel() -> No
     assert asyncio.get_running_loop().time() - started < 4
     assert isinstance(rect, PixelRect)
     assert np.array_equal(rect.bgrx_HW.ravel(), pixels)
+
+
+def test_input_after_the_server_hung_up_is_a_lost_connection_on_the_daemons_loop_too() -> None:
+    async def hang_up_then_click() -> None:
+        ours, theirs = socket.socketpair()
+        theirs.sendall(GREETING)
+        client = await RfbClient.connect(*await asyncio.open_unix_connection(sock=ours))
+        theirs.close()
+        with pytest.raises(MachineLost):
+            await client.read_update()
+        client.pointer(1, 1, buttons=1)
+        client.request(incremental=True)
+        client.wake()
+        with pytest.raises(MachineLost):
+            await client.drain()
+        await client.close()
+
+    uvloop.run(hang_up_then_click())

@@ -281,6 +281,11 @@ class FakeMachine:
         self.faults = replace(self.faults, **changes)
         self._follow_animation()
 
+    def cut_display(self) -> None:
+        """Drop every connection to its display; new ones are taken."""
+        for display in list(self._displays):
+            display.close()
+
     def resize_screen(self, *, width_px: int, height_px: int) -> None:
         """Change the guest's screen mode. Raises: HypervisorError, MachineLost."""
         self.require_present("resize its screen")

@@ -1,6 +1,9 @@
-"""Look on the host for what machines of one state directory leave: processes, domains, directories."""
+"""Look on the host for what machines of one state directory leave: processes, domains, directories, files, sockets."""
 
 from pathlib import Path
+
+#: A process's own mark is in its command line, a socket's in its path.
+_UNIX_SOCKETS = Path("/proc/net/unix")
 
 
 def owner_of(state_dir: Path) -> str:
@@ -31,4 +34,19 @@ def machine_leftovers(state_dir: Path, machine_id: str = "") -> list[str]:
     left += [str(path) for path in (root / "run" / "qemu").glob(f"envd-*-{machine_id}*")]
     if not machine_id:
         left += [str(path) for path in root.glob("lib/qemu/**/domain-*")]
+    return left
+
+
+def daemon_leftovers(state_dir: Path) -> list[str]:
+    """Name everything that a daemon which has ended may not leave in `state_dir`; its templates are to stay.
+
+    Also right for a daemon that never made a machine there.
+    """
+    left = machine_leftovers(state_dir) if (state_dir / "owner").exists() else []
+    left += [str(path) for path in (state_dir / "captures").glob("*")]
+    mark = f"{state_dir}/"
+    for line in _UNIX_SOCKETS.read_text().splitlines():
+        path = line.partition(mark)[2]
+        if path:
+            left.append(f"socket {mark}{path}")
     return left

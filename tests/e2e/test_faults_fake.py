@@ -1,0 +1,341 @@
+"""Trouble at the daemon's edges, over a real socket: each has its typed outcome, and nothing is left of it."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from cuaenv.v1 import env_pb2, env_pb2_grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
+
+from envd.hypervisor.fake import Faults
+from envd.pool.clock import SystemClock
+from envd.testing.server import FakeServer, serve_fake
+from trainer import client as wire
+from trainer.client import AsyncEnvClient
+
+if TYPE_CHECKING:
+    from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
+
+pytestmark = pytest.mark.timeout(180)
+
+TASK = "fake/count-to-five"
+COUNT = wire.Click(x=819, y=100)
+NOTHING = wire.View(encoding="none")
+CLICKS_PATH = "/home/user/clicks.txt"
+MIB = 1 << 20
+
+
+class JumpingClock(SystemClock):
+    """The host's clocks, but its time of day is set anew by whoever keeps it."""
+
+    def __init__(self) -> None:
+        self.offset = timedelta(0)
+
+    def now(self) -> datetime:
+        return super().now() + self.offset
+
+
+class HastyClock(SystemClock):
+    """Ten times as fast as the host's, so that the shortest lease, of 10 s, lapses in one."""
+
+    def monotonic(self) -> float:
+        return 10 * super().monotonic()
+
+    async def sleep(self, delay_s: float) -> None:
+        await super().sleep(delay_s / 10)
+
+
+class FreezingProxy:
+    """Passes bytes between clients and a server until it is told to freeze: then connections stay, and say nothing."""
+
+    def __init__(self, target: str) -> None:
+        self._host, _, port = target.rpartition(":")
+        self._port = int(port)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self.address = ""
+
+    def freeze(self) -> None:
+        self._flows.clear()
+
+    async def __aenter__(self) -> "FreezingProxy":
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection(self._host, self._port)
+        for source, sink in ((reader, there[1]), (there[0], writer)):
+            task = asyncio.create_task(self._pass_on(source, sink))
+            self._tasks.add(task)
+
+    async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(OSError):
+                while data := await source.read(1 << 16):
+                    await self._flows.wait()
+                    sink.write(data)
+                    await sink.drain()
+        finally:
+            sink.close()
+
+
+@asynccontextmanager
+async def raw(address: str) -> AsyncIterator["CUAEnvAsyncStub"]:
+    """A stub without the client's own bounds and retries."""
+    options = (("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0), ("grpc.http2.bdp_probe", 0))
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        yield env_pb2_grpc.CUAEnvStub(channel)  # type: ignore[misc]
+
+
+def reset_request(number: int, **more: Any) -> env_pb2.ResetRequest:
+    view = env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_NONE)
+    return env_pb2.ResetRequest(request_id=f"reset-{number}", task_id=TASK, observation=view, **more)
+
+
+def click_request(episode_id: str, index: int) -> env_pb2.StepRequest:
+    return env_pb2.StepRequest(
+        request_id=f"step-{index}",
+        episode_id=episode_id,
+        step_index=index,
+        actions=[env_pb2.Action(click=env_pb2.Click(at=env_pb2.Point(x=819, y=100)))],
+        observation=env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_NONE),
+    )
+
+
+def told_by(error: grpc.aio.AioRpcError) -> tuple[str, str, bool]:
+    """Code, reason, and whether a retry is advised."""
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    details = [] if status is None else list(status.details)
+    reason = next((info.reason for detail in details if detail.Unpack(info)), "")
+    return error.code().name, reason, any(detail.Unpack(retry) for detail in details)
+
+
+async def until_idle(server: FakeServer, count: int) -> None:
+    async with asyncio.timeout(20):
+        while server.pool.statistics().idle_count < count:
+            await server.pool.changes.next.wait()
+
+
+def nothing_is_left(server: FakeServer) -> bool:
+    return not server.hypervisor.leftover_ids and not server.hypervisor.leftover_captures
+
+
+# -- the host ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_full_disk_refuses_new_machines_by_name_harms_no_old_one_and_passes() -> None:
+    async with serve_fake(size=1, capacity=4) as server, AsyncEnvClient(server.address) as client:
+        async with client.reset(TASK, view=NOTHING) as episode:
+            await episode.step(COUNT)
+            server.hypervisor.faults = Faults(fork_error="no space left on device")
+            with pytest.raises(wire.ServiceFault, match="no space left on device") as failure:
+                async with client.fork(episode, count=1, timeout=timedelta(seconds=5)):
+                    pass
+            assert failure.value.reason == "HYPERVISOR_ERROR"
+            with pytest.raises(wire.PoolExhausted):
+                async with client.reset_group(TASK, size=3, view=NOTHING, timeout=timedelta(seconds=1)):
+                    pass
+            (pool,) = await client.list_pools()
+            assert "no space left on device" in pool.problem
+            assert (await episode.step(COUNT)).step_count == 2
+            server.hypervisor.faults = Faults()
+            async with client.fork(episode, count=1) as copies:
+                assert await copies[0].read_file(CLICKS_PATH) == b"2\n"
+        async with client.reset_group(TASK, size=3, view=NOTHING):
+            assert (await client.list_pools())[0].problem == ""
+    assert nothing_is_left(server)
+
+
+async def test_a_template_that_disappears_fails_by_name_and_what_stands_on_it_goes_on() -> None:
+    async with (
+        serve_fake(size=1, capacity=3) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=NOTHING) as episode,
+    ):
+        assert server.pool.template is not None
+        await until_idle(server, 1)
+        await server.pool.template.snapshot.discard()
+        async with client.reset(TASK, view=NOTHING):
+            with pytest.raises(wire.PoolExhausted):
+                async with client.reset(TASK, view=NOTHING, timeout=timedelta(seconds=1)):
+                    pass
+        (pool,) = await client.list_pools()
+        assert "given up" in pool.problem
+        await episode.step(COUNT, COUNT)
+        # What is frozen of a live machine is its own.
+        async with client.fork(episode, count=1) as copies:
+            assert await copies[0].read_file(CLICKS_PATH) == b"2\n"
+    assert nothing_is_left(server)
+
+
+async def test_a_clock_that_is_set_anew_neither_ends_leases_nor_prolongs_them() -> None:
+    clock = JumpingClock()
+    async with serve_fake(size=1, clock=clock) as server, raw(server.address) as stub:
+        opened = await stub.Reset(reset_request(1, lease_ttl=Duration(seconds=60)), timeout=20)
+        episode_id = opened.episodes[0].episode_id
+        for index, days in enumerate((3650, -3650, 0)):
+            clock.offset = timedelta(days=days)
+            stepped = await stub.Step(click_request(episode_id, index), timeout=20)
+            left = stepped.episode.expire_time.ToDatetime(UTC) - clock.now()
+            assert timedelta(seconds=0) < left <= timedelta(seconds=60)
+            kept = await stub.KeepAlive(env_pb2.KeepAliveRequest(episode_ids=[episode_id]), timeout=20)
+            assert [episode.episode_id for episode in kept.episodes] == [episode_id]
+        clicks = await stub.ReadGuestFile(
+            env_pb2.ReadGuestFileRequest(episode_id=episode_id, path=CLICKS_PATH), timeout=20
+        )
+        assert clicks.data == b"3\n"
+    assert nothing_is_left(server)
+
+
+# -- the wire ----------------------------------------------------------------------------------------------------
+
+
+async def test_large_requests_are_served_or_refused_by_type_and_harm_nothing() -> None:
+    data = bytes(range(256)) * (10 * MIB // 256)
+    async with serve_fake(size=1) as server, raw(server.address) as stub:
+        episode_id = (await stub.Reset(reset_request(1), timeout=20)).episodes[0].episode_id
+        written = env_pb2.WriteGuestFileRequest(episode_id=episode_id, path="/home/user/large", data=data)
+        await stub.WriteGuestFile(written, timeout=60)
+        read = env_pb2.ReadGuestFileRequest(episode_id=episode_id, path="/home/user/large")
+        options = (("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", 0))
+        async with grpc.aio.insecure_channel(server.address, options=options) as channel:
+            patient: Any = env_pb2_grpc.CUAEnvStub(channel)
+            assert (await patient.ReadGuestFile(read, timeout=60)).data == data
+        typed = click_request(episode_id, 0)
+        typed.actions[0].type_text.text = "x" * (10 * MIB)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Step(typed, timeout=60)
+        assert told_by(refused.value) == ("INVALID_ARGUMENT", "BAD_FIELD", False)
+        typed.actions[0].type_text.text = "x" * (65 * MIB)
+        with pytest.raises(grpc.aio.AioRpcError) as too_large:
+            await stub.Step(typed, timeout=60)
+        assert told_by(too_large.value) == ("RESOURCE_EXHAUSTED", "", False)
+        assert (await stub.Step(click_request(episode_id, 0), timeout=20)).episode.step_count == 1
+    assert nothing_is_left(server)
+
+
+async def test_a_connection_that_falls_silent_costs_its_lease_and_nobody_else() -> None:
+    async with (
+        serve_fake(size=1, clock=HastyClock()) as server,
+        FreezingProxy(server.address) as proxy,
+        raw(proxy.address) as silent,
+        raw(server.address) as other,
+    ):
+        request = reset_request(1, lease_ttl=Duration(seconds=10))
+        episode_id = (await silent.Reset(request, timeout=20)).episodes[0].episode_id
+        proxy.freeze()
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await silent.Step(click_request(episode_id, 0), timeout=0.5)
+        assert told_by(late.value)[0] == "DEADLINE_EXCEEDED"
+        async with asyncio.timeout(20):
+            while (await other.ListEpisodes(env_pb2.ListEpisodesRequest(), timeout=5)).episodes:
+                await asyncio.sleep(0.05)
+        with pytest.raises(grpc.aio.AioRpcError) as gone:
+            await other.Step(click_request(episode_id, 0), timeout=5)
+        assert told_by(gone.value) == ("NOT_FOUND", "EPISODE_NOT_FOUND", False)
+        opened = await other.Reset(reset_request(2), timeout=20)
+        assert (await other.Step(click_request(opened.episodes[0].episode_id, 0), timeout=20)).episode.step_count == 1
+    assert nothing_is_left(server)
+
+
+async def test_connections_that_never_say_anything_or_talk_nonsense_are_no_trouble() -> None:
+    async with serve_fake(size=1) as server, AsyncExitStack() as stack:
+        host, _, port = server.address.rpartition(":")
+        for number in range(100):
+            _, writer = await asyncio.open_connection(host, int(port))
+            stack.callback(writer.close)
+            if number % 2:
+                writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" if number % 4 == 1 else b"GET / HTTP/1.1\r\n\r\n")
+        async with raw(server.address) as stub:
+            episode_id = (await stub.Reset(reset_request(1), timeout=20)).episodes[0].episode_id
+            assert (await stub.Step(click_request(episode_id, 0), timeout=20)).episode.step_count == 1
+    assert nothing_is_left(server)
+
+
+async def test_a_reader_that_does_not_read_holds_nobody_up_and_then_sees_the_present() -> None:
+    async with serve_fake(size=1) as server, raw(server.address) as stub, raw(server.address) as acting:
+        episode_id = (await acting.Reset(reset_request(1), timeout=20)).episodes[0].episode_id
+        options = env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_RAW_ZSTD)
+        watch: Any = stub.StreamFrames(timeout=120)
+        await watch.write(env_pb2.StreamFramesRequest(episode_id=episode_id, observation=options, max_rate_hz=60))
+        for index in range(25):
+            await acting.Step(click_request(episode_id, index), timeout=20)
+        first = await watch.read()
+        assert first.sequence == 1
+        await watch.write(env_pb2.StreamFramesRequest(acknowledged_sequence=1))
+        second = await watch.read()
+        assert second.sequence == 2, "frames that nobody took are not kept"
+        now = await acting.Observe(
+            env_pb2.ObserveRequest(
+                episode_id=episode_id, observation=env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_NONE)
+            ),
+            timeout=20,
+        )
+        assert second.frame.frame_id == now.observation.frame.frame_id
+        watch.cancel()
+    assert nothing_is_left(server)
+
+
+# -- too many ----------------------------------------------------------------------------------------------------
+
+
+async def test_far_more_resets_than_machines_wait_in_a_bounded_line_or_are_told_to_come_back() -> None:
+    async with serve_fake(size=2, capacity=2) as server, raw(server.address) as stub:
+        longest = 0
+
+        def note_line() -> None:
+            nonlocal longest
+            longest = max(longest, server.pool.statistics().waiting_count)
+
+        server.pool.changes.listen(note_line)
+
+        async def reset(number: int) -> tuple[str, str, bool] | str:
+            try:
+                opened = await stub.Reset(reset_request(number, ready_timeout=Duration(seconds=3)), timeout=60)
+            except grpc.aio.AioRpcError as error:
+                return told_by(error)
+            return opened.episodes[0].episode_id
+
+        outcomes = await asyncio.gather(*(reset(number) for number in range(400)))
+        episode_ids = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        refusals = Counter(outcome for outcome in outcomes if not isinstance(outcome, str))
+        assert len(episode_ids) == 2
+        assert refusals == {("RESOURCE_EXHAUSTED", "POOL_EXHAUSTED", True): 398}
+        # The one that finds the line full has stood at its end for an instant.
+        assert 2 < longest <= server.pool.settings.queue_limit + 1
+        for episode_id in episode_ids:
+            await stub.Close(env_pb2.CloseRequest(episode_id=episode_id), timeout=20)
+        assert (await stub.Reset(reset_request(1000), timeout=20)).episodes
+    assert nothing_is_left(server)
+
+
+async def test_a_crowd_that_is_patient_is_served_each_once_on_two_machines() -> None:
+    async with serve_fake(size=2, capacity=2) as server, raw(server.address) as stub:
+
+        async def play(number: int) -> bytes:
+            opened = await stub.Reset(reset_request(number), timeout=120)
+            episode_id = opened.episodes[0].episode_id
+            await stub.Step(click_request(episode_id, 0), timeout=60)
+            request = env_pb2.ReadGuestFileRequest(episode_id=episode_id, path=CLICKS_PATH)
+            clicks = (await stub.ReadGuestFile(request, timeout=60)).data
+            await stub.Close(env_pb2.CloseRequest(episode_id=episode_id), timeout=60)
+            return clicks
+
+        assert await asyncio.gather(*(play(number) for number in range(60))) == [b"1\n"] * 60
+    assert nothing_is_left(server)

@@ -1,0 +1,161 @@
+"""Trouble of the host under real machines: each has its typed outcome, what stands on is unharmed, nothing is left."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from envd.hypervisor.images.catalogue import Image
+from envd.hypervisor.leftovers import daemon_leftovers
+from envd.testing.served import ServedDaemon
+from trainer.client import AsyncEnvClient, AsyncEpisode, Move, PoolExhausted, ServiceFault, View
+
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
+
+NO_SETUP = "desktop/open-calculator"
+PATIENT = timedelta(minutes=10)
+NO_PICTURE = View(encoding="none")
+CONFIG = """\
+[pools.desktop]
+image = "desktop"
+size = 1
+capacity = 4
+allow_guest_access = true
+
+[hypervisor]
+template_dir = "{template_dir}"
+"""
+DISK_MIB = 64
+
+
+@pytest.fixture
+def short_dir(desktop_image: Image) -> Iterator[Path]:
+    assert desktop_image.name == "desktop"
+    directory = Path(tempfile.mkdtemp(prefix="envd-h-", dir="/tmp"))
+    yield directory
+    shutil.rmtree(directory)
+
+
+@contextmanager
+def small_disk(directory: Path) -> Iterator[Path]:
+    """A file system that is soon full."""
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m,mode=0755", "tmpfs", directory], check=True)
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+def fill(path: Path) -> None:
+    """Take all the room that there is."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    assert shutil.disk_usage(path.parent).free == 0
+
+
+async def refused(act: Callable[[], Awaitable[None]], kind: type[Exception]) -> None:
+    with pytest.raises(kind):
+        await act()
+
+
+def test_a_full_disk_refuses_new_machines_by_name_and_passes(short_dir: Path, template_dir: Path) -> None:
+    async def run(address: str, filler: Path) -> None:
+        async with (
+            AsyncEnvClient(address) as client,
+            client.reset(NO_SETUP, view=NO_PICTURE, timeout=PATIENT) as episode,
+        ):
+            await episode.step(Move(200, 200))
+            await asyncio.to_thread(fill, filler)
+
+            async def fork() -> None:
+                async with client.fork(episode, count=1, timeout=timedelta(seconds=60)):
+                    pass
+
+            async def reset_three() -> None:
+                async with client.reset_group(NO_SETUP, size=3, view=NO_PICTURE, timeout=timedelta(seconds=10)):
+                    pass
+
+            # QEMU itself tells of an I/O error at most.
+            await refused(fork, ServiceFault)
+            await refused(reset_three, PoolExhausted)
+            (pool,) = await client.list_pools()
+            # Whatever met the full disk first says so in its own words: QEMU, libvirt or the copy of an overlay.
+            assert "did not start" in pool.problem
+            filler.unlink()
+            assert (await episode.step(Move(300, 300))).step_count == 2
+            async with client.fork(episode, count=1, timeout=PATIENT) as copies:
+                assert (await copies[0].step(Move(100, 100))).step_count == 3
+            async with client.reset_group(NO_SETUP, size=3, view=NO_PICTURE, timeout=PATIENT) as group:
+                await asyncio.gather(*(member.step(Move(50, 50)) for member in group))
+
+    with small_disk(short_dir / "s") as state_dir:
+        served = ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir))
+        address = served.wait_for(r"listening on (\S+)")
+        served.wait_for(r"pool desktop: (ready)", timeout_s=300)
+        try:
+            asyncio.run(run(address, state_dir / "filler"))
+        finally:
+            status = served.end()
+        assert status == 0
+        assert daemon_leftovers(state_dir) == []
+
+
+def test_a_template_that_is_deleted_fails_by_name_and_what_stands_on_it_goes_on(
+    short_dir: Path, template_dir: Path
+) -> None:
+    # Copies of its files, memory and all: the ones that other tests use stay.
+    copy = short_dir / "t"
+    key = max(template_dir.glob("*/snapshot.json"), key=lambda path: path.stat().st_mtime).parent.name
+    shutil.copytree(template_dir / key, copy / key)
+    manifest = copy / key / "snapshot.json"
+    told = json.loads(manifest.read_text())
+    (copy / "memory").mkdir()
+    memory = copy / "memory" / f"{key}.ram"
+    subprocess.run(["cp", "--sparse=always", told["memory_path"], memory], check=True)
+    manifest.write_text(json.dumps({**told, "memory_path": str(memory)}))
+    for file in ("disk.qcow2", "overlay.qcow2"):
+        assert (copy / key / file).exists()
+
+    async def stepped(episode: AsyncEpisode, count: int) -> None:
+        assert (await episode.step(Move(100 * count, 200), timeout=PATIENT)).step_count == count
+
+    async def run(address: str) -> None:
+        async with (
+            AsyncEnvClient(address) as client,
+            client.reset(NO_SETUP, view=NO_PICTURE, timeout=PATIENT) as episode,
+        ):
+            await stepped(episode, 1)
+            async with asyncio.timeout(120):
+                while (await client.list_pools())[0].idle_count == 0:
+                    await asyncio.sleep(0.2)
+            shutil.rmtree(copy / key)
+            memory.unlink()
+            async with client.reset(NO_SETUP, view=NO_PICTURE, timeout=PATIENT) as standby:
+                await stepped(standby, 1)
+
+                async def reset_more() -> None:
+                    async with client.reset(NO_SETUP, view=NO_PICTURE, timeout=timedelta(seconds=10)):
+                        pass
+
+                await refused(reset_more, PoolExhausted)
+            (pool,) = await client.list_pools()
+            assert "No such file or directory" in pool.problem
+            await stepped(episode, 2)
+
+    served = ServedDaemon(short_dir / "s", CONFIG.format(template_dir=copy))
+    address = served.wait_for(r"listening on (\S+)")
+    try:
+        asyncio.run(run(address))
+    finally:
+        status = served.end()
+    assert status == 0
+    assert daemon_leftovers(short_dir / "s") == []

@@ -1,0 +1,38 @@
+"""`envd soak` on real machines: two minutes of random episodes, killed and stopped QEMUs, and killed clients."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from envd.hypervisor.images.catalogue import Image
+
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(1500)]
+
+ZEROS = ("duplicated_actions", "lost_actions", "fake_zero_rewards", "leftovers", "unexplained_errors")
+
+
+@pytest.fixture
+def short_dir(desktop_image: Image) -> Iterator[Path]:
+    assert desktop_image.name == "desktop"
+    directory = Path(tempfile.mkdtemp(prefix="envd-k-", dir="/tmp"))
+    yield directory
+    shutil.rmtree(directory)
+
+
+def test_two_minutes_on_real_machines_leave_nothing_to_explain(short_dir: Path, template_dir: Path) -> None:
+    config = short_dir / "soak.toml"
+    config.write_text(f'[hypervisor]\ntemplate_dir = "{template_dir}"\n', encoding="utf-8")
+    command = [sys.executable, "-m", "envd", "soak", "--config", str(config), "--state-dir", str(short_dir / "s")]
+    flags = ["--minutes", "2", "--machines", "3", "--seed", "ci", "--json"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
+    told = json.loads(done.stdout)
+    assert [told["problems"], told["unexplained"]] == [{"actions": [], "rewards": [], "leftovers": []}, []]
+    assert {name: told[name] for name in ZEROS} == dict.fromkeys(ZEROS, 0)
+    assert done.returncode == 0
+    assert min(told["episodes"], told["steps"], told["counters_read"], told["faults"]["total"]) > 0
