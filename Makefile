@@ -22,7 +22,7 @@ APT_BUILD := gcc libvirt-dev pkg-config
 # To test guestd and input on a virtual X screen without a guest.
 APT_TEST := xvfb xauth openbox xterm wmctrl libxtst6 libxfixes3
 
-.PHONY: help deps venv image demo serve test check lint types imports proto unit vm-test docs format clean
+.PHONY: help deps venv image demo serve test check lint types imports proto unit vm-test test-full docs format clean
 
 help: ## List the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ serve: deps $(STAMP) image ## Serve a pool of 2 desktops in the foreground
 
 test: deps $(STAMP) lint types imports proto image ## Everything: static checks, then all tests, real machines included
 	@$(BIN)/python -m pytest tests
+
+test-full: deps $(STAMP) lint types imports proto image ## The same and more: every task, the soak and the faults on real machines
+	@ENVD_TEST_TASKS=all $(BIN)/python -m pytest --long tests
 
 check: deps $(STAMP) lint types imports proto unit ## The fast part: static checks and unit tests
 

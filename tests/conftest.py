@@ -18,6 +18,19 @@ for module in ("fork_contract", "machine_contract", "machine_fixtures"):
     pytest.register_assert_rewrite(f"envd.testing.{module}")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the soak and the faults on real machines as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the long tests out, unless they are asked for: deselected and said so, never counted as passed."""
+    if config.getoption("--long"):
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    items[:] = [item for item in items if item not in long]
+    config.hook.pytest_deselected(items=long)
+
+
 @pytest.fixture(scope="session")
 def cache_dir() -> Path:
     """Where images are kept, as `make image` leaves them."""

@@ -17,7 +17,7 @@ from envd.hypervisor.leftovers import daemon_leftovers
 from envd.testing.served import ServedDaemon
 from trainer.client import AsyncEnvClient, AsyncEpisode, Move, PoolExhausted, ServiceFault, View
 
-pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
 
 NO_SETUP = "desktop/open-calculator"
 PATIENT = timedelta(minutes=10)

@@ -12,7 +12,7 @@ import pytest
 
 from envd.hypervisor.images.catalogue import Image
 
-pytestmark = [pytest.mark.vm, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1500)]
 
 ZEROS = ("duplicated_actions", "lost_actions", "fake_zero_rewards", "leftovers", "unexplained_errors")
 

@@ -34,7 +34,6 @@ SELECTED = [
     "desktop/save-shopping-list",
     "desktop/rename-file",
     "desktop/letter-that-is-not-there",
-    "desktop/drag-into-folder",
     "desktop/sort-invoices",
 ]
 TASK_IDS = ALL if os.environ.get("ENVD_TEST_TASKS") == "all" else SELECTED
