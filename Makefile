@@ -63,8 +63,12 @@ demo: deps $(STAMP) ## Fork and branch episodes on real machines, check their re
 serve: deps $(STAMP) image ## Serve a pool of 2 desktops in the foreground
 	@$(BIN)/envd serve --pool 2
 
+# The tests on real machines mostly wait for guests, so the others run beside them and are told of at the end.
 test: deps $(STAMP) lint types imports proto image ## Everything: static checks, then all tests, real machines included
-	@$(BIN)/python -m pytest tests
+	@log=$$(mktemp); set -m; $(BIN)/python -m pytest -m "not vm" tests >"$$log" 2>&1 & others=$$!; set +m; \
+	trap 'kill -INT -- -$$others 2>/dev/null || true; wait $$others || true; rm -f "$$log"' EXIT; trap 'exit 130' INT TERM; \
+	status=0; $(BIN)/python -m pytest -m vm tests || status=$$?; \
+	wait $$others || status=$$?; cat "$$log"; exit $$status
 
 test-full: deps $(STAMP) lint types imports proto image ## The same and more: every task, the soak and the faults on real machines
 	@ENVD_TEST_TASKS=all $(BIN)/python -m pytest --long tests
