@@ -538,6 +538,15 @@ class View:
     """Make width and height multiples of this. With the factor and pixel limit of a vision model's image processor, the
     image is as the processor would resize it."""
     a11y_tree: bool = False
+    """Tell what the guest's programs say is on the screen, as text: `Observation.a11y_tree`."""
+    a11y_format: Literal["compact", "osworld_xml"] = "compact"
+    """`compact`: an outline, one element a line with role, name, value, states and box. `osworld_xml`: OSWorld's."""
+    a11y_max_chars: int = 0
+    """Longest outline; it ends between elements and says how many it leaves out. 0 for the daemon's default."""
+    a11y_elements: bool = False
+    """The same one by one, as `Observation.a11y_elements`."""
+    marks: bool = False
+    """Draw a numbered box around all that can be clicked or typed into; `a11y_elements` tell the numbers."""
     terminal: bool = False
     cursor: Literal["drawn", "hidden", "reported"] = "drawn"
     """`reported`: left out of the pixels, and told as `Observation.cursor`."""
@@ -553,6 +562,10 @@ _ENCODINGS: Mapping[str, "env_pb2.Encoding.ValueType"] = {
     "png": env_pb2.ENCODING_PNG,
     "jpeg": env_pb2.ENCODING_JPEG,
     "webp": env_pb2.ENCODING_WEBP,
+}
+_A11Y_FORMATS: Mapping[str, "env_pb2.A11yFormat.ValueType"] = {
+    "compact": env_pb2.A11Y_FORMAT_COMPACT,
+    "osworld_xml": env_pb2.A11Y_FORMAT_OSWORLD_XML,
 }
 _CURSORS: Mapping[str, "env_pb2.CursorMode.ValueType"] = {
     "drawn": env_pb2.CURSOR_MODE_DRAWN,
@@ -582,7 +595,10 @@ def _wire_view(view: View, *, known: "Observation | None" = None, of_step: bool 
         max_pixel_count=view.max_pixel_count,
         size_multiple_px=view.size_multiple_px,
         cursor=_CURSORS[view.cursor],
-        a11y_format=env_pb2.A11Y_FORMAT_OSWORLD_XML if view.a11y_tree else env_pb2.A11Y_FORMAT_UNSPECIFIED,
+        a11y_format=_A11Y_FORMATS[view.a11y_format] if view.a11y_tree else env_pb2.A11Y_FORMAT_UNSPECIFIED,
+        a11y_max_chars=view.a11y_max_chars,
+        include_a11y_elements=view.a11y_elements,
+        draw_marks=view.marks,
         include_terminal=view.terminal,
         include_screen_change=view.screen_change and of_step,
         include_grey_difference=view.grey_difference and of_step,
@@ -597,6 +613,25 @@ def _wire_rect(region: tuple[int, int, int, int]) -> env_pb2.Rect:
 
 def _box(rect: env_pb2.Rect) -> tuple[int, int, int, int]:
     return rect.x_px, rect.y_px, rect.width_px, rect.height_px
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Element:
+    """Something on the screen, as its program tells of it: the guest's word, never to be trusted."""
+
+    role: str
+    """What it is, such as `push-button`."""
+    name: str
+    value: str
+    """Its text or number, where that is not its name."""
+    states: tuple[str, ...]
+    """Such as `focused`, `checked`, `disabled`."""
+    box: tuple[int, int, int, int]
+    """Left, top, width and height of what is on the screen, in pixels of the screen."""
+    depth: int
+    """Elements that it lies in; 0 for a window."""
+    mark: int
+    """The number that `View.marks` drew; 0 for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -621,6 +656,12 @@ class Observation:
     cursor: tuple[int, int] | None = None
     """Where the pointer is, in pixels of the screen, for `View(cursor="reported")`."""
     a11y_tree: str | None = field(default=None, repr=False)
+    """What programs say is on the screen, as `View.a11y_format` asked for it."""
+    a11y_elements: tuple[Element, ...] | None = field(default=None, repr=False)
+    """The same one by one, for `View.a11y_elements` and `View.marks`: each element before those in it, and the window
+    in use first."""
+    a11y_left_out_count: int = 0
+    """Elements that were too many to tell."""
     terminal: str | None = field(default=None, repr=False)
     settled: bool | None = None
     """False when the screen still moved at `Settle.max`; None where nothing waited for it."""
@@ -649,6 +690,20 @@ class Observation:
         import numpy as np  # noqa: PLC0415 -- who only wants bytes needs no numpy
 
         return np.asarray(self.image, dtype=np.uint8) if self.tiles is None else self.tiles.rgb_HWC()
+
+    def element_at(self, x: int, y: int) -> Element | None:
+        """Return the innermost element at a pixel of the screen, in the frontmost window that has one there.
+
+        None where there is none, and where no elements were asked for.
+        """
+        found: Element | None = None
+        for element in self.a11y_elements or ():
+            if element.depth == 0 and found is not None:
+                break
+            left, top, width, height = element.box
+            if left <= x < left + width and top <= y < top + height:
+                found = element
+        return found
 
     @property
     def png(self) -> bytes:
@@ -789,11 +844,28 @@ def _observation(message: env_pb2.Observation, base: Observation | None = None) 
         message.frame,
         base,
         a11y_tree=message.a11y_tree if message.HasField("a11y_tree") else None,
+        a11y_elements=_elements(message.a11y_elements) if message.HasField("a11y_elements") else None,
+        a11y_left_out_count=message.a11y_elements.left_out_count,
         terminal=message.terminal if message.HasField("terminal") else None,
         settled=settle.settled if message.HasField("settle") else None,
         settle_ms=settle.settle_ms,
         moving=tuple(_box(rect) for rect in settle.moving_regions),
         timings_ms=dict(message.timings_ms),
+    )
+
+
+def _elements(message: env_pb2.A11yElements) -> tuple[Element, ...]:
+    return tuple(
+        Element(
+            role=element.role,
+            name=element.name,
+            value=element.value,
+            states=tuple(element.states),
+            box=_box(element.box),
+            depth=element.depth,
+            mark=element.mark,
+        )
+        for element in message.elements
     )
 
 
@@ -1285,7 +1357,7 @@ class AsyncEpisode:
             max_rate_hz: Most frames a second, 1 to 60.
             view: What they hold; by default what the reset said.
         """
-        asked = replace(self._view(view), a11y_tree=False, terminal=False)
+        asked = replace(self._view(view), a11y_tree=False, a11y_elements=False, marks=False, terminal=False)
         request = env_pb2.StreamFramesRequest(
             episode_id=self.episode_id, observation=_wire_view(asked), max_rate_hz=max_rate_hz
         )
