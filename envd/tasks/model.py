@@ -1,7 +1,7 @@
 """What a task is: an instruction, the state it starts from, the checker that scores it, an oracle that solves it.
 
 Frozen data, checked when it is loaded, so that a wrong field, verb or checker is refused before any machine boots.
-Setup verbs (`envd.tasks.verbs`) and checkers (`envd.tasks.checkers`) are unions told apart by `kind`. Paths in guests are
+Setup verbs (`envd.tasks.verbs`) and checkers (`envd.tasks.checkers`) are unions told apart by `kind`. Guest paths are
 absolute, for the same path must mean the same file to the user's session and to the root agent.
 """
 
