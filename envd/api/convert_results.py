@@ -221,6 +221,7 @@ def _elements(elements: Elements | None) -> env_pb2.A11yElements | None:
                 box=_rect(element.box),
                 depth=element.depth,
                 mark=element.mark,
+                actionable=element.is_actionable,
             )
             for element in elements.items
         ],

@@ -45,12 +45,22 @@ _STATES: Final = {
     "invalid": ("invalid-entry",),
 }
 #: What people click, type into or drag. The second half are names of UI Automation.
-_INTERACTIVE: Final = frozenset(
+_ACTIONABLE: Final = frozenset(
     {
         *("check-box", "check-menu-item", "combo-box", "entry", "icon", "link", "list-item", "menu", "menu-item"),
-        *("page-tab", "password-text", "push-button", "push-button-menu", "radio-button", "radio-menu-item"),
+        *(
+            "canvas",
+            "document-text",
+            "document-web",
+            "page-tab",
+            "password-text",
+            "push-button",
+            "push-button-menu",
+            "radio-button",
+            "radio-menu-item",
+        ),
         *("scroll-bar", "slider", "spin-button", "table-cell", "table-column-header", "terminal", "text"),
-        *("toggle-button", "tree-item"),
+        *("switch", "toggle-button", "tree-item"),
         *("button", "checkbox", "combobox", "dataitem", "document", "edit", "headeritem", "hyperlink", "listitem"),
         *("menuitem", "radiobutton", "spinner", "splitbutton", "tabitem", "thumb", "treeitem"),
     }
@@ -93,7 +103,7 @@ def marked(elements: Elements) -> Elements:
         if element.depth == 0:
             is_front = element is front
         covered = front is not None and not is_front and _holds(front.box, *_centre(element.box))
-        if element.role in _INTERACTIVE and "disabled" not in element.states and not covered and number < MAX_MARKS:
+        if element.is_actionable and not covered and number < MAX_MARKS:
             number += 1
             items.append(replace(element, mark=number))
         else:
@@ -184,7 +194,8 @@ def _element(node: etree._Element, depth: int, screen_px: tuple[int, int]) -> El
     names = {key.replace("_", "-") for key, value in told.items() if value == "true"}
     role = etree.QName(node).localname[:MAX_NAME_CHARS]
     states = [state for state, signs in _STATES.items() if names.intersection(signs)]
-    if role in _INTERACTIVE and not names & {"enabled", "sensitive"}:
+    is_enabled = bool(names & {"enabled", "sensitive"})
+    if role in _ACTIONABLE and not is_enabled:
         states.append("disabled")
     name = _one_line(str(told.get("name", "")))
     value = (node.text or "").strip() or str(told.get("value", ""))
@@ -195,11 +206,12 @@ def _element(node: etree._Element, depth: int, screen_px: tuple[int, int]) -> El
         states=tuple(states),
         box=box,
         depth=depth,
+        is_actionable=role in _ACTIONABLE and is_enabled,
     )
 
 
 def _says_nothing(element: Element) -> bool:
-    return not (element.name or element.value or element.states or element.role in _INTERACTIVE)
+    return not (element.name or element.value or element.states or element.role in _ACTIONABLE)
 
 
 def _box(corner: str, size: str, screen_px: tuple[int, int]) -> Region | None:

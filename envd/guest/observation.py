@@ -208,6 +208,8 @@ class Element:
     """The part of it that is on the screen."""
     depth: int
     """Elements that it lies in; 0 for a window."""
+    is_actionable: bool = False
+    """Of a kind that is clicked, typed into or dragged, and not disabled."""
     mark: int = 0
     """The number drawn beside it, from 1; 0 for none."""
 
