@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from envd.testing.a11y_contract import assert_tells_the_screen
 from envd.testing.server import serve_fake
 from trainer import client as wire
 from trainer.client import AsyncEnvClient, AsyncEpisode
@@ -23,13 +22,6 @@ async def desktop(view: wire.View = FULL) -> AsyncIterator[AsyncEpisode]:
         client.reset("fake/save-note", view=view) as episode,
     ):
         yield episode
-
-
-async def test_the_tree_tells_the_screen() -> None:
-    async with desktop() as episode:
-        seen = (await episode.step(wire.TypeText("Zwölf Boxkämpfer\njagen"))).observation
-        marked = await episode.observe(view=MARKED)
-        assert_tells_the_screen(seen, marked, title="note.txt", text="Zwölf Boxkämpfer\njagen")
 
 
 async def test_the_middle_of_a_box_is_where_to_click() -> None:

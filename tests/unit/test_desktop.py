@@ -77,7 +77,7 @@ class FakeGuestd:
     async def write_file(self, path: str, data: bytes) -> None:
         self.calls.append(("write_file", path, data))
 
-    async def accessibility(self) -> str:
+    async def accessibility(self, *, showing: bool) -> str:
         return "<tree/>"
 
     async def terminal(self) -> str | None:
