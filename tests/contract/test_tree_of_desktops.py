@@ -19,7 +19,10 @@ FULL = View(cursor="hidden", a11y_tree=True, a11y_elements=True)
 MARKED = View(cursor="hidden", a11y_tree=True, marks=True)
 #: Drawn and real: the configuration, a task that begins with an editor in front, and what its window is called.
 DESKTOPS = [
-    pytest.param(('[hypervisor]\nuri = "fake"\n', "fake/save-note", "note.txt"), id="fake"),
+    pytest.param(
+        ('[pools.fake]\nimage = "fake"\nsize = 1\n[hypervisor]\nuri = "fake"\n', "fake/save-note", "note.txt"),
+        id="fake",
+    ),
     pytest.param(
         (
             '[pools.desktop]\nimage = "desktop"\nsize = 1\n[hypervisor]\ntemplate_dir = "{template_dir}"\n',
