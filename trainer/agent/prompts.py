@@ -91,7 +91,7 @@ def look_at(observation: Observation, space: CoordinateSpace, settings: AgentSet
         image_id=observation.image_id,
         tree=None if elements is None else tree.lines(elements, space, max_chars=settings.a11y_chars),
         terminal=None if terminal is None else terminal[-settings.terminal_chars :],
-        boxes_px=() if elements is None else tree.boxes(elements),
+        boxes_px=tree.boxes(elements or ()),
     )
 
 
