@@ -5,11 +5,11 @@ Loop, prompts and parser are those of `trainer.agent`, reached by the one path t
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trainer.agent.attempts import Environments, run_task
 from trainer.agent.settings import AgentSettings
@@ -18,6 +18,18 @@ from trainer.client import AsyncEpisode, Task
 from trainer.evaluate.replay import FILE_NAME, Watched, directory_name, replay_of
 from trainer.evaluate.results import Attempt, ResultsFile, Verdict
 from trainer.evaluate.selection import domain_of, is_infeasible
+
+#: Errors in a row after which an evaluation stops, or twice its concurrency where that is more.
+_PATIENCE_ATTEMPTS = 8
+_OUTCOMES: Mapping[Outcome, Literal["terminated", "truncated"]] = {
+    Outcome.TERMINATED: "terminated",
+    Outcome.TRUNCATED: "truncated",
+}
+
+
+class EvaluationStopped(Exception):
+    """So many attempts in a row were lost that going on would only lose more."""
+
 
 Converse = Callable[[int], Conversation]
 """Makes a fresh conversation; the argument is the attempt's seed."""
@@ -98,12 +110,17 @@ async def evaluate(
         pool: Where among the daemon's pools; empty for each task's own.
         replays: Keep pictures and turns, beside the file.
         report: Told how many are done, of how many, and how it goes.
+
+    Raises:
+        EvaluationStopped: Nothing but errors comes any more; what has ended is kept.
+        OSError: Results or pictures cannot be written.
     """
     wanted = [(task, seed) for seed in range(seeds) for task in tasks]
     left = [(task, seed) for task, seed in wanted if not file.results.is_settled(task.task_id, seed)]
     queue = iter(left)
     done = len(wanted) - len(left)
     report(done, len(wanted), "starting" if left else "nothing left to do")
+    patience = _Patience(max(_PATIENCE_ATTEMPTS, 2 * concurrency))
 
     async def work() -> None:
         nonlocal done
@@ -116,16 +133,20 @@ async def evaluate(
             file.add(played.attempt.model_copy(update={"replay": name}))
             done += 1
             report(done, len(wanted), f"{task.task_id} {played.attempt.reason}")
+            patience.note(played.attempt)
 
-    async with asyncio.TaskGroup() as workers:
-        for number in range(min(concurrency, len(left))):
-            workers.create_task(work(), name=f"evaluate:{number}")
+    try:
+        async with asyncio.TaskGroup() as workers:
+            for number in range(min(concurrency, len(left))):
+                workers.create_task(work(), name=f"evaluate:{number}")
+    except ExceptionGroup as group:
+        # The workers' first trouble is the others' as well.
+        raise group.exceptions[0] from None
 
 
 def attempt_of(trajectory: Trajectory, task: Task, *, seed: int, seconds: float) -> Attempt:
     """Return what a trajectory comes to. Only one with a verdict has a score."""
-    is_valid = trajectory.outcome in {Outcome.TERMINATED, Outcome.TRUNCATED} and trajectory.evaluation is not None
-    evaluation = trajectory.evaluation if is_valid else None
+    evaluation = trajectory.evaluation if trajectory.outcome in _OUTCOMES else None
     return Attempt(
         task_id=task.task_id,
         suite=task.suite,
@@ -133,13 +154,12 @@ def attempt_of(trajectory: Trajectory, task: Task, *, seed: int, seconds: float)
         domain=domain_of(task),
         infeasible=is_infeasible(task),
         seed=seed,
-        outcome="failed" if evaluation is None else "truncated" if _was_cut(trajectory) else "terminated",
+        outcome=_OUTCOMES[trajectory.outcome] if evaluation else "failed",
         reason=trajectory.reason,
         error="" if trajectory.error is None else str(trajectory.error),
         score=None if evaluation is None else evaluation.score,
         turn_count=len(trajectory.turns),
         parsed_count=sum(turn.facts.parsed for turn in trajectory.turns),
-        token_count=sum(len(turn.reply.token_ids) for turn in trajectory.turns),
         seconds=round(seconds, 3),
         episode_id=trajectory.episode_id,
         checks=[
@@ -147,10 +167,6 @@ def attempt_of(trajectory: Trajectory, task: Task, *, seed: int, seconds: float)
             for check in (evaluation.checks if evaluation else ())
         ],
     )
-
-
-def _was_cut(trajectory: Trajectory) -> bool:
-    return trajectory.outcome is Outcome.TRUNCATED
 
 
 async def _write_replay(
@@ -161,6 +177,23 @@ async def _write_replay(
         last = await watched.keep(episode.observation.image)
     replay = replay_of(trajectory, watched.images, last_image=last)
     await asyncio.to_thread((directory / FILE_NAME).write_text, replay.model_dump_json(), encoding="utf-8")
+
+
+class _Patience:
+    """Counts errors in a row, so that a daemon or an endpoint that is gone does not use up all the tasks."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._errors: list[Attempt] = []
+
+    def note(self, attempt: Attempt) -> None:
+        """Raises: EvaluationStopped: Too many errors came one after the other."""
+        self._errors = [*self._errors, attempt] if attempt.is_error else []
+        if len(self._errors) >= self._most:
+            raise EvaluationStopped(
+                f"{len(self._errors)} attempts in a row were lost, the last one to {attempt.reason}: {attempt.error};"
+                " what was done before is kept, so mend this and give the same command again"
+            )
 
 
 class _Opener:
