@@ -218,7 +218,9 @@ def _plain(value: object) -> JsonValue:
 
 def _tell(files: list[Path], plan: _Plan, *, as_json: bool) -> None:
     results = [Results.read(file) for file in files]
-    pages = [write_report(file) for file in files] if plan.report else []
+    pages = [file.with_suffix(".html") for file in files] if plan.report else []
+    for one, page in zip(results, pages, strict=False):
+        write_report(one, page)
     comparison = compare(*results) if len(results) == 2 else None
     if as_json:
         emit_json(

@@ -58,8 +58,9 @@ class Watched:
         """Write pictures into a directory, which is made."""
         self._conversation = conversation
         self._directory = directory
-        self._unseen = ""
         self._count = 0
+        self.newest = ""
+        """The file with what the model was shown and has not answered yet; empty if there is nothing new."""
         self.images: list[str] = []
         """For each reply, the file with what the model saw last; empty where that was shown before."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -78,14 +79,14 @@ class Watched:
     async def generate(self) -> Reply:
         """Sample a reply."""
         reply = await self._conversation.generate()
-        self.images.append(self._unseen)
-        self._unseen = ""
+        self.images.append(self.newest)
+        self.newest = ""
         return reply
 
     async def _keep(self, message: Message) -> None:
         for part in message.parts:
             if not isinstance(part, str):
-                self._unseen = await self.keep(part)
+                self.newest = await self.keep(part)
 
     async def keep(self, picture: "Image.Image") -> str:
         """Write a picture down and return its file's name."""
@@ -116,8 +117,8 @@ def replay_of(trajectory: Trajectory, images: Sequence[str], *, last_image: str)
 
 def directory_name(task_id: str, seed: int) -> str:
     """Return a directory's name for an attempt: safe in paths, and another one for each task and seed."""
-    safe = re.sub(r"[^A-Za-z0-9.-]", lambda found: f"_{ord(found[0]):x}", task_id).lstrip(".")
-    return f"{safe}-{seed}"
+    safe = re.sub(r"[^A-Za-z0-9/-]", lambda found: f"_{ord(found[0]):x}", task_id)
+    return f"{safe.replace('/', '.').lstrip('.')}-{seed}"
 
 
 def in_words(action: Action) -> str:

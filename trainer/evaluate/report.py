@@ -22,23 +22,20 @@ class _Shown:
     """None if none was kept, or it can no longer be read."""
 
 
-def write_report(results_file: Path, *, page: Path | None = None) -> Path:
-    """Write the page and return where it is.
+def write_report(results: Results, page: Path) -> None:
+    """Write the page.
 
     Args:
-        results_file: Results of an evaluation, finished or not.
-        page: By default beside them, with the suffix `.html`. Elsewhere it would not find the pictures.
+        results: Of an evaluation, finished or not.
+        page: Where; the attempts' replays are found relative to its directory.
 
     Raises:
-        ResultsError: The results cannot be read.
+        OSError: It cannot be written.
     """
-    results = Results.read(results_file)
-    page = page or results_file.with_suffix(".html")
-    shown = [_Shown(attempt, _read(results_file.parent, attempt)) for attempt in results.attempts]
+    shown = [_Shown(attempt, _read(page.parent, attempt)) for attempt in results.attempts]
     template = _environment().get_template("report.html.j2")
     html = template.render(run=results.run, summary=summarise(results), shown=shown)
     page.write_text(html, encoding="utf-8")
-    return page
 
 
 def _read(directory: Path, attempt: Attempt) -> Replay | None:
