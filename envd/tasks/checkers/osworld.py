@@ -1,5 +1,6 @@
 """The evaluator of an OSWorld task, as data: it is scored by OSWorld's own code, which envd runs beside itself."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import JsonValue
@@ -30,6 +31,14 @@ class OsworldEvaluator(LeafCheck):
     def subject(self) -> str:
         """The metrics."""
         return self.func if isinstance(self.func, str) else f" {self.conj} ".join(self.func)
+
+    def urls(self) -> Iterator[str]:
+        """Yield where the files are that the guest's are compared with."""
+        expected = self.expected if isinstance(self.expected, tuple) else (self.expected,)
+        for getter in expected:
+            if getter is not None and getter.get("type") == "cloud_file":
+                paths = getter.get("path")
+                yield from (path for path in (paths if isinstance(paths, list) else [paths]) if isinstance(path, str))
 
     async def look(self, scene: Scene) -> Verdict:  # noqa: ARG002
         """Raise GuestError: what scores this is OSWorld's own code, which is not here."""
