@@ -5,7 +5,7 @@ error.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
@@ -78,14 +78,14 @@ def _attribute(node: ElementTree.Element, kind: str, name: str) -> str:
     return ""
 
 
-def lines(tree_xml: str, space: CoordinateSpace, *, max_chars: int) -> str:
-    """Return the tree as text: role, name, text, and the middle of each element in the model's units.
+def lines(shown: Iterable[Element], space: CoordinateSpace, *, max_chars: int) -> str:
+    """Return elements as text: role, name, text, and the middle of each in the model's units.
 
     Elements without name and text that cannot be acted on are left out. Cut at the end of a line.
     """
     told: list[str] = []
     left = max_chars
-    for element in elements(tree_xml):
+    for element in shown:
         if not (element.name or element.text or element.is_actionable):
             continue
         x, y, width, height = element.box_px
@@ -99,6 +99,6 @@ def lines(tree_xml: str, space: CoordinateSpace, *, max_chars: int) -> str:
     return "\n".join(told)
 
 
-def boxes(tree_xml: str) -> tuple[tuple[int, int, int, int], ...]:
+def boxes(shown: Iterable[Element]) -> tuple[tuple[int, int, int, int], ...]:
     """Return the boxes of the elements that can be acted on, in the guest's pixels."""
-    return tuple(element.box_px for element in elements(tree_xml) if element.is_actionable)
+    return tuple(element.box_px for element in shown if element.is_actionable)
