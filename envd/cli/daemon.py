@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from envd.api.server import ApiServer
 from envd.cli.statelock import locked
@@ -22,6 +23,8 @@ from envd.episodes.recovery import recall
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo
 from envd.errors import ConfigError
+from envd.guest.allow_list import AllowList
+from envd.guest.desktop import Desktop
 from envd.guest.observation import Region, SettlePolicy
 from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.images.catalogue import ImageCatalogue
@@ -124,6 +127,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
                 image=images[name][0],
                 shelf=shelf,
                 memory=memory,
+                make_desktop=partial(Desktop, allowed=AllowList(pool.allowed_hosts) if pool.allowed_hosts else None),
                 observer=AdmissionMetrics(metrics, runs=runs),
                 books=store,
             )
