@@ -4,27 +4,21 @@ import io
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from trainer.agent import prompts, tree
 from trainer.agent.coordinates import CoordinateSpace
 from trainer.agent.grammars import Seen
 from trainer.agent.settings import AgentSettings
-from trainer.client import Observation
+from trainer.client import Element, Observation
 
 SPACE = CoordinateSpace.of("pixels", image_px=(640, 400), screen_px=(1280, 800))
-TREE = """\
-<desktop-frame xmlns:cp="https://accessibility.ubuntu.example.org/ns/component">
-  <frame name="Editor" cp:screencoord="(0, 0)" cp:size="(1280, 800)">
-    <push-button name="Save" cp:screencoord="(60, 70)" cp:size="(40, 20)"/>
-    <entry name="" cp:screencoord="(100, 100)" cp:size="(200, 100)">Hello &amp; more</entry>
-    <filler name="" cp:screencoord="(0, 0)" cp:size="(10, 10)"/>
-    <push-button name="Hidden"/>
-    <push-button name="Flat" cp:screencoord="(5, 5)" cp:size="(0, 20)"/>
-  </frame>
-</desktop-frame>"""
+SHOWN = (
+    Element(role="frame", name="Editor", box=(0, 0, 1280, 800)),
+    Element(role="push-button", name="Save", box=(60, 70, 40, 20), is_actionable=True),
+    Element(role="entry", name="", value="Hello & more", box=(100, 100, 200, 100), is_actionable=True),
+    Element(role="panel", name="", box=(0, 0, 10, 10)),
+)
 
 
 def observed(**more: object) -> Observation:
@@ -46,39 +40,26 @@ def png() -> bytes:
     return buffer.getvalue()
 
 
-def test_a_tree_is_told_in_the_models_units_without_what_does_not_show() -> None:
-    told = tree.lines(tree.elements(TREE), SPACE, max_chars=1000)
+def test_a_tree_is_told_in_the_models_units_without_what_says_nothing() -> None:
+    told = tree.lines(SHOWN, SPACE, max_chars=1000)
     assert told.splitlines() == [
         "frame 'Editor' at 320, 200",
         "push-button 'Save' at 40, 40",
         "entry '' 'Hello & more' at 100, 75",
     ]
-    assert tree.boxes(tree.elements(TREE)) == ((60, 70, 40, 20), (100, 100, 200, 100))
+    assert tree.boxes(SHOWN) == ((60, 70, 40, 20), (100, 100, 200, 100))
 
 
 def test_a_tree_is_cut_at_the_end_of_a_line() -> None:
-    assert tree.lines(tree.elements(TREE), SPACE, max_chars=60).splitlines() == [
+    assert tree.lines(SHOWN, SPACE, max_chars=60).splitlines() == [
         "frame 'Editor' at 320, 200",
         "push-button 'Save' at 40, 40",
     ]
 
 
-def test_a_tree_that_is_none_has_no_elements() -> None:
-    bomb = '<!DOCTYPE a [<!ENTITY b "c">' + "".join(
-        f'<!ENTITY b{n} "{f"&b{n - 1};" * 10}">' for n in range(1, 12)
-    ).replace("&b0;", "&b;")
-    for xml in ("", "<a", "not xml", "<a>\0</a>", bomb + "]><a>&b11;</a>", "<a" * 10_000):
-        assert tree.elements(xml) == []
-
-
-@given(st.text())
-def test_whatever_the_guest_calls_its_tree_is_elements_or_none(xml: str) -> None:
-    assert isinstance(tree.elements(xml), list)
-
-
 def test_a_look_has_what_the_settings_ask_for() -> None:
     settings = AgentSettings(a11y_tree=True, terminal=True, terminal_chars=4, a11y_chars=1000)
-    look = prompts.look_at(observed(data=png(), a11y_tree=TREE, terminal="$ ls\nfile"), SPACE, settings)
+    look = prompts.look_at(observed(data=png(), a11y_elements=SHOWN, terminal="$ ls\nfile"), SPACE, settings)
     assert look.image is not None
     assert look.terminal == "file"
     message = prompts.observation_message("Done.", look)
@@ -91,7 +72,7 @@ def test_a_look_has_what_the_settings_ask_for() -> None:
 
 def test_no_picture_is_made_for_who_only_reads() -> None:
     settings = AgentSettings(text_only=True, a11y_tree=True)
-    look = prompts.look_at(observed(a11y_tree=TREE), SPACE, settings)
+    look = prompts.look_at(observed(a11y_elements=SHOWN), SPACE, settings)
     assert look.image is None
     assert all(isinstance(part, str) for part in prompts.task_message("Do it.", look).parts)
 
