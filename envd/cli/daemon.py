@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
+from envd.api.secret_files import read_secret
 from envd.api.server import ApiServer
 from envd.cli.statelock import locked
 from envd.cli.suites import load_tasks
@@ -40,6 +41,9 @@ from envd.pool.register import strike_all
 from envd.pool.settings import PoolSettings
 from envd.pool.template import TemplateShelf
 from envd.store.store import FILE_NAME, Store
+from envd.tasks.assets import AssetCache
+from envd.tasks.setup import run_setup
+from envd.tasks.supplies import Supplies
 from envd.telemetry.admission_metrics import AdmissionMetrics, RunLabels
 from envd.telemetry.endpoint import serve_metrics
 from envd.telemetry.episode_metrics import EpisodeMetrics
@@ -102,6 +106,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
     if not config.pools:
         raise ConfigError("no pool is configured; pass --pool 2, or add a section [pools.NAME] to the file")
     tasks = load_tasks(config)
+    supplies = _supplies(config)
     images = dict(_images(config))
     metrics = Metrics()
     async with AsyncExitStack() as stack:
@@ -136,6 +141,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
         service = EpisodeService(
             pools,
             tasks=tasks,
+            run_setup=partial(run_setup, supplies=supplies),
             limits=_limits(config),
             observer=EpisodeMetrics(metrics),
             books=store,
@@ -172,6 +178,17 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
             reaped=tuple(reaped),
             known=known,
         )
+
+
+def _supplies(config: Config) -> Supplies:
+    """Return what setups may draw on. Raises: ConfigError: the file with the password cannot be used."""
+    path = config.tasks.client_password_file
+    password = read_secret(path, setting="tasks.client_password_file") if path else b""
+    return Supplies(
+        assets=AssetCache(config.asset_dir),
+        allow_download=config.tasks.allow_download,
+        client_password=password.decode(errors="replace").strip(),
+    )
 
 
 async def _open_hypervisor(config: Config) -> Hypervisor:

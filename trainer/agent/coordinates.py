@@ -8,13 +8,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from trainer.agent.grammars.grammar import Seen
 from trainer.client import Action
 
 Units = Literal["normalised", "pixels"]
 
 #: Qwen3-VL was taught that every picture is 1000 by 1000, whatever its size; 1000 itself is the last pixel's.
 NORMALISED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The picture that places refer to, in the units that the model was told."""
+
+    width: int
+    height: int
+    pointer: tuple[int, int] | None = None
+    """Where the agent last put the pointer; None where it has not yet."""
 
 
 class OutOfPicture(Exception):

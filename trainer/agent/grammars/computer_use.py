@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.agent.grammars.grammar import CannotSay, Intent, Seen, Unreadable, intent
+from trainer.agent.coordinates import Seen
+from trainer.agent.grammars.grammar import CannotSay, Intent, Unreadable, intent
 from trainer.agent.grammars.values import chord, no_more_than, pause, place, shown, typing, wheel_clicks, words
 from trainer.client import Action, Click, Done, Drag, Fail, Move, PressKeys, Scroll, TypeText, Wait
 

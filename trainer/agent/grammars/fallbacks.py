@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from trainer.agent.grammars.grammar import Intent, Reader, Seen, Unreadable, intent
+from trainer.agent.coordinates import Seen
+from trainer.agent.grammars.grammar import Intent, Reader, Unreadable, intent
 from trainer.agent.grammars.tool_calls import object_at
 from trainer.agent.grammars.values import typing, wheel_clicks
 from trainer.client import Click, PressKeys, Scroll, Wait
@@ -26,7 +27,9 @@ _SCROLLED = re.compile(r"\bscroll(?:ing)?\s+(up|down)\b", re.IGNORECASE)
 _WAITED = re.compile(r"\bwait(?:ing)?\b", re.IGNORECASE)
 _KEY = r"(?:enter|return|escape|esc|tab|space|backspace|delete|home|end|pageup|pagedown|up|down|left|right|f\d{1,2})"
 _MODIFIER = r"(?:ctrl|control|alt|shift|super|win|cmd)"
-_KEYS = re.compile(rf"\b((?:{_MODIFIER}\s*\+\s*)+(?:{_KEY}|[a-z0-9])|(?<=press )(?:the )?{_KEY})\b", re.IGNORECASE)
+_KEYS = re.compile(
+    rf"\b((?:{_MODIFIER}\s{{0,2}}\+\s{{0,2}}){{1,7}}(?:{_KEY}|[a-z0-9])|(?<=press )(?:the )?{_KEY})\b", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)

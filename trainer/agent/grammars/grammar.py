@@ -7,15 +7,16 @@ into pixels of the guest.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from trainer.agent.coordinates import Seen, Units
 from trainer.client import Action, Done, Fail, KeyDown, KeyUp, PressKeys, TypeText
 from trainer.rewards.facts import ActionFacts
 
 #: As many as one `Step` takes.
 MAX_ACTION_COUNT = 64
 #: Far beyond any budget of a reply, and small enough to be read in milliseconds.
-MAX_REPLY_CHARS = 200_000
+MAX_REPLY_CHARS = 100_000
 
 
 class Unreadable(Exception):
@@ -24,16 +25,6 @@ class Unreadable(Exception):
 
 class CannotSay(ValueError):
     """The grammar has no words for an action."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The picture that places refer to, in the units that the model was told."""
-
-    width: int
-    height: int
-    pointer: tuple[int, int] | None = None
-    """Where the agent last put the pointer; None where it has not yet."""
 
 
 class Intent(NamedTuple):
@@ -87,7 +78,7 @@ class Grammar(Protocol):
         """What settings call it."""
 
     @property
-    def coordinates(self) -> Literal["normalised", "pixels"]:
+    def coordinates(self) -> Units:
         """The units in which models that write it were taught to give places."""
 
     @property
@@ -156,6 +147,20 @@ def without_thoughts(text: str) -> str:
     if rest.lstrip().startswith("<think>"):
         raise Unreadable("the reply ended before it came to an action; think less")
     return thoughts + rest
+
+
+def sayable(reply: str) -> str:
+    """Return a rendered reply, if reading it would not take a part of it for reasoning. Raises: CannotSay."""
+    if "</think>" in reply or reply.lstrip().startswith("<think>"):
+        raise CannotSay("a reply cannot hold <think> or </think>: models reason between them")
+    return reply
+
+
+def only(actions: Sequence[Action], name: str) -> Action:
+    """Return the one action that a reply can hold. Raises: CannotSay."""
+    if len(actions) != 1:
+        raise CannotSay(f"a reply in {name} holds one action, not {len(actions)}; give each a reply of its own")
+    return actions[0]
 
 
 def _guarded(reader: Reader, text: str, seen: Seen) -> tuple[Intent, ...]:

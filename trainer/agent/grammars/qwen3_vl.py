@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
+from trainer.agent.coordinates import Seen, Units
 from trainer.agent.grammars.computer_use import TOOL, arguments_of, intent_of, tool_schema
 from trainer.agent.grammars.fallbacks import Fallbacks
-from trainer.agent.grammars.grammar import Intent, Parsed, Seen, Unreadable, read
+from trainer.agent.grammars.grammar import Intent, Parsed, Unreadable, read, sayable
 from trainer.agent.grammars.tool_calls import CLOSE, OPEN, json_calls
 from trainer.agent.grammars.values import no_more_than, shown
 from trainer.client import Action
@@ -16,7 +16,7 @@ class Qwen3Vl:
     """`<tool_call>{"name": "computer_use", "arguments": {"action": ...}}</tool_call>`, one or more."""
 
     name = "qwen3-vl"
-    coordinates: Literal["normalised"] = "normalised"
+    coordinates: Units = "normalised"
     stop: tuple[str, ...] = ()
 
     def __init__(self, fallbacks: Fallbacks) -> None:
@@ -36,10 +36,8 @@ class Qwen3Vl:
 
     def render(self, actions: Sequence[Action]) -> str:
         """Return a reply that reads as these actions. Raises: CannotSay."""
-        return "\n".join(
-            f"{OPEN}\n{json.dumps({'name': TOOL, 'arguments': arguments_of(action)}, ensure_ascii=False)}\n{CLOSE}"
-            for action in actions
-        )
+        calls = [{"name": TOOL, "arguments": arguments_of(action)} for action in actions]
+        return sayable("\n".join(f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}" for call in calls))
 
 
 def _strict(text: str, _seen: Seen) -> Sequence[Intent]:

@@ -52,3 +52,12 @@ def object_at(text: str, start: int) -> tuple[dict[str, object], int]:
     if not isinstance(value, dict):
         raise Unreadable("the call must be a JSON object")
     return value, end
+
+
+def json_value(text: str, name: str) -> object:
+    """Return a JSON value that is all of a text. Raises: Unreadable."""
+    try:
+        value: object = _DECODER.decode(text.strip())
+    except ValueError as error:
+        raise Unreadable(f"{name} is not valid JSON: {str(error)[:80]}") from error
+    return value
