@@ -1411,6 +1411,7 @@ class Tree:
             element = self._element(node)
         except Exception:
             self._failure_count += 1
+            self.truncated = True
             return
         parent.append(element)
         if depth >= self.MAX_DEPTH:
@@ -1436,6 +1437,7 @@ class Tree:
                     yield child
         except Exception:
             self._failure_count += 1
+            self.truncated = True
 
     def _showing_cells(self, table: Any) -> Iterator[Any]:
         """Yield what shows of a sheet with millions of cells: the block that begins at the first showing cell."""
@@ -1517,8 +1519,6 @@ def terminal_text(tree: ET.Element) -> str | None:
 def describe(ask: Mapping[str, Any]) -> bytes:
     """Return the tree as XML, or the terminal's text as JSON. Raises: ImportError, ValueError: there is no AT-SPI."""
     atspi = import_atspi()
-    # Half a second for an answer, two for an application that is just starting.
-    atspi.set_timeout(500, 2000)
     is_terminal = ask["what"] == "terminal"
     tree = Tree(
         atspi,
@@ -1527,7 +1527,12 @@ def describe(ask: Mapping[str, Any]) -> bytes:
         only=frozenset({"frame", "terminal"}) if is_terminal else frozenset(),
         showing=ask["showing"] and not is_terminal,
     )
-    root = tree.build(atspi.get_desktop(0))
+    # The registry answers late where it has yet to be started; a program that hangs must not take all the time.
+    atspi.set_timeout(8000, 8000)
+    desktop = atspi.get_desktop(0)
+    desktop.get_child_count()
+    atspi.set_timeout(1500, 3000)
+    root = tree.build(desktop)
     if is_terminal:
         return json.dumps(terminal_text(root)).encode()
     for prefix, name in _NAMESPACES.items():
@@ -1928,9 +1933,9 @@ class Guest:
         return json_response({"output": text, "status": "success"})
 
     def prepare(self) -> None:
-        """Begin what takes long and is needed later. Raises: Refusal."""
-        with self._accessibility():
-            self._a11y_helper.start()
+        """Ask for a tree once, so that AT-SPI's services and our helper run before one is needed. Never fails."""
+        with suppress(Refusal):
+            self._ask_a11y_helper("tree", {})
 
     def _ask_a11y_helper(self, what: str, query: Mapping[str, str]) -> bytes:
         try:
@@ -2547,7 +2552,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: threading.Thread(target=server.shutdown, daemon=True).start())
         log.info("version %s listening on %s:%d", VERSION, options.host, server.server_address[1])
-        server.guest.prepare()
+        threading.Thread(target=server.guest.prepare, daemon=True, name="prepare").start()
         server.serve_forever()
     return 0
 

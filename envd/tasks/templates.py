@@ -26,8 +26,8 @@ T = TypeVar("T")
 Entry = Mapping[str, object]
 
 MAX_SEED: Final = 2**31 - 1
-#: Of the names of templates; chosen once, so that both parts have every level and domain of the built-in suite.
-_SPLIT_SEED: Final = "envd-1"
+#: Chosen once, so that both parts have every level and every large domain of the built-in suite.
+_SPLIT_SEED: Final = "envd-160"
 _HELD_OUT_SHARE: Final = 0.25
 _VARIANT_ID = re.compile(r"(?P<template>[^?]*)\?seed=(?P<seed>0|[1-9][0-9]{0,9})")
 
@@ -70,16 +70,18 @@ class Template:
 
     @property
     def variant_count(self) -> int:
-        """How many different draws there are; some of them may come out as the same task."""
+        """How many different draws the seeds can give; some of them may come out as the same task."""
         draw = Draw(self.task_id, None)
         self.make(draw)
-        return draw.option_count
+        return min(draw.option_count, MAX_SEED + 1)
 
     def variant(self, seed: int | None) -> Task:
         """Return a variant, the plain one without a seed. Raises: ValueError: the template is wrong."""
         entry = self.make(Draw(self.task_id, seed))
         task_id = self.task_id if seed is None else f"{self.task_id}?seed={seed}"
-        return Task.model_validate({**entry, "task_id": task_id, "level": self.level, "domain": self.domain})
+        task = Task.model_validate({**entry, "task_id": self.task_id, "level": self.level, "domain": self.domain})
+        # Not validated: no task in a file may have such an id.
+        return task.model_copy(update={"task_id": task_id})
 
 
 class Templates:
@@ -115,9 +117,8 @@ class Templates:
             return None
         match = _VARIANT_ID.fullmatch(task_id)
         if match is None or int(match["seed"]) > MAX_SEED:
-            raise TaskNotFound(
-                f"no task {task_id!r}; variants of {template.task_id} are {template.task_id}?seed=N, N from 0 to {MAX_SEED}"
-            )
+            known = template.task_id
+            raise TaskNotFound(f"no task {task_id!r}; variants of {known} are {known}?seed=N, N from 0 to {MAX_SEED}")
         return template.variant(int(match["seed"]))
 
 

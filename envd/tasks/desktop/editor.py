@@ -235,9 +235,7 @@ def replace_everywhere(draw: Draw) -> Entry:
     path = f"{DOCUMENTS}/palette.txt"
     old, new = draw.one((("grey", "gray"), ("teal", "cyan"), ("plum", "wine"), ("rust", "clay"), ("mint", "jade")))
     first, second, third = draw.some(("slate", "dove", "charcoal", "smoke", "ash", "storm", "mist"), 3)
-    text = lines(
-        f"{first} {old}, {second} {old}", "silver", f"{old}ish blue", f"white, {old}, black", f"{third} {old}"
-    )
+    text = lines(f"{first} {old}, {second} {old}", "silver", f"{old}ish blue", f"white, {old}, black", f"{third} {old}")
     return {
         "tags": ["dialog"],
         "instruction": (

@@ -43,7 +43,7 @@ def rename_file(draw: Draw) -> Entry:
     old = f"{draw.one(('draft', 'copy', 'entry', 'essay', 'file'))}.txt"
     new = f"{draw.one(('final', 'approved', 'version-2', 'printed', 'signed', 'checked'))}.txt"
     other = f"{draw.one(('notes', 'other', 'photo-list', 'travel', 'zoo'))}.txt"
-    text = f"{draw.one(('Third', 'Second', 'Fourth'))} version, {draw.one(('approved', 'shorter', 'for ' + NAMES[0]))}.\n"
+    text = f"{draw.one(('Third', 'Second', 'Fourth'))} version, {draw.one(('approved', 'shorter', 'in pencil'))}.\n"
     return {
         "instruction": (
             f"The file manager shows the Documents folder. Rename the file {old} to {new}; its content must not change."
@@ -120,8 +120,8 @@ def drag_into_folder(draw: Draw) -> Entry:
     return {
         "tags": ["mouse"],
         "instruction": (
-            f"The file manager shows the Documents folder. Drag the file {name} with the mouse onto the folder {target},"
-            " so that it is moved there."
+            f"The file manager shows the Documents folder. Drag the file {name} with the mouse onto the folder"
+            f" {target}, so that it is moved there."
         ),
         "setup": [folder(f"{DOCUMENTS}/{target}"), write(f"{DOCUMENTS}/{name}", text), show_folder(DOCUMENTS)],
         "checker": all_of(
@@ -185,4 +185,25 @@ def who_wrote_most(draw: Draw) -> Entry:
         "setup": [*letters, show_folder(f"{HOME}/Letters")],
         "checker": {"kind": "answer", "equals": most, "case": "ignore"},
         "oracle": [[{"done": most.capitalize()}]],
+    }
+
+
+@DESKTOP.add(level=2, domain=_DOMAIN)
+def hidden_file(draw: Draw) -> Entry:
+    """Have hidden files shown, and answer with what shows."""
+    name = draw.one(("treasure", "secret", "shadow", "whisper", "riddle", "mask", "cipher"))
+    number = draw.number(10, 99)
+    return {
+        "tags": ["answer"],
+        "instruction": (
+            "One file in the folder that the file manager displays stays out of sight, because its name begins with a"
+            " dot. Make the file manager show hidden files and answer with that name, dot included."
+        ),
+        "setup": [
+            write(f"{DOCUMENTS}/.{name}-{number}", "You found it.\n"),
+            *(write(f"{DOCUMENTS}/{each.lower()}.txt", "In plain sight.\n") for each in draw.some(CITIES, 3)),
+            show_folder(DOCUMENTS),
+        ],
+        "checker": {"kind": "answer", "equals": f".{name}-{number}", "case": "ignore"},
+        "oracle": [[{"press": ["ctrl", "h"]}, {"wait": 1}], [{"done": f".{name}-{number}"}]],
     }

@@ -1,5 +1,7 @@
 """Templates that take more than one application, or a plan."""
 
+import re
+
 from envd.tasks.desktop.parts import (
     CITIES,
     DESKTOP,
@@ -45,8 +47,8 @@ def work_out(draw: Draw) -> Entry:
     return {
         "tags": ["answer"],
         "instruction": (
-            f"The calculator is on the screen. What is {first} times {second}, plus {third}? Answer with the number, digits"
-            " only."
+            f"The calculator is on the screen. What is {first} times {second}, plus {third}? Answer with the number,"
+            " digits only."
         ),
         "setup": [_CALCULATOR],
         "checker": {"kind": "answer", "equals": str(result)},
@@ -123,8 +125,8 @@ def find_open_and_edit(draw: Draw) -> Entry:
     return {
         "tags": ["files", "editor", "mouse"],
         "instruction": (
-            f"The file manager shows the home directory. Go into the folder {place}, open the file todo.txt there with a"
-            f' double click, change its only line from "call the {old}" to "call the {new}", and save it.'
+            f"The file manager shows the home directory. Go into the folder {place}, open the file todo.txt there with"
+            f' a double click, change its only line from "call the {old}" to "call the {new}", and save it.'
         ),
         "setup": [
             write(path, f"call the {old}\n"),
@@ -202,6 +204,7 @@ def notes_from_two_places(draw: Draw) -> Entry:
     *sayings, last = draw.some(_SAYINGS, 4)
     count = len(essay.split())
     path = f"{DOCUMENTS}/summary.txt"
+    ends = re.escape(last)
     return {
         "tags": ["editor", "terminal", "dialog", "windows"],
         "instruction": (
@@ -216,7 +219,7 @@ def notes_from_two_places(draw: Draw) -> Entry:
                 {"weight": 1, "check": {"kind": "file_text", "path": path, "matches": rf"\s*{count}\s*\n.*"}},
                 {
                     "weight": 1,
-                    "check": {"kind": "file_text", "path": path, "matches": rf"[^\n]*\n{last.replace('.', r'\.')}\s*"},
+                    "check": {"kind": "file_text", "path": path, "matches": rf"[^\n]*\n{ends}\s*"},
                 },
             ],
         },
@@ -298,10 +301,10 @@ def tidy_downloads(draw: Draw) -> Entry:
     return {
         "tags": ["terminal", "files"],
         "instruction": (
-            f"Clear up {folder}: make three folders in it, Texts, Images and Tables, and move every .txt, .png and .csv"
-            " file into the one that fits. No file may stay outside. At the end, counts.txt in the home directory should"
-            " tell how many files each folder got: three lines, each the folder's name, a space and the number, in the"
-            " order given here."
+            f"Clear up {folder}: make three folders in it, Texts, Images and Tables, and move every .txt, .png and"
+            " .csv file into the one that fits. No file may stay outside. At the end, counts.txt in the home directory"
+            " should tell how many files each folder got: three lines, each the folder's name, a space and the number,"
+            " in the order given here."
         ),
         "setup": [write(f"{folder}/{name}", "x\n") for names in files.values() for name in names],
         "checker": {

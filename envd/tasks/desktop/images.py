@@ -17,6 +17,14 @@ _COLOURS = {
     "black": (20, 20, 20),
     "purple": (130, 50, 160),
 }
+#: The size of a PNG stands in its first chunk.
+_ASK_SIZE = "\n".join(
+    (
+        "import struct, sys",
+        "with open(sys.argv[1], 'rb') as file:",
+        "    print('%dx%d' % struct.unpack('>II', file.read(24)[16:]))",
+    )
+)
 
 
 def _png(path: str, *, width_px: int, height_px: int, colour: str) -> Verb:
@@ -24,7 +32,9 @@ def _png(path: str, *, width_px: int, height_px: int, colour: str) -> Verb:
     rows = (b"\0" + bytes(_COLOURS[colour]) * width_px) * height_px
     head = struct.pack(">IIBBBBB", width_px, height_px, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b""))
-    parts = [struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks]
+    parts = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    ]
     data = b"\x89PNG\r\n\x1a\n" + b"".join(parts)
     return {"kind": "write_file", "path": path, "base64": base64.b64encode(data).decode()}
 
@@ -59,8 +69,8 @@ def browse_to_picture(draw: Draw) -> Entry:
     place = draw.one((1, 2, 3))
     return {
         "instruction": (
-            f"The image viewer is open at {names[0]}. Page on to the picture {names[place]} of the same folder, and leave"
-            " it on the screen."
+            f"The image viewer is open at {names[0]}. Page on to the picture {names[place]} of the same folder, and"
+            " leave it on the screen."
         ),
         "setup": [*made, _view(names[0])],
         "checker": _shows(names[place]),
@@ -76,8 +86,8 @@ def open_a_picture(draw: Draw) -> Entry:
     return {
         "tags": ["mouse"],
         "instruction": (
-            f"You are looking at a folder of pictures. Double-click {names[place]}, so that the image viewer comes up with"
-            " it."
+            f"You are looking at a folder of pictures. Double-click {names[place]}, so that the image viewer comes up"
+            " with it."
         ),
         "setup": [*made, show_folder(PICTURES)],
         "checker": _shows(names[place]),
@@ -119,4 +129,32 @@ def name_the_colour(draw: Draw) -> Entry:
         "setup": [*made, _view(names[0])],
         "checker": {"kind": "answer", "equals": colour, "case": "ignore"},
         "oracle": [*([{"press": "right"}, {"wait": 1}],) * place, [{"done": colour}]],
+    }
+
+
+@DESKTOP.add(level=3, domain=_DOMAIN)
+def turn_a_picture(draw: Draw) -> Entry:
+    """Turn a picture on its side and save it over itself."""
+    name = f"{draw.one(_THINGS)}.png"
+    width_px, height_px = draw.number(260, 420), draw.number(100, 220)
+    colour = draw.one(tuple(_COLOURS))
+    path = f"{PICTURES}/{name}"
+    return {
+        "tags": ["dialog"],
+        "instruction": (
+            f"The photo {name} in the viewer was scanned sideways. Give it a quarter turn, in either direction, and"
+            " save it over the old file."
+        ),
+        "setup": [_png(path, width_px=width_px, height_px=height_px, colour=colour), _view(name)],
+        "checker": {
+            "kind": "command",
+            "argv": ["python3", "-c", _ASK_SIZE, path],
+            "stdout": {"equals": f"{height_px}x{width_px}"},
+        },
+        "oracle": [
+            [{"press": "r"}, {"wait": 1}],
+            [{"press": "s"}, {"wait": 3}],
+            [{"press": ["alt", "y"]}, {"wait": 3}],
+            DONE,
+        ],
     }

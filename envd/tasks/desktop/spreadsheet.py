@@ -1,6 +1,19 @@
 """Templates about the spreadsheet. What was saved is judged as the table of values that it shows."""
 
-from envd.tasks.desktop.parts import DESKTOP, DOCUMENTS, DONE, GOODS, NAMES, SAVE, TOOLS, Step, Verb, lines, repeat, write
+from envd.tasks.desktop.parts import (
+    DESKTOP,
+    DOCUMENTS,
+    DONE,
+    GOODS,
+    NAMES,
+    SAVE,
+    TOOLS,
+    Step,
+    Verb,
+    lines,
+    repeat,
+    write,
+)
 from envd.tasks.templates import Draw, Entry
 
 _DOMAIN = "spreadsheet"
@@ -108,8 +121,8 @@ def add_a_row(draw: Draw) -> Entry:
     item, price, count = new
     return {
         "instruction": (
-            f"A delivery came in: {count} pieces of {item} at a price of {price} each. Enter it as a new row right under"
-            " the last one of the inventory on the screen, in the same columns, and save the workbook."
+            f"A delivery came in: {count} pieces of {item} at a price of {price} each. Enter it as a new row right"
+            " under the last one of the inventory on the screen, in the same columns, and save the workbook."
         ),
         "setup": _open_sheet(_HEAD, *ledger),
         "checker": _sheet_is(_HEAD, *ledger, new),
