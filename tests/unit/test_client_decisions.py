@@ -24,8 +24,9 @@ from trainer.client import (
     SampleVoid,
     Unavailable,
     Wait,
-    retry_pause_s,
 )
+from trainer.client.actions import wire_action
+from trainer.client.retry import retry_pause_s
 
 POLICY = RetryPolicy(first_pause=timedelta(seconds=1), max_pause=timedelta(seconds=5))
 
@@ -79,26 +80,26 @@ def test_every_action_has_its_own_kind_on_the_wire() -> None:
         client.Done(),
         client.Fail(),
     ]
-    kinds = [client._wire_action(action).WhichOneof("kind") for action in actions]
+    kinds = [wire_action(action).WhichOneof("kind") for action in actions]
     assert kinds == [field.name for field in env_pb2.Action.DESCRIPTOR.oneofs_by_name["kind"].fields]
 
 
 def test_an_actions_fields_are_carried_over() -> None:
-    click = client._wire_action(Click(0, 799, button="right", count=2, modifiers=("ctrl",))).click
+    click = wire_action(Click(0, 799, button="right", count=2, modifiers=("ctrl",))).click
     assert (click.at.x, click.at.y, click.button, click.count) == (0, 799, env_pb2.BUTTON_RIGHT, 2)
     assert list(click.modifiers) == ["ctrl"]
-    drag = client._wire_action(Drag(3, 4)).drag
+    drag = wire_action(Drag(3, 4)).drag
     assert (drag.end.x, drag.end.y, drag.HasField("start")) == (3, 4, False)
-    assert not client._wire_action(Click()).click.HasField("at")
-    hold = client._wire_action(PressKeys(["a"], hold=timedelta(milliseconds=250))).press_keys.hold
+    assert not wire_action(Click()).click.HasField("at")
+    hold = wire_action(PressKeys(["a"], hold=timedelta(milliseconds=250))).press_keys.hold
     assert hold.ToTimedelta() == timedelta(milliseconds=250)
-    wait = client._wire_action(Wait(timedelta(seconds=1.5))).wait.duration
+    wait = wire_action(Wait(timedelta(seconds=1.5))).wait.duration
     assert wait.ToTimedelta() == timedelta(seconds=1.5)
 
 
 def test_half_a_place_is_refused() -> None:
     with pytest.raises(ValueError, match="both x and y"):
-        client._wire_action(Click(x=1))
+        wire_action(Click(x=1))
 
 
 def observation(encoding: str | None) -> Observation:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.client import AsyncEnvClient, EnvClient, Tls, Unavailable
+from trainer.client import AsyncEnvClient, EnvClient, RetryPolicy, Tls, Unavailable
+from trainer.client.connection import Connection
 from trainer.security import Access, is_local
 
 SECRET = "envd_secret-1234"  # noqa: S105 -- opens nothing
@@ -57,11 +58,9 @@ def test_a_token_never_leaves_the_host_in_clear_text(target: str) -> None:
     AsyncEnvClient(target)
 
 
-async def test_a_target_that_is_changed_later_is_looked_at_too() -> None:
-    client = AsyncEnvClient("127.0.0.1:1", token=SECRET)
-    client.target = "192.0.2.7:1"
+def test_a_channel_is_looked_at_when_it_is_opened_too() -> None:
     with pytest.raises(ValueError, match="in clear text"):
-        await client.list_pools()
+        Access(token=SECRET, tls=None).open_channel("192.0.2.7:1", [])
 
 
 def test_the_token_comes_from_the_environment_if_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,13 +83,15 @@ def test_what_cannot_be_a_token_is_refused_unseen(token: str) -> None:
 async def test_the_token_is_in_no_repr_and_no_log(caplog: pytest.LogCaptureFixture) -> None:
     client = AsyncEnvClient("127.0.0.1:1", token=SECRET)
     access = Access(token=SECRET, tls=None)
-    shown = [repr(thing) for thing in (client, access, client._stub, client._stub.Step, vars(client))]
+    connection = Connection("127.0.0.1:1", access=access, retry=RetryPolicy())
+    shown = [repr(thing) for thing in (client, access, connection, connection.stub, connection.stub.Step, vars(client))]
     assert repr(access) == "<Access with a token, without TLS>"
     with caplog.at_level(logging.DEBUG), pytest.raises(Unavailable) as caught:
         await client.list_pools(timeout=timedelta(seconds=0.3))
     assert "ListPools at 127.0.0.1:1" in caplog.text
     assert SECRET not in "".join([*shown, caplog.text, str(caught.value), repr(caught.value)])
     await client.aclose()
+    await connection.aclose()
 
 
 def test_a_client_certificate_comes_with_its_key() -> None:

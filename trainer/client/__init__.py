@@ -1,0 +1,172 @@
+"""The client of `CUAEnv`: desktops to act on, with deadlines, exactly-once steps and typed errors.
+
+```python
+from trainer.client import Click, Done, EnvClient, PressKeys, TypeText
+
+with EnvClient("127.0.0.1:50051") as client, client.reset("desktop/note-hello") as episode:
+    print(episode.instruction)
+    step = episode.step(Click(x=640, y=400), TypeText("Hello"), PressKeys(["ctrl", "s"]))
+    step.observation.image.save("screen.png")
+    episode.step(Done())
+    print(episode.evaluate().score)
+```
+
+`AsyncEnvClient` is the same with `async with` and `await`, for many episodes at once. `reset_group` opens a group that
+begins in one state, and `fork` branches an episode where it stands.
+
+Every call has a deadline. A call that the network loses is made again under the same request id until then, so the
+service performs it once; actions are never repeated. While an episode is open its lease is kept, however long a model
+thinks; leaving the block closes it, and if this process dies the lease lapses by itself.
+
+A daemon that asks for a token gets it from `token=`, or from the variable `ENVD_TOKEN`; `tls=Tls(ca=Path("ca.pem"))`
+encrypts the connection. A token never travels to another host in clear text.
+
+What the agent does wrong is in `StepResult.errors`. What goes wrong otherwise is an `EnvError`:
+
+```text
+EnvError
+├── BadRequest            a field is wrong; fix the caller
+├── NotFound              EpisodeNotFound, TaskNotFound, PoolNotFound
+├── EpisodeEnded          the episode takes no more steps
+├── GroupTooLarge         the pool, or the run's quota, can never hold that many
+├── GuestRefused          the guest cannot do that; the episode is unharmed
+├── NotForkable           the episode cannot be branched where it stands; it is unharmed
+├── StepIndexMismatch     someone else stepped; abandon the episode
+├── Unauthenticated       the daemon wants a token, and not this one
+├── AccessDenied          switched off for this pool
+│   └── ScopeTooSmall     the token is for other calls
+├── NotSupported          not in the daemon's release
+├── MessageTooLarge       more than 64 MiB in one message
+├── PoolExhausted         no machine came free before the deadline
+├── RateLimited           more calls than the token may make, up to the deadline
+├── Unavailable           the daemon could not be reached before the deadline
+│   ├── Draining          it is stopping; try another host
+│   └── PoolFailing       the pool's machines do not start; the message says why
+├── DeadlineExceeded      no answer before the deadline
+└── SampleVoid            a fault of the service: never train on the episode
+    ├── MachineLost, GuestUnresponsive, GuestFailed, SetupFailed, EvaluatorFailed
+    └── ServiceFault      anything else; report it
+```
+"""
+
+from trainer.client.actions import (
+    Action,
+    Button,
+    Click,
+    Done,
+    Drag,
+    Fail,
+    KeyDown,
+    KeyUp,
+    MouseDown,
+    MouseUp,
+    Move,
+    PressKeys,
+    Scroll,
+    TypeText,
+    Wait,
+)
+from trainer.client.async_client import AsyncEnvClient
+from trainer.client.episode import AsyncEpisode
+from trainer.client.errors import (
+    AccessDenied,
+    BadRequest,
+    DeadlineExceeded,
+    Draining,
+    EnvError,
+    EpisodeEnded,
+    EpisodeNotFound,
+    EvaluatorFailed,
+    GroupTooLarge,
+    GuestFailed,
+    GuestRefused,
+    GuestUnresponsive,
+    MachineLost,
+    MessageTooLarge,
+    NotForkable,
+    NotFound,
+    NotSupported,
+    PoolExhausted,
+    PoolFailing,
+    PoolNotFound,
+    RateLimited,
+    SampleVoid,
+    ScopeTooSmall,
+    ServiceFault,
+    SetupFailed,
+    StepIndexMismatch,
+    TaskNotFound,
+    Unauthenticated,
+    Unavailable,
+)
+from trainer.client.observation import Observation
+from trainer.client.results import Check, CommandResult, Evaluation, Origin, Pool, ScreenChange, State, StepResult, Task
+from trainer.client.retry import RetryPolicy
+from trainer.client.sync_client import EnvClient, Episode
+from trainer.client.view import Settle, View
+from trainer.security import Tls
+
+__all__ = [
+    "AccessDenied",
+    "Action",
+    "AsyncEnvClient",
+    "AsyncEpisode",
+    "BadRequest",
+    "Button",
+    "Check",
+    "Click",
+    "CommandResult",
+    "DeadlineExceeded",
+    "Done",
+    "Drag",
+    "Draining",
+    "EnvClient",
+    "EnvError",
+    "Episode",
+    "EpisodeEnded",
+    "EpisodeNotFound",
+    "Evaluation",
+    "EvaluatorFailed",
+    "Fail",
+    "GroupTooLarge",
+    "GuestFailed",
+    "GuestRefused",
+    "GuestUnresponsive",
+    "KeyDown",
+    "KeyUp",
+    "MachineLost",
+    "MessageTooLarge",
+    "MouseDown",
+    "MouseUp",
+    "Move",
+    "NotForkable",
+    "NotFound",
+    "NotSupported",
+    "Observation",
+    "Origin",
+    "Pool",
+    "PoolExhausted",
+    "PoolFailing",
+    "PoolNotFound",
+    "PressKeys",
+    "RateLimited",
+    "RetryPolicy",
+    "SampleVoid",
+    "ScopeTooSmall",
+    "ScreenChange",
+    "Scroll",
+    "ServiceFault",
+    "Settle",
+    "SetupFailed",
+    "State",
+    "StepIndexMismatch",
+    "StepResult",
+    "Task",
+    "TaskNotFound",
+    "Tls",
+    "TypeText",
+    "Unauthenticated",
+    "Unavailable",
+    "View",
+    "Wait",
+]
