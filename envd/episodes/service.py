@@ -64,7 +64,7 @@ from envd.pool.pool import Pool
 from envd.pool.tasks import Changes
 from envd.store.store import Books, NoBooks
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.checkers import evaluate as run_task_checkers
+from envd.tasks.checkers.evaluate import evaluate as run_task_checkers
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup as run_task_setup
 

@@ -8,7 +8,9 @@ import asyncio
 
 from envd.errors import GuestError, GuestUnresponsive, SetupFailed
 from envd.guest.desktop import Desktop
-from envd.tasks.model import (
+from envd.tasks.fields import WindowMatch
+from envd.tasks.model import Task
+from envd.tasks.verbs import (
     ActivateWindow,
     Execute,
     Launch,
@@ -17,9 +19,7 @@ from envd.tasks.model import (
     Remove,
     SetClipboard,
     SetupVerb,
-    Task,
     WaitWindow,
-    WindowMatch,
     WriteFile,
 )
 from envd.tasks.windows import OpenWindow, describe_windows, find_window, list_windows
@@ -109,15 +109,12 @@ async def _open(
 
 async def _wait_window(desktop: Desktop, match: WindowMatch, *, timeout_s: float, progress: _Progress) -> OpenWindow:
     """Return the window as soon as it is open; the caller's limit ends the wait."""
-    wanted = " and ".join(
-        f"{name} /{pattern}/" for name, pattern in (("title", match.title), ("class", match.wm_class)) if pattern
-    )
     while True:
         windows = await _ask_windows(desktop, timeout_s=timeout_s, progress=progress)
         found = find_window(windows, match)
         if found is not None:
             return found
-        progress.state = f"waiting for a window with {wanted}; open now: {describe_windows(windows)}"
+        progress.state = f"waiting for a window with {match}; open now: {describe_windows(windows)}"
         await asyncio.sleep(_POLL_S)
 
 

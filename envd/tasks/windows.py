@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from envd.errors import GuestError
 from envd.guest.desktop import Desktop
-from envd.tasks.model import WindowMatch
+from envd.tasks.fields import WindowMatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,8 @@ from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.evaluation import CheckResult, Evaluation
-from envd.tasks.model import MakeDirectory, Task
+from envd.tasks.model import Task
+from envd.tasks.verbs import MakeDirectory
 from envd.testing.clock import ManualClock, run_ready
 from envd.testing.stubs import IMAGE, StubDesktop, StubHypervisor, StubMachine, StubSnapshot
 

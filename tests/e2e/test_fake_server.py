@@ -13,7 +13,8 @@ from envd.guest import actions as acts
 from envd.hypervisor.fake import FakeMachine, Faults
 from envd.hypervisor.machine import MachineState
 from envd.pool.clock import Clock, SystemClock
-from envd.tasks.model import Execute, Task, WriteFile
+from envd.tasks.model import Task
+from envd.tasks.verbs import Execute, WriteFile
 from envd.testing.server import FakeServer, load_fake_tasks, serve_fake
 from trainer import client as wire
 from trainer.client import AsyncEnvClient, AsyncEpisode

@@ -12,9 +12,10 @@ from envd.errors import EvaluatorFailed, GuestError, GuestUnresponsive, MachineL
 from envd.guest.actions import Done, Fail
 from envd.guest.desktop import CommandResult
 from envd.hypervisor.fake.programs import OpenWindow
-from envd.tasks.checkers import evaluate, judge_processes, judge_windows
+from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.checkers.programs import Process, Window, judge_processes, judge_windows
 from envd.tasks.evaluation import Evaluation
-from envd.tasks.model import Process, Task, Window
+from envd.tasks.model import Task
 from envd.tasks.windows import OpenWindow as ListedWindow
 from envd.tasks.windows import parse_windows
 from envd.testing.memory_desktop import MemoryDesktop

@@ -4,8 +4,9 @@ import codecs
 
 import pytest
 
-from envd.tasks.checkers import FoundFile, decode, judge_file_text, judge_text
-from envd.tasks.model import FileText, TextExpectation
+from envd.tasks.checkers.files import FileText, judge_file_text
+from envd.tasks.checkers.scene import FoundFile
+from envd.tasks.text import TextExpectation, decode, judge_text
 
 PATH = "/home/user/a.txt"
 

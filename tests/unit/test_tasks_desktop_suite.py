@@ -5,8 +5,12 @@ import pytest
 from envd.guest.actions import Action, Click, Done, Drag, Fail, MouseDown, Move, PressKeys, Scroll
 from envd.hypervisor.fake.programs import OpenWindow
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.checkers import evaluate
-from envd.tasks.model import Answer, FileText, Launch, Open, Task, WriteFile, leaves
+from envd.tasks.checkers.answers import Answer
+from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.checkers.files import FileText
+from envd.tasks.checkers.kinds import leaves
+from envd.tasks.model import Task
+from envd.tasks.verbs import Launch, Open, WriteFile
 from envd.testing.memory_desktop import MemoryDesktop
 
 TASKS = TaskCatalogue.load().list()

@@ -23,8 +23,12 @@ from envd.guest.actions import (
     TypeText,
     Wait,
 )
-from envd.tasks.model import Answer, FileText, Launch, Task, WriteFile, leaves
+from envd.tasks.checkers.answers import Answer
+from envd.tasks.checkers.files import FileText
+from envd.tasks.checkers.kinds import leaves
+from envd.tasks.model import Task
 from envd.tasks.oracle import parse_action
+from envd.tasks.verbs import Launch, WriteFile
 
 FILE = {"kind": "file_text", "path": "/home/user/a.txt", "equals": "x"}
 

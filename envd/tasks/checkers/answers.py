@@ -1,0 +1,38 @@
+"""The checker of what the agent said."""
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from envd.guest.actions import Done
+from envd.tasks.checkers.base import LeafCheck
+from envd.tasks.checkers.scene import Scene
+from envd.tasks.text import TextExpectation, Verdict, judge_text
+
+
+class Answer(LeafCheck, TextExpectation):
+    """The answer that the agent gave with `Done`, without white space around it."""
+
+    kind: Literal["answer"]
+
+    @model_validator(mode="after")
+    def _refuses_silence(self) -> Self:
+        if self.accepts_nothing():
+            raise ValueError("an empty answer must not be right: an agent that does nothing would score")
+        return self
+
+    @property
+    def subject(self) -> str:
+        """Nothing: there is one answer."""
+        return ""
+
+    async def look(self, scene: Scene) -> Verdict:
+        """See `LeafCheck`."""
+        return judge_answer(scene.last_action, self)
+
+
+def judge_answer(last_action: Done | None, checker: Answer) -> Verdict:
+    """Judge the agent's answer."""
+    if last_action is None or not last_action.answer.strip():
+        return Verdict(0.0, "the agent gave no answer")
+    return judge_text(last_action.answer.strip(), checker)

@@ -1,0 +1,37 @@
+"""What every checker has: a name, a subject, the systems that it can look at, and a look."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from envd.hypervisor.machine import GuestOs
+from envd.tasks.checkers.scene import Scene
+from envd.tasks.fields import Model
+from envd.tasks.text import Verdict
+
+EVERY_SYSTEM = frozenset(GuestOs)
+
+
+class CheckBase(Model):
+    """What every checker has."""
+
+    name: str = ""
+    """Names the check in results; by default its kind and subject."""
+
+
+class LeafCheck(CheckBase, ABC):
+    """A checker that looks at something itself. Its judging is a pure function beside it."""
+
+    #: What it can look at. A task for another system is refused before any machine boots.
+    systems: ClassVar[frozenset[GuestOs]] = EVERY_SYSTEM
+
+    @property
+    @abstractmethod
+    def subject(self) -> str:
+        """What it looks at, for its default name."""
+
+    @abstractmethod
+    async def look(self, scene: Scene) -> Verdict:
+        """Look at the guest and judge.
+
+        What the agent left undone is a verdict below 1. Raises: GuestError, GuestUnresponsive, MachineLost.
+        """

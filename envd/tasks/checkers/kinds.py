@@ -1,0 +1,72 @@
+"""All checkers, told apart by `kind`, and how they are put together: all of them, any of them, weighted."""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from envd.tasks.checkers.answers import Answer
+from envd.tasks.checkers.base import CheckBase
+from envd.tasks.checkers.files import Directory, FileAbsent, FileBytes, FileText
+from envd.tasks.checkers.programs import Command, Process, Window
+from envd.tasks.fields import Model
+
+
+class AllOf(CheckBase):
+    """As good as its worst part."""
+
+    kind: Literal["all"]
+    checks: Annotated[tuple["Checker", ...], Field(min_length=1)]
+
+
+class AnyOf(CheckBase):
+    """As good as its best part."""
+
+    kind: Literal["any"]
+    checks: Annotated[tuple["Checker", ...], Field(min_length=1)]
+
+
+class WeightedPart(Model):
+    """A part of `Weighted`."""
+
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    check: "Checker"
+
+
+class Weighted(CheckBase):
+    """The mean of its parts by weight: partial credit."""
+
+    kind: Literal["weighted"]
+    checks: Annotated[tuple[WeightedPart, ...], Field(min_length=1)]
+
+
+LeafChecker = FileText | FileBytes | FileAbsent | Directory | Command | Window | Process | Answer
+AnyChecker = LeafChecker | AllOf | AnyOf | Weighted
+Checker = Annotated[AnyChecker, Field(discriminator="kind")]
+
+
+def parts_of(checker: AllOf | AnyOf | Weighted) -> tuple[AnyChecker, ...]:
+    """Return what a checker is put together from."""
+    return tuple(part.check if isinstance(part, WeightedPart) else part for part in checker.checks)
+
+
+def combine(checker: AllOf | AnyOf | Weighted, scores: Sequence[float]) -> float:
+    """Return the score of a checker whose parts have these."""
+    match checker:
+        case AllOf():
+            return min(scores)
+        case AnyOf():
+            return max(scores)
+        case Weighted():
+            weights = [part.weight for part in checker.checks]
+            # Divided last, so that it is exactly 1.0 where all scores are.
+            return sum(score * weight for score, weight in zip(scores, weights, strict=True)) / sum(weights)
+
+
+def leaves(checker: AnyChecker) -> Iterator[LeafChecker]:
+    """Yield the checkers that look at something, in declared order."""
+    if isinstance(checker, AllOf | AnyOf | Weighted):
+        for part in parts_of(checker):
+            yield from leaves(part)
+    else:
+        yield checker

@@ -1,0 +1,111 @@
+"""Checkers of what runs and what can be run: processes, windows, commands."""
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from envd.errors import GuestError
+from envd.guest.desktop import CommandResult
+from envd.hypervisor.machine import GuestOs
+from envd.tasks.checkers.base import LeafCheck
+from envd.tasks.checkers.scene import LOOK_TIMEOUT_S, Scene, powershell
+from envd.tasks.fields import Argv, Timeout, WindowMatch
+from envd.tasks.text import TextExpectation, Verdict, judge_text, quote
+from envd.tasks.windows import OpenWindow, describe_windows, find_window, list_windows
+
+_WINDOWS_PROCESSES = "foreach ($process in Get-Process) { 'R ' + $process.ProcessName }"
+
+
+class Command(LeafCheck):
+    """A command's exit code and output. One that cannot be run is a broken checker, not a 0."""
+
+    kind: Literal["command"]
+    argv: Argv
+    as_root: bool = False
+    exit_code: int | None = 0
+    """Expected; None accepts any."""
+    stdout: TextExpectation | None = None
+    timeout_s: Timeout = 30.0
+
+    @model_validator(mode="after")
+    def _expects_something(self) -> Self:
+        if self.exit_code is None and self.stdout is None:
+            raise ValueError("give exit_code, stdout or both")
+        return self
+
+    @property
+    def subject(self) -> str:
+        """The command."""
+        return " ".join(self.argv)
+
+    async def look(self, scene: Scene) -> Verdict:
+        """See `LeafCheck`."""
+        result = await scene.desktop.run(self.argv, timeout_s=self.timeout_s, as_root=self.as_root)
+        if result.exit_code in (126, 127) and self.exit_code != result.exit_code:
+            raise GuestError(f"the shell could not run {self.argv[0]}: {quote(result.stderr)}")
+        return judge_command(result, self)
+
+
+class Process(LeafCheck):
+    """Whether a program runs, by the name that the kernel shows for it; in Windows without `.exe`."""
+
+    kind: Literal["process"]
+    # Linux keeps 15 characters, so a longer name would never match.
+    program: Annotated[str, Field(min_length=1, max_length=15)]
+    running: bool = True
+
+    @property
+    def subject(self) -> str:
+        """The program's name."""
+        return self.program
+
+    async def look(self, scene: Scene) -> Verdict:
+        """See `LeafCheck`."""
+        if scene.os is GuestOs.WINDOWS:
+            listing = await scene.inspect(powershell(_WINDOWS_PROCESSES))
+        else:
+            listing = await scene.inspect(("ps", "-e", "-o", "stat=,comm="))
+        return judge_processes(listing.stdout.decode(errors="replace"), self)
+
+
+class Window(LeafCheck):
+    """Whether a window is open."""
+
+    systems: ClassVar[frozenset[GuestOs]] = frozenset({GuestOs.LINUX})
+
+    kind: Literal["window"]
+    window: WindowMatch
+    present: bool = True
+
+    @property
+    def subject(self) -> str:
+        """The title or class that is looked for."""
+        return self.window.title or self.window.wm_class
+
+    async def look(self, scene: Scene) -> Verdict:
+        """See `LeafCheck`."""
+        return judge_windows(await list_windows(scene.desktop, timeout_s=LOOK_TIMEOUT_S), self)
+
+
+def judge_command(result: CommandResult, checker: Command) -> Verdict:
+    """Judge what a command did."""
+    if checker.exit_code is not None and result.exit_code != checker.exit_code:
+        output = quote(result.stderr or result.stdout)
+        return Verdict(0.0, f"exit code {result.exit_code}, expected {checker.exit_code}; output {output}")
+    if checker.stdout is None:
+        return Verdict(1.0, f"exit code {result.exit_code}")
+    return judge_text(result.stdout.decode(errors="replace"), checker.stdout)
+
+
+def judge_windows(windows: tuple[OpenWindow, ...], checker: Window) -> Verdict:
+    """Judge which windows are open."""
+    is_right = (find_window(windows, checker.window) is not None) == checker.present
+    return Verdict(float(is_right), f"open: {describe_windows(windows)}")
+
+
+def judge_processes(listing: str, checker: Process) -> Verdict:
+    """Judge which programs run, from lines of a state and a name."""
+    rows = [line.split(maxsplit=1) for line in listing.splitlines()]
+    # A zombie has ended; only its parent has not yet taken note.
+    count = sum(len(row) == 2 and row[1] == checker.program and not row[0].startswith("Z") for row in rows)
+    return Verdict(float((count > 0) == checker.running), f"{count} processes named {checker.program} run")

@@ -1,0 +1,85 @@
+"""The fields that task data is made of: paths in guests, patterns, encodings, commands, limits, windows.
+
+Each is checked where it is declared, so that whatever uses one can rely on it.
+"""
+
+import base64
+import binascii
+import codecs
+import re
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+#: Pseudo-encoding: decode by the byte order mark, if there is one, and drop the mark.
+BOM = "bom"
+
+
+class Model(BaseModel):
+    """Base of all task data: immutable, and unknown fields are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def _checked_path(path: str) -> str:
+    is_windows = re.match(r"[A-Za-z]:[\\/]", path) is not None
+    if not (path.startswith("/") or is_windows):
+        raise ValueError(f"{path!r} is not absolute; write the whole path, such as /home/user/notes.txt")
+    parts = re.split(r"[\\/]" if is_windows else "/", path)
+    if "\0" in path or ".." in parts or not any(parts[1:]):
+        raise ValueError(f"{path!r} is not a file or directory below the root, without '..'")
+    return path
+
+
+def _checked_regex(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a regular expression: {error}") from error
+    return pattern
+
+
+def _checked_encoding(name: str) -> str:
+    if name != BOM:
+        try:
+            codecs.lookup(name)
+        except LookupError as error:
+            raise ValueError(f"unknown encoding {name!r}") from error
+    return name
+
+
+def _checked_base64(text: str) -> str:
+    try:
+        base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"not base64: {error}") from error
+    return text
+
+
+GuestPath = Annotated[str, AfterValidator(_checked_path)]
+Regex = Annotated[str, AfterValidator(_checked_regex)]
+Base64 = Annotated[str, AfterValidator(_checked_base64)]
+Encoding = Annotated[str, AfterValidator(_checked_encoding)]
+Encodings = Annotated[tuple[Encoding, ...], Field(min_length=1)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Argv = Annotated[tuple[str, ...], Field(min_length=1)]
+Timeout = Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)]
+
+
+class WindowMatch(Model):
+    """Picks windows by title and class; what is given must match, wherever in the text it stands."""
+
+    title: Regex = ""
+    """Regular expression, searched for in the title."""
+    wm_class: Regex = Field(default="", alias="class")
+    """Regular expression, searched for in `instance.Class`."""
+
+    @model_validator(mode="after")
+    def _names_something(self) -> Self:
+        if not self.title and not self.wm_class:
+            raise ValueError("give title, class or both")
+        return self
+
+    def __str__(self) -> str:
+        given = (("title", self.title), ("class", self.wm_class))
+        return " and ".join(f"{name} /{pattern}/" for name, pattern in given if pattern)

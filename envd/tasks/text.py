@@ -1,0 +1,130 @@
+"""How text from a guest is read and compared: encodings, newlines, case. Pure.
+
+What a guest holds is bytes of an agent's making. They are decoded by a declared policy, compared by declared rules, and
+quoted in evidence no further than it takes to see what is wrong.
+"""
+
+import codecs
+import re
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Self
+
+from pydantic import model_validator
+
+from envd.tasks.fields import BOM, Model, Regex
+
+_QUOTE_CHARS = 300
+
+#: The longest mark first, for that of UTF-16 LE begins that of UTF-32 LE.
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+
+
+class Verdict(NamedTuple):
+    """What a judge says."""
+
+    score: float
+    """In [0, 1]."""
+    evidence: str
+
+
+class TextExpectation(Model):
+    """A text to find, and how strictly. Exactly one of `equals`, `contains` and `matches`."""
+
+    equals: str | None = None
+    contains: str | None = None
+    matches: Regex | None = None
+    """Regular expression that the whole text must match; `.` matches newlines too."""
+    newlines: Literal["lf", "literal"] = "lf"
+    """`lf`: CRLF and lone CR count as LF on both sides."""
+    trailing_newline: Literal["ignore", "strict"] = "ignore"
+    """`ignore`: one newline at the very end, more or less, makes no difference."""
+    case: Literal["exact", "ignore"] = "exact"
+
+    @model_validator(mode="after")
+    def _one_expectation(self) -> Self:
+        if sum(value is not None for value in (self.equals, self.contains, self.matches)) != 1:
+            raise ValueError("give exactly one of equals, contains and matches")
+        if self.contains == "":
+            raise ValueError("contains must not be empty: every text contains it")
+        return self
+
+    def accepts_nothing(self) -> bool:
+        """Whether silence would be right."""
+        is_matched = self.matches is not None and re.fullmatch(self.matches, "", re.DOTALL) is not None
+        return is_matched or (self.equals is not None and not self.equals.strip())
+
+
+def judge_text(text: str, expected: TextExpectation) -> Verdict:
+    """Judge a text by an expectation's own rules for newlines and case."""
+    text = _unify(text, expected)
+    if expected.contains is not None:
+        needle = _unify(expected.contains, expected)
+        found = _fold(needle, expected) in _fold(text, expected)
+        return Verdict(float(found), f"{quote(needle)} is {'in' if found else 'not in'} {quote(text)}")
+    text = _trim(text, expected)
+    if expected.matches is not None:
+        flags = re.DOTALL | (re.IGNORECASE if expected.case == "ignore" else 0)
+        is_match = re.fullmatch(expected.matches, text, flags) is not None
+        verb = "matches" if is_match else "does not match"
+        return Verdict(float(is_match), f"{quote(text)} {verb} /{expected.matches}/")
+    wanted = _trim(_unify(expected.equals or "", expected), expected)
+    if _fold(text, expected) == _fold(wanted, expected):
+        return Verdict(1.0, f"is {quote(text)}")
+    return Verdict(0.0, f"differs {_first_difference(text, wanted)}")
+
+
+def decode(data: bytes, encodings: Sequence[str]) -> str | None:
+    """Return the text of bytes in the first encoding that fits, or None.
+
+    `bom` fits where a byte order mark stands at the start, which it drops. Text with NUL does not fit: UTF-16 without
+    a mark would otherwise pass as UTF-8 full of NULs.
+    """
+    for encoding in encodings:
+        try:
+            text = _decode_by_mark(data) if encoding == BOM else data.decode(encoding)
+        except UnicodeDecodeError:
+            continue
+        if text is not None and "\0" not in text:
+            return text
+    return None
+
+
+def quote(value: str | bytes) -> str:
+    """Return the beginning of a text in quotes, for evidence and messages."""
+    text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
+    return repr(text if len(text) <= _QUOTE_CHARS else f"{text[:_QUOTE_CHARS]}…")
+
+
+def _decode_by_mark(data: bytes) -> str | None:
+    for mark, encoding in _MARKS:
+        if data.startswith(mark):
+            return data[len(mark) :].decode(encoding)
+    return None
+
+
+def _unify(text: str, rules: TextExpectation) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n") if rules.newlines == "lf" else text
+
+
+def _trim(text: str, rules: TextExpectation) -> str:
+    if rules.trailing_newline == "strict":
+        return text
+    return text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
+
+
+def _fold(text: str, rules: TextExpectation) -> str:
+    return text.casefold() if rules.case == "ignore" else text
+
+
+def _first_difference(text: str, wanted: str) -> str:
+    index = next((i for i, (a, b) in enumerate(zip(text, wanted, strict=False)) if a != b), min(len(text), len(wanted)))
+    line = wanted.count("\n", 0, index) + 1
+    start = max(0, index - 20)
+    found, expected = (quote(value[start : start + 100]) for value in (text, wanted))
+    return f"at character {index} (line {line}): found {found}, expected {expected}; the whole is {quote(text)}"
