@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from envd.errors import ImageError
-from envd.hypervisor.images.catalogue import Image, ImageCatalogue, file_sha256
+from envd.hypervisor.images.catalogue import PACKAGES_FILE, Image, ImageCatalogue, file_sha256
 from envd.hypervisor.images.recipe import PYTHON_PACKAGES, Recipe, overlay_files, recipe_digest
 from envd.hypervisor.machine import Firmware, GuestOs
 
@@ -140,7 +140,7 @@ def build_image(
         report("collecting the kernel", 0.82)
         _take_kernel(root, directory)
         packages = _installed_packages(root)
-        (directory / "packages.txt").write_text("".join(f"{line}\n" for line in packages))
+        (directory / PACKAGES_FILE).write_text("".join(f"{line}\n" for line in packages))
         report("making the disk", 0.84)
         _make_disk(recipe, root, directory / "disk.qcow2", scratch)
         report("hashing the disk", 0.97)
