@@ -25,6 +25,8 @@ _LOOPBACK = re.compile(r"(127(?:\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5})")
 _ADDRESS = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
 _RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,22}[a-z0-9])?")
+#: Of a file whose tasks are to be in a suite that the file does not name.
+_SUITE_PREFIX = re.compile(r"[a-z0-9][a-z0-9_-]*=")
 _SCREEN = re.compile(r"(\d{3,5})x(\d{3,5})")
 _REGION = re.compile(r"(\d{1,5})x(\d{1,5})\+(\d{1,5})\+(\d{1,5})")
 
@@ -32,7 +34,7 @@ _REGION = re.compile(r"(\d{1,5})x(\d{1,5})\+(\d{1,5})\+(\d{1,5})")
 DEFAULT_RUN = "default"
 
 #: Flags that are not named after the last part of their key.
-_FLAGS = {"hypervisor.uri": "--hypervisor", "pools": "--pool"}
+_FLAGS = {"hypervisor.uri": "--hypervisor", "pools": "--pool", "tasks.suites": "--tasks"}
 
 #: A value as TOML, the environment or a flag gives it, before validation.
 Raw = dict[str, Any]
@@ -59,6 +61,11 @@ def _listen(value: str) -> str:
 
 def _expanded(value: Path) -> Path:
     return Path(os.path.abspath(value.expanduser()))
+
+
+def _task_file(value: str) -> str:
+    suite, equals, path = value.partition("=") if _SUITE_PREFIX.match(value) else ("", "", value)
+    return f"{suite}{equals}{_expanded(Path(path))}"
 
 
 def _path_list(value: object) -> object:
@@ -92,6 +99,7 @@ def _hypervisor_uri(value: str) -> str:
 Listen = Annotated[str, AfterValidator(_listen)]
 Loopback = Annotated[str, AfterValidator(_loopback)]
 Directory = Annotated[Path, AfterValidator(_expanded)]
+TaskFile = Annotated[str, AfterValidator(_task_file)]
 Screen = Annotated[str, AfterValidator(_screen)]
 ScreenRegion = Annotated[str, AfterValidator(_region)]
 
@@ -273,8 +281,9 @@ class LimitsConfig(_Section):
 class TasksConfig(_Section):
     """Which tasks can be asked for."""
 
-    suites: Annotated[tuple[Directory, ...], BeforeValidator(_path_list)] = ()
-    """Suite files to load beside the built-in one. In the environment, separated by `:`."""
+    suites: Annotated[tuple[TaskFile, ...], BeforeValidator(_path_list)] = ()
+    """Files of tasks to load beside the built-in suite, each `PATH`, or `SUITE=PATH` where the file's format has no
+    suites. In the environment, separated by `:`."""
 
 
 class SecurityConfig(_Section):

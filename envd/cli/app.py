@@ -4,10 +4,11 @@ from typing import Annotated
 
 import typer
 
-from envd.cli import certs, demo, doctor, image, osworld, serve, tasks, tokens
+from envd.cli import certs, demo, doctor, image, osworld, serve, tokens
 from envd.cli.bench.commands import app as bench_app
 from envd.cli.output import out
 from envd.cli.soak.commands import soak_command
+from envd.cli.tasks.commands import app as tasks_app
 from envd.cli.version import envd_version
 
 app = typer.Typer(
@@ -20,7 +21,7 @@ app = typer.Typer(
 app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
 app.add_typer(image.app, name="image")
-app.add_typer(tasks.app, name="tasks")
+app.add_typer(tasks_app, name="tasks")
 app.add_typer(osworld.app, name="osworld")
 app.command("certs")(certs.certs)
 app.add_typer(tokens.app, name="tokens")

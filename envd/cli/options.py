@@ -20,6 +20,10 @@ Hypervisor = Annotated[
     ),
 ]
 Accelerator = Annotated[str | None, typer.Option("--accelerator", help="auto, kvm or tcg.")]
+TaskFiles = Annotated[
+    list[str] | None,
+    typer.Option("--tasks", metavar="[SUITE=]PATH", help="File of tasks, or directory of such; repeatable."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
@@ -35,6 +39,7 @@ def load_config(
     accelerator: str | None = None,
     log_format: str | None = None,
     log_level: str | None = None,
+    tasks: list[str] | None = None,
 ) -> Config:
     """Load the configuration that a command's flags ask for. Raises: ConfigError."""
     flags: Raw = {
@@ -46,6 +51,7 @@ def load_config(
         "hypervisor.accelerator": accelerator,
         "log_format": log_format,
         "log_level": log_level,
+        "tasks.suites": tasks or None,
         "pools": parse_pool_flags(pools) if pools else None,
     }
     return load(file=file, environ=os.environ, flags=flags)

@@ -14,7 +14,7 @@ import typer
 import uvloop
 
 from envd.cli.daemon import Daemon, open_daemon
-from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, StateDir, load_config
+from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, StateDir, TaskFiles, load_config
 from envd.cli.output import friendly, out
 from envd.cli.version import envd_version
 from envd.config import Config
@@ -35,6 +35,7 @@ def serve(
         list[str] | None,
         typer.Option("--pool", metavar="N|IMAGE=N", help="Keep N of IMAGE ready; repeatable."),
     ] = None,
+    tasks: TaskFiles = None,
     listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where gRPC is served.")] = None,
     metrics_listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where metrics are served.")] = None,
     state_dir: StateDir = None,
@@ -49,6 +50,7 @@ def serve(
     settings = load_config(
         config,
         pools=pool,
+        tasks=tasks,
         listen=listen,
         metrics_listen=metrics_listen,
         state_dir=state_dir,

@@ -403,9 +403,8 @@ class EpisodeService:
                 watch.lap("queue")
                 episode.require_step(command.step_index)
                 check_region(command.observe, episode.machine.desktop.screen_size)
-                await self._journal.begin(request)
                 try:
-                    async with episode.machine.running() as resume_ms:
+                    async with self._begun(episode, request) as resume_ms:
                         watch.lap_if("resume", resume_ms > 0)
                         performed = await perform(
                             episode.machine.desktop,
@@ -417,6 +416,8 @@ class EpisodeService:
                         )
                     # A machine can die in the last instant of a step that looked well.
                     episode.require_machine()
+                except StoreError:
+                    raise  # nothing was done to the guest
                 except Exception as error:
                     self._registry.void(episode, error)
                     self._tell_failure(episode, "step", error)
@@ -547,6 +548,24 @@ class EpisodeService:
         )
         await self._journal.answered(request, episode, episode.verdict)
         return episode.verdict
+
+    @asynccontextmanager
+    async def _begun(self, episode: Episode, request: Request) -> AsyncIterator[float]:
+        """Have the books say that a request was begun, and the guest run while the block lasts; yields its `resume_ms`.
+
+        The one beside the other: to let a guest go on is nothing that a request does to it.
+
+        Raises:
+            StoreError: The books could not be written: the block must not be entered.
+            MachineLost, GuestUnresponsive, GuestError: See `LeasedMachine.running`.
+        """
+        writing = asyncio.create_task(self._journal.begin(request), name=f"begin:{request.request_id}")
+        try:
+            async with episode.machine.running() as resume_ms:
+                await writing
+                yield resume_ms
+        finally:
+            await asyncio.gather(writing, return_exceptions=True)
 
     @asynccontextmanager
     async def _awake(self, episode: Episode, watch: Stopwatch) -> AsyncIterator[None]:

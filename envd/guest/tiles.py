@@ -100,7 +100,9 @@ class TileImage:
 
         Returns the region, in pixels of the image, around what differs, and of each pixel in it whether it does.
         """
-        differs_HW = (self.tile_HWC(index) != base.tile_HWC(index)).any(axis=2)
+        differs_HWC = self.tile_HWC(index) != base.tile_HWC(index)
+        # Not `any(axis=2)`: over so short an axis that takes seven times as long, and this is done in every step.
+        differs_HW = differs_HWC[..., 0] | differs_HWC[..., 1] | differs_HWC[..., 2]
         rows, columns = np.flatnonzero(differs_HW.any(axis=1)), np.flatnonzero(differs_HW.any(axis=0))
         top, bottom, left, right = int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
         tile = self.tile_region(index)

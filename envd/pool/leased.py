@@ -16,7 +16,7 @@ from envd.errors import EnvdError, GuestUnresponsive, MachineLost
 from envd.guest.desktop import Desktop
 from envd.hypervisor.machine import GuestOs, Hypervisor, Machine, MachineState, Snapshot
 from envd.pool.frozen import FrozenDesktop
-from envd.pool.tasks import uncancelled
+from envd.pool.tasks import OwnedTasks, uncancelled
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class LeasedMachine:
         self._wake_error: Exception | None = None
         # Held while the machine changes between running and standing still, and while it has to stand still.
         self._turn = asyncio.Lock()
+        self._pausing = OwnedTasks()
 
     def __repr__(self) -> str:
         return f"<LeasedMachine {self.machine_id} {self.machine.state.value} | {self._user_count} users>"
@@ -69,7 +70,8 @@ class LeasedMachine:
         """Let the guest run while the block lasts; yields the milliseconds that this took, 0 where it ran already.
 
         Uses nest and overlap: the first one in resumes the machine, and wakes a desktop that is asleep; the last one
-        out pauses it, unless the pool's machines always run. Leaving does not fail, whatever became of the machine.
+        out has it paused, unless the pool's machines always run. Leaving neither fails, whatever became of the machine,
+        nor waits for the two milliseconds that a pause takes: what comes next does.
 
         Raises:
             GuestUnresponsive, GuestError: The desktop did not wake up, now or before: the machine is of no use.
@@ -81,7 +83,7 @@ class LeasedMachine:
         finally:
             self._user_count -= 1
             if not self._should_run:
-                await uncancelled(self._stop())
+                self._pausing.spawn(self._stop(), name=f"pause:{self.machine_id}")
 
     @asynccontextmanager
     async def standing_still(self) -> AsyncIterator[None]:

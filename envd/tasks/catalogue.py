@@ -1,23 +1,30 @@
-"""Which tasks there are: reads suites from YAML files, refuses what is wrong in them, finds tasks by id.
+"""Which tasks there are: reads files of tasks, refuses what is wrong in them, finds tasks by id.
 
-A suite is one file: `suite`, and `tasks`, each with a `name`; a task's id is `{suite}/{name}`. Loading is all or
-nothing, so a daemon never serves half a suite.
+Loading is all or nothing, so a daemon never serves half a suite.
 """
 
 import difflib
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-
-import yaml
-from pydantic import ValidationError
+from typing import NamedTuple
 
 from envd.errors import ConfigError, TaskNotFound
+from envd.tasks.formats.entries import Problem
+from envd.tasks.formats.files import DEFAULT_SUITE, files_in, read_tasks
 from envd.tasks.model import Task
 
-#: The built-in suite has some 2,000.
-_MAX_PARTS = 200_000
+#: Named in one message; `envd tasks lint` tells of all.
+_MAX_PROBLEMS = 10
+
+
+class TaskFile(NamedTuple):
+    """A file of tasks, or a directory of such."""
+
+    path: Path
+    suite: str = DEFAULT_SUITE
+    """Of tasks whose format has no suites."""
 
 
 class TaskCatalogue:
@@ -32,26 +39,20 @@ class TaskCatalogue:
             self._tasks[task.task_id] = task
 
     @classmethod
-    def load(cls, paths: Iterable[Path] = (), *, include_builtin: bool = True) -> "TaskCatalogue":
-        """Load suite files, and all `*.yaml` files of directories, after the suites that come with envd.
+    def load(cls, sources: Iterable[TaskFile | Path] = (), *, include_builtin: bool = True) -> "TaskCatalogue":
+        """Load files of tasks, and all such files in directories, after the suites that come with envd.
 
         Raises:
-            ConfigError: A file cannot be read or holds something wrong; names the file, task and field.
+            ConfigError: A file cannot be read or holds something wrong; names the file, line, task and field.
         """
-        sources: list[Traversable] = []
-        if include_builtin:
-            sources += _suites_in(files("envd.tasks") / "suites")
-        for path in paths:
-            sources += _suites_in(path) if path.is_dir() else [path]
-        seen: dict[str, Traversable] = {}
-        tasks: list[Task] = []
-        for source in sources:
-            for task in _read_suite(source):
-                if task.task_id in seen:
-                    raise ConfigError(f"{source}: task {task.task_id} is already in {seen[task.task_id]}; rename one")
-                seen[task.task_id] = source
-                tasks.append(task)
-        return cls(tasks)
+        found = list(read_all(sources, include_builtin=include_builtin))
+        problems = [each for each in found if isinstance(each, Problem)]
+        if problems:
+            told = [str(problem) for problem in problems[:_MAX_PROBLEMS]]
+            if more := len(problems) - len(told):
+                told.append(f"and {more} more; see `envd tasks lint`")
+            raise ConfigError("\n".join(told))
+        return cls(each for each in found if isinstance(each, Task))
 
     def get(self, task_id: str) -> Task:
         """Return a task.
@@ -78,73 +79,19 @@ class TaskCatalogue:
         return f"<TaskCatalogue {len(self)} tasks in {', '.join(suites) or 'no suites'}>"
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """YAML without repeated keys, of which the plain loader silently keeps the last, and without bombs of aliases."""
-
-    def get_single_node(self) -> yaml.Node | None:
-        node: yaml.Node | None = super().get_single_node()
-        if node is not None and _written_out_count(node, {}) > _MAX_PARTS:
-            problem = f"written out without its aliases it has more than {_MAX_PARTS} parts, or no end"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-        return node
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        keys: set[Hashable] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in keys:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is there twice", key_node.start_mark)
-            keys.add(key)
-        return super().construct_mapping(node, deep)
-
-
-def _written_out_count(node: yaml.Node, counts: dict[int, int]) -> int:
-    """Return how many parts a node has with every alias replaced by what it stands for; at most one above the limit."""
-    if id(node) not in counts:
-        # While it is being counted it has no end; so has one that holds itself.
-        counts[id(node)] = _MAX_PARTS + 1
-        parts: list[yaml.Node] = []
-        if isinstance(node, yaml.SequenceNode):
-            parts = node.value
-        elif isinstance(node, yaml.MappingNode):
-            parts = [part for pair in node.value for part in pair]
-        counts[id(node)] = min(_MAX_PARTS + 1, 1 + sum(_written_out_count(part, counts) for part in parts))
-    return counts[id(node)]
-
-
-def _suites_in(directory: Traversable) -> list[Traversable]:
-    return sorted(
-        (entry for entry in directory.iterdir() if entry.name.endswith(".yaml")), key=lambda entry: entry.name
-    )
-
-
-def _read_suite(source: Traversable) -> list[Task]:
-    try:
-        content: object = yaml.load(source.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
-    # Not YAMLError alone: the loader lets through whatever Python makes of `2001-99-99`, `!!timestamp x` or "[" * 9999.
-    except Exception as error:
-        raise ConfigError(f"{source}: cannot be read as a suite: {error}") from error
-    if not isinstance(content, dict) or set(content) != {"suite", "tasks"}:
-        raise ConfigError(f"{source}: a suite has exactly the keys suite and tasks")
-    suite, entries = content["suite"], content["tasks"]
-    if not isinstance(suite, str) or not isinstance(entries, list):
-        raise ConfigError(f"{source}: suite must be text, tasks a list")
-    return [_read_task(source, suite, index, entry) for index, entry in enumerate(entries)]
-
-
-def _read_task(source: Traversable, suite: str, index: int, entry: object) -> Task:
-    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-        raise ConfigError(f"{source}: tasks[{index}]: a task is a mapping with a name")
-    fields = {key: value for key, value in entry.items() if key != "name"}
-    try:
-        return Task.model_validate({**fields, "task_id": f"{suite}/{entry['name']}"})
-    except ValidationError as error:
-        problems = "; ".join(_describe(problem["loc"], problem["msg"]) for problem in error.errors())
-        raise ConfigError(f"{source}: task {suite}/{entry['name']}: {problems}") from error
-
-
-def _describe(location: tuple[int | str, ...], message: str) -> str:
-    where = ""
-    for part in location:
-        where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else part
-    return f"{where or 'task'}: {message}"
+def read_all(sources: Iterable[TaskFile | Path], *, include_builtin: bool = True) -> Iterable[Task | Problem]:
+    """Yield every task of files, after those that come with envd, and all that is wrong, repeated ids included."""
+    paths: list[tuple[Traversable, str]] = []
+    if include_builtin:
+        paths.append((files("envd.tasks") / "suites", DEFAULT_SUITE))
+    paths += [source if isinstance(source, TaskFile) else TaskFile(source) for source in sources]
+    seen: dict[str, str] = {}
+    for file, suite in ((file, suite) for path, suite in paths for file in files_in(path)):
+        for found in read_tasks(file, suite=suite):
+            if isinstance(found, Task) and found.task_id in seen:
+                message = f"is already in {seen[found.task_id]}; rename one"
+                yield Problem(where=str(file), task_id=found.task_id, message=message)
+                continue
+            if isinstance(found, Task):
+                seen[found.task_id] = str(file)
+            yield found

@@ -9,7 +9,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from envd.tasks.fields import Argv, Base64, Encoding, GuestPath, Model, Timeout, WindowMatch
+from envd.tasks.fields import Argv, Base64, Encoding, GuestPath, Model, Sha256, Timeout, WindowMatch
+
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$", max_length=8192)]
 
 
 class SetupBase(Model):
@@ -64,12 +66,50 @@ class Remove(SetupBase):
     path: GuestPath
 
 
+class Asset(Model):
+    """A file that is fetched ahead of time, by `envd tasks fetch`, and put into the guest from the host's cache."""
+
+    url: Url
+    path: GuestPath
+    sha256: Sha256 | None = None
+    """Of its bytes. Where it is not given, the first fetch fixes it for this host."""
+
+
+class Download(SetupBase):
+    """Put fetched files into the guest, as the user. Nothing is downloaded then. Idempotent: they are replaced."""
+
+    kind: Literal["download"]
+    files: Annotated[tuple[Asset, ...], Field(min_length=1)]
+
+
+class HostFile(Model):
+    """A file that lies beside the file of tasks."""
+
+    local_path: str
+    """Where; in a file of tasks relative to its directory, and below it."""
+    path: GuestPath
+
+
+class UploadFile(SetupBase):
+    """Put files that come with the tasks into the guest, as the user. Idempotent: they are replaced."""
+
+    kind: Literal["upload_file"]
+    files: Annotated[tuple[HostFile, ...], Field(min_length=1)]
+
+
 class Launch(SetupBase):
     """Start a program and wait for its window. Guarded: nothing is started while such a window is open."""
 
     kind: Literal["launch"]
     argv: Argv
     window: WindowMatch
+
+
+class Start(SetupBase):
+    """Start a program and go on at once. Guarded: nothing is started while one runs with the same command line."""
+
+    kind: Literal["start"]
+    argv: Argv
 
 
 class Open(SetupBase):
@@ -93,9 +133,35 @@ class Execute(SetupBase):
     kind: Literal["execute"]
     argv: Argv
     as_root: bool = False
-    expect_exit_code: int = 0
+    expect_exit_code: int | None = 0
+    """What it must end with; None for whatever."""
     unless: tuple[str, ...] = ()
     """A command, run in the same way first: where it exits with 0 the work is done already."""
+
+
+class WaitCommand(SetupBase):
+    """Run a command again and again until it ends as awaited: any one of what is given will do."""
+
+    kind: Literal["wait_command"]
+    argv: Argv
+    as_root: bool = False
+    exit_code: int | None = None
+    stdout: str = ""
+    """Awaited somewhere in its output."""
+    stderr: str = ""
+
+    @model_validator(mode="after")
+    def _awaits_something(self) -> Self:
+        if self.exit_code is None and not self.stdout and not self.stderr:
+            raise ValueError("give exit_code, stdout or stderr")
+        return self
+
+
+class Sleep(SetupBase):
+    """Let the guest run for a while. For what shows no sign; where there is one, wait for that."""
+
+    kind: Literal["sleep"]
+    duration_s: Annotated[float, Field(ge=0, le=120, allow_inf_nan=False)]
 
 
 class WaitWindow(SetupBase):
@@ -112,6 +178,20 @@ class ActivateWindow(SetupBase):
     window: WindowMatch
 
 
+class CloseWindow(SetupBase):
+    """Ask a window to close and wait until it has. Guarded: where there is none such it is closed already."""
+
+    kind: Literal["close_window"]
+    window: WindowMatch
+
+
+class ChangeWallpaper(SetupBase):
+    """Show a picture of the guest's behind the windows. Idempotent."""
+
+    kind: Literal["change_wallpaper"]
+    path: GuestPath
+
+
 class SetClipboard(SetupBase):
     """Put text on the clipboard."""
 
@@ -119,7 +199,55 @@ class SetClipboard(SetupBase):
     text: str
 
 
+class ChromeOpenTabs(SetupBase):
+    """Have a Chrome that was started with remote debugging show pages. Guarded: what it shows is not opened again."""
+
+    kind: Literal["chrome_open_tabs"]
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class ChromeCloseTabs(SetupBase):
+    """Have a Chrome that was started with remote debugging close pages. Guarded: those that it does not show are."""
+
+    kind: Literal["chrome_close_tabs"]
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class Visit(Model):
+    """A page in the history of a browser."""
+
+    url: str
+    title: str = ""
+    age_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """How long before the setup it was visited."""
+
+
+class UpdateBrowseHistory(SetupBase):
+    """Put visits into Chrome's history while it does not run. Idempotent: earlier visits of these pages are dropped."""
+
+    kind: Literal["update_browse_history"]
+    history: Annotated[tuple[Visit, ...], Field(min_length=1)]
+
+
 SetupVerb = Annotated[
-    WriteFile | MakeDirectory | Remove | Launch | Open | Execute | WaitWindow | ActivateWindow | SetClipboard,
+    WriteFile
+    | MakeDirectory
+    | Remove
+    | Download
+    | UploadFile
+    | Launch
+    | Start
+    | Open
+    | Execute
+    | WaitCommand
+    | Sleep
+    | WaitWindow
+    | ActivateWindow
+    | CloseWindow
+    | ChangeWallpaper
+    | SetClipboard
+    | ChromeOpenTabs
+    | ChromeCloseTabs
+    | UpdateBrowseHistory,
     Field(discriminator="kind"),
 ]

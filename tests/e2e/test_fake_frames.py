@@ -4,11 +4,13 @@ import asyncio
 import gc
 from contextlib import aclosing
 from datetime import timedelta
+from typing import Any
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cuaenv.v1 import env_pb2
+from cuaenv.v1 import env_pb2, env_pb2_grpc
 
 from envd.hypervisor.fake import FakeMachine
 from envd.testing.server import serve_fake
@@ -154,7 +156,9 @@ async def test_a_base_that_the_service_does_not_know_gives_the_whole_image() -> 
     ):
         options = env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_RAW_ZSTD, known_image_id="e" * 32)
         request = env_pb2.ObserveRequest(episode_id=episode.episode_id, observation=options)
-        answer = await client._stub.Observe(request, timeout=10)
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stub: Any = env_pb2_grpc.CUAEnvStub(channel)
+            answer = await stub.Observe(request, timeout=10)
         assert answer.observation.frame.WhichOneof("content") == "keyframe"
 
 

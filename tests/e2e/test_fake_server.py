@@ -1,12 +1,15 @@
 """The whole path over a real socket: trainer's client, gRPC, episodes, pool, and drawn desktops."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
 
+import grpc
 import pytest
+from cuaenv.v1 import env_pb2, env_pb2_grpc
 
 from envd.episodes.limits import EpisodeLimits
 from envd.guest import actions as acts
@@ -115,13 +118,14 @@ async def test_two_thousand_typed_characters_arrive_byte_for_byte() -> None:
 async def test_a_step_that_is_retried_while_it_runs_acts_once() -> None:
     retry = wire.RetryPolicy(attempt_timeout=timedelta(milliseconds=100), first_pause=timedelta(milliseconds=1))
     slow = wire.Settle(min=timedelta(milliseconds=600), max=timedelta(seconds=2))
-    async with one_episode("fake/count-to-five", view=NOTHING) as (server, episode):
-        async with AsyncEnvClient(server.address, retry=retry) as hasty:
-            patient, episode._client = episode._client, hasty
-            for count in range(1, 4):
-                result = await episode.step(COUNT, settle=slow)
-                assert result.step_count == count
-            episode._client = patient
+    async with (
+        serve_fake(size=1) as server,
+        AsyncEnvClient(server.address, retry=retry) as hasty,
+        hasty.reset("fake/count-to-five", view=NOTHING) as episode,
+    ):
+        for count in range(1, 4):
+            result = await episode.step(COUNT, settle=slow)
+            assert result.step_count == count
         assert await episode.read_file(CLICKS_PATH) == b"3\n"
 
 
@@ -157,11 +161,12 @@ async def test_the_machine_of_a_client_that_vanished_is_reclaimed() -> None:
         await client.aclose()
         await until(lambda: machine_id not in server.hypervisor.leftover_ids)
         await until(lambda: server.pool.statistics().idle_count == 1)
-        async with AsyncEnvClient(server.address) as other:
-            episode._client = other
-            with pytest.raises(wire.EpisodeNotFound):
-                await episode.step(COUNT)
-            await opening.__aexit__(None, None, None)
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stub: Any = env_pb2_grpc.CUAEnvStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Observe(env_pb2.ObserveRequest(episode_id=episode.episode_id), timeout=10)
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        await opening.__aexit__(None, None, None)
 
 
 async def test_a_client_that_thinks_for_long_keeps_its_machine() -> None:
@@ -253,11 +258,15 @@ async def test_what_is_half_typed_is_typed_on_in_every_copy() -> None:
 
 
 async def test_a_machine_that_cannot_be_forked_says_why_and_goes_on() -> None:
-    async with one_episode("fake/count-to-five", view=NOTHING) as (server, episode):
+    async with (
+        serve_fake(size=1) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset("fake/count-to-five", view=NOTHING) as episode,
+    ):
         await episode.step(COUNT)
         leased_machine(server).inject(unforkable="a USB stick")
         with pytest.raises(wire.NotForkable, match="a USB stick"):
-            async with episode._client.fork(episode, count=1):
+            async with client.fork(episode, count=1):
                 pass
         assert (await episode.step(COUNT)).step_count == 2
         assert await episode.read_file(CLICKS_PATH) == b"2\n"
@@ -327,9 +336,11 @@ async def test_machines_that_do_not_boot_leave_the_caller_waiting_no_longer_than
 
 
 async def test_leaving_the_server_ends_the_machines_of_open_episodes() -> None:
-    async with AsyncEnvClient("127.0.0.1:1") as client:
-        async with serve_fake(size=2) as server:
-            client.target = server.address
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    async with AsyncEnvClient(address) as client:
+        async with serve_fake(size=2, listen=address) as server:
             episode = await client.reset("fake/save-note").__aenter__()
             assert server.hypervisor.live_machine_ids
         assert server.hypervisor.leftover_ids == frozenset()

@@ -51,8 +51,13 @@ def test_pool_variables_name_the_pool_in_lower_case() -> None:
 
 
 def test_suites_are_separated_by_colons_in_the_environment() -> None:
-    suites = load(environ={"ENVD_TASKS__SUITES": "/a/one.yaml:/b/two.yaml"}).tasks.suites
-    assert suites == (Path("/a/one.yaml"), Path("/b/two.yaml"))
+    suites = load(environ={"ENVD_TASKS__SUITES": "/a/one.yaml:web=/b/x=two.parquet"}).tasks.suites
+    assert suites == ("/a/one.yaml", "web=/b/x=two.parquet")
+
+
+def test_a_file_of_tasks_is_found_from_here_whether_or_not_a_suite_is_named_for_it() -> None:
+    suites = load(environ={"ENVD_TASKS__SUITES": "one.yaml:web=two.parquet:./a=b.json"}).tasks.suites
+    assert suites == (f"{Path.cwd()}/one.yaml", f"web={Path.cwd()}/two.parquet", f"{Path.cwd()}/a=b.json")
 
 
 def test_an_unknown_key_is_refused_with_file_key_and_close_match(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ async def test_a_guest_runs_and_is_awake_inside_the_block_alone(leased: LeasedMa
         assert not asleep(leased)
         assert resume_ms > 0
         await leased.desktop.act(WAIT)
+    await run_ready()
     assert not runs(machine)
     assert machine.calls == ["resume", "pause"]
 
@@ -71,6 +72,7 @@ async def test_a_desktop_is_woken_once_and_resumed_each_time(leased: LeasedMachi
     for _ in range(3):
         async with leased.running():
             pass
+        await run_ready()
     assert desktop_of(leased).calls == ["wake"]
     assert machine.calls == ["resume", "pause"] * 3
 
@@ -80,6 +82,7 @@ async def test_uses_that_nest_resume_and_pause_once(leased: LeasedMachine, machi
         async with leased.running() as resume_ms:
             assert resume_ms == 0
         assert runs(machine)
+    await run_ready()
     assert machine.calls == ["resume", "pause"]
 
 
@@ -149,6 +152,7 @@ async def test_a_desktop_that_does_not_wake_up_is_of_no_use_to_anyone(
     with pytest.raises(type(error), match=str(error)):
         async with leased.running():
             pytest.fail("it is not awake")
+    await run_ready()
     assert not runs(machine)
     with pytest.raises(GuestUnresponsive, match=f"did not wake up before: {error}"):
         async with leased.running():
@@ -192,25 +196,19 @@ async def test_a_user_cancelled_at_any_await_leaves_the_machine_paused(
         assert repr(leased) == "<LeasedMachine fork paused | 0 users>"
 
 
-async def test_a_user_cancelled_while_leaving_leaves_the_machine_paused(
-    leased: LeasedMachine, machine: StubMachine
-) -> None:
+async def test_nobody_waits_for_the_pause_but_who_comes_next(leased: LeasedMachine, machine: StubMachine) -> None:
     machine.pause_gate.clear()
-
-    async def use() -> None:
-        async with leased.running():
-            pass
-
-    user = asyncio.create_task(use())
+    async with leased.running():
+        pass
     await run_ready()
     assert machine.calls == ["resume", "pause"]
-    user.cancel()
-    await run_ready()
-    assert not user.done(), "a cancellation is delivered when the machine stands still"
-    machine.pause_gate.set()
-    await asyncio.gather(user, return_exceptions=True)
-    assert user.cancelled()
-    assert not runs(machine)
+    async with AsyncExitStack() as stack:
+        entering = asyncio.create_task(stack.enter_async_context(leased.running()))
+        await run_ready()
+        assert not entering.done(), "it stands still first"
+        machine.pause_gate.set()
+        await entering
+        assert runs(machine)
 
 
 async def test_leaving_a_machine_that_is_lost_does_not_fail(leased: LeasedMachine, machine: StubMachine) -> None:
@@ -240,6 +238,7 @@ async def test_a_machine_that_cannot_be_paused_is_logged_and_its_result_kept(
     monkeypatch.setattr(machine, "pause", refuse)
     async with leased.running():
         pass
+    await run_ready()
     assert "machine fork: not paused after use" in caplog.text
 
 
@@ -287,6 +286,7 @@ async def test_nobody_runs_a_machine_that_is_being_frozen(
         await freezing
         await entering
         assert runs(machine)
+    await run_ready()
     assert machine.calls == ["pause", "resume", "pause"], "it does not run before it is woken"
 
 

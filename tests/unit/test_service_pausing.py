@@ -65,18 +65,24 @@ async def test_a_look_that_needs_the_guest_lets_it_run(
     episode_id = await world.open(task_id=PLAIN.task_id)
     observation = await world.service.observe(episode_id, options, refresh=refresh, settle=settle)
     assert "resume" in observation.timings_ms
+    await run_ready()
     assert world.machine(episode_id).calls == ["resume", "pause"]
 
 
 async def test_checkers_and_guest_access_let_the_guest_run(world: World) -> None:
     episode_id = await world.open(task_id=PLAIN.task_id)
     machine = world.machine(episode_id)
-    await world.service.write_file(episode_id, "/a", b"x")
-    assert (await world.service.read_file(episode_id, "/a", max_bytes=1)).data == b"x"
-    await world.service.run_command(episode_id, ["true"], timeout_s=1.0)
-    assert (await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")).score == 1.0
-    assert machine.calls == ["resume", "pause"] * 4
-    assert machine.state is MachineState.PAUSED
+    for call in (
+        world.service.write_file(episode_id, "/a", b"x"),
+        world.service.read_file(episode_id, "/a", max_bytes=1),
+        world.service.run_command(episode_id, ["true"], timeout_s=1.0),
+        world.service.evaluate(episode_id, request_id="e", fingerprint=b""),
+    ):
+        await call
+        await run_ready()
+        assert machine.calls == ["resume", "pause"]
+        assert machine.state is MachineState.PAUSED
+        machine.calls.clear()
 
 
 async def test_a_look_beside_a_step_neither_stops_it_nor_is_stopped(world: World) -> None:

@@ -363,7 +363,7 @@ def test_a_soaks_daemon_is_its_own_and_keeps_the_templates_that_it_is_told_to(tm
     assert config.state_dir == tmp_path / "soak"
     assert config.template_dir == tmp_path / "t"
     assert config.pools["desktop"].capacity == 3
-    assert SUITE in config.tasks.suites
+    assert str(SUITE) in config.tasks.suites
     own = soak_config(load(flags={"state_dir": tmp_path}), machine_count=3)
     assert own.template_dir == tmp_path / "soak" / "templates"
 

@@ -3,6 +3,7 @@
 Facts are recorded while the episode runs and never recomputed, so a reward is a pure function of them.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -60,7 +61,11 @@ class TurnFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeFacts:
-    """A whole episode that ended by itself or was truncated; a failed one has no facts and no reward."""
+    """A whole episode that ended by itself or was truncated; a failed one has no facts and no reward.
+
+    Raises:
+        ValueError: The score is no number from 0 to 1, or there is no turn to take.
+    """
 
     task_id: str
     task_score: float
@@ -71,3 +76,12 @@ class EpisodeFacts:
     """A budget of turns, tokens or time ended it."""
     metadata: Mapping[str, object] = field(default_factory=dict)
     """The task's own data, for example its complexity class."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.task_score) and 0.0 <= self.task_score <= 1.0):
+            raise ValueError(
+                f"task_score of {self.task_id!r} is {self.task_score}; a checker gives 0 to 1. An episode without a "
+                "verdict has no facts: leave it out of its group"
+            )
+        if self.max_turns < 1:
+            raise ValueError(f"max_turns of {self.task_id!r} is {self.max_turns}; an episode has one turn at least")

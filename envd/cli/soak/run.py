@@ -58,7 +58,7 @@ def soak_config(settings: Config, *, machine_count: int) -> Config:
         "hypervisor": config.hypervisor.model_copy(update={"template_dir": settings.hypervisor.template_dir})
     }
     if settings.hypervisor_uri != "fake":
-        update["tasks"] = config.tasks.model_copy(update={"suites": (*config.tasks.suites, SUITE)})
+        update["tasks"] = config.tasks.model_copy(update={"suites": (*config.tasks.suites, str(SUITE))})
     return config.model_copy(update=update)
 
 

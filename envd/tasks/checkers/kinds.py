@@ -8,6 +8,8 @@ from pydantic import Field
 from envd.tasks.checkers.answers import Answer
 from envd.tasks.checkers.base import CheckBase
 from envd.tasks.checkers.files import Directory, FileAbsent, FileBytes, FileText
+from envd.tasks.checkers.ladders import Ladder
+from envd.tasks.checkers.osworld import OsworldEvaluator
 from envd.tasks.checkers.programs import Command, Process, Window
 from envd.tasks.fields import Model
 
@@ -40,7 +42,9 @@ class Weighted(CheckBase):
     checks: Annotated[tuple[WeightedPart, ...], Field(min_length=1)]
 
 
-LeafChecker = FileText | FileBytes | FileAbsent | Directory | Command | Window | Process | Answer
+LeafChecker = (
+    FileText | FileBytes | FileAbsent | Directory | Command | Window | Process | Answer | Ladder | OsworldEvaluator
+)
 AnyChecker = LeafChecker | AllOf | AnyOf | Weighted
 Checker = Annotated[AnyChecker, Field(discriminator="kind")]
 

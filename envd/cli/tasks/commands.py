@@ -1,0 +1,91 @@
+"""The commands of `envd tasks`, about the tasks that a daemon with this configuration serves."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from envd.cli.options import ConfigFile, Hypervisor, Json, TaskFiles, load_config
+from envd.cli.output import EXIT_FAILED, emit_json, friendly, out
+from envd.cli.suites import load_tasks, look_at_tasks
+from envd.tasks.formats.entries import Problem
+from envd.tasks.model import Task
+
+app = typer.Typer(no_args_is_help=True, help="Look at the tasks that clients may ask for.")
+
+
+@app.command("list")
+@friendly
+def list_(
+    *, tasks: TaskFiles = None, config: ConfigFile = None, hypervisor: Hypervisor = None, as_json: Json = False
+) -> None:
+    """List the tasks: the built-in suite and those that the configuration adds."""
+    found = load_tasks(load_config(config, hypervisor=hypervisor, tasks=tasks)).list()
+    if as_json:
+        emit_json({"tasks": [_summary(task) for task in found]})
+        return
+    table = Table("task", "level", "instruction", box=None, pad_edge=False)
+    for task in found:
+        table.add_row(task.task_id, str(task.level), task.instruction.strip())
+    out.print(table, markup=False)
+
+
+@app.command("show")
+@friendly
+def show(
+    *,
+    task_id: Annotated[str, typer.Argument(metavar="TASK", help="A task's id, SUITE/NAME.")],
+    tasks: TaskFiles = None,
+    config: ConfigFile = None,
+    hypervisor: Hypervisor = None,
+    as_json: Json = False,
+) -> None:
+    """Show one task: what it asks, how it is set up and how it is scored."""
+    task = load_tasks(load_config(config, hypervisor=hypervisor, tasks=tasks)).get(task_id)
+    if as_json:
+        # Oracles are made of plain dataclasses that pydantic does not model; they are shown by their length.
+        emit_json({**_summary(task), **task.model_dump(mode="json", exclude={"oracle"}, exclude_none=True)})
+        return
+    for key, value in _summary(task).items():
+        out.print(f"{key:<16} {value}", markup=False, soft_wrap=True)
+    for verb in task.setup:
+        out.print(
+            f"{'setup':<16} {verb.kind}: {verb.model_dump_json(exclude={'kind'}, exclude_defaults=True)}", markup=False
+        )
+    if task.checker is not None:
+        out.print(f"{'checker':<16} {task.checker.model_dump_json(exclude_defaults=True)}", markup=False)
+
+
+@app.command("lint")
+@friendly
+def lint(
+    *, tasks: TaskFiles = None, config: ConfigFile = None, hypervisor: Hypervisor = None, as_json: Json = False
+) -> None:
+    """Check every task without booting anything, and tell of all that is wrong: where, in which field, and why."""
+    found = list(look_at_tasks(load_config(config, hypervisor=hypervisor, tasks=tasks)))
+    problems = [each for each in found if isinstance(each, Problem)]
+    count = len(found) - len(problems)
+    if as_json:
+        emit_json({"tasks": count, "problems": [asdict(problem) for problem in problems]})
+    elif problems:
+        table = Table("where", "task", "field", "what is wrong", box=None, pad_edge=False)
+        for problem in problems:
+            table.add_row(*map(escape, (problem.where, problem.task_id, problem.field, problem.message)))
+        out.print(table)
+    if not as_json:
+        out.print(f"{count} tasks, {len(problems)} problems", markup=False)
+    if problems:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _summary(task: Task) -> dict[str, object]:
+    return {
+        "task_id": task.task_id,
+        "level": task.level,
+        "instruction": task.instruction.strip(),
+        "max_steps": task.max_steps,
+        "infeasible": task.infeasible,
+        "oracle_step_count": len(task.oracle),
+    }

@@ -1,0 +1,127 @@
+"""Tasks as rows of tables, as trainers keep them: ours, OSWorld's task_config, and a graded target with its prompt."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from envd.hypervisor.machine import GuestOs
+from envd.tasks.fields import Model
+from envd.tasks.formats.documents import parse_json
+from envd.tasks.formats.entries import NamedFields, Refused
+from envd.tasks.formats.osworld import osworld_name, read_osworld
+from envd.tasks.formats.osworld_setup import Fields
+
+_SYSTEMS = {"ubuntu": GuestOs.LINUX, "linux": GuestOs.LINUX, "windows": GuestOs.WINDOWS}
+
+
+def read_row(row: Mapping[str, object]) -> NamedFields:
+    """Read a row. What else a trainer keeps in it is left.
+
+    Args:
+        row: Has `task`, one of ours; or `task_config`, one of OSWorld's, itself, or in `metadata`, however deep; or
+            `prompt` and `target`, a graded one. Objects may be JSON texts.
+
+    Raises:
+        Refused, ValidationError: There is no task in it, or a wrong one.
+    """
+    for level in _levels(row):
+        if level.get("task") is not None:
+            return _read_own(_mapping(level["task"], "task"))
+        if level.get("task_config") is not None:
+            config = _mapping(level["task_config"], "task_config")
+            return NamedFields(name=osworld_name(str(config.get("id", ""))), fields=read_osworld(config, os=_os(level)))
+        if level.get("target") is not None:
+            return _read_graded(level)
+        if "evaluator" in level:
+            return NamedFields(name=osworld_name(str(level.get("id", ""))), fields=read_osworld(level))
+    raise Refused(f"there is no task, task_config or target among {', '.join(row) or 'no columns'}")
+
+
+def _levels(row: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    """Yield a row and the metadata in it, outermost first."""
+    level: object = row
+    while isinstance(level, Mapping):
+        yield level
+        nested = level.get("metadata")
+        level = parse_json(nested) if isinstance(nested, str) and nested.lstrip().startswith("{") else nested
+
+
+def _read_own(task: Mapping[str, object]) -> NamedFields:
+    if not isinstance(task.get("name"), str):
+        raise Refused("a task has a name", "task")
+    return NamedFields(name=str(task["name"]), fields={key: value for key, value in task.items() if key != "name"})
+
+
+class _Target(Model):
+    """What a graded task expects."""
+
+    text: str = ""
+    output_path: str
+    checker: Literal["exact_match", "date_format", "has_windows_dirs", "non_empty", "has_step1_step2"]
+    task_type: Annotated[str, Field(min_length=1)]
+    difficulty: Annotated[int, Field(ge=1, le=5)]
+
+
+def _read_graded(row: Mapping[str, object]) -> NamedFields:
+    target = _Target.model_validate(_mapping(row["target"], "target"))
+    instruction = _instruction(row.get("prompt") or row.get("messages"))
+    checker: Fields = {"kind": target.checker, "path": target.output_path}
+    # Only one of the five compares with a text; for the others the column has an example, or nothing.
+    if target.checker == "exact_match":
+        checker["text"] = target.text
+    fields: Fields = {
+        "instruction": instruction,
+        "level": target.difficulty,
+        "tags": (target.task_type,),
+        "os": GuestOs.WINDOWS,
+        "checker": checker,
+    }
+    # Such rows have no names. This one stays the same wherever the row stands, so that splits agree.
+    said = json.dumps([instruction, target.model_dump()], sort_keys=True)
+    return NamedFields(name=f"t-{hashlib.sha256(said.encode()).hexdigest()[:12]}", fields=fields)
+
+
+def _instruction(prompt: object) -> str:
+    """Return what the user says last: a prompt is text, or messages."""
+    if isinstance(prompt, str) and prompt.strip():
+        return prompt.strip()
+    messages = prompt if isinstance(prompt, list) else []
+    said = [each.get("content") for each in messages if isinstance(each, Mapping) and each.get("role") == "user"]
+    if said and isinstance(said[-1], str) and said[-1].strip():
+        return said[-1].strip()
+    raise Refused("neither text nor messages of which the user's last is text", "prompt")
+
+
+def _os(level: Mapping[str, object]) -> GuestOs | None:
+    config = level.get("env_config")
+    named = config.get("os_type") if isinstance(config, Mapping) else level.get("os_type")
+    if named is None:
+        return None
+    if str(named).lower() not in _SYSTEMS:
+        raise Refused(f"{named!r} is none of Ubuntu and Windows", "os_type")
+    return _SYSTEMS[str(named).lower()]
+
+
+def _mapping(value: object, field: str) -> Mapping[str, object]:
+    """Return an object that may be written as JSON text. Raises: Refused."""
+    try:
+        value = parse_json(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise Refused(str(error), field) from error
+    if not isinstance(value, Mapping):
+        raise Refused("not an object", field)
+    return _without_nothing(value)
+
+
+def _without_nothing(value: Mapping[str, object]) -> Mapping[str, object]:
+    """Return an object without its empty fields, of which a table has one wherever another row has something."""
+
+    def clean(part: object) -> object:
+        if isinstance(part, Mapping):
+            return {key: clean(each) for key, each in part.items() if each is not None}
+        return [clean(each) for each in part] if isinstance(part, list | tuple) else part
+
+    return {key: clean(part) for key, part in value.items() if part is not None}

@@ -1,0 +1,220 @@
+"""Models behind HTTP, against a server on a real socket that answers as vLLM, SGLang and hosted endpoints do."""
+
+import base64
+import io
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp.web
+import pytest
+from PIL import Image
+
+from trainer.agent.types import BudgetExhausted, Message, ModelFailed
+from trainer.evaluate import endpoint as endpoint_module
+from trainer.evaluate.chat import ChatConversation, Sampling
+from trainer.evaluate.endpoint import EndpointError, open_endpoint, read_key
+
+Handler = Callable[[aiohttp.web.Request], Awaitable[aiohttp.web.StreamResponse]]
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "_FIRST_PAUSE_S", 0.001)
+
+
+def said(text: str | None, **more: Any) -> dict[str, Any]:
+    choice = {"index": 0, "message": {"role": "assistant", "content": text, **more}, "finish_reason": "stop"}
+    return {"choices": [choice], "usage": {"prompt_tokens": 9, "completion_tokens": 3}}
+
+
+@asynccontextmanager
+async def server(*answers: aiohttp.web.Response | dict[str, Any]) -> AsyncIterator[tuple[str, list[Any]]]:
+    """Give answers in turn, the last one from then on; yield the base URL and what was asked."""
+    asked: list[Any] = []
+
+    async def complete(request: aiohttp.web.Request) -> aiohttp.web.Response:
+        asked.append({"headers": dict(request.headers), **await request.json()})
+        answer = answers[min(len(asked), len(answers)) - 1]
+        if isinstance(answer, dict):
+            return aiohttp.web.json_response(answer)
+        return aiohttp.web.Response(status=answer.status, headers=answer.headers, text=answer.text)
+
+    async def models(request: aiohttp.web.Request) -> aiohttp.web.Response:
+        return aiohttp.web.json_response({"data": [{"id": "tiny-vl"}]})
+
+    app = aiohttp.web.Application(client_max_size=64 << 20)
+    app.router.add_post("/v1/chat/completions", complete)
+    app.router.add_get("/v1/models", models)
+    runner = aiohttp.web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = aiohttp.web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", asked
+    finally:
+        await runner.cleanup()
+
+
+def user(*parts: str | Image.Image) -> Message:
+    return Message(role="user", parts=parts)
+
+
+async def test_a_conversation_grows_and_sends_its_images_without_loss() -> None:
+    image = Image.effect_noise((40, 30), 90).convert("RGB")
+    async with server(said("click"), said("done")) as (url, asked), open_endpoint(url, key="secret") as endpoint:
+        model = await endpoint.only_model()
+        sampling = Sampling(temperature=0.5, stop=("</x>",), more={"top_k": 20})
+        conversation = ChatConversation(endpoint, model=model, sampling=sampling, seed=7)
+        await conversation.begin([Message(role="system", parts=("be ", "brief")), user(image, "Open it")])
+        first = await conversation.generate()
+        await conversation.append(user("now?"))
+        second = await conversation.generate()
+    assert (first.text, second.text, first.finish, conversation.token_count) == ("click", "done", "stop", 6)
+    system, shown, reply, later = asked[1]["messages"]
+    assert (system["content"], reply, later["content"]) == (
+        "be brief",
+        {"role": "assistant", "content": "click"},
+        "now?",
+    )
+    uri = shown["content"][0]["image_url"]["url"]
+    png = base64.b64decode(uri.removeprefix("data:image/png;base64,"))
+    assert Image.open(io.BytesIO(png)).tobytes() == image.tobytes()
+    assert {key: asked[0][key] for key in ("model", "seed", "stop", "top_k", "temperature", "max_tokens")} == {
+        "model": "tiny-vl",
+        "seed": 7,
+        "stop": ["</x>"],
+        "top_k": 20,
+        "temperature": 0.5,
+        "max_tokens": 512,
+    }
+    assert asked[0]["headers"]["Authorization"] == "Bearer secret"
+
+
+async def test_a_new_row_forgets_the_one_before() -> None:
+    async with server(said("x")) as (url, asked), open_endpoint(url) as endpoint:
+        conversation = ChatConversation(endpoint, model="m", sampling=Sampling())
+        await conversation.begin([user("one")])
+        await conversation.generate()
+        await conversation.begin([user("two")])
+        await conversation.generate()
+    assert [message["content"] for message in asked[1]["messages"]] == ["two"]
+    assert "seed" not in asked[0]
+    assert "stop" not in asked[0]
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_a_busy_server_is_asked_again(status: int) -> None:
+    busy = aiohttp.web.Response(status=status, text="later")
+    async with server(busy, busy, said("here")) as (url, asked), open_endpoint(url) as endpoint:
+        conversation = ChatConversation(endpoint, model="m", sampling=Sampling())
+        await conversation.begin([user("hi")])
+        assert (await conversation.generate()).text == "here"
+    assert len(asked) == 3
+
+
+async def test_a_server_that_stays_away_fails_the_model_and_not_the_agent() -> None:
+    away = aiohttp.web.Response(status=502, text="bad gateway")
+    async with server(away) as (url, asked), open_endpoint(url) as endpoint:
+        with pytest.raises(ModelFailed, match="6 tries: status 502: bad gateway"):
+            await endpoint.post("/chat/completions", {})
+    assert len(asked) == 6
+    async with open_endpoint(url) as endpoint:
+        with pytest.raises(ModelFailed, match="ClientConnectorError"):
+            await endpoint.post("/chat/completions", {})
+
+
+async def test_a_refusal_is_not_repeated() -> None:
+    refusal = aiohttp.web.Response(status=401, text="who are you?")
+    async with server(refusal) as (url, asked), open_endpoint(url) as endpoint:
+        with pytest.raises(ModelFailed, match="refused, status 401: who are you"):
+            await endpoint.post("/chat/completions", {})
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"error": {"code": "context_length_exceeded", "message": "too long"}}',
+        "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens.",
+        "The input (5000 tokens) is longer than the model's context length (4096 tokens).",
+    ],
+)
+async def test_a_full_context_truncates_the_episode(text: str) -> None:
+    full = aiohttp.web.Response(status=400, text=text)
+    async with server(full) as (url, _), open_endpoint(url) as endpoint:
+        with pytest.raises(BudgetExhausted) as caught:
+            await endpoint.post("/chat/completions", {})
+    assert caught.value.budget == "total"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"choices": []}, "no chat completion"),
+        ({}, "no chat completion"),
+        (said(None, tool_calls=[{"id": "1"}]), "without a tool parser"),
+        ({"choices": [{"message": {"content": ["x"]}}]}, "a list where its text should be"),
+        (aiohttp.web.Response(text="<html>"), "no JSON: '<html>'"),
+        (aiohttp.web.Response(text="[]"), "no JSON object"),
+    ],
+)
+async def test_what_is_no_reply_fails_the_model(answer: Any, message: str) -> None:
+    async with server(answer) as (url, _), open_endpoint(url) as endpoint:
+        conversation = ChatConversation(endpoint, model="m", sampling=Sampling())
+        await conversation.begin([user("hi")])
+        with pytest.raises(ModelFailed, match=message):
+            await conversation.generate()
+
+
+async def test_a_reply_that_was_cut_off_says_so_and_an_empty_one_is_a_reply() -> None:
+    cut = said(None)
+    cut["choices"][0]["finish_reason"] = "length"
+    async with server(cut) as (url, _), open_endpoint(url) as endpoint:
+        conversation = ChatConversation(endpoint, model="m", sampling=Sampling())
+        await conversation.begin([user("hi")])
+        reply = await conversation.generate()
+    assert (reply.text, reply.finish) == ("", "length")
+
+
+async def test_a_proxy_for_other_traffic_does_not_see_requests_to_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    async with server(said("x")) as (url, _), open_endpoint(url) as endpoint:
+        assert await endpoint.only_model() == "tiny-vl"
+
+
+async def test_a_server_of_something_else_is_named_with_the_way_out() -> None:
+    async with server(said("x")) as (url, _), open_endpoint(url.removesuffix("/v1")) as endpoint:
+        with pytest.raises(EndpointError, match=r"such as http://127\.0\.0\.1:8000/v1"):
+            await endpoint.only_model()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("127.0.0.1:8000", "is no endpoint"),
+        ("ftp://host/v1", "is no endpoint"),
+        ("http://me:pass@host/v1", "no password"),
+        ("http://gpu.example.org/v1", "clear text"),
+    ],
+)
+async def test_where_a_key_must_not_go_it_does_not(url: str, message: str) -> None:
+    with pytest.raises(EndpointError, match=message) as caught:
+        async with open_endpoint(url, key="canary"):
+            pass
+    assert "canary" not in str(caught.value)
+    assert "pass@" not in str(caught.value)
+
+
+def test_a_key_comes_from_a_file_or_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "key"
+    file.write_text("from-file\n")
+    monkeypatch.setenv("MY_KEY", "from-env")
+    assert read_key(variable="MY_KEY", file=None) == "from-env"
+    assert read_key(variable="MY_KEY", file=file) == "from-file"
+    assert read_key(variable="OTHER_KEY", file=None) == ""
+    file.write_text("\n")
+    for wrong in (file, tmp_path / "none"):
+        with pytest.raises(EndpointError, match=r"empty|cannot be read"):
+            read_key(variable="MY_KEY", file=wrong)

@@ -1,0 +1,167 @@
+"""The agent loop over a real socket: a scripted model, a real daemon, drawn desktops."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+
+from envd.testing.server import serve_fake
+from trainer.agent.attempts import run_group, run_task
+from trainer.agent.coordinates import CoordinateSpace, in_picture
+from trainer.agent.grammars import grammar
+from trainer.agent.settings import AgentSettings
+from trainer.agent.types import Message, Outcome, Reply
+from trainer.client import Action, AsyncEnvClient, Click, Done, Drag, Fail, PressKeys, TypeText, Wait
+
+SETTINGS = AgentSettings(max_turns=6)
+SPACE = CoordinateSpace.of("normalised", image_px=(1248, 800), screen_px=(1280, 800))
+
+SOLUTIONS: dict[str, Sequence[Sequence[Action]]] = {
+    "fake/save-note": [
+        [Click(379, 311)],
+        [TypeText("Hello, fake desktop!")],
+        [Click(82, 86)],
+        [Done()],
+    ],
+    "fake/count-to-five": [[Click(819, 100, count=3), Click(819, 100, count=2)], [Done()]],
+    "fake/unicode-note": [[Click(379, 311), TypeText("Grüße, 漢字\n5 €")], [PressKeys(("ctrl", "s"))], [Done()]],
+    "fake/move-and-count": [
+        [Drag(400, 254, 900, 54), Click(319, 300, count=2)],
+        [Click(100, 450), TypeText("moved"), PressKeys(("ctrl", "s"))],
+        [Done()],
+    ],
+    "fake/no-printer": [[Fail()]],
+}
+
+
+class Scripted:
+    """A model that says what it was told to say, and remembers what it was shown."""
+
+    def __init__(self, replies: Sequence[str]) -> None:
+        self._replies = iter(replies)
+        self.rows: list[list[Message]] = []
+
+    async def begin(self, messages: Sequence[Message]) -> None:
+        self.rows.append(list(messages))
+
+    async def append(self, message: Message) -> None:
+        self.rows[-1].append(message)
+
+    async def generate(self) -> Reply:
+        text = next(self._replies)
+        self.rows[-1].append(Message("assistant", (text,)))
+        return Reply(text=text)
+
+
+def solution(task_id: str, settings: AgentSettings = SETTINGS) -> list[str]:
+    says = grammar(settings.grammar)
+    return [says.render([in_picture(action, SPACE) for action in turn]) for turn in SOLUTIONS[task_id]]
+
+
+@pytest.mark.parametrize("task_id", SOLUTIONS)
+async def test_a_model_that_says_the_right_things_scores_one(task_id: str) -> None:
+    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+        model = Scripted(solution(task_id))
+        trajectory = await run_task(client, task_id, lambda: model, settings=SETTINGS)
+    assert trajectory.error is None
+    assert trajectory.outcome is Outcome.TERMINATED
+    assert trajectory.evaluation is not None
+    assert trajectory.evaluation.score == 1.0
+    assert [turn.facts.errors for turn in trajectory.turns] == [()] * len(trajectory.turns)
+    assert all(turn.facts.parsed and turn.facts.actions[0].executed for turn in trajectory.turns)
+    assert set(trajectory.timings_s) == {"reset", "model", "step", "evaluate"}
+
+
+async def test_what_a_step_changed_is_in_the_facts_and_mistakes_are_told() -> None:
+    replies = [
+        "I do not know what to do.",
+        grammar("qwen3-vl").render([Click(2000, 5)]),
+        grammar("qwen3-vl").render([PressKeys(("nosuchkey",))]),
+        grammar("qwen3-vl").render([in_picture(Click(819, 100), SPACE)]),
+        grammar("qwen3-vl").render([Wait(timedelta(seconds=0.1))]),
+        grammar("qwen3-vl").render([Done()]),
+    ]
+    model = Scripted(replies)
+    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+        trajectory = await run_task(client, "fake/count-to-five", lambda: model, settings=SETTINGS)
+    prose, outside, unknown, click, wait, _ = (turn.facts for turn in trajectory.turns)
+    assert (prose.parsed, prose.actions, prose.changed_fraction) == (False, (), 0.0)
+    assert "<tool_call>" in prose.errors[0]
+    assert outside.parsed
+    assert not outside.actions[0].executed
+    assert "outside of the picture" in outside.errors[0]
+    assert not unknown.actions[0].executed
+    assert "nosuchkey" in unknown.errors[0]
+    assert click.changed_fraction is not None
+    assert 0 < click.changed_fraction < 0.1
+    assert wait.changed_fraction == 0.0
+    at = click.actions[0].point_px
+    assert at is not None
+    assert abs(at[0] - 819) <= 1
+    assert abs(at[1] - 100) <= 1
+    (row,) = model.rows
+    said = [part for message in row if message.role == "user" for part in message.parts if isinstance(part, str)]
+    assert "could not be read" in said[1]
+    assert "outside of the picture" in said[2]
+    assert "nosuchkey" in said[3]
+    assert trajectory.evaluation is not None
+    assert trajectory.evaluation.score == 0.0
+
+
+async def test_a_budget_of_turns_truncates_and_what_was_done_is_judged() -> None:
+    settings = AgentSettings(max_turns=3)
+    model = Scripted(solution("fake/save-note", settings))
+    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+        trajectory = await run_task(client, "fake/save-note", lambda: model, settings=settings)
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.TRUNCATED, "turns")
+    assert trajectory.evaluation is not None
+    assert trajectory.evaluation.score == 1.0
+
+
+async def test_old_screens_leave_in_new_rows_and_old_rows_stand() -> None:
+    settings = AgentSettings(max_turns=6, images_per_row=2, images_kept=1)
+    model = Scripted(solution("fake/save-note", settings))
+    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+        trajectory = await run_task(client, "fake/save-note", lambda: model, settings=settings)
+    assert trajectory.evaluation is not None
+    assert trajectory.evaluation.score == 1.0
+    assert [turn.row for turn in trajectory.turns] == [0, 0, 1, 1]
+    images = [[sum(not isinstance(part, str) for part in message.parts) for message in row] for row in model.rows]
+    assert images == [[0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 0, 1, 0]]
+
+
+async def test_a_text_only_agent_is_shown_the_tree_and_no_image() -> None:
+    settings = AgentSettings(max_turns=6, text_only=True, a11y_tree=True, coordinates="pixels")
+    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+        model = Scripted([grammar("qwen3-vl").render([action]) for action in (Click(822, 167), Done())])
+        trajectory = await run_task(client, "fake/enable", lambda: model, settings=settings)
+    assert trajectory.evaluation is not None
+    assert trajectory.evaluation.score == 1.0
+    assert all(isinstance(part, str) for message in model.rows[0] for part in message.parts)
+    assert trajectory.turns[0].facts.tree_before is not None
+    assert "Enabled" in trajectory.turns[0].facts.tree_before
+    assert any(
+        left <= 822 < left + width and top <= 167 < top + height
+        for left, top, width, height in trajectory.turns[0].facts.boxes_before
+    )
+
+
+async def test_a_group_begins_in_one_state() -> None:
+    async with serve_fake(size=4) as server, AsyncEnvClient(server.address) as client:
+        group = await run_group(
+            client,
+            "fake/append-line",
+            lambda: Scripted([grammar("qwen3-vl").render([Done()])]),
+            size=4,
+            settings=SETTINGS,
+        )
+    assert len({trajectory.origin for trajectory in group}) == 1
+    assert len({trajectory.episode_id for trajectory in group}) == 4
+    assert [trajectory.outcome for trajectory in group] == [Outcome.TERMINATED] * 4
+
+
+async def test_a_task_that_does_not_exist_is_a_failed_trajectory_with_its_error() -> None:
+    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+        trajectory = await run_task(client, "fake/no-such", lambda: Scripted([]), settings=SETTINGS)
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "TaskNotFound")
+    assert trajectory.evaluation is None

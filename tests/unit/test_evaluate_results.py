@@ -1,0 +1,173 @@
+"""What an evaluation leaves behind and goes on from; what its results come to; and two of them side by side."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer.evaluate.comparison import compare
+from trainer.evaluate.results import Attempt, Results, ResultsError, ResultsFile, Run
+from trainer.evaluate.statistics import wilson
+from trainer.evaluate.summary import summarise
+
+RUN = Run(label="base", settings={"model": "m", "temperature": 0.0}, prompt_hash="p1")
+
+
+def attempt(
+    name: str, score: float | None, *, seed: int = 0, level: int = 1, domain: str = "files", infeasible: bool = False
+) -> Attempt:
+    return Attempt(
+        task_id=f"desktop/{name}",
+        suite="desktop",
+        level=level,
+        domain=domain,
+        infeasible=infeasible,
+        seed=seed,
+        outcome="failed" if score is None else "terminated",
+        reason="MachineLost" if score is None else "done",
+        score=score,
+        turn_count=4,
+        parsed_count=3,
+    )
+
+
+def write(path: Path, *attempts: Attempt, run: Run = RUN) -> None:
+    with ResultsFile(path, run) as file:
+        for one in attempts:
+            file.add(one)
+
+
+def test_an_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "base.jsonl"
+    write(path, attempt("a", 1.0))
+    with ResultsFile(path, RUN) as file:
+        assert file.results.is_settled("desktop/a", 0)
+        assert not file.results.is_settled("desktop/a", 1)
+        file.add(attempt("b", 0.0))
+    assert [one.task_id for one in Results.read(path).attempts] == ["desktop/a", "desktop/b"]
+
+
+def test_an_attempt_that_was_lost_is_made_again_and_then_counts_once(tmp_path: Path) -> None:
+    path = tmp_path / "base.jsonl"
+    write(path, attempt("a", None))
+    assert not Results.read(path).is_settled("desktop/a", 0)
+    write(path, attempt("a", 1.0))
+    assert [one.score for one in Results.read(path).attempts] == [1.0]
+
+
+def test_a_line_that_a_crash_cut_off_is_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "base.jsonl"
+    write(path, attempt("a", 1.0))
+    with path.open("ab") as file:
+        file.write(b'{"kind": "attempt", "task_id": "desk')
+    write(path, attempt("b", 0.5))
+    assert len(Results.read(path).attempts) == 2
+
+
+def test_results_of_another_evaluation_are_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "base.jsonl"
+    write(path, attempt("a", 1.0))
+    before = path.read_bytes()
+    other = Run(label="base", settings={"model": "m", "temperature": 0.7}, prompt_hash="p1")
+    with pytest.raises(ResultsError, match=r"temperature: 0\.0 there, 0\.7 now"):
+        ResultsFile(path, other)
+    assert path.read_bytes() == before
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "base.jsonl"
+    with ResultsFile(path, RUN), pytest.raises(ResultsError, match="another process"):
+        ResultsFile(path, RUN)
+    with ResultsFile(path, RUN):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "do not begin with"),
+        ('{"kind": "attempt"}\n', "attempt.task_id: Field required"),
+        ("not json\n", "1 is no line of results"),
+        (RUN.model_dump_json()[:-1] + ', "speed": 9}\n', "run.speed: Extra inputs"),
+        (2 * (RUN.model_dump_json() + "\n"), ":2 begins another evaluation"),
+    ],
+)
+def test_what_is_no_file_of_results_is_refused_by_line_and_field(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(text)
+    with pytest.raises(ResultsError, match=message):
+        Results.read(path)
+
+
+def test_a_missing_file_says_what_writes_one(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match="trainer eval --out"):
+        Results.read(tmp_path / "none.jsonl")
+
+
+def test_errors_are_apart_and_in_no_rate() -> None:
+    summary = summarise(Results(RUN, [attempt("a", 1.0), attempt("b", 0.0), attempt("c", None)]))
+    every = summary.rows[0]
+    assert (every.group, every.task_count, every.attempt_count, every.error_count) == ("all", 2, 2, 1)
+    assert every.success == wilson(1, 2)
+    assert summary.errors == {"MachineLost": 1}
+    assert summary.endings == {"done": 2}
+    assert summary.parsed_share == 0.75
+
+
+def test_partial_credit_is_a_score_and_no_success() -> None:
+    row = summarise(Results(RUN, [attempt("a", 0.5)])).rows[0]
+    assert row.success is not None
+    assert row.score is not None
+    assert (row.success.mean, row.score.mean) == (0.0, 0.5)
+
+
+def test_tasks_that_cannot_be_done_are_told_apart() -> None:
+    runs = [attempt("a", 0.0), attempt("b", 0.0), attempt("c", 0.0), attempt("no", 1.0, infeasible=True)]
+    summary = summarise(Results(RUN, runs))
+    rates = {row.group: row.success.mean for row in summary.rows if row.success}
+    assert rates == {"all": 0.25, "feasible": 0.0, "infeasible": 1.0}
+    assert summary.infeasible_share == 0.25
+
+
+def test_levels_and_domains_have_rows_where_there_are_several() -> None:
+    runs = [attempt("a", 1.0), attempt("b", 0.0, level=2), attempt("c", 1.0, domain="panel")]
+    groups = [row.group for row in summarise(Results(RUN, runs)).rows]
+    assert groups == ["all", "domain files", "domain panel", "level 1", "level 2"]
+
+
+def test_nothing_but_errors_has_no_rate() -> None:
+    summary = summarise(Results(RUN, [attempt("a", None)]))
+    assert summary.rows[0].success is None
+    assert summary.parsed_share is None
+
+
+def test_two_runs_are_compared_task_by_task() -> None:
+    before = Results(RUN, [attempt(name, 0.0) for name in "abcdef"] + [attempt("g", 1.0), attempt("x", 1.0)])
+    run = RUN.model_copy(update={"label": "tuned", "settings": {"model": "n", "temperature": 0.0}})
+    after = Results(run, [attempt(name, 1.0) for name in "abcdef"] + [attempt("g", 1.0), attempt("y", 1.0)])
+    comparison = compare(before, after)
+    row = comparison.rows[0]
+    assert (row.task_count, row.gained, row.lost) == (7, 6, 0)
+    assert row.difference.mean == pytest.approx(6 / 7)
+    assert row.difference.low > 0.3
+    assert row.p_value == pytest.approx(2 / 64)
+    assert comparison.unpaired == ["desktop/x", "desktop/y"]
+    assert comparison.warnings == []
+
+
+def test_runs_that_differ_in_more_than_the_checkpoint_are_compared_with_a_warning() -> None:
+    other = Run(label="other", settings={"model": "m", "temperature": 1.0}, prompt_hash="p2")
+    comparison = compare(Results(RUN, [attempt("a", 1.0)]), Results(other, [attempt("a", 0.0), attempt("b", None)]))
+    assert [warning.split(",")[0] for warning in comparison.warnings] == [
+        "the prompts differ",
+        "the runs were made with other temperature",
+        "other: 1 attempts were lost to errors; run its evaluation again",
+    ]
+
+
+def test_several_seeds_have_no_p_value() -> None:
+    seeds = [attempt("a", float(seed > 0), seed=seed) for seed in range(3)]
+    assert compare(Results(RUN, seeds), Results(RUN, seeds)).rows[0].p_value is None
+
+
+def test_runs_without_a_common_task_have_no_rows() -> None:
+    assert compare(Results(RUN, [attempt("a", 1.0)]), Results(RUN, [attempt("b", 1.0)])).rows == []

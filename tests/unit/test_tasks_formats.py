@@ -1,0 +1,274 @@
+"""Tasks in the formats that others keep them in: one model, whatever they come from, or a refusal with its place."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from envd.hypervisor.machine import GuestOs
+from envd.tasks.catalogue import TaskCatalogue, TaskFile
+from envd.tasks.formats.entries import Problem
+from envd.tasks.formats.files import read_tasks
+from envd.tasks.formats.rows import read_row
+from envd.tasks.model import Task
+
+INSTRUCTION = "Open Notepad, write the line Good morning and save it as C:\\Users\\user\\morning.txt."
+PATH = "C:\\Users\\user\\morning.txt"
+
+GRADED = {
+    "prompt": INSTRUCTION,
+    "target": json.dumps(
+        {"text": "Good morning", "output_path": PATH, "checker": "exact_match", "task_type": "notepad", "difficulty": 3}
+    ),
+    "messages": [{"role": "user", "content": INSTRUCTION}],
+}
+NAME = read_row(GRADED).name
+
+OSWORLD: dict[str, Any] = {
+    "id": NAME,
+    "snapshot": "notepad",
+    "instruction": INSTRUCTION,
+    "source": "",
+    "config": [],
+    "trajectory": "trajectories/",
+    "related_apps": ["notepad"],
+    "evaluator": {
+        "func": "exact_match",
+        "result": {"type": "vm_file", "path": PATH, "dest": "morning.txt"},
+        "expected": {"type": "rule", "rules": {"expected": "Good morning"}},
+    },
+    "proxy": False,
+}
+
+
+def parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def as_osworld_json(directory: Path) -> Path:
+    path = directory / f"{NAME}.json"
+    path.write_text(json.dumps(OSWORLD), encoding="utf-8")
+    return path
+
+
+def as_slime_parquet(directory: Path) -> Path:
+    row = {"prompt": "", "images": [b"png"], "metadata": {"task_config": OSWORLD, "replay": True}}
+    return parquet(directory / "slime.parquet", [row])
+
+
+def as_graded_parquet(directory: Path) -> Path:
+    return parquet(directory / "graded.parquet", [GRADED])
+
+
+def as_indexed_examples(directory: Path) -> Path:
+    (directory / "examples" / "windows_os").mkdir(parents=True)
+    (directory / "examples" / "windows_os" / f"{NAME}.json").write_text(json.dumps(OSWORLD), encoding="utf-8")
+    index = directory / "test_all.json"
+    index.write_text(json.dumps({"windows_os": [NAME]}), encoding="utf-8")
+    return index
+
+
+def only_task(path: Path) -> Task:
+    [task] = TaskCatalogue.load([TaskFile(path, suite="morning")], include_builtin=False).list()
+    return task
+
+
+def problems(path: Path) -> list[Problem]:
+    return [each for each in read_tasks(path) if isinstance(each, Problem)]
+
+
+def test_one_task_is_the_same_from_all_four_formats(tmp_path: Path) -> None:
+    tasks = [
+        only_task(write(tmp_path))
+        for write in (as_osworld_json, as_slime_parquet, as_graded_parquet, as_indexed_examples)
+    ]
+    assert all(task == tasks[0] for task in tasks)
+    assert tasks[0] == Task.model_validate(
+        {
+            "task_id": f"morning/{NAME}",
+            "instruction": INSTRUCTION,
+            "level": 3,
+            "tags": ["notepad"],
+            "os": "windows",
+            "checker": {"kind": "exact_match", "path": PATH, "text": "Good morning"},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"task_config": OSWORLD},
+        {"task_config": json.dumps(OSWORLD)},
+        {"metadata": {"task_config": OSWORLD}},
+        {"metadata": {"task_config": json.dumps(OSWORLD)}},
+        {"metadata": json.dumps({"task_config": OSWORLD})},
+        {"metadata": {"metadata": {"task_config": json.dumps(OSWORLD)}}},
+        {"metadata": json.dumps({"metadata": {"task_config": OSWORLD}}), "task_config": None},
+        OSWORLD,
+    ],
+    ids=["object", "text", "metadata", "text-in-metadata", "text-metadata", "nested", "nested-in-text", "itself"],
+)
+def test_a_task_config_is_found_as_text_or_object_direct_or_nested(tmp_path: Path, row: dict[str, Any]) -> None:
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps([row]), encoding="utf-8")
+    expected = only_task(as_osworld_json(tmp_path))
+    assert only_task(rows) == expected
+    if "id" not in row:
+        assert only_task(parquet(tmp_path / "rows.parquet", [row])) == expected
+
+
+def test_fields_that_only_other_rows_have_are_no_fields(tmp_path: Path) -> None:
+    sleeping = {**OSWORLD, "id": "other", "config": [{"type": "sleep", "parameters": {"seconds": 0.5}}]}
+    opening = {**OSWORLD, "config": [{"type": "open", "parameters": {"path": PATH}}]}
+    path = parquet(tmp_path / "rows.parquet", [{"task_config": sleeping}, {"task_config": opening}])
+    verbs = [task.setup[0].kind for task in TaskCatalogue.load([path], include_builtin=False).list()]
+    assert verbs == ["sleep", "open"]
+
+
+def test_a_table_may_hold_tasks_of_our_own(tmp_path: Path) -> None:
+    fields = {"instruction": "Do it.", "level": 2, "checker": {"kind": "file_absent", "path": "/home/user/a"}}
+    task = {"name": "gone", **fields}
+    path = parquet(tmp_path / "own.parquet", [{"task": json.dumps(task), "split": "train"}])
+    assert only_task(path) == Task.model_validate({"task_id": "morning/gone", **fields})
+
+
+def test_tasks_of_formats_without_suites_are_in_one_of_their_own_unless_one_is_named(tmp_path: Path) -> None:
+    path = as_graded_parquet(tmp_path)
+    assert [task.task_id for task in TaskCatalogue.load([path], include_builtin=False).list()] == [f"imported/{NAME}"]
+
+
+def test_a_graded_row_keeps_its_name_wherever_it_stands_and_another_has_another() -> None:
+    other = {**GRADED, "prompt": "Another one."}
+    assert read_row(dict(reversed(GRADED.items()))).name == NAME
+    assert read_row(other).name != NAME
+    assert read_row({**GRADED, "prompt": None}).name == NAME
+
+
+def test_the_system_is_told_by_the_environment_or_by_the_paths() -> None:
+    linux = {**OSWORLD, "evaluator": {"func": "infeasible"}, "instruction": "Print it."}
+    assert read_row({"task_config": linux}).fields["os"] is GuestOs.LINUX
+    assert read_row({"task_config": linux, "env_config": {"os_type": "Windows"}}).fields["os"] is GuestOs.WINDOWS
+    assert read_row({"task_config": OSWORLD}).fields["os"] is GuestOs.WINDOWS
+
+
+def test_an_infeasible_task_has_no_checker(tmp_path: Path) -> None:
+    row = tmp_path / "rows.json"
+    row.write_text(json.dumps([{**OSWORLD, "evaluator": {"func": "infeasible"}}]), encoding="utf-8")
+    task = only_task(row)
+    assert task.infeasible
+    assert task.checker is None
+
+
+def osworld_problems(tmp_path: Path, **changes: object) -> list[Problem]:
+    path = tmp_path / "task.json"
+    path.write_text(json.dumps({**OSWORLD, **changes}, indent=2), encoding="utf-8")
+    return problems(path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"type": "tidy_desktop", "parameters": {}}, "unknown setup verb 'tidy_desktop'"),
+        ({"type": "act"}, "unknown setup verb 'act'"),
+        ({"type": "replay"}, "unknown setup verb 'replay'"),
+        ({"type": "googledrive", "parameters": {}}, "googledrive needs the internet and an account's credentials"),
+        ({"type": "login", "parameters": {}}, "login needs the internet and an account's credentials"),
+        ({"type": "proxy", "parameters": {}}, "proxy needs the internet"),
+        ({"type": "sleep", "parameters": {"seconds": 1, "minutes": 1}}, "Extra inputs"),
+        ({"type": "sleep", "parameters": {"seconds": "soon"}}, "valid number"),
+        ({"type": "launch", "parameters": {"command": "it's"}}, "No closing quotation"),
+        ({"type": "sleep", "parameters": {"seconds": 1}, "when": "now"}, "an entry has a type"),
+    ],
+)
+def test_a_setup_entry_that_cannot_be_done_is_refused_with_its_place(
+    tmp_path: Path, entry: dict[str, Any], words: str
+) -> None:
+    [problem] = osworld_problems(tmp_path, config=[{"type": "sleep", "parameters": {"seconds": 1}}, entry])
+    assert words in problem.message
+    assert problem.field.startswith("config[1]")
+    assert problem.where.startswith(f"{tmp_path}/task.json:1")
+
+
+def test_an_unknown_field_of_a_task_is_refused_with_its_line(tmp_path: Path) -> None:
+    [problem] = osworld_problems(tmp_path, surprise=1)
+    assert problem.field == "surprise"
+    assert problem.where == f"{tmp_path}/task.json:{len(json.dumps(OSWORLD, indent=2).splitlines())}"
+
+
+@pytest.mark.parametrize(
+    ("command", "shell", "argv"),
+    [
+        ("soffice --calc 'my file.ods'", False, ["soffice", "--calc", "my file.ods"]),
+        (["a", "b c"], False, ["a", "b c"]),
+        ("a | b", True, ["sh", "-c", "a | b"]),
+    ],
+)
+def test_commands_become_the_words_that_run(tmp_path: Path, command: object, shell: bool, argv: list[str]) -> None:
+    linux = {**OSWORLD, "evaluator": {"func": "infeasible"}, "instruction": "Run it."}
+    config = [
+        {"type": kind, "parameters": {"command": command, "shell": shell}} for kind in ("launch", "execute", "command")
+    ]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{**linux, "config": config}]), encoding="utf-8")
+    verbs = [verb.model_dump(exclude_defaults=True) for verb in only_task(path).setup]
+    assert verbs == [
+        {"kind": "start", "argv": tuple(argv)},
+        {"kind": "execute", "argv": tuple(argv), "expect_exit_code": None},
+        {"kind": "execute", "argv": tuple(argv), "expect_exit_code": None},
+    ]
+
+
+def test_an_index_names_files_below_its_examples_and_no_others(tmp_path: Path) -> None:
+    index = as_indexed_examples(tmp_path)
+    (tmp_path / "secret.json").write_text(json.dumps(OSWORLD), encoding="utf-8")
+    index.write_text(json.dumps({"windows_os": [NAME, "gone"], "..": ["secret"]}, indent=1), encoding="utf-8")
+    gone, outside = problems(index)
+    assert (gone.field, gone.where) == ("windows_os[1]", f"{index}:4")
+    assert outside.field == "..[0]"
+
+
+@pytest.mark.parametrize("local_path", ["../secret.txt", "/etc/passwd", "gone.txt"])
+def test_a_file_to_upload_lies_beside_the_tasks(tmp_path: Path, local_path: str) -> None:
+    (tmp_path / "secret.txt").write_text("x")
+    directory = tmp_path / "tasks"
+    directory.mkdir()
+    (directory / "notes.txt").write_text("x")
+    verb = {"kind": "upload_file", "files": [{"local_path": "notes.txt", "path": "/home/user/notes.txt"}]}
+    task = {"name": "n", "instruction": "i", "level": 1, "infeasible": True, "setup": [verb]}
+    suite = {"version": 1, "suite": "s", "tasks": [task]}
+    path = directory / "suite.json"
+    path.write_text(json.dumps(suite))
+    assert only_task(path).setup[0].model_dump()["files"][0]["local_path"] == str(directory / "notes.txt")
+    path.write_text(json.dumps(suite).replace('"notes.txt"', json.dumps(local_path)))
+    [problem] = problems(path)
+    assert problem.field == "setup[0].files[0].local_path"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.json", b"{", "cannot be read"),
+        ("a.json", b'{"suite": "s", "suite": "t"}', "key 'suite' is there twice"),
+        ("a.json", b'[{"x": NaN}]', "NaN is no JSON"),
+        ("a.json", b"{}", "is no file of tasks"),
+        ("a.json", b'{"a": 1}', "is no file of tasks"),
+        ("a.jsonl", b'{"a": 1}\n2\n', "no task, task_config or target among a"),
+        ("a.parquet", b"PAR1", "cannot be read as Parquet"),
+        ("a.yaml", b"version: 2\nsuite: s\ntasks: []", "version: 2 is unknown; this release reads 1"),
+        ("a.yaml", b"version: true\nsuite: s\ntasks: []", "version: True is unknown"),
+        ("a.yaml", b"suite: s\ntasks: [{name: n, task_id: x/y}]", "task_id: is made of suite and name"),
+    ],
+)
+def test_what_is_no_file_of_tasks_is_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    told = [str(problem) for problem in problems(path)]
+    assert told
+    assert told[0].startswith(str(path))
+    assert words in told[0]

@@ -1,0 +1,97 @@
+"""The `trainer` command: what it prints where, how it fails, and the table of two evaluations."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from trainer.cli import output
+from trainer.cli.app import app
+from trainer.client import MachineLost
+from trainer.evaluate.results import Attempt, ResultsFile, Run
+
+
+@output.friendly(LookupError)
+def command(*, error: BaseException | None = None, as_json: bool = False) -> str:
+    if error is not None:
+        raise error
+    return "done" if not as_json else "{}"
+
+
+def results(path: Path, label: str, *scores: float) -> Path:
+    with ResultsFile(path, Run(label=label, settings={}, prompt_hash="p")) as file:
+        for number, score in enumerate(scores):
+            attempt = Attempt(
+                task_id=f"desktop/{number}",
+                suite="desktop",
+                level=1,
+                domain="files",
+                infeasible=False,
+                seed=0,
+                outcome="terminated",
+                reason="done",
+                score=score,
+            )
+            file.add(attempt)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (output.UsageError("no [such] flag"), output.EXIT_USAGE),
+        (MachineLost("gone"), output.EXIT_FAILED),
+        (LookupError("lost"), output.EXIT_FAILED),
+    ],
+)
+def test_a_failure_is_one_line_on_standard_error_and_an_object_with_json(
+    error: Exception, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as caught:
+        command(error=error, as_json=True)
+    out, err = capsys.readouterr()
+    assert caught.value.exit_code == status
+    assert json.loads(out) == {"error": {"reason": type(error).__name__, "message": str(error)}}
+    assert err == f"error: {error}\n"
+
+
+def test_an_interrupted_command_has_the_exit_status_of_one() -> None:
+    with pytest.raises(typer.Exit) as caught:
+        command(error=KeyboardInterrupt())
+    assert caught.value.exit_code == 130
+
+
+def test_a_bug_is_not_hidden() -> None:
+    with pytest.raises(ZeroDivisionError):
+        command(error=ZeroDivisionError())
+    assert command() == "done"
+
+
+def test_without_a_terminal_progress_is_a_line_at_first_and_at_last(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.progress("eval [base]") as report:
+        report(0, 3, "starting")
+        report(1, 3, "1 of 1 done")
+        report(3, 3, "2 of 3 done")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == ["eval [base]: 0/3 starting", "eval [base]: 3/3 2 of 3 done"]
+
+
+def test_compare_prints_a_table_and_with_json_one_object(tmp_path: Path) -> None:
+    before, after = results(tmp_path / "a.jsonl", "base", 0, 0, 1), results(tmp_path / "b.jsonl", "tuned", 1, 1, 1)
+    text = CliRunner().invoke(app, ["compare", str(before), str(after)])
+    assert text.exit_code == 0
+    assert "33.3 %" in text.stdout
+    assert "100.0 %" in text.stdout
+    assert "+66.7" in text.stdout
+    plain = CliRunner().invoke(app, ["compare", str(before), str(after), "--json"])
+    row = json.loads(plain.stdout)["rows"][0]
+    assert (row["group"], row["task_count"], row["gained"], row["lost"]) == ("all", 3, 2, 0)
+
+
+def test_compare_of_a_missing_file_says_what_writes_one(tmp_path: Path) -> None:
+    failed = CliRunner().invoke(app, ["compare", str(tmp_path / "none"), str(tmp_path / "none")])
+    assert failed.exit_code == output.EXIT_FAILED
+    assert "trainer eval --out" in failed.stderr

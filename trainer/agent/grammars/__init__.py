@@ -1,0 +1,44 @@
+"""Read what models say as typed actions, and say actions as they would: a grammar for each way of speaking."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from trainer.agent.coordinates import Seen
+from trainer.agent.grammars.code import Code
+from trainer.agent.grammars.fallbacks import FALLBACKS, Fallbacks
+from trainer.agent.grammars.grammar import CannotSay, Grammar, Intent, Parsed
+from trainer.agent.grammars.parts import taken_apart
+from trainer.agent.grammars.qwen3_5_vl import Qwen35Vl
+from trainer.agent.grammars.qwen3_vl import Qwen3Vl
+from trainer.agent.grammars.tags import Tags
+from trainer.agent.grammars.tool_call import ToolCall
+from trainer.agent.grammars.verbs import Verbs
+
+_GRAMMARS: Mapping[str, Callable[[Fallbacks], Grammar]] = {
+    "qwen3-vl": Qwen3Vl,
+    "qwen3.5-vl": Qwen35Vl,
+    "tool-call": ToolCall,
+    "tags": Tags,
+    "code": Code,
+    "verbs": Verbs,
+}
+
+#: By name, the default first.
+GRAMMARS = tuple(_GRAMMARS)
+
+
+def grammar(name: str, *, fallbacks: Sequence[str] = ()) -> Grammar:
+    """Return a grammar by its name.
+
+    Args:
+        name: One of `GRAMMARS`.
+        fallbacks: Lenient rules that are on, of `FALLBACKS`.
+
+    Raises:
+        ValueError: There is no such grammar or rule.
+    """
+    if name not in _GRAMMARS:
+        raise ValueError(f"there is no grammar {name!r}; there are {', '.join(GRAMMARS)}")
+    return _GRAMMARS[name](Fallbacks(tuple(fallbacks)))
+
+
+__all__ = ["FALLBACKS", "GRAMMARS", "CannotSay", "Grammar", "Intent", "Parsed", "Seen", "grammar", "taken_apart"]

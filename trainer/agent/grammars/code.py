@@ -1,0 +1,81 @@
+"""Fenced blocks of literal pyautogui calls and sleeps, or a line that says DONE, FAIL or WAIT; places in pixels.
+
+The last block marked `python`, or not marked, counts if there is something in it; else the last line that is one of
+the words.
+"""
+
+import re
+from collections.abc import Sequence
+
+from trainer.agent.coordinates import Seen, Units
+from trainer.agent.grammars.fallbacks import Fallbacks
+from trainer.agent.grammars.grammar import CannotSay, Intent, Parsed, Unreadable, read, sayable
+from trainer.agent.grammars.pyautogui_calls import read_calls, write_calls
+from trainer.agent.grammars.words import word, word_for
+from trainer.client import Action, Done, Fail
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[ \t]*$", re.MULTILINE)
+
+
+class Code:
+    """A block of calls, several at once if need be."""
+
+    name = "code"
+    coordinates: Units = "pixels"
+    stop: tuple[str, ...] = ()
+
+    def __init__(self, fallbacks: Fallbacks) -> None:
+        if fallbacks.names:
+            raise ValueError(f"grammar code has no fallbacks; got {', '.join(fallbacks.names)}")
+
+    def instructions(self, seen: Seen) -> str:
+        """Return the form of a block, and its calls."""
+        return (
+            "Act by a block of Python at the end of your reply:\n"
+            "```python\npyautogui.click(200, 150)\npyautogui.write('hello')\n```\n"
+            "It is read, not run: only calls of pyautogui and of time.sleep with literal arguments are allowed, one a"
+            " line. Instead of a block, a line that says only WAIT waits, DONE says that the task is done, and FAIL"
+            f" that it cannot be done. Places are x, y in pixels of the screenshot, which is {seen.width} wide and"
+            f" {seen.height} high."
+        )
+
+    def parse(self, text: str, seen: Seen) -> Parsed:
+        """Read a reply. Never raises."""
+        return read(text, seen, strict=read_fence, fallbacks={})
+
+    def render(self, actions: Sequence[Action]) -> str:
+        """Return a reply that reads as these actions. Raises: CannotSay."""
+        if len(actions) == 1 and (said := word_for(actions[0])) is not None:
+            return said
+        if any(isinstance(action, Done | Fail) for action in actions):
+            raise CannotSay("DONE and FAIL take a reply of their own")
+        lines = [line for action in actions for line in write_calls(action)]
+        return sayable("```python\n" + "\n".join(lines) + "\n```")
+
+
+def read_fence(text: str, seen: Seen) -> Sequence[Intent]:
+    """Read the last block, or the last line that is a word. Raises: Unreadable."""
+    block = _last_block(text)
+    if block.strip():
+        said = word(block)
+        return [said] if said is not None else read_calls(block, seen)
+    for line in reversed(text.splitlines()):
+        said = word(line.strip(" \t`"))
+        if said is not None:
+            return [said]
+    raise Unreadable("the reply holds no block of Python and no line that says DONE, FAIL or WAIT")
+
+
+def _last_block(text: str) -> str:
+    """Return what is in the last block of Python; the fence at the end of the reply may be trimmed."""
+    marks = list(_FENCE.finditer(text))
+    found = ""
+    while marks:
+        opening = marks.pop(0)
+        closing = next((mark for mark in marks if not mark[1]), None)
+        if opening[1].lower() in ("", "python", "py"):
+            found = text[opening.end() : closing.start() if closing else len(text)]
+        if closing is None:
+            break
+        del marks[: marks.index(closing) + 1]
+    return found

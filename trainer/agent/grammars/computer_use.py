@@ -1,0 +1,186 @@
+"""The tool `computer_use` of the Qwen models: its actions, and how they are described to the model. Pure.
+
+The names and arguments are the ones that Qwen3-VL and Qwen3.5-VL were trained with (QwenLM's computer-use cookbook;
+OSWorld's agents for both). `left_click_drag` drags from where the pointer is; `start_coordinate` is OSWorld's
+addition. The wheel's amount is called `pixels` and counts wheel clicks, as `pyautogui.scroll` does on Linux. `text`
+beside a click or a scroll names modifier keys, which is Qwen3.5-VL's way.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.agent.coordinates import Seen
+from trainer.agent.grammars.grammar import CannotSay, Intent, Unreadable, intent
+from trainer.agent.grammars.values import chord, no_more_than, pause, place, shown, typing, wheel_clicks, words
+from trainer.client import Action, Click, Done, Drag, Fail, Move, PressKeys, Scroll, TypeText, Wait
+
+TOOL = "computer_use"
+
+_CLICKS: Mapping[str, tuple[str, int]] = {
+    "left_click": ("left", 1),
+    "right_click": ("right", 1),
+    "middle_click": ("middle", 1),
+    "double_click": ("left", 2),
+    "triple_click": ("left", 3),
+}
+
+#: What each action takes beside `action`.
+ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "key": ("keys",),
+    "type": ("text",),
+    "mouse_move": ("coordinate",),
+    **dict.fromkeys(_CLICKS, ("coordinate", "text")),
+    "left_click_drag": ("coordinate", "start_coordinate", "text"),
+    "scroll": ("pixels", "coordinate", "text"),
+    "hscroll": ("pixels", "coordinate", "text"),
+    "wait": ("time",),
+    "terminate": ("status",),
+    "answer": ("text",),
+}
+
+
+def intent_of(arguments: Mapping[str, object]) -> Intent:
+    """Return what a call of the tool means. Raises: Unreadable."""
+    kind = arguments.get("action")
+    if not isinstance(kind, str) or kind not in ARGUMENTS:
+        raise Unreadable(f"{TOOL} has no action {shown(kind)}; its actions are {', '.join(ARGUMENTS)}")
+    rest = {name: value for name, value in arguments.items() if name != "action"}
+    no_more_than(rest, ARGUMENTS[kind], kind)
+    return intent(_action(kind, rest), kind, rest)
+
+
+def _action(kind: str, given: Mapping[str, object]) -> Action:
+    match kind:
+        case "key":
+            return chord(given.get("keys"))
+        case "type":
+            return typing(given.get("text"))
+        case "mouse_move":
+            return Move(*place(given.get("coordinate")))
+        case "left_click_drag":
+            end = place(given.get("coordinate"))
+            start_x, start_y = _place_if_any(given, "start_coordinate")
+            return Drag(*end, start_x, start_y, modifiers=_modifiers(given))
+        case "scroll":
+            x, y = _place_if_any(given, "coordinate")
+            return Scroll(dy=-wheel_clicks(given.get("pixels"), "pixels"), x=x, y=y, modifiers=_modifiers(given))
+        case "hscroll":
+            x, y = _place_if_any(given, "coordinate")
+            return Scroll(dx=wheel_clicks(given.get("pixels"), "pixels"), x=x, y=y, modifiers=_modifiers(given))
+        case "wait":
+            return pause(given.get("time"), "time")
+        case "terminate":
+            if given.get("status") not in ("success", "failure"):
+                raise Unreadable(f'status must be "success" or "failure", not {shown(given.get("status"))}')
+            return Done() if given["status"] == "success" else Fail()
+        case "answer":
+            return Done(words(given.get("text"), "text"))
+        case _:
+            button, count = _CLICKS[kind]
+            x, y = _place_if_any(given, "coordinate")
+            return Click(x, y, button, count, _modifiers(given))  # type: ignore[arg-type]
+
+
+def _place_if_any(given: Mapping[str, object], name: str) -> tuple[int, int] | tuple[None, None]:
+    # Without a place the mouse acts where it is: that is what the tool says, and nothing is made up.
+    return (None, None) if given.get(name) is None else place(given[name], name)
+
+
+def _modifiers(given: Mapping[str, object]) -> tuple[str, ...]:
+    text = given.get("text")
+    if text is None or text == "":
+        return ()
+    return tuple(chord(words(text, "text").split("+"), "text").keys)
+
+
+def arguments_of(action: Action) -> dict[str, object]:
+    """Return the tool's arguments that mean an action. Raises: CannotSay."""
+    match action:
+        case PressKeys() if not action.hold:
+            return {"action": "key", "keys": list(action.keys)}
+        case TypeText():
+            return {"action": "type", "text": action.text}
+        case Move():
+            return {"action": "mouse_move", "coordinate": [action.x, action.y]}
+        case Click():
+            for kind, (button, count) in _CLICKS.items():
+                if (button, count) == (action.button, action.count):
+                    return {"action": kind, **_said_place(action.x, action.y), **_said_modifiers(action)}
+        case Drag() if action.button == "left":
+            end = {"action": "left_click_drag", "coordinate": [action.end_x, action.end_y]}
+            return {**end, **_said_place(action.start_x, action.start_y, "start_coordinate"), **_said_modifiers(action)}
+        case Scroll() if action.dy and not action.dx:
+            return {"action": "scroll", "pixels": -action.dy, **_where_and_modifiers(action)}
+        case Scroll() if action.dx and not action.dy:
+            return {"action": "hscroll", "pixels": action.dx, **_where_and_modifiers(action)}
+        case Wait():
+            seconds = action.duration.total_seconds()
+            return {"action": "wait", "time": int(seconds) if seconds.is_integer() else seconds}
+        case Done():
+            return {"action": "answer", "text": action.answer} if action.answer else _terminate("success")
+        case Fail():
+            return _terminate("failure")
+    raise CannotSay(f"{TOOL} has no words for {action}")
+
+
+def _terminate(status: str) -> dict[str, object]:
+    return {"action": "terminate", "status": status}
+
+
+def _said_place(x: int | None, y: int | None, name: str = "coordinate") -> dict[str, object]:
+    return {} if x is None else {name: [x, y]}
+
+
+def _said_modifiers(action: Click | Drag | Scroll) -> dict[str, object]:
+    return {"text": "+".join(action.modifiers)} if action.modifiers else {}
+
+
+def _where_and_modifiers(action: Scroll) -> dict[str, object]:
+    return {**_said_place(action.x, action.y), **_said_modifiers(action)}
+
+
+_MEANINGS = {
+    "key": "press `keys` together and release them",
+    "type": "type `text` into what has the keyboard focus; a newline in it is Enter",
+    "mouse_move": "move the pointer to `coordinate`",
+    "left_click": "click the left button at `coordinate`",
+    "right_click": "click the right button at `coordinate`",
+    "middle_click": "click the middle button at `coordinate`",
+    "double_click": "click the left button twice at `coordinate`",
+    "triple_click": "click the left button three times at `coordinate`",
+    "left_click_drag": "drag with the left button from `start_coordinate`, or from the pointer, to `coordinate`",
+    "scroll": "turn the wheel by `pixels` clicks, up if positive, down if negative",
+    "hscroll": "turn the wheel sideways by `pixels` clicks, right if positive, left if negative",
+    "wait": "let `time` seconds pass",
+    "terminate": "end the task: `status` says whether you succeeded, or found that it cannot be done",
+    "answer": "end a task that asks a question, with `text` as the answer",
+}
+
+
+def tool_schema(seen: Seen) -> str:
+    """Return the tool's JSON schema, as the prompt shows it."""
+    point = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
+    properties: dict[str, Any] = {
+        "action": {
+            "type": "string",
+            "enum": list(_MEANINGS),
+            "description": "; ".join(f"{name}: {meaning}" for name, meaning in _MEANINGS.items()),
+        },
+        "keys": {"type": "array", "items": {"type": "string"}, "description": 'Names of keys, such as "ctrl", "s".'},
+        "text": {"type": "string", "description": "What to type or to answer; for clicks and scrolls, keys to hold."},
+        "coordinate": {**point, "description": "[x, y] where the mouse acts; without it, where the pointer is."},
+        "start_coordinate": {**point, "description": "[x, y] where a drag begins."},
+        "pixels": {"type": "number", "description": "Clicks of the wheel."},
+        "time": {"type": "number", "description": "Seconds."},
+        "status": {"type": "string", "enum": ["success", "failure"]},
+    }
+    function = {
+        "name": TOOL,
+        "description": (
+            "Use the mouse and the keyboard of a desktop. Coordinates are whole numbers from the top left corner of the"
+            f" screenshot: x from 0 to {seen.width - 1}, y from 0 to {seen.height - 1}, whatever its size looks like."
+        ),
+        "parameters": {"type": "object", "properties": properties, "required": ["action"]},
+    }
+    return json.dumps({"type": "function", "function": function}, ensure_ascii=False)

@@ -1,0 +1,131 @@
+"""Lenient rules for replies that no strict grammar reads. Off unless named in the settings, and counted when they help.
+
+What they read is never "parsed", so a reward for form cannot be had by them. `centre_click` makes up a place; it
+exists to compare with the seed system that did so, and should stay off. Pure; each reader raises `Unreadable` where it
+does not apply.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from trainer.agent.coordinates import Seen
+from trainer.agent.grammars.grammar import Intent, Reader, Unreadable, intent
+from trainer.agent.grammars.tool_calls import object_at
+from trainer.agent.grammars.values import typing, wheel_clicks
+from trainer.client import Click, PressKeys, Scroll, Wait
+
+#: As far as the seed system scrolled, in `pyautogui`'s units; the wheel's bound makes a page's end of it.
+_SCROLL_AMOUNT = 300
+_WAIT_S = 2.0
+
+_PAIR = re.compile(r"[\[(]\s*(\d{1,5})\s*,\s*(\d{1,5})\s*[\])]")
+_CLICK = re.compile(r"\b(?:(double|right|left|triple|middle)[ _-]?)?click", re.IGNORECASE)
+_TYPED = re.compile(r"\b(?:type|write|enter)\b[^\"'\n]{0,40}(?:\"([^\"\n]+)\"|'([^'\n]+)')", re.IGNORECASE)
+_SCROLLED = re.compile(r"\bscroll(?:ing)?\s+(up|down)\b", re.IGNORECASE)
+_WAITED = re.compile(r"\bwait(?:ing)?\b", re.IGNORECASE)
+_KEY = r"(?:enter|return|escape|esc|tab|space|backspace|delete|home|end|pageup|pagedown|up|down|left|right|f\d{1,2})"
+_MODIFIER = r"(?:ctrl|control|alt|shift|super|win|cmd)"
+_KEYS = re.compile(
+    rf"\b((?:{_MODIFIER}\s{{0,2}}\+\s{{0,2}}){{1,7}}(?:{_KEY}|[a-z0-9])|(?<=press )(?:the )?{_KEY})\b", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fallbacks:
+    """The rules that are on, by name, in the order in which they are tried."""
+
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the names. Raises: ValueError."""
+        unknown = [name for name in self.names if name not in FALLBACKS]
+        if unknown:
+            raise ValueError(f"there is no fallback {', '.join(unknown)}; there are {', '.join(FALLBACKS)}")
+
+    def of_calls(self, read_call: Callable[[Mapping[str, object]], Intent]) -> dict[str, Reader]:
+        """Return the rules that are on, for a grammar whose calls hold such arguments."""
+
+        def bare_json(text: str, _seen: Seen) -> Sequence[Intent]:
+            start = text.find("{")
+            if start < 0:
+                raise Unreadable("there is no JSON")
+            value, _ = object_at(text, start)
+            arguments = value.get("arguments", value)
+            if not isinstance(arguments, dict):
+                raise Unreadable("there are no arguments")
+            return [read_call(arguments)]
+
+        return {name: _PROSE.get(name, bare_json) for name in FALLBACKS if name in self.names}
+
+
+def _wait_word(text: str, _seen: Seen) -> Sequence[Intent]:
+    if not _WAITED.search(text):
+        raise Unreadable("there is no wait")
+    return [intent(Wait(timedelta(seconds=_WAIT_S)), "wait", {})]
+
+
+def _click_words(text: str, _seen: Seen) -> Sequence[Intent]:
+    pair, click = _PAIR.search(text), _CLICK.search(text)
+    if pair is None or click is None:
+        raise Unreadable("there is no click at a place")
+    return [_click(click[1], (int(pair[1]), int(pair[2])))]
+
+
+def _centre_click(text: str, seen: Seen) -> Sequence[Intent]:
+    click = _CLICK.search(text)
+    if click is None:
+        raise Unreadable("there is no click")
+    return [_click(click[1], (seen.width // 2, seen.height // 2))]
+
+
+def _click(word: str | None, at: tuple[int, int]) -> Intent:
+    match (word or "left").lower():
+        case "double":
+            return intent(Click(*at, count=2), "double_click", {"coordinate": list(at)})
+        case "triple":
+            return intent(Click(*at, count=3), "triple_click", {"coordinate": list(at)})
+        case "right":
+            return intent(Click(*at, button="right"), "right_click", {"coordinate": list(at)})
+        case "middle":
+            return intent(Click(*at, button="middle"), "middle_click", {"coordinate": list(at)})
+        case _:
+            return intent(Click(*at), "left_click", {"coordinate": list(at)})
+
+
+def _quoted_type(text: str, _seen: Seen) -> Sequence[Intent]:
+    match = _TYPED.search(text)
+    if match is None:
+        raise Unreadable("there is no quoted text to type")
+    words = match[1] or match[2]
+    return [intent(typing(words), "type", {"text": words})]
+
+
+def _key_names(text: str, _seen: Seen) -> Sequence[Intent]:
+    match = _KEYS.search(text)
+    if match is None:
+        raise Unreadable("there is no key")
+    keys = [key.strip().lower() for key in match[1].removeprefix("the ").split("+")]
+    return [intent(PressKeys(tuple(keys)), "key", {"keys": keys})]
+
+
+def _scroll_words(text: str, _seen: Seen) -> Sequence[Intent]:
+    match = _SCROLLED.search(text)
+    if match is None:
+        raise Unreadable("there is no scroll")
+    amount = wheel_clicks(_SCROLL_AMOUNT if match[1].lower() == "down" else -_SCROLL_AMOUNT, "scroll")
+    return [intent(Scroll(dy=amount), "scroll", {"direction": match[1].lower()})]
+
+
+_PROSE: Mapping[str, Reader] = {
+    "wait_word": _wait_word,
+    "click_words": _click_words,
+    "quoted_type": _quoted_type,
+    "key_names": _key_names,
+    "scroll_words": _scroll_words,
+    "centre_click": _centre_click,
+}
+
+#: In the order in which they are tried: what says most comes first, what makes something up comes last.
+FALLBACKS = ("bare_json", "click_words", "quoted_type", "key_names", "scroll_words", "wait_word", "centre_click")

@@ -1,0 +1,23 @@
+"""Take actions apart into simpler ones that do the same, for grammars without words for the whole. Pure."""
+
+from dataclasses import replace
+
+from trainer.client import Action, Click, Drag, KeyDown, KeyUp, Move, Scroll
+
+
+def taken_apart(action: Action) -> list[Action]:
+    """Return an action's parts in order: held keys, the way to where a drag begins, the wheel's two directions.
+
+    What has no parts comes back as it is.
+    """
+    match action:
+        case Click() | Drag() | Scroll() if action.modifiers:
+            keys = list(action.modifiers)
+            bare = taken_apart(replace(action, modifiers=()))
+            return [*map(KeyDown, keys), *bare, *map(KeyUp, reversed(keys))]
+        case Drag(start_x=int() as x, start_y=int() as y):
+            return [Move(x, y), replace(action, start_x=None, start_y=None)]
+        case Scroll() if action.dx and action.dy:
+            return [replace(action, dx=0), replace(action, dy=0)]
+        case _:
+            return [action]

@@ -1,0 +1,122 @@
+"""Qwen3.5-VL's own way to act: calls of `computer_use` in tags, places normalised to 1000.
+
+```text
+<tool_call>
+<function=computer_use>
+<parameter=action>
+left_click
+</parameter>
+<parameter=coordinate>
+[500, 320]
+</parameter>
+</function>
+</tool_call>
+```
+
+The tags are those of the model's chat template. Lists and numbers are JSON, texts stand as they are.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+
+from trainer.agent.coordinates import Seen, Units
+from trainer.agent.grammars.computer_use import TOOL, arguments_of, intent_of, tool_schema
+from trainer.agent.grammars.fallbacks import Fallbacks
+from trainer.agent.grammars.grammar import CannotSay, Intent, Parsed, Unreadable, read, sayable
+from trainer.agent.grammars.tool_calls import CLOSE, OPEN, json_value
+from trainer.agent.grammars.values import shown
+from trainer.client import Action
+
+_FUNCTION, _END_FUNCTION = "<function=", "</function>"
+_PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
+_JSON = frozenset({"keys", "coordinate", "start_coordinate", "pixels", "time"})
+
+
+class Qwen35Vl:
+    """`<tool_call><function=computer_use><parameter=action>...`, one or more."""
+
+    name = "qwen3.5-vl"
+    coordinates: Units = "normalised"
+    stop: tuple[str, ...] = ()
+
+    def __init__(self, fallbacks: Fallbacks) -> None:
+        self._fallbacks = fallbacks.of_calls(intent_of)
+
+    def instructions(self, seen: Seen) -> str:
+        """Return the tool and how to call it, between the tags that the model's chat template uses."""
+        return (
+            f"# Tools\n\nYou have one tool, described by its JSON schema:\n<tools>\n{tool_schema(seen)}\n</tools>\n\n"
+            "To use it, end your reply with a call of this form, with a parameter for each argument:\n"
+            f"{OPEN}\n{_FUNCTION}{TOOL}>\n{_PARAMETER}action>\n...\n{_END_PARAMETER}\n{_END_FUNCTION}\n{CLOSE}"
+        )
+
+    def parse(self, text: str, seen: Seen) -> Parsed:
+        """Read a reply. Never raises."""
+        return read(text, seen, strict=_strict, fallbacks=self._fallbacks)
+
+    def render(self, actions: Sequence[Action]) -> str:
+        """Return a reply that reads as these actions. Raises: CannotSay."""
+        return sayable("\n".join(_call(action) for action in actions))
+
+
+def _call(action: Action) -> str:
+    lines = [OPEN, f"{_FUNCTION}{TOOL}>"]
+    for name, value in arguments_of(action).items():
+        said = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if _END_PARAMETER in said:
+            raise CannotSay(f"{_END_PARAMETER} cannot stand in a parameter")
+        lines += [f"{_PARAMETER}{name}>", said, _END_PARAMETER]
+    return "\n".join([*lines, _END_FUNCTION, CLOSE])
+
+
+def _strict(text: str, _seen: Seen) -> Sequence[Intent]:
+    return list(_intents(text))
+
+
+def _intents(text: str) -> Iterator[Intent]:
+    start = text.find(OPEN)
+    if start < 0:
+        raise Unreadable(f"the reply holds no {OPEN}")
+    rest = text[start:]
+    while rest:
+        rest = _after(rest, OPEN, "a call")
+        rest = _after(rest, _FUNCTION, OPEN)
+        name, _, rest = rest.partition(">")
+        if name.strip() != TOOL:
+            raise Unreadable(f"there is no tool {shown(name)}; call {TOOL}")
+        arguments: dict[str, object] = {}
+        rest = rest.lstrip()
+        while rest.startswith(_PARAMETER):
+            name, _, rest = rest.removeprefix(_PARAMETER).partition(">")
+            if name in arguments:
+                raise Unreadable(f"{shown(name)} is given twice")
+            said, rest = _value(rest)
+            arguments[name] = _read_value(name, said)
+        yield intent_of(arguments)
+        if (_END_FUNCTION + CLOSE).startswith("".join(rest.split())):
+            return
+        rest = _after(_after(rest, _END_FUNCTION, "the parameters"), CLOSE, _END_FUNCTION).lstrip()
+
+
+def _after(text: str, tag: str, what: str) -> str:
+    text = text.lstrip()
+    if not text.startswith(tag):
+        raise Unreadable(f"{tag} must follow {what}")
+    return text.removeprefix(tag)
+
+
+def _value(text: str) -> tuple[str, str]:
+    """Return a parameter's text and what follows it. The text may hold tags, but not all that ends a parameter."""
+    end = text.find(_END_PARAMETER)
+    while end >= 0:
+        rest = text[end + len(_END_PARAMETER) :].lstrip()
+        if rest.startswith((_PARAMETER, _END_FUNCTION)) or _END_FUNCTION.startswith(rest):
+            return text[:end].removeprefix("\n").removesuffix("\n"), rest
+        end = text.find(_END_PARAMETER, end + 1)
+    raise Unreadable(f"a parameter has no {_END_PARAMETER}")
+
+
+def _read_value(name: str, said: str) -> object:
+    if name in _JSON:
+        return json_value(said, name)
+    return said if name == "text" else said.strip()

@@ -1,0 +1,55 @@
+"""Qwen3-VL's own way to act: JSON tool calls of `computer_use`, places normalised to 1000."""
+
+import json
+from collections.abc import Iterator, Sequence
+
+from trainer.agent.coordinates import Seen, Units
+from trainer.agent.grammars.computer_use import TOOL, arguments_of, intent_of, tool_schema
+from trainer.agent.grammars.fallbacks import Fallbacks
+from trainer.agent.grammars.grammar import Intent, Parsed, Unreadable, read, sayable
+from trainer.agent.grammars.tool_calls import CLOSE, OPEN, json_calls
+from trainer.agent.grammars.values import no_more_than, shown
+from trainer.client import Action
+
+
+class Qwen3Vl:
+    """`<tool_call>{"name": "computer_use", "arguments": {"action": ...}}</tool_call>`, one or more."""
+
+    name = "qwen3-vl"
+    coordinates: Units = "normalised"
+    stop: tuple[str, ...] = ()
+
+    def __init__(self, fallbacks: Fallbacks) -> None:
+        self._fallbacks = fallbacks.of_calls(intent_of)
+
+    def instructions(self, seen: Seen) -> str:
+        """Return the tool and how to call it, between the tags that the model's chat template uses."""
+        return (
+            f"# Tools\n\nYou have one tool, described by its JSON schema:\n<tools>\n{tool_schema(seen)}\n</tools>\n\n"
+            f"To use it, end your reply with a call of this form:\n{OPEN}\n"
+            f'{{"name": "{TOOL}", "arguments": {{"action": ...}}}}\n{CLOSE}'
+        )
+
+    def parse(self, text: str, seen: Seen) -> Parsed:
+        """Read a reply. Never raises."""
+        return read(text, seen, strict=_strict, fallbacks=self._fallbacks)
+
+    def render(self, actions: Sequence[Action]) -> str:
+        """Return a reply that reads as these actions. Raises: CannotSay."""
+        calls = [{"name": TOOL, "arguments": arguments_of(action)} for action in actions]
+        return sayable("\n".join(f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}" for call in calls))
+
+
+def _strict(text: str, _seen: Seen) -> Sequence[Intent]:
+    return list(_intents(text))
+
+
+def _intents(text: str) -> Iterator[Intent]:
+    for call in json_calls(text):
+        no_more_than(call, ("name", "arguments"), "a call")
+        if call.get("name") != TOOL:
+            raise Unreadable(f"there is no tool {shown(call.get('name'))}; call {TOOL}")
+        arguments = call.get("arguments")
+        if not isinstance(arguments, dict):
+            raise Unreadable(f"arguments must be a JSON object, not {shown(arguments)}")
+        yield intent_of(arguments)

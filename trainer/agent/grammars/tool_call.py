@@ -1,0 +1,163 @@
+"""The Slime-OSWorld system's tool call: one JSON call of `computer_use` in its variant, places in pixels.
+
+Beside the words of `computer_use.py` it differs in: `click`, `scroll` with a direction and an amount, and drags to
+`end_coordinate`. Clicks must name a place. The arguments may stand alone, without the tool's name.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+from trainer.agent.coordinates import Seen, Units
+from trainer.agent.grammars.computer_use import TOOL
+from trainer.agent.grammars.fallbacks import Fallbacks
+from trainer.agent.grammars.grammar import CannotSay, Intent, Parsed, Unreadable, intent, only, read, sayable
+from trainer.agent.grammars.tool_calls import CLOSE, OPEN, json_calls
+from trainer.agent.grammars.values import chord, no_more_than, number, pause, place, shown, typing, wheel_clicks
+from trainer.client import Action, Click, Done, Drag, Fail, PressKeys, Scroll, TypeText, Wait
+
+_WAIT_S = 2.0
+_SCROLL_CLICKS = 3
+#: (dx, dy) of one click of the wheel.
+_DIRECTIONS = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "left_click": ("coordinate",),
+    "click": ("coordinate",),
+    "right_click": ("coordinate",),
+    "double_click": ("coordinate",),
+    "type": ("text",),
+    "key": ("keys",),
+    "scroll": ("direction", "amount", "coordinate"),
+    "left_click_drag": ("end_coordinate", "coordinate"),
+    "wait": ("time",),
+    "terminate": ("status",),
+}
+
+
+class ToolCall:
+    """`<tool_call>{"name": "computer_use", "arguments": {"action": ...}}</tool_call>`, one a reply."""
+
+    name = "tool-call"
+    coordinates: Units = "pixels"
+    stop: tuple[str, ...] = (CLOSE,)
+
+    def __init__(self, fallbacks: Fallbacks) -> None:
+        self._fallbacks = fallbacks.of_calls(intent_of)
+
+    def instructions(self, seen: Seen) -> str:
+        """Return the actions and the form of a call."""
+        return (
+            f"Act by one tool call at the end of your reply:\n{OPEN}"
+            f'{{"name": "{TOOL}", "arguments": {{"action": "left_click", "coordinate": [200, 150]}}}}{CLOSE}\n'
+            "The actions and their arguments:\n"
+            "- left_click, right_click, double_click: coordinate\n"
+            "- left_click_drag: coordinate to drag from (the pointer's place without it), end_coordinate to drag to\n"
+            "- type: text; a newline in it is Enter\n"
+            '- key: keys, a list such as ["ctrl", "s"], pressed together\n'
+            f"- scroll: direction (up, down, left, right), amount in wheel clicks (default {_SCROLL_CLICKS}),"
+            " coordinate (the pointer's place without it)\n"
+            f"- wait: time in seconds (default {_WAIT_S:g})\n"
+            "- terminate: status, success or failure (the task cannot be done)\n"
+            f"Coordinates are [x, y] in pixels of the screenshot, which is {seen.width} wide and {seen.height} high."
+        )
+
+    def parse(self, text: str, seen: Seen) -> Parsed:
+        """Read a reply. Never raises."""
+        return read(text, seen, strict=read_call, fallbacks=self._fallbacks)
+
+    def render(self, actions: Sequence[Action]) -> str:
+        """Return a reply that reads as this action. Raises: CannotSay."""
+        call = {"name": TOOL, "arguments": _arguments_of(only(actions, self.name))}
+        return sayable(f"{OPEN}{json.dumps(call, ensure_ascii=False)}{CLOSE}")
+
+
+def read_call(text: str, _seen: Seen) -> Sequence[Intent]:
+    """Read the reply's one call. Raises: Unreadable."""
+    calls = list(json_calls(text))
+    if len(calls) != 1:
+        raise Unreadable(f"the reply holds {len(calls)} calls; give one")
+    call = calls[0]
+    if "action" in call:
+        return [intent_of(call)]
+    no_more_than(call, ("name", "arguments"), "a call")
+    arguments = call.get("arguments")
+    if call.get("name") != TOOL or not isinstance(arguments, dict):
+        raise Unreadable(f'a call is {{"name": "{TOOL}", "arguments": {{"action": ...}}}}')
+    return [intent_of(arguments)]
+
+
+def intent_of(arguments: Mapping[str, object]) -> Intent:
+    """Return what a call means. Raises: Unreadable."""
+    kind = arguments.get("action")
+    if not isinstance(kind, str) or kind not in _ARGUMENTS:
+        raise Unreadable(f"there is no action {shown(kind)}; there are {', '.join(_ARGUMENTS)}")
+    rest = {name: value for name, value in arguments.items() if name != "action"}
+    no_more_than(rest, _ARGUMENTS[kind], kind)
+    return intent(_action(kind, rest), kind, rest)
+
+
+def _action(kind: str, given: Mapping[str, object]) -> Action:
+    match kind:
+        case "right_click":
+            return Click(*place(given.get("coordinate")), button="right")
+        case "double_click":
+            return Click(*place(given.get("coordinate")), count=2)
+        case "type":
+            return typing(given.get("text"))
+        case "key":
+            return chord(given.get("keys"))
+        case "scroll":
+            direction = given.get("direction")
+            if not isinstance(direction, str) or direction not in _DIRECTIONS:
+                raise Unreadable(f"direction must be up, down, left or right, not {shown(direction)}")
+            amount = given.get("amount", _SCROLL_CLICKS)
+            if number(amount, "amount") < 0:
+                raise Unreadable("amount must be positive; the direction says which way")
+            clicks = wheel_clicks(amount, "amount")
+            dx, dy = _DIRECTIONS[direction]
+            x, y = (None, None) if given.get("coordinate") is None else place(given["coordinate"])
+            return Scroll(dy=dy * clicks, dx=dx * clicks, x=x, y=y)
+        case "left_click_drag":
+            end_x, end_y = place(given.get("end_coordinate"), "end_coordinate")
+            x, y = (None, None) if given.get("coordinate") is None else place(given["coordinate"])
+            return Drag(end_x, end_y, x, y)
+        case "wait":
+            return pause(given.get("time", _WAIT_S), "time")
+        case "terminate":
+            if given.get("status") not in ("success", "failure"):
+                raise Unreadable(f'status must be "success" or "failure", not {shown(given.get("status"))}')
+            return Done() if given["status"] == "success" else Fail()
+        case _:
+            return Click(*place(given.get("coordinate")))
+
+
+def _arguments_of(action: Action) -> dict[str, object]:
+    match action:
+        case Click(button="left", count=1, modifiers=()) if action.x is not None:
+            return {"action": "left_click", "coordinate": [action.x, action.y]}
+        case Click(button="right", count=1, modifiers=()) if action.x is not None:
+            return {"action": "right_click", "coordinate": [action.x, action.y]}
+        case Click(button="left", count=2, modifiers=()) if action.x is not None:
+            return {"action": "double_click", "coordinate": [action.x, action.y]}
+        case TypeText():
+            return {"action": "type", "text": action.text}
+        case PressKeys() if not action.hold:
+            return {"action": "key", "keys": list(action.keys)}
+        case Scroll(modifiers=()) if (action.dx == 0) != (action.dy == 0):
+            amount = abs(action.dx + action.dy)
+            sign = (action.dx // amount, action.dy // amount)
+            direction = next(name for name, each in _DIRECTIONS.items() if each == sign)
+            at = {} if action.x is None else {"coordinate": [action.x, action.y]}
+            return {"action": "scroll", "direction": direction, "amount": amount, **at}
+        case Drag(button="left", modifiers=()):
+            start = {} if action.start_x is None else {"coordinate": [action.start_x, action.start_y]}
+            return {"action": "left_click_drag", **start, "end_coordinate": [action.end_x, action.end_y]}
+        case Wait():
+            seconds = action.duration / timedelta(seconds=1)
+            return {"action": "wait", **({} if seconds == _WAIT_S else {"time": seconds})}
+        case Done(answer=""):
+            return {"action": "terminate", "status": "success"}
+        case Fail():
+            return {"action": "terminate", "status": "failure"}
+        case _:
+            raise CannotSay(f"tool-call has no words for {action}")

@@ -1,0 +1,281 @@
+"""Live one episode: look, ask the model, read its reply, act, look again, and have it judged once at the end.
+
+What the agent does wrong (a reply that cannot be read, a place outside of the picture, a key that no keyboard has) is
+told to it as the next observation and counts in the facts. What we do wrong (a lost machine, a broken checker, an
+engine that does not answer) makes the episode FAILED: void, with the error kept. Nothing but cancellation is raised.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Protocol
+
+from trainer.agent import prompts
+from trainer.agent.coordinates import CoordinateSpace, OutOfPicture, on_screen, places_of
+from trainer.agent.grammars import Parsed
+from trainer.agent.history import History
+from trainer.agent.prompts import Look
+from trainer.agent.settings import AgentSettings
+from trainer.agent.types import (
+    BudgetExhausted,
+    Conversation,
+    GenerationAborted,
+    ModelFailed,
+    Outcome,
+    Reply,
+    Trajectory,
+    Turn,
+)
+from trainer.client import Action, EnvError, Evaluation, Observation, Origin, SampleVoid, State, StepResult, View
+from trainer.rewards.facts import ActionFacts, TurnFacts
+
+_logger = logging.getLogger(__name__)
+
+
+class AgentEpisode(Protocol):
+    """What the loop needs of `trainer.client.AsyncEpisode`."""
+
+    episode_id: str
+    task_id: str
+    instruction: str
+    observation: Observation
+    """What was seen last; at first, of a reset with `AgentSettings.view`."""
+    origin: Origin
+
+    async def step(self, *actions: Action, view: View | None = None, timeout: timedelta = ...) -> StepResult:
+        """Perform actions and look. Raises: EnvError."""
+
+    async def evaluate(self, *, timeout: timedelta = ...) -> Evaluation:
+        """Score what the episode left behind. Raises: EnvError."""
+
+
+async def run_episode(episode: AgentEpisode, conversation: Conversation, *, settings: AgentSettings) -> Trajectory:
+    """Live an episode that was opened with `settings.view`, to its verdict. The caller closes it.
+
+    Whatever happens, all replies that were sampled are in the trajectory. Raises nothing but cancellation.
+
+    Args:
+        episode: Where to act; it must be at its beginning.
+        conversation: Whom to ask; it must be fresh.
+        settings: How.
+    """
+    run = _Run(episode, conversation, settings)
+    try:
+        outcome, reason = await run.live()
+        evaluation = await run.evaluate()
+    except GenerationAborted:
+        return run.trajectory(Outcome.ABORTED, "aborted")
+    except (EnvError, ModelFailed) as error:
+        _logger.warning("episode %s of %s is void: %s", episode.episode_id, episode.task_id, error)
+        return run.trajectory(Outcome.FAILED, type(error).__name__, error=error)
+    except Exception as error:
+        # One episode's accident must not take down the others that share its process.
+        _logger.exception("episode %s of %s is void", episode.episode_id, episode.task_id)
+        return run.trajectory(Outcome.FAILED, type(error).__name__, error=error)
+    return run.trajectory(outcome, reason, evaluation=evaluation)
+
+
+class _Run:
+    """The state of one episode while it is lived."""
+
+    def __init__(self, episode: AgentEpisode, conversation: Conversation, settings: AgentSettings) -> None:
+        self._episode = episode
+        self._conversation = conversation
+        self._settings = settings
+        self._grammar = settings.make_grammar()
+        self._turns: list[Turn] = []
+        self._timings_s = {"model": 0.0, "step": 0.0, "evaluate": 0.0}
+        self._pointer: tuple[int, int] | None = None
+
+    def trajectory(
+        self,
+        outcome: Outcome,
+        reason: str,
+        *,
+        evaluation: Evaluation | None = None,
+        error: Exception | None = None,
+    ) -> Trajectory:
+        return Trajectory(
+            task_id=self._episode.task_id,
+            instruction=self._episode.instruction,
+            outcome=outcome,
+            reason=reason,
+            error=error,
+            turns=tuple(self._turns),
+            evaluation=evaluation,
+            origin=self._episode.origin,
+            episode_id=self._episode.episode_id,
+            timings_s=dict(self._timings_s),
+        )
+
+    async def live(self) -> tuple[Outcome, str]:
+        """Return how the episode ended, FAILED and ABORTED aside, which are raised."""
+        try:
+            async with asyncio.timeout(self._settings.timeout_s) as limit:
+                return await self._take_turns()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return Outcome.TRUNCATED, "time"
+        except BudgetExhausted as end:
+            return Outcome.TRUNCATED, end.budget
+
+    async def evaluate(self) -> Evaluation:
+        async with self._timed("evaluate"):
+            return await self._episode.evaluate(timeout=self._settings.evaluate_timeout)
+
+    async def _take_turns(self) -> tuple[Outcome, str]:
+        settings = self._settings
+        observation = self._episode.observation
+        space = self._space(observation)
+        look = prompts.look_at(observation, space, settings)
+        history = History(
+            prompts.system_message(settings, space.seen()),
+            images_per_row=settings.images_per_row,
+            images_kept=settings.images_kept,
+        )
+        instruction = self._episode.instruction
+        async with self._timed("model"):
+            await self._conversation.begin(
+                history.begin(prompts.task_message(instruction, look), prompts.task_reminder(instruction))
+            )
+        for number in range(1, settings.max_turns + 1):
+            async with self._timed("model"):
+                reply = await self._conversation.generate()
+            history.reply(reply.text)
+            parsed = self._grammar.parse(reply.text, space.seen(self._pointer))
+            turn = _turn(reply, parsed, look=look, row=history.row)
+            # From here on, so that a reply that was sampled is never lost.
+            self._turns.append(turn)
+            mistake, step = parsed.error, None
+            if parsed.intents:
+                mistake, step = await self._act(parsed, space)
+            after = look
+            if step is not None:
+                space = self._space(step.observation)
+                after = prompts.look_at(step.observation, space, settings)
+            self._turns[-1] = _finished(self._turns[-1], after, mistake, step)
+            if step is not None and step.done:
+                return _ending(step)
+            if number == settings.max_turns:
+                break
+            await self._show(history, reply, mistake, step, before=look, after=after)
+            look = after
+        return Outcome.TRUNCATED, "turns"
+
+    def _space(self, observation: Observation) -> CoordinateSpace:
+        return CoordinateSpace.of(
+            self._settings.units,
+            image_px=(observation.width_px, observation.height_px),
+            screen_px=(observation.screen_width_px, observation.screen_height_px),
+        )
+
+    async def _act(self, parsed: Parsed, space: CoordinateSpace) -> tuple[str, StepResult | None]:
+        """Do what a reply says, all of it or nothing. Returns the agent's mistake, or what the step did."""
+        try:
+            actions = tuple(on_screen(action, space) for action in parsed.actions)
+        except OutOfPicture as mistake:
+            return f"{mistake}", None
+        facts = self._turns[-1].facts
+        aimed = tuple(
+            replace(one, point_px=next(iter(places_of(action)), None))
+            for one, action in zip(facts.actions, actions, strict=True)
+        )
+        self._turns[-1] = replace(self._turns[-1], actions=actions, facts=replace(facts, actions=aimed))
+        began = time.monotonic()
+        async with self._timed("step"):
+            step = await self._episode.step(*actions, view=self._settings.view, timeout=self._settings.step_timeout)
+        self._turns[-1] = replace(self._turns[-1], step_s=time.monotonic() - began)
+        if step.state is State.FAILED:
+            raise SampleVoid(
+                f"episode {self._episode.episode_id} failed: {step.end_reason}", reason=step.end_reason or "FAILED"
+            )
+        for action in parsed.actions:
+            self._pointer = next(reversed(places_of(action)), self._pointer)
+        return "", step
+
+    async def _show(
+        self,
+        history: History,
+        reply: Reply,
+        mistake: str,
+        step: StepResult | None,
+        *,
+        before: Look,
+        after: Look,
+    ) -> None:
+        """Tell the model what came of its reply."""
+        result = prompts.result_text(
+            unreadable=mistake,
+            errors=() if step is None else step.errors,
+            cut_off_at=self._settings.reply_tokens if reply.finish == "length" else 0,
+        )
+        async with self._timed("model"):
+            if not self._settings.repeat_images and after.shows_the_same_as(before):
+                message = prompts.unchanged_message(result)
+                history.note(message)
+                await self._conversation.append(message)
+                return
+            message = prompts.observation_message(result, after)
+            new_row = history.observe(message, prompts.dropped_message(result))
+            if new_row is None:
+                await self._conversation.append(message)
+            else:
+                await self._conversation.begin(new_row)
+
+    @asynccontextmanager
+    async def _timed(self, phase: str) -> AsyncIterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._timings_s[phase] += time.monotonic() - began
+
+
+def _turn(reply: Reply, parsed: Parsed, *, look: Look, row: int) -> Turn:
+    """Return a turn of which nothing was done yet."""
+    facts = TurnFacts(
+        text=reply.text,
+        parsed=parsed.parsed,
+        fallback=parsed.fallback,
+        actions=tuple(replace(intent.facts, executed=False) for intent in parsed.intents),
+        errors=(parsed.error,) if parsed.error else (),
+        done=parsed.done,
+        failed=parsed.failed,
+        tree_before=look.tree,
+        boxes_before=look.boxes_px,
+        terminal_before=look.terminal,
+        token_count=len(reply.token_ids),
+    )
+    return Turn(reply=reply, actions=(), facts=facts, row=row, image_id=look.image_id)
+
+
+def _finished(turn: Turn, after: Look, mistake: str, step: StepResult | None) -> Turn:
+    """Return the turn with what came of it."""
+    facts = replace(turn.facts, tree_after=after.tree, terminal_after=after.terminal)
+    if step is None:
+        # Nothing was sent, and a machine stands still between steps.
+        return replace(turn, facts=replace(facts, errors=(mistake,), changed_fraction=0.0))
+    change = step.screen_change
+    facts = replace(
+        facts,
+        actions=tuple(_told(one, error) for one, error in zip(facts.actions, step.errors, strict=False)),
+        errors=tuple(error for error in step.errors if error),
+        changed_fraction=None if change is None else change.changed_fraction,
+        grey_difference=None if change is None else change.grey_difference,
+    )
+    return replace(turn, facts=facts)
+
+
+def _told(action: ActionFacts, error: str) -> ActionFacts:
+    return replace(action, executed=not error)
+
+
+def _ending(step: StepResult) -> tuple[Outcome, str]:
+    reasons = {"AGENT_DONE": "done", "AGENT_FAIL": "fail", "MAX_STEPS": "turns"}
+    outcome = Outcome.TERMINATED if step.state is State.TERMINATED else Outcome.TRUNCATED
+    return outcome, reasons.get(step.end_reason, step.end_reason.lower())

@@ -1,0 +1,107 @@
+"""Two runs side by side, before and after: differences by pairs of the same task, with intervals. Pure.
+
+Only tasks that both runs have attempted without an error are compared. Pairing takes the tasks' own difficulty out, so
+that a difference shows with far fewer tasks than between two independent rates.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.evaluate.results import Attempt, Results
+from trainer.evaluate.statistics import Interval, mcnemar, paired_difference
+from trainer.evaluate.summary import by_task, groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A group of tasks before and after."""
+
+    group: str
+    task_count: int
+    """Tasks that both runs have."""
+    before: float
+    """Share of attempts that succeeded; tasks weigh alike."""
+    after: float
+    difference: Interval
+    """Of the rates, by pairs; see `paired_difference`."""
+    gained: int
+    """Tasks that succeeded more often after than before."""
+    lost: int
+    """Tasks that succeeded less often."""
+    p_value: float | None
+    """McNemar's, exact; None where tasks were attempted more than once; the interval tells then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two runs side by side."""
+
+    before_label: str
+    after_label: str
+    rows: Sequence[Difference]
+    """All tasks first; empty if the runs have no task in common."""
+    unpaired: Sequence[str]
+    """Tasks that only one run has without an error; they are in no row."""
+    warnings: Sequence[str]
+    """What may make the runs incomparable, in words."""
+
+
+#: Settings in which two checkpoints may differ without becoming incomparable.
+_MAY_DIFFER = frozenset({"endpoint", "model"})
+
+
+def compare(before: Results, after: Results) -> Comparison:
+    """Return how `after` differs from `before`."""
+    old, new = by_task(before.attempts), by_task(after.attempts)
+    shared = old.keys() & new.keys()
+    rows = []
+    if shared:
+        members = groups(attempt for attempt in after.attempts if attempt.task_id in shared)
+        rows = [_difference(group, old, new, {one.task_id for one in tasks}) for group, tasks in members.items()]
+    return Comparison(
+        before_label=before.run.label,
+        after_label=after.run.label,
+        rows=rows,
+        unpaired=sorted(old.keys() ^ new.keys()),
+        warnings=_warnings(before, after),
+    )
+
+
+def _difference(
+    group: str, old: dict[str, list[Attempt]], new: dict[str, list[Attempt]], tasks: set[str]
+) -> Difference:
+    order = sorted(tasks)
+    before_N = np.array([_rate(old[task]) for task in order])
+    after_N = np.array([_rate(new[task]) for task in order])
+    gained, lost = int(np.sum(after_N > before_N)), int(np.sum(after_N < before_N))
+    is_single = all(len(runs[task]) == 1 for task in order for runs in (old, new))
+    return Difference(
+        group=group,
+        task_count=len(order),
+        before=float(before_N.mean()),
+        after=float(after_N.mean()),
+        difference=paired_difference(before_N, after_N),
+        gained=gained,
+        lost=lost,
+        p_value=mcnemar(gained, lost) if is_single else None,
+    )
+
+
+def _rate(attempts: Sequence[Attempt]) -> float:
+    return sum(attempt.succeeded for attempt in attempts) / len(attempts)
+
+
+def _warnings(before: Results, after: Results) -> list[str]:
+    warnings = []
+    if before.run.prompt_hash != after.run.prompt_hash:
+        warnings.append("the prompts differ, so the difference is not the checkpoints' alone")
+    there, here = before.run.settings, after.run.settings
+    differing = sorted(key for key in {*there, *here} - _MAY_DIFFER if there.get(key) != here.get(key))
+    if differing:
+        warnings.append(f"the runs were made with other {', '.join(differing)}")
+    for run in (before, after):
+        if errors := sum(attempt.is_error for attempt in run.attempts):
+            warnings.append(f"{run.run.label}: {errors} attempts were lost to errors; run its evaluation again")
+    return warnings

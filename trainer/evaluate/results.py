@@ -1,0 +1,211 @@
+"""The results of an evaluation as a file of JSON lines: what was evaluated, then a line for each attempt as it ends.
+
+A line is written whole or not at all, so an evaluation that was killed goes on where it was. An attempt that was lost
+to an error is made again, and its later line counts.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, BinaryIO, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+
+
+class ResultsError(Exception):
+    """A file of results cannot be used: it is not one, is damaged, or is of another evaluation."""
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Run(_Line):
+    """What was evaluated: two attempts may share a file only if all of this is equal."""
+
+    kind: Literal["run"] = "run"
+    schema_version: Literal[1] = 1
+    label: str
+    """What tables call it."""
+    settings: Mapping[str, JsonValue]
+    """Endpoint, model, sampling, prompt, grammar and budgets, as they were used."""
+    prompt_hash: str
+    """Of all that the model is told apart from the task itself; equal to the one that training logs."""
+
+
+class Verdict(_Line):
+    """One checker's verdict."""
+
+    name: str
+    score: float
+    evidence: str
+
+
+class Attempt(_Line):
+    """One attempt at one task."""
+
+    kind: Literal["attempt"] = "attempt"
+    task_id: str
+    suite: str
+    level: int
+    domain: str
+    infeasible: bool
+    """The task cannot be done, and saying so is the solution."""
+    seed: int
+    outcome: Literal["terminated", "truncated", "failed"]
+    """`failed` is ours: the attempt tells nothing about the model."""
+    reason: str
+    """"done", "fail", the budget that ran out, or the error's name."""
+    error: str = ""
+    score: float | None = Field(default=None, ge=0, le=1)
+    """None for `failed`, and only then: an error is never a score."""
+    turn_count: int = 0
+    parsed_count: int = 0
+    """Turns whose reply followed the grammar."""
+    token_count: int = 0
+    seconds: float = 0.0
+    episode_id: str = ""
+    checks: Sequence[Verdict] = ()
+    replay: str = ""
+    """Directory of its frames and turns, relative to the file of results; empty if none were kept."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What makes it one of a kind within an evaluation."""
+        return self.task_id, self.seed
+
+    @property
+    def is_error(self) -> bool:
+        """It counts nowhere but among the errors."""
+        return self.score is None
+
+    @property
+    def succeeded(self) -> bool:
+        """The task was done completely; partial credit is no success."""
+        return self.score is not None and self.score >= 1.0
+
+
+_LINES: TypeAdapter[Run | Attempt] = TypeAdapter(Annotated[Run | Attempt, Field(discriminator="kind")])
+
+
+class Results:
+    """A run and the attempts made so far, the last one of each task and seed."""
+
+    def __init__(self, run: Run, attempts: Iterable[Attempt] = ()) -> None:
+        self.run = run
+        self._by_key = {attempt.key: attempt for attempt in attempts}
+
+    def __repr__(self) -> str:
+        errors = sum(attempt.is_error for attempt in self.attempts)
+        return f"<Results {self.run.label!r} {len(self._by_key) - errors} attempts | {errors} errors>"
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """In order of task and seed."""
+        return [self._by_key[key] for key in sorted(self._by_key)]
+
+    def is_settled(self, task_id: str, seed: int) -> bool:
+        """Whether there is a result that is no error, so that the attempt need not be made."""
+        attempt = self._by_key.get((task_id, seed))
+        return attempt is not None and not attempt.is_error
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a file; a last line that a crash cut off is left out.
+
+        Raises:
+            ResultsError: It is not there, or a line is not what it should be.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ResultsError(f"results {path} cannot be read: {error}; `trainer eval --out` writes them") from error
+        # What comes after the last newline is what a crash cut off.
+        whole = text.split("\n")[:-1]
+        lines = [_line(path, number, line) for number, line in enumerate(whole, 1)]
+        if not lines or not isinstance(lines[0], Run):
+            raise ResultsError(f"results {path} do not begin with what was evaluated; `trainer eval --out` writes them")
+        attempts = []
+        for number, line in enumerate(lines[1:], 2):
+            if not isinstance(line, Attempt):
+                raise ResultsError(f"{path}:{number} begins another evaluation; only one may be in a file")
+            attempts.append(line)
+        return cls(lines[0], attempts)
+
+
+class ResultsFile:
+    """A file of results that is being written. Use as a context manager."""
+
+    def __init__(self, path: Path, run: Run) -> None:
+        """Begin the file, or go on with it.
+
+        Raises:
+            ResultsError: It holds another evaluation, or one is writing it; it is left as it is.
+        """
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            self._file = stack.enter_context(path.open("a+b"))
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ResultsError(f"results {path} are being written by another process; wait, or end it") from error
+            if path.stat().st_size:
+                self.results = Results.read(path)
+                _check_same(path, self.results.run, run)
+                _cut_half_line(self._file)
+            else:
+                self.results = Results(run)
+                self._write(run)
+            stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, attempt: Attempt) -> None:
+        """Write an attempt down; it survives a kill from here on."""
+        self._write(attempt)
+        self.results._by_key[attempt.key] = attempt
+
+    def _write(self, line: _Line) -> None:
+        self._file.write(line.model_dump_json().encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _cut_half_line(file: BinaryIO) -> None:
+    """Remove what a crash left after the last newline."""
+    file.seek(0)
+    file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _line(path: Path, number: int, line: str) -> Run | Attempt:
+    try:
+        return _LINES.validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "line"
+        raise ResultsError(f"{path}:{number} is no line of results: {where}: {first['msg']}") from error
+
+
+def _check_same(path: Path, there: Run, wanted: Run) -> None:
+    """Raises: ResultsError: They differ."""
+    if there == wanted:
+        return
+    before, after = _flat(there), _flat(wanted)
+    differing = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
+    shown = "; ".join(f"{key}: {before.get(key)} there, {after.get(key)} now" for key in differing[:4])
+    raise ResultsError(
+        f"results {path} are of another evaluation ({shown}); choose another --out, or remove the file to begin anew"
+    )
+
+
+def _flat(run: Run) -> dict[str, str]:
+    values: dict[str, JsonValue] = {"label": run.label, "prompt_hash": run.prompt_hash, **run.settings}
+    return {key: json.dumps(value, sort_keys=True) for key, value in values.items()}

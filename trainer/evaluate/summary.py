@@ -1,0 +1,108 @@
+"""What a run's attempts come to: rates with intervals, for all tasks and by suite, domain and level. Pure.
+
+Errors are counted apart and are in no rate. Tasks that cannot be done have a row of their own, since an agent that
+always gives up solves them all, and the rate for all tasks rises with it.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from trainer.evaluate.results import Attempt, Results
+from trainer.evaluate.statistics import Interval, bootstrap_mean, success_rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A group of tasks."""
+
+    group: str
+    """"all", "feasible", "infeasible", or such as "level 2" and "suite desktop"."""
+    task_count: int
+    attempt_count: int
+    """Without errors."""
+    success: Interval | None
+    """Share of attempts whose score is 1; None where every attempt was an error."""
+    score: Interval | None
+    """Mean score, partial credit included."""
+    error_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A whole run."""
+
+    label: str
+    rows: Sequence[Row]
+    """All tasks first."""
+    infeasible_share: float
+    """Of the tasks, how many cannot be done."""
+    errors: Mapping[str, int]
+    """How often each error lost an attempt."""
+    endings: Mapping[str, int]
+    """How often each thing ended an attempt: done, fail, or a budget."""
+    parsed_share: float | None
+    """Of all turns, how many followed the grammar; None without turns."""
+    turn_count_mean: float | None
+
+
+def summarise(results: Results) -> Summary:
+    """Return what a run's attempts come to."""
+    attempts = results.attempts
+    valid = [attempt for attempt in attempts if not attempt.is_error]
+    turns = sum(attempt.turn_count for attempt in valid)
+    infeasible = {attempt.task_id: attempt.infeasible for attempt in attempts}
+    return Summary(
+        label=results.run.label,
+        rows=[_row(group, members) for group, members in groups(attempts).items()],
+        infeasible_share=float(np.mean(list(infeasible.values()))) if infeasible else 0.0,
+        errors=dict(Counter(attempt.reason for attempt in attempts if attempt.is_error).most_common()),
+        endings=dict(Counter(attempt.reason for attempt in valid).most_common()),
+        parsed_share=sum(attempt.parsed_count for attempt in valid) / turns if turns else None,
+        turn_count_mean=turns / len(valid) if valid else None,
+    )
+
+
+def groups(attempts: Iterable[Attempt]) -> dict[str, list[Attempt]]:
+    """Sort attempts into the groups that are told apart; a kind of group with one member is left out."""
+    found: dict[str, list[Attempt]] = {"all": list(attempts)}
+    kinds: Sequence[Callable[[Attempt], str]] = (
+        lambda attempt: "infeasible" if attempt.infeasible else "feasible",
+        lambda attempt: f"suite {attempt.suite}",
+        lambda attempt: f"domain {attempt.domain}",
+        lambda attempt: f"level {attempt.level}",
+    )
+    for kind in kinds:
+        members: defaultdict[str, list[Attempt]] = defaultdict(list)
+        for attempt in found["all"]:
+            members[kind(attempt)].append(attempt)
+        if len(members) > 1:
+            found.update(sorted(members.items()))
+    return found
+
+
+def by_task(attempts: Iterable[Attempt]) -> dict[str, list[Attempt]]:
+    """Sort attempts that are no errors by their tasks."""
+    found: defaultdict[str, list[Attempt]] = defaultdict(list)
+    for attempt in attempts:
+        if not attempt.is_error:
+            found[attempt.task_id].append(attempt)
+    return dict(found)
+
+
+def _row(group: str, attempts: Sequence[Attempt]) -> Row:
+    tasks = by_task(attempts)
+    scores = [
+        np.mean([attempt.score for attempt in members if attempt.score is not None]) for members in tasks.values()
+    ]
+    return Row(
+        group=group,
+        task_count=len(tasks),
+        attempt_count=len(list(chain.from_iterable(tasks.values()))),
+        success=success_rate([[one.succeeded for one in members] for members in tasks.values()]) if tasks else None,
+        score=bootstrap_mean(np.array(scores)) if tasks else None,
+        error_count=sum(attempt.is_error for attempt in attempts),
+    )
