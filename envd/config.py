@@ -284,6 +284,11 @@ class TasksConfig(_Section):
     suites: Annotated[tuple[TaskFile, ...], BeforeValidator(_path_list)] = ()
     """Files of tasks to load beside the built-in suite, each `PATH`, or `SUITE=PATH` where the file's format has no
     suites. In the environment, separated by `:`."""
+    allow_download: bool = False
+    """Whether files that tasks need, and that `envd tasks fetch` did not fetch, are fetched while an episode waits."""
+    client_password_file: Directory | None = None
+    """File with the password of the guests' user, for setups that name `{CLIENT_PASSWORD}`; others must not be able to
+    read it."""
 
 
 class SecurityConfig(_Section):
@@ -344,6 +349,11 @@ class Config(_Section):
     """Who may call, and how often."""
     pools: dict[str, PoolConfig] = {}
     """Pools by name."""
+
+    @property
+    def asset_dir(self) -> Path:
+        """Where files that tasks need are kept."""
+        return self.cache_dir / "assets"
 
     @model_validator(mode="before")
     @classmethod

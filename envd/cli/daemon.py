@@ -8,9 +8,11 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
+from envd.api.secret_files import read_secret
 from envd.api.server import ApiServer
 from envd.cli.statelock import locked
 from envd.cli.suites import load_tasks
@@ -27,6 +29,9 @@ from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.images.catalogue import ImageCatalogue
 from envd.hypervisor.libvirt import LibvirtHypervisor
 from envd.hypervisor.machine import DiskImage, Hypervisor
+from envd.osworld.bridge import WorkerBridge
+from envd.osworld.environment import Environment
+from envd.osworld.workers import Workers
 from envd.pool.audit import Audit, MachineRows
 from envd.pool.backoff import BreakerState
 from envd.pool.clock import SystemClock
@@ -37,6 +42,10 @@ from envd.pool.register import strike_all
 from envd.pool.settings import PoolSettings
 from envd.pool.template import TemplateShelf
 from envd.store.store import FILE_NAME, Store
+from envd.tasks.assets import AssetCache
+from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.setup import run_setup
+from envd.tasks.supplies import Supplies
 from envd.telemetry.admission_metrics import AdmissionMetrics, RunLabels
 from envd.telemetry.endpoint import serve_metrics
 from envd.telemetry.episode_metrics import EpisodeMetrics
@@ -99,6 +108,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
     if not config.pools:
         raise ConfigError("no pool is configured; pass --pool 2, or add a section [pools.NAME] to the file")
     tasks = load_tasks(config)
+    supplies, workers = _supplies(config), _osworld_workers(config)
     images = dict(_images(config))
     metrics = Metrics()
     async with AsyncExitStack() as stack:
@@ -129,9 +139,17 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
             )
             for name, pool in config.pools.items()
         ]
+        osworld = None
+        if workers is not None:
+            stack.push_async_callback(workers.aclose)
+            osworld = WorkerBridge(
+                workers, assets=AssetCache(config.asset_dir), client_password=supplies.client_password
+            )
         service = EpisodeService(
             pools,
             tasks=tasks,
+            run_setup=partial(run_setup, supplies=replace(supplies, osworld=osworld)),
+            run_checkers=partial(evaluate, osworld=osworld),
             limits=_limits(config),
             observer=EpisodeMetrics(metrics),
             books=store,
@@ -168,6 +186,23 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
             reaped=tuple(reaped),
             known=known,
         )
+
+
+def _supplies(config: Config) -> Supplies:
+    """Return what setups may draw on. Raises: ConfigError: the file with the password cannot be used."""
+    path = config.tasks.client_password_file
+    password = read_secret(path, setting="tasks.client_password_file") if path else b""
+    return Supplies(
+        assets=AssetCache(config.asset_dir),
+        allow_download=config.tasks.allow_download,
+        client_password=password.decode(errors="replace").strip(),
+    )
+
+
+def _osworld_workers(config: Config) -> Workers | None:
+    """Return what runs OSWorld's code, not yet started; None where OSWorld is not installed."""
+    environment = Environment(config.cache_dir)
+    return Workers(environment.python) if environment.is_installed else None
 
 
 async def _open_hypervisor(config: Config) -> Hypervisor:

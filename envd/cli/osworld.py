@@ -15,16 +15,14 @@ from envd.config import Config
 from envd.errors import OsworldError
 from envd.hypervisor.images.catalogue import ImageCatalogue
 from envd.hypervisor.machine import GuestOs
-from envd.osworld.assets import fetched_assets
+from envd.osworld.catalogue import IMAGE
 from envd.osworld.environment import PACKAGE, Environment
 from envd.osworld.files import OsworldFile, read_files
 from envd.osworld.lint import Finding, Host, Obstacle, cover, findings
 from envd.osworld.workers import KnownNames, Workers
+from envd.tasks.assets import AssetCache, AssetRef
 
 app = typer.Typer(no_args_is_help=True, help="OSWorld's tasks, with its own setup and evaluators.")
-
-#: The image whose packages decide which applications there are.
-_IMAGE = "osworld"
 
 
 @app.command("install")
@@ -101,10 +99,10 @@ def examine(config: Config) -> tuple[list[OsworldFile], Mapping[str, tuple[Findi
     if environment.tasks is None:
         raise OsworldError("no task files are registered; run `envd osworld install --tasks DIR`")
     files = read_files(environment.tasks)
-    assets = fetched_assets(config.cache_dir)
+    assets = AssetCache(config.asset_dir)
     host = Host(
         known=asyncio.run(_known_names(environment)) if environment.is_installed else None,
-        has_asset=lambda url: assets.find(url) is not None,
+        has_asset=lambda url: assets.has(AssetRef(url)),
         packages=_packages(ImageCatalogue(config.cache_dir)),
     )
     return files, {file.task_id: findings(file, host) for file in files}
@@ -122,7 +120,7 @@ def _packages(catalogue: ImageCatalogue) -> dict[GuestOs, frozenset[str] | None]
     """Return the packages of the images that OSWorld tasks run in: ours by its list, any other one unknown."""
     systems: dict[GuestOs, frozenset[str] | None] = {}
     for image in catalogue.list():
-        if image.name == _IMAGE and image.os == GuestOs.LINUX.value:
+        if image.name == IMAGE and image.os == GuestOs.LINUX.value:
             systems[GuestOs.LINUX] = catalogue.packages(image)
         elif image.os == GuestOs.WINDOWS.value:
             systems[GuestOs.WINDOWS] = None

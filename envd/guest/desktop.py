@@ -265,6 +265,16 @@ class Desktop:
         guestd = self._session_guestd("launch a program in the session")
         await self._alive(guestd.launch(argv, timeout_s=timeout_s))
 
+    async def change_wallpaper(self, path: str, *, timeout_s: float = 30.0) -> None:
+        """Show a picture of the guest's behind the windows.
+
+        Raises:
+            GuestError: There is no such file, or nothing that could show it.
+            GuestUnresponsive: No answer within `timeout_s`.
+        """
+        guestd = self._session_guestd("change the wallpaper of the session")
+        await self._alive(guestd.change_wallpaper(path, timeout_s=timeout_s))
+
     async def read_file(self, path: str, *, max_bytes: int = 64 << 20) -> bytes | None:
         """Return a guest file's bytes through the agent; None if there is no such file. `~` is the user's home.
 

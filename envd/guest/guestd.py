@@ -256,6 +256,10 @@ class GuestdClient:
         body = {"path": path, "timeout": timeout_s}
         await self._call("POST", "/setup/open_file", body=body, timeout_s=timeout_s + _GRACE_S)
 
+    async def change_wallpaper(self, path: str, *, timeout_s: float = 30.0) -> None:
+        """Show a picture behind the windows. Raises: GuestError, GuestUnresponsive, MachineLost."""
+        await self._call("POST", "/setup/change_wallpaper", body={"path": path}, timeout_s=timeout_s)
+
     # Input
 
     async def type_text(self, text: str, *, interval_ms: float = 0.0, timeout_s: float = 60.0) -> TypedText:

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from envd.errors import GuestError
 from envd.guest.desktop import Desktop
 from envd.hypervisor.machine import GuestOs
-from envd.osworld.files import asset_urls
 from envd.osworld.workers import Job, Workers
+from envd.tasks.assets import AssetCache, AssetMissing, AssetRef
+from envd.tasks.osworld import asset_urls
 from envd.tasks.text import Verdict
 
 _PLATFORMS = {GuestOs.LINUX: "Linux", GuestOs.WINDOWS: "Windows"}
@@ -16,19 +17,13 @@ _PLATFORMS = {GuestOs.LINUX: "Linux", GuestOs.WINDOWS: "Windows"}
 _LONGEST_JOB_S = 1800.0
 
 
-class Assets(Protocol):
-    """Files fetched ahead of time."""
-
-    def find(self, url: str) -> Path | None:
-        """Return the file of a URL, None where it is not there."""
-
-
 class WorkerBridge:
     """Performs setups and scores in worker processes, and nothing of it in this one."""
 
-    def __init__(self, workers: Workers, *, assets: Assets) -> None:
+    def __init__(self, workers: Workers, *, assets: AssetCache, client_password: str = "") -> None:
         self._workers = workers
         self._assets = assets
+        self._client_password = client_password
 
     async def set_up(self, desktop: Desktop, steps: Sequence[Mapping[str, Any]], *, os: GuestOs) -> None:
         """Perform setup steps in OSWorld's form.
@@ -75,17 +70,15 @@ class WorkerBridge:
                 steps=steps,
                 evaluator=evaluator,
                 files=files,
+                password=self._client_password,
             )
             return await self._workers.run(job)
 
         return await desktop.with_guestd(work)
 
     def _files_of(self, steps: Sequence[Mapping[str, Any]], evaluator: Mapping[str, Any]) -> dict[str, Path]:
-        urls = asset_urls(steps, evaluator)
-        found = {name: self._assets.find(url) for name, url in urls.items()}
-        missing = [urls[name] for name, path in found.items() if path is None]
-        if missing:
-            raise GuestError(
-                f"{len(missing)} files of the task are not in the cache, such as {missing[0]}; run `envd tasks fetch`"
-            )
-        return {name: path for name, path in found.items() if path is not None}
+        try:
+            urls = asset_urls(steps, evaluator)
+            return {name: self._assets.find(AssetRef(url)) for name, url in urls.items()}
+        except (AssetMissing, ValueError) as error:
+            raise GuestError(str(error)) from error

@@ -9,9 +9,9 @@ from typing import TypeVar
 import grpc
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 
+from envd.osworld import DESKTOP_TASK
 from envd.osworld.tunnel import GuestTunnel
 
-DESKTOP_TASK = "osworld/desktop"
 #: DesktopEnv asks for these as well; nothing of a guest is there but its service.
 _CHROMIUM_PORT, _VNC_PORT, _VLC_PORT = 9222, 8006, 8080
 

@@ -1,4 +1,4 @@
-"""What stands between an OSWorld task and a run on this host. Pure: tasks, what is known and what is there in, words out."""
+"""What stands between an OSWorld task and a run on this host. Pure: looks at tasks and at what is said to be there."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -7,8 +7,9 @@ from enum import Enum
 from typing import Any
 
 from envd.hypervisor.machine import GuestOs
-from envd.osworld.files import OsworldFile, asset_urls, measured
+from envd.osworld.files import OsworldFile
 from envd.osworld.workers import KnownNames
+from envd.tasks.osworld import asset_urls, measured
 
 
 class Obstacle(Enum):
@@ -47,7 +48,7 @@ class Host:
     has_asset: Callable[[str], bool]
     """Whether a URL's file is in the cache."""
     packages: Mapping[GuestOs, Collection[str] | None]
-    """Names of the packages in the image of each system: None where they are not told, no key where there is no image."""
+    """Packages in the image of each system: None where they are not told, no key where there is no image."""
 
 
 _CREDENTIALS_VERBS = frozenset({"googledrive", "login"})

@@ -20,12 +20,11 @@ async def relayed(listener: socket.socket, guest_url: str) -> AsyncIterator[None
         guest_url: Of the guest's service, on the host's loopback.
     """
     url = URL(guest_url)
-    running: set[asyncio.Task[None]] = set()
+    running: set[asyncio.Task[None] | None] = set()
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        running.add(task)
+        if task := asyncio.current_task():
+            running.add(task)
         try:
             # A connection that breaks is for those at its two ends to notice.
             with suppress(OSError, TimeoutError):
@@ -39,10 +38,11 @@ async def relayed(listener: socket.socket, guest_url: str) -> AsyncIterator[None
         yield
     finally:
         server.close()
-        for task in tuple(running):
+        carrying = [task for task in running if task is not None]
+        for task in carrying:
             task.cancel()
-        if running:
-            await asyncio.wait(running)
+        if carrying:
+            await asyncio.wait(carrying)
         await server.wait_closed()
 
 

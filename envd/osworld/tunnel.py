@@ -1,14 +1,14 @@
 """The HTTP service inside one guest, on a loopback port of this process, through commands that are run in the guest.
 
-For clients of OSWorld's, which know a guest by an address. No port of the daemon's host is used: whoever may run commands
-in the guest may talk to its service, wherever the daemon runs, and nobody else can. One request, one command.
+For clients of OSWorld's, which know a guest by an address. No port of the daemon's host is used: whoever may run
+commands in the guest may talk to its service, wherever the daemon runs, and nobody else can. One request, one command.
 """
 
 import socketserver
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import IO
+from io import BufferedIOBase
 
 #: Of a guest's own service, and what talks to it: a request on standard input, its answer on standard output.
 GUEST_COMMAND = ("bash", "-c", "exec 3<>/dev/tcp/127.0.0.1/5000 && cat >&3 && exec cat <&3")
@@ -71,7 +71,7 @@ class _Connection(socketserver.StreamRequestHandler):
         self.wfile.write(answer)
 
 
-def read_request(stream: IO[bytes]) -> bytes:
+def read_request(stream: BufferedIOBase) -> bytes:
     """Return one HTTP request as it is to be sent on: the same, but that the connection ends with its answer.
 
     Raises:

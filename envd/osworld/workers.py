@@ -106,17 +106,21 @@ class Workers:
                 await self.start()
             except OsworldError as error:
                 raise WorkerFailed(str(error)) from error
+            control = self._control
+            if control is None:
+                raise WorkerFailed("OSWorld's worker was stopped")
             ours, theirs = socket.socketpair()
             with ours:
                 ours.setblocking(False)
                 with theirs:
-                    assert self._control is not None
-                    socket.send_fds(self._control, [b"job"], [theirs.fileno()])
+                    socket.send_fds(control, [b"job"], [theirs.fileno()])
                 try:
                     async with asyncio.timeout(job.time_s + _GRACE_S):
                         return await self._follow(ours, job)
                 except TimeoutError:
-                    raise WorkerFailed(f"exceeded its limit of {job.time_s:g} s, and its worker does not answer") from None
+                    raise WorkerFailed(
+                        f"exceeded its limit of {job.time_s:g} s, and its worker does not answer"
+                    ) from None
 
     async def _follow(self, channel: socket.socket, job: Job) -> Mapping[str, Any]:
         loop = asyncio.get_running_loop()

@@ -11,7 +11,7 @@ from pydantic import Field, PlainValidator, model_validator
 
 from envd.guest.actions import Action, Done, Fail
 from envd.hypervisor.machine import GuestOs
-from envd.tasks.checkers.kinds import Checker
+from envd.tasks.checkers.kinds import Checker, leaves
 from envd.tasks.fields import Model
 from envd.tasks.oracle import parse_action
 from envd.tasks.verbs import SetupVerb
@@ -50,6 +50,10 @@ class Task(Model):
     def _hangs_together(self) -> Self:
         if self.infeasible != (self.checker is None):
             raise ValueError("a task has a checker, unless it is infeasible")
+        checks = leaves(self.checker) if self.checker else ()
+        misfits = [part.kind for part in (*self.setup, *checks) if self.os not in part.systems]
+        if misfits:
+            raise ValueError(f"{misfits[0]} cannot be used in a guest that runs {self.os.value}")
         if self.freeze_setup and not self.setup:
             raise ValueError("freeze_setup: there is no setup; without one an episode begins as its pool's template")
         if len(self.oracle) > self.max_steps:

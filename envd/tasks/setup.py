@@ -5,20 +5,38 @@ fixed time. The first verb that fails ends the setup.
 """
 
 import asyncio
+from dataclasses import dataclass, field
 
 from envd.errors import GuestError, GuestUnresponsive, SetupFailed
 from envd.guest.desktop import Desktop
+from envd.hypervisor.machine import GuestOs
+from envd.tasks.assets import AssetRef
+from envd.tasks.chrome import history_program, tabs_program
 from envd.tasks.fields import WindowMatch
 from envd.tasks.model import Task
+from envd.tasks.osworld import NOT_HERE
+from envd.tasks.powershell import powershell
+from envd.tasks.supplies import Supplies
 from envd.tasks.verbs import (
     ActivateWindow,
+    ChangeWallpaper,
+    ChromeCloseTabs,
+    ChromeOpenTabs,
+    CloseWindow,
+    Download,
     Execute,
     Launch,
     MakeDirectory,
     Open,
+    OsworldSetup,
     Remove,
     SetClipboard,
     SetupVerb,
+    Sleep,
+    Start,
+    UpdateBrowseHistory,
+    UploadFile,
+    WaitCommand,
     WaitWindow,
     WriteFile,
 )
@@ -27,14 +45,17 @@ from envd.tasks.windows import OpenWindow, describe_windows, find_window, list_w
 #: Between two looks at the window list; one look costs the guest tens of milliseconds under TCG.
 _POLL_S = 0.25
 
+_NO_SUPPLIES = Supplies()
 
-async def run_setup(task: Task, desktop: Desktop, *, timeout_s: float) -> None:
+
+async def run_setup(task: Task, desktop: Desktop, *, timeout_s: float, supplies: Supplies = _NO_SUPPLIES) -> None:
     """Perform all setup verbs of a task. On failure the guest is in no known state: destroy it.
 
     Args:
         task: What to prepare.
         desktop: Where.
         timeout_s: Limit for the whole setup, in seconds; each verb has its own besides.
+        supplies: What the host gives to it.
 
     Raises:
         SetupFailed: A verb failed or ran out of time; the message names its index, kind and cause.
@@ -45,101 +66,190 @@ async def run_setup(task: Task, desktop: Desktop, *, timeout_s: float) -> None:
         left_s = deadline_s - asyncio.get_running_loop().time()
         limit_s = min(verb.timeout_s, left_s)
         where = f"task {task.task_id}: setup[{index}] {verb.kind}"
-        progress = _Progress()
+        work = _Work(desktop=desktop, os=task.os, supplies=supplies, limit_s=max(limit_s, 0.001))
         try:
             async with asyncio.timeout(limit_s):
-                await _perform(verb, desktop, limit_s=max(limit_s, 0.001), progress=progress)
+                await work.perform(verb)
         except TimeoutError as error:
             limit = f"its limit of {verb.timeout_s:g} s" if verb.timeout_s <= left_s else f"setup's {timeout_s:g} s"
-            raise SetupFailed(f"{where} exceeded {limit}{progress.suffix()}") from error
+            awaited = f" {work.awaited}" if work.awaited else ""
+            raise SetupFailed(f"{where} exceeded {limit}{awaited}") from error
         except (GuestError, GuestUnresponsive) as error:
             raise SetupFailed(f"{where} failed: {error}") from error
 
 
-class _Progress:
-    """What a verb was waiting for, for the message when its time runs out."""
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """One verb being performed. Every method may raise GuestError, GuestUnresponsive and MachineLost."""
 
-    def __init__(self) -> None:
-        self.state = ""
+    desktop: Desktop
+    os: GuestOs
+    supplies: Supplies
+    limit_s: float
+    awaited: str = field(default="", init=False)
+    """What it waits for, for the message when its time runs out."""
 
-    def suffix(self) -> str:
-        return f" {self.state}" if self.state else ""
+    async def perform(self, verb: SetupVerb) -> None:
+        match verb:
+            case WriteFile():
+                await self._write(verb.path, verb.data())
+            case Download():
+                for asset in verb.files:
+                    ref = AssetRef(asset.url, asset.sha256 or "")
+                    await self._write(asset.path, await self.supplies.asset(ref))
+            case UploadFile():
+                for file in verb.files:
+                    await self._write(file.path, await self.supplies.host_file(file.local_path))
+            case MakeDirectory():
+                await self._make_directory(verb.path)
+            case Remove():
+                await self._remove(verb.path)
+            case Launch():
+                await self._open(verb.argv, verb.window)
+            case Open():
+                await self._open((verb.program, verb.path), verb.awaited_window())
+            case Start():
+                await self._start(self._filled_in(verb.argv))
+            case Execute():
+                await self._execute(verb)
+            case WaitCommand():
+                await self._wait_command(verb)
+            case Sleep():
+                await asyncio.sleep(verb.duration_s)
+            case WaitWindow():
+                await self._wait_window(verb.window)
+            case ActivateWindow():
+                window = await self._wait_window(verb.window)
+                await self._run(("wmctrl", "-i", "-a", window.window_id))
+            case CloseWindow():
+                await self._close_window(verb.window)
+            case ChangeWallpaper():
+                await self.desktop.change_wallpaper(verb.path, timeout_s=self.limit_s)
+            case SetClipboard():
+                # xclip stays behind to serve the text; with our pipes open it would look like a command without an end.
+                script = "exec xclip -selection clipboard >/dev/null 2>&1"
+                await self._run(("sh", "-c", script), stdin=verb.text.encode())
+            case ChromeOpenTabs():
+                await self._run(tabs_program("open", verb.urls, limit_s=self.limit_s), shown="opening tabs")
+            case ChromeCloseTabs():
+                await self._run(tabs_program("close", verb.urls, limit_s=self.limit_s), shown="closing tabs")
+            case UpdateBrowseHistory():
+                await self._run(history_program(verb.history), shown="writing Chrome's history")
+            case OsworldSetup():
+                if self.supplies.osworld is None:
+                    raise GuestError(NOT_HERE)
+                await self.supplies.osworld.set_up(self.desktop, verb.steps, os=self.os)
 
+    # Files
 
-async def _perform(verb: SetupVerb, desktop: Desktop, *, limit_s: float, progress: _Progress) -> None:
-    """Perform one verb. Raises: GuestError, GuestUnresponsive, MachineLost."""
-    match verb:
-        case WriteFile():
-            await desktop.write_file(verb.path, verb.data())
-        case MakeDirectory():
-            await _run(desktop, ("mkdir", "-p", "--", verb.path), timeout_s=limit_s)
-        case Remove():
-            await _run(desktop, ("rm", "-rf", "--", verb.path), timeout_s=limit_s)
-        case Launch():
-            await _open(desktop, verb.argv, verb.window, timeout_s=limit_s, progress=progress)
-        case Open():
-            argv = (verb.program, verb.path)
-            await _open(desktop, argv, verb.awaited_window(), timeout_s=limit_s, progress=progress)
-        case Execute():
-            if verb.unless:
-                done = await desktop.run(verb.unless, timeout_s=limit_s, as_root=verb.as_root)
-                if done.exit_code == 0:
-                    return
-            await _run(
-                desktop, verb.argv, timeout_s=limit_s, as_root=verb.as_root, expect_exit_code=verb.expect_exit_code
-            )
-        case WaitWindow():
-            await _wait_window(desktop, verb.window, timeout_s=limit_s, progress=progress)
-        case ActivateWindow():
-            window = await _wait_window(desktop, verb.window, timeout_s=limit_s, progress=progress)
-            await _run(desktop, ("wmctrl", "-i", "-a", window.window_id), timeout_s=limit_s)
-        case SetClipboard():
-            # xclip stays behind to serve the text; with our pipes open it would look like a command that never ends.
-            script = "exec xclip -selection clipboard >/dev/null 2>&1"
-            await _run(desktop, ("sh", "-c", script), timeout_s=limit_s, stdin=verb.text.encode())
+    async def _write(self, path: str, data: bytes) -> None:
+        if self.os is GuestOs.WINDOWS:
+            script = "New-Item -ItemType Directory -Force -Path (Split-Path -Parent $path) | Out-Null"
+            await self._run(powershell(script, path=path), as_root=True)
+        await self.desktop.write_file(path, data)
 
+    async def _make_directory(self, path: str) -> None:
+        if self.os is GuestOs.WINDOWS:
+            script = "New-Item -ItemType Directory -Force -Path $path | Out-Null"
+            await self._run(powershell(script, path=path), as_root=True)
+        else:
+            await self._run(("mkdir", "-p", "--", path))
 
-async def _open(
-    desktop: Desktop, argv: tuple[str, ...], match: WindowMatch, *, timeout_s: float, progress: _Progress
-) -> None:
-    if find_window(await _ask_windows(desktop, timeout_s=timeout_s, progress=progress), match) is None:
-        await desktop.launch(argv, timeout_s=timeout_s)
-    await _wait_window(desktop, match, timeout_s=timeout_s, progress=progress)
+    async def _remove(self, path: str) -> None:
+        if self.os is GuestOs.WINDOWS:
+            script = "if (Test-Path -LiteralPath $path) { Remove-Item -LiteralPath $path -Recurse -Force }"
+            await self._run(powershell(script, path=path), as_root=True)
+        else:
+            await self._run(("rm", "-rf", "--", path))
 
+    # Programs
 
-async def _wait_window(desktop: Desktop, match: WindowMatch, *, timeout_s: float, progress: _Progress) -> OpenWindow:
-    """Return the window as soon as it is open; the caller's limit ends the wait."""
-    while True:
-        windows = await _ask_windows(desktop, timeout_s=timeout_s, progress=progress)
-        found = find_window(windows, match)
-        if found is not None:
-            return found
-        progress.state = f"waiting for a window with {match}; open now: {describe_windows(windows)}"
-        await asyncio.sleep(_POLL_S)
+    async def _start(self, argv: tuple[str, ...]) -> None:
+        listing = await self.desktop.run(("ps", "-e", "-o", "args="), timeout_s=self.limit_s)
+        if " ".join(argv) not in listing.stdout.decode(errors="replace").splitlines():
+            await self.desktop.launch(argv, timeout_s=self.limit_s)
 
-
-async def _ask_windows(desktop: Desktop, *, timeout_s: float, progress: _Progress) -> tuple[OpenWindow, ...]:
-    """Return the open windows as soon as the window manager tells; it may have started only just now."""
-    while True:
-        try:
-            return await list_windows(desktop, timeout_s=timeout_s)
-        except GuestError as error:
-            progress.state = f"waiting for the window manager: {error}"
-        await asyncio.sleep(_POLL_S)
-
-
-async def _run(
-    desktop: Desktop,
-    argv: tuple[str, ...],
-    *,
-    timeout_s: float,
-    as_root: bool = False,
-    stdin: bytes = b"",
-    expect_exit_code: int | None = 0,
-) -> None:
-    result = await desktop.run(argv, timeout_s=timeout_s, as_root=as_root, stdin=stdin)
-    if expect_exit_code is not None and result.exit_code != expect_exit_code:
-        said = (result.stderr or result.stdout).decode(errors="replace").strip()[-500:]
-        raise GuestError(
-            f"{' '.join(argv)} ended with {result.exit_code} instead of {expect_exit_code}: {said or 'no output'}"
+    async def _execute(self, verb: Execute) -> None:
+        if verb.unless:
+            done = await self.desktop.run(self._filled_in(verb.unless), timeout_s=self.limit_s, as_root=verb.as_root)
+            if done.exit_code == 0:
+                return
+        await self._run(
+            self._filled_in(verb.argv),
+            as_root=verb.as_root,
+            expect_exit_code=verb.expect_exit_code,
+            shown=" ".join(verb.argv),
         )
+
+    async def _wait_command(self, verb: WaitCommand) -> None:
+        argv = self._filled_in(verb.argv)
+        while True:
+            result = await self.desktop.run(argv, timeout_s=self.limit_s, as_root=verb.as_root)
+            stdout, stderr = (stream.decode(errors="replace") for stream in (result.stdout, result.stderr))
+            is_done = (
+                result.exit_code == verb.exit_code
+                or bool(verb.stdout and verb.stdout in stdout)
+                or bool(verb.stderr and verb.stderr in stderr)
+            )
+            if is_done:
+                return
+            said = (stderr or stdout).strip()[-200:] or "nothing"
+            self.awaited = f"running {' '.join(verb.argv)}, which last ended with {result.exit_code} and said {said}"
+            await asyncio.sleep(_POLL_S)
+
+    async def _run(
+        self,
+        argv: tuple[str, ...],
+        *,
+        as_root: bool = False,
+        stdin: bytes = b"",
+        expect_exit_code: int | None = 0,
+        shown: str = "",
+    ) -> None:
+        """Run a command; `shown` stands for it in messages, where it is long or holds a secret."""
+        result = await self.desktop.run(argv, timeout_s=self.limit_s, as_root=as_root, stdin=stdin)
+        if expect_exit_code is not None and result.exit_code != expect_exit_code:
+            said = (result.stderr or result.stdout).decode(errors="replace").strip()[-500:]
+            what = shown or " ".join(argv)
+            raise GuestError(
+                f"{what} ended with {result.exit_code} instead of {expect_exit_code}: {said or 'no output'}"
+            )
+
+    def _filled_in(self, argv: tuple[str, ...]) -> tuple[str, ...]:
+        return self.supplies.fill_in(argv, screen_px=self.desktop.screen_size)
+
+    # Windows
+
+    async def _open(self, argv: tuple[str, ...], match: WindowMatch) -> None:
+        if find_window(await self._ask_windows(), match) is None:
+            await self.desktop.launch(argv, timeout_s=self.limit_s)
+        await self._wait_window(match)
+
+    async def _close_window(self, match: WindowMatch) -> None:
+        asked: set[str] = set()
+        while (window := find_window(await self._ask_windows(), match)) is not None:
+            if window.window_id not in asked:
+                asked.add(window.window_id)
+                # One that has closed meanwhile makes wmctrl fail, and the next look tells.
+                await self._run(("wmctrl", "-i", "-c", window.window_id), expect_exit_code=None)
+            self.awaited = f"waiting for the window {window.title!r} to close; it may ask about unsaved work"
+            await asyncio.sleep(_POLL_S)
+
+    async def _wait_window(self, match: WindowMatch) -> OpenWindow:
+        """Return the window as soon as it is open; the caller's limit ends the wait."""
+        while True:
+            windows = await self._ask_windows()
+            found = find_window(windows, match)
+            if found is not None:
+                return found
+            self.awaited = f"waiting for a window with {match}; open now: {describe_windows(windows)}"
+            await asyncio.sleep(_POLL_S)
+
+    async def _ask_windows(self) -> tuple[OpenWindow, ...]:
+        """Return the open windows as soon as the window manager tells; it may have started only just now."""
+        while True:
+            try:
+                return await list_windows(self.desktop, timeout_s=self.limit_s)
+            except GuestError as error:
+                self.awaited = f"waiting for the window manager: {error}"
+            await asyncio.sleep(_POLL_S)

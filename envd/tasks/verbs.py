@@ -5,11 +5,14 @@ A verb can be done twice: it leads to the same state, or it is guarded and does 
 
 import base64
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
+from envd.hypervisor.machine import GuestOs
 from envd.tasks.fields import Argv, Base64, Encoding, GuestPath, Model, Sha256, Timeout, WindowMatch
+from envd.tasks.osworld import asset_urls
 
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$", max_length=8192)]
 
@@ -17,9 +20,18 @@ Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$", max_length=8192)]
 class SetupBase(Model):
     """What every setup verb has."""
 
+    #: What it can be done to. A task for another system is refused before any machine boots.
+    systems: ClassVar[frozenset[GuestOs]] = frozenset(GuestOs)
+
     # A first program start takes up to a minute in an emulated guest on a busy host.
     timeout_s: Timeout = 180.0
     """Seconds after which the verb, and with it the reset, fails."""
+
+
+class SessionVerb(SetupBase):
+    """A verb that needs the windows of a session that a guest service of ours looks after."""
+
+    systems: ClassVar[frozenset[GuestOs]] = frozenset({GuestOs.LINUX})
 
 
 class WriteFile(SetupBase):
@@ -97,7 +109,7 @@ class UploadFile(SetupBase):
     files: Annotated[tuple[HostFile, ...], Field(min_length=1)]
 
 
-class Launch(SetupBase):
+class Launch(SessionVerb):
     """Start a program and wait for its window. Guarded: nothing is started while such a window is open."""
 
     kind: Literal["launch"]
@@ -105,14 +117,14 @@ class Launch(SetupBase):
     window: WindowMatch
 
 
-class Start(SetupBase):
+class Start(SessionVerb):
     """Start a program and go on at once. Guarded: nothing is started while one runs with the same command line."""
 
     kind: Literal["start"]
     argv: Argv
 
 
-class Open(SetupBase):
+class Open(SessionVerb):
     """Open a file in a program and wait for its window. Guarded: nothing is started while such a window is open."""
 
     kind: Literal["open"]
@@ -164,49 +176,49 @@ class Sleep(SetupBase):
     duration_s: Annotated[float, Field(ge=0, le=120, allow_inf_nan=False)]
 
 
-class WaitWindow(SetupBase):
+class WaitWindow(SessionVerb):
     """Wait until a window is open."""
 
     kind: Literal["wait_window"]
     window: WindowMatch
 
 
-class ActivateWindow(SetupBase):
+class ActivateWindow(SessionVerb):
     """Wait until a window is open, then raise it and give it the keyboard focus."""
 
     kind: Literal["activate_window"]
     window: WindowMatch
 
 
-class CloseWindow(SetupBase):
+class CloseWindow(SessionVerb):
     """Ask a window to close and wait until it has. Guarded: where there is none such it is closed already."""
 
     kind: Literal["close_window"]
     window: WindowMatch
 
 
-class ChangeWallpaper(SetupBase):
+class ChangeWallpaper(SessionVerb):
     """Show a picture of the guest's behind the windows. Idempotent."""
 
     kind: Literal["change_wallpaper"]
     path: GuestPath
 
 
-class SetClipboard(SetupBase):
+class SetClipboard(SessionVerb):
     """Put text on the clipboard."""
 
     kind: Literal["set_clipboard"]
     text: str
 
 
-class ChromeOpenTabs(SetupBase):
+class ChromeOpenTabs(SessionVerb):
     """Have a Chrome that was started with remote debugging show pages. Guarded: what it shows is not opened again."""
 
     kind: Literal["chrome_open_tabs"]
     urls: Annotated[tuple[str, ...], Field(min_length=1)]
 
 
-class ChromeCloseTabs(SetupBase):
+class ChromeCloseTabs(SessionVerb):
     """Have a Chrome that was started with remote debugging close pages. Guarded: those that it does not show are."""
 
     kind: Literal["chrome_close_tabs"]
@@ -222,11 +234,23 @@ class Visit(Model):
     """How long before the setup it was visited."""
 
 
-class UpdateBrowseHistory(SetupBase):
+class UpdateBrowseHistory(SessionVerb):
     """Put visits into Chrome's history while it does not run. Idempotent: earlier visits of these pages are dropped."""
 
     kind: Literal["update_browse_history"]
     history: Annotated[tuple[Visit, ...], Field(min_length=1)]
+
+
+class OsworldSetup(SetupBase):
+    """Perform setup steps in OSWorld's form, by OSWorld's own code; done twice, they are as they are there."""
+
+    kind: Literal["osworld"]
+    steps: Annotated[tuple[dict[str, JsonValue], ...], Field(min_length=1)]
+    timeout_s: Timeout = 600.0
+
+    def urls(self) -> Iterator[str]:
+        """Yield where the files are that OSWorld would download."""
+        yield from asset_urls(self.steps, {}).values()
 
 
 SetupVerb = Annotated[
@@ -248,6 +272,7 @@ SetupVerb = Annotated[
     | SetClipboard
     | ChromeOpenTabs
     | ChromeCloseTabs
-    | UpdateBrowseHistory,
+    | UpdateBrowseHistory
+    | OsworldSetup,
     Field(discriminator="kind"),
 ]

@@ -26,6 +26,8 @@ class MemoryDesktop(Desktop):
         """What running a command yields, whatever the fake programs would do; by its first words."""
         self.launched: list[tuple[str, ...]] = []
         self.ran: list[tuple[str, ...]] = []
+        self.wallpaper = ""
+        """Path of the picture behind the windows."""
         self._programs = Programs(self.files, windows=lambda: self)
 
     async def run(
@@ -56,6 +58,17 @@ class MemoryDesktop(Desktop):
         if (window := self.opens.get(tuple(argv))) is not None:
             self.windows.append(window)
 
+    @property
+    def screen_size(self) -> tuple[int, int]:
+        """See `Desktop`."""
+        return (1280, 800)
+
+    async def change_wallpaper(self, path: str, *, timeout_s: float = 30.0) -> None:
+        """See `Desktop`."""
+        if path not in self.files:
+            raise GuestError(f"File not found: {path}")
+        self.wallpaper = path
+
     async def read_file(self, path: str, *, max_bytes: int = 64 << 20) -> bytes | None:
         """See `Desktop`."""
         return self.files.get(path)
@@ -77,5 +90,7 @@ class MemoryDesktop(Desktop):
         return bool(chosen)
 
     def close_window(self, title: str) -> bool:
-        """Close no window: setups and checkers never do."""
-        return False
+        """Close a window by id."""
+        chosen = [window for window in self.windows if window.window_id == int(title, 16)]
+        self.windows = [window for window in self.windows if window not in chosen]
+        return bool(chosen)

@@ -8,7 +8,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-_REQUESTS = '''
+_REQUESTS = """
 import json, types, urllib.error, urllib.request
 
 class Answer:
@@ -32,9 +32,9 @@ sessions = types.SimpleNamespace(Session=Session)
 
 def post(url, **options):
     return sessions.Session().request("post", url, **options)
-'''
+"""
 
-_PYTHON = '''
+_PYTHON = """
 import requests
 
 class PythonController:
@@ -56,13 +56,13 @@ class PythonController:
             except Exception as error:
                 print("swallowed", error)
         return None
-'''
+"""
 
-_SETUP = '''
+_SETUP = """
 import os, time, requests
 
 class SetupController:
-    def __init__(self, vm_ip, server_port, chromium_port, vlc_port, cache_dir, client_password, screen_width, screen_height):
+    def __init__(self, vm_ip, server_port, cache_dir, **other):
         self.server, self.cache_dir = f"http://{vm_ip}:{server_port}", cache_dir
 
     def _launch_setup(self, command, shell=False):
@@ -82,9 +82,9 @@ class SetupController:
 
     def _sleep_setup(self, seconds):
         time.sleep(seconds)
-'''
+"""
 
-_GETTERS = '''
+_GETTERS = """
 import os
 
 def get_rule(env, config):
@@ -112,7 +112,7 @@ def get_cloud_file(env, config):
 
 def get_platform(env, config):
     return f"{env.vm_platform} {env.vm_screen_size['width']}"
-'''
+"""
 
 _METRICS = '''
 import ctypes, os, socket, time
@@ -176,7 +176,7 @@ def see(result, rules):
     """1 for each of these that can be seen: a file of the host, a process of the host, root's rights."""
     processes = [name for name in os.listdir("/proc") if name.isdigit()]
     seen = [os.path.exists(path) for path in rules["paths"]]
-    return sum([*seen, len(processes) > 2, os.getuid() == 0 and os.path.exists("/root"), os.access("/usr", os.W_OK)]) / 10
+    return sum([*seen, len(processes) > 2, os.access("/usr", os.W_OK)]) / 10
 
 def home(result, rules):
     return float(os.environ["HOME"] == os.getcwd() and set(os.environ) <= set(rules["expected"]))

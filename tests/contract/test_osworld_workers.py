@@ -175,9 +175,7 @@ async def test_processes_beyond_the_limit_are_refused_and_none_outlives_its_job(
         await score(workers, guest, one("multiply"), time_s=10.0)
 
 
-async def test_a_guest_that_does_not_answer_gives_no_score(
-    workers: Workers, tmp_path: Path
-) -> None:
+async def test_a_guest_that_does_not_answer_gives_no_score(workers: Workers, tmp_path: Path) -> None:
     with ExitStack() as stack:
         gone = serve_guestd(stack, tmp_path / "home")
         gone.process.terminate()

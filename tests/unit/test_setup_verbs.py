@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +10,17 @@ import pytest
 from envd.errors import GuestError, GuestUnresponsive, MachineLost, SetupFailed
 from envd.guest.desktop import CommandResult
 from envd.hypervisor.fake.programs import OpenWindow
+from envd.hypervisor.machine import GuestOs
+from envd.tasks.assets import AssetCache
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup
+from envd.tasks.supplies import Supplies
 from envd.testing.memory_desktop import MemoryDesktop
 
 EDITOR = OpenWindow(0x60, "mousepad.Mousepad", "~/a.txt - Mousepad")
 CALCULATOR = OpenWindow(0x70, "galculator.Galculator", "galculator")
 PATH = "/home/user/a.txt"
+WITH_PASSWORD = Supplies(client_password="s3cret")  # noqa: S106 - of no guest
 
 
 def task(*setup: dict[str, Any]) -> Task:
@@ -25,8 +30,10 @@ def task(*setup: dict[str, Any]) -> Task:
     )
 
 
-async def run(desktop: MemoryDesktop, *setup: dict[str, Any], timeout_s: float = 5.0) -> None:
-    await run_setup(task(*setup), desktop, timeout_s=timeout_s)
+async def run(
+    desktop: MemoryDesktop, *setup: dict[str, Any], timeout_s: float = 5.0, supplies: Supplies | None = None
+) -> None:
+    await run_setup(task(*setup), desktop, timeout_s=timeout_s, supplies=supplies or Supplies())
 
 
 async def test_write_file_writes_bytes_in_the_declared_encoding_and_newlines() -> None:
@@ -94,6 +101,127 @@ async def test_execute_expects_its_exit_code() -> None:
     await run(desktop, {"kind": "execute", "argv": ["false"], "expect_exit_code": 1})
     with pytest.raises(SetupFailed, match=r"task s/t: setup\[1\] execute failed: false ended with 1 instead of 0"):
         await run(desktop, {"kind": "execute", "argv": ["true"]}, {"kind": "execute", "argv": ["false"]})
+
+
+async def test_execute_takes_any_exit_code_where_none_is_expected() -> None:
+    await run(MemoryDesktop(), {"kind": "execute", "argv": ["false"], "expect_exit_code": None})
+
+
+@pytest.mark.parametrize(
+    "until", [{"exit_code": 0}, {"stdout": "up"}, {"stderr": "warm"}, {"exit_code": 9, "stdout": "up"}]
+)
+async def test_a_command_is_run_again_until_it_ends_as_awaited(
+    monkeypatch: pytest.MonkeyPatch, until: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("envd.tasks.setup._POLL_S", 0.001)
+    desktop = MemoryDesktop()
+    desktop.answers["probe",] = CommandResult(exit_code=1, stdout=b"down", stderr=b"cold")
+
+    def come_up() -> None:
+        desktop.answers["probe",] = CommandResult(exit_code=0, stdout=b"is up", stderr=b"warm now")
+
+    asyncio.get_running_loop().call_later(0.02, come_up)
+    await run(desktop, {"kind": "wait_command", "argv": ["probe"], **until})
+    assert len(desktop.ran) > 1
+
+
+async def test_a_command_that_never_ends_as_awaited_tells_what_it_said_last() -> None:
+    desktop = MemoryDesktop()
+    desktop.answers["probe",] = CommandResult(exit_code=3, stdout=b"still down", stderr=b"")
+    with pytest.raises(SetupFailed, match=r"0\.02 s running probe, which last ended with 3 and said still down"):
+        await run(desktop, {"kind": "wait_command", "argv": ["probe"], "exit_code": 0, "timeout_s": 0.02})
+
+
+async def test_start_goes_on_at_once_and_does_nothing_while_the_same_command_runs() -> None:
+    desktop = MemoryDesktop()
+    verb = {"kind": "start", "argv": ["chromium", "--remote-debugging-port=1337"]}
+    await run(desktop, verb)
+    desktop.answers["ps",] = CommandResult(
+        exit_code=0, stdout=b"sh\nchromium --remote-debugging-port=1337\n", stderr=b""
+    )
+    await run(desktop, verb)
+    assert desktop.launched == [("chromium", "--remote-debugging-port=1337")]
+
+
+async def test_a_window_is_closed_and_one_that_is_not_there_is_closed_already() -> None:
+    desktop = MemoryDesktop()
+    desktop.windows = [EDITOR, CALCULATOR]
+    verb = {"kind": "close_window", "window": {"class": "galculator"}}
+    await run(desktop, verb)
+    assert desktop.windows == [EDITOR]
+    await run(desktop, verb)
+    assert desktop.windows == [EDITOR]
+
+
+async def test_a_window_that_stays_open_to_ask_fails_the_setup() -> None:
+    desktop = MemoryDesktop()
+    desktop.windows = [EDITOR]
+    desktop.answers["wmctrl", "-i", "-c"] = CommandResult(exit_code=0, stdout=b"", stderr=b"")
+    with pytest.raises(SetupFailed, match="to close; it may ask about unsaved work"):
+        await run(desktop, {"kind": "close_window", "window": {"title": "Mousepad"}, "timeout_s": 0.05})
+
+
+async def test_the_wallpaper_is_a_file_of_the_guests() -> None:
+    desktop = MemoryDesktop()
+    verb = {"kind": "change_wallpaper", "path": "/home/user/sky.png"}
+    with pytest.raises(SetupFailed, match="File not found"):
+        await run(desktop, verb)
+    desktop.files["/home/user/sky.png"] = b"png"
+    await run(desktop, verb)
+    assert desktop.wallpaper == "/home/user/sky.png"
+
+
+async def test_files_that_come_with_the_tasks_are_put_into_the_guest(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_bytes(b"\x00\xff")
+    desktop = MemoryDesktop()
+    verb = {"kind": "upload_file", "files": [{"local_path": str(tmp_path / "notes.txt"), "path": PATH}]}
+    await run(desktop, verb)
+    assert desktop.files[PATH] == b"\x00\xff"
+    (tmp_path / "notes.txt").unlink()
+    with pytest.raises(SetupFailed, match="cannot be read: No such file"):
+        await run(desktop, verb)
+
+
+async def test_a_file_that_was_not_fetched_fails_the_setup_and_names_the_command_to_run(tmp_path: Path) -> None:
+    verb = {"kind": "download", "files": [{"url": "https://files.example.org/a.txt", "path": PATH}]}
+    with pytest.raises(SetupFailed, match=r"download failed: .*/a.txt is not in the cache; run `envd tasks fetch`"):
+        await run(MemoryDesktop(), verb, supplies=Supplies(assets=AssetCache(tmp_path)))
+
+
+async def test_commands_are_given_the_guests_password_and_screen() -> None:
+    desktop = MemoryDesktop()
+    words = "{CLIENT_PASSWORD} {SCREEN_WIDTH}x{SCREEN_HEIGHT} {SCREEN_WIDTH_HALF},{SCREEN_HEIGHT_HALF} {HOME}"
+    verb = {"kind": "execute", "argv": ["printf", "%s", words]}
+    await run(desktop, verb, supplies=WITH_PASSWORD)
+    assert desktop.ran == [("printf", "%s", "s3cret 1280x800 640,400 {HOME}")]
+    with pytest.raises(SetupFailed, match=r"set tasks\.client_password_file"):
+        await run(desktop, verb)
+
+
+async def test_a_failed_command_does_not_tell_the_password() -> None:
+    verb = {"kind": "execute", "argv": ["false", "{CLIENT_PASSWORD}"]}
+    with pytest.raises(SetupFailed, match=r"false \{CLIENT_PASSWORD\} ended with 1") as raised:
+        await run(MemoryDesktop(), verb, supplies=WITH_PASSWORD)
+    assert "s3cret" not in str(raised.value) + repr(WITH_PASSWORD)
+
+
+async def test_in_windows_directories_are_made_and_removed_with_its_own_commands() -> None:
+    desktop = MemoryDesktop()
+    desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=b"", stderr=b"")
+    path = "C:\\Users\\it's me\\notes"
+    setup = [
+        {"kind": "make_directory", "path": path},
+        {"kind": "remove", "path": path},
+        {"kind": "write_file", "path": f"{path}\\a.txt", "text": "x"},
+    ]
+    await run_setup(task(*setup).model_copy(update={"os": GuestOs.WINDOWS}), desktop, timeout_s=5.0)
+    assert all("'C:\\Users\\it''s me\\notes" in argv[-1] for argv in desktop.ran)
+    assert [word for argv in desktop.ran for word in ("New-Item", "Remove-Item") if word in argv[-1]] == [
+        "New-Item",
+        "Remove-Item",
+        "New-Item",
+    ]
+    assert desktop.files[f"{path}\\a.txt"] == b"x"
 
 
 async def test_execute_is_skipped_where_its_work_is_done() -> None:

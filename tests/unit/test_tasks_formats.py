@@ -125,10 +125,11 @@ def test_a_task_config_is_found_as_text_or_object_direct_or_nested(tmp_path: Pat
 
 def test_fields_that_only_other_rows_have_are_no_fields(tmp_path: Path) -> None:
     sleeping = {**OSWORLD, "id": "other", "config": [{"type": "sleep", "parameters": {"seconds": 0.5}}]}
-    opening = {**OSWORLD, "config": [{"type": "open", "parameters": {"path": PATH}}]}
+    fetch = {"files": [{"url": "https://files.example.org/a.txt", "path": PATH}]}
+    opening = {**OSWORLD, "config": [{"type": "download", "parameters": fetch}]}
     path = parquet(tmp_path / "rows.parquet", [{"task_config": sleeping}, {"task_config": opening}])
     verbs = [task.setup[0].kind for task in TaskCatalogue.load([path], include_builtin=False).list()]
-    assert verbs == ["sleep", "open"]
+    assert verbs == ["sleep", "download"]
 
 
 def test_a_table_may_hold_tasks_of_our_own(tmp_path: Path) -> None:

@@ -125,6 +125,18 @@ def test_a_file_to_write_has_one_content_that_its_encoding_holds() -> None:
     assert "cannot be written in latin-1" in refusal(setup=[{**verb, "text": "漢", "encoding": "latin-1"}])
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"setup": [{"kind": "activate_window", "window": {"title": "x"}}]},
+        {"checker": {"kind": "any", "checks": [FILE, {"kind": "window", "window": {"title": "x"}}]}},
+    ],
+)
+def test_what_a_guests_system_cannot_do_is_refused(fields: dict[str, Any]) -> None:
+    assert task(**fields).os.value == "linux"
+    assert "cannot be used in a guest that runs windows" in refusal(**fields, os="windows")
+
+
 def test_only_a_task_with_a_setup_can_have_it_frozen() -> None:
     assert task(setup=[{"kind": "make_directory", "path": "/a"}], freeze_setup=True).freeze_setup
     assert not task().freeze_setup

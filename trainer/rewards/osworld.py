@@ -131,7 +131,7 @@ def _step(turn: TurnFacts) -> _Step:
 
 def _kind(turn: TurnFacts, action: ActionFacts | None) -> str:
     name = action.kind.lower() if action is not None else ""
-    if name in ("", "terminate", "done", "fail"):
+    if name in ("", "terminate", "answer", "done", "fail"):
         return "DONE" if turn.done else "FAIL" if turn.failed else "unknown"
     if name == "wait":
         return "WAIT"

@@ -1,5 +1,7 @@
 """The commands of `envd tasks`, about the tasks that a daemon with this configuration serves."""
 
+import asyncio
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Annotated
 
@@ -7,9 +9,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from envd.cli.options import ConfigFile, Hypervisor, Json, TaskFiles, load_config
+from envd.cli.options import CacheDir, ConfigFile, Hypervisor, Json, TaskFiles, load_config
 from envd.cli.output import EXIT_FAILED, emit_json, friendly, out
 from envd.cli.suites import load_tasks, look_at_tasks
+from envd.cli.tasks.fetch import fetch_all, tell_fetched
+from envd.tasks.assets import AssetCache, AssetMissing, assets_of
 from envd.tasks.formats.entries import Problem
 from envd.tasks.model import Task
 
@@ -61,12 +65,20 @@ def show(
 @app.command("lint")
 @friendly
 def lint(
-    *, tasks: TaskFiles = None, config: ConfigFile = None, hypervisor: Hypervisor = None, as_json: Json = False
+    *,
+    tasks: TaskFiles = None,
+    cache_dir: CacheDir = None,
+    config: ConfigFile = None,
+    hypervisor: Hypervisor = None,
+    as_json: Json = False,
 ) -> None:
     """Check every task without booting anything, and tell of all that is wrong: where, in which field, and why."""
-    found = list(look_at_tasks(load_config(config, hypervisor=hypervisor, tasks=tasks)))
+    settings = load_config(config, cache_dir=cache_dir, hypervisor=hypervisor, tasks=tasks)
+    found = list(look_at_tasks(settings))
+    checked = [each for each in found if isinstance(each, Task)]
     problems = [each for each in found if isinstance(each, Problem)]
-    count = len(found) - len(problems)
+    problems += missing_assets(checked, AssetCache(settings.asset_dir))
+    count = len(checked)
     if as_json:
         emit_json({"tasks": count, "problems": [asdict(problem) for problem in problems]})
     elif problems:
@@ -78,6 +90,36 @@ def lint(
         out.print(f"{count} tasks, {len(problems)} problems", markup=False)
     if problems:
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command("fetch")
+@friendly
+def fetch(
+    *,
+    tasks: TaskFiles = None,
+    again: Annotated[bool, typer.Option("--again", help="Also what is there already.")] = False,
+    cache_dir: CacheDir = None,
+    config: ConfigFile = None,
+    hypervisor: Hypervisor = None,
+    as_json: Json = False,
+) -> None:
+    """Download the files that tasks need into the cache, so that episodes need no network."""
+    settings = load_config(config, cache_dir=cache_dir, hypervisor=hypervisor, tasks=tasks)
+    refs = sorted({ref for task in load_tasks(settings).list() for ref in assets_of(task)})
+    failures = asyncio.run(fetch_all(refs, AssetCache(settings.asset_dir), again=again))
+    tell_fetched(refs, failures, as_json=as_json)
+    if failures:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def missing_assets(tasks: Iterable[Task], cache: AssetCache) -> Iterator[Problem]:
+    """Yield a problem for every file that a task needs and the cache does not have."""
+    for task in tasks:
+        for ref in assets_of(task):
+            try:
+                cache.find(ref)
+            except AssetMissing as error:
+                yield Problem(where=str(cache.directory), task_id=task.task_id, message=str(error))
 
 
 def _summary(task: Task) -> dict[str, object]:

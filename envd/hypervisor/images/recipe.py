@@ -53,7 +53,7 @@ DESKTOP_PACKAGES = (
     "xterm",
 )
 
-#: What OSWorld's tasks without downloads need beside the desktop: three applications' worth, GNOME's settings without GNOME.
+#: What OSWorld's tasks without downloads need beside the desktop: two applications, and GNOME's settings without GNOME.
 OSWORLD_PACKAGES = (
     "bc",
     "dbus",

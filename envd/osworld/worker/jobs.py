@@ -5,7 +5,9 @@ step that failed is a failure, a result that is missing in `or` mode scores 0 in
 guest's platform is told and not asked for each time, and nothing that acts on the guest is tried twice.
 """
 
+import importlib
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -119,7 +121,7 @@ def evaluate(context: Context, tools: Toolbox, evaluator: Mapping[str, Any]) -> 
         result, expected, options = (
             _item(evaluator, key, index, is_list=is_list) for key in ("result", "expected", "options")
         )
-        part = _measure(context, tools, name, result, expected, options or {})
+        part = _measure(context, tools, name, result=result, expected=expected, options=options or {})
         parts.append(part)
         if (conjunction == "and" and part.score == 0.0) or (conjunction == "or" and part.score == 1.0):
             return _verdict(part.score, parts)
@@ -136,7 +138,7 @@ def _item(evaluator: Mapping[str, Any], key: str, index: int, *, is_list: bool) 
 
 
 def _measure(
-    context: Context, tools: Toolbox, name: str, result: Any, expected: Any, options: Mapping[str, Any]
+    context: Context, tools: Toolbox, name: str, *, result: Any, expected: Any, options: Mapping[str, Any]
 ) -> Part:
     metric = getattr(tools.metrics, name, None)
     if metric is None:
@@ -205,12 +207,12 @@ def names(tools: Toolbox) -> dict[str, list[str]]:
 
 def load_tools() -> Toolbox:
     """Import OSWorld. Takes seconds and hundreds of megabytes. Raises: whatever its imports raise."""
-    import importlib
-    import sys
-
     # torch comes with it, and one task of 418 uses it.
     sys.modules.setdefault("easyocr", ModuleType("easyocr"))
-    names = ("evaluators.metrics", "evaluators.getters", "controllers.setup", "controllers.python")
-    modules = [importlib.import_module(f"desktop_env.{name}") for name in names]
-    return Toolbox(*modules, importlib.import_module("requests"))
-
+    return Toolbox(
+        metrics=importlib.import_module("desktop_env.evaluators.metrics"),
+        getters=importlib.import_module("desktop_env.evaluators.getters"),
+        setup=importlib.import_module("desktop_env.controllers.setup"),
+        python=importlib.import_module("desktop_env.controllers.python"),
+        requests=importlib.import_module("requests"),
+    )

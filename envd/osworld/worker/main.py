@@ -1,8 +1,9 @@
 """The worker program: imports OSWorld once, then forks a process in a sandbox of its own for each job.
 
-Runs as `python main.py CONTROL_FD DIRECTORY...`, the directories being those that jobs must see. Over the control socket (SOCK_SEQPACKET) it says first what it is,
-`{"ready": {"verbs": [], "getters": [], "metrics": []}}` or `{"error": ""}`, and then takes jobs: each message carries one
-stream socket. On that socket, a line of JSON each, comes the job and go out
+Runs with a control socket (SOCK_SEQPACKET) and the directories that jobs must see. There it says first what it is,
+`{"ready": {"verbs": [], "getters": [], "metrics": []}}` or `{"error": ""}`, and then takes jobs: each message carries
+one stream socket.
+On that socket, a line of JSON each, comes the job and go out
 
 - `{"port": 5000}` with a listening socket of the sandbox's loopback: whoever accepts on it is the guest in there;
 - `{"result": {}}` or `{"failure": ""}`, from within the sandbox, hence to be mistrusted;
@@ -17,7 +18,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -67,7 +67,7 @@ def _keep(number: int, channel: socket.socket, tools: jobs.Toolbox, visible: lis
             socket.send_fds(channel, [_line({"port": GUEST_PORT})], [listener.fileno()])
         runner = os.fork()
         if runner == 0:
-            _run(number, channel, job, tools, visible, limits)
+            _run(number, channel, job, tools, visible=visible, limits=limits)
         end = _wait(runner, channel, limits.time_s)
     except BaseException as error:
         end = f"{type(error).__name__}: {error}"
@@ -97,6 +97,7 @@ def _run(
     channel: socket.socket,
     job: dict[str, Any],
     tools: jobs.Toolbox,
+    *,
     visible: list[str],
     limits: sandbox.Limits,
 ) -> NoReturn:
@@ -150,5 +151,3 @@ def _tell(channel: socket.socket, value: dict[str, Any]) -> None:
     # Where nobody listens any more, nobody waits for it either.
     with suppress(OSError):
         channel.sendall(_line(value))
-
-

@@ -1,4 +1,4 @@
-"""A place from which evaluator code reaches one guest and nothing else of the host. Linux alone, standard library alone.
+"""A place from which evaluator code reaches one guest and nothing else of the host. Linux and standard library alone.
 
 Namespaces of its own for processes, mounts, network and IPC; a root file system in memory that holds the system's
 libraries and OSWorld's environment, read-only, and a directory to work in; of all the network a loopback whose listener
@@ -63,7 +63,7 @@ class Limits:
 
 
 def separate(number: int) -> None:
-    """Take this process, and all that it will start, out of the host's namespaces; its next child is number one in there.
+    """Take this process out of the host's namespaces, with all that it will start; its next child is number one there.
 
     Raises:
         SandboxError: The kernel does not let this user.
@@ -143,8 +143,8 @@ def _build_root(user: int, *, visible: Iterable[str], files: Mapping[str, str], 
     _write(root + "/etc/passwd", f"evaluation:x:{user}:{user}::{WORK}:/bin/false\n")
     for name, handle in wanted.items():
         os.makedirs(os.path.dirname(f"{root}{CACHE}/{name}"), exist_ok=True)
-        with open(handle, "rb") as source, open(f"{root}{CACHE}/{name}", "wb") as target:
-            shutil.copyfileobj(source, target)
+        with open(handle, "rb") as original, open(f"{root}{CACHE}/{name}", "wb") as copy:
+            shutil.copyfileobj(original, copy)
     for directory, _, names in os.walk(root + WORK):
         for path in (directory, *(f"{directory}/{name}" for name in names)):
             os.chown(path, user, user)
@@ -195,8 +195,8 @@ def _limit(limits: Limits) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         hard = resource.getrlimit(kind)[1]
-        bound = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
-        resource.setrlimit(kind, (bound, bound))
+        allowed = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
+        resource.setrlimit(kind, (allowed, allowed))
 
 
 def _drop_capabilities() -> None:
@@ -205,9 +205,8 @@ def _drop_capabilities() -> None:
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    _call(
-        "mount", source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), options.encode() or None
-    )
+    texts = (source.encode(), target.encode(), kind.encode() or None)
+    _call("mount", *texts, ctypes.c_ulong(flags), options.encode() or None)
 
 
 def _call(function: str, *arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""What OSWorld's code says to the guest, watched: it swallows most failures, and which one it was decides what they mean.
+"""What OSWorld's code says to the guest, watched: it swallows most failures, and which one it was decides everything.
 
 A guest that answers "there is no such file" tells of the agent; one that does not answer tells of us, and there must be
 no score then. OSWorld's getters return None for both.

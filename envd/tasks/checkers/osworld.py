@@ -1,5 +1,6 @@
 """The evaluator of an OSWorld task, as data: it is scored by OSWorld's own code, which envd runs beside itself."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import JsonValue
@@ -7,7 +8,7 @@ from pydantic import JsonValue
 from envd.errors import GuestError
 from envd.tasks.checkers.base import LeafCheck
 from envd.tasks.checkers.scene import Scene
-from envd.tasks.osworld import NOT_HERE, OsworldObject
+from envd.tasks.osworld import NOT_HERE, OsworldObject, asset_urls
 from envd.tasks.text import Verdict
 
 Parameters = dict[str, JsonValue]
@@ -31,6 +32,10 @@ class OsworldEvaluator(LeafCheck):
     def subject(self) -> str:
         """The metrics."""
         return self.func if isinstance(self.func, str) else f" {self.conj} ".join(self.func)
+
+    def urls(self) -> Iterator[str]:
+        """Yield where the files are that OSWorld would download to score it."""
+        yield from asset_urls((), self.in_osworlds_form()).values()
 
     async def look(self, scene: Scene) -> Verdict:
         """Have OSWorld's code look and judge, in a process of its own. Raises: GuestError, MachineLost."""

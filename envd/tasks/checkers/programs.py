@@ -8,8 +8,9 @@ from envd.errors import GuestError
 from envd.guest.desktop import CommandResult
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import LeafCheck
-from envd.tasks.checkers.scene import LOOK_TIMEOUT_S, Scene, powershell
+from envd.tasks.checkers.scene import LOOK_TIMEOUT_S, Scene
 from envd.tasks.fields import Argv, Timeout, WindowMatch
+from envd.tasks.powershell import powershell
 from envd.tasks.text import TextExpectation, Verdict, judge_text, quote
 from envd.tasks.windows import OpenWindow, describe_windows, find_window, list_windows
 

@@ -13,6 +13,7 @@ from envd.guest.actions import Done
 from envd.guest.desktop import CommandResult, Desktop
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.osworld import OsworldBridge
+from envd.tasks.powershell import powershell
 from envd.tasks.text import quote
 
 #: Limit of the commands that look at the guest for us; each ends at once in a healthy guest.
@@ -113,15 +114,3 @@ class Scene:
         if result.exit_code not in (0, *allow):
             raise GuestError(f"{argv[0]} ended with {result.exit_code}: {quote(result.stderr)}")
         return result
-
-
-def powershell(script: str, **values: str) -> tuple[str, ...]:
-    """Return a command that runs a script of ours in Windows, with values as its variables and UTF-8 as its output."""
-    assigned = "".join(f"${name} = {_literal(value)}\n" for name, value in values.items())
-    head = "$ErrorActionPreference = 'Stop'\n[Console]::OutputEncoding = [Text.UTF8Encoding]::new($false)\n"
-    return ("powershell.exe", "-NoProfile", "-NonInteractive", "-Command", f"{head}{assigned}{script}")
-
-
-def _literal(value: str) -> str:
-    # In a PowerShell string in single quotes, a quote (of which there are five) is the only character that means more.
-    return "'" + "".join(character * 2 if character in "'‘’‚‛" else character for character in value) + "'"

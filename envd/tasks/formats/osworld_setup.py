@@ -84,8 +84,7 @@ class _Path(_Entry):
 
 class _Open(_Path):
     def verbs(self, os: GuestOs) -> list[Fields]:
-        program = "explorer.exe" if os is GuestOs.WINDOWS else "xdg-open"
-        return [{"kind": "open", "path": _absolute(self.path, os), "program": program}]
+        return [{"kind": "open", "path": _absolute(self.path, os), "program": "xdg-open"}]
 
 
 class _ChangeWallpaper(_Path):

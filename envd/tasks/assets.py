@@ -1,0 +1,166 @@
+"""Files that tasks need and that do not come with them: a cache on the host, filled ahead of time, by URL and digest.
+
+Episodes get copies of what is in it, and cannot reach it: it is theirs to read and nobody's to change. A file is stored
+under its digest, and its URL points there; the digest is checked whenever it is read.
+"""
+
+import asyncio
+import hashlib
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import aiohttp
+from pydantic import ValidationError
+
+from envd.errors import EnvdError
+from envd.tasks.checkers.kinds import leaves
+from envd.tasks.checkers.osworld import OsworldEvaluator
+from envd.tasks.fields import Model, Sha256
+from envd.tasks.model import Task
+from envd.tasks.verbs import Download, OsworldSetup
+
+MAX_ASSET_BYTES = 1 << 30
+_CHUNK_BYTES = 1 << 20
+_PART = ".part-"
+
+
+class AssetMissing(EnvdError):
+    """A file that a task needs is not in the cache, or is not the one that it needs."""
+
+    reason = "ASSET_MISSING"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AssetRef:
+    """A file that a task names."""
+
+    url: str
+    sha256: str = ""
+    """Empty where the task does not say."""
+
+
+class _Entry(Model):
+    """Which file a URL led to."""
+
+    url: str
+    sha256: Sha256
+    size_bytes: int
+
+
+def assets_of(task: Task) -> Iterator[AssetRef]:
+    """Yield the files that a task needs: those that its setup puts into the guest, and those it is compared with."""
+    for verb in task.setup:
+        if isinstance(verb, Download):
+            yield from (AssetRef(file.url, file.sha256 or "") for file in verb.files)
+        elif isinstance(verb, OsworldSetup):
+            yield from (AssetRef(url) for url in verb.urls())
+    for checker in leaves(task.checker) if task.checker else ():
+        if isinstance(checker, OsworldEvaluator):
+            yield from (AssetRef(url) for url in checker.urls())
+
+
+class AssetCache:
+    """The files in one directory. Several daemons may share it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files = directory / "sha256"
+        self._names = directory / "url"
+
+    def __repr__(self) -> str:
+        return f"<AssetCache {self.directory}>"
+
+    def find(self, ref: AssetRef) -> Path:
+        """Return where a file is, without reading it.
+
+        Raises:
+            AssetMissing: It is not there, or is another one; says how to get it.
+        """
+        try:
+            digest = _Entry.model_validate_json(self._name(ref.url).read_bytes()).sha256
+        except FileNotFoundError:
+            raise AssetMissing(f"{ref.url} is not in the cache; run `envd tasks fetch`") from None
+        except (OSError, ValidationError) as error:
+            raise AssetMissing(f"{ref.url}: its entry is broken; run `envd tasks fetch`") from error
+        if ref.sha256 and digest != ref.sha256:
+            raise AssetMissing(f"{ref.url}: the cache has sha256 {digest}, the task needs {ref.sha256}")
+        path = self._files / digest
+        if not path.is_file():
+            raise AssetMissing(f"{ref.url}: its file is gone from the cache; run `envd tasks fetch`")
+        return path
+
+    def has(self, ref: AssetRef) -> bool:
+        """Whether a file is there."""
+        with suppress(AssetMissing):
+            self.find(ref)
+            return True
+        return False
+
+    def read(self, ref: AssetRef) -> bytes:
+        """Return a file's bytes. Raises: AssetMissing: See `find`; or it was changed."""
+        path = self.find(ref)
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != path.name:
+            raise AssetMissing(f"{ref.url}: {path} was changed; remove it and run `envd tasks fetch`")
+        return data
+
+    async def fetch(self, ref: AssetRef, http: aiohttp.ClientSession) -> int:
+        """Download a file, unless it is there; return its size in bytes.
+
+        On failure the cache is as it was.
+
+        Raises:
+            AssetMissing: It cannot be had, is larger than 1 GiB, or is not the one that the task needs.
+        """
+        for directory in (self._files, self._names):
+            directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=self._files, prefix=_PART) as part:
+            digest, size_bytes = await _download(ref.url, part, http)
+            if ref.sha256 and digest != ref.sha256:
+                raise AssetMissing(f"{ref.url} has sha256 {digest}, the task needs {ref.sha256}")
+            _keep(part, self._files / digest)
+        entry = _Entry(url=ref.url, sha256=digest, size_bytes=size_bytes)
+        with tempfile.NamedTemporaryFile(dir=self._names, prefix=_PART) as part:
+            part.write(entry.model_dump_json().encode())
+            _keep(part, self._name(ref.url))
+        return size_bytes
+
+    def _name(self, url: str) -> Path:
+        return self._names / f"{hashlib.sha256(url.encode()).hexdigest()}.json"
+
+
+@asynccontextmanager
+async def open_http(*, timeout_s: float) -> AsyncIterator[aiohttp.ClientSession]:
+    """Yield what downloads; the host's proxy settings hold. `timeout_s` bounds each download."""
+    async with aiohttp.ClientSession(trust_env=True, timeout=aiohttp.ClientTimeout(total=timeout_s)) as http:
+        yield http
+
+
+def _keep(part: IO[bytes], path: Path) -> None:
+    """Give a file that is written its name, whole or not at all, also where another daemon does the same now."""
+    part.flush()
+    os.fchmod(part.fileno(), 0o444)
+    linked = f"{part.name}.whole"
+    os.link(part.name, linked)
+    os.replace(linked, path)
+
+
+async def _download(url: str, file: IO[bytes], http: aiohttp.ClientSession) -> tuple[str, int]:
+    """Write what is at a URL to a file; return its digest and size. Raises: AssetMissing."""
+    digest, size_bytes = hashlib.sha256(), 0
+    try:
+        async with http.get(url, raise_for_status=True) as answer:
+            async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
+                size_bytes += len(chunk)
+                if size_bytes > MAX_ASSET_BYTES:
+                    raise AssetMissing(f"{url} is larger than {MAX_ASSET_BYTES} bytes")
+                digest.update(chunk)
+                await asyncio.to_thread(file.write, chunk)
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        raise AssetMissing(f"{url} cannot be downloaded: {error!r}") from error
+    return digest.hexdigest(), size_bytes

@@ -1,0 +1,72 @@
+"""What setups draw on from the host: fetched files, and what a task may leave to fill in."""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from envd.errors import GuestError
+from envd.tasks.assets import AssetCache, AssetMissing, AssetRef, open_http
+from envd.tasks.osworld import OsworldBridge
+
+#: Of a download that an episode waits for.
+_FETCH_TIMEOUT_S = 300.0
+
+
+_PASSWORD = "{CLIENT_PASSWORD}"  # noqa: S105 - its name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supplies:
+    """What a daemon gives to its setups."""
+
+    assets: AssetCache | None = None
+    """Fetched files; None for none."""
+    allow_download: bool = False
+    """Whether a file that was not fetched ahead of time is fetched while an episode waits."""
+    client_password: str = field(default="", repr=False)
+    """Of the guests' user."""
+    osworld: OsworldBridge | None = None
+    """What runs OSWorld's own setup; None where there is none."""
+
+    async def asset(self, ref: AssetRef) -> bytes:
+        """Return a fetched file. Raises: GuestError: It is not there; says how to get it."""
+        if self.assets is None:
+            raise GuestError(f"{ref.url} is needed, and this daemon has no cache of assets")
+        try:
+            if self.allow_download and not self.assets.has(ref):
+                async with open_http(timeout_s=_FETCH_TIMEOUT_S) as http:
+                    await self.assets.fetch(ref, http)
+            return await asyncio.to_thread(self.assets.read, ref)
+        except AssetMissing as error:
+            raise GuestError(str(error)) from error
+
+    async def host_file(self, path: str) -> bytes:
+        """Return a file that lies beside the tasks. Raises: GuestError: It is gone."""
+        try:
+            return await asyncio.to_thread(Path(path).read_bytes)
+        except OSError as error:
+            raise GuestError(f"{path} cannot be read: {error.strerror}") from error
+
+    def fill_in(self, argv: tuple[str, ...], *, screen_px: tuple[int, int]) -> tuple[str, ...]:
+        """Return a command with the guest's password and screen in place of their names.
+
+        Raises:
+            GuestError: It names a password, and none is set.
+        """
+        width_px, height_px = screen_px
+        if not self.client_password and any(_PASSWORD in word for word in argv):
+            raise GuestError(f"the command names {_PASSWORD}, and none is set; set tasks.client_password_file")
+        values = {
+            _PASSWORD: self.client_password,
+            "{SCREEN_WIDTH}": str(width_px),
+            "{SCREEN_HEIGHT}": str(height_px),
+            "{SCREEN_WIDTH_HALF}": str(width_px // 2),
+            "{SCREEN_HEIGHT_HALF}": str(height_px // 2),
+        }
+        return tuple(_replaced(word, values) for word in argv)
+
+
+def _replaced(word: str, values: dict[str, str]) -> str:
+    for name, value in values.items():
+        word = word.replace(name, value)
+    return word

@@ -1,0 +1,155 @@
+"""Files that tasks need: fetched once from a web server, checked, kept read-only, and put into guests without one."""
+
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from envd.errors import SetupFailed
+from envd.tasks import assets
+from envd.tasks.assets import AssetCache, AssetMissing, AssetRef, assets_of, open_http
+from envd.tasks.model import Task
+from envd.tasks.setup import run_setup
+from envd.tasks.supplies import Supplies
+from envd.testing.memory_desktop import MemoryDesktop
+
+DATA = bytes(range(256)) * 100
+DIGEST = hashlib.sha256(DATA).hexdigest()
+PATH = "/home/user/a.bin"
+
+
+class Site:
+    """A web server with one file."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.data = DATA
+        self.request_count = 0
+
+    async def answer(self, _request: web.Request) -> web.Response:
+        self.request_count += 1
+        return web.Response(body=self.data)
+
+
+@pytest_asyncio.fixture
+async def site() -> AsyncIterator[Site]:
+    site = Site()
+    app = web.Application()
+    app.router.add_get("/a.bin", site.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    listener = web.TCPSite(runner, "127.0.0.1", 0)
+    await listener.start()
+    site.url = f"http://127.0.0.1:{runner.addresses[0][1]}/a.bin"
+    yield site
+    await runner.cleanup()
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> AssetCache:
+    return AssetCache(tmp_path / "assets")
+
+
+async def fetch(cache: AssetCache, ref: AssetRef) -> None:
+    async with open_http(timeout_s=10.0) as http:
+        await cache.fetch(ref, http)
+
+
+def task_with(url: str, **fields: Any) -> Task:
+    verb = {"kind": "download", "files": [{"url": url, "path": PATH, **fields}]}
+    return Task.model_validate({"task_id": "s/t", "instruction": "i", "level": 1, "infeasible": True, "setup": [verb]})
+
+
+def files_in(cache: AssetCache) -> list[Path]:
+    return [path for path in cache.directory.rglob("*") if path.is_file()]
+
+
+async def test_a_fetched_file_is_put_into_the_guest_with_the_server_gone(site: Site, cache: AssetCache) -> None:
+    task = task_with(site.url, sha256=DIGEST)
+    [ref] = assets_of(task)
+    await fetch(cache, ref)
+    site.data = b"gone"
+    desktop = MemoryDesktop()
+    await run_setup(task, desktop, timeout_s=5.0, supplies=Supplies(assets=cache))
+    assert desktop.files[PATH] == DATA
+    assert site.request_count == 1
+    assert all(path.stat().st_mode & 0o222 == 0 for path in files_in(cache))
+
+
+async def test_a_file_with_another_digest_is_not_kept(site: Site, cache: AssetCache) -> None:
+    with pytest.raises(AssetMissing, match=f"has sha256 {DIGEST}, the task needs {'0' * 64}"):
+        await fetch(cache, AssetRef(site.url, "0" * 64))
+    assert files_in(cache) == []
+
+
+async def test_a_cached_file_that_is_another_than_the_task_needs_is_missing(site: Site, cache: AssetCache) -> None:
+    await fetch(cache, AssetRef(site.url))
+    assert cache.has(AssetRef(site.url, DIGEST))
+    with pytest.raises(AssetMissing, match=f"the cache has sha256 {DIGEST}"):
+        cache.find(AssetRef(site.url, "0" * 64))
+
+
+async def test_a_file_that_was_changed_in_the_cache_is_not_used(site: Site, cache: AssetCache) -> None:
+    ref = AssetRef(site.url)
+    await fetch(cache, ref)
+    path = cache.find(ref)
+    path.chmod(0o644)
+    path.write_bytes(b"poison")
+    with pytest.raises(AssetMissing, match="was changed; remove it"):
+        cache.read(ref)
+
+
+async def test_a_file_beyond_the_limit_is_cut_off(
+    site: Site, cache: AssetCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assets, "MAX_ASSET_BYTES", len(DATA) - 1)
+    with pytest.raises(AssetMissing, match="is larger than"):
+        await fetch(cache, AssetRef(site.url))
+    assert files_in(cache) == []
+
+
+async def test_what_is_not_there_is_told_and_leaves_what_was_there(site: Site, cache: AssetCache) -> None:
+    await fetch(cache, AssetRef(site.url))
+    with pytest.raises(AssetMissing, match=r"cannot be downloaded.*404"):
+        await fetch(cache, AssetRef(f"{site.url}x"))
+    assert cache.read(AssetRef(site.url)) == DATA
+
+
+async def test_an_episode_downloads_only_where_that_is_allowed(site: Site, cache: AssetCache) -> None:
+    task, desktop = task_with(site.url), MemoryDesktop()
+    with pytest.raises(SetupFailed, match="run `envd tasks fetch`"):
+        await run_setup(task, desktop, timeout_s=5.0, supplies=Supplies(assets=cache))
+    assert site.request_count == 0
+    for _ in range(2):
+        await run_setup(task, desktop, timeout_s=5.0, supplies=Supplies(assets=cache, allow_download=True))
+    assert desktop.files[PATH] == DATA
+    assert site.request_count == 1
+
+
+def test_the_files_that_an_evaluator_compares_with_are_needed_too() -> None:
+    evaluator = {
+        "kind": "osworld",
+        "func": ["compare_table", "compare_text_file"],
+        "expected": [
+            {"type": "cloud_file", "path": "https://files.example.org/gold.xlsx", "dest": "gold.xlsx"},
+            {"type": "cloud_file", "path": ["https://files.example.org/a", "https://files.example.org/b"]},
+        ],
+    }
+    fields = {"task_id": "s/t", "instruction": "i", "level": 1, "checker": {"kind": "any", "checks": [evaluator]}}
+    names = [ref.url.rpartition("/")[2] for ref in assets_of(Task.model_validate(fields))]
+    assert names == ["gold.xlsx", "a", "b"]
+
+
+def test_an_entry_that_makes_no_sense_is_missing(cache: AssetCache) -> None:
+    ref = AssetRef("https://files.example.org/a")
+    name = cache.directory / "url" / f"{hashlib.sha256(ref.url.encode()).hexdigest()}.json"
+    name.parent.mkdir(parents=True)
+    for text in ("", "[]", "{}", json.dumps({"sha256": "../../etc/passwd"})):
+        name.write_text(text)
+        with pytest.raises(AssetMissing, match="run `envd tasks fetch`"):
+            cache.read(ref)
