@@ -23,7 +23,7 @@ from envd.episodes.limits import EpisodeLimits
 from envd.episodes.recovery import recall
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo
-from envd.errors import ConfigError
+from envd.errors import ConfigError, OsworldError
 from envd.guest.observation import Region, SettlePolicy
 from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.images.catalogue import ImageCatalogue
@@ -170,6 +170,8 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
             clock=SystemClock(),
             tell=lambda leftover: metrics.leftovers.labels(kind=leftover.kind.value).inc(),
         )
+        if workers is not None:
+            stack.push_async_callback(_cancel, asyncio.create_task(_warm(workers), name="osworld:warm"))
         auditing = asyncio.create_task(audit.run(), name="audit")
         stack.push_async_callback(_cancel, auditing)
         # Listening first: where the address is taken no machine is started.
@@ -200,9 +202,18 @@ def _supplies(config: Config) -> Supplies:
 
 
 def _osworld_workers(config: Config) -> Workers | None:
-    """Return what runs OSWorld's code, not yet started; None where OSWorld is not installed."""
+    """Return what runs OSWorld's code, not yet started; None where no task of OSWorld's could be served."""
     environment = Environment(config.cache_dir)
-    return Workers(environment.python) if environment.is_installed else None
+    is_wanted = environment.tasks is not None and config.hypervisor_uri != "fake"
+    return Workers(environment.python) if is_wanted and environment.is_installed else None
+
+
+async def _warm(workers: Workers) -> None:
+    """Import OSWorld before the first episode needs it."""
+    try:
+        await workers.start()
+    except OsworldError as error:
+        logger.warning("resets of OSWorld's tasks will fail: %s", error)
 
 
 async def _open_hypervisor(config: Config) -> Hypervisor:

@@ -110,9 +110,7 @@ class Environment:
             directory = self._clone(source, progress)
         examples = next((found for found in (directory / "evaluation_examples", directory) if _has_tasks(found)), None)
         if examples is None:
-            raise OsworldError(
-                f"{directory} has no evaluation_examples/examples/*/*.json; is it a checkout of OSWorld?"
-            )
+            raise OsworldError(f"{directory} is no checkout of OSWorld: no evaluation_examples/examples/*/*.json")
         self.root.mkdir(parents=True, exist_ok=True)
         link = self.root / f"{_MAKING}tasks-{os.getpid()}"
         link.symlink_to(examples.resolve())

@@ -7,9 +7,9 @@ from desktop_env.desktop_env import DesktopEnv
 env = DesktopEnv(provider_name="docker", action_space="pyautogui", screen_size=(1280, 800))
 ```
 `docker` is a name that `DesktopEnv` lets pass and whose machines it takes for fresh ones; no Docker is asked. A machine
-is an episode of the task `osworld/desktop`; going back to a snapshot takes a new fork, of the pool's template or of what
-was saved. DesktopEnv talks to the guest's service itself, which needs a pool with `allow_guest_access`, and expects the
-guest to run between its calls, which needs `always_running`.
+is an episode of the task `osworld/desktop`; going back to a snapshot takes a new fork, of what was saved or else of the
+pool's template. DesktopEnv talks to the guest's service itself, which needs a pool with `allow_guest_access`, and it
+expects the guest to run between its calls, which needs `always_running`.
 
 The daemon's address is `ENVD_ADDRESS` (127.0.0.1:50051 if it is not set), the pool `ENVD_POOL` (the only one that
 fits), the token `ENVD_TOKEN`.

@@ -26,8 +26,8 @@ async def relayed(listener: socket.socket, guest_url: str) -> AsyncIterator[None
         if task := asyncio.current_task():
             running.add(task)
         try:
-            # A connection that breaks is for those at its two ends to notice.
-            with suppress(OSError, TimeoutError):
+            # A connection that breaks is for those at its two ends to notice; of one that is cut nobody is left there.
+            with suppress(OSError, TimeoutError, asyncio.CancelledError):
                 await _carry(reader, writer, url)
         finally:
             running.discard(task)

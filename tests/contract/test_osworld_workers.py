@@ -1,20 +1,17 @@
 """Worker processes that run OSWorld's code: real processes, sandboxes and guest services, around a stand-in package."""
 
 import asyncio
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from envd.errors import OsworldError
-from envd.guestd import guestd
 from envd.osworld.workers import Job, WorkerFailed, Workers
+from envd.testing.local_guestd import LocalGuestd, serve_guestd
 from envd.testing.osworld import make_stand_in
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -23,33 +20,14 @@ RULE = {"type": "rule", "rules": {"expected": "yes"}}
 YES = {"type": "vm_command_line", "command": "printf yes"}
 
 
-class Served(NamedTuple):
-    """guestd without a guest."""
-
-    url: str
-    home: Path
-    process: subprocess.Popen[bytes]
-
-
-def serve_guestd(stack: ExitStack, home: Path) -> Served:
-    home.mkdir(parents=True)
-    command = (sys.executable, guestd.__file__, "--host", "127.0.0.1", "--port", "0")
-    env = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8"}
-    process = stack.enter_context(subprocess.Popen(command, env=env, stderr=subprocess.PIPE))
-    stack.callback(process.terminate)
-    assert process.stderr
-    port = int(process.stderr.readline().rpartition(b":")[2])
-    return Served(f"http://127.0.0.1:{port}", home, process)
-
-
 @pytest.fixture(scope="module")
-def guests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
+def guests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LocalGuestd]]:
     with ExitStack() as stack:
         yield [serve_guestd(stack, tmp_path_factory.mktemp("guest") / name) for name in ("one", "other")]
 
 
 @pytest.fixture
-def guest(guests: list[Served]) -> Served:
+def guest(guests: list[LocalGuestd]) -> LocalGuestd:
     return guests[0]
 
 
@@ -72,7 +50,7 @@ async def workers(python: Path) -> AsyncIterator[Workers]:
     await workers.aclose()
 
 
-def scoring(guest: Served, evaluator: Mapping[str, Any], *, time_s: float = 20.0, **fields: Any) -> Job:
+def scoring(guest: LocalGuestd, evaluator: Mapping[str, Any], *, time_s: float = 20.0, **fields: Any) -> Job:
     return Job(
         kind="evaluate",
         guest_url=guest.url,
@@ -84,7 +62,7 @@ def scoring(guest: Served, evaluator: Mapping[str, Any], *, time_s: float = 20.0
     )
 
 
-def setting_up(guest: Served, *steps: Mapping[str, Any], **fields: Any) -> Job:
+def setting_up(guest: LocalGuestd, *steps: Mapping[str, Any], **fields: Any) -> Job:
     return Job(
         kind="set_up",
         guest_url=guest.url,
@@ -101,7 +79,7 @@ def one(func: str, *, rules: Mapping[str, Any] | None = None) -> dict[str, Any]:
     return {"func": func, "result": YES, "expected": {"type": "rule", "rules": dict(rules or {"expected": "yes"})}}
 
 
-async def score(workers: Workers, guest: Served, evaluator: Mapping[str, Any], **fields: Any) -> float:
+async def score(workers: Workers, guest: LocalGuestd, evaluator: Mapping[str, Any], **fields: Any) -> float:
     return float((await workers.run(scoring(guest, evaluator, **fields)))["score"])
 
 
@@ -112,17 +90,17 @@ async def test_it_says_what_the_package_knows(workers: Workers) -> None:
     assert "exact_match" in names.metrics
 
 
-async def test_a_guest_is_scored_by_what_is_in_it(workers: Workers, guest: Served) -> None:
+async def test_a_guest_is_scored_by_what_is_in_it(workers: Workers, guest: LocalGuestd) -> None:
     assert await score(workers, guest, one("exact_match")) == 1.0
     assert await score(workers, guest, one("exact_match", rules={"expected": "no"})) == 0.0
 
 
-async def test_the_platform_and_the_screen_are_told_and_not_asked_for(workers: Workers, guest: Served) -> None:
+async def test_the_platform_and_the_screen_are_told_and_not_asked_for(workers: Workers, guest: LocalGuestd) -> None:
     evaluator = one("exact_match", rules={"expected": "Linux 1280"}) | {"result": {"type": "platform"}}
     assert await score(workers, guest, evaluator) == 1.0
 
 
-async def test_what_is_done_before_the_look_is_done(workers: Workers, guest: Served) -> None:
+async def test_what_is_done_before_the_look_is_done(workers: Workers, guest: LocalGuestd) -> None:
     step = {"type": "execute", "parameters": {"command": "touch ~/closed", "shell": True}}
     assert await score(workers, guest, one("exact_match") | {"postconfig": [step]}) == 1.0
     assert (guest.home / "closed").exists()
@@ -133,7 +111,7 @@ async def test_what_is_done_before_the_look_is_done(workers: Workers, guest: Ser
 
 @pytest.mark.parametrize("func", ["hang", "spin"])
 async def test_an_evaluator_that_hangs_is_killed_at_its_limit_and_gives_no_score(
-    workers: Workers, guest: Served, func: str
+    workers: Workers, guest: LocalGuestd, func: str
 ) -> None:
     with pytest.raises(WorkerFailed, match=r"exceeded its limit of 1 s"):
         await score(workers, guest, one(func), time_s=1.0)
@@ -150,26 +128,26 @@ async def test_an_evaluator_that_hangs_is_killed_at_its_limit_and_gives_no_score
     ],
 )
 async def test_an_evaluator_that_breaks_gives_no_score(
-    workers: Workers, guest: Served, func: str, message: str
+    workers: Workers, guest: LocalGuestd, func: str, message: str
 ) -> None:
     with pytest.raises(WorkerFailed, match=message):
         await score(workers, guest, one(func))
     assert await score(workers, guest, one("exact_match")) == 1.0
 
 
-async def test_memory_beyond_the_limit_is_refused(workers: Workers, guest: Served) -> None:
+async def test_memory_beyond_the_limit_is_refused(workers: Workers, guest: LocalGuestd) -> None:
     with pytest.raises(WorkerFailed, match="MemoryError"):
         await score(workers, guest, one("hog", rules={"bytes": 300 << 20}))
     assert await score(workers, guest, one("hog", rules={"bytes": 30 << 20})) == 1.0
 
 
-async def test_files_beyond_the_limit_are_refused(workers: Workers, guest: Served) -> None:
+async def test_files_beyond_the_limit_are_refused(workers: Workers, guest: LocalGuestd) -> None:
     with pytest.raises(WorkerFailed, match=r"signal 25|File too large|No space left"):
         await score(workers, guest, one("litter", rules={"mebibytes": 300}))
 
 
 async def test_processes_beyond_the_limit_are_refused_and_none_outlives_its_job(
-    workers: Workers, guest: Served
+    workers: Workers, guest: LocalGuestd
 ) -> None:
     with pytest.raises(WorkerFailed, match=r"BlockingIOError|exceeded its limit"):
         await score(workers, guest, one("multiply"), time_s=10.0)
@@ -185,7 +163,7 @@ async def test_a_guest_that_does_not_answer_gives_no_score(workers: Workers, tmp
         await score(workers, gone, evaluator)
 
 
-async def test_a_caller_that_gives_up_has_its_job_killed(workers: Workers, guest: Served) -> None:
+async def test_a_caller_that_gives_up_has_its_job_killed(workers: Workers, guest: LocalGuestd) -> None:
     evaluator = one("hang") | {"result": {"type": "vm_command_line", "command": "touch ~/hanging"}}
     running = asyncio.create_task(workers.run(scoring(guest, evaluator, time_s=50.0)))
     while not (guest.home / "hanging").exists():
@@ -203,7 +181,7 @@ def children_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-async def test_a_worker_that_was_killed_is_started_again(workers: Workers, guest: Served) -> None:
+async def test_a_worker_that_was_killed_is_started_again(workers: Workers, guest: LocalGuestd) -> None:
     await workers.start()
     assert workers._process
     workers._process.kill()
@@ -224,7 +202,7 @@ async def test_a_package_that_cannot_be_imported_says_so(tmp_path: Path) -> None
 # The sandbox
 
 
-async def test_of_the_network_there_is_only_the_guest(workers: Workers, guest: Served) -> None:
+async def test_of_the_network_there_is_only_the_guest(workers: Workers, guest: LocalGuestd) -> None:
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
@@ -236,13 +214,13 @@ async def test_of_the_network_there_is_only_the_guest(workers: Workers, guest: S
 
 
 async def test_of_the_host_there_are_no_files_no_processes_and_no_rights(
-    workers: Workers, guest: Served, tmp_path: Path
+    workers: Workers, guest: LocalGuestd, tmp_path: Path
 ) -> None:
     paths = [str(tmp_path), str(Path.home() / ".cache"), __file__, "/var", "/etc/shadow", "/run"]
     assert await score(workers, guest, one("see", rules={"paths": paths})) == 0.0, "see the stand-in's `see`"
 
 
-async def test_the_environment_is_its_own(workers: Workers, guest: Served) -> None:
+async def test_the_environment_is_its_own(workers: Workers, guest: LocalGuestd) -> None:
     names = ["HOME", "TMPDIR", "PATH", "LANG", "USER"]
     assert await score(workers, guest, one("home", rules={"expected": names})) == 1.0
 
@@ -250,26 +228,26 @@ async def test_the_environment_is_its_own(workers: Workers, guest: Served) -> No
 # Faults of OSWorld's own, handled
 
 
-async def test_a_setup_step_that_osworld_would_only_log_is_a_failure(workers: Workers, guest: Served) -> None:
+async def test_a_setup_step_that_osworld_would_only_log_is_a_failure(workers: Workers, guest: LocalGuestd) -> None:
     step = {"type": "launch", "parameters": {"command": ["no-such-program"]}}
     with pytest.raises(WorkerFailed, match=r"config\[1\] launch: .*no-such-program"):
         await workers.run(setting_up(guest, {"type": "sleep", "parameters": {"seconds": 0}}, step))
 
 
-async def test_an_unknown_setup_verb_is_refused(workers: Workers, guest: Served) -> None:
+async def test_an_unknown_setup_verb_is_refused(workers: Workers, guest: LocalGuestd) -> None:
     with pytest.raises(WorkerFailed, match="OSWorld has no setup verb 'levitate'"):
         await workers.run(setting_up(guest, {"type": "levitate", "parameters": {}}))
 
 
 async def test_a_step_after_the_episode_that_the_guest_refuses_is_left_to_the_score(
-    workers: Workers, guest: Served
+    workers: Workers, guest: LocalGuestd
 ) -> None:
     step = {"type": "launch", "parameters": {"command": ["no-such-program"]}}
     assert await score(workers, guest, one("exact_match") | {"postconfig": [step]}) == 1.0
 
 
 async def test_where_any_of_several_is_enough_a_missing_file_is_one_that_does_not_match(
-    workers: Workers, guest: Served
+    workers: Workers, guest: LocalGuestd
 ) -> None:
     missing, there = {"type": "fussy_file", "path": "/x"}, YES
     evaluator = {"func": ["exact_match", "exact_match"], "conj": "or", "expected": [RULE, RULE]}
@@ -279,14 +257,14 @@ async def test_where_any_of_several_is_enough_a_missing_file_is_one_that_does_no
     assert await score(workers, guest, evaluator | {"conj": "and", "result": [there, missing]}) == 0.0
 
 
-async def test_metrics_together_are_their_mean_or_their_best(workers: Workers, guest: Served) -> None:
+async def test_metrics_together_are_their_mean_or_their_best(workers: Workers, guest: LocalGuestd) -> None:
     evaluator = {"func": ["half", "exact_match"], "result": [YES, YES], "expected": [RULE, RULE]}
     assert await score(workers, guest, evaluator) == 0.75
     assert await score(workers, guest, evaluator | {"func": ["half", "half"], "conj": "or"}) == 0.5
 
 
 async def test_a_metric_that_trips_over_a_file_that_the_agent_never_made_scores_zero(
-    workers: Workers, guest: Served
+    workers: Workers, guest: LocalGuestd
 ) -> None:
     missing = {"type": "vm_file", "path": str(guest.home / "never-made"), "dest": "x"}
     assert await score(workers, guest, one("trip") | {"result": missing}) == 0.0
@@ -298,7 +276,7 @@ async def test_a_metric_that_trips_over_a_file_that_the_agent_never_made_scores_
 
 
 async def test_files_fetched_ahead_of_time_are_found_where_osworld_looks(
-    workers: Workers, guest: Served, assets: Path
+    workers: Workers, guest: LocalGuestd, assets: Path
 ) -> None:
     (guest.home / "made").write_text("what was expected")
     evaluator = {
@@ -309,7 +287,7 @@ async def test_files_fetched_ahead_of_time_are_found_where_osworld_looks(
     assert await score(workers, guest, evaluator, files={"gold.txt": assets / "fetched"}) == 1.0
 
 
-async def test_an_evaluation_cannot_change_a_fetched_file(workers: Workers, guest: Served, assets: Path) -> None:
+async def test_an_evaluation_cannot_change_a_fetched_file(workers: Workers, guest: LocalGuestd, assets: Path) -> None:
     (guest.home / "made").write_text("something else")
     overwriting = {"type": "vm_file", "path": str(guest.home / "made"), "dest": "gold.txt"}
     evaluator = one("text_is", rules={"expected": "something else"}) | {"result": overwriting}
@@ -318,14 +296,14 @@ async def test_an_evaluation_cannot_change_a_fetched_file(workers: Workers, gues
 
 
 async def test_two_episodes_of_one_task_that_are_scored_at_once_share_no_file(
-    workers: Workers, guests: list[Served], tmp_path: Path
+    workers: Workers, guests: list[LocalGuestd], tmp_path: Path
 ) -> None:
     # Each has its result in its cache directory, under one name, when the other one writes its own.
     for number, guest in enumerate(guests):
         (guest.home / "result").write_text(f"episode {number}")
     arrive = f"touch {tmp_path}/$(cat ~/result | tr ' ' '-'); while ! [ -e {tmp_path}/go ]; do sleep 0.05; done"
 
-    def evaluator(guest: Served, number: int) -> dict[str, Any]:
+    def evaluator(guest: LocalGuestd, number: int) -> dict[str, Any]:
         result = {"type": "vm_file", "path": str(guest.home / "result"), "dest": "result.txt", "then": arrive}
         return one("text_is", rules={"expected": f"episode {number}"}) | {"result": result}
 
@@ -338,7 +316,9 @@ async def test_two_episodes_of_one_task_that_are_scored_at_once_share_no_file(
     assert await asyncio.gather(*scoring_both) == [1.0, 1.0]
 
 
-async def test_64_evaluations_at_once_agree_with_one_after_the_other(workers: Workers, guests: list[Served]) -> None:
+async def test_64_evaluations_at_once_agree_with_one_after_the_other(
+    workers: Workers, guests: list[LocalGuestd]
+) -> None:
     expected: list[float] = []
     jobs = []
     for number in range(64):
