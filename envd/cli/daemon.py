@@ -23,7 +23,13 @@ from envd.episodes.limits import EpisodeLimits
 from envd.episodes.recovery import recall
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo
+<<<<<<< HEAD
 from envd.errors import ConfigError, OsworldError
+=======
+from envd.errors import ConfigError
+from envd.guest.allow_list import AllowList
+from envd.guest.desktop import Desktop
+>>>>>>> main
 from envd.guest.observation import Region, SettlePolicy
 from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.images.catalogue import ImageCatalogue
@@ -134,6 +140,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
                 image=images[name][0],
                 shelf=shelf,
                 memory=memory,
+                make_desktop=partial(Desktop, allowed=AllowList(pool.allowed_hosts) if pool.allowed_hosts else None),
                 observer=AdmissionMetrics(metrics, runs=runs),
                 books=store,
             )
