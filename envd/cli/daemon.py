@@ -23,13 +23,9 @@ from envd.episodes.limits import EpisodeLimits
 from envd.episodes.recovery import recall
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo
-<<<<<<< HEAD
 from envd.errors import ConfigError, OsworldError
-=======
-from envd.errors import ConfigError
 from envd.guest.allow_list import AllowList
 from envd.guest.desktop import Desktop
->>>>>>> main
 from envd.guest.observation import Region, SettlePolicy
 from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.images.catalogue import ImageCatalogue

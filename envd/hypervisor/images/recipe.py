@@ -135,6 +135,8 @@ def overlay_files(recipe: Recipe) -> dict[str, bytes]:
     for path, data in _walk(images / "desktop", ""):
         tree[_desktop_destination(path)] = data
     if recipe.name == "osworld":
+        # Among them an Xauthority for no display at all: without an entry in it every pyautogui prints a warning, which
+        # OSWorld's getters take for a part of the answer.
         tree.update(_walk(images / "osworld", ""))
     return tree
 
