@@ -15,6 +15,7 @@ from cuaenv.v1 import env_pb2
 from trainer.client.connection import Connection
 from trainer.client.errors import EnvError, Unavailable, error_of
 from trainer.client.leases import LeaseKeeper
+from trainer.client.observation import Observation, read_observation
 from trainer.client.opening import Opener
 from trainer.client.placement import Standing, standing_of
 from trainer.client.results import Pool, read_pool
@@ -83,6 +84,7 @@ class Host:
         self._told_s = 0.0
         self._rests_until_s: dict[tuple[str, str], float] = {}
         self._pool_by_task: dict[str, str] = {}
+        self._rebuilding = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -112,6 +114,14 @@ class Host:
     def rests_until_s(self, task: str, pool: str) -> float:
         """Return when it may be asked for such episodes again, by the loop's clock; may be past."""
         return self._rests_until_s.get((task, pool), 0.0)
+
+    async def rebuild(self, message: env_pb2.Observation, base: Observation | None = None) -> Observation:
+        """Return what an agent sees; arguments and errors are those of `read_observation`.
+
+        A whole screen takes milliseconds, so that of many that come at once one is rebuilt in each turn of the loop.
+        """
+        async with self._rebuilding:
+            return read_observation(message, base)
 
     def statistics(self) -> HostStatistics:
         """Return how it stands."""
