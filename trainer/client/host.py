@@ -147,15 +147,19 @@ class Host:
         await self.connection.aclose()
 
     async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
         failure_count = 0
         while True:
+            began_s = loop.time()
             try:
                 async for message in self.connection.stub.WatchPools(env_pb2.WatchPoolsRequest()):
                     self._note_pools([read_pool(pool, self.target) for pool in message.pools])
-                    failure_count = 0
                 self._note_down(Unavailable(f"{self.target} tells its pools no more; it is stopping", host=self.target))
             except grpc.aio.AioRpcError as failure:
                 self._note_down(error_of(failure, host=self.target))
+            # One that stops tells its pools once more to whoever asks, and ends the stream at once.
+            if loop.time() - began_s > _MAX_PAUSE_S:
+                failure_count = 0
             bound_s = min(_FIRST_PAUSE_S * 2.0**failure_count, _MAX_PAUSE_S)
             await asyncio.sleep(bound_s * random.uniform(0.5, 1.0))  # noqa: S311
             failure_count = min(failure_count + 1, 30)
