@@ -11,18 +11,31 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from envd.errors import EnvdError, GuestError, GuestUnresponsive, MachineLost
+from envd.guest.a11y import MalformedTree, elements_of, marked, outline
 from envd.guest.actions import Action, ActionOutcome, Done, Fail, KeyDown, KeyUp, PressKeys, TypeText, Wait
 from envd.guest.agent import GuestAgent
+from envd.guest.allow_list import AllowList
 from envd.guest.change import screen_change
 from envd.guest.channels import Channels
 from envd.guest.command import CommandResult
 from envd.guest.encoder import FrameEncoder
 from envd.guest.frames import Frame, PointerImage
+from envd.guest.gateway import Gateway
 from envd.guest.guestd import GuestdClient
 from envd.guest.input import Input, InputEvent, KeyEvent, PointerEvent, Refused, Road, plan, road_for_text
-from envd.guest.observation import EncodedFrame, Observation, ObservationOptions, SettlePolicy, SettleResult
+from envd.guest.marks import Mark, marks_of
+from envd.guest.observation import (
+    A11yFormat,
+    Elements,
+    EncodedFrame,
+    Observation,
+    ObservationOptions,
+    SettlePolicy,
+    SettleResult,
+)
 from envd.guest.rfb import RfbClient
 from envd.guest.screen import Screen
 from envd.guest.settle import settle
@@ -74,18 +87,23 @@ class Desktop:
     One caller acts; others may look meanwhile.
     """
 
-    def __init__(self, channels: Channels, *, view: DesktopView | None = None) -> None:
+    def __init__(
+        self, channels: Channels, *, view: DesktopView | None = None, allowed: AllowList | None = None
+    ) -> None:
         """Connect to a machine.
 
         Args:
             channels: The wires into its guest.
             view: What it shows, where it was forked and has not run since: then it is asleep, and what is asked of
                 its screen is answered from the view, until `wake`.
+            allowed: What its guest may reach, from `wake` on; None for nothing.
         """
         self._channels = channels
         self._view = view
         self._agent = GuestAgent(channels)
         self._guestd = GuestdClient(channels.guestd_url, lost=channels.lost) if channels.guestd_url else None
+        self._allowed = allowed
+        self._gateway: Gateway | None = None
         self._screen = Screen()
         self._encoder = FrameEncoder()
         self._input = Input(held=view.inputs if view else None)
@@ -220,8 +238,8 @@ class Desktop:
         """
         return self._woken if self._view is not None else self._screen.changed
 
-    async def encode(self, frame: Frame, options: ObservationOptions) -> EncodedFrame:
-        """Encode a frame of this desktop as asked; what several ask for alike is made once.
+    async def encode(self, frame: Frame, options: ObservationOptions, *, marks: tuple[Mark, ...] = ()) -> EncodedFrame:
+        """Encode a frame of this desktop as asked, with marks over it; what several ask for alike is made once.
 
         Raises:
             InvalidRequest: The options make no sense for this screen.
@@ -231,7 +249,7 @@ class Desktop:
         pointer = None
         if self._screen.cursor is not None:
             pointer = PointerImage(at=self._input.pointer(self._screen.size), shape=self._screen.cursor)
-        return await self._encoder.encode(frame, options, pointer=pointer)
+        return await self._encoder.encode(frame, options, pointer=pointer, marks=marks)
 
     async def run(
         self,
@@ -302,6 +320,8 @@ class Desktop:
         for task in owned:
             task.cancel()
         await asyncio.gather(*owned, return_exceptions=True)
+        if self._gateway is not None:
+            await self._gateway.close()
         if self._guestd is not None:
             await self._guestd.close()
 
@@ -428,6 +448,7 @@ class Desktop:
         display = asyncio.create_task(self._display(), name=f"wake:{self._channels.machine_id}")
         try:
             await renew_identity(self._agent, machine_id=self._channels.machine_id, windows=windows)
+            await self._open_gateway()
             await display
         finally:
             display.cancel()
@@ -435,6 +456,15 @@ class Desktop:
         self._encoder, self._view = self._view.encoder.branch(), None
         self._woken.set()
         self._input_s = self._quiet_s = self._answered_s = time.monotonic()
+
+    async def _open_gateway(self) -> None:
+        if self._allowed is None:
+            return
+        url = urlsplit(self._channels.guestd_url or "")
+        if not url.hostname or not url.port:
+            raise GuestError(f"{self._channels.machine_id} can be let reach nothing: its image has no guestd")
+        self._gateway = Gateway((url.hostname, url.port), self._allowed, machine_id=self._channels.machine_id)
+        await self._gateway.open()
 
     async def _take_view(self) -> DesktopView:
         if self._view is not None:
@@ -474,24 +504,52 @@ class Desktop:
 
     async def _observe(self, options: ObservationOptions, *, refresh: bool, since: Frame | None) -> Observation:
         timings_ms: dict[str, float] = {}
-        if self._view is not None and not (refresh or options.include_a11y_tree or options.include_terminal):
+        if self._view is not None and not (refresh or options.asks_guest):
             frame = self._view.frame
         else:
             with _timed(timings_ms, "capture"):
                 frame = await self._newest_frame(refresh=refresh)
+        tree = elements = None
+        if options.asks_for_tree:
+            with _timed(timings_ms, "a11y_tree"):
+                tree, elements = await self._tell_tree(options)
         with _timed(timings_ms, "encode"):
-            shown = await self.encode(frame, options)
-        change = tree = terminal = None
+            shown = await self.encode(frame, options, marks=marks_of(elements))
+        change = terminal = None
         if since is not None:
             with _timed(timings_ms, "screen_change"):
                 change = await asyncio.to_thread(screen_change, since, frame, grey=options.include_grey_difference)
-        if options.include_a11y_tree:
-            with _timed(timings_ms, "a11y_tree"):
-                tree = await self._session_guestd("read the accessibility tree").accessibility()
         if options.include_terminal:
             with _timed(timings_ms, "terminal"):
                 terminal = await self._session_guestd("read the terminal").terminal()
-        return Observation(frame=shown, screen_change=change, a11y_tree=tree, terminal=terminal, timings_ms=timings_ms)
+        return Observation(
+            frame=shown,
+            screen_change=change,
+            a11y_tree=tree,
+            a11y_elements=elements,
+            terminal=terminal,
+            timings_ms=timings_ms,
+        )
+
+    async def _tell_tree(self, options: ObservationOptions) -> tuple[str | None, Elements | None]:
+        """Return the tree as text and as elements, each where it was asked for."""
+        guestd = self._session_guestd("read the accessibility tree")
+        xml = await guestd.accessibility(showing=options.a11y_format is not A11yFormat.OSWORLD_XML)
+        if options.a11y_format is A11yFormat.OSWORLD_XML and not options.tells_elements:
+            return xml, None
+        try:
+            # A large tree takes a tenth of a second.
+            elements = await asyncio.to_thread(elements_of, xml, screen_px=self._screen.size)
+        except MalformedTree as error:
+            raise GuestError(f"the accessibility tree of {self._channels.machine_id} is no use: {error}") from error
+        if options.draw_marks:
+            elements = marked(elements)
+        tree = None
+        if options.a11y_format is A11yFormat.OSWORLD_XML:
+            tree = xml
+        elif options.a11y_format is A11yFormat.COMPACT:
+            tree = outline(elements, max_chars=options.a11y_max_chars)
+        return tree, elements if options.tells_elements else None
 
     # Input
 

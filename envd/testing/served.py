@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class ServedDaemon:
-    """One `envd serve` process, on free ports unless told otherwise."""
+    """One `envd serve` process on free ports."""
 
     def __init__(self, state_dir: Path, config_text: str, *, listen: str = "127.0.0.1:0") -> None:
         """Start it.
@@ -17,7 +17,7 @@ class ServedDaemon:
         Args:
             state_dir: Its state directory; its configuration and log lie beside it.
             config_text: TOML.
-            listen: Where clients dial.
+            listen: Its address, for one that takes another's place.
         """
         config = state_dir.parent / f"{state_dir.name}.toml"
         config.write_text(config_text, encoding="utf-8")

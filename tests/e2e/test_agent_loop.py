@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from envd.testing.server import serve_fake
-from trainer.agent.attempts import run_group, run_task
+from trainer.agent.attempts import run_task
 from trainer.agent.coordinates import CoordinateSpace, in_picture
 from trainer.agent.grammars import grammar
 from trainer.agent.settings import AgentSettings
@@ -146,22 +146,23 @@ async def test_a_text_only_agent_is_shown_the_tree_and_no_image() -> None:
     )
 
 
-async def test_a_group_begins_in_one_state() -> None:
-    async with serve_fake(size=4) as server, AsyncEnvClient(server.address) as client:
-        group = await run_group(
-            client,
-            "fake/append-line",
-            lambda: Scripted([grammar("qwen3-vl").render([Done()])]),
-            size=4,
-            settings=SETTINGS,
-        )
-    assert len({trajectory.origin for trajectory in group}) == 1
-    assert len({trajectory.episode_id for trajectory in group}) == 4
-    assert [trajectory.outcome for trajectory in group] == [Outcome.TERMINATED] * 4
-
-
-async def test_a_task_that_does_not_exist_is_a_failed_trajectory_with_its_error() -> None:
+async def test_a_screen_that_did_not_change_at_all_need_not_be_shown_again() -> None:
+    settings = AgentSettings(max_turns=6, repeat_images=False)
+    turns: list[list[Action]] = [[Wait(timedelta(seconds=0.1))], [in_picture(Click(819, 100), SPACE)], [Done()]]
+    model = Scripted([grammar("qwen3-vl").render(turn) for turn in turns])
     async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
-        trajectory = await run_task(client, "fake/no-such", lambda: Scripted([]), settings=SETTINGS)
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "TaskNotFound")
-    assert trajectory.evaluation is None
+        trajectory = await run_task(client, "fake/count-to-five", lambda: model, settings=settings)
+    assert trajectory.turns[0].facts.changed_fraction == 0.0
+    (row,) = model.rows
+    told = [message.parts for message in row if message.role == "user"]
+    assert told[1] == ("Done. The screen looks exactly as before.",)
+    assert [len(parts) for parts in told] == [2, 1, 2]
+
+
+async def test_marks_are_told_by_their_numbers() -> None:
+    settings = AgentSettings(max_turns=6, marks=True, a11y_tree=True, a11y_chars=1000)
+    model = Scripted([grammar("qwen3-vl").render([Done()])])
+    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+        trajectory = await run_task(client, "fake/enable", lambda: model, settings=settings)
+    assert trajectory.turns[0].facts.tree_before is not None
+    assert "[1] " in trajectory.turns[0].facts.tree_before
