@@ -105,7 +105,7 @@ def test_lint_tells_file_line_and_field_of_all_that_is_wrong(tmp_path: Path) -> 
 
 def test_lint_tells_of_files_that_were_not_fetched(tmp_path: Path) -> None:
     verb = '{kind: download, files: [{url: "https://files.example.org/a", path: /home/user/a}]}'
-    file = written(tmp_path, SOLVABLE.replace("    checker:", f"    setup: [{verb}]\n    checker:"))
+    file = written(tmp_path, SOLVABLE.replace("    checker:", f"    setup: [{verb}]\n    checker:", 1))
     status, told = envd(tmp_path, "lint", "--tasks", file)
     assert status == 1
     [problem] = told["problems"]

@@ -1,6 +1,7 @@
 """The Windows suite: 47 tasks of the published shape, whose right answers score and whose empty guests do not."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -91,7 +92,8 @@ async def test_the_right_file_scores_one_and_an_empty_guest_zero(task: Task, enc
     assert (await evaluate(task, desktop, last_action=Done(), timeout_s=5.0)).score == 1.0
 
 
-def test_the_suite_is_served_only_where_it_is_asked_for() -> None:
-    assert all(task.os is GuestOs.LINUX for task in load_tasks(load(environ={})).list())
+def test_the_suite_is_served_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    served = load_tasks(load(flags={"cache_dir": tmp_path})).list()
+    assert all(task.os is GuestOs.LINUX for task in served)
     with pytest.raises(ConfigError, match="no suite 'linux' comes with envd; windows does"):
         load_tasks(load(environ={"ENVD_TASKS__SUITES": "builtin:linux"}))
