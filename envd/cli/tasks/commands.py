@@ -13,11 +13,13 @@ from envd.cli.options import CacheDir, ConfigFile, Hypervisor, Json, TaskFiles, 
 from envd.cli.output import EXIT_FAILED, emit_json, friendly, out
 from envd.cli.suites import load_tasks, look_at_tasks
 from envd.cli.tasks.fetch import fetch_all, tell_fetched
+from envd.cli.tasks.oracles import oracles
 from envd.tasks.assets import AssetCache, AssetMissing, assets_of
 from envd.tasks.formats.entries import Problem
 from envd.tasks.model import Task
 
 app = typer.Typer(no_args_is_help=True, help="Look at the tasks that clients may ask for.")
+app.command("oracles")(oracles)
 
 
 @app.command("list")
