@@ -69,7 +69,7 @@ class Access:
                 " give tls=Tls(ca=...), or connect through an SSH tunnel"
             )
 
-    def open_channel(self, target: str, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
+    def open_channel(self, target: str, options: Sequence[tuple[str, int | str]]) -> grpc.aio.Channel:
         """Return a channel; it connects at its first call. Raises: ValueError, OSError: see `check` and `Tls`."""
         self.check(target)
         if self._tls is None:

@@ -243,7 +243,7 @@ async def test_a_failed_renewal_is_tried_again(
     ):
         episodes.failures = [errors.HypervisorError("x")]
         await episodes.wait_for_call("keep_alive", count=2)
-    assert "lease not renewed" in caplog.text
+    assert "leases not renewed" in caplog.text
 
 
 # -- errors -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 
 from trainer.client import AsyncEnvClient, EnvClient, RetryPolicy, Tls, Unavailable
 from trainer.client.connection import Connection
+from trainer.client.targets import Address
 from trainer.security import Access, is_local
 
 SECRET = "envd_secret-1234"  # noqa: S105 -- opens nothing
@@ -33,7 +34,7 @@ REMOTE = [
     "dns://8.8.8.8/localhost:1",
     "xds:///localhost:1",
     "localhost",
-    "",
+    "127.0.0.1:50051,pool.example.org:50051",
 ]
 
 
@@ -45,7 +46,7 @@ def _no_token_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("target", LOCAL)
 def test_a_token_may_travel_within_the_host(target: str) -> None:
     assert is_local(target)
-    assert AsyncEnvClient(target, token=SECRET).target == target
+    assert AsyncEnvClient(target, token=SECRET).targets == (target,)
 
 
 @pytest.mark.parametrize("target", REMOTE)
@@ -83,7 +84,7 @@ def test_what_cannot_be_a_token_is_refused_unseen(token: str) -> None:
 async def test_the_token_is_in_no_repr_and_no_log(caplog: pytest.LogCaptureFixture) -> None:
     client = AsyncEnvClient("127.0.0.1:1", token=SECRET)
     access = Access(token=SECRET, tls=None)
-    connection = Connection("127.0.0.1:1", access=access, retry=RetryPolicy())
+    connection = Connection(Address("127.0.0.1:1"), access=access, retry=RetryPolicy())
     shown = [repr(thing) for thing in (client, access, connection, connection.stub, connection.stub.Step, vars(client))]
     assert repr(access) == "<Access with a token, without TLS>"
     with caplog.at_level(logging.DEBUG), pytest.raises(Unavailable) as caught:

@@ -71,6 +71,7 @@ from trainer.client.episode import AsyncEpisode
 from trainer.client.errors import (
     AccessDenied,
     BadRequest,
+    ClientClosed,
     DeadlineExceeded,
     Draining,
     EnvError,
@@ -99,9 +100,12 @@ from trainer.client.errors import (
     Unauthenticated,
     Unavailable,
 )
+from trainer.client.fleet import ClientStatistics
+from trainer.client.host import HostState, HostStatistics
 from trainer.client.observation import Observation
 from trainer.client.results import Check, CommandResult, Evaluation, Origin, Pool, ScreenChange, State, StepResult, Task
 from trainer.client.retry import RetryPolicy
+from trainer.client.shared import ClientSettings, shared_client
 from trainer.client.sync_client import EnvClient, Episode
 from trainer.client.view import Settle, View
 from trainer.security import Tls
@@ -115,6 +119,9 @@ __all__ = [
     "Button",
     "Check",
     "Click",
+    "ClientClosed",
+    "ClientSettings",
+    "ClientStatistics",
     "CommandResult",
     "DeadlineExceeded",
     "Done",
@@ -132,6 +139,8 @@ __all__ = [
     "GuestFailed",
     "GuestRefused",
     "GuestUnresponsive",
+    "HostState",
+    "HostStatistics",
     "KeyDown",
     "KeyUp",
     "MachineLost",
@@ -169,4 +178,5 @@ __all__ = [
     "Unavailable",
     "View",
     "Wait",
+    "shared_client",
 ]

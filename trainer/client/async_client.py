@@ -1,65 +1,83 @@
 """Opens episodes, keeps their leases and closes them, for many at once."""
 
 import asyncio
-import logging
+import itertools
+import random
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Final, Self, Unpack
+from typing import Any, Final, Self, Unpack
 
 from cuaenv.v1 import env_pb2
 
-from trainer.client.connection import Connection
 from trainer.client.episode import AsyncEpisode
-from trainer.client.errors import EnvError
-from trainer.client.observation import read_observation
+from trainer.client.fleet import ClientStatistics, Fleet, Order
+from trainer.client.gate import Gate
+from trainer.client.host import Host
+from trainer.client.observation import Observation, read_observation
 from trainer.client.options import ResetOptions, StepOptions
-from trainer.client.results import Pool, Task
+from trainer.client.results import Pool, Task, read_pool
 from trainer.client.retry import RetryPolicy
+from trainer.client.targets import is_name, parse_targets
 from trainer.client.view import Settle, View, wire_settle, wire_view
 from trainer.client.wire import new_id, wire_duration
 from trainer.security import Access, Tls
-
-_logger = logging.getLogger(__name__)
 
 _DEFAULT_VIEW: Final = View()
 
 
 class AsyncEnvClient:
-    """Reaches one daemon. May be shared by tasks and by event loops; each loop gets a connection of its own."""
+    """Reaches one daemon or several. May be shared by tasks and by event loops; each loop has its own connections.
+
+    New episodes go to the host with the larger share of its machines free, and stay there: all their later calls do.
+    """
 
     def __init__(
         self,
-        target: str,
+        targets: str | Sequence[str],
         *,
         run: str = "",
+        max_episodes: int | None = None,
         retry: RetryPolicy | None = None,
         keep_alive_interval: timedelta | None = None,
         token: str | None = None,
         tls: Tls | None = None,
+        rng: random.Random | None = None,
     ) -> None:
-        """Remember where the daemon is; the first call connects.
+        """Remember where the daemons are; the first call connects.
 
         Args:
-            target: `HOST:PORT` or `unix:PATH`.
+            targets: `HOST:PORT`, `unix:PATH`, or `dns:///NAME:PORT` for every address of a name; several as a sequence
+                or with commas between them.
             run: Label of the training run, for fair share and metrics.
+            max_episodes: Most episodes that resets may hold at once in one event loop; more of them wait here, and not
+                in a daemon's line. None for no bound; forks are not counted.
             retry: How lost calls are made again.
-            keep_alive_interval: How often leases are renewed; by default three times in each.
+            keep_alive_interval: How often leases are renewed; by default three times in the shortest.
             token: Shown with every call; by default the variable `ENVD_TOKEN`. Empty for none.
             tls: Files for an encrypted connection; None for clear text.
+            rng: Draws hosts to choose from; by default at random.
 
         Raises:
-            ValueError: The token would travel to another host in clear text, or cannot be one.
+            ValueError: A target names no host; the token would travel to another host in clear text, or cannot be one;
+                or `max_episodes` is below 1.
         """
-        self._connection = Connection(target, access=Access(token=token, tls=tls), retry=retry or RetryPolicy())
+        self.targets = parse_targets(targets)
+        self._access = Access(token=token, tls=tls)
+        for target in self.targets:
+            self._access.check(target)
+        Gate(max_episodes)  # refuses a bound that is none
+        self._max_episodes = max_episodes
         self._run = run
+        self._retry = retry or RetryPolicy()
         self._keep_alive_interval = keep_alive_interval
+        self._rng = rng or random.Random()  # noqa: S311 -- no secret depends on it
+        # Each loop touches only its own entry, so threads need no lock.
+        self._fleets: dict[asyncio.AbstractEventLoop, Fleet] = {}
 
-    @property
-    def target(self) -> str:
-        """Where the daemon is."""
-        return self._connection.target
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {', '.join(self.targets)} {list(self._fleets.values())}>"
 
     async def __aenter__(self) -> Self:
         return self
@@ -69,9 +87,42 @@ class AsyncEnvClient:
     ) -> None:
         await self.aclose()
 
-    async def aclose(self) -> None:
-        """Close the running loop's connection. Idempotent; another call connects again."""
-        await self._connection.aclose()
+    async def aclose(self, *, wait: timedelta = timedelta(0)) -> None:
+        """Close the running loop's connections, once what was given up there is closed or 20 s have passed.
+
+        Idempotent; another call connects again.
+
+        Args:
+            wait: Wait so long for open episodes to be closed by those who opened them.
+        """
+        loop = asyncio.get_running_loop()
+        fleet = self._fleets.get(loop)
+        if fleet is not None:
+            await fleet.wait_until_idle(wait)
+            self._fleets.pop(loop, None)
+            await finish(fleet.aclose())
+
+    def statistics(self) -> ClientStatistics:
+        """Return how the hosts stand, as the running loop knows it."""
+        return self._fleet.statistics()
+
+    @property
+    def _fleet(self) -> Fleet:
+        loop = asyncio.get_running_loop()
+        fleet = self._fleets.get(loop)
+        if fleet is None:
+            # A loop that was closed without `aclose` has cancelled its tasks; here go its channels.
+            for gone in [known for known in list(self._fleets) if known.is_closed()]:
+                self._fleets.pop(gone, None)
+            fleet = self._fleets[loop] = Fleet(
+                self.targets,
+                access=self._access,
+                retry=self._retry,
+                keep_alive_interval=self._keep_alive_interval,
+                max_episodes=self._max_episodes,
+                rng=self._rng,
+            )
+        return fleet
 
     @asynccontextmanager
     async def reset(self, task: str, **options: Unpack[ResetOptions]) -> AsyncIterator[AsyncEpisode]:
@@ -111,32 +162,39 @@ class AsyncEnvClient:
         Raises:
             EnvError: See the module's tree.
         """
-        request = env_pb2.ResetRequest(
-            request_id=new_id(),
-            task_id=task,
-            pool=pool,
-            group_size=size,
-            lease_ttl=wire_duration(lease_ttl),
-            max_steps=max_steps,
-            run=self._run,
-            settle=wire_settle(settle),
-            observation=wire_view(view),
-            # Shorter than our own deadline, so that the service can still say what stood in the way.
-            ready_timeout=wire_duration(max(timeout - timedelta(seconds=1), timeout / 2)),
-        )
-        response = await self._connection.call("Reset", request, timeout)
-        episodes = [
-            AsyncEpisode(
-                self._connection,
-                info,
-                read_observation(observation),
-                instruction=response.instruction,
-                defaults=StepOptions(settle=settle, view=view, coordinate_space=coordinate_space),
+        fleet = self._fleet
+        several = len(self.targets) > 1 or is_name(self.targets[0])
+        # Shorter than our own deadline, so that the service can still say what stood in the way.
+        ready_timeout = max(timeout - timedelta(seconds=1), timeout / 2)
+
+        def request() -> env_pb2.ResetRequest:
+            return env_pb2.ResetRequest(
+                request_id=new_id(),
+                task_id=task,
+                pool=pool,
+                group_size=size,
+                lease_ttl=wire_duration(lease_ttl),
+                max_steps=max_steps,
+                run=self._run,
+                settle=wire_settle(settle),
+                observation=wire_view(view),
+                ready_timeout=wire_duration(min(ready_timeout, self._retry.patience) if several else ready_timeout),
             )
-            for info, observation in zip(response.episodes, response.observations, strict=True)
-        ]
-        async with self._kept(episodes, lease_ttl):
-            yield episodes
+
+        async with fleet.gate.passed(size):
+            order = Order(
+                request_to=request,
+                size=size,
+                task=task,
+                pool=pool,
+                deadline_s=asyncio.get_running_loop().time() + timeout.total_seconds(),
+            )
+            host, response = await fleet.open(order)
+            host.note_pool(task, response.episodes[0].pool)
+            defaults = StepOptions(settle=settle, view=view, coordinate_space=coordinate_space)
+            opened = _held(host, response, lease_ttl, instruction=response.instruction, defaults=defaults)
+            async with opened as episodes:
+                yield episodes
 
     @asynccontextmanager
     async def fork(
@@ -172,77 +230,70 @@ class AsyncEnvClient:
             lease_ttl=wire_duration(lease_ttl),
             observation=wire_view(parent.chosen_view(view), known=parent.observation),
         )
+        order = Order(
+            request_to=lambda: request,
+            size=count,
+            deadline_s=asyncio.get_running_loop().time() + timeout.total_seconds(),
+            host=parent.host,
+        )
         seen = parent.observation
-        response = await self._connection.call("Fork", request, timeout)
-        episodes = [
-            AsyncEpisode(
-                self._connection,
-                info,
-                read_observation(observation, seen),
-                instruction=parent.instruction,
-                defaults=parent.defaults,
-            )
-            for info, observation in zip(response.episodes, response.observations, strict=True)
-        ]
-        async with self._kept(episodes, lease_ttl):
+        host, response = await self._fleet.open(order)
+        opened = _held(host, response, lease_ttl, instruction=parent.instruction, defaults=parent.defaults, seen=seen)
+        async with opened as episodes:
             yield episodes
 
     async def list_tasks(self, *, suite: str = "", timeout: timedelta = timedelta(seconds=30)) -> list[Task]:
-        """Return the tasks that can be attempted, in id order. Raises: EnvError."""
-        tasks: list[Task] = []
-        token = ""
-        while True:
-            request = env_pb2.ListTasksRequest(suite=suite, page_size=1000, page_token=token)
-            response = await self._connection.call("ListTasks", request, timeout)
-            tasks += [
-                Task(task_id=task.task_id, instruction=task.instruction, level=task.level, suite=task.suite)
-                for task in response.tasks
-            ]
-            token = response.next_page_token
-            if not token:
-                return tasks
+        """Return the tasks that can be attempted on some host, in id order. Raises: EnvError."""
+
+        async def ask(host: Host) -> list[Task]:
+            tasks: list[Task] = []
+            token = ""
+            while True:
+                request = env_pb2.ListTasksRequest(suite=suite, page_size=1000, page_token=token)
+                response = await host.connection.call("ListTasks", request, timeout)
+                tasks += [
+                    Task(task_id=task.task_id, instruction=task.instruction, level=task.level, suite=task.suite)
+                    for task in response.tasks
+                ]
+                token = response.next_page_token
+                if not token:
+                    return tasks
+
+        answers = await self._fleet.ask_all(ask, timeout=timeout)
+        by_id = {task.task_id: task for tasks in reversed(answers) for task in tasks}
+        return [by_id[task_id] for task_id in sorted(by_id)]
 
     async def list_pools(self, *, timeout: timedelta = timedelta(seconds=30)) -> list[Pool]:
-        """Return the daemon's pools as they are now. Raises: EnvError."""
-        response = await self._connection.call("ListPools", env_pb2.ListPoolsRequest(), timeout)
-        return [
-            Pool(
-                name=pool.name,
-                image=pool.image,
-                accelerator=pool.accelerator,
-                capacity=pool.capacity_count,
-                idle_count=pool.idle_count,
-                leased_count=pool.leased_count,
-                waiting_count=pool.waiting_count,
-                problem=pool.problem,
+        """Return the pools of every host that answers, as they are now. Raises: EnvError."""
+
+        async def ask(host: Host) -> list[Pool]:
+            response = await host.connection.call("ListPools", env_pb2.ListPoolsRequest(), timeout)
+            return [read_pool(pool, host.target) for pool in response.pools]
+
+        return list(itertools.chain.from_iterable(await self._fleet.ask_all(ask, timeout=timeout)))
+
+
+@asynccontextmanager
+async def _held(
+    host: Host,
+    response: Any,
+    lease_ttl: timedelta,
+    *,
+    instruction: str,
+    defaults: StepOptions,
+    seen: Observation | None = None,
+) -> AsyncIterator[Sequence[AsyncEpisode]]:
+    """Keep the leases of episodes that were opened, and close them on the way out."""
+    leases = [host.leases.take(info.episode_id, lease_ttl) for info in response.episodes]
+    try:
+        yield [
+            AsyncEpisode(
+                host, lease, info, read_observation(observation, seen), instruction=instruction, defaults=defaults
             )
-            for pool in response.pools
+            for lease, info, observation in zip(leases, response.episodes, response.observations, strict=True)
         ]
-
-    @asynccontextmanager
-    async def _kept(self, episodes: Sequence[AsyncEpisode], lease_ttl: timedelta) -> AsyncIterator[None]:
-        """Keep episodes' leases, and close them on the way out."""
-        ids = [episode.episode_id for episode in episodes]
-        keeper = asyncio.create_task(self._keep_leases(ids, lease_ttl), name=f"keep-leases:{ids[0]}")
-        try:
-            yield
-        finally:
-            keeper.cancel()
-            await finish(asyncio.gather(*(episode.close() for episode in episodes)))
-
-    async def _keep_leases(self, episode_ids: Sequence[str], lease_ttl: timedelta) -> None:
-        interval = self._keep_alive_interval or lease_ttl / 3
-        request = env_pb2.KeepAliveRequest(episode_ids=episode_ids, lease_ttl=wire_duration(lease_ttl))
-        while True:
-            await asyncio.sleep(interval.total_seconds())
-            try:
-                response = await self._connection.call("KeepAlive", request, lease_ttl / 3)
-            except EnvError as error:
-                # The episode's own calls will say what is wrong, if it stays wrong.
-                _logger.warning("episodes %s: lease not renewed: %s", ", ".join(episode_ids), error)
-                continue
-            if not response.episodes:
-                return
+    finally:
+        await finish(asyncio.gather(*(lease.close() for lease in leases)))
 
 
 async def finish(work: Awaitable[object]) -> None:

@@ -1,27 +1,22 @@
 """One attempt at one task, on the host that it was opened on."""
 
-import asyncio
-import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import grpc
 from cuaenv.v1 import env_pb2
 
 from trainer.client.actions import Action, wire_action
-from trainer.client.connection import Connection
-from trainer.client.errors import EnvError, error_of
+from trainer.client.errors import error_of
+from trainer.client.host import Host
+from trainer.client.leases import Lease
 from trainer.client.observation import Observation, read_frame, read_observation
 from trainer.client.options import StepOptions
 from trainer.client.results import STATES, Check, CommandResult, Evaluation, Origin, StepResult, read_screen_change
 from trainer.client.view import Settle, View, wire_settle, wire_view
 from trainer.client.wire import new_id, wire_duration
-
-_logger = logging.getLogger(__name__)
-
-_CLOSE_TIMEOUT: Final = timedelta(seconds=20)
 
 
 class AsyncEpisode:
@@ -29,17 +24,19 @@ class AsyncEpisode:
 
     def __init__(
         self,
-        connection: Connection,
+        host: Host,
+        lease: Lease,
         info: env_pb2.Episode,
         observation: Observation,
         *,
         instruction: str,
         defaults: StepOptions,
     ) -> None:
-        self._connection = connection
+        self.host = host
+        """Where it is; all its calls go there."""
+        self._lease = lease
         self.defaults = defaults
         """What the reset said about looking and acting."""
-        self._closing: asyncio.Task[None] | None = None
         self.episode_id = info.episode_id
         self.group_id = info.group_id
         self.parent_episode_id = info.parent_episode_id
@@ -59,7 +56,8 @@ class AsyncEpisode:
         self._note(info)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.episode_id} {self.task_id} {self.state.value} step {self.step_count}>"
+        at = f"step {self.step_count} at {self.host.target}"
+        return f"<{type(self).__name__} {self.episode_id} {self.task_id} {self.state.value} {at}>"
 
     def _note(self, info: env_pb2.Episode) -> None:
         self.state = STATES[info.state]
@@ -100,7 +98,7 @@ class AsyncEpisode:
             observation=wire_view(self.chosen_view(view), known=self.observation, of_step=True),
         )
         seen = self.observation
-        response = await self._connection.call("Step", request, timeout)
+        response = await self._call("Step", request, timeout)
         self._note(response.episode)
         self.observation = read_observation(response.observation, seen)
         return StepResult(
@@ -130,7 +128,7 @@ class AsyncEpisode:
             settle=wire_settle(settle),
         )
         seen = self.observation
-        response = await self._connection.call("Observe", request, timeout)
+        response = await self._call("Observe", request, timeout)
         self.observation = read_observation(response.observation, seen)
         return self.observation
 
@@ -149,7 +147,7 @@ class AsyncEpisode:
         request = env_pb2.StreamFramesRequest(
             episode_id=self.episode_id, observation=wire_view(asked), max_rate_hz=max_rate_hz
         )
-        call: Any = self._connection.stub.StreamFrames()
+        call: Any = self.host.connection.stub.StreamFrames()
         seen: Observation | None = None
         try:
             await call.write(request)
@@ -159,14 +157,14 @@ class AsyncEpisode:
                 # The next one is sent only now, and is the newest then.
                 await call.write(env_pb2.StreamFramesRequest(acknowledged_sequence=response.sequence))
         except grpc.aio.AioRpcError as failure:
-            raise error_of(failure) from failure
+            raise error_of(failure, host=self.host.target) from failure
         finally:
             call.cancel()
 
     async def evaluate(self, *, timeout: timedelta = timedelta(minutes=5)) -> Evaluation:
         """Score the episode on the state that its machine is in, and end it. Raises: EnvError."""
         request = env_pb2.EvaluateRequest(request_id=new_id(), episode_id=self.episode_id)
-        response = await self._connection.call("Evaluate", request, timeout)
+        response = await self._call("Evaluate", request, timeout)
         self._note(response.episode)
         return Evaluation(
             score=response.score,
@@ -181,20 +179,18 @@ class AsyncEpisode:
 
         If the daemon cannot be reached, the lease ends the episode.
         """
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close(), name=f"close:{self.episode_id}")
-        await asyncio.shield(self._closing)
+        await self._lease.close()
 
     async def read_file(self, path: str, *, timeout: timedelta = timedelta(minutes=1)) -> bytes:
         """Return a guest file's bytes, where the pool allows it. Raises: EnvError."""
         request = env_pb2.ReadGuestFileRequest(episode_id=self.episode_id, path=path)
-        data: bytes = (await self._connection.call("ReadGuestFile", request, timeout)).data
+        data: bytes = (await self._call("ReadGuestFile", request, timeout)).data
         return data
 
     async def write_file(self, path: str, data: bytes, *, timeout: timedelta = timedelta(minutes=1)) -> None:
         """Write a whole guest file, where the pool allows it. Raises: EnvError."""
         request = env_pb2.WriteGuestFileRequest(episode_id=self.episode_id, path=path, data=data)
-        await self._connection.call("WriteGuestFile", request, timeout)
+        await self._call("WriteGuestFile", request, timeout)
 
     async def run_command(
         self,
@@ -209,15 +205,12 @@ class AsyncEpisode:
             episode_id=self.episode_id, argv=argv, timeout=wire_duration(timeout), as_root=as_root, stdin=stdin
         )
         # The guest's time counts from when the command starts, so the answer may come a little later.
-        response = await self._connection.call("RunGuestCommand", request, timeout + timedelta(seconds=10), retry=False)
+        response = await self._call("RunGuestCommand", request, timeout + timedelta(seconds=10), retry=False)
         return CommandResult(exit_code=response.exit_code, stdout=response.stdout, stderr=response.stderr)
+
+    async def _call(self, method: str, request: Any, timeout: timedelta, *, retry: bool = True) -> Any:
+        return await self.host.connection.call(method, request, timeout, retry=retry)
 
     def chosen_view(self, view: View | None) -> View:
         """Return how to look: as asked, or else as the reset said."""
         return view or self.defaults["view"] or View()
-
-    async def _close(self) -> None:
-        try:
-            await self._connection.call("Close", env_pb2.CloseRequest(episode_id=self.episode_id), _CLOSE_TIMEOUT)
-        except EnvError as error:
-            _logger.warning("episode %s: not closed, its lease will end it: %s", self.episode_id, error)

@@ -23,6 +23,7 @@ class EnvError(Exception):
         metadata: Mapping[str, str] | None = None,
         retry_after: timedelta | None = None,
         field: str = "",
+        host: str = "",
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -35,6 +36,8 @@ class EnvError(Exception):
         """When the service thinks that another try makes sense; None if it does not."""
         self.field = field
         """The request's wrong field, for `BadRequest`."""
+        self.host = host
+        """The daemon that it came from, or that could not be reached; empty where it was no single one."""
 
 
 class BadRequest(EnvError):
@@ -117,6 +120,10 @@ class PoolFailing(Unavailable):
     """The pool's machines do not start, and did not until the deadline; another pool or host may do."""
 
 
+class ClientClosed(EnvError):
+    """The client was closed, and its connections with it."""
+
+
 class DeadlineExceeded(EnvError):
     """No answer before the deadline. What was begun goes on at the service."""
 
@@ -170,6 +177,8 @@ _BY_REASON: Mapping[str, type[EnvError]] = {
 }
 #: For reasons that are newer than this client, and for failures of gRPC itself, which have none.
 _BY_CODE: Mapping[grpc.StatusCode, type[EnvError]] = {
+    # What a server that ends without grace says to the calls that it cuts off; a caller who cancels hears no error.
+    grpc.StatusCode.CANCELLED: Unavailable,
     grpc.StatusCode.INVALID_ARGUMENT: BadRequest,
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.ABORTED: StepIndexMismatch,
@@ -185,8 +194,8 @@ _BY_CODE: Mapping[grpc.StatusCode, type[EnvError]] = {
 }
 
 
-def error_of(failure: grpc.aio.AioRpcError) -> EnvError:
-    """Return the typed error for a failed call."""
+def error_of(failure: grpc.aio.AioRpcError, *, host: str) -> EnvError:
+    """Return the typed error for a call that failed at a host."""
     code, reason, wrong_field = failure.code(), "", ""
     metadata: dict[str, str] = {}
     retry_after: timedelta | None = None
@@ -207,4 +216,5 @@ def error_of(failure: grpc.aio.AioRpcError) -> EnvError:
         metadata=metadata,
         retry_after=retry_after,
         field=wrong_field,
+        host=host,
     )

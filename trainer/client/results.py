@@ -125,11 +125,36 @@ class Pool:
     image: str
     accelerator: str
     capacity: int
+    """Most machines that it may hold."""
     idle_count: int
     leased_count: int
+    dying_count: int
+    """Machines being destroyed; they still hold memory."""
     waiting_count: int
+    """Episodes waiting to be admitted."""
+    is_failing: bool
+    """Machines do not start."""
     problem: str
     """Why machines fail to start; empty when they do not."""
+    host: str
+    """Where it is."""
+
+
+def read_pool(message: env_pb2.Pool, host: str) -> Pool:
+    """Return a pool as a host told it."""
+    return Pool(
+        name=message.name,
+        image=message.image,
+        accelerator=message.accelerator,
+        capacity=message.capacity_count,
+        idle_count=message.idle_count,
+        leased_count=message.leased_count,
+        dying_count=message.dying_count,
+        waiting_count=message.waiting_count,
+        is_failing=message.health == env_pb2.Pool.HEALTH_FAILING,
+        problem=message.problem,
+        host=host,
+    )
 
 
 def read_screen_change(response: env_pb2.StepResponse) -> ScreenChange | None:

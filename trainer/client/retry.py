@@ -15,6 +15,10 @@ class RetryPolicy:
     first_pause: timedelta = timedelta(milliseconds=100)
     """Upper bound of the first pause; it doubles with each try."""
     max_pause: timedelta = timedelta(seconds=5)
+    reconnect_timeout: timedelta = timedelta(seconds=10)
+    """With several hosts: how long one that may or may not have opened episodes is asked again, before another is."""
+    patience: timedelta = timedelta(minutes=1)
+    """With several hosts: how long a reset stands in one host's line before it is placed anew."""
 
 
 def retry_pause_s(error: EnvError, *, attempt: int, policy: RetryPolicy, jitter: float) -> float | None:

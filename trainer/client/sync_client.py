@@ -26,17 +26,17 @@ class EnvClient:
 
     def __init__(
         self,
-        target: str,
+        targets: str | Sequence[str],
         *,
         run: str = "",
         retry: RetryPolicy | None = None,
         token: str | None = None,
         tls: Tls | None = None,
     ) -> None:
-        """Remember where the daemon is; arguments and errors are those of `AsyncEnvClient`."""
-        self._client = AsyncEnvClient(target, run=run, retry=retry, token=token, tls=tls)
+        """Remember where the daemons are; arguments and errors are those of `AsyncEnvClient`."""
+        self._client = AsyncEnvClient(targets, run=run, retry=retry, token=token, tls=tls)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"EnvClient:{target}", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"EnvClient:{targets}", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:

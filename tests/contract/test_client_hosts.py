@@ -1,0 +1,408 @@
+"""A client of several hosts, on real sockets over episodes without machines: who is asked, when, and how often."""
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+
+from envd import errors
+from envd.api.server import ApiServer
+from envd.episodes.types import EpisodeInfo, PoolInfo, ResetCommand, ResetResult
+from envd.telemetry.metrics import Metrics
+from envd.testing.fake_episodes import FakeEpisodes
+from trainer import client as trainer
+from trainer.client import AsyncEnvClient, HostState, RetryPolicy, TypeText, View
+
+TASK = "desktop/note"
+NOTHING = View(encoding="none")
+QUICK = RetryPolicy(
+    attempt_timeout=timedelta(milliseconds=300),
+    first_pause=timedelta(milliseconds=10),
+    max_pause=timedelta(milliseconds=50),
+    reconnect_timeout=timedelta(milliseconds=300),
+    patience=timedelta(seconds=5),
+)
+
+
+def pool_info(capacity: int, *, name: str = "fake", leased: int = 0, waiting: int = 0) -> PoolInfo:
+    return PoolInfo(
+        name=name,
+        image="desktop",
+        os="linux",
+        accelerator="fake",
+        capacity=capacity,
+        idle_count=0,
+        leased_count=leased,
+        starting_count=0,
+        dying_count=0,
+        waiting_count=waiting,
+        memory_bytes=0,
+        healthy=True,
+        problem="",
+    )
+
+
+class HeldEpisodes(FakeEpisodes):
+    """Episodes whose resets can be held up, and run on when their caller is gone, once for each request id."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.pools = [pool_info(capacity)]
+        self.door = asyncio.Event()
+        """Resets wait for it after they began."""
+        self.door.set()
+        self.kept: list[Sequence[str]] = []
+        """What each renewal named."""
+        self._opened: dict[str, asyncio.Task[ResetResult]] = {}
+
+    async def keep_alive(self, episode_ids: Sequence[str], lease_ttl_s: float | None) -> list[EpisodeInfo]:
+        self.kept.append(episode_ids)
+        return await super().keep_alive(episode_ids, lease_ttl_s)
+
+    async def reset(self, command: ResetCommand) -> ResetResult:
+        if command.request_id not in self._opened:
+            self._opened[command.request_id] = asyncio.create_task(self._reset(command))
+            self._opened[command.request_id].add_done_callback(lambda task: self._forget(command, task))
+        else:
+            self.resets.append(command)
+        return await asyncio.shield(self._opened[command.request_id])
+
+    async def _reset(self, command: ResetCommand) -> ResetResult:
+        await self.door.wait()
+        return await super().reset(command)
+
+    def _forget(self, command: ResetCommand, task: "asyncio.Task[ResetResult]") -> None:
+        if task.cancelled() or task.exception() is not None:
+            del self._opened[command.request_id]
+
+    async def tell(self, *pools: PoolInfo) -> None:
+        """Tell watchers that the pools stand otherwise."""
+        self.pools = list(pools)
+        await self._notify()
+
+
+@dataclass
+class Served:
+    """A host."""
+
+    episodes: HeldEpisodes
+    server: ApiServer
+    address: str
+
+
+@asynccontextmanager
+async def hosts(*capacities: int) -> AsyncIterator[list[Served]]:
+    async with AsyncExitStack() as stack:
+        served = []
+        for capacity in capacities:
+            episodes = HeldEpisodes(capacity)
+            server = ApiServer(episodes, listen="127.0.0.1:0", metrics=Metrics(process=False))
+            stack.push_async_callback(server.stop)
+            served.append(Served(episodes, server, await server.start()))
+        yield served
+
+
+def client_of(served: list[Served], **options: object) -> AsyncEnvClient:
+    targets = ",".join(host.address for host in served)
+    return AsyncEnvClient(targets, retry=QUICK, rng=random.Random(1), **options)  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+# -- placing ----------------------------------------------------------------------------------------------------
+
+
+async def test_unequal_hosts_are_filled_in_proportion_by_resets_sent_all_at_once() -> None:
+    async with hosts(16, 8) as (large, small), client_of([large, small]) as client, AsyncExitStack() as stack:
+        opening = [stack.enter_async_context(client.reset(TASK, view=NOTHING)) for _ in range(12)]
+        await asyncio.gather(*opening)
+        assert (len(large.episodes.resets), len(small.episodes.resets)) == (8, 4)
+
+
+async def test_all_calls_on_an_episode_go_to_its_host_and_a_group_lives_on_one() -> None:
+    async with (
+        hosts(8, 8) as served,
+        client_of(served) as client,
+        client.reset_group(TASK, size=3, view=NOTHING) as group,
+    ):
+        assert {episode.host.target for episode in group} < {host.address for host in served}
+        (home,) = [host for host in served if host.address == group[0].host.target]
+        (other,) = [host for host in served if host is not home]
+        for episode in group:
+            await episode.step(TypeText("x"))
+            await episode.observe()
+            await episode.evaluate()
+        async with client.reset(TASK, view=NOTHING) as parent, client.fork(parent, count=1) as (copy,):
+            assert copy.host is parent.host
+        assert home.episodes.calls.count("step") == 3
+        assert "step" not in other.episodes.calls
+
+
+async def test_a_group_goes_to_the_host_that_can_hold_it() -> None:
+    async with hosts(4, 16) as (small, large), client_of([small, large]) as client:
+        await large.episodes.tell(pool_info(16, leased=14))
+        for _ in range(5):
+            async with client.reset_group(TASK, size=8, view=NOTHING):
+                pass
+        assert (len(small.episodes.resets), len(large.episodes.resets)) == (0, 5)
+
+
+async def test_only_room_in_the_pool_of_the_task_counts_once_that_is_known() -> None:
+    async with hosts(8, 8) as (a, b), client_of([a, b]) as client:
+        # a has more room, but none of it is of the pool that the task's episodes turn out to be opened in.
+        await a.episodes.tell(pool_info(64, name="windows"), pool_info(8, leased=8))
+        for _ in range(6):
+            async with client.reset(TASK, view=NOTHING):
+                pass
+        assert len(a.episodes.resets) <= 1
+        assert len(b.episodes.resets) >= 5
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        errors.PoolExhausted("8 of 8 leased", retry_after_s=60.0),
+        errors.PoolFailing("no memory", retry_after_s=60.0),
+        errors.Draining("stopping", retry_after_s=60.0),
+        errors.TaskNotFound("no such task here"),
+        errors.GroupTooLarge("the run's quota is 1"),
+        errors.PoolNotFound("no such pool here"),
+    ],
+    ids=lambda refusal: type(refusal).__name__,
+)
+async def test_a_host_that_refuses_is_passed_over_for_another_at_once(refusal: Exception) -> None:
+    async with hosts(64, 1) as (preferred, other), client_of([preferred, other]) as client:
+        preferred.episodes.failures = [refusal]
+        async with asyncio.timeout(10), client.reset(TASK, view=NOTHING) as episode:
+            assert episode.host.target == other.address
+        assert (len(preferred.episodes.resets), len(other.episodes.resets)) == (1, 1)
+        assert preferred.episodes.list_episodes() == []
+
+
+async def test_what_every_host_refuses_for_good_is_told_at_once() -> None:
+    async with hosts(4, 4) as served, client_of(served) as client:
+        with pytest.raises(trainer.TaskNotFound):
+            async with asyncio.timeout(10), client.reset("desktop/none", view=NOTHING):
+                pass
+        assert [len(host.episodes.resets) for host in served] == [1, 1]
+
+
+async def test_an_error_that_no_other_host_would_mend_is_raised_by_the_first() -> None:
+    async with hosts(4, 4) as served, client_of(served) as client:
+        for host in served:
+            host.episodes.failures = [errors.SetupFailed("the task is broken")]
+        with pytest.raises(trainer.SetupFailed) as caught:
+            async with client.reset(TASK, view=NOTHING):
+                pass
+        assert sum(len(host.episodes.resets) for host in served) == 1
+        assert caught.value.host in {host.address for host in served}
+
+
+async def test_when_all_hosts_refuse_they_are_asked_again_when_they_say() -> None:
+    async with hosts(4, 4) as served, client_of(served) as client:
+        for host in served:
+            host.episodes.failures = [errors.PoolExhausted("full", retry_after_s=0.2)]
+        async with asyncio.timeout(10), client.reset(TASK, view=NOTHING):
+            pass
+        assert sorted(len(host.episodes.resets) for host in served) == [1, 2]
+
+
+async def test_when_all_hosts_refuse_to_the_end_the_last_refusal_is_told() -> None:
+    async with hosts(4, 4) as served, client_of(served) as client:
+        for host in served:
+            host.episodes.failures = [errors.PoolExhausted("full", retry_after_s=60.0)]
+        with pytest.raises(trainer.PoolExhausted, match="full"):
+            async with client.reset(TASK, view=NOTHING, timeout=timedelta(seconds=1)):
+                pass
+
+
+# -- hosts that are not there -----------------------------------------------------------------------------------
+
+
+async def test_a_host_that_is_down_gets_nothing_until_it_is_there_again() -> None:
+    async with hosts(4) as (up,):
+        address = free_address()
+        async with AsyncEnvClient([address, up.address], retry=QUICK) as client:
+            for _ in range(3):
+                async with client.reset(TASK, view=NOTHING) as episode:
+                    assert episode.host.target == up.address
+            down, _ = client.statistics().hosts
+            assert (down.target, down.state) == (address, HostState.DOWN)
+            assert down.problem
+            late = HeldEpisodes(64)
+            server = ApiServer(late, listen=address, metrics=Metrics(process=False))
+            await server.start()
+            try:
+                await until(lambda: client.statistics().hosts[0].state is HostState.UP)
+                async with client.reset(TASK, view=NOTHING) as episode:
+                    assert episode.host.target == address
+            finally:
+                await client.aclose()
+                await server.stop()
+
+
+async def test_when_no_host_is_there_the_error_says_what_is_wrong_with_each() -> None:
+    first, second = free_address(), free_address()
+    async with AsyncEnvClient([first, second], retry=QUICK) as client:
+        with pytest.raises(trainer.Unavailable, match=f"(?s){first} down: .*{second} down: "):
+            async with client.reset(TASK, timeout=timedelta(seconds=1)):
+                pass
+        with pytest.raises(trainer.Unavailable):
+            await client.list_tasks(timeout=timedelta(seconds=0.5))
+
+
+async def test_lists_are_those_of_the_hosts_that_are_there() -> None:
+    async with hosts(4, 2) as (a, b), AsyncEnvClient([a.address, free_address(), b.address], retry=QUICK) as client:
+        assert [task.task_id for task in await client.list_tasks()] == ["desktop/menu", "desktop/note", "other/note"]
+        pools = await client.list_pools()
+        assert {(pool.host, pool.capacity) for pool in pools} == {(a.address, 4), (b.address, 2)}
+
+
+# -- once -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_reset_whose_answer_is_slow_is_joined_and_not_sent_elsewhere() -> None:
+    async with hosts(64, 1) as (slow, other), client_of([slow, other]) as client:
+        slow.episodes.door.clear()
+        opening = client.reset(TASK, view=NOTHING)
+        entering = asyncio.create_task(opening.__aenter__())
+        await until(lambda: len(slow.episodes.resets) >= 2)
+        slow.episodes.door.set()
+        episode = await entering
+        assert episode.host.target == slow.address
+        assert len({command.request_id for command in slow.episodes.resets}) == 1
+        assert other.episodes.resets == []
+        assert len(slow.episodes.list_episodes()) == 1
+        await opening.__aexit__(None, None, None)
+
+
+async def test_a_host_that_dies_amid_a_reset_is_asked_again_before_another_opens_it() -> None:
+    async with hosts(64, 1) as (dying, other), client_of([dying, other]) as client:
+        dying.episodes.door.clear()
+        opening = client.reset(TASK, view=NOTHING)
+        entering = asyncio.create_task(opening.__aenter__())
+        await until(lambda: client.statistics().hosts[0].opening_count == 1)
+        await asyncio.sleep(0.05)
+        await dying.server.stop()
+        episode = await entering
+        assert episode.host.target == other.address
+        assert len(other.episodes.list_episodes()) == 1
+        await opening.__aexit__(None, None, None)
+        assert other.episodes.list_episodes() == []
+
+
+async def test_a_cancelled_reset_is_closed_when_it_opens_after_all() -> None:
+    async with hosts(4, 4) as served:
+        async with client_of(served) as client:
+            for host in served:
+                host.episodes.door.clear()
+            opening = asyncio.create_task(client.reset(TASK, view=NOTHING).__aenter__())
+            await until(lambda: sum(host.opening_count for host in client.statistics().hosts) == 1)
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+            assert sum(host.leftover_count for host in client.statistics().hosts) == 1
+            for host in served:
+                host.episodes.door.set()
+        assert sum(len(host.episodes.closed) for host in served) == 1
+        assert [host.episodes.list_episodes() for host in served] == [[], []]
+
+
+async def test_a_reset_that_is_out_of_time_is_closed_when_it_opens_after_all() -> None:
+    async with hosts(4) as (host,):
+        async with client_of([host]) as client:
+            host.episodes.door.clear()
+            with pytest.raises(trainer.DeadlineExceeded):
+                async with client.reset(TASK, view=NOTHING, timeout=timedelta(seconds=0.5)):
+                    pass
+            host.episodes.door.set()
+        assert len(host.episodes.closed) == 1
+        assert host.episodes.list_episodes() == []
+
+
+# -- leases, gate, repr -----------------------------------------------------------------------------------------
+
+
+async def test_one_call_for_each_host_keeps_the_leases_of_all_its_episodes() -> None:
+    async with (
+        hosts(8, 8) as served,
+        client_of(served, keep_alive_interval=timedelta(milliseconds=50)) as client,
+        AsyncExitStack() as stack,
+    ):
+        opening = [stack.enter_async_context(client.reset(TASK, view=NOTHING)) for _ in range(12)]
+        await asyncio.gather(*opening)
+        for host in served:
+            assert len(host.episodes.list_episodes()) == 6
+            host.episodes.kept.clear()
+            await until(lambda kept=host.episodes.kept: len(kept) >= 2)  # type: ignore[misc]
+            assert set(map(len, host.episodes.kept)) == {6}
+
+
+async def test_more_resets_than_max_episodes_wait_here_and_not_in_line_there() -> None:
+    async with hosts(64) as (host,), client_of([host], max_episodes=3) as client:
+        leave = asyncio.Event()
+
+        async def rollout() -> None:
+            async with client.reset(TASK, view=NOTHING):
+                await leave.wait()
+
+        rollouts = [asyncio.create_task(rollout()) for _ in range(8)]
+        await until(lambda: len(host.episodes.list_episodes()) == 3)
+        assert (len(host.episodes.resets), client.statistics().gated_count) == (3, 5)
+        leave.set()
+        await asyncio.gather(*rollouts)
+        assert (len(host.episodes.closed), client.statistics().gated_count) == (8, 0)
+
+
+async def test_repr_tells_how_each_host_stands() -> None:
+    async with hosts(8) as (up,), AsyncEnvClient([up.address, "127.0.0.1:1"], retry=QUICK) as client:
+        async with client.reset(TASK, view=NOTHING):
+            shown = repr(client)
+        assert f"<Host {up.address} up" in shown
+        assert "1 episodes" in shown
+        assert "<Host 127.0.0.1:1 down" in shown
+
+
+async def test_an_episode_of_another_event_loop_is_refused_with_the_way_out() -> None:
+    async with hosts(8) as (host,), client_of([host]) as client, client.reset(TASK, view=NOTHING) as episode:
+
+        async def use() -> None:
+            await episode.observe()
+
+        with pytest.raises(RuntimeError, match="was opened in another event loop; use it there"):
+            await asyncio.to_thread(lambda: asyncio.run(use()))
+
+
+async def test_a_client_that_was_closed_says_so() -> None:
+    async with hosts(8) as (host,):
+        client = client_of([host])
+        opening = client.reset(TASK, view=NOTHING)
+        episode = await opening.__aenter__()
+        observing = asyncio.create_task(episode.step(TypeText("x")))
+        host.episodes.gate.clear()
+        await host.episodes.wait_for_call("step")
+        await client.aclose()
+        with pytest.raises(trainer.ClientClosed):
+            await observing
+        with pytest.raises(trainer.ClientClosed, match="leases of its episodes end them"):
+            await episode.observe()
+        host.episodes.gate.set()
+        await opening.__aexit__(None, None, None)
