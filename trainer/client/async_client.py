@@ -252,7 +252,16 @@ class AsyncEnvClient:
                 request = env_pb2.ListTasksRequest(suite=suite, page_size=1000, page_token=token)
                 response = await host.connection.call("ListTasks", request, timeout)
                 tasks += [
-                    Task(task_id=task.task_id, instruction=task.instruction, level=task.level, suite=task.suite)
+                    Task(
+                        task_id=task.task_id,
+                        instruction=task.instruction,
+                        level=task.level,
+                        suite=task.suite,
+                        version=task.version,
+                        tags=tuple(task.tags),
+                        max_steps=task.max_steps,
+                        os=task.os,
+                    )
                     for task in response.tasks
                 ]
                 token = response.next_page_token

@@ -102,7 +102,15 @@ class Task:
     task_id: str
     instruction: str
     level: int
+    """Difficulty; 1 is the easiest."""
     suite: str
+    version: int = 1
+    """Raised when a change makes scores incomparable with earlier ones."""
+    tags: tuple[str, ...] = ()
+    max_steps: int = 0
+    """Steps after which an episode is truncated, unless the reset says otherwise."""
+    os: str = "linux"
+    """Of the guest: `linux` or `windows`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
