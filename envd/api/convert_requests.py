@@ -15,7 +15,7 @@ from envd.api.convert_actions import Scale, Size, actions_from_proto
 from envd.api.fields import limited, request_id_of, required, seconds, whole
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
 from envd.errors import InvalidRequest, Unimplemented
-from envd.guest.observation import CursorMode, Encoding, ObservationOptions, Region, SettlePolicy
+from envd.guest.observation import A11yFormat, CursorMode, Encoding, ObservationOptions, Region, SettlePolicy
 
 MAX_GROUP_SIZE = 64
 MAX_FORK_COUNT = 64
@@ -33,6 +33,9 @@ MAX_PIXEL_COUNT = 1 << 30
 MAX_SIZE_MULTIPLE_PX = 256
 MAX_IGNORED_REGIONS = 64
 DEFAULT_QUALITY = 85
+MIN_A11Y_CHARS = 64
+MAX_A11Y_CHARS = 1_000_000
+DEFAULT_A11Y_CHARS = 8192
 MAX_FRAME_RATE_HZ = 60
 DEFAULT_FRAME_RATE_HZ = 10
 MAX_FILE_BYTES = 32 << 20
@@ -60,9 +63,10 @@ _CURSORS: Mapping["env_pb2.CursorMode.ValueType", CursorMode] = {
     env_pb2.CURSOR_MODE_HIDDEN: CursorMode.HIDDEN,
     env_pb2.CURSOR_MODE_REPORTED: CursorMode.REPORTED,
 }
-_HAS_TREE: Mapping["env_pb2.A11yFormat.ValueType", bool] = {
-    env_pb2.A11Y_FORMAT_UNSPECIFIED: False,
-    env_pb2.A11Y_FORMAT_OSWORLD_XML: True,
+_A11Y_FORMATS: Mapping["env_pb2.A11yFormat.ValueType", A11yFormat] = {
+    env_pb2.A11Y_FORMAT_UNSPECIFIED: A11yFormat.NONE,
+    env_pb2.A11Y_FORMAT_OSWORLD_XML: A11yFormat.OSWORLD_XML,
+    env_pb2.A11Y_FORMAT_COMPACT: A11yFormat.COMPACT,
 }
 
 
@@ -226,8 +230,8 @@ def observation_options(
         raise Unimplemented(f"{field}.encoding {message.encoding} is not known to this release")
     if message.cursor not in _CURSORS:
         raise Unimplemented(f"{field}.cursor {message.cursor} is not known to this release")
-    if message.a11y_format not in _HAS_TREE:
-        raise Unimplemented(f"{field}.a11y_format {message.a11y_format} is not in this release; use OSWORLD_XML")
+    if message.a11y_format not in _A11Y_FORMATS:
+        raise Unimplemented(f"{field}.a11y_format {message.a11y_format} is not known to this release")
     wants_change = message.include_screen_change or message.include_grey_difference
     if wants_change and not of_step:
         raise InvalidRequest(f"{field}.include_screen_change", "is told of steps alone; leave it out here")
@@ -239,7 +243,16 @@ def observation_options(
         max_height_px=whole(message.max_height_px, f"{field}.max_height_px", low=0, high=MAX_SIDE_PX),
         max_pixel_count=whole(message.max_pixel_count, f"{field}.max_pixel_count", low=0, high=MAX_PIXEL_COUNT),
         size_multiple_px=whole(message.size_multiple_px, f"{field}.size_multiple_px", low=0, high=MAX_SIZE_MULTIPLE_PX),
-        include_a11y_tree=_HAS_TREE[message.a11y_format],
+        a11y_format=_A11Y_FORMATS[message.a11y_format],
+        a11y_max_chars=whole(
+            message.a11y_max_chars,
+            f"{field}.a11y_max_chars",
+            default=DEFAULT_A11Y_CHARS,
+            low=MIN_A11Y_CHARS,
+            high=MAX_A11Y_CHARS,
+        ),
+        include_a11y_elements=message.include_a11y_elements,
+        draw_marks=message.draw_marks,
         include_terminal=message.include_terminal,
         cursor=_CURSORS[message.cursor],
         known_image_id=limited(message.known_image_id, f"{field}.known_image_id"),
@@ -251,7 +264,7 @@ def observation_options(
 def frames_request(request: env_pb2.StreamFramesRequest) -> tuple[str, ObservationOptions, int]:
     """Return whose frames to stream, how to tell them, and the most a second. Raises: InvalidRequest."""
     options = observation_options(request.observation, "observation")
-    if options.include_a11y_tree or options.include_terminal:
+    if options.asks_guest:
         raise InvalidRequest("observation", "a stream of frames has pixels alone; ask Observe for the rest")
     rate_hz = whole(request.max_rate_hz, "max_rate_hz", default=DEFAULT_FRAME_RATE_HZ, low=1, high=MAX_FRAME_RATE_HZ)
     return episode_id_of(request.episode_id), options, rate_hz

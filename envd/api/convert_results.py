@@ -17,6 +17,7 @@ from envd.episodes.types import (
     StepResult,
 )
 from envd.guest.observation import (
+    Elements,
     EncodedFrame,
     Encoding,
     Keyframe,
@@ -120,6 +121,7 @@ def observation_message(observation: Observation) -> env_pb2.Observation:
     return env_pb2.Observation(
         frame=frame_message(observation.frame),
         a11y_tree=_text(observation.a11y_tree),
+        a11y_elements=_elements(observation.a11y_elements),
         terminal=_text(observation.terminal),
         settle=None
         if settle is None
@@ -204,6 +206,28 @@ def frame_message(frame: EncodedFrame) -> env_pb2.Frame:
         case None:
             pass
     return message
+
+
+def _elements(elements: Elements | None) -> env_pb2.A11yElements | None:
+    if elements is None:
+        return None
+    return env_pb2.A11yElements(
+        elements=[
+            env_pb2.A11yElement(
+                role=_text(element.role),
+                name=_text(element.name),
+                value=_text(element.value),
+                states=element.states,
+                box=_rect(element.box),
+                depth=element.depth,
+                mark=element.mark,
+                actionable=element.is_actionable,
+            )
+            for element in elements.items
+        ],
+        left_out_count=elements.left_out_count,
+        cut_by_guest=elements.is_cut,
+    )
 
 
 def _screen_change(change: ScreenChange | None) -> env_pb2.ScreenChange | None:

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from envd.episodes.step import needs_guest
 from envd.episodes.types import Origin
 from envd.errors import GuestError, GuestUnresponsive, MachineLost, NotForkable, SetupFailed
+from envd.guest.marks import marks_of
 from envd.guest.observation import Encoding, Observation, ObservationOptions, SettleResult
 from envd.guest.view import DesktopView
 from envd.pool.clock import Clock
@@ -97,12 +97,14 @@ async def look_at_all(
 
     async def look(machine: LeasedMachine) -> Member:
         observation = seen
-        if always_running or needs_guest(options):
+        if always_running or options.asks_guest:
             with blamed_on(machine, what):
                 async with machine.running():
-                    if needs_guest(options):
+                    if options.asks_guest:
                         told = await machine.desktop.observe(replace(options, encoding=Encoding.NONE))
-                        observation = replace(told, frame=shown, settle=settle)
+                        marks = marks_of(told.a11y_elements)
+                        frame = await view.encode(options, marks=marks) if marks else shown
+                        observation = replace(told, frame=frame, settle=settle)
         return Member(machine=machine, observation=observation, origin=origin)
 
     return tuple(await _all_of(look(machine) for machine in machines))

@@ -2,7 +2,7 @@
 
 Pixels are not kept: a frame of every step of every episode would be what the disk is busy with, and what a client
 gets after a restart says by its frame's missing content that they are not there. The same holds for text of the
-guest's that is long.
+guest's that is long, and for the elements of its accessibility tree.
 """
 
 import json
@@ -72,6 +72,7 @@ def _kept(observation: Observation) -> Observation:
         observation,
         frame=replace(observation.frame, content=None, image_id=""),
         a11y_tree=_unless_long(observation.a11y_tree),
+        a11y_elements=None,
         terminal=_unless_long(observation.terminal),
     )
 

@@ -27,7 +27,7 @@ from envd.episodes.recovery import Recollection, Recovery
 from envd.episodes.refilling import refilled
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.scoring import score
-from envd.episodes.step import Stopwatch, check_region, look, needs_guest, perform
+from envd.episodes.step import Stopwatch, check_region, look, perform
 from envd.episodes.task_states import TaskStates
 from envd.episodes.types import (
     EpisodeInfo,
@@ -458,7 +458,7 @@ class EpisodeService:
             episode.require_machine()
             desktop, watch = episode.machine.desktop, Stopwatch(self._clock)
             check_region(options, desktop.screen_size)
-            if settle is None and not refresh and not needs_guest(options):
+            if settle is None and not refresh and not options.asks_guest:
                 return await look(desktop, settle=None, options=options, watch=watch)
             async with self._awake(episode, watch):
                 policy = settle and self._policy(episode, settle)

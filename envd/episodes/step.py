@@ -51,11 +51,6 @@ class Stopwatch:
         return (self._clock.monotonic() - self._begin_s) * 1000
 
 
-def needs_guest(options: ObservationOptions) -> bool:
-    """Tell whether more than pixels is asked for, which only a guest that runs can tell."""
-    return options.include_a11y_tree or options.include_terminal
-
-
 def check_region(options: ObservationOptions, size_px: tuple[int, int]) -> None:
     """Refuse a region that is not on a screen of (width, height), before anything is done. Raises: InvalidRequest."""
     region = options.region

@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 from envd.errors import EnvdError, GuestError, GuestUnresponsive, MachineLost
+from envd.guest.a11y import MalformedTree, elements_of, marked, outline
 from envd.guest.actions import Action, ActionOutcome, Done, Fail, KeyDown, KeyUp, PressKeys, TypeText, Wait
 from envd.guest.agent import GuestAgent
 from envd.guest.change import screen_change
@@ -22,7 +23,16 @@ from envd.guest.encoder import FrameEncoder
 from envd.guest.frames import Frame, PointerImage
 from envd.guest.guestd import GuestdClient
 from envd.guest.input import Input, InputEvent, KeyEvent, PointerEvent, Refused, Road, plan, road_for_text
-from envd.guest.observation import EncodedFrame, Observation, ObservationOptions, SettlePolicy, SettleResult
+from envd.guest.marks import Mark, marks_of
+from envd.guest.observation import (
+    A11yFormat,
+    Elements,
+    EncodedFrame,
+    Observation,
+    ObservationOptions,
+    SettlePolicy,
+    SettleResult,
+)
 from envd.guest.rfb import RfbClient
 from envd.guest.screen import Screen
 from envd.guest.settle import settle
@@ -220,8 +230,8 @@ class Desktop:
         """
         return self._woken if self._view is not None else self._screen.changed
 
-    async def encode(self, frame: Frame, options: ObservationOptions) -> EncodedFrame:
-        """Encode a frame of this desktop as asked; what several ask for alike is made once.
+    async def encode(self, frame: Frame, options: ObservationOptions, *, marks: tuple[Mark, ...] = ()) -> EncodedFrame:
+        """Encode a frame of this desktop as asked, with marks over it; what several ask for alike is made once.
 
         Raises:
             InvalidRequest: The options make no sense for this screen.
@@ -231,7 +241,7 @@ class Desktop:
         pointer = None
         if self._screen.cursor is not None:
             pointer = PointerImage(at=self._input.pointer(self._screen.size), shape=self._screen.cursor)
-        return await self._encoder.encode(frame, options, pointer=pointer)
+        return await self._encoder.encode(frame, options, pointer=pointer, marks=marks)
 
     async def run(
         self,
@@ -474,24 +484,52 @@ class Desktop:
 
     async def _observe(self, options: ObservationOptions, *, refresh: bool, since: Frame | None) -> Observation:
         timings_ms: dict[str, float] = {}
-        if self._view is not None and not (refresh or options.include_a11y_tree or options.include_terminal):
+        if self._view is not None and not (refresh or options.asks_guest):
             frame = self._view.frame
         else:
             with _timed(timings_ms, "capture"):
                 frame = await self._newest_frame(refresh=refresh)
+        tree = elements = None
+        if options.asks_for_tree:
+            with _timed(timings_ms, "a11y_tree"):
+                tree, elements = await self._tell_tree(options)
         with _timed(timings_ms, "encode"):
-            shown = await self.encode(frame, options)
-        change = tree = terminal = None
+            shown = await self.encode(frame, options, marks=marks_of(elements))
+        change = terminal = None
         if since is not None:
             with _timed(timings_ms, "screen_change"):
                 change = await asyncio.to_thread(screen_change, since, frame, grey=options.include_grey_difference)
-        if options.include_a11y_tree:
-            with _timed(timings_ms, "a11y_tree"):
-                tree = await self._session_guestd("read the accessibility tree").accessibility()
         if options.include_terminal:
             with _timed(timings_ms, "terminal"):
                 terminal = await self._session_guestd("read the terminal").terminal()
-        return Observation(frame=shown, screen_change=change, a11y_tree=tree, terminal=terminal, timings_ms=timings_ms)
+        return Observation(
+            frame=shown,
+            screen_change=change,
+            a11y_tree=tree,
+            a11y_elements=elements,
+            terminal=terminal,
+            timings_ms=timings_ms,
+        )
+
+    async def _tell_tree(self, options: ObservationOptions) -> tuple[str | None, Elements | None]:
+        """Return the tree as text and as elements, each where it was asked for."""
+        guestd = self._session_guestd("read the accessibility tree")
+        xml = await guestd.accessibility(showing=options.a11y_format is not A11yFormat.OSWORLD_XML)
+        if options.a11y_format is A11yFormat.OSWORLD_XML and not options.tells_elements:
+            return xml, None
+        try:
+            # A large tree takes a tenth of a second.
+            elements = await asyncio.to_thread(elements_of, xml, screen_px=self._screen.size)
+        except MalformedTree as error:
+            raise GuestError(f"the accessibility tree of {self._channels.machine_id} is no use: {error}") from error
+        if options.draw_marks:
+            elements = marked(elements)
+        tree = None
+        if options.a11y_format is A11yFormat.OSWORLD_XML:
+            tree = xml
+        elif options.a11y_format is A11yFormat.COMPACT:
+            tree = outline(elements, max_chars=options.a11y_max_chars)
+        return tree, elements if options.tells_elements else None
 
     # Input
 

@@ -13,6 +13,7 @@ from typing import TypeVar, cast
 import zstandard
 
 from envd.guest.frames import Frame, Picture, PointerImage, compress, draw, picture_of
+from envd.guest.marks import Mark
 from envd.guest.observation import (
     CursorMode,
     EncodedFrame,
@@ -55,7 +56,12 @@ class FrameEncoder:
         return child
 
     async def encode(
-        self, frame: Frame, options: ObservationOptions, *, pointer: PointerImage | None = None
+        self,
+        frame: Frame,
+        options: ObservationOptions,
+        *,
+        pointer: PointerImage | None = None,
+        marks: tuple[Mark, ...] = (),
     ) -> EncodedFrame:
         """Encode a frame as asked.
 
@@ -63,11 +69,12 @@ class FrameEncoder:
             frame: What the screen shows.
             options: How it is to be told.
             pointer: Where the pointer is, and its image; None where the guest draws it into its screen.
+            marks: Numbered boxes to draw over it.
 
         Raises:
             InvalidRequest: The options make no sense for this screen.
         """
-        picture = picture_of(frame, options, pointer=pointer)
+        picture = picture_of(frame, options, pointer=pointer, marks=marks)
         image: TileImage | None = None
         content: Keyframe | TileDelta | Unchanged | None = None
         if options.encoding is not Encoding.NONE:
@@ -93,10 +100,11 @@ class FrameEncoder:
             self._recent.popitem(last=False)
 
     async def _draw(self, frame: Frame, picture: Picture) -> TileImage:
-        if not picture.is_scaled and (picture.region.width_px, picture.region.height_px) == frame.image.size_px:
+        is_whole = (picture.region.width_px, picture.region.height_px) == frame.image.size_px
+        if is_whole and not picture.is_scaled and not picture.marks:
             return draw(frame, picture)
         pointer = picture.pointer and (picture.pointer.at, id(picture.pointer.shape))
-        key = ("draw", frame.frame_id, picture.region, picture.width_px, picture.height_px, pointer)
+        key = ("draw", frame.frame_id, picture.region, picture.width_px, picture.height_px, pointer, picture.marks)
         # The picture is kept as well: the id of its pointer's shape must not be given to another meanwhile.
         image, _ = await self._once(key, lambda: (draw(frame, picture), picture))
         return image

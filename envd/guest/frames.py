@@ -1,4 +1,4 @@
-"""Make a frame into the image that was asked for: crop, draw the pointer, scale, compress. Pure.
+"""Make a frame into the image that was asked for: crop, draw the pointer, scale, draw marks, compress. Pure.
 
 Scaling is what a vision model's image processor would do to the image, so that the processor then has nothing left to
 do: bicubic with antialiasing, and sizes by the rule of Qwen's `smart_resize` (transformers,
@@ -17,6 +17,7 @@ from PIL import Image
 
 from envd.errors import InvalidRequest
 from envd.guest.actions import Point
+from envd.guest.marks import Mark, draw_marks
 from envd.guest.observation import CursorMode, Encoding, ObservationOptions, Region
 from envd.guest.rfb import CursorShape
 from envd.guest.tiles import TileImage
@@ -70,6 +71,8 @@ class Picture:
     height_px: int
     pointer: PointerImage | None
     """Drawn into it; None for none."""
+    marks: tuple[Mark, ...] = ()
+    """Numbered boxes to draw over it."""
 
     @property
     def is_scaled(self) -> bool:
@@ -78,7 +81,12 @@ class Picture:
 
 
 def picture_of(
-    frame: Frame, options: ObservationOptions, *, pointer: PointerImage | None = None, field: str = "observation"
+    frame: Frame,
+    options: ObservationOptions,
+    *,
+    pointer: PointerImage | None = None,
+    marks: tuple[Mark, ...] = (),
+    field: str = "observation",
 ) -> Picture:
     """Work out what to make of a frame. The pointer is drawn only where its shape is known and that was asked for.
 
@@ -96,7 +104,9 @@ def picture_of(
         field=field,
     )
     is_drawn = options.cursor is CursorMode.DRAWN and pointer is not None and pointer.shape.rgba_HWC.size
-    return Picture(region=region, width_px=width_px, height_px=height_px, pointer=pointer if is_drawn else None)
+    return Picture(
+        region=region, width_px=width_px, height_px=height_px, pointer=pointer if is_drawn else None, marks=marks
+    )
 
 
 def fit(
@@ -135,15 +145,17 @@ def fit(
 
 
 def draw(frame: Frame, picture: Picture) -> TileImage:
-    """Make the image. Slow where it is scaled or cropped, else a matter of microseconds."""
+    """Make the image. Slow where it is scaled, cropped or marked, else a matter of microseconds."""
     image = frame.image if picture.pointer is None else _with_pointer(frame.image, picture.pointer)
     is_whole = (picture.region.width_px, picture.region.height_px) == image.size_px
-    if is_whole and not picture.is_scaled:
+    if is_whole and not picture.is_scaled and not picture.marks:
         return image
     rgb_HWC = image.rgb_HWC() if is_whole else image.part(picture.region)
     if picture.is_scaled:
         size = (picture.width_px, picture.height_px)
         rgb_HWC = np.asarray(Image.fromarray(rgb_HWC).resize(size, Image.Resampling.BICUBIC))
+    if picture.marks:
+        rgb_HWC = draw_marks(rgb_HWC, picture.marks, region=picture.region)
     return TileImage.from_rgb(rgb_HWC)
 
 

@@ -33,6 +33,17 @@ class CursorMode(Enum):
     REPORTED = "reported"
 
 
+class A11yFormat(Enum):
+    """How an accessibility tree is told."""
+
+    #: Not at all.
+    NONE = "none"
+    #: XML as OSWorld's in-guest server makes it.
+    OSWORLD_XML = "osworld_xml"
+    #: An outline, one element a line; see `envd.guest.a11y.outline`.
+    COMPACT = "compact"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """A rectangle of the guest's screen, in pixels."""
@@ -90,7 +101,12 @@ class ObservationOptions:
     """Scale down to at most so many pixels; 0 for no limit."""
     size_multiple_px: int = 0
     """Make width and height multiples of this, as a vision model's image processor does; 0 for any size."""
-    include_a11y_tree: bool = False
+    a11y_format: A11yFormat = A11yFormat.NONE
+    a11y_max_chars: int = 8192
+    """Longest outline, for `A11yFormat.COMPACT`."""
+    include_a11y_elements: bool = False
+    draw_marks: bool = False
+    """Draw numbered boxes around what can be clicked or typed into, and tell the elements with their numbers."""
     include_terminal: bool = False
     cursor: CursorMode = CursorMode.DRAWN
     known_image_id: str = ""
@@ -99,6 +115,21 @@ class ObservationOptions:
     """For a step: what it changed on the screen."""
     include_grey_difference: bool = False
     """For a step: the mean difference in grey as well."""
+
+    @property
+    def asks_for_tree(self) -> bool:
+        """Whether the guest must tell its accessibility tree."""
+        return self.a11y_format is not A11yFormat.NONE or self.tells_elements
+
+    @property
+    def tells_elements(self) -> bool:
+        """Whether the tree's elements are told one by one."""
+        return self.include_a11y_elements or self.draw_marks
+
+    @property
+    def asks_guest(self) -> bool:
+        """Whether more than pixels is asked for, which only a guest that runs can tell."""
+        return self.asks_for_tree or self.include_terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,11 +194,44 @@ class ScreenChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Element:
+    """Something on the screen that an accessibility tree tells of."""
+
+    role: str
+    """What it is, as AT-SPI or UI Automation call it: `push-button`, `frame`."""
+    name: str
+    value: str
+    """Its text or number, where that is not its name."""
+    states: tuple[str, ...]
+    """Those of note, in a fixed order."""
+    box: Region
+    """The part of it that is on the screen."""
+    depth: int
+    """Elements that it lies in; 0 for a window."""
+    is_actionable: bool = False
+    """Of a kind that is clicked, typed into or dragged, and not disabled."""
+    mark: int = 0
+    """The number drawn beside it, from 1; 0 for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elements:
+    """What shows, each element before those in it, and the window in use first."""
+
+    items: tuple[Element, ...]
+    left_out_count: int = 0
+    """Elements beyond the most that are told."""
+    is_cut: bool = False
+    """The guest itself left some out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """What the agent sees after a reset or step. What was not asked for is None, never a blank stand-in."""
 
     frame: EncodedFrame
     a11y_tree: str | None = None
+    a11y_elements: Elements | None = None
     terminal: str | None = None
     settle: SettleResult | None = None
     screen_change: ScreenChange | None = None

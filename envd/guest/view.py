@@ -6,6 +6,7 @@ from envd.guest.actions import Point
 from envd.guest.encoder import FrameEncoder
 from envd.guest.frames import Frame, PointerImage
 from envd.guest.input import HeldInputs
+from envd.guest.marks import Mark
 from envd.guest.observation import EncodedFrame, ObservationOptions
 from envd.guest.rfb import CursorShape
 
@@ -52,8 +53,8 @@ class DesktopView:
         """(width, height) of the screen."""
         return self.frame.width_px, self.frame.height_px
 
-    async def encode(self, options: ObservationOptions) -> EncodedFrame:
-        """Encode the frame as asked: once, however many forks show it.
+    async def encode(self, options: ObservationOptions, *, marks: tuple[Mark, ...] = ()) -> EncodedFrame:
+        """Encode the frame as asked, with marks over it: once, however many forks show it.
 
         Raises:
             InvalidRequest: The options make no sense for this screen.
@@ -61,4 +62,4 @@ class DesktopView:
         pointer = None
         if self.cursor is not None:
             pointer = PointerImage(at=self.inputs.pointer_on(*self.size_px), shape=self.cursor)
-        return await self.encoder.encode(self.frame, options, pointer=pointer)
+        return await self.encoder.encode(self.frame, options, pointer=pointer, marks=marks)

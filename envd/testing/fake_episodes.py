@@ -34,6 +34,7 @@ from envd.errors import EpisodeEnded, EpisodeNotFound, RequestIdReused, StepInde
 from envd.guest.actions import ActionOutcome, Done, Fail
 from envd.guest.frames import compress
 from envd.guest.observation import (
+    A11yFormat,
     EncodedFrame,
     Encoding,
     Keyframe,
@@ -323,7 +324,7 @@ class FakeEpisodes:
         )
         return Observation(
             frame=frame,
-            a11y_tree="<tree/>" if options.include_a11y_tree else None,
+            a11y_tree="<tree/>" if options.a11y_format is not A11yFormat.NONE else None,
             terminal="$ " if options.include_terminal else None,
             settle=SettleResult(settled=True, settle_ms=300.0, change_count=1) if settled else None,
             timings_ms={"encode": 1.0},

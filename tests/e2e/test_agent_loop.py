@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from envd.testing.server import serve_fake
-from trainer.agent.attempts import run_group, run_task
+from trainer.agent.attempts import run_task
 from trainer.agent.coordinates import CoordinateSpace, in_picture
 from trainer.agent.grammars import grammar
 from trainer.agent.settings import AgentSettings
@@ -144,24 +144,3 @@ async def test_a_text_only_agent_is_shown_the_tree_and_no_image() -> None:
         left <= 822 < left + width and top <= 167 < top + height
         for left, top, width, height in trajectory.turns[0].facts.boxes_before
     )
-
-
-async def test_a_group_begins_in_one_state() -> None:
-    async with serve_fake(size=4) as server, AsyncEnvClient(server.address) as client:
-        group = await run_group(
-            client,
-            "fake/append-line",
-            lambda: Scripted([grammar("qwen3-vl").render([Done()])]),
-            size=4,
-            settings=SETTINGS,
-        )
-    assert len({trajectory.origin for trajectory in group}) == 1
-    assert len({trajectory.episode_id for trajectory in group}) == 4
-    assert [trajectory.outcome for trajectory in group] == [Outcome.TERMINATED] * 4
-
-
-async def test_a_task_that_does_not_exist_is_a_failed_trajectory_with_its_error() -> None:
-    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
-        trajectory = await run_task(client, "fake/no-such", lambda: Scripted([]), settings=SETTINGS)
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "TaskNotFound")
-    assert trajectory.evaluation is None

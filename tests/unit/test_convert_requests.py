@@ -25,7 +25,7 @@ from envd.api.convert_requests import (
 from envd.episodes.types import ForkCommand, ResetCommand
 from envd.errors import InvalidRequest, Unimplemented
 from envd.guest.actions import Click, Done, Point
-from envd.guest.observation import CursorMode, Encoding, ObservationOptions, Region, SettlePolicy
+from envd.guest.observation import A11yFormat, CursorMode, Encoding, ObservationOptions, Region, SettlePolicy
 
 
 def seconds(length_s: float) -> Duration:
@@ -94,7 +94,7 @@ def test_a_reset_with_everything_is_carried_over() -> None:
             region=Region(x_px=1, y_px=2, width_px=3, height_px=4),
             max_width_px=640,
             max_height_px=480,
-            include_a11y_tree=True,
+            a11y_format=A11yFormat.OSWORLD_XML,
             include_terminal=True,
             cursor=CursorMode.HIDDEN,
             known_image_id="ab",
@@ -230,7 +230,7 @@ def _observation_with(field: str, value: int) -> env_pb2.ObservationOptions:
     [
         (_observation_with("encoding", 99), "observation.encoding"),
         (_observation_with("cursor", 99), "observation.cursor"),
-        (env_pb2.ObservationOptions(a11y_format=env_pb2.A11Y_FORMAT_COMPACT), "observation.a11y_format"),
+        (_observation_with("a11y_format", 99), "observation.a11y_format"),
     ],
 )
 def test_an_option_of_a_later_release_is_refused_and_never_ignored(

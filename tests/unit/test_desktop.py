@@ -31,7 +31,7 @@ from envd.guest.channels import JsonValue
 from envd.guest.command import CommandResult
 from envd.guest.desktop import Desktop
 from envd.guest.guestd import PointerState, SessionInfo, TypedText
-from envd.guest.observation import Encoding, Keyframe, Observation, ObservationOptions, Region, SettlePolicy
+from envd.guest.observation import A11yFormat, Encoding, Keyframe, Observation, ObservationOptions, Region, SettlePolicy
 from envd.testing.display import FakeDisplay, pseudo_rect
 
 QUICK = SettlePolicy(quiet_ms=20, max_ms=500)
@@ -77,7 +77,7 @@ class FakeGuestd:
     async def write_file(self, path: str, data: bytes) -> None:
         self.calls.append(("write_file", path, data))
 
-    async def accessibility(self) -> str:
+    async def accessibility(self, *, showing: bool) -> str:
         return "<tree/>"
 
     async def terminal(self) -> str | None:
@@ -435,7 +435,9 @@ async def test_an_observation_holds_what_was_asked_for_and_nothing_else(desk: De
     assert (plain.a11y_tree, plain.terminal) == (None, None)
     assert png_of(plain).size == (640, 480)
     assert {"capture", "encode"} == set(plain.timings_ms)
-    full = await desk.observe(ObservationOptions(include_a11y_tree=True, include_terminal=True, encoding=Encoding.NONE))
+    full = await desk.observe(
+        ObservationOptions(a11y_format=A11yFormat.OSWORLD_XML, include_terminal=True, encoding=Encoding.NONE)
+    )
     assert (full.a11y_tree, full.terminal, full.frame.content) == ("<tree/>", "$ ", None)
 
 

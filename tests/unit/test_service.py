@@ -31,7 +31,7 @@ from envd.errors import (
     TaskNotFound,
 )
 from envd.guest.actions import Done, PressKeys, TypeText
-from envd.guest.observation import ObservationOptions, Region, SettlePolicy
+from envd.guest.observation import A11yFormat, ObservationOptions, Region, SettlePolicy
 from envd.hypervisor.machine import DiskImage, GuestOs
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
@@ -390,7 +390,7 @@ async def test_an_observation_that_cannot_be_had_does_not_end_the_episode(world:
     episode_id = await world.open()
     world.desktop(episode_id).errors["observe"] = GuestUnresponsive("no tree within 10 s")
     with pytest.raises(GuestUnresponsive):
-        await world.service.observe(episode_id, ObservationOptions(include_a11y_tree=True))
+        await world.service.observe(episode_id, ObservationOptions(a11y_format=A11yFormat.OSWORLD_XML))
     assert world.state(episode_id) == (EpisodeState.ACTIVE, "")
 
 

@@ -25,7 +25,7 @@ from envd.errors import (
     StepIndexMismatch,
 )
 from envd.guest.actions import Done, TypeText
-from envd.guest.observation import Encoding, ObservationOptions, Region
+from envd.guest.observation import A11yFormat, Encoding, ObservationOptions, Region
 from envd.hypervisor.machine import MachineState
 from envd.testing.clock import run_ready
 from envd.testing.episode_world import CAPACITY, FROZEN, PLAIN, TASK, World, running_world
@@ -330,7 +330,7 @@ async def test_a_copy_whose_guest_does_not_wake_for_its_tree_keeps_none(
 
     parent_id = await opened(world)
     monkeypatch.setattr(StubDesktop, "wake", sleep_on)
-    options = ObservationOptions(encoding=Encoding.NONE, include_a11y_tree=True)
+    options = ObservationOptions(encoding=Encoding.NONE, a11y_format=A11yFormat.OSWORLD_XML)
     with pytest.raises(SetupFailed, match=rf"fork of episode {parent_id} on machine desktop-\w+: no answer"):
         await world.fork(parent_id, 1, fork_count=2, observe=options)
     assert world.state(parent_id) == (EpisodeState.ACTIVE, "")

@@ -15,14 +15,22 @@ from envd.errors import (
     NotForkable,
     SetupFailed,
 )
-from envd.guest.observation import Encoding, Keyframe, ObservationOptions, Region, SettlePolicy, SettleResult
+from envd.guest.observation import (
+    A11yFormat,
+    Encoding,
+    Keyframe,
+    ObservationOptions,
+    Region,
+    SettlePolicy,
+    SettleResult,
+)
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
 from envd.testing.clock import run_ready
 from envd.testing.episode_world import FROZEN, NO_PIXELS, PLAIN, TASK, World, running_world
 from envd.testing.stubs import StubDesktop
 
-WITH_TREE = ObservationOptions(encoding=Encoding.NONE, include_a11y_tree=True)
+WITH_TREE = ObservationOptions(encoding=Encoding.NONE, a11y_format=A11yFormat.OSWORLD_XML)
 
 
 @pytest.fixture

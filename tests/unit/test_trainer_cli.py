@@ -95,3 +95,39 @@ def test_compare_of_a_missing_file_says_what_writes_one(tmp_path: Path) -> None:
     failed = CliRunner().invoke(app, ["compare", str(tmp_path / "none"), str(tmp_path / "none")])
     assert failed.exit_code == output.EXIT_FAILED
     assert "trainer eval --out" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["eval"], 2, "give --endpoint URL"),
+        (["eval", "--endpoint", "localhost:8000"], 1, "is no endpoint"),
+        (["eval", "--before", "http://127.0.0.1:9/v1"], 2, "--before URL and --after URL"),
+        (["eval", "--endpoint", "http://127.0.0.1:9/v1", "--seeds", "3"], 2, "give --temperature"),
+        (["eval", "--endpoint", "http://127.0.0.1:9/v1", "--request", "[]"], 2, "--request is no JSON object"),
+        (["eval", "--endpoint", "http://127.0.0.1:9/v1", "--tasks", "no-such-file"], 1, "no-such-file cannot be read"),
+        (["play", "fake/enable", "--by", "model"], 2, "--by model needs --endpoint"),
+        (["play", "fake/enable", "--endpoint", "http://127.0.0.1:9/v1"], 2, "only that takes one"),
+        (["play", "fake/enable", "--by", "null", "--tls-ca", "no-such-file"], 1, "no-such-file"),
+        (["play", "fake/enable", "--by", "null", "--envd", "gpu.example.org:1"], 2, "clear text"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(
+    words: list[str], status: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENVD_TOKEN", "canary")
+    failed = CliRunner().invoke(app, words)
+    assert failed.exit_code == status
+    assert failed.stdout == ""
+    assert failed.stderr.startswith("error: ")
+    assert failed.stderr.count("\n") == 1
+    assert message in failed.stderr
+    assert "canary" not in failed.stderr
+
+
+def test_agent_settings_with_an_unknown_key_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "agent.yaml"
+    file.write_text("agent:\n  max_tokens: 3\n")
+    failed = CliRunner().invoke(app, ["play", "fake/enable", "--by", "null", "--agent", str(file)])
+    assert failed.exit_code == 2
+    assert "no max_tokens" in failed.stderr

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
-from trainer.agent.loop import run_episode
+from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation, Outcome, Trajectory
 from trainer.client import (
@@ -52,7 +52,7 @@ class Environments(Protocol):
         max_steps: int = 0,
         view: View = ...,
         timeout: timedelta = ...,
-    ) -> AbstractAsyncContextManager[Sequence[AsyncEpisode]]:
+    ) -> AbstractAsyncContextManager[Sequence[AgentEpisode]]:
         """Open episodes of one task in one state, and close them. Raises: EnvError."""
 
 
@@ -141,7 +141,7 @@ async def _run_once(
             reset_s = asyncio.get_running_loop().time() - began
             group = await _together(
                 [
-                    run_episode(episode, conversation, settings=settings)
+                    _live(episode, conversation, settings=settings)
                     for episode, conversation in zip(episodes, conversations, strict=True)
                 ]
             )
@@ -154,6 +154,14 @@ async def _run_once(
     for trajectory in group:
         trajectory.timings_s["reset"] = reset_s
     return group
+
+
+async def _live(episode: AgentEpisode, conversation: Conversation, *, settings: AgentSettings) -> Trajectory:
+    trajectory = await run_episode(episode, conversation, settings=settings)
+    if isinstance(episode, AsyncEpisode):
+        # Its machine is free for others before the last of its group is done.
+        await episode.close()
+    return trajectory
 
 
 async def _together(runs: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:

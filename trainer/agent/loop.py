@@ -132,7 +132,7 @@ class _Run:
         settings = self._settings
         observation = self._episode.observation
         space = self._space(observation)
-        look = prompts.look_at(observation, space, settings)
+        look = await self._look_at(observation, space)
         history = History(
             prompts.system_message(settings, space.seen()),
             images_per_row=settings.images_per_row,
@@ -157,7 +157,7 @@ class _Run:
             after = look
             if step is not None:
                 space = self._space(step.observation)
-                after = prompts.look_at(step.observation, space, settings)
+                after = await self._look_at(step.observation, space)
             self._turns[-1] = _finished(self._turns[-1], after, mistake, step)
             if step is not None and step.done:
                 return _ending(step)
@@ -166,6 +166,10 @@ class _Run:
             await self._show(history, reply, mistake, step, before=look, after=after)
             look = after
         return Outcome.TRUNCATED, "turns"
+
+    async def _look_at(self, observation: Observation, space: CoordinateSpace) -> Look:
+        # A picture is put together of tiles and a tree is read in up to some 10 ms, and the loop has other episodes.
+        return await asyncio.to_thread(prompts.look_at, observation, space, self._settings)
 
     def _space(self, observation: Observation) -> CoordinateSpace:
         return CoordinateSpace.of(

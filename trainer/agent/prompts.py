@@ -85,13 +85,13 @@ class Look:
 
 def look_at(observation: Observation, space: CoordinateSpace, settings: AgentSettings) -> Look:
     """Return what the model is shown of an observation that was made with `settings.view`."""
-    xml, terminal = observation.a11y_tree, observation.terminal
+    elements, terminal = observation.a11y_elements, observation.terminal
     return Look(
         image=None if settings.text_only else observation.image,
         image_id=observation.image_id,
-        tree=None if xml is None else tree.lines(xml, space, max_chars=settings.a11y_chars),
+        tree=None if elements is None else tree.lines(elements, space, max_chars=settings.a11y_chars),
         terminal=None if terminal is None else terminal[-settings.terminal_chars :],
-        boxes_px=() if xml is None else tree.boxes(xml),
+        boxes_px=tree.boxes(elements or ()),
     )
 
 

@@ -132,7 +132,7 @@ class AgentSettings:
             encoding="none" if self.text_only else "raw",
             max_pixel_count=self.image_max_pixels,
             size_multiple_px=self.image_multiple_px,
-            a11y_tree=self.a11y_tree,
+            a11y_elements=self.a11y_tree,
             terminal=self.terminal,
             screen_change=True,
             grey_difference=self.grey_difference,

@@ -4,13 +4,13 @@ A *row* is one append-only context of the model: what is in it once is never edi
 is being written; beginning a new one (to drop old screenshots, say) leaves the former row as it was, to train on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from trainer.client import Action, Evaluation, Origin
-from trainer.rewards.facts import TurnFacts
+from trainer.rewards.facts import EpisodeFacts, TurnFacts
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -118,3 +118,24 @@ class Trajectory:
     episode_id: str = ""
     timings_s: dict[str, float] = field(default_factory=dict)
     """Seconds by phase: reset, model, step, evaluate."""
+
+    def facts(self, *, max_turns: int, metadata: Mapping[str, object]) -> EpisodeFacts:
+        """Return what a reward may look at.
+
+        Args:
+            max_turns: The budget of turns that it was lived with.
+            metadata: The task's own data.
+
+        Raises:
+            ValueError: It was not evaluated, so it can have no reward.
+        """
+        if self.evaluation is None:
+            raise ValueError(f"episode {self.episode_id} of {self.task_id} is {self.outcome.value}: it has no reward")
+        return EpisodeFacts(
+            task_id=self.task_id,
+            task_score=self.evaluation.score,
+            turns=tuple(turn.facts for turn in self.turns),
+            max_turns=max_turns,
+            truncated=self.outcome is Outcome.TRUNCATED,
+            metadata=metadata,
+        )

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.cli import compare
+from trainer.cli import compare, evaluate, play
 from trainer.cli.output import log_to_stderr, out
 
 app = typer.Typer(
@@ -15,7 +15,9 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="Evaluate, compare and watch computer-use agents on the desktops that envd serves.",
 )
+app.command("eval")(evaluate.eval_command)
 app.command("compare")(compare.compare_command)
+app.command("play")(play.play_command)
 
 
 def _show_version(wanted: bool) -> None:

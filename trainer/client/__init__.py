@@ -102,7 +102,7 @@ from trainer.client.errors import (
 )
 from trainer.client.fleet import ClientStatistics
 from trainer.client.host import HostState, HostStatistics
-from trainer.client.observation import Observation
+from trainer.client.observation import Element, Observation
 from trainer.client.results import Check, CommandResult, Evaluation, Origin, Pool, ScreenChange, State, StepResult, Task
 from trainer.client.retry import RetryPolicy
 from trainer.client.shared import ClientSettings, shared_client
@@ -127,6 +127,7 @@ __all__ = [
     "Done",
     "Drag",
     "Draining",
+    "Element",
     "EnvClient",
     "EnvError",
     "Episode",

@@ -143,7 +143,7 @@ class AsyncEpisode:
             max_rate_hz: Most frames a second, 1 to 60.
             view: What they hold; by default what the reset said.
         """
-        asked = replace(self.chosen_view(view), a11y_tree=False, terminal=False)
+        asked = replace(self.chosen_view(view), a11y_tree=False, a11y_elements=False, marks=False, terminal=False)
         request = env_pb2.StreamFramesRequest(
             episode_id=self.episode_id, observation=wire_view(asked), max_rate_hz=max_rate_hz
         )

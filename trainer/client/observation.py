@@ -20,6 +20,27 @@ if TYPE_CHECKING:
     from trainer.frames import TiledImage
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Element:
+    """Something on the screen, as its program tells of it: the guest's word, never to be trusted."""
+
+    role: str
+    """What it is, such as `push-button`."""
+    name: str
+    value: str = ""
+    """Its text or number, where that is not its name."""
+    states: tuple[str, ...] = ()
+    """Such as `focused`, `checked`, `disabled`."""
+    box: tuple[int, int, int, int]
+    """Left, top, width and height of what is on the screen, in pixels of the screen."""
+    depth: int = 0
+    """Elements that it lies in; 0 for a window."""
+    is_actionable: bool = False
+    """Of a kind that is clicked, typed into or dragged, and not disabled."""
+    mark: int = 0
+    """The number that `View.marks` drew; 0 for none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Observation:
     """What the agent sees. What was not asked for is None, never a blank stand-in."""
@@ -42,6 +63,12 @@ class Observation:
     cursor: tuple[int, int] | None = None
     """Where the pointer is, in pixels of the screen, for `View(cursor="reported")`."""
     a11y_tree: str | None = field(default=None, repr=False)
+    """What programs say is on the screen, as `View.a11y_format` asked for it."""
+    a11y_elements: tuple[Element, ...] | None = field(default=None, repr=False)
+    """The same one by one, for `View.a11y_elements` and `View.marks`: each element before those in it, and the window
+    in use first."""
+    a11y_left_out_count: int = 0
+    """Elements that were too many to tell."""
     terminal: str | None = field(default=None, repr=False)
     settled: bool | None = None
     """False when the screen still moved at `Settle.max`; None where nothing waited for it."""
@@ -71,6 +98,20 @@ class Observation:
 
         return np.asarray(self.image, dtype=np.uint8) if self.tiles is None else self.tiles.rgb_HWC()
 
+    def element_at(self, x: int, y: int) -> Element | None:
+        """Return the innermost element at a pixel of the screen, in the frontmost window that has one there.
+
+        None where there is none, and where no elements were asked for.
+        """
+        found: Element | None = None
+        for element in self.a11y_elements or ():
+            if element.depth == 0 and found is not None:
+                break
+            left, top, width, height = element.box
+            if left <= x < left + width and top <= y < top + height:
+                found = element
+        return found
+
     @property
     def png(self) -> bytes:
         """The image as PNG, encoded here if it came otherwise. Raises: ValueError if there are no pixels."""
@@ -92,6 +133,8 @@ def read_observation(message: env_pb2.Observation, base: Observation | None = No
         message.frame,
         base,
         a11y_tree=message.a11y_tree if message.HasField("a11y_tree") else None,
+        a11y_elements=_elements(message.a11y_elements) if message.HasField("a11y_elements") else None,
+        a11y_left_out_count=message.a11y_elements.left_out_count,
         terminal=message.terminal if message.HasField("terminal") else None,
         settled=settle.settled if message.HasField("settle") else None,
         settle_ms=settle.settle_ms,
@@ -115,6 +158,22 @@ def read_frame(frame: env_pb2.Frame, base: Observation | None, **more: Any) -> O
         tiles=_tiles(frame, base.tiles if base else None),
         cursor=(frame.cursor.x, frame.cursor.y) if frame.HasField("cursor") else None,
         **more,
+    )
+
+
+def _elements(message: env_pb2.A11yElements) -> tuple[Element, ...]:
+    return tuple(
+        Element(
+            role=element.role,
+            name=element.name,
+            value=element.value,
+            states=tuple(element.states),
+            box=box(element.box),
+            depth=element.depth,
+            is_actionable=element.actionable,
+            mark=element.mark,
+        )
+        for element in message.elements
     )
 
 

@@ -45,6 +45,15 @@ class View:
     """Make width and height multiples of this. With the factor and pixel limit of a vision model's image processor, the
     image is as the processor would resize it."""
     a11y_tree: bool = False
+    """Tell what the guest's programs say is on the screen, as text: `Observation.a11y_tree`."""
+    a11y_format: Literal["compact", "osworld_xml"] = "compact"
+    """`compact`: an outline, one element a line with role, name, value, states and box. `osworld_xml`: OSWorld's."""
+    a11y_max_chars: int = 0
+    """Longest outline; it ends between elements and says how many it leaves out. 0 for the daemon's default."""
+    a11y_elements: bool = False
+    """The same one by one, as `Observation.a11y_elements`."""
+    marks: bool = False
+    """Draw a numbered box around all that can be clicked or typed into; `a11y_elements` tell the numbers."""
     terminal: bool = False
     cursor: Literal["drawn", "hidden", "reported"] = "drawn"
     """`reported`: left out of the pixels, and told as `Observation.cursor`."""
@@ -60,6 +69,10 @@ _ENCODINGS: Mapping[str, "env_pb2.Encoding.ValueType"] = {
     "png": env_pb2.ENCODING_PNG,
     "jpeg": env_pb2.ENCODING_JPEG,
     "webp": env_pb2.ENCODING_WEBP,
+}
+_A11Y_FORMATS: Mapping[str, "env_pb2.A11yFormat.ValueType"] = {
+    "compact": env_pb2.A11Y_FORMAT_COMPACT,
+    "osworld_xml": env_pb2.A11Y_FORMAT_OSWORLD_XML,
 }
 _CURSORS: Mapping[str, "env_pb2.CursorMode.ValueType"] = {
     "drawn": env_pb2.CURSOR_MODE_DRAWN,
@@ -91,7 +104,10 @@ def wire_view(view: View, *, known: Observation | None = None, of_step: bool = F
         max_pixel_count=view.max_pixel_count,
         size_multiple_px=view.size_multiple_px,
         cursor=_CURSORS[view.cursor],
-        a11y_format=env_pb2.A11Y_FORMAT_OSWORLD_XML if view.a11y_tree else env_pb2.A11Y_FORMAT_UNSPECIFIED,
+        a11y_format=_A11Y_FORMATS[view.a11y_format] if view.a11y_tree else env_pb2.A11Y_FORMAT_UNSPECIFIED,
+        a11y_max_chars=view.a11y_max_chars,
+        include_a11y_elements=view.a11y_elements,
+        draw_marks=view.marks,
         include_terminal=view.terminal,
         include_screen_change=view.screen_change and of_step,
         include_grey_difference=view.grey_difference and of_step,

@@ -41,8 +41,6 @@ class ChatConversation:
         self._sampling = sampling
         self._seed = seed
         self._messages: list[dict[str, Any]] = []
-        self.token_count = 0
-        """Tokens sampled, as the endpoint counts them."""
 
     async def begin(self, messages: Sequence[Message]) -> None:
         """Start a new row with these messages."""
@@ -67,14 +65,13 @@ class ChatConversation:
         }
         start_s = time.monotonic()
         answer = await self._endpoint.post("/chat/completions", body)
-        reply, token_count = read_answer(answer, elapsed_s=time.monotonic() - start_s)
-        self.token_count += token_count
+        reply = read_answer(answer, elapsed_s=time.monotonic() - start_s)
         self._messages.append({"role": "assistant", "content": reply.text})
         return reply
 
 
-def read_answer(answer: Mapping[str, Any], *, elapsed_s: float) -> tuple[Reply, int]:
-    """Return the reply in a chat completion, and how many tokens it took.
+def read_answer(answer: Mapping[str, Any], *, elapsed_s: float) -> Reply:
+    """Return the reply in a chat completion.
 
     Raises:
         ModelFailed: It holds none, or one that the server has taken apart.
@@ -83,7 +80,6 @@ def read_answer(answer: Mapping[str, Any], *, elapsed_s: float) -> tuple[Reply, 
         choice = answer["choices"][0]
         message = choice["message"]
         text, is_taken_apart = message.get("content") or "", bool(message.get("tool_calls"))
-        token_count = int((answer.get("usage") or {}).get("completion_tokens") or 0)
         finish = choice.get("finish_reason")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelFailed(f"the endpoint's answer is no chat completion: {type(error).__name__}: {error}") from error
@@ -91,7 +87,7 @@ def read_answer(answer: Mapping[str, Any], *, elapsed_s: float) -> tuple[Reply, 
         raise ModelFailed(f"the endpoint's answer holds a {type(text).__name__} where its text should be")
     if is_taken_apart:
         raise ModelFailed("the endpoint parsed a tool call out of the reply; start the server without a tool parser")
-    return Reply(text=text, finish="length" if finish == "length" else "stop", elapsed_s=elapsed_s), token_count
+    return Reply(text=text, finish="length" if finish == "length" else "stop", elapsed_s=elapsed_s)
 
 
 def _wire_message(message: Message) -> dict[str, Any]:

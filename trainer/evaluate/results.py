@@ -65,7 +65,6 @@ class Attempt(_Line):
     turn_count: int = 0
     parsed_count: int = 0
     """Turns whose reply followed the grammar."""
-    token_count: int = 0
     seconds: float = 0.0
     episode_id: str = ""
     checks: Sequence[Verdict] = ()
@@ -207,5 +206,15 @@ def _check_same(path: Path, there: Run, wanted: Run) -> None:
 
 
 def _flat(run: Run) -> dict[str, str]:
-    values: dict[str, JsonValue] = {"label": run.label, "prompt_hash": run.prompt_hash, **run.settings}
-    return {key: json.dumps(value, sort_keys=True) for key, value in values.items()}
+    """Return each setting under its whole name, such as `agent.max_turns`."""
+    flat: dict[str, str] = {}
+
+    def add(name: str, value: object) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                add(f"{name}.{key}" if name else key, item)
+        else:
+            flat[name] = json.dumps(value)
+
+    add("", {"label": run.label, "prompt_hash": run.prompt_hash, **run.settings})
+    return flat

@@ -24,6 +24,7 @@ from envd.hypervisor.fake.programs import Programs
 
 _NAMESPACE_URL = "https://accessibility.ubuntu.example.org/ns/"
 _NAMESPACES = {"st": "state", "cp": "component"}
+_EVERY_STATE = ("enabled", "sensitive", "showing", "visible")
 
 _VERSION = "1"
 _COMMAND_TIMEOUT_S = 120.0
@@ -302,7 +303,7 @@ def accessibility_tree(desktop: DrawnDesktop) -> str:
             element.role,
             {
                 "name": element.name,
-                **{f"{{{_NAMESPACE_URL}state}}{state}": "true" for state in (*element.states, "visible")},
+                **{f"{{{_NAMESPACE_URL}state}}{state}": "true" for state in (*element.states, *_EVERY_STATE)},
                 f"{{{_NAMESPACE_URL}component}}screencoord": f"({element.rect.x}, {element.rect.y})",
                 f"{{{_NAMESPACE_URL}component}}size": f"({element.rect.w}, {element.rect.h})",
             },

@@ -1,0 +1,241 @@
+"""What a guest's accessibility tree says is on the screen: the elements that show, flat, bounded and in a fixed order.
+
+Guests tell their trees as the XML of OSWorld's in-guest server (Linux: AT-SPI; Windows: UI Automation), and what a
+guest says is not trusted: no entity is replaced, nothing is fetched, and size, depth and count are bounded. Pure.
+
+Only what has a box on the screen counts. Containers that say nothing (no name, no value, no state of note) make way for
+what they hold. The window in use comes first, for whoever must stop reading early.
+"""
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from typing import Final, NamedTuple
+
+from lxml import etree
+
+from envd.guest.observation import Element, Elements, Region
+
+#: A tree of guestd's 5,000 nodes has some 2 MiB.
+MAX_TREE_BYTES: Final = 16 << 20
+MAX_NODES: Final = 50_000
+MAX_ELEMENTS: Final = 2_000
+MAX_NAME_CHARS: Final = 200
+MAX_VALUE_CHARS: Final = 400
+#: More numbers than a model can tell apart.
+MAX_MARKS: Final = 200
+#: The last line of an outline that is cut, and its newline.
+_NOTE_CHARS: Final = 16
+_MAX_DEPTH = 200
+
+#: What tells an agent something, in the order in which it is told; each with what the tree may call it besides.
+_STATES: Final = {
+    "active": ("active",),
+    "focused": ("focused",),
+    "selected": ("selected",),
+    "checked": ("checked", "indeterminate"),
+    "pressed": ("pressed",),
+    "expanded": ("expanded",),
+    "modal": ("modal",),
+    "editable": ("editable",),
+    "busy": ("busy",),
+    "invalid": ("invalid-entry",),
+}
+#: What people click, type into or drag. The second half are names of UI Automation.
+_ACTIONABLE: Final = frozenset(
+    {
+        *("check-box", "check-menu-item", "combo-box", "entry", "icon", "link", "list-item", "menu", "menu-item"),
+        *(
+            "canvas",
+            "document-text",
+            "document-web",
+            "page-tab",
+            "password-text",
+            "push-button",
+            "push-button-menu",
+            "radio-button",
+            "radio-menu-item",
+        ),
+        *("scroll-bar", "slider", "spin-button", "table-cell", "table-column-header", "terminal", "text"),
+        *("switch", "toggle-button", "tree-item"),
+        *("button", "checkbox", "combobox", "dataitem", "document", "edit", "headeritem", "hyperlink", "listitem"),
+        *("menuitem", "radiobutton", "spinner", "splitbutton", "tabitem", "thumb", "treeitem"),
+    }
+)
+_PAIR = re.compile(r"\s*\(\s*(-?\d{1,9})\s*,\s*(-?\d{1,9})\s*\)\s*")
+
+
+class MalformedTree(ValueError):
+    """A guest's tree is not what it should be."""
+
+
+class _Shown(NamedTuple):
+    """An element with the number of the top-level window that it belongs to."""
+
+    window: int
+    element: Element
+
+
+def elements_of(xml: str, *, screen_px: tuple[int, int]) -> Elements:
+    """Return what a tree says is on a screen of (width, height).
+
+    Raises:
+        MalformedTree: It is not XML, or larger than `MAX_TREE_BYTES`.
+    """
+    root = _parse(xml)
+    shown = list(_walk(root, screen_px))
+    windows = [[item.element for item in group] for _, group in groupby(shown, key=lambda item: item.window)]
+    # Stable: the others keep the tree's order.
+    windows.sort(key=lambda window: "active" not in window[0].states)
+    flat = [element for window in windows for element in window]
+    left_out = max(0, len(flat) - MAX_ELEMENTS)
+    return Elements(items=tuple(flat[:MAX_ELEMENTS]), left_out_count=left_out, is_cut=root.get("truncated") == "true")
+
+
+def marked(elements: Elements) -> Elements:
+    """Number what can be clicked or typed into, from 1, `MAX_MARKS` at most; what the window in use covers is not."""
+    front = next((element for element in elements.items if "active" in element.states and element.depth == 0), None)
+    number, items, is_front = 0, [], False
+    for element in elements.items:
+        if element.depth == 0:
+            is_front = element is front
+        covered = front is not None and not is_front and _holds(front.box, *_centre(element.box))
+        if element.is_actionable and not covered and number < MAX_MARKS:
+            number += 1
+            items.append(replace(element, mark=number))
+        else:
+            items.append(element)
+    return replace(elements, items=tuple(items))
+
+
+def outline(elements: Elements, *, max_chars: int) -> str:
+    """Return elements as text, one a line, indented by nesting: mark, role, name, value, states, box.
+
+    A box is (left, top, width, height) in pixels of the screen. The text ends before the first element that would make
+    it longer than `max_chars`, and then says how many there are besides. Names and values are quoted as in JSON, so
+    that no text in a guest can look like another element.
+    """
+    lines = [_line(element) for element in elements.items]
+    kept, used = 0, 0
+    for line in lines:
+        used += len(line) + 1
+        last = kept + 1 == len(lines) and not elements.left_out_count and not elements.is_cut
+        if used + (0 if last else _NOTE_CHARS) > max_chars + 1:
+            break
+        kept += 1
+    left = len(lines) - kept + elements.left_out_count
+    note = [f"... {left} more" if left else "... and more"] if left or elements.is_cut else []
+    return "\n".join([*lines[:kept], *note])
+
+
+def _line(element: Element) -> str:
+    words = [f"[{element.mark}]"] if element.mark else []
+    words.append(element.role)
+    if element.name:
+        words.append(_quoted(element.name))
+    if element.value:
+        words.append(f"value={_quoted(element.value)}")
+    words += element.states
+    box = element.box
+    words.append(f"({box.x_px},{box.y_px},{box.width_px},{box.height_px})")
+    return "  " * element.depth + " ".join(words)
+
+
+def _quoted(text: str) -> str:
+    quoted = json.dumps(text, ensure_ascii=False)
+    # Beyond JSON's own: all that ends a line somewhere, turns the direction of writing, or shows nothing.
+    return "".join(f"\\u{ord(c):04x}" if unicodedata.category(c) in _UNSEEN else c for c in quoted)
+
+
+_UNSEEN: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+
+
+def _parse(xml: str) -> etree._Element:
+    data = xml.encode("utf-8", "replace")
+    if len(data) > MAX_TREE_BYTES:
+        raise MalformedTree(f"it has {len(data)} bytes; at most {MAX_TREE_BYTES} are read")
+    parser = etree.XMLParser(
+        encoding="utf-8", resolve_entities=False, no_network=True, load_dtd=False, huge_tree=False, remove_comments=True
+    )
+    try:
+        return etree.fromstring(data, parser)
+    except (etree.XMLSyntaxError, ValueError) as error:
+        raise MalformedTree(f"it is not XML: {str(error)[:200]}") from error
+
+
+def _walk(root: etree._Element, screen_px: tuple[int, int]) -> Iterator[_Shown]:
+    """Yield what shows, in the tree's order."""
+    window = 0
+    # Nodes still to come, the next one last: (node, depth that it would have, depth in the tree).
+    stack = [(root, 0, 0)]
+    for _ in range(MAX_NODES):
+        if not stack:
+            return
+        node, depth, tree_depth = stack.pop()
+        element = _element(node, depth, screen_px) if tree_depth else None
+        if element is not None and not _says_nothing(element):
+            window += depth == 0
+            yield _Shown(window, element)
+            depth += 1
+        if tree_depth < _MAX_DEPTH:
+            # `*` leaves out comments, instructions and entities.
+            stack += [(child, depth, tree_depth + 1) for child in node.iterchildren("*", reversed=True)]
+
+
+def _element(node: etree._Element, depth: int, screen_px: tuple[int, int]) -> Element | None:
+    """Return a node as an element; None where it has no box on the screen."""
+    told = {etree.QName(key).localname: value for key, value in node.attrib.items()}
+    box = _box(str(told.get("screencoord", "")), str(told.get("size", "")), screen_px)
+    if box is None:
+        return None
+    names = {key.replace("_", "-") for key, value in told.items() if value == "true"}
+    role = etree.QName(node).localname[:MAX_NAME_CHARS]
+    states = [state for state, signs in _STATES.items() if names.intersection(signs)]
+    is_enabled = bool(names & {"enabled", "sensitive"})
+    if role in _ACTIONABLE and not is_enabled:
+        states.append("disabled")
+    name = _one_line(str(told.get("name", "")))
+    value = (node.text or "").strip() or str(told.get("value", ""))
+    return Element(
+        role=role,
+        name=_cut(name, MAX_NAME_CHARS),
+        value="" if value == name else _cut(value, MAX_VALUE_CHARS),
+        states=tuple(states),
+        box=box,
+        depth=depth,
+        is_actionable=role in _ACTIONABLE and is_enabled,
+    )
+
+
+def _says_nothing(element: Element) -> bool:
+    return not (element.name or element.value or element.states or element.role in _ACTIONABLE)
+
+
+def _box(corner: str, size: str, screen_px: tuple[int, int]) -> Region | None:
+    at, extent = _PAIR.fullmatch(corner), _PAIR.fullmatch(size)
+    if at is None or extent is None:
+        return None
+    left, top, right, bottom = int(at[1]), int(at[2]), int(at[1]) + int(extent[1]), int(at[2]) + int(extent[2])
+    left, top, right, bottom = max(left, 0), max(top, 0), min(right, screen_px[0]), min(bottom, screen_px[1])
+    if left >= right or top >= bottom:
+        return None
+    return Region(x_px=left, y_px=top, width_px=right - left, height_px=bottom - top)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _centre(box: Region) -> tuple[int, int]:
+    return box.x_px + box.width_px // 2, box.y_px + box.height_px // 2
+
+
+def _holds(box: Region, x_px: int, y_px: int) -> bool:
+    return 0 <= x_px - box.x_px < box.width_px and 0 <= y_px - box.y_px < box.height_px

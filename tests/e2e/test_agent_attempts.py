@@ -1,0 +1,165 @@
+"""Episodes whose machines are lost: once more on a fresh one, and if that is lost too, void and never a zero."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from envd.hypervisor.fake import Faults
+from envd.tasks.model import Task
+from envd.testing.server import FakeServer, serve_fake
+from trainer.agent.attempts import run_group, run_task
+from trainer.agent.grammars import grammar
+from trainer.agent.settings import AgentSettings
+from trainer.agent.types import Message, Outcome, Reply
+from trainer.client import Action, AsyncEnvClient, Click, Done, Wait
+
+SETTINGS = AgentSettings(max_turns=6, coordinates="pixels")
+COUNT = Click(799, 97)  # on the screenshot of 1248x768 px, as `AgentSettings.image_max_pixels` makes it
+
+
+class Scripted:
+    """A model that says what it was told to say."""
+
+    def __init__(self, *turns: Sequence[Action]) -> None:
+        self._replies = iter([grammar("qwen3-vl").render(turn) for turn in turns])
+
+    async def begin(self, messages: Sequence[Message]) -> None:
+        pass
+
+    async def append(self, message: Message) -> None:
+        pass
+
+    async def generate(self) -> Reply:
+        return Reply(text=next(self._replies))
+
+
+async def only_the_ready_ones_die(server: FakeServer, count: int) -> None:
+    """Wait for the pool's standby machines, which die of their ninth input event; the next ones are sound."""
+    async with asyncio.timeout(10):
+        while server.pool.statistics().idle_count < count:
+            await server.pool.changes.next.wait()
+    server.hypervisor.faults = Faults()
+
+
+def counted(made: list[Scripted]) -> Callable[[], Scripted]:
+    """Make models that solve the task, and keep them."""
+
+    def converse() -> Scripted:
+        made.append(Scripted([COUNT] * 3, [COUNT] * 2, [Done()]))
+        return made[-1]
+
+    return converse
+
+
+async def test_an_episode_whose_machine_dies_is_lived_again_on_a_fresh_one() -> None:
+    made: list[Scripted] = []
+    async with (
+        serve_fake(size=1, faults=Faults(die_after_inputs=8)) as server,
+        AsyncEnvClient(server.address) as client,
+    ):
+        await only_the_ready_ones_die(server, 1)
+        trajectory = await run_task(client, "fake/count-to-five", counted(made), settings=SETTINGS)
+    assert len(made) == 2
+    assert trajectory.outcome is Outcome.TERMINATED
+    assert trajectory.evaluation is not None
+    assert trajectory.evaluation.score == 1.0
+    assert len(trajectory.turns) == 3
+
+
+async def test_an_episode_that_is_lost_twice_is_void_with_its_error() -> None:
+    made: list[Scripted] = []
+    async with (
+        serve_fake(size=1, faults=Faults(die_after_inputs=8)) as server,
+        AsyncEnvClient(server.address) as client,
+    ):
+        trajectory = await run_task(client, "fake/count-to-five", counted(made), settings=SETTINGS)
+    assert len(made) == 2
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "MachineLost")
+    assert trajectory.evaluation is None
+    assert trajectory.error is not None
+
+
+async def test_a_setup_that_fails_is_tried_on_another_machine_and_then_void() -> None:
+    broken = Task.model_validate(
+        {
+            "task_id": "mine/broken",
+            "level": 1,
+            "pool": "fake",
+            "instruction": "Do it.",
+            "setup": [{"kind": "execute", "argv": ["false"]}],
+            "checker": {"kind": "file_text", "path": "/home/user/x", "equals": "x"},
+        }
+    )
+    made: list[Scripted] = []
+    async with serve_fake(size=1, extra_tasks=[broken]) as server, AsyncEnvClient(server.address) as client:
+        trajectory = await run_task(client, broken.task_id, counted(made), settings=SETTINGS)
+    assert len(made) == 2
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "SetupFailed")
+
+
+async def test_a_task_that_does_not_exist_is_not_tried_again() -> None:
+    made: list[Scripted] = []
+    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+        trajectory = await run_task(client, "fake/no-such", counted(made), settings=SETTINGS)
+    assert len(made) == 1
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "TaskNotFound")
+    assert trajectory.evaluation is None
+
+
+async def test_a_group_begins_in_one_state() -> None:
+    async with serve_fake(size=4) as server, AsyncEnvClient(server.address) as client:
+        group = await run_group(client, "fake/append-line", lambda: Scripted([Done()]), size=4, settings=SETTINGS)
+    assert len({trajectory.origin for trajectory in group}) == 1
+    assert len({trajectory.episode_id for trajectory in group}) == 4
+    assert [trajectory.outcome for trajectory in group] == [Outcome.TERMINATED] * 4
+
+
+async def test_a_member_that_is_lost_is_lived_again_and_the_others_stand() -> None:
+    # Three of the four stay below the eighth input event.
+    made: list[Scripted] = []
+    plans = iter([[COUNT] * 5, [], [], [], [COUNT] * 5])
+
+    def converse() -> Scripted:
+        made.append(Scripted([*next(plans), Done()]))
+        return made[-1]
+
+    async with (
+        serve_fake(size=4, faults=Faults(die_after_inputs=8)) as server,
+        AsyncEnvClient(server.address) as client,
+    ):
+        await only_the_ready_ones_die(server, 4)
+        group = await run_group(client, "fake/count-to-five", converse, size=4, settings=SETTINGS)
+        assert len(made) == 5
+    scores = [trajectory.evaluation.score for trajectory in group if trajectory.evaluation]
+    assert scores == [1.0, 0.0, 0.0, 0.0]
+
+
+async def test_a_members_machine_is_given_back_before_the_slowest_is_done() -> None:
+    async with serve_fake(size=2) as server, AsyncEnvClient(server.address) as client:
+        leased: list[int] = []
+
+        class Slow(Scripted):
+            async def generate(self) -> Reply:
+                reply = await super().generate()
+                while not leased or leased[-1] != 1:
+                    (pool,) = await client.list_pools()
+                    leased.append(pool.leased_count)
+                return reply
+
+        models = iter([Slow([Done()]), Scripted([Done()])])
+        await run_group(client, "fake/enable", lambda: next(models), size=2, settings=SETTINGS)
+    assert leased[-1] == 1
+
+
+async def test_time_that_is_up_amid_a_step_is_judged_all_the_same() -> None:
+    settings = AgentSettings(max_turns=6, timeout_s=1, coordinates="pixels")
+    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+        trajectory = await run_task(
+            client,
+            "fake/count-to-five",
+            lambda: Scripted([COUNT] * 5, [Wait(timedelta(seconds=3))], [Done()]),
+            settings=settings,
+        )
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.TRUNCATED, "time")
+    assert trajectory.evaluation is not None
+    assert trajectory.evaluation.score == 1.0

@@ -1,0 +1,220 @@
+"""Evaluations over real gRPC to drawn desktops, with a stand-in for a model's server on a socket."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lxml import html
+from PIL import Image
+
+import trainer.client.leases
+from envd.hypervisor.fake import Faults
+from envd.testing.server import serve_fake
+from trainer.agent.prompts import prompt_hash
+from trainer.agent.settings import AgentSettings
+from trainer.client import Action, AsyncEnvClient, Click, Done, Fail, PressKeys, Task, TypeText
+from trainer.evaluate.chat import ChatConversation, Sampling
+from trainer.evaluate.endpoint import open_endpoint
+from trainer.evaluate.play import EvaluationStopped, evaluate
+from trainer.evaluate.replay import Replay
+from trainer.evaluate.report import write_report
+from trainer.evaluate.results import Results, ResultsFile, Run
+from trainer.evaluate.statistics import wilson
+from trainer.evaluate.summary import summarise
+from trainer.testing.scripted_model import ScriptedModel, say_steps, served
+
+SETTINGS = AgentSettings(max_turns=4, reset_timeout_s=2.0, step_timeout_s=5.0, evaluate_timeout_s=5.0)
+SOLUTIONS: Mapping[str, Sequence[Sequence[Action]]] = {
+    "fake/save-note": [[Click(379, 311)], [TypeText("Hello, fake desktop!")], [Click(82, 86)], [Done()]],
+    "fake/count-to-five": [[Click(819, 100, count=3), Click(819, 100, count=2)], [Done()]],
+    "fake/enable": [[Click(822, 167)], [Done()]],
+    "fake/no-printer": [[Fail("there is no printer")]],
+    "fake/unicode-note": [[PressKeys(["ctrl", "a"])], [Done()]],
+}
+
+
+def model_of(tasks: Sequence[Task]) -> ScriptedModel:
+    """A model that solves all tasks but the Unicode note."""
+    grammar = SETTINGS.make_grammar()
+    return ScriptedModel({task.instruction: say_steps(SOLUTIONS[task.task_id], grammar) for task in tasks})
+
+
+def size_of(picture: Path) -> tuple[int, int]:
+    with Image.open(picture) as image:
+        image.load()
+        return image.size
+
+
+def no_news(done: int, total: int, stage: str) -> None:
+    pass
+
+
+RUN = Run(label="scripted <b>model</b>", settings={}, prompt_hash=prompt_hash(SETTINGS))
+
+
+async def run_evaluation(
+    client: AsyncEnvClient,
+    url: str,
+    tasks: Sequence[Task],
+    path: Path,
+    *,
+    seeds: int = 1,
+    concurrency: int = 2,
+    report: Any = no_news,
+) -> Results:
+    async with open_endpoint(url) as endpoint:
+
+        def converse(seed: int) -> ChatConversation:
+            return ChatConversation(endpoint, model="scripted", sampling=Sampling(), seed=seed)
+
+        with ResultsFile(path, RUN) as file:
+            await evaluate(
+                client,
+                tasks,
+                converse,
+                file=file,
+                settings=SETTINGS,
+                seeds=seeds,
+                concurrency=concurrency,
+                report=report,
+            )
+    return Results.read(path)
+
+
+async def all_given_back(client: AsyncEnvClient) -> None:
+    """A reset that was called off may still be under way, and is closed as soon as it is answered."""
+    async with asyncio.timeout(20):
+        while (await client.list_pools())[0].leased_count:
+            await asyncio.sleep(0.05)
+
+
+async def all_tasks(client: AsyncEnvClient) -> list[Task]:
+    return [task for task in await client.list_tasks(timeout=timedelta(seconds=10)) if task.task_id in SOLUTIONS]
+
+
+async def test_an_evaluation_scores_what_the_model_did_and_shows_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    async with serve_fake(size=2) as server, AsyncEnvClient(server.address) as client:
+        tasks = await all_tasks(client)
+        async with served(model_of(tasks)) as url:
+            results = await run_evaluation(client, url, tasks, path)
+        assert (await client.list_pools())[0].leased_count == 0
+    scores = {attempt.task_id: attempt.score for attempt in results.attempts}
+    assert scores == {task_id: float(task_id != "fake/unicode-note") for task_id in SOLUTIONS}
+    rates = {row.group: row.success.mean for row in summarise(results).rows if row.success}
+    assert rates["all"] == 0.8
+    assert rates["feasible"] == 0.75
+    assert rates["infeasible"] == 1.0
+    write_report(results, tmp_path / "run.html")
+    page = html.parse(str(tmp_path / "run.html")).getroot()
+    assert [heading.text for heading in page.iter("h1")] == ["scripted <b>model</b>"]
+    assert not list(page.iter("script"))
+    pictures = [image.get("src") for image in page.iter("img")]
+    assert len(pictures) >= 2 * len(SOLUTIONS)
+    for picture in pictures:
+        # 1280x800 in at most 1,003,520 pixels, both sides multiples of 32.
+        assert size_of(tmp_path / picture) == (1248, 768)
+    assert "Hello, fake desktop!" in page.text_content()
+
+
+async def test_what_the_model_saw_is_what_the_replay_keeps(tmp_path: Path) -> None:
+    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+        tasks = [task for task in await all_tasks(client) if task.task_id == "fake/save-note"]
+        async with served(model_of(tasks)) as url:
+            results = await run_evaluation(client, url, tasks, tmp_path / "run.jsonl")
+    directory = tmp_path / results.attempts[0].replay
+    replay = Replay.model_validate_json((directory / "replay.json").read_bytes())
+    assert [turn.actions for turn in replay.turns][1] == ["TypeText text='Hello, fake desktop!'"]
+    assert len({(directory / turn.image).read_bytes() for turn in replay.turns}) == len(replay.turns)
+    assert replay.last_image
+    assert results.attempts[0].checks[0].score == 1.0
+
+
+async def test_an_evaluation_that_was_cut_short_goes_on_and_repeats_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    async with serve_fake(size=2) as server, AsyncEnvClient(server.address) as client:
+        tasks = await all_tasks(client)
+        model = model_of(tasks)
+        async with served(model) as url:
+            enough = asyncio.Event()
+
+            def report(done: int, total: int, stage: str) -> None:
+                if done >= 2:
+                    enough.set()
+
+            running = asyncio.create_task(run_evaluation(client, url, tasks, path, concurrency=1, report=report))
+            await asyncio.wait_for(enough.wait(), 30)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            kept = {attempt.key: attempt.episode_id for attempt in Results.read(path).attempts}
+            assert 2 <= len(kept) < len(tasks)
+            await all_given_back(client)
+            results = await run_evaluation(client, url, tasks, path)
+            asked_count = model.asked_count
+            await run_evaluation(client, url, tasks, path)
+            assert model.asked_count == asked_count
+    assert len(results.attempts) == len(tasks)
+    assert kept.items() <= {attempt.key: attempt.episode_id for attempt in results.attempts}.items()
+
+
+async def test_machines_that_are_lost_are_errors_and_no_zeros(tmp_path: Path) -> None:
+    faults = Faults(die_after_inputs=0)
+    async with serve_fake(size=2, faults=faults) as server, AsyncEnvClient(server.address) as client:
+        tasks = await all_tasks(client)
+        async with served(model_of(tasks)) as url:
+            results = await run_evaluation(client, url, tasks, tmp_path / "run.jsonl")
+    by_task = {attempt.task_id: attempt for attempt in results.attempts}
+    assert by_task.pop("fake/no-printer").score == 1.0
+    assert {(attempt.score, attempt.outcome, attempt.reason) for attempt in by_task.values()} == {
+        (None, "failed", "MachineLost")
+    }
+    assert summarise(results).rows[0].success == wilson(1, 1)
+
+
+async def test_a_killed_daemon_costs_no_result_and_the_next_one_finishes_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.client.leases, "_CLOSE_TIMEOUT", timedelta(seconds=1))
+    path = tmp_path / "run.jsonl"
+    async with serve_fake(size=1, database=tmp_path / "books") as server, AsyncEnvClient(server.address) as client:
+        tasks = (await all_tasks(client))[:3]
+        model = model_of(tasks)
+        async with served(model) as url:
+            # The first task takes two replies, the second one three; the daemon is gone amid the second one.
+
+            async def kill() -> None:
+                if model.asked_count == 4:
+                    await server.kill()
+
+            model.before_reply = kill
+            cut = await run_evaluation(client, url, tasks, path, concurrency=1)
+    assert [attempt.score for attempt in cut.attempts if not attempt.is_error] == [1.0]
+    assert {attempt.reason for attempt in cut.attempts if attempt.is_error} <= {"Unavailable", "DeadlineExceeded"}
+    async with (
+        serve_fake(size=2) as server,
+        AsyncEnvClient(server.address) as client,
+        served(model_of(tasks)) as url,
+    ):
+        results = await run_evaluation(client, url, tasks, path)
+    assert [attempt.is_error for attempt in results.attempts] == [False] * len(tasks)
+    assert cut.attempts[0] == results.attempts[0]
+
+
+async def test_a_model_that_refuses_stops_the_evaluation_before_all_is_lost(tmp_path: Path) -> None:
+    async with serve_fake(size=2) as server, AsyncEnvClient(server.address) as client:
+        tasks = await all_tasks(client)
+        async with served(ScriptedModel({})) as url:
+            with pytest.raises(EvaluationStopped, match=r"8 attempts in a row were lost.*no reply was written"):
+                await run_evaluation(client, url, tasks, tmp_path / "run.jsonl", seeds=5)
+
+
+async def test_seeds_are_attempts_of_their_own(tmp_path: Path) -> None:
+    async with serve_fake(size=2) as server, AsyncEnvClient(server.address) as client:
+        tasks = [task for task in await all_tasks(client) if task.task_id == "fake/enable"]
+        async with served(model_of(tasks)) as url:
+            results = await run_evaluation(client, url, tasks, tmp_path / "run.jsonl", seeds=3)
+    assert [attempt.key for attempt in results.attempts] == [("fake/enable", seed) for seed in range(3)]

@@ -1,0 +1,73 @@
+"""Accessibility trees of drawn desktops, from the guest's service to the client, over real sockets."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from envd.testing.server import serve_fake
+from trainer import client as wire
+from trainer.client import AsyncEnvClient, AsyncEpisode
+
+FULL = wire.View(cursor="hidden", a11y_tree=True, a11y_elements=True)
+MARKED = wire.View(cursor="hidden", a11y_tree=True, marks=True)
+
+
+@asynccontextmanager
+async def desktop(view: wire.View = FULL) -> AsyncIterator[AsyncEpisode]:
+    async with (
+        serve_fake(size=2) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset("fake/save-note", view=view) as episode,
+    ):
+        yield episode
+
+
+async def test_the_middle_of_a_box_is_where_to_click() -> None:
+    async with desktop() as episode:
+        seen = episode.observation
+        [button] = [element for element in seen.a11y_elements or () if element.name == "Count"]
+        x, y = button.box[0] + button.box[2] // 2, button.box[1] + button.box[3] // 2
+        assert seen.element_at(x, y) == button
+        after = (await episode.step(wire.Click(x, y))).observation
+        assert 'value="Clicks: 1"' in (after.a11y_tree or "")
+
+
+async def test_a_groups_members_are_shown_the_same_marks() -> None:
+    async with (
+        serve_fake(size=2) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset_group("fake/save-note", size=2, view=MARKED) as (one, other),
+    ):
+        first = one.observation
+        assert first.a11y_tree == other.observation.a11y_tree
+        assert first.image_id == other.observation.image_id
+        plain = await one.observe(view=wire.View(cursor="hidden"))
+        assert first.frame_id == plain.frame_id
+        assert (first.rgb_HWC != plain.rgb_HWC).any()
+        assert np.array_equal((await one.observe()).rgb_HWC, first.rgb_HWC)
+
+
+async def test_an_outline_is_as_long_as_was_asked_for() -> None:
+    async with desktop() as episode:
+        whole = episode.observation.a11y_tree or ""
+        short = (await episode.observe(view=wire.View(a11y_tree=True, a11y_max_chars=200))).a11y_tree or ""
+        assert len(short) <= 200 < len(whole)
+        assert short.splitlines()[-1].endswith(" more")
+        with pytest.raises(wire.BadRequest, match="a11y_max_chars"):
+            await episode.observe(view=wire.View(a11y_tree=True, a11y_max_chars=10))
+
+
+async def test_osworlds_agents_get_the_tree_that_they_read() -> None:
+    async with desktop() as episode:
+        seen = await episode.observe(view=wire.View(a11y_tree=True, a11y_format="osworld_xml"))
+        assert (seen.a11y_tree or "").startswith("<desktop-frame")
+        assert seen.a11y_elements is None
+
+
+async def test_a_stream_of_frames_has_pixels_alone() -> None:
+    async with desktop(MARKED) as episode:
+        frames = episode.frames()
+        assert (await anext(frames)).a11y_elements is None
+        await frames.aclose()

@@ -1,0 +1,141 @@
+"""The `trainer` command as its users run it: a process of its own, signals and exit statuses, on drawn desktops."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from lxml import html
+
+from envd.testing.server import serve_fake
+from trainer.agent.settings import AgentSettings
+from trainer.client import AsyncEnvClient, Click, Done
+from trainer.testing.scripted_model import ScriptedModel, say_steps, served
+
+pytestmark = pytest.mark.timeout(120)
+
+GRAMMAR = AgentSettings().make_grammar()
+DO_NOTHING = say_steps([[Done()]], GRAMMAR)
+ENABLE = say_steps([[Click(822, 167)], [Done()]], GRAMMAR)
+
+
+async def start(*words: str, **variables: str) -> Process:
+    environment = {**os.environ, "COLUMNS": "200", **variables}
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "trainer", *words, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment
+    )
+
+
+async def run(*words: str, stdin: str = "", **variables: str) -> tuple[int, str, str]:
+    """Return the exit status, standard output and standard error."""
+    process = await start(*words, **variables)
+    out, err = await process.communicate(stdin.encode())
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+@asynccontextmanager
+async def desktops() -> AsyncIterator[tuple[str, AsyncEnvClient, dict[str, str]]]:
+    """A daemon's address, a client of it, and the instructions of its tasks."""
+    async with serve_fake(size=2) as server, AsyncEnvClient(server.address) as client:
+        tasks = await client.list_tasks(timeout=timedelta(seconds=10))
+        yield server.address, client, {task.task_id: task.instruction for task in tasks}
+
+
+async def test_before_and_after_are_one_command(tmp_path: Path) -> None:
+    async with desktops() as (address, _, told):
+        lazy = ScriptedModel({told["fake/enable"]: DO_NOTHING, told["fake/save-note"]: DO_NOTHING})
+        able = ScriptedModel({told["fake/enable"]: ENABLE, told["fake/save-note"]: DO_NOTHING})
+        async with served(lazy) as before, served(able) as after:
+            where = ["--envd", address, "--before", before, "--after", after, "--out", str(tmp_path)]
+            what = ["--task", "fake/enable", "--task", "fake/save-note"]
+            status, out, err = await run("eval", *where, *what, "--json", TRAINER_API_KEY="canary")
+            again, table, _ = await run("eval", *where, *what)
+    assert status == 0, err
+    told_json = json.loads(out)
+    row = told_json["comparison"]["rows"][0]
+    assert (row["before"], row["after"], row["gained"], row["lost"]) == (0.0, 0.5, 1, 0)
+    assert told_json["comparison"]["warnings"] == []
+    assert again == 0
+    assert "+50.0" in table
+    # Nothing was played a second time, and the key is in nothing that was written or said.
+    assert (lazy.asked_count, able.asked_count) == (2, 3)
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(b"canary" in one for one in [*written, out.encode(), err.encode()])
+    for report in told_json["reports"]:
+        page = html.parse(report).getroot()
+        assert all((Path(report).parent / image.get("src")).is_file() for image in page.iter("img"))
+
+
+async def test_an_interrupted_evaluation_closes_its_episodes_and_keeps_its_results(tmp_path: Path) -> None:
+    async with desktops() as (address, client, told):
+        model = ScriptedModel({told["fake/enable"]: ENABLE, told["fake/save-note"]: DO_NOTHING})
+        second = asyncio.Event()
+
+        async def stall() -> None:
+            if model.asked_count > 2:
+                second.set()
+                await asyncio.sleep(600)
+
+        model.before_reply = stall
+        async with served(model) as url:
+            process = await start(
+                "eval", "--envd", address, "--endpoint", url, "--out", str(tmp_path), "--concurrency", "1",
+                "--task", "fake/enable", "--task", "fake/save-note",
+            )  # fmt: skip
+            await asyncio.wait_for(second.wait(), 60)
+            process.send_signal(signal.SIGINT)
+            _, err = await process.communicate()
+            assert (process.returncode, err.decode().splitlines()[-1]) == (130, "interrupted")
+            assert (await client.list_pools())[0].leased_count == 0
+    lines = (tmp_path / "scripted.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["run", "attempt"]
+
+
+async def test_an_episode_is_played_by_hand(tmp_path: Path) -> None:
+    async with desktops() as (address, client, _):
+        # The picture is a little smaller than the screen: 1248x768 of 1280x800.
+        typed = "help\nclick 801 160\nwave\nclick 5000 5000\ndone\n"
+        status, out, err = await run(
+            "play", "fake/enable", "--envd", address, "--out", str(tmp_path), "--json", stdin=typed
+        )
+        assert (await client.list_pools())[0].leased_count == 0
+    assert status == 0, err
+    played = json.loads(out)
+    assert (played["score"], played["turn_count"], played["parsed_count"]) == (1.0, 3, 3)
+    assert "'wave' is no command" in err
+    assert "outside of the picture" in err
+    assert "Click x=822 y=167" in html.parse(played["page"]).getroot().text_content()
+
+
+async def test_nobody_scores_nothing_and_a_person_who_leaves_has_no_score(tmp_path: Path) -> None:
+    async with desktops() as (address, client, _):
+        where = ["--envd", address, "--out", str(tmp_path), "--no-report"]
+        nobody = await run("play", "fake/enable", "--by", "null", *where)
+        left = await run("play", "fake/enable", *where, stdin="click 3 3\n")
+        assert (await client.list_pools())[0].leased_count == 0
+    assert nobody[0] == 0
+    assert nobody[1].startswith("score 0.00 after 1 turns (done)\n  0.00 file_text /home/user/checkbox.txt: ")
+    assert left[:2] == (0, "stopped: aborted\n")
+
+
+async def test_a_model_is_watched(tmp_path: Path) -> None:
+    async with desktops() as (address, _, told), served(ScriptedModel({told["fake/enable"]: ENABLE})) as url:
+        status, out, err = await run(
+            "play", "fake/enable", "--by", "model", "--endpoint", url, "--envd", address, "--out", str(tmp_path)
+        )
+    assert (status, out.splitlines()[0]) == (0, "score 1.00 after 2 turns (done)")
+    assert '"terminate"' in err
+
+
+async def test_a_task_that_is_not_served_is_told_in_one_line() -> None:
+    async with desktops() as (address, _, _):
+        status, out, err = await run("play", "fake/none", "--by", "null", ENVD_TARGET=address)
+    assert (status, out) == (1, "")
+    assert err == "error: the daemon serves no fake/none; it serves 8 tasks: `envd tasks list` on its host names them\n"

@@ -1,0 +1,114 @@
+"""What the model is told, and the digest that proves that two models were told the same."""
+
+import io
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from PIL import Image
+
+from trainer.agent import prompts, tree
+from trainer.agent.coordinates import CoordinateSpace
+from trainer.agent.grammars import Seen
+from trainer.agent.settings import AgentSettings
+from trainer.client import Element, Observation
+
+SPACE = CoordinateSpace.of("pixels", image_px=(640, 400), screen_px=(1280, 800))
+SHOWN = (
+    Element(role="frame", name="Editor", box=(0, 0, 1280, 800)),
+    Element(role="push-button", name="Save", box=(60, 70, 40, 20), is_actionable=True),
+    Element(role="entry", name="", value="Hello & more", box=(100, 100, 200, 100), is_actionable=True),
+    Element(role="panel", name="", box=(0, 0, 10, 10)),
+)
+
+
+def observed(**more: object) -> Observation:
+    made = Observation(
+        frame_id="f",
+        width_px=640,
+        height_px=400,
+        screen_width_px=1280,
+        screen_height_px=800,
+        capture_time=datetime(2026, 1, 2, tzinfo=UTC),
+        image_id="i",
+    )
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def png() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (640, 400)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_a_tree_is_told_in_the_models_units_without_what_says_nothing() -> None:
+    told = tree.lines(SHOWN, SPACE, max_chars=1000)
+    assert told.splitlines() == [
+        "frame 'Editor' at 320, 200",
+        "push-button 'Save' at 40, 40",
+        "entry '' 'Hello & more' at 100, 75",
+    ]
+    assert tree.boxes(SHOWN) == ((60, 70, 40, 20), (100, 100, 200, 100))
+
+
+def test_a_tree_is_cut_at_the_end_of_a_line() -> None:
+    assert tree.lines(SHOWN, SPACE, max_chars=60).splitlines() == [
+        "frame 'Editor' at 320, 200",
+        "push-button 'Save' at 40, 40",
+    ]
+
+
+def test_a_look_has_what_the_settings_ask_for() -> None:
+    settings = AgentSettings(a11y_tree=True, terminal=True, terminal_chars=4, a11y_chars=1000)
+    look = prompts.look_at(observed(data=png(), a11y_elements=SHOWN, terminal="$ ls\nfile"), SPACE, settings)
+    assert look.image is not None
+    assert look.terminal == "file"
+    message = prompts.observation_message("Done.", look)
+    assert message.parts[0] is look.image
+    assert message.parts[1:] == (
+        "Done.\n\nElements on the screen, with the middle of each:\nframe 'Editor' at 320, 200\n"
+        "push-button 'Save' at 40, 40\nentry '' 'Hello & more' at 100, 75\n\nTerminal:\nfile",
+    )
+
+
+def test_no_picture_is_made_for_who_only_reads() -> None:
+    settings = AgentSettings(text_only=True, a11y_tree=True)
+    look = prompts.look_at(observed(a11y_elements=SHOWN), SPACE, settings)
+    assert look.image is None
+    assert all(isinstance(part, str) for part in prompts.task_message("Do it.", look).parts)
+
+
+def test_the_system_message_says_what_will_be_shown_and_how_to_act() -> None:
+    settings = AgentSettings(terminal=True, max_turns=7)
+    (text,) = prompts.system_message(settings, Seen(1001, 1001)).parts
+    assert isinstance(text, str)
+    assert "a screenshot and the text of the terminal" in text
+    assert "You have 7 replies" in text
+    assert "<tools>" in text
+    assert "x from 0 to 1000" in text
+
+
+def test_what_came_of_a_reply_is_said_in_a_sentence() -> None:
+    assert prompts.result_text() == "Done."
+    assert prompts.result_text(errors=("", "no such key")) == "That did not work: no such key"
+    assert "because your reply could not be read: no call" in prompts.result_text(unreadable="no call")
+    assert "cut off at 512 tokens" in prompts.result_text(unreadable="no call", cut_off_at=512)
+    assert len(prompts.result_text(unreadable="x" * 5000)) < 300
+
+
+def test_equal_looks_are_equal_in_every_pixel_and_line() -> None:
+    look = prompts.look_at(observed(data=png()), SPACE, AgentSettings())
+    assert look.shows_the_same_as(replace(look, image=None))
+    assert not look.shows_the_same_as(replace(look, image_id="j"))
+    assert not look.shows_the_same_as(replace(look, terminal="$"))
+
+
+def test_equal_settings_have_equal_digests_and_others_do_not() -> None:
+    digest = prompts.prompt_hash(AgentSettings())
+    assert digest == prompts.prompt_hash(AgentSettings.from_mapping({}))
+    assert len(digest) == 64
+    others = [
+        AgentSettings(grammar="tags"),
+        AgentSettings(terminal=True, max_turns=10),
+        AgentSettings(fallbacks=("wait_word",)),
+    ]
+    assert len({digest, *(prompts.prompt_hash(settings) for settings in others)}) == 4

@@ -1,0 +1,112 @@
+"""Settings of an agent: unknown keys and impossible budgets are refused at start, with the sum shown."""
+
+import dataclasses
+
+import pytest
+
+from trainer.agent.budget import ImpossibleBudget, RowCost, image_tokens, text_tokens
+from trainer.agent.settings import AgentSettings
+
+
+def test_what_is_left_out_has_its_default() -> None:
+    assert AgentSettings.from_mapping({}) == AgentSettings()
+
+
+def test_a_mapping_sets_values_of_every_kind() -> None:
+    given = {
+        "grammar": "tags",
+        "fallbacks": ["bare_json", "wait_word"],
+        "coordinates": "normalised",
+        "max_turns": 8,
+        "timeout_s": 60,
+        "a11y_tree": True,
+    }
+    settings = AgentSettings.from_mapping(given)
+    assert settings.fallbacks == ("bare_json", "wait_word")
+    assert (settings.units, settings.timeout_s, settings.a11y_tree) == ("normalised", 60.0, True)
+    assert AgentSettings.from_mapping(dataclasses.asdict(settings)) == settings
+
+
+def test_a_misspelt_key_is_refused_with_the_keys_that_there_are() -> None:
+    with pytest.raises(ValueError, match=r"agent settings have no max_tokens; they have grammar, .*context_tokens"):
+        AgentSettings.from_mapping({"max_tokens": 512})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("max_turns", "ten", "max_turns is 'ten'; it must be a whole number"),
+        ("max_turns", True, "max_turns is True; it must be a whole number"),
+        ("max_turns", 0, "max_turns is 0; it must be at least 1"),
+        ("timeout_s", "1m", "timeout_s is '1m'; it must be a number"),
+        ("timeout_s", float("nan"), "timeout_s is nan; it must be at least 1"),
+        ("a11y_tree", 1, "a11y_tree is 1; it must be true or false"),
+        ("fallbacks", "bare_json", "fallbacks is 'bare_json'; it must be a list of names"),
+        ("fallbacks", ["guess"], "there is no fallback guess"),
+        ("grammar", "xml", "there is no grammar 'xml'"),
+        ("grammar", 3, "grammar is 3; it must be a text"),
+        ("coordinates", "metres", "coordinates is 'metres'"),
+        ("text_only", True, "text_only shows nothing"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_refused_by_name(key: str, value: object, told: str) -> None:
+    with pytest.raises(ValueError, match=told.replace("(", r"\(")):
+        AgentSettings.from_mapping({key: value})
+
+
+def test_more_kept_screens_than_a_row_holds_are_refused() -> None:
+    with pytest.raises(ValueError, match="images_kept is 2, more than images_per_row, 1"):
+        AgentSettings(images_per_row=1)
+
+
+def test_every_setting_says_what_it_is() -> None:
+    with open(AgentSettings.__init__.__globals__["__file__"], encoding="utf-8") as source:
+        lines = source.read().splitlines()
+    for one in dataclasses.fields(AgentSettings):
+        at = next(index for index, line in enumerate(lines) if line.startswith(f"    {one.name}: "))
+        assert lines[at + 1].startswith('    """'), one.name
+
+
+# -- budgets ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "tokens"), [((1280, 720), 880), ((1920, 1080), 2040), ((1312, 736), 943)])
+def test_a_screenshot_takes_a_token_for_each_square(size: tuple[int, int], tokens: int) -> None:
+    assert image_tokens(*size) == tokens
+
+
+def test_no_screenshot_takes_more_than_is_counted() -> None:
+    settings = AgentSettings()
+    for width_px in range(320, 4000, 32):
+        height_px = settings.image_max_pixels // width_px // 32 * 32
+        assert image_tokens(width_px, height_px) <= settings.image_tokens
+
+
+def test_the_sum_counts_prompt_screens_and_turns_apart() -> None:
+    cost = RowCost(prompt=1000, images=3, image=900, tree=100, turns=10, reply=400, observation=50)
+    assert cost.total == 1000 + 3 * 1000 + 10 * 450
+    cost.check(cost.total)
+    with pytest.raises(ImpossibleBudget, match=r"1000 of prompt \+ 3 x .* = 8500 tokens, but context_tokens is 8499"):
+        cost.check(8499)
+
+
+def test_screens_that_eat_the_row_are_refused_with_the_sum() -> None:
+    with pytest.raises(ImpossibleBudget) as refusal:
+        AgentSettings(context_tokens=4096, max_turns=10)
+    told = str(refusal.value)
+    assert "2048 of prompt + 10 x (980 of screenshot + 0 of tree and terminal)" in told
+    assert "+ 10 turns x (512 of reply + 96 of observation) = 17928 tokens, but context_tokens is 4096" in told
+    assert "images_per_row" in told
+
+
+def test_fewer_screens_in_a_row_make_room() -> None:
+    settings = AgentSettings(context_tokens=12_288, max_turns=10, images_per_row=3)
+    assert settings.row_cost.images == 3
+    with pytest.raises(ImpossibleBudget):
+        AgentSettings(context_tokens=12_288, max_turns=10)
+
+
+def test_text_only_pays_for_text_only() -> None:
+    settings = AgentSettings(text_only=True, a11y_tree=True, a11y_chars=3000)
+    assert (settings.row_cost.image, settings.row_cost.tree) == (0, text_tokens(3000))
+    assert settings.view.encoding == "none"

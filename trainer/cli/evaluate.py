@@ -1,0 +1,264 @@
+"""`trainer eval`: how good a model is, or a checkpoint before and after training."""
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import JsonValue
+
+from trainer.agent.prompts import prompt_hash
+from trainer.agent.settings import AgentSettings
+from trainer.agent.types import Conversation
+from trainer.cli.options import (
+    DEFAULT_TARGET,
+    LIST_TIMEOUT,
+    AgentFile,
+    PoolName,
+    Target,
+    TlsCa,
+    make_client,
+    read_selection,
+    read_settings,
+)
+from trainer.cli.output import Json, UsageError, emit_json, err, friendly, out, progress
+from trainer.cli.tables import print_comparison, print_summary
+from trainer.client import AsyncEnvClient, Task
+from trainer.evaluate.chat import ChatConversation, Sampling
+from trainer.evaluate.comparison import compare
+from trainer.evaluate.endpoint import EndpointError, checked_url, open_endpoint, read_key
+from trainer.evaluate.play import EvaluationStopped, evaluate
+from trainer.evaluate.report import write_report
+from trainer.evaluate.results import Results, ResultsError, ResultsFile, Run
+from trainer.evaluate.selection import Selection, SelectionError, select
+from trainer.evaluate.summary import summarise
+
+KEY_VARIABLE = "TRAINER_API_KEY"
+#: Beyond this a laptop's daemon is not the bottleneck, and an endpoint may be.
+_MAX_CONCURRENCY = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Contender:
+    """A model to evaluate."""
+
+    label: str
+    url: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """An evaluation as flags ask for it."""
+
+    selection: Selection
+    settings: AgentSettings
+    sampling: Sampling
+    seeds: int
+    concurrency: int
+    pool: str
+    directory: Path
+    replays: bool
+    report: bool
+
+
+@friendly(EndpointError, EvaluationStopped, ResultsError, SelectionError, OSError)
+def eval_command(
+    *,
+    endpoint: Annotated[
+        str, typer.Option(help="Base URL of an OpenAI-compatible API, such as http://127.0.0.1:8000/v1.")
+    ] = "",
+    model: Annotated[str, typer.Option(help="The model's name there; the only one that is served by default.")] = "",
+    before: Annotated[str, typer.Option(help="Base URL of the checkpoint before; goes with --after.")] = "",
+    after: Annotated[str, typer.Option(help="Base URL of the checkpoint after.")] = "",
+    before_model: Annotated[str, typer.Option(help="The model's name at --before.")] = "",
+    after_model: Annotated[str, typer.Option(help="The model's name at --after.")] = "",
+    label: Annotated[str, typer.Option(help="What tables and files call the run; the model's name by default.")] = "",
+    envd: Target = DEFAULT_TARGET,
+    tls_ca: TlsCa = None,
+    pool: PoolName = "",
+    agent: AgentFile = None,
+    task: Annotated[list[str], typer.Option(help="Only this task; may be repeated.")] = [],  # noqa: B006 -- typer's way
+    tasks: Annotated[Path | None, typer.Option(help="File with the ids of the tasks, one a line.")] = None,
+    suite: Annotated[list[str], typer.Option(help="Only this suite; may be repeated.")] = [],  # noqa: B006
+    level: Annotated[list[int], typer.Option(help="Only this level; may be repeated.")] = [],  # noqa: B006
+    tag: Annotated[list[str], typer.Option(help="Only tasks with this tag, such as held-out.")] = [],  # noqa: B006
+    without_tag: Annotated[list[str], typer.Option(help="No tasks with this tag.")] = [],  # noqa: B006
+    limit: Annotated[int, typer.Option(min=0, help="So many of the tasks, always the same ones; 0 for all.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Attempts at each task.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    request: Annotated[str, typer.Option(help='More of each request as JSON, such as {"top_k": 20}.')] = "{}",
+    max_turns: Annotated[int | None, typer.Option(min=1, help="Replies in an episode; else the agent's.")] = None,
+    concurrency: Annotated[int, typer.Option(min=0, help="Episodes at once; by default what the pools hold.")] = 0,
+    key_variable: Annotated[str, typer.Option(help="Variable that holds the endpoint's API key.")] = KEY_VARIABLE,
+    key_file: Annotated[Path | None, typer.Option(help="File that holds the endpoint's API key instead.")] = None,
+    directory: Annotated[Path, typer.Option("--out", help="Directory for results, report and replays.")] = Path(
+        "out/eval"
+    ),
+    replays: Annotated[bool, typer.Option(help="Keep each turn's picture.")] = True,
+    report: Annotated[bool, typer.Option(help="Write an HTML page.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a model on a daemon's tasks, or two and what changed: trainer eval --before URL --after URL.
+
+    Give the same command again and it goes on where it was; attempts that were lost to errors are made again.
+    """
+    if temperature == 0 and seeds > 1:
+        raise UsageError(f"--seeds {seeds} with greedy sampling would be {seeds} times the same; give --temperature")
+    contenders = _contenders(
+        endpoint=endpoint, model=model, before=before, after=after, models=(before_model, after_model), label=label
+    )
+    settings = read_settings(agent, max_turns=max_turns)
+    plan = _Plan(
+        selection=read_selection(
+            task_ids=task,
+            tasks_file=tasks,
+            suites=suite,
+            levels=level,
+            tags=tag,
+            without_tags=without_tag,
+            limit=limit,
+        ),
+        settings=settings,
+        sampling=Sampling(
+            temperature=temperature,
+            top_p=top_p,
+            max_reply_tokens=settings.reply_tokens,
+            stop=settings.make_grammar().stop,
+            more=_json_object(request),
+        ),
+        seeds=seeds,
+        concurrency=concurrency,
+        pool=pool,
+        directory=directory,
+        replays=replays,
+        report=report,
+    )
+    key = read_key(variable=key_variable, file=key_file)
+    for contender in contenders:
+        checked_url(contender.url, with_key=bool(key))
+    files = asyncio.run(_evaluate_all(make_client(envd, tls_ca), contenders, plan, key=key))
+    _tell(files, plan, as_json=as_json)
+
+
+async def _evaluate_all(client: AsyncEnvClient, contenders: list[_Contender], plan: _Plan, *, key: str) -> list[Path]:
+    """Evaluate one after the other, so that neither takes the other's machines. Returns their files of results."""
+    async with client:
+        tasks = select(await client.list_tasks(timeout=LIST_TIMEOUT), plan.selection)
+        pools = await client.list_pools(timeout=LIST_TIMEOUT)
+        capacity = sum(one.capacity for one in pools if plan.pool in {"", one.name})
+        concurrency = plan.concurrency or max(1, min(capacity, _MAX_CONCURRENCY))
+        return [
+            await _evaluate_one(client, contender, plan, tasks=tasks, concurrency=concurrency, key=key)
+            for contender in contenders
+        ]
+
+
+async def _evaluate_one(
+    client: AsyncEnvClient, contender: _Contender, plan: _Plan, *, tasks: list[Task], concurrency: int, key: str
+) -> Path:
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(open_endpoint(contender.url, key=key, max_connections=concurrency))
+        model = contender.model or await server.only_model()
+        label = contender.label or model
+        path = plan.directory / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', label).strip('-.') or 'run'}.jsonl"
+        run = Run(
+            label=label,
+            settings=_settings_json(plan, url=server.url, model=model, tasks=tasks),
+            prompt_hash=prompt_hash(plan.settings),
+        )
+        file = stack.enter_context(ResultsFile(path, run))
+
+        def converse(seed: int) -> Conversation:
+            return ChatConversation(server, model=model, sampling=plan.sampling, seed=seed)
+
+        await evaluate(
+            client,
+            tasks,
+            converse,
+            file=file,
+            settings=plan.settings,
+            seeds=plan.seeds,
+            concurrency=concurrency,
+            pool=plan.pool,
+            replays=plan.replays,
+            report=stack.enter_context(progress(f"eval {label}")),
+        )
+    return path
+
+
+def _settings_json(plan: _Plan, *, url: str, model: str, tasks: list[Task]) -> Mapping[str, JsonValue]:
+    """Return all that makes an attempt what it is; never the key."""
+    settings: dict[str, JsonValue] = {
+        "endpoint": url,
+        "model": model,
+        "sampling": _plain(asdict(plan.sampling)),
+        "agent": _plain(asdict(plan.settings)),
+        "task_versions": {task.task_id: task.version for task in tasks},
+    }
+    return settings
+
+
+def _plain(value: object) -> JsonValue:
+    """Return a value as JSON has it, so that it equals what is read back."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
+
+
+def _tell(files: list[Path], plan: _Plan, *, as_json: bool) -> None:
+    results = [Results.read(file) for file in files]
+    pages = [file.with_suffix(".html") for file in files] if plan.report else []
+    for one, page in zip(results, pages, strict=False):
+        write_report(one, page)
+    comparison = compare(*results) if len(results) == 2 else None
+    if as_json:
+        emit_json(
+            {
+                "runs": [asdict(summarise(one)) for one in results],
+                "comparison": None if comparison is None else asdict(comparison),
+                "results": [str(file) for file in files],
+                "reports": [str(page) for page in pages],
+            }
+        )
+        return
+    for one in results:
+        print_summary(summarise(one), out)
+    if comparison is not None:
+        print_comparison(comparison, out)
+    for path in [*files, *pages]:
+        err.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+def _contenders(
+    *, endpoint: str, model: str, before: str, after: str, models: tuple[str, str], label: str
+) -> list[_Contender]:
+    """Return which models are to be evaluated. Raises: UsageError."""
+    if endpoint and not (before or after):
+        return [_Contender(label=label, url=endpoint, model=model)]
+    if before and after and not endpoint:
+        return [
+            _Contender(label="before", url=before, model=models[0] or model),
+            _Contender(label="after", url=after, model=models[1] or model),
+        ]
+    raise UsageError("give --endpoint URL for one model, or --before URL and --after URL for two")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--request is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError('--request is no JSON object; write such as {"top_k": 20}')
+    return value

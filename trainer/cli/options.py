@@ -1,0 +1,84 @@
+"""Options that several commands share, and what they stand for."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from trainer.agent.settings import AgentSettings
+from trainer.cli.output import UsageError
+from trainer.client import AsyncEnvClient, Tls
+from trainer.evaluate.selection import Selection, read_task_ids
+
+Target = Annotated[
+    str, typer.Option("--envd", metavar="HOST:PORT", envvar="ENVD_TARGET", help="The daemon that serves desktops.")
+]
+TlsCa = Annotated[
+    Path | None, typer.Option("--tls-ca", help="Certificate that the daemon's is signed by; encrypts the connection.")
+]
+PoolName = Annotated[str, typer.Option("--pool", help="The daemon's pool; by default each task's own.")]
+AgentFile = Annotated[
+    Path | None,
+    typer.Option("--agent", help="YAML with the agent's settings, as training has them; their defaults without it."),
+]
+DEFAULT_TARGET = "127.0.0.1:50051"
+
+
+def make_client(target: str, tls_ca: Path | None) -> AsyncEnvClient:
+    """Return a client of the daemon; its token comes from `ENVD_TOKEN`. Raises: UsageError."""
+    try:
+        return AsyncEnvClient(target, run="evaluation", tls=None if tls_ca is None else Tls(ca=tls_ca))
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--envd {target}: {error}") from error
+
+
+def read_settings(file: Path | None, **changes: Any) -> AgentSettings:
+    """Return the agent's settings: a file's, with what flags change.
+
+    The file holds them at its top, or under `agent:` as a configuration for training does.
+
+    Raises:
+        UsageError: It cannot be read, has an unknown key, or its budgets do not add up.
+    """
+    held: Any = {}
+    if file is not None:
+        try:
+            held = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise UsageError(f"--agent {file} cannot be read: {error}") from error
+        if isinstance(held, dict) and isinstance(held.get("agent"), dict):
+            held = held["agent"]
+        if not isinstance(held, dict):
+            raise UsageError(f"--agent {file} holds no settings; write lines such as `max_turns: 15`")
+    given = {name: value for name, value in changes.items() if value is not None}
+    try:
+        return AgentSettings.from_mapping({**held, **given})
+    except ValueError as error:
+        raise UsageError(f"agent settings: {error}") from error
+
+
+def read_selection(
+    *,
+    task_ids: list[str],
+    tasks_file: Path | None,
+    suites: list[str],
+    levels: list[int],
+    tags: list[str],
+    without_tags: list[str],
+    limit: int,
+) -> Selection:
+    """Return which tasks flags ask for. Raises: SelectionError."""
+    return Selection(
+        task_ids=[*task_ids, *(read_task_ids(tasks_file) if tasks_file else [])],
+        suites=suites,
+        levels=levels,
+        tags=tags,
+        without_tags=without_tags,
+        limit=limit,
+    )
+
+
+LIST_TIMEOUT = timedelta(seconds=20)
+"""How long a daemon may take to say what it has: one that is not there is told of soon."""

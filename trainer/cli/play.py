@@ -1,0 +1,161 @@
+"""`trainer play`: one episode, by hand, by nobody or by a model, shown as it goes on."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainer.agent.prompts import prompt_hash
+from trainer.agent.settings import AgentSettings
+from trainer.agent.types import Conversation, Outcome
+from trainer.cli.evaluate import KEY_VARIABLE
+from trainer.cli.lines import Lines
+from trainer.cli.options import (
+    DEFAULT_TARGET,
+    LIST_TIMEOUT,
+    AgentFile,
+    PoolName,
+    Target,
+    TlsCa,
+    make_client,
+    read_settings,
+)
+from trainer.cli.output import EXIT_FAILED, Json, UsageError, emit_json, err, friendly, out
+from trainer.client import AsyncEnvClient
+from trainer.evaluate.chat import ChatConversation, Sampling
+from trainer.evaluate.endpoint import EndpointError, open_endpoint, read_key
+from trainer.evaluate.play import Converse, Played, play_task
+from trainer.evaluate.players import HELP, Nobody, Person, Shown
+from trainer.evaluate.replay import directory_name
+from trainer.evaluate.report import write_report
+from trainer.evaluate.results import Results, Run
+from trainer.evaluate.selection import Selection, SelectionError, select
+
+
+class Player(Enum):
+    """Who plays."""
+
+    #: A person who types commands.
+    HAND = "hand"
+    #: Nobody: the task is declared done at once.
+    NULL = "null"
+    #: A model behind an endpoint.
+    MODEL = "model"
+
+
+@friendly(EndpointError, SelectionError, OSError)
+def play_command(
+    *,
+    task: Annotated[str, typer.Argument(metavar="TASK", help="A task's id, SUITE/NAME.")],
+    by: Annotated[Player, typer.Option(help="Who plays.")] = Player.HAND,
+    endpoint: Annotated[str, typer.Option(help="For --by model: base URL of an OpenAI-compatible API.")] = "",
+    model: Annotated[str, typer.Option(help="The model's name there; the only one that is served by default.")] = "",
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    key_variable: Annotated[str, typer.Option(help="Variable that holds the endpoint's API key.")] = KEY_VARIABLE,
+    key_file: Annotated[Path | None, typer.Option(help="File that holds the endpoint's API key instead.")] = None,
+    envd: Target = DEFAULT_TARGET,
+    tls_ca: TlsCa = None,
+    pool: PoolName = "",
+    agent: AgentFile = None,
+    max_turns: Annotated[int | None, typer.Option(min=1, help="Replies in the episode; else the agent's.")] = None,
+    directory: Annotated[Path, typer.Option("--out", help="Directory for pictures and page.")] = Path("out/play"),
+    report: Annotated[bool, typer.Option(help="Write an HTML page.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Play one episode and show it: what was seen, said and done, and the score.
+
+    Tasks' oracles are the daemon's own: `envd demo` and `envd tasks` play those.
+    """
+    if (by is Player.MODEL) != bool(endpoint):
+        raise UsageError("--by model needs --endpoint URL, and only that takes one")
+    # A person points at pixels of the picture; a model has its own units.
+    coordinates = "pixels" if by is Player.HAND else None
+    settings = read_settings(agent, max_turns=max_turns, coordinates=coordinates)
+    key = read_key(variable=key_variable, file=key_file) if by is Player.MODEL else ""
+    place = directory / directory_name(task, 0)
+
+    async def play() -> Played:
+        async with (
+            make_client(envd, tls_ca) as client,
+            _player(
+                by, settings, endpoint=endpoint, model=model, key=key, temperature=temperature, place=place
+            ) as converse,
+        ):
+            return await _play(client, task, converse, settings=settings, pool=pool, place=place)
+
+    played = asyncio.run(play())
+    attempt = played.attempt.model_copy(update={"replay": place.name})
+    run = Run(label=f"{task} by {by.value}", settings={"by": by.value}, prompt_hash=prompt_hash(settings))
+    page = directory / f"{place.name}.html"
+    if report:
+        write_report(Results(run, [attempt]), page)
+    if as_json:
+        emit_json({**attempt.model_dump(mode="json"), "page": str(page) if report else None})
+    else:
+        _tell(played, page if report else None)
+    if played.trajectory.outcome is Outcome.FAILED:
+        raise typer.Exit(EXIT_FAILED)
+
+
+async def _play(
+    client: AsyncEnvClient, task_id: str, converse: Converse, *, settings: AgentSettings, pool: str, place: Path
+) -> Played:
+    (task,) = select(await client.list_tasks(timeout=LIST_TIMEOUT), Selection(task_ids=[task_id]))
+    return await play_task(client, task, converse, settings=settings, pool=pool, replay=place)
+
+
+@asynccontextmanager
+async def _player(
+    by: Player,
+    settings: AgentSettings,
+    *,
+    endpoint: str,
+    model: str,
+    key: str,
+    temperature: float,
+    place: Path,
+) -> AsyncIterator[Converse]:
+    grammar = settings.make_grammar()
+
+    def say(text: str) -> None:
+        err.print(text, markup=False, soft_wrap=True)
+
+    def shown(conversation: Conversation) -> Conversation:
+        return Shown(conversation, say=say, tells_replies=by is not Player.HAND)
+
+    match by:
+        case Player.NULL:
+            yield lambda _seed: shown(Nobody(grammar))
+        case Player.HAND:
+            lines = Lines(sys.stdin.fileno())
+
+            async def ask(prompt: str) -> str | None:
+                newest = max(place.glob("*.webp"), default=place)
+                err.print(f"picture: {newest}\n{prompt}", end="", markup=False, soft_wrap=True)
+                return await lines.read()
+
+            say(HELP)
+            yield lambda _seed: shown(Person(grammar, ask=ask, say=say))
+        case Player.MODEL:
+            sampling = Sampling(temperature=temperature, max_reply_tokens=settings.reply_tokens, stop=grammar.stop)
+            async with open_endpoint(endpoint, key=key) as server:
+                name = model or await server.only_model()
+                yield lambda seed: shown(ChatConversation(server, model=name, sampling=sampling, seed=seed))
+
+
+def _tell(played: Played, page: Path | None) -> None:
+    trajectory, attempt = played.trajectory, played.attempt
+    if attempt.score is None:
+        kind = "stopped" if trajectory.outcome is Outcome.ABORTED else "void"
+        out.print(f"{kind}: {attempt.reason} {attempt.error}".rstrip(), markup=False, soft_wrap=True)
+    else:
+        out.print(f"score {attempt.score:.2f} after {attempt.turn_count} turns ({attempt.reason})", markup=False)
+        for check in attempt.checks:
+            out.print(f"  {check.score:.2f} {check.name}: {check.evidence}", markup=False, soft_wrap=True)
+    if page is not None:
+        err.print(f"wrote {page}", markup=False, soft_wrap=True)

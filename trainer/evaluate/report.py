@@ -1,0 +1,60 @@
+"""An evaluation as one HTML page beside its results: rates, and every attempt turn by turn. Opens without network.
+
+What a model or a guest said is hostile text: it is escaped by the template, and the page's policy forbids scripts.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from pydantic import ValidationError
+
+from trainer.evaluate.replay import FILE_NAME, Replay
+from trainer.evaluate.results import Attempt, Results
+from trainer.evaluate.summary import summarise
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    attempt: Attempt
+    replay: Replay | None
+    """None if none was kept, or it can no longer be read."""
+
+
+def write_report(results: Results, page: Path) -> None:
+    """Write the page.
+
+    Args:
+        results: Of an evaluation, finished or not.
+        page: Where; the attempts' replays are found relative to its directory.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    shown = [_Shown(attempt, _read(page.parent, attempt)) for attempt in results.attempts]
+    template = _environment().get_template("report.html.j2")
+    html = template.render(run=results.run, summary=summarise(results), shown=shown)
+    page.write_text(html, encoding="utf-8")
+
+
+def _read(directory: Path, attempt: Attempt) -> Replay | None:
+    if not attempt.replay:
+        return None
+    try:
+        return Replay.model_validate_json((directory / attempt.replay / FILE_NAME).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("trainer.evaluate"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters: dict[str, Any] = {"percent": lambda share: f"{100 * share:.1f} %", "seconds": lambda time: f"{time:.1f} s"}
+    environment.filters.update(filters)
+    return environment

@@ -1,0 +1,93 @@
+"""Which tasks are played, and in which groups they are counted. Pure."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.client import Task
+
+_INFEASIBLE = "infeasible"
+_DOMAIN = "domain:"
+
+
+class SelectionError(Exception):
+    """No tasks, or not those that were asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What of a daemon's tasks is wanted. What is left empty leaves nothing out."""
+
+    task_ids: Sequence[str] = ()
+    suites: Sequence[str] = ()
+    levels: Sequence[int] = ()
+    tags: Sequence[str] = ()
+    """All of these."""
+    without_tags: Sequence[str] = ()
+    """None of these."""
+    limit: int = 0
+    """Of what is left, so many, drawn evenly with a fixed seed; 0 for all."""
+
+
+def select(tasks: Sequence[Task], selection: Selection) -> list[Task]:
+    """Return the wanted tasks in id order.
+
+    Raises:
+        SelectionError: One that was named is not served, or nothing is left.
+    """
+    wanted = set(selection.task_ids)
+    missing = sorted(wanted - {task.task_id for task in tasks})
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise SelectionError(
+            f"the daemon serves no {', '.join(missing[:5])}{more}; it serves {len(tasks)} tasks:"
+            " `envd tasks list` on its host names them"
+        )
+    chosen = [
+        task
+        for task in sorted(tasks, key=lambda task: task.task_id)
+        if (not wanted or task.task_id in wanted)
+        and (not selection.suites or task.suite in selection.suites)
+        and (not selection.levels or task.level in selection.levels)
+        and set(selection.tags) <= set(task.tags)
+        and not set(selection.without_tags) & set(task.tags)
+    ]
+    if not chosen:
+        suites = ", ".join(sorted({task.suite for task in tasks})) or "none"
+        raise SelectionError(f"no task is left of the {len(tasks)} that the daemon serves (suites: {suites})")
+    if 0 < selection.limit < len(chosen):
+        chosen = sorted(random.Random(0).sample(chosen, selection.limit), key=lambda task: task.task_id)  # noqa: S311
+    return chosen
+
+
+def read_task_ids(path: Path) -> list[str]:
+    """Return the ids in a file: one a line; blank lines and what follows a `#` do not count.
+
+    Raises:
+        SelectionError: It cannot be read, or holds none.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SelectionError(f"tasks file {path} cannot be read: {error}") from error
+    ids = [line for line in (line.partition("#")[0].strip() for line in lines) if line]
+    if not ids:
+        raise SelectionError(f"tasks file {path} names no task; write one id a line")
+    return list(dict.fromkeys(ids))
+
+
+def is_infeasible(task: Task) -> bool:
+    """Whether the solution is to say that the task cannot be done."""
+    return _INFEASIBLE in task.tags
+
+
+def domain_of(task: Task) -> str:
+    """Return what a task is about: its tag `domain:X`, else the middle of its id, else its first tag."""
+    for tag in task.tags:
+        if tag.startswith(_DOMAIN):
+            return tag.removeprefix(_DOMAIN)
+    parts = task.task_id.split("/")
+    if len(parts) > 2:
+        return parts[1]
+    return next((tag for tag in task.tags if tag != _INFEASIBLE), "other")

@@ -1,0 +1,80 @@
+"""A model's server that speaks OpenAI's chat completions and says what it was given to say, on a free loopback port.
+
+It knows a task by its instruction, which is in the prompt, and the turn by how often it has spoken in it.
+"""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+import aiohttp.web
+
+from trainer.agent.coordinates import CoordinateSpace, in_picture
+from trainer.agent.grammars import Grammar
+from trainer.client import Action
+
+#: Of a client's requests: screenshots travel in them.
+_MAX_REQUEST_BYTES = 64 << 20
+
+
+def say_steps(
+    steps: Sequence[Sequence[Action]], grammar: Grammar, *, screen_px: tuple[int, int] = (1280, 800)
+) -> list[str]:
+    """Return steps, given in a screen's pixels, as a model says them whose places are normalised to a thousand."""
+    space = CoordinateSpace.of("normalised", image_px=screen_px, screen_px=screen_px)
+    return [grammar.render([in_picture(action, space) for action in actions]) for actions in steps]
+
+
+async def _nothing() -> None:
+    pass
+
+
+class ScriptedModel:
+    """What is said in which task; use with `served`."""
+
+    def __init__(self, replies: Mapping[str, Sequence[str]], *, names: Sequence[str] = ("scripted",)) -> None:
+        """Take replies by instruction; the last one is repeated. An unknown task gets no answer but status 400.
+
+        Args:
+            replies: By instruction.
+            names: The models that it says it serves.
+        """
+        self._replies = replies
+        self._names = names
+        self.asked_count = 0
+        """How often it was asked for a reply."""
+        self.before_reply: Callable[[], Awaitable[None]] = _nothing
+        """Awaited before each reply."""
+
+    async def complete(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
+        """Answer `/v1/chat/completions`."""
+        self.asked_count += 1
+        await self.before_reply()
+        messages = (await request.json())["messages"]
+        told = json.dumps(messages)
+        replies = next((said for task, said in self._replies.items() if json.dumps(task)[1:-1] in told), None)
+        if replies is None:
+            return aiohttp.web.Response(status=400, text="no reply was written for this task")
+        turn = sum(message["role"] == "assistant" for message in messages)
+        choice = {"message": {"content": replies[min(turn, len(replies) - 1)]}, "finish_reason": "stop"}
+        return aiohttp.web.json_response({"choices": [choice]})
+
+    async def models(self, _request: aiohttp.web.Request) -> aiohttp.web.Response:
+        """Answer `/v1/models`."""
+        return aiohttp.web.json_response({"data": [{"id": name} for name in self._names]})
+
+
+@asynccontextmanager
+async def served(model: ScriptedModel) -> AsyncIterator[str]:
+    """Serve until the block ends; yields the base URL."""
+    app = aiohttp.web.Application(client_max_size=_MAX_REQUEST_BYTES)
+    app.router.add_post("/v1/chat/completions", model.complete)
+    app.router.add_get("/v1/models", model.models)
+    # A reply that a test holds back is not waited for.
+    runner = aiohttp.web.AppRunner(app, shutdown_timeout=0.5)
+    await runner.setup()
+    try:
+        await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
