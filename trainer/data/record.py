@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.agent.attempts import Environments, run_task
 from trainer.agent.coordinates import CoordinateSpace, in_picture
-from trainer.agent.grammars import CannotSay
+from trainer.agent.grammars import CannotSay, taken_apart
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Message, ModelFailed, Outcome, Reply
@@ -151,6 +151,9 @@ class OracleConversation:
             return self._say((Wait(timedelta(seconds=self._waits.pop(0))),), is_trained=False)
         if not self._steps:
             raise ModelFailed("the oracle has no more steps, and did not say that it is done")
+        if not self._has_words_for(self._steps[0]):
+            # Grammars of one action a reply, or of simpler ones, say it bit by bit.
+            self._steps[:1] = [(part,) for action in self._steps[0] for part in taken_apart(action)]
         actions = self._steps.pop(0)
         shows = not all(isinstance(action, Wait | Done | Fail) for action in actions)
         self._waits = list(self._patience_s) if shows else []
@@ -164,18 +167,27 @@ class OracleConversation:
 
     def _say(self, actions: Sequence[Action], *, is_trained: bool) -> Reply:
         row = self.rows[-1]
-        sizes = [part.size for message in row.messages for part in message.parts if not isinstance(part, str)]
-        space = CoordinateSpace.of(
-            self._settings.units, image_px=(sizes or [self._screen_px])[-1], screen_px=self._screen_px
-        )
         try:
-            text = self._grammar.render([in_picture(action, space) for action in actions])
+            text = self._render(actions)
         except CannotSay as error:
             raise ModelFailed(f"{self._settings.grammar}: {error}") from error
         if is_trained:
             row.trained.add(len(row.messages))
         row.messages.append(Message("assistant", (text,)))
         return Reply(text=text)
+
+    def _has_words_for(self, actions: Sequence[Action]) -> bool:
+        try:
+            self._render(actions)
+        except CannotSay:
+            return False
+        return True
+
+    def _render(self, actions: Sequence[Action]) -> str:
+        parts = (part for message in reversed(self.rows[-1].messages) for part in message.parts)
+        image_px = next((part.size for part in parts if not isinstance(part, str)), self._screen_px)
+        space = CoordinateSpace.of(self._settings.units, image_px=image_px, screen_px=self._screen_px)
+        return self._grammar.render([in_picture(action, space) for action in actions])
 
 
 def _data_uri(image: "Image.Image") -> str:
