@@ -29,6 +29,7 @@ _POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,22}[a-z0-9])?")
 _SUITE_PREFIX = re.compile(r"[a-z0-9][a-z0-9_-]*=")
 _SCREEN = re.compile(r"(\d{3,5})x(\d{3,5})")
 _REGION = re.compile(r"(\d{1,5})x(\d{1,5})\+(\d{1,5})\+(\d{1,5})")
+_ALLOWED_HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?(?:\.[A-Za-z0-9-]+)*(?::(\d{1,5}))?")
 
 #: The name, under `limits.runs`, of what holds for every run that is not named there.
 DEFAULT_RUN = "default"
@@ -147,6 +148,13 @@ class SettleConfig(_Section):
         return self
 
 
+def _allowed_host(entry: str) -> str:
+    match = _ALLOWED_HOST.fullmatch(entry)
+    if match is None or not 1 <= int(match[1] or 80) <= 65535:
+        raise ValueError(f"expected a host name, *.NAME or an IPv4 address, with :PORT or without, not {entry!r}")
+    return entry.lower()
+
+
 class PoolConfig(_Section):
     """One pool: machines of one image, alike in everything."""
 
@@ -172,6 +180,9 @@ class PoolConfig(_Section):
     change behind the agent's back, and an idle episode costs no CPU."""
     task_templates: int = Field(default=8, ge=0, le=1024)
     """Most tasks whose state after their setup is kept frozen, to fork later episodes from; 0 for none."""
+    allowed_hosts: tuple[Annotated[str, AfterValidator(_allowed_host)], ...] = ()
+    """What guests may reach, through a proxy on their loopback: `example.org`, `*.example.org`, `example.org:8443`;
+    80 and 443 without a port. Addresses of private networks must be listed as such. Empty for no network at all."""
     allow_guest_access: bool = False
     """Whether clients may read and write guest files and run guest commands."""
     queue_limit: int = Field(default=256, ge=0, le=1_000_000)

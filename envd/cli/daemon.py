@@ -24,6 +24,8 @@ from envd.episodes.recovery import recall
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo
 from envd.errors import ConfigError
+from envd.guest.allow_list import AllowList
+from envd.guest.desktop import Desktop
 from envd.guest.observation import Region, SettlePolicy
 from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.images.catalogue import ImageCatalogue
@@ -130,6 +132,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
                 image=images[name][0],
                 shelf=shelf,
                 memory=memory,
+                make_desktop=partial(Desktop, allowed=AllowList(pool.allowed_hosts) if pool.allowed_hosts else None),
                 observer=AdmissionMetrics(metrics, runs=runs),
                 books=store,
             )

@@ -11,16 +11,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from envd.errors import EnvdError, GuestError, GuestUnresponsive, MachineLost
 from envd.guest.a11y import MalformedTree, elements_of, marked, outline
 from envd.guest.actions import Action, ActionOutcome, Done, Fail, KeyDown, KeyUp, PressKeys, TypeText, Wait
 from envd.guest.agent import GuestAgent
+from envd.guest.allow_list import AllowList
 from envd.guest.change import screen_change
 from envd.guest.channels import Channels
 from envd.guest.command import CommandResult
 from envd.guest.encoder import FrameEncoder
 from envd.guest.frames import Frame, PointerImage
+from envd.guest.gateway import Gateway
 from envd.guest.guestd import GuestdClient
 from envd.guest.input import Input, InputEvent, KeyEvent, PointerEvent, Refused, Road, plan, road_for_text
 from envd.guest.marks import Mark, marks_of
@@ -84,18 +87,23 @@ class Desktop:
     One caller acts; others may look meanwhile.
     """
 
-    def __init__(self, channels: Channels, *, view: DesktopView | None = None) -> None:
+    def __init__(
+        self, channels: Channels, *, view: DesktopView | None = None, allowed: AllowList | None = None
+    ) -> None:
         """Connect to a machine.
 
         Args:
             channels: The wires into its guest.
             view: What it shows, where it was forked and has not run since: then it is asleep, and what is asked of
                 its screen is answered from the view, until `wake`.
+            allowed: What its guest may reach, from `wake` on; None for nothing.
         """
         self._channels = channels
         self._view = view
         self._agent = GuestAgent(channels)
         self._guestd = GuestdClient(channels.guestd_url, lost=channels.lost) if channels.guestd_url else None
+        self._allowed = allowed
+        self._gateway: Gateway | None = None
         self._screen = Screen()
         self._encoder = FrameEncoder()
         self._input = Input(held=view.inputs if view else None)
@@ -312,6 +320,8 @@ class Desktop:
         for task in owned:
             task.cancel()
         await asyncio.gather(*owned, return_exceptions=True)
+        if self._gateway is not None:
+            await self._gateway.close()
         if self._guestd is not None:
             await self._guestd.close()
 
@@ -438,6 +448,7 @@ class Desktop:
         display = asyncio.create_task(self._display(), name=f"wake:{self._channels.machine_id}")
         try:
             await renew_identity(self._agent, machine_id=self._channels.machine_id, windows=windows)
+            await self._open_gateway()
             await display
         finally:
             display.cancel()
@@ -445,6 +456,15 @@ class Desktop:
         self._encoder, self._view = self._view.encoder.branch(), None
         self._woken.set()
         self._input_s = self._quiet_s = self._answered_s = time.monotonic()
+
+    async def _open_gateway(self) -> None:
+        if self._allowed is None:
+            return
+        url = urlsplit(self._channels.guestd_url or "")
+        if not url.hostname or not url.port:
+            raise GuestError(f"{self._channels.machine_id} can be let reach nothing: its image has no guestd")
+        self._gateway = Gateway((url.hostname, url.port), self._allowed, machine_id=self._channels.machine_id)
+        await self._gateway.open()
 
     async def _take_view(self) -> DesktopView:
         if self._view is not None:

@@ -5,6 +5,7 @@ memory than one, the way from one to another is known without touching a pixel, 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -170,6 +171,7 @@ def touched_tiles(region: Region) -> Iterator[tuple[int, int]]:
             yield row, column
 
 
+@lru_cache(maxsize=8192)
 def _tile_region(row: int, column: int, width_px: int, height_px: int) -> Region:
     x_px, y_px = column * TILE_PX, row * TILE_PX
     return Region(

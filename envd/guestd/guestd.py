@@ -34,6 +34,7 @@ import select
 import shlex
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -72,6 +73,9 @@ TYPING_TIMEOUT_S = 300.0
 LOCK_TIMEOUT_S = 30.0
 SOCKET_TIMEOUT_S = 60.0
 REPLAY_S = 300.0
+
+PROXY_PORT = 3128
+GATEWAY_WAIT_S = 10.0
 
 log = logging.getLogger("guestd")
 
@@ -1534,6 +1538,7 @@ class Guest:
         self._typist = Typist()
         self._input_log = InputLog()
         self._wallpaper: Path | None = None
+        self.gateway = Gateway()
 
     @contextmanager
     def _x(self) -> Iterator[X11]:
@@ -1829,6 +1834,11 @@ class Guest:
         """Where the pointer is and what is held down."""
         with self._x() as x:
             return json_response(asdict(x.pointer()))
+
+    @route("POST", "/envd/gateway/open")
+    def open_gateway(self, _request: Request) -> Response:
+        """Be a proxy to the guest's programs, for the host that asks: what another one left is dropped."""
+        return json_response({"port": self.gateway.reopen()})
 
     @route("POST", "/envd/type_text")
     def type_text(self, request: Request) -> Response:
@@ -2134,6 +2144,109 @@ def download(url: str, path: Path) -> None:
 # The server
 
 
+class _Lent:
+    """A connection that the host left here, for one program."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.program: socket.socket | None = None
+        self.taken = threading.Event()
+        self.is_told = threading.Event()
+        """What the host said is passed on to its end."""
+        self.has_asked = threading.Event()
+        """What the program said is."""
+
+
+class Gateway:
+    """A proxy for this guest's programs, whose far end is the host: it leaves connections here, each for one program.
+
+    Nothing is decided here. A program gets a connection that waits, and what the two say is passed on as it is.
+    """
+
+    def __init__(self, port: int = PROXY_PORT) -> None:
+        self._port = port
+        self._changed = threading.Condition()
+        self._waiting: deque[_Lent] = deque()
+        self._lent: set[_Lent] = set()
+        self._listener: socket.socket | None = None
+
+    def reopen(self) -> int:
+        """Listen, and drop connections of before: a fork has its template's, which lead nowhere. Returns the port."""
+        with self._changed:
+            for lent in self._lent:
+                with suppress(OSError):
+                    lent.connection.shutdown(socket.SHUT_RDWR)
+                lent.taken.set()
+            self._waiting.clear()
+            if self._listener is None:
+                self._listener = socket.create_server(("127.0.0.1", self._port))
+                threading.Thread(target=self._listen, args=(self._listener,), name="gateway", daemon=True).start()
+            return int(self._listener.getsockname()[1])
+
+    def lend(self, connection: socket.socket) -> None:
+        """Have a program use a connection from the host; returns when both are done with it."""
+        connection.settimeout(None)
+        lent = _Lent(connection)
+        with self._changed:
+            self._lent.add(lent)
+            self._waiting.append(lent)
+            self._changed.notify()
+        lent.taken.wait()
+        if lent.program is not None:
+            pass_on(connection, lent.program)
+            lent.is_told.set()
+            lent.has_asked.wait()
+        with self._changed:
+            self._lent.discard(lent)
+
+    def _listen(self, listener: socket.socket) -> None:
+        while True:
+            program, _address = listener.accept()
+            threading.Thread(target=self._serve, args=(program,), name="gateway-program", daemon=True).start()
+
+    def _serve(self, program: socket.socket) -> None:
+        with program:
+            lent = self._take()
+            if lent is None:
+                with suppress(OSError):
+                    program.sendall(
+                        b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+                    )
+                return
+            lent.program = program
+            lent.taken.set()
+            pass_on(program, lent.connection)
+            lent.has_asked.set()
+            lent.is_told.wait()
+
+    def _take(self) -> _Lent | None:
+        """Return a connection that waits and is good, now its program's, or None."""
+        deadline_s = time.monotonic() + GATEWAY_WAIT_S
+        with self._changed:
+            while True:
+                while self._waiting:
+                    lent = self._waiting.popleft()
+                    # The host speaks second, so what can be read now is the connection's end.
+                    if not select.select([lent.connection], [], [], 0)[0]:
+                        return lent
+                    lent.taken.set()
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or not self._changed.wait(left_s):
+                    return None
+
+
+def pass_on(source: socket.socket, sink: socket.socket) -> None:
+    """Carry one direction to its end; where it breaks, both directions end."""
+    try:
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+    except OSError:
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
 class Connection(BaseHTTPRequestHandler):
     """One HTTP connection."""
 
@@ -2165,6 +2278,9 @@ class Connection(BaseHTTPRequestHandler):
             self.close_connection = True
             self._send(json_response({"status": "error", "message": str(refusal)}, refusal.status))
             return
+        if (method, address.path) == ("POST", "/envd/gateway/wait"):
+            self._lend()
+            return
         query = dict(urllib.parse.parse_qsl(address.query))
         request = Request(address.path, query, self.headers.get("Content-Type", ""), body)
         request_id = self.headers.get("X-Request-Id")
@@ -2180,6 +2296,11 @@ class Connection(BaseHTTPRequestHandler):
             if isinstance(body, mmap.mmap):
                 body.close()
         self._send(response)
+
+    def _lend(self) -> None:
+        self.close_connection = True
+        self.connection.sendall(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: tunnel\r\nConnection: Upgrade\r\n\r\n")
+        self.server.guest.gateway.lend(self.connection)
 
     def _read_body(self) -> bytes | mmap.mmap:
         if self.headers.get("Origin") is not None:

@@ -29,8 +29,9 @@ os.environ.setdefault("LIBVIRT_LOG_OUTPUTS", "4:file:/dev/null")
 
 import libvirt
 
-from envd.errors import ConfigError, HypervisorError, MachineLost
+from envd.errors import ConfigError, EnvdError, HypervisorError, MachineLost
 from envd.hypervisor.accel import AcceleratorChoice, choose_accelerator
+from envd.hypervisor.libvirt_adoption import Foundations, take_over
 from envd.hypervisor.libvirt_fork import Freezer, bring_to_state, capture
 from envd.hypervisor.libvirt_machine import LibvirtMachine, destroy_domain, to_the_end
 from envd.hypervisor.libvirt_snapshot import LibvirtSnapshot
@@ -55,6 +56,7 @@ from envd.hypervisor.machine import (
     MachineSpec,
     Snapshot,
 )
+from envd.hypervisor.machine_records import MachineRecord, write_record
 from envd.hypervisor.overlays import copy_file, create_overlay
 from envd.hypervisor.templates import TemplateStore
 
@@ -321,6 +323,8 @@ class LibvirtHypervisor:
                 await self.call(create_overlay, files.overlay, spec.image.disk, spec.image.disk_format)
             else:
                 await self.call(copy_file, snapshot.files.seed, files.overlay)
+                record = MachineRecord(spec=spec, stands_on=snapshot.foundation)
+                await self.call(write_record, files.directory, record)
             xml = domain_xml(
                 spec,
                 owner=self._owner,
@@ -347,13 +351,30 @@ class LibvirtHypervisor:
         log.info("machine %s", what, extra={"machine_id": spec.machine_id, "image": spec.image.name})
         return machine
 
-    async def adopt(self, machine_ids: Collection[str]) -> dict[str, Machine]:  # noqa: ARG002 -- the protocol's
-        """Take over nothing: embedded machines end with their daemon, and those of a libvirtd are reaped.
-
-        A machine of a libvirtd outlives us, but what its memory and disk stand on is known only to the daemon that
-        forked it; until that is written down too, to end it is what can be answered for.
-        """
-        return {}
+    async def adopt(self, machine_ids: Collection[str]) -> dict[str, Machine]:
+        """Take over machines of a libvirtd; those of an embedded driver end with their daemon."""
+        adopted: dict[str, Machine] = {}
+        if self._confinement is None:
+            return adopted
+        foundations = Foundations(self._freezer, self._captures_dir, call=self.call)
+        for machine_id in sorted(machine_ids):
+            name = domain_name(self._owner, machine_id)
+            try:
+                machine = await take_over(
+                    await self.call(self._connection.lookupByName, name),
+                    self._machines_dir / machine_id,
+                    foundations=foundations,
+                    call=self.call,
+                    on_destroyed=self._forget,
+                )
+            except EnvdError as error:
+                log.warning("machine not taken over: %s", error, extra={"machine_id": machine_id})
+                continue
+            self._machines[name] = adopted[machine_id] = machine
+            log.info("machine taken over", extra={"machine_id": machine_id})
+        self._captures.update(foundations.captures)
+        await foundations.discard()
+        return adopted
 
     async def leftovers(self) -> list[Leftover]:
         """Return what carries our mark and belongs to no machine or capture of this daemon. Raises: HypervisorError."""

@@ -32,6 +32,7 @@ from envd.hypervisor.libvirt_xml import (
     parse_forwarded_port,
 )
 from envd.hypervisor.machine import Accelerator, CaptureReport, Firmware, MachineSpec, MachineState
+from envd.hypervisor.machine_records import CaptureRecord, write_record
 from envd.hypervisor.overlays import copy_file, create_overlay, set_backing_file
 from envd.hypervisor.pages import MemoryMap, Pages, size_bytes, touched
 from envd.hypervisor.snapshot_files import Manifest, SnapshotFiles, combined_digest, digest_file
@@ -47,14 +48,18 @@ def bring_to_state(machine: LibvirtMachine, snapshot: LibvirtSnapshot | None) ->
     Raises:
         HypervisorError, libvirt.libvirtError, OSError: It could not be done.
     """
-    monitor = Monitor(machine.domain)
     if snapshot is not None:
         if snapshot.patch is not None:
             patch = snapshot.patch
             MemoryMap.of(machine.pid, snapshot.memory_path).write(patch.extents, patch.pages)
-        monitor.load(snapshot.files.devices, with_memory_list=snapshot.patch is None)
+        Monitor(machine.domain).load(snapshot.files.devices, with_memory_list=snapshot.patch is None)
+    learn_port(machine)
+
+
+def learn_port(machine: LibvirtMachine) -> None:
+    """Ask QEMU which host port leads to guestd, where the image has one. Blocks. Raises: see `bring_to_state`."""
     if machine.spec.image.has_guestd:
-        machine.set_guestd_port(parse_forwarded_port(monitor.human("info usernet")))
+        machine.set_guestd_port(parse_forwarded_port(Monitor(machine.domain).human("info usernet")))
 
 
 async def capture(machine: LibvirtMachine, captures_dir: Path, *, call: Caller) -> LibvirtSnapshot:
@@ -74,6 +79,8 @@ async def capture(machine: LibvirtMachine, captures_dir: Path, *, call: Caller) 
         files.directory.mkdir(parents=True)
         patch, paused_ms = await _copy(machine, files, call=call)
         digest, disk_digest = await call(_store, files, parent, patch)
+        record = CaptureRecord(spec=machine.spec, digest=digest, disk_digest=disk_digest, stands_on=parent.foundation)
+        await call(write_record, files.directory, record)
     except BaseException as error:
         await call(shutil.rmtree, files.directory, True)
         if machine.lost.is_set() and not isinstance(error, MachineLost):
@@ -93,6 +100,21 @@ async def capture(machine: LibvirtMachine, captures_dir: Path, *, call: Caller) 
         patch=patch,
         parent=parent,
         report=report,
+        notes={},
+    )
+
+
+def recall_capture(directory: Path, record: CaptureRecord, parent: LibvirtSnapshot) -> LibvirtSnapshot:
+    """Return a capture of an earlier daemon, to stand on: its pages are in its forks, and nowhere else any more."""
+    return LibvirtSnapshot(
+        files=SnapshotFiles(directory=directory),
+        spec=record.spec,
+        digest=record.digest,
+        disk_digest=record.disk_digest,
+        memory_path=parent.memory_path,
+        patch=None,
+        parent=parent,
+        report=CaptureReport(memory_bytes=0, paused_ms=0.0, total_ms=0.0),
         notes={},
     )
 
@@ -201,6 +223,14 @@ class Freezer:
         begin_s = time.monotonic()
         stored = self._store.find(self.key(spec))
         return None if stored is None else self._snapshot(spec, stored, begin_s)
+
+    def recall(self, key: str, spec: MachineSpec) -> LibvirtSnapshot:
+        """Return a stored template by its key, to stand on. Raises: HypervisorError: it is not there, or not whole."""
+        begin_s = time.monotonic()
+        stored = self._store.find(key)
+        if stored is None:
+            raise HypervisorError(f"template {key} is not there any more")
+        return self._snapshot(spec, stored, begin_s)
 
     def freeze(self, machine: LibvirtMachine, notes: dict[str, str]) -> LibvirtSnapshot:
         """Store a paused machine as a template, and end its QEMU.

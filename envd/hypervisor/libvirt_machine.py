@@ -140,6 +140,11 @@ class LibvirtMachine:
         """Take over the domain that libvirt made."""
         self.domain = domain
 
+    def found(self, domain: Any) -> None:
+        """Take over a domain that was there before, in whatever state: it is to be paused."""
+        self.domain = domain
+        self._state = MachineState.RUNNING
+
     def set_guestd_port(self, port: int | None) -> None:
         """Learn which host port leads to guestd. Raises: HypervisorError: none does."""
         if port is None:
@@ -256,6 +261,14 @@ class LibvirtMachine:
             private_dirty_bytes=fields["Private_Dirty"],
             overlay_bytes=overlay.st_blocks * 512,
         )
+
+    async def release(self) -> None:
+        """Let go of it and of what it stands on, and leave the domain alone."""
+        self.mark_lost("left to itself")
+        await self._agent.close()
+        await self._switch.close()
+        if self._snapshot is not None:
+            await self._snapshot.let_go()
 
     async def destroy(self) -> None:
         """End it and remove its overlay, sockets and directory. Idempotent; runs to its end when cancelled."""

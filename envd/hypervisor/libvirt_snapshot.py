@@ -8,6 +8,7 @@ from pathlib import Path
 
 from envd.hypervisor.libvirt_xml import Incoming
 from envd.hypervisor.machine import CaptureReport, MachineSpec
+from envd.hypervisor.machine_records import Foundation
 from envd.hypervisor.pages import Extents, Pages
 from envd.hypervisor.snapshot_files import SnapshotFiles, disk_usage_bytes
 
@@ -55,6 +56,7 @@ class LibvirtSnapshot:
         self._digest = digest
         self._disk_digest = disk_digest
         self._parent = parent
+        self._is_template = parent is None
         self._report = report
         self._notes = dict(notes)
         self._holders = 0
@@ -63,8 +65,8 @@ class LibvirtSnapshot:
             parent.hold()
 
     def __repr__(self) -> str:
-        kind = "template" if self._parent is None else "capture"
-        return f"<LibvirtSnapshot {kind} {self._digest[:12]} of {self._spec.machine_id} | {self._holders} holders>"
+        what = f"{self.foundation.kind} {self._digest[:12]} of {self._spec.machine_id}"
+        return f"<LibvirtSnapshot {what} | {self._holders} holders>"
 
     @property
     def digest(self) -> str:
@@ -108,6 +110,11 @@ class LibvirtSnapshot:
     def is_discarded(self) -> bool:
         """Whether nothing more is to be forked from it."""
         return self._discarded
+
+    @property
+    def foundation(self) -> Foundation:
+        """What finds it again."""
+        return Foundation(kind="template" if self._is_template else "capture", name=self.files.directory.name)
 
     def hold(self) -> None:
         """Keep the files for one that stands on them."""

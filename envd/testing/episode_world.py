@@ -1,4 +1,3 @@
-# ruff: noqa: ARG002 -- the signatures are those of the real ones
 """An episode service on one pool of stub machines, with setup and checkers that a test steers: no sockets, no waiting.
 
 ```python

@@ -1,4 +1,3 @@
-# ruff: noqa: ARG002 -- a fake answers without looking
 """An episode service without machines, for tests of the API and of clients: real ids, ledger and errors, drawn frames.
 
 It keeps the promises that the API relies on: a step runs in a task of its own, a retry joins it or gets its answer,

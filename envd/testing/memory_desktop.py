@@ -1,4 +1,3 @@
-# ruff: noqa: ARG002 -- the signatures are those of the real one
 """A desktop of files, windows and programs in memory, for tests of setups and checkers: nothing is drawn or booted.
 
 For a desktop that can be seen and used, take the fake hypervisor.

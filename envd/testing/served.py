@@ -11,18 +11,19 @@ from pathlib import Path
 class ServedDaemon:
     """One `envd serve` process on free ports."""
 
-    def __init__(self, state_dir: Path, config_text: str) -> None:
+    def __init__(self, state_dir: Path, config_text: str, *, listen: str = "127.0.0.1:0") -> None:
         """Start it.
 
         Args:
             state_dir: Its state directory; its configuration and log lie beside it.
             config_text: TOML.
+            listen: Its address, for one that takes another's place.
         """
         config = state_dir.parent / f"{state_dir.name}.toml"
         config.write_text(config_text, encoding="utf-8")
         self.log_file = state_dir.parent / f"{state_dir.name}.log"
         command = [sys.executable, "-m", "envd", "serve", "--config", str(config), "--state-dir", str(state_dir)]
-        addresses = ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
+        addresses = ["--listen", listen, "--metrics-listen", "127.0.0.1:0"]
         self._log = self.log_file.open("a", encoding="utf-8")
         self.process = subprocess.Popen(
             [*command, *addresses], stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True

@@ -1,4 +1,3 @@
-# ruff: noqa: ARG002 -- the signatures are those of the real ones
 """Machines and desktops with nothing behind them, for tests of pools and episodes: instant, countable, breakable.
 
 For a desktop that can be seen and used, take the fake hypervisor; these know only their life.

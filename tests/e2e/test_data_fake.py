@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from envd.cli.app import app as envd_app
 from envd.testing.server import serve_fake
-from trainer.agent.grammars import GRAMMARS, grammar
 from trainer.agent.settings import AgentSettings
 from trainer.cli.app import app
 from trainer.client import AsyncEnvClient, Click, Done, PressKeys, Task
@@ -66,18 +65,6 @@ async def test_every_oracle_becomes_a_conversation_that_its_grammar_reads(oracle
     joined = join([Source(name="oracles", read=result)], grammar=SETTINGS.make_grammar(), share=0)
     assert len(joined.items) == len(oracles)
     assert {item.platform for item in joined.items} == {"linux"}
-
-
-async def test_an_oracle_can_be_said_in_every_grammar(oracles: list[Oracle]) -> None:
-    async with serve_fake(size=2) as server, AsyncEnvClient(server.address) as client:
-        tasks = {task.task_id: task for task in await client.list_tasks()}
-        for name in GRAMMARS:
-            # Verbs have no mouse.
-            oracle = of(oracles, "fake/append-line" if name == "verbs" else "fake/move-and-count")
-            settings = AgentSettings(grammar=name, max_turns=8)
-            [trajectory] = await record(client, tasks[oracle.task_id], oracle, settings=settings, patience_s=())
-            assert trajectory.metadata["grammar"] == name
-            assert unreadable_turns(conversation_of(trajectory), grammar(name)) == {}
 
 
 async def test_rows_with_fewer_screens_train_each_turn_once_where_it_was_said(oracles: list[Oracle]) -> None:

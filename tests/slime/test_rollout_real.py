@@ -1,0 +1,270 @@
+"""slime's own rollout code with our hooks, a real tiny model and a served daemon: from prompts to train data."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.agent.grammars import grammar
+from trainer.client import Click, Done, EnvClient
+from trainer.slime.samples import facts_of, is_void
+from trainer.testing.sglang import SglangServer
+from trainer.testing.slime_job import SlimeJob, flatten, slime_args, write_tasks
+
+pytestmark = [
+    pytest.mark.slime,
+    pytest.mark.timeout(300),
+    # The loop that never stops leaves slime's connections open in a thread that has ended.
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+]
+
+TASK = "fake/count-to-five"
+SAY = grammar("qwen3-vl").render
+#: Small screens, so that a row of several is cheap for a CPU.
+AGENT = {
+    "max_turns": 5,
+    "image_max_pixels": 65_536,
+    "reply_tokens": 96,
+    "prompt_tokens": 4096,
+    "context_tokens": 8192,
+    "timeout_s": 120.0,
+}
+
+
+def counting(prompt: str) -> str | None:
+    """Play the task from the third reply on; before that, the model says what it likes."""
+    reply_count = prompt.count("<|im_start|>assistant\n")
+    return {3: SAY([Click(640, 125, count=3), Click(640, 125, count=2)]), 4: SAY([Done()])}.get(reply_count)
+
+
+@pytest.fixture
+def engine(checkpoint: Path) -> Iterator[SglangServer]:
+    with SglangServer(checkpoint, script=counting) as server:
+        yield server
+
+
+@pytest.fixture
+def job_of(checkpoint: Path, engine: SglangServer, fake_daemon: str, tmp_path: Path) -> Iterator[Any]:
+    jobs = ExitStack()
+
+    def make(*, envd: dict[str, Any] | None = None, agent: dict[str, Any] | None = None, **changed: Any) -> SlimeJob:
+        mapping = {
+            "hosts": [fake_daemon],
+            "engine_timeout_s": 60.0,
+            **(envd or {}),
+            "agent": {**AGENT, **(agent or {})},
+        }
+        given = {
+            "hf_checkpoint": str(checkpoint),
+            "prompt_data": str(write_tasks(tmp_path / "tasks.jsonl", [TASK] * 4)),
+            "sglang_router_ip": engine.host,
+            "sglang_router_port": engine.port,
+        }
+        return jobs.enter_context(SlimeJob(slime_args(mapping, **{**given, **changed})))
+
+    with jobs:
+        yield make
+
+
+def check_sample(sample: Any, image_id: int) -> None:
+    """The invariants that slime's training relies on."""
+    assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length >= 1
+    assert len(sample.tokens) - sample.response_length >= 1
+    assert sample.reward is not None
+    assert all(mask in (0, 1) for mask in sample.loss_mask)
+    assert all(
+        log_prob == 0 for log_prob, mask in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if not mask
+    )
+    if is_void(sample):
+        assert not any(sample.loss_mask)
+        assert sample.multimodal_train_inputs is None
+        return
+    assert sample.loss_mask[-1] == 1, "a row ends with the model's word"
+    grids = sample.multimodal_train_inputs["image_grid_thw"]
+    assert sample.tokens.count(image_id) == int(grids.prod(dim=1).sum()) // 4
+    assert set(sample.multimodal_train_inputs) == {"pixel_values", "image_grid_thw"}
+    assert len(sample.multimodal_train_inputs["pixel_values"]) == int(grids.prod(dim=1).sum())
+    assert str(sample.multimodal_train_inputs["pixel_values"].dtype) == "torch.bfloat16"
+
+
+def image_id_of(job: SlimeJob) -> int:
+    from slime.rollout.sglang_rollout import GenerateState
+
+    return int(GenerateState(job.args).tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+
+
+def check_train_data(job: SlimeJob, groups: Sequence[Any]) -> dict[str, Any]:
+    samples = flatten(groups)
+    for sample in samples:
+        check_sample(sample, image_id_of(job))
+    data = job.train_data(groups)
+    assert {len(column) for column in data.values()} == {len(samples)}
+    assert all(math.isfinite(reward) for reward in data["rewards"])
+    return data
+
+
+def test_a_synchronous_rollout_becomes_train_data(job_of: Any) -> None:
+    job = job_of(n_samples_per_prompt=2, rollout_batch_size=2, over_sampling_batch_size=2)
+    output = job.rollout()
+    data = check_train_data(job, output.samples)
+    samples = flatten(output.samples)
+    assert [sample.status.name for sample in samples] == ["COMPLETED"] * 4
+    assert [facts_of(sample)["task_score"] for sample in samples] == [1.0] * 4
+    assert data["raw_reward"] == [1.0] * 4
+
+
+def test_members_of_a_group_begin_in_one_state(job_of: Any) -> None:
+    output = job_of(n_samples_per_prompt=4).rollout()
+    assert len({facts_of(sample)["origin"] for sample in flatten(output.samples)} - {""}) == 1
+
+
+def test_the_real_abort_leaves_no_machine_behind(job_of: Any, fake_daemon: str) -> None:
+    job = job_of(rollout_batch_size=1, over_sampling_batch_size=3)
+    output = job.rollout()
+    check_train_data(job, output.samples)
+    with EnvClient(fake_daemon) as client:
+        (pool,) = client.list_pools()
+    assert pool.leased_count == 0
+
+
+def test_rows_of_a_short_memory_share_their_rollout(job_of: Any) -> None:
+    job = job_of(envd={"pad_rows_to": 2}, agent={"images_per_row": 2, "images_kept": 1}, rollout_batch_size=2)
+    output = job.rollout()
+    data = check_train_data(job, output.samples)
+    members = [member for group in output.samples for member in group]
+    for rows in members:
+        assert len(rows) % 2 == 0
+        assert {row.rollout_id for row in rows} == {rows[0].index}
+        assert len({row.reward for row in rows if not is_void(row)}) == 1
+        trained = sum(sum(row.loss_mask) for row in rows)
+        assert trained == facts_of(rows[0])["reply_tokens"]
+    assert len(set(data["rollout_ids"])) == 4
+
+
+def test_a_schedule_over_two_ranks_takes_padded_rows(job_of: Any) -> None:
+    from slime.utils.dp_schedule import build_dp_schedule
+
+    job = job_of(
+        envd={"pad_rows_to": 2},
+        agent={"images_per_row": 2, "images_kept": 1},
+        rollout_batch_size=2,
+        use_dynamic_batch_size=False,
+        global_batch_size=4,
+    )
+    data = job.train_data(job.rollout().samples)
+    config = {"dp_size": 2, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+    partitions, *_ = build_dp_schedule(
+        job.args,
+        config,
+        [len(tokens) for tokens in data["tokens"]],
+        global_batch_size=4,
+        rollout_indices=data["rollout_ids"],
+    )
+    assert sorted(itertools.chain(*partitions)) == list(range(len(data["tokens"])))
+
+
+def test_the_fully_asynchronous_loop_takes_the_same_generate(job_of: Any) -> None:
+    job = job_of(rollout_batch_size=2, sglang_server_concurrency=2)
+    try:
+        for rollout_id in range(2):
+            groups = job.fully_async_rollout(rollout_id)
+            check_train_data(job, groups)
+            assert not any(is_void(sample) for sample in flatten(groups))
+    finally:
+        job.stop_fully_async()
+
+
+def test_an_evaluation_gives_one_sample_an_episode(job_of: Any) -> None:
+    job = job_of(agent={"images_per_row": 2, "images_kept": 1})
+    job.args.eval_datasets = [eval_dataset(job)]
+    result = job.evaluate().data["held-out"]
+    assert result["rewards"] == [1.0] * 4
+    for sample in result["samples"]:
+        check_sample(sample, image_id_of(job))
+
+
+def eval_dataset(job: SlimeJob) -> Any:
+    from slime.utils.eval_config import EvalDatasetConfig
+
+    return EvalDatasetConfig(
+        name="held-out",
+        path=job.args.prompt_data,
+        input_key="prompt",
+        metadata_key="metadata",
+        n_samples_per_eval_prompt=1,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=-1,
+        max_response_len=96,
+    )
+
+
+def test_an_engine_that_read_something_else_voids_the_sample(job_of: Any, engine: SglangServer) -> None:
+    engine.prompt_token_error = 1
+    job = job_of()
+    output = job.rollout()
+    data = check_train_data(job, output.samples)
+    samples = flatten(output.samples)
+    assert [sample.status.name for sample in samples] == ["FAILED", "FAILED"]
+    assert {facts_of(sample)["void"] for sample in samples} == {"ModelFailed"}
+    assert data["rewards"] == [0.0, 0.0]
+    assert not any(map(any, data["loss_masks"]))
+
+
+def test_an_engine_that_is_killed_in_the_middle_voids_what_it_was_needed_for(job_of: Any, engine: SglangServer) -> None:
+    def say(prompt: str) -> str | None:
+        engine.is_dead = len(engine.requests) >= 3
+        return counting(prompt)
+
+    engine._script = say
+    job = job_of(envd={"engine_retries": 2})
+    output = job.rollout()
+    check_train_data(job, output.samples)
+    assert {sample.status.name for sample in flatten(output.samples)} == {"FAILED"}
+
+
+def test_200_turns_have_the_models_own_log_probabilities(job_of: Any, checkpoint: Path) -> None:
+    """What is trained on, put through the model anew, has the log-probabilities that the engine told."""
+    with SglangServer(checkpoint) as other:
+        job = job_of(
+            agent={"max_turns": 8, "reply_tokens": 24},
+            rollout_batch_size=5,
+            over_sampling_batch_size=5,
+            n_samples_per_prompt=5,
+            sglang_router_port=other.port,
+        )
+        samples = flatten(job.rollout().samples)
+        told = {tuple(token[1] for token in answer) for answer in other.answers}
+        turns = list(itertools.chain.from_iterable(map(sampled_turns, samples)))
+        assert len(turns) >= 200
+        assert {ids for ids, _ in turns} <= told, "ids are the engine's"
+        gaps = [gap for sample in samples for gap in log_prob_gaps(sample, other)]
+    mean, worst = statistics.fmean(gaps), max(gaps)
+    print(f"\n{len(turns)} turns, {len(gaps)} tokens: mean gap {mean:.5f}, worst {worst:.5f}")
+    assert mean < 0.02
+
+
+def sampled_turns(sample: Any) -> Iterator[tuple[tuple[int, ...], tuple[float, ...]]]:
+    """Yield the ids and log-probabilities of each run of trained tokens."""
+    response = sample.tokens[-sample.response_length :]
+    positions = range(sample.response_length)
+    for trained, run in itertools.groupby(positions, key=lambda position: sample.loss_mask[position]):
+        if trained:
+            run_of = list(run)
+            yield tuple(response[i] for i in run_of), tuple(sample.rollout_log_probs[i] for i in run_of)
+
+
+def log_prob_gaps(sample: Any, server: SglangServer) -> list[float]:
+    prompt_length = len(sample.tokens) - sample.response_length
+    prompt, response = sample.tokens[:prompt_length], sample.tokens[prompt_length:]
+    recomputed = server.log_probs(prompt, response, sample.multimodal_train_inputs)
+    return [
+        abs(mine - told)
+        for mine, told, mask in zip(recomputed, sample.rollout_log_probs, sample.loss_mask, strict=True)
+        if mask
+    ]

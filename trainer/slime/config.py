@@ -1,0 +1,146 @@
+"""What `envd:` may say in the YAML file of slime's `--custom-config-path`, whose keys become attributes of args."""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, Self
+
+from trainer.agent.settings import AgentSettings
+from trainer.rewards.recipes import Recipe, recipe
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be meant; the message names the key and the way out. Raised before any episode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlimeConfig:
+    """How slime's rollout uses our desktops. Agent and reward have their own mappings within."""
+
+    hosts: tuple[str, ...]
+    """Where the daemons are: `HOST:PORT` each, or one `dns:///NAME:PORT`. Mandatory."""
+    run: str = ""
+    """Label of the training run at the daemons, for fair share and metrics."""
+    pool: str = ""
+    """Pool to take machines from; empty for each task's own."""
+    task_key: str = "task_id"
+    """Where a dataset row names its task, in its metadata; a row without it is a task id by its label."""
+    group: Literal["fork", "off"] = "fork"
+    """`fork`: the members of a group begin on forks of one state. `off`: each resets alone, from the same template."""
+    group_wait_s: float = 60.0
+    """How long a group keeps a machine for a member that slime has not started yet."""
+    attempts: int = 2
+    """How often an episode is tried on a fresh machine before its sample is void."""
+    min_valid_members: int = 2
+    """A group with fewer members that came through is dropped as `env_failure`."""
+    pad_rows_to: int = 1
+    """Fill each rollout's rows up to a multiple of this; data parallel size times `--micro-batch-size` where that is
+    static and `agent.images_per_row` makes several rows."""
+    engine_retries: int = 60
+    """How often a call of the engine is tried, a second apart."""
+    engine_timeout_s: float = 600.0
+    """For one reply, weight updates included; then the sample is void."""
+    record_dir: str = ""
+    """Where `trainer.slime.hooks.record_sample` writes what was said and done; empty for nowhere."""
+    reward: Mapping[str, object] = field(default_factory=dict)
+    """`recipe:` a name of `trainer.rewards.recipes.NAMES`, by default `task`, and that recipe's options."""
+    agent: AgentSettings = field(default_factory=AgentSettings)
+    """Prompt, grammar, view and budgets; the same as evaluation's."""
+
+    def __post_init__(self) -> None:
+        """Check the values. Raises: ConfigError."""
+        if not self.hosts:
+            raise ConfigError("envd.hosts is empty; name at least one daemon, such as [10.0.0.5:50051]")
+        if self.group not in ("fork", "off"):
+            raise ConfigError(f'envd.group is {self.group!r}; it must be "fork" or "off"')
+        for name in ("attempts", "min_valid_members", "pad_rows_to", "engine_retries"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"envd.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.engine_timeout_s > self.agent.timeout_s:
+            raise ConfigError(
+                f"envd.engine_timeout_s is {self.engine_timeout_s:g}, longer than an episode may take"
+                f" (envd.agent.timeout_s: {self.agent.timeout_s:g}): an engine that hangs would count as an agent"
+                " that dawdles"
+            )
+        self.make_recipe()
+
+    @staticmethod
+    def from_args(args: Any) -> "SlimeConfig":
+        """Return what slime's args hold. Raises: ConfigError."""
+        mapping = getattr(args, "envd", None)
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(
+                "there is no `envd:` mapping; put one into a YAML file and name that with --custom-config-path"
+            )
+        # Each sample asks; the same text has the same answer.
+        return _parsed(json.dumps(mapping, sort_keys=True))
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
+        """Return what a YAML mapping says; what is left out has its default. Raises: ConfigError."""
+        hints = {one.name: one for one in dataclasses.fields(cls)}
+        _refuse_unknown(mapping, tuple(hints), "envd")
+        values: dict[str, Any] = {name: _value(hints[name], value) for name, value in mapping.items()}
+        if "hosts" not in values:
+            raise ConfigError("envd.hosts is missing; name at least one daemon, such as [10.0.0.5:50051]")
+        return cls(**values)
+
+    def make_recipe(self) -> Recipe:
+        """Return the reward. Raises: ConfigError."""
+        options = {name: value for name, value in self.reward.items() if name != "recipe"}
+        try:
+            return recipe(str(self.reward.get("recipe", "task")), **options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"envd.reward: {error}") from error
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that no sample outlives, whatever hangs: all phases at their limits, for each attempt."""
+        agent = self.agent
+        once_s = agent.reset_timeout_s + agent.timeout_s + agent.step_timeout_s + agent.evaluate_timeout_s
+        return self.attempts * once_s + 60.0
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str) -> SlimeConfig:
+    return SlimeConfig.from_mapping(json.loads(text))
+
+
+def _value(one: "dataclasses.Field[Any]", value: object) -> object:
+    match one.name, value:
+        case "hosts", str():
+            return (value,)
+        case "hosts", list() if all(isinstance(host, str) for host in value):
+            return tuple(value)
+        case "reward", Mapping():
+            return dict(value)
+        case "agent", Mapping():
+            return _agent(value)
+        case (("group_wait_s" | "engine_timeout_s"), int() | float()) if not isinstance(value, bool) and value > 0:
+            return float(value)
+        case (("attempts" | "min_valid_members" | "pad_rows_to" | "engine_retries"), int()) if not isinstance(
+            value, bool
+        ):
+            return value
+        case (("run" | "pool" | "task_key" | "group" | "record_dir"), str()):
+            return value
+    raise ConfigError(f"envd.{one.name} is {value!r}, which is no {one.type}; see docs/train.md")
+
+
+def _agent(mapping: Mapping[str, object]) -> AgentSettings:
+    _refuse_unknown(mapping, [one.name for one in dataclasses.fields(AgentSettings)], "envd.agent")
+    try:
+        return AgentSettings.from_mapping(mapping)
+    except ValueError as error:
+        raise ConfigError(f"envd.agent: {error}") from error
+
+
+def _refuse_unknown(mapping: Mapping[str, object], known: Sequence[str], where: str) -> None:
+    for key in mapping:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{where} has no key {key}{meant} It has {', '.join(known)}")

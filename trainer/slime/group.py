@@ -1,0 +1,52 @@
+"""Rewards against their own group's, for `--custom-reward-post-process-path`.
+
+slime's own way takes the batch for one group as soon as its size is not the expected one, which any removed sample or
+second row brings about. Here a group is what has one `group_index`, a rollout counts once however many rows it has, and
+a void sample enters no mean, no deviation and no count.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.rewards.groups import advantages
+from trainer.slime.samples import by_rollout, is_void
+from trainer.slime.upstream import Sample
+
+_CENTRED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+_SCALED = ("grpo", "gspo", "cispo")
+
+
+def normalize_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+    """Return each sample's reward as it is, and as the learner gets it; void ones are 0 in both.
+
+    As in slime, rewards are left alone for estimators that it does not centre (`ppo`, `reinforce_plus_plus`) and under
+    `--disable-rewards-normalization`.
+    """
+    raw_rewards = [0.0 if is_void(sample) else float(reward_of(sample, args)) for sample in samples]
+    estimator = getattr(args, "advantage_estimator", "grpo")
+    if estimator not in _CENTRED or not getattr(args, "rewards_normalization", True):
+        return raw_rewards, list(raw_rewards)
+    by_deviation = estimator in _SCALED and getattr(args, "grpo_std_normalization", True)
+    groups: dict[object, list[Sample]] = {}
+    for position, sample in enumerate(samples):
+        # Without an index there is nobody to compare with.
+        key = ("alone", position) if sample.group_index is None else ("group", sample.group_index)
+        groups.setdefault(key, []).append(sample)
+    advantage_by_sample: dict[int, float] = {}
+    for group in groups.values():
+        rollouts = by_rollout(group)
+        rewards = [rollout_reward(rows, args) for rows in rollouts]
+        for rows, advantage in zip(rollouts, advantages(rewards, by_deviation=by_deviation), strict=True):
+            advantage_by_sample.update({id(row): 0.0 if is_void(row) else advantage for row in rows})
+    return raw_rewards, [advantage_by_sample[id(sample)] for sample in samples]
+
+
+def rollout_reward(rows: Sequence[Sample], args: Any) -> float | None:
+    """Return what a rollout is worth, or None where all of it is void. Its rows share one reward."""
+    return next((float(reward_of(row, args)) for row in rows if not is_void(row)), None)
+
+
+def reward_of(sample: Sample, args: Any) -> float:
+    """Return a sample's reward as slime reads it: a number, or one of several by `--reward-key`."""
+    key = getattr(args, "reward_key", None)
+    return float(sample.reward[key] if key else sample.reward)

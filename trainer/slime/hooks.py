@@ -1,0 +1,38 @@
+"""What happened in each sample, written down: for `--rollout-sample-hook-path`."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer.slime.config import SlimeConfig
+from trainer.slime.samples import facts_of
+from trainer.slime.upstream import Sample
+
+
+async def record_sample(args: Any, sample: Sample, *, rollout_id: int | None = None, evaluation: bool = False) -> None:
+    """Append what was said and what came of it to a file of `envd.record_dir`, one line of JSON a sample.
+
+    Files are `rollout-N.jsonl` and `evaluation-N.jsonl`. Nothing is written where no directory is configured.
+    """
+    directory = SlimeConfig.from_args(args).record_dir
+    if not directory:
+        return
+    kind = "evaluation" if evaluation else "rollout"
+    path = Path(directory) / f"{kind}-{'none' if rollout_id is None else rollout_id}.jsonl"
+    line = {
+        "group_index": sample.group_index,
+        "index": sample.index,
+        "status": sample.status.value,
+        "reward": sample.reward,
+        "facts": dict(facts_of(sample)),
+        "response": sample.response,
+    }
+    await asyncio.to_thread(_append, path, json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def _append(path: Path, line: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # One write to a file opened for appending: lines of samples that end together do not mix.
+    with path.open("ab", buffering=0) as file:
+        file.write(line.encode())

@@ -1,0 +1,122 @@
+"""What a rollout came to, beside slime's own metrics: `envd/*`, for its log-function hooks.
+
+Both hooks return False, so that slime logs its own as well.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from trainer.rewards.groups import has_signal
+from trainer.slime.group import rollout_reward
+from trainer.slime.samples import by_rollout, facts_of, is_void, leaves
+from trainer.slime.upstream import Sample, log_metrics
+
+_PADDING = "padding"
+
+
+def log_rollout(
+    rollout_id: int,
+    args: Any,
+    samples: Sequence[Any],
+    rollout_extra_metrics: dict[str, Any] | None,
+    rollout_time: float,  # noqa: ARG001 -- slime names it
+) -> bool:
+    """Add our metrics to a training rollout's, for `--custom-rollout-log-function-path`."""
+    metrics = {f"envd/{name}": value for name, value in rollout_metrics(args, leaves(samples)).items()}
+    if rollout_extra_metrics is not None:
+        rollout_extra_metrics.update(metrics)
+    else:
+        # The fully asynchronous loop has none to add to.
+        log_metrics(args, metrics, rollout_id=rollout_id, prefix="rollout")
+    return False
+
+
+def log_evaluation(
+    rollout_id: int, args: Any, data: dict[str, dict[str, Any]], extra_metrics: dict[str, Any] | None
+) -> bool:
+    """Take void samples out of an evaluation before slime averages it, for `--custom-eval-rollout-log-function-path`.
+
+    A data set of which nothing came through is left out, and only its `void` count is told. With `--log-passrate`,
+    which wants whole prompts, all samples of a prompt go with a void one.
+    """
+    metrics: dict[str, float] = {}
+    for name in list(data):
+        samples: list[Sample] = data[name]["samples"]
+        metrics |= {f"eval/{name}/envd/{key}": value for key, value in rollout_metrics(args, samples).items()}
+        size = args.n_samples_per_eval_prompt if getattr(args, "log_passrate", False) else 1
+        kept = [
+            position
+            for first in range(0, len(samples), size)
+            for position in range(first, min(first + size, len(samples)))
+            if not any(is_void(sample) for sample in samples[first : first + size])
+        ]
+        if kept:
+            data[name] = {key: [values[position] for position in kept] for key, values in data[name].items()}
+        else:
+            del data[name]
+    if extra_metrics is not None:
+        extra_metrics.update(metrics)
+    else:
+        log_metrics(args, metrics, rollout_id=rollout_id, prefix="eval")
+    return False
+
+
+def rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return what rollouts came to. Means are over those that came through; `docs/train.md` explains each name."""
+    rollouts = by_rollout([sample for sample in samples if facts_of(sample).get("void") != _PADDING])
+    rewards = [rollout_reward(rows, args) for rows in rollouts]
+    heads = [rows[0] for rows in rollouts]
+    valid = [
+        facts for head, reward in zip(heads, rewards, strict=True) if reward is not None and (facts := facts_of(head))
+    ]
+    voids = Counter(facts_of(head).get("void", "removed") for head in heads if is_void(head))
+    metrics = {
+        "void_frac": 1 - len(valid) / len(rollouts) if rollouts else 0.0,
+        **{f"void/{reason}": float(count) for reason, count in voids.items()},
+        **_group_metrics(rollouts, rewards),
+    }
+    if not valid:
+        return metrics
+    outcomes = Counter(facts["reason"] for facts in valid)
+    turn_count = sum(facts["turns"] for facts in valid)
+    return metrics | {
+        "reward": fmean(reward for reward in rewards if reward is not None),
+        "task_score": fmean(facts["task_score"] for facts in valid),
+        "success_frac": fmean(facts["task_score"] >= 1 for facts in valid),
+        "turns": turn_count / len(valid),
+        "rows": fmean(facts["rows"] for facts in valid),
+        "reply_tokens": sum(facts["reply_tokens"] for facts in valid) / max(1, turn_count),
+        "parsed_frac": sum(facts["parsed"] for facts in valid) / max(1, turn_count),
+        "fallback_frac": sum(facts["fallbacks"] for facts in valid) / max(1, turn_count),
+        **{f"ended/{reason}": count / len(valid) for reason, count in outcomes.items()},
+        **{
+            f"seconds/{phase}": fmean(facts["timings_s"].get(phase, 0.0) for facts in valid)
+            for phase in ("reset", "model", "step", "evaluate")
+        },
+        **{
+            f"reward_part/{name}": fmean(facts["reward_parts"].get(name, 0.0) for facts in valid)
+            for name in sorted({name for facts in valid for name in facts["reward_parts"]})
+        },
+    }
+
+
+def _group_metrics(rollouts: Sequence[Sequence[Sample]], rewards: Sequence[float | None]) -> dict[str, float]:
+    """Return how many groups teach nothing, and how many began in more than one state."""
+    rewards_by_group: dict[int, list[float | None]] = {}
+    origins_by_group: dict[int, set[str]] = {}
+    for rows, reward in zip(rollouts, rewards, strict=True):
+        group = rows[0].group_index
+        if group is not None:
+            rewards_by_group.setdefault(group, []).append(reward)
+            if reward is not None:
+                origins_by_group.setdefault(group, set()).add(facts_of(rows[0]).get("origin", ""))
+    if not rewards_by_group:
+        return {}
+    return {
+        "zero_std_frac": fmean(not has_signal(group) for group in rewards_by_group.values()),
+        "mixed_origin_frac": fmean(len(origins) > 1 for origins in origins_by_group.values())
+        if origins_by_group
+        else 0.0,
+    }

@@ -1,0 +1,171 @@
+"""The work behind one sample: an episode lived with slime's engine, and what it wrote turned into slime's columns."""
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from trainer.agent.attempts import run_task
+from trainer.agent.prompts import prompt_hash
+from trainer.agent.types import ModelFailed, Outcome, Trajectory
+from trainer.client import AsyncEnvClient
+from trainer.rewards.facts import EpisodeFacts
+from trainer.slime import upstream
+from trainer.slime.checks import warn_of_capacity
+from trainer.slime.config import SlimeConfig
+from trainer.slime.samples import fill, note, set_status
+from trainer.slime.seats import Seats
+from trainer.slime.upstream import GenerateState, Sample
+from trainer.tokens.chat import Chat
+from trainer.tokens.rows import Row
+from trainer.tokens.sglang import Room, SglangConversation
+
+_ABORT_POLL_S = 0.5
+
+
+class Rollout:
+    """One sample while it is made."""
+
+    def __init__(self, args: Any, sample: Sample, sampling_params: Mapping[str, Any], *, config: SlimeConfig) -> None:
+        """Take what slime hands to generate."""
+        self._args = args
+        self._sample = sample
+        self._sampling_params = dict(sampling_params)  # slime shares one among the samples of an evaluation
+        self._config = config
+        self._state: GenerateState = upstream.generate_state(args)
+        options = getattr(args, "apply_chat_template_kwargs", None)
+        self._chat = Chat(self._state.tokenizer, self._state.processor, template_options=options)
+        self._conversation = self._converse()
+        self._attempt_count = 0
+
+    async def live(self, task: str, *, group_size: int) -> Trajectory | None:
+        """Live the task; None if slime wants no more samples."""
+        config = self._config
+        client = client_of(config.hosts[0], config.run)
+        await warn_of_capacity(self._args, config, client)
+        seats = Seats(client, self._sample, group_size=group_size, group_wait_s=config.group_wait_s)
+        episode = run_task(
+            seats, task, self._converse, settings=config.agent, pool=config.pool, attempts=config.attempts
+        )
+        trajectory = await _until_aborted(self._state, episode)
+        self._attempt_count = seats.reset_count
+        return trajectory
+
+    @property
+    def rows(self) -> list[Row]:
+        """What the last attempt wrote, rows without a reply left out."""
+        return [row for row in self._conversation.rows if row.reply_count]
+
+    async def write(self, trajectory: Trajectory, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
+        """Fill fresh samples, one for each row; samples beyond the rows are left alone.
+
+        Raises:
+            ModelFailed: There is no row, or its images are not what its ids say.
+            ValueError: The engine's extras do not fit the tokens.
+        """
+        if not rows or trajectory.evaluation is None:
+            raise ModelFailed(f"the episode ended ({trajectory.reason}) before the model could speak")
+        config = self._config
+        facts = EpisodeFacts(
+            task_id=trajectory.task_id,
+            task_score=trajectory.evaluation.score,
+            turns=tuple(turn.facts for turn in trajectory.turns),
+            max_turns=config.agent.max_turns,
+            truncated=trajectory.outcome is Outcome.TRUNCATED,
+            metadata=self._sample.metadata,
+        )
+        breakdown = config.make_recipe()(facts)
+        record = {
+            **summary_of(trajectory, facts.task_score),
+            "reward_parts": dict(breakdown.parts),
+            "rows": len(rows),
+            "attempts": self._attempt_count,
+            "prompt_hash": prompt_hash(config.agent),
+        }
+        for sample, row in zip(samples, rows, strict=False):
+            fill(sample, row, self._args)
+            # Last of all: what an episode need not carry along, and off the loop.
+            sample.multimodal_train_inputs = await asyncio.to_thread(
+                self._chat.tensors, row.trained_images, sample.tokens
+            )
+            sample.reward = breakdown.total
+            sample.non_generation_time = sum(
+                seconds for phase, seconds in trajectory.timings_s.items() if phase != "model"
+            )
+            set_status(sample, "TRUNCATED" if facts.truncated else "COMPLETED")
+            note(sample, record, raw_reward=facts.task_score)
+
+    def _converse(self) -> SglangConversation:
+        agent, sampling_params = self._config.agent, self._sampling_params
+        self._conversation = SglangConversation(
+            self._chat,
+            self._call_engine,
+            room=Room(
+                prompt=agent.prompt_tokens + agent.row_cost.image + agent.row_cost.tree,
+                reply=min(agent.reply_tokens, int(sampling_params["max_new_tokens"])),
+                total=agent.context_tokens,
+                images=agent.row_cost.images,
+            ),
+            sampling_params=sampling_params,
+            is_aborted=lambda: self._state.aborted,
+            extras={"return_routed_experts": True} if getattr(self._args, "use_rollout_routing_replay", False) else {},
+        )
+        return self._conversation
+
+    async def _call_engine(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Ask the engine by slime's own client. Raises: ModelFailed."""
+        args, sample = self._args, self._sample
+        url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+        headers = None
+        if sample.session_id and getattr(args, "router_policy", None) == "consistent_hashing":
+            headers = {"X-SMG-Routing-Key": sample.session_id}
+        room = payload["sampling_params"]["max_new_tokens"]
+        try:
+            with upstream.span(sample, "sglang_generate", {"max_new_tokens": room}) as traced:
+                async with asyncio.timeout(self._config.engine_timeout_s):
+                    answer: Mapping[str, Any] = await upstream.post(
+                        url, payload, max_retries=self._config.engine_retries, headers=headers
+                    )
+                traced.update(upstream.engine_attributes(answer["meta_info"]))
+        except Exception as error:
+            raise ModelFailed(f"the engine at {url} gave no answer: {type(error).__name__}: {error}") from error
+        return answer
+
+
+@cache
+def client_of(target: str, run: str) -> AsyncEnvClient:
+    """Return the process's client; each event loop has connections of its own in it."""
+    return AsyncEnvClient(target, run=run)
+
+
+def summary_of(trajectory: Trajectory, task_score: float) -> dict[str, Any]:
+    """Return what is recorded of an episode that came through, as JSON would hold it."""
+    facts = [turn.facts for turn in trajectory.turns]
+    return {
+        "task_id": trajectory.task_id,
+        "episode_id": trajectory.episode_id,
+        "origin": trajectory.origin.template_digest if trajectory.origin else "",
+        "outcome": trajectory.outcome.value,
+        "reason": trajectory.reason,
+        "task_score": task_score,
+        "turns": len(facts),
+        "reply_tokens": sum(turn.token_count for turn in facts),
+        "parsed": sum(turn.parsed for turn in facts),
+        "fallbacks": sum(turn.fallback is not None for turn in facts),
+        "timings_s": dict(trajectory.timings_s),
+    }
+
+
+async def _until_aborted(state: GenerateState, work: Coroutine[Any, Any, Trajectory]) -> Trajectory | None:
+    """Wait for work, or cancel it and return None once slime wants no more: it waits for us then, machines and all."""
+    task = asyncio.create_task(work)
+    try:
+        while not task.done():
+            if state.aborted:
+                return None
+            await asyncio.wait({task}, timeout=_ABORT_POLL_S)
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})

@@ -1,0 +1,136 @@
+"""All that we use of slime, found when it is used: this package imports and is tested without it.
+
+slime's objects are named here by the little that we touch of them, and are reached through their modules' attributes,
+so what a user or slime's own contract tests put there is what we get. Where a name moved between slime's versions, the
+new place is tried first.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from importlib import import_module
+from typing import Any, Protocol
+
+_TRACING = ("slime.observability.trace_utils", "slime.utils.trace_utils")
+_LOGGING = ("slime.observability.logging_utils", "slime.utils.logging_utils")
+_METRICS = ("slime.observability.metric_utils", "slime.utils.metric_utils")
+
+
+class Sample(Protocol):
+    """`slime.utils.types.Sample`, as far as we read or write it."""
+
+    Status: type[Enum]
+    group_index: int | None
+    index: int | None
+    rollout_id: int | None
+    prompt: Any
+    label: Any
+    tokens: list[int]
+    multimodal_train_inputs: dict[str, Any] | None
+    response: str
+    response_length: int
+    reward: Any
+    loss_mask: list[int] | None
+    weight_versions: list[str]
+    rollout_log_probs: list[float] | None
+    rollout_top_p_token_ids: Any
+    rollout_top_p_token_offsets: Any
+    rollout_routed_experts: Any
+    remove_sample: bool
+    status: Enum
+    metadata: dict[str, Any]
+    session_id: str | None
+    non_generation_time: float
+    spec_info: Any
+    prefix_cache_info: Any
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Any = None,
+        log_probs: Any = None,
+        trainable: bool = True,
+        meta_info: dict[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None: ...
+
+
+class GenerateState(Protocol):
+    """`slime.rollout.sglang_rollout.GenerateState`: one for each process."""
+
+    tokenizer: Any
+    processor: Any
+    aborted: bool
+
+
+class Span(Protocol):
+    """A span of slime's traces."""
+
+    def update(self, attrs: dict[str, Any] | None) -> object:
+        """Add to what is shown of it."""
+
+
+class _Silent:
+    def update(self, attrs: dict[str, Any] | None) -> object:  # noqa: ARG002 -- nobody looks
+        return self
+
+
+def generate_state(args: Any) -> GenerateState:
+    """Return the process's state, made on first use."""
+    state: GenerateState = import_module("slime.rollout.sglang_rollout").GenerateState(args)
+    return state
+
+
+async def post(url: str, payload: Mapping[str, Any], *, max_retries: int, headers: Mapping[str, str] | None) -> Any:
+    """Call the engine by slime's own client, which has no timeout and tries again after a second."""
+    module = import_module("slime.utils.http_utils")
+    return await module.post(url, payload, max_retries=max_retries, headers=headers)
+
+
+def engine_count(args: Any) -> int:
+    """Return how many engines answer rollouts."""
+    return int(import_module("slime.utils.http_utils").get_rollout_num_engines(args))
+
+
+def filter_output(*, keep: bool, reason: str | None) -> Any:
+    """Return what a dynamic filter answers."""
+    return import_module("slime.rollout.filter_hub.base_types").DynamicFilterOutput(keep=keep, reason=reason)
+
+
+def span(
+    target: Sample | Sequence[Sample], name: str, attrs: Mapping[str, Any] | None = None
+) -> AbstractContextManager["Span"]:
+    """Return a context manager that traces what is done for samples; a silent one where slime cannot trace."""
+    tracing = _first_of(_TRACING)
+    if tracing is None:
+        return nullcontext(_Silent())
+    traced: AbstractContextManager[Span] = tracing.trace_span(target, name, attrs=dict(attrs or {}))
+    return traced
+
+
+def engine_attributes(meta_info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what slime's traces and performance metrics show of an engine's answer."""
+    tracing = _first_of(_TRACING)
+    return {} if tracing is None else dict(tracing.build_sglang_meta_trace_attrs(dict(meta_info)))
+
+
+def log_metrics(args: Any, metrics: Mapping[str, float], *, rollout_id: int, prefix: str) -> None:
+    """Send metrics to wherever slime sends its own for this rollout."""
+    logging, counting = _first_of(_LOGGING), _first_of(_METRICS)
+    if logging is None or counting is None:
+        return
+    step_key = f"{prefix}/step"
+    logging.log(args, {**metrics, step_key: counting.compute_rollout_step(args, rollout_id)}, step_key=step_key)
+
+
+def _first_of(names: Sequence[str]) -> Any:
+    for name in names:
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as error:
+            # A package that slime itself lacks (wandb, say) is the installation's business, and is not hidden.
+            if error.name is None or not error.name.startswith("slime"):
+                raise
+    return None

@@ -1,0 +1,207 @@
+"""A server that speaks SGLang's `/generate` with a real model on a CPU, in a thread of its own.
+
+```python
+with SglangServer(checkpoint, script=say) as server:
+    args.sglang_router_ip, args.sglang_router_port = server.host, server.port
+```
+
+It reads what SGLang reads: ids with one placeholder for each image, and the images as data URIs, which it decodes and
+expands by itself. A random model says nothing that a desktop could do, so a script may put words in its mouth; ids and
+log-probabilities are the model's own for those words all the same. Needs aiohttp, torch and transformers.
+"""
+
+import asyncio
+import base64
+import io
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from aiohttp import web
+
+Script = Callable[[str], str | None]
+"""Takes the decoded prompt, and returns what the model must say, or None for what it would."""
+
+
+class SglangServer:
+    """One engine, and the router before it. Use as a context manager."""
+
+    def __init__(self, checkpoint: Path, *, script: Script | None = None, seed: int = 0) -> None:
+        """Load the model; entering starts to serve on a free loopback port."""
+        import torch  # noqa: PLC0415 -- only who runs a model needs it
+        from transformers import AutoModelForImageTextToText, AutoProcessor  # noqa: PLC0415
+
+        torch.manual_seed(seed)
+        self.host, self.port = "127.0.0.1", 0
+        self.requests: list[Mapping[str, Any]] = []
+        """What came in, in order."""
+        self.answers: list[Sequence[Any]] = []
+        """What was said, as `output_token_logprobs`."""
+        self.is_dead = False
+        """Whether the engine was killed: who asks it is cut off, and the router goes on."""
+        self.weight_version = "1"
+        self.prompt_token_error = 0
+        """Added to each answer's count of prompt tokens: an engine that read something else."""
+        self._model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
+        self._processor: Any = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=True)
+        self._tokenizer = self._processor.tokenizer
+        self._image_id = self._tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        self._end_id = self._tokenizer.eos_token_id
+        self._unspeakable = [i for i in self._tokenizer.all_special_ids if i != self._end_id]
+        self._script = script
+        self._aborted_count = 0
+        # One thread: torch's generator is shared, and two cores gain nothing by more.
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tiny-model")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
+        self._runner: web.AppRunner | None = None
+        self._running = 0
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{self.host}:{self.port}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._runner is not None
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._executor.shutdown()
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=256 << 20)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        app.router.add_get("/workers", self._workers)
+        app.router.add_get("/v1/loads", self._loads)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.host, 0)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def _workers(self, _: web.Request) -> web.Response:
+        return web.json_response({"workers": [{"url": self.url}]})
+
+    async def _loads(self, _: web.Request) -> web.Response:
+        return web.json_response({"loads": [{"num_running_reqs": self._running, "num_waiting_reqs": 0}]})
+
+    async def _abort(self, _: web.Request) -> web.Response:
+        self._aborted_count += 1
+        return web.json_response({})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        payload = await request.json()
+        self.requests.append(payload)
+        aborted_count = self._aborted_count
+        self._running += 1
+        try:
+            answer = await self._loop.run_in_executor(self._executor, self._answer, payload)
+        finally:
+            self._running -= 1
+        if self.is_dead:
+            assert request.transport is not None
+            request.transport.abort()
+        if self._aborted_count != aborted_count:
+            answer["meta_info"]["finish_reason"] = {"type": "abort"}
+        return web.json_response(answer)
+
+    def _answer(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        images = [_decoded(uri) for uri in payload.get("image_data") or ()]
+        inputs = self._processor.image_processor(images=images, return_tensors="pt") if images else {}
+        prompt = self._expanded(payload["input_ids"], inputs.get("image_grid_thw", ()))
+        wanted = self._script(self._tokenizer.decode(payload["input_ids"])) if self._script else None
+        room = int(payload["sampling_params"]["max_new_tokens"])
+        temperature = float(payload["sampling_params"].get("temperature", 1.0))
+        if wanted is None:
+            said, log_probs = self._sampled(prompt, inputs, room, temperature)
+        else:
+            said = [*self._tokenizer.encode(wanted, add_special_tokens=False), self._end_id][:room]
+            log_probs = self.log_probs(prompt, said, inputs, temperature)
+        finish = "stop" if said[-1] == self._end_id else "length"
+        told = [[log_prob, token_id, None] for log_prob, token_id in zip(log_probs, said, strict=True)]
+        self.answers.append(told)
+        return {
+            "text": self._tokenizer.decode(said, skip_special_tokens=False),
+            "meta_info": {
+                "finish_reason": {"type": finish},
+                "output_token_logprobs": told,
+                "prompt_tokens": len(prompt) + self.prompt_token_error,
+                "completion_tokens": len(said),
+                "cached_tokens": 0,
+                "weight_version": self.weight_version,
+            },
+        }
+
+    def log_probs(
+        self, prompt: Sequence[int], said: Sequence[int], inputs: Mapping[str, Any], temperature: float = 1.0
+    ) -> list[float]:
+        """Return the model's log-probabilities of what was said after a prompt.
+
+        Args:
+            prompt: Ids with as many placeholders as the images have tokens.
+            said: Ids.
+            inputs: `pixel_values` and `image_grid_thw`, or nothing.
+            temperature: Of the sampling.
+        """
+        import torch  # noqa: PLC0415 -- as above
+
+        with torch.no_grad():
+            logits = self._model(**self._inputs([*prompt, *said], inputs)).logits[0, len(prompt) - 1 : -1]
+            table = torch.log_softmax(logits / temperature, dim=-1)
+        return [float(table[position, token_id]) for position, token_id in enumerate(said)]
+
+    def _sampled(
+        self, prompt: Sequence[int], inputs: Mapping[str, Any], room: int, temperature: float
+    ) -> tuple[list[int], list[float]]:
+        import torch  # noqa: PLC0415 -- as above
+
+        with torch.no_grad():
+            made = self._model.generate(
+                **self._inputs(prompt, inputs),
+                do_sample=True,
+                temperature=temperature,
+                top_k=0,
+                max_new_tokens=room,
+                eos_token_id=self._end_id,
+                # Random weights would say these now and then, which no trained model does.
+                suppress_tokens=self._unspeakable,
+                pad_token_id=self._tokenizer.pad_token_id,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        said = made.sequences[0, len(prompt) :].tolist()
+        tables = [torch.log_softmax(logits[0] / temperature, dim=-1) for logits in made.logits]
+        return said, [float(table[token_id]) for table, token_id in zip(tables, said, strict=True)]
+
+    def _inputs(self, ids: Sequence[int], inputs: Mapping[str, Any]) -> dict[str, Any]:
+        import torch  # noqa: PLC0415 -- as above
+
+        input_ids = torch.tensor([list(ids)])
+        floats = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
+        kinds = (input_ids == self._image_id).int()
+        return {"input_ids": input_ids, "mm_token_type_ids": kinds, **floats}
+
+    def _expanded(self, ids: Sequence[int], grids: Sequence[Any]) -> list[int]:
+        counts = iter([int(grid.prod()) // self._processor.image_processor.merge_size**2 for grid in grids])
+        if list(ids).count(self._image_id) != len(grids):
+            raise web.HTTPBadRequest(text=f"{len(grids)} images came with another number of placeholders")
+        return [same for token_id in ids for same in [token_id] * (next(counts) if token_id == self._image_id else 1)]
+
+
+def _decoded(uri: str) -> Any:
+    from PIL import Image  # noqa: PLC0415 -- with images only
+
+    return Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).convert("RGB")

@@ -1,0 +1,238 @@
+"""Small doubles of what the trainer uses of slime, and of the engine behind it: no torch, no sockets, no checkpoint.
+
+The proof on slime's real code checks that `Sample` has the real one's fields and grows as that one does.
+
+```python
+engine = ScriptedEngine(say)
+with stand_in_slime(engine):
+    sample = await generate(args, Sample(index=0, metadata={"task_id": "fake/save-note"}), {"max_new_tokens": 64})
+```
+"""
+
+import base64
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from PIL import Image
+
+IMAGE = "<|image_pad|>"
+END = "<|im_end|>"
+_SPECIAL = ("<|im_start|>", END, "<|vision_start|>", "<|vision_end|>", IMAGE)
+_PATCH_PX, _MERGE = 16, 2
+
+
+@dataclass
+class Sample:
+    """`slime.utils.types.Sample`, the fields that the trainer reads or writes."""
+
+    class Status(Enum):
+        """Where a sample is in its life."""
+
+        PENDING = "pending"
+        COMPLETED = "completed"
+        TRUNCATED = "truncated"
+        ABORTED = "aborted"
+        FAILED = "failed"
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    prompt: Any = ""
+    tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: Any = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    rollout_top_p_token_ids: Any = None
+    rollout_top_p_token_offsets: Any = None
+    rollout_routed_experts: Any = None
+    remove_sample: bool = False
+    status: Enum = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    session_id: str | None = None
+    non_generation_time: float = 0.0
+    spec_info: Any = field(default_factory=SimpleNamespace)
+    prefix_cache_info: Any = field(default_factory=SimpleNamespace)
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Any = None,
+        log_probs: Any = None,
+        trainable: bool = True,
+        meta_info: dict[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Grow by tokens of one kind, masks and log-probabilities with them. Raises: ValueError."""
+        tokens = list(tokens or ())
+        if trainable == (log_probs is None):
+            raise ValueError("what is trained has log-probabilities, and nothing else has")
+        log_probs = list(log_probs) if trainable else [0.0] * len(tokens)
+        if len(log_probs) != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens with {len(log_probs)} log-probabilities")
+        self.response += text or ""
+        self.tokens += tokens
+        self.response_length += len(tokens)
+        self.loss_mask = [*(self.loss_mask or ()), *([int(trainable)] * len(tokens))]
+        self.rollout_log_probs = [*(self.rollout_log_probs or ()), *log_probs]
+        if update_terminal_info and meta_info is not None and "weight_version" in meta_info:
+            self.weight_versions.append(meta_info["weight_version"])
+
+
+class Tokenizer:
+    """A token for each character, and one for each special token."""
+
+    eos_token = END
+
+    def __init__(self) -> None:
+        self.added_tokens_decoder = {
+            number: SimpleNamespace(content=text, special=True) for number, text in enumerate(_SPECIAL)
+        }
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        """Return a special token's id."""
+        return _SPECIAL.index(token)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return a text's ids."""
+        ids = []
+        while text:
+            special = next((token for token in _SPECIAL if text.startswith(token)), "")
+            ids.append(_SPECIAL.index(special) if special else len(_SPECIAL) + ord(text[0]))
+            text = text[len(special) or 1 :]
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of ids."""
+        return "".join(_SPECIAL[i] if i < len(_SPECIAL) else chr(i - len(_SPECIAL)) for i in ids)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **_: Any
+    ) -> str:
+        """Render messages in Qwen's frame."""
+        assert not tokenize
+        text = "".join(f"<|im_start|>{message['role']}\n{_content(message['content'])}{END}\n" for message in messages)
+        return f"{text}<|im_start|>assistant\n" if add_generation_prompt else text
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    image = f"<|vision_start|>{IMAGE}<|vision_end|>"
+    return "".join(image if part["type"] == "image" else part["text"] for part in content)
+
+
+class _Tensor(list[tuple[int, ...]]):
+    """Rows of numbers, with as much of a tensor's ways as is used."""
+
+    def prod(self, *, dim: int) -> "_Tensor":
+        assert dim == 1
+        return _Tensor((a * b * c,) for a, b, c in self)
+
+    def sum(self) -> int:
+        return sum(row[0] for row in self)
+
+    def is_floating_point(self) -> bool:
+        return False
+
+
+class ImageProcessor:
+    """Counts patches of 16 px, merged 2 by 2."""
+
+    merge_size = _MERGE
+
+    def get_number_of_image_patches(self, height: int, width: int, options: Mapping[str, Any]) -> int:
+        """Return how many patches an image of that size has."""
+        _, rows, columns = _grid(width, height)
+        return rows * columns
+
+    def __call__(self, *, images: Sequence[Image.Image], return_tensors: str) -> dict[str, Any]:
+        return {"image_grid_thw": _Tensor(_grid(image.width, image.height) for image in images)}
+
+
+def _grid(width_px: int, height_px: int) -> tuple[int, int, int]:
+    side_px = _PATCH_PX * _MERGE
+    return 1, round(height_px / side_px) * _MERGE, round(width_px / side_px) * _MERGE
+
+
+class Processor:
+    """Of a model with eyes."""
+
+    image_token = IMAGE
+    chat_template = None
+
+    def __init__(self) -> None:
+        self.image_processor = ImageProcessor()
+
+
+class ScriptedEngine:
+    """Answers as SGLang's `/generate` does, with what a script says."""
+
+    def __init__(self, say: Callable[[str], str]) -> None:
+        """Take the script: from the decoded prompt to the reply's text."""
+        self.requests: list[Mapping[str, Any]] = []
+        self.finish = "stop"
+        self.prompt_token_error = 0
+        self._say = say
+        self._tokenizer = Tokenizer()
+
+    async def post(
+        self, url: str, payload: Mapping[str, Any], *, max_retries: int, headers: Mapping[str, str] | None
+    ) -> Any:
+        """Answer one request; a script that raises is an engine that fails."""
+        self.requests.append(payload)
+        sizes = [Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).size for uri in _images(payload)]
+        prompt: Sequence[int] = payload["input_ids"]
+        image_tokens = sum(rows * columns // _MERGE**2 for _, rows, columns in (_grid(*size) for size in sizes))
+        ids = self._tokenizer.encode(self._say(self._tokenizer.decode(prompt)) + END)
+        ids = ids[: payload["sampling_params"]["max_new_tokens"]]
+        finish = self.finish if ids[-1] == self._tokenizer.convert_tokens_to_ids(END) else "length"
+        return {
+            "text": self._tokenizer.decode(ids),
+            "meta_info": {
+                "finish_reason": {"type": finish},
+                "output_token_logprobs": [[-0.5 - position / 1000, i, None] for position, i in enumerate(ids)],
+                "prompt_tokens": len(prompt) - len(sizes) + image_tokens + self.prompt_token_error,
+                "completion_tokens": len(ids),
+                "weight_version": "7",
+            },
+        }
+
+
+def _images(payload: Mapping[str, Any]) -> Sequence[str]:
+    return payload.get("image_data") or ()
+
+
+@contextmanager
+def stand_in_slime(engine: ScriptedEngine, *, has_eyes: bool = True) -> Iterator[SimpleNamespace]:
+    """Let `import slime` find doubles; yields the state that slime keeps for the process."""
+    state = SimpleNamespace(tokenizer=Tokenizer(), processor=Processor() if has_eyes else None, aborted=False)
+    places: dict[str, dict[str, Any]] = {
+        "slime": {},
+        "slime.rollout": {},
+        "slime.rollout.sglang_rollout": {"GenerateState": lambda args: state},
+        "slime.rollout.filter_hub": {},
+        "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": SimpleNamespace},
+        "slime.utils": {},
+        "slime.utils.http_utils": {"post": engine.post, "get_rollout_num_engines": lambda args: 1},
+    }
+    modules = {}
+    for name, attributes in places.items():
+        modules[name] = ModuleType(name)
+        modules[name].__dict__.update(attributes, __path__=[])
+    with patch.dict(sys.modules, modules):
+        yield state

@@ -1,0 +1,207 @@
+"""A small slime job on one CPU: slime's real rollout code, and arguments as its parser would leave them.
+
+What a CPU does not have (sglang, wandb) is stood in for by modules of which nothing is called. Needs slime's checkout.
+"""
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self
+from unittest.mock import MagicMock
+
+_ABSENT = (
+    "wandb",
+    "sglang",
+    "sglang.srt",
+    "sglang.srt.constants",
+    "sglang.srt.entrypoints",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.server_args",
+    "sglang.srt.utils",
+    "sglang_router",
+    "sglang_router.launch_router",
+)
+
+
+class _Anything(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock(name=f"{self.__name__}.{name}")
+
+
+def use_slime(home: Path) -> None:
+    """Make `import slime` find a checkout, and what it would want of a GPU node find stand-ins."""
+    if str(home) not in sys.path:
+        sys.path.insert(0, str(home))
+    for name in _ABSENT:
+        sys.modules.setdefault(name, _Anything(name))
+
+
+def _module(name: str) -> Any:
+    return import_module(name)
+
+
+class SlimeJob:
+    """One job of slime's: its data source, its rollout functions, and its way from samples to train data.
+
+    Use as a context manager: slime leaves its connections to the end of the process.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        """Begin afresh, as a new process would: slime keeps its state and its connections in the process."""
+        self.args = args
+        _module("slime.utils.misc").SingletonMeta._instances.clear()
+        self._http = _module("slime.utils.http_utils")
+        self._http._http_client = None
+        self._http.init_http_client(args)
+        self.data_source = _module("slime.rollout.data_source").RolloutDataSourceWithBuffer(args)
+        self._manager = _module("slime.ray.rollout").RolloutManager.__ray_metadata__.modified_class
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close what slime keeps open, in the loop that it was opened in."""
+        _module("slime.utils.async_utils").run(self._http._http_client.aclose())
+
+    def rollout(self, rollout_id: int = 0) -> Any:
+        """Run one synchronous rollout; returns slime's RolloutFnTrainOutput."""
+        return _module("slime.rollout.sglang_rollout").generate_rollout(self.args, rollout_id, self.data_source)
+
+    def fully_async_rollout(self, rollout_id: int = 0) -> Any:
+        """Run one rollout of the loop that never stops, in its own thread. Returns the groups."""
+        module = _module("slime.rollout.fully_async_rollout")
+        return module.generate_rollout_fully_async(self.args, rollout_id, self.data_source)
+
+    def stop_fully_async(self) -> None:
+        """End that loop."""
+        _module("slime.rollout.fully_async_rollout")._stop_global_worker()
+
+    def evaluate(self, rollout_id: int = 0) -> Any:
+        """Run one evaluation; returns slime's RolloutFnEvalOutput."""
+        rollout = _module("slime.rollout.sglang_rollout")
+        return rollout.generate_rollout(self.args, rollout_id, self.data_source, evaluation=True)
+
+    def train_data(self, groups: Sequence[Any]) -> dict[str, Any]:
+        """Return what slime's rollout manager makes of groups: checked, flattened and converted by its own code."""
+        manager = self._manager.__new__(self._manager)
+        manager.args = self.args
+        manager.custom_convert_samples_to_train_data_func = None
+        load = _module("slime.utils.misc").load_function
+        manager.custom_reward_post_process_func = load(self.args.custom_reward_post_process_path)
+        _module("slime.observability.rollout_data_utils").validate_rollout_id_annotated(list(groups))
+        data: dict[str, Any] = manager._convert_samples_to_train_data(flatten(groups))
+        return data
+
+
+def flatten(groups: Sequence[Any]) -> list[Any]:
+    """Return the samples of groups as slime's rollout manager does: it looks at the first of a level."""
+    while isinstance(groups[0], list):
+        groups = [member for group in groups for member in group]
+    return list(groups)
+
+
+def write_tasks(path: Path, task_ids: Sequence[str]) -> Path:
+    """Write a data set of tasks, a line each, as `docs/train.md` says."""
+    rows = [
+        {"prompt": [{"role": "user", "content": task_id}], "metadata": {"task_id": task_id}} for task_id in task_ids
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def slime_args(envd: Mapping[str, Any], **changed: Any) -> Namespace:
+    """Return arguments with our hooks in their places.
+
+    Args:
+        envd: The mapping `envd:` of the YAML file.
+        changed: Arguments that differ.
+    """
+    values: dict[str, Any] = {
+        "envd": dict(envd),
+        "hf_checkpoint": None,
+        # -- the rollout
+        "rollout_batch_size": 1,
+        "over_sampling_batch_size": 1,
+        "n_samples_per_prompt": 2,
+        "global_batch_size": 2,
+        "rollout_global_dataset": True,
+        "rollout_shuffle": False,
+        "rollout_seed": 42,
+        "rollout_temperature": 1.0,
+        "rollout_top_p": 1.0,
+        "rollout_top_k": -1,
+        "rollout_max_response_len": 256,
+        "rollout_max_prompt_len": None,
+        "rollout_max_context_len": None,
+        "rollout_stop": None,
+        "rollout_stop_token_ids": None,
+        "rollout_skip_special_tokens": False,
+        "rollout_num_engines": 1,
+        "rollout_num_gpus": 1,
+        "partial_rollout": False,
+        "mask_offpolicy_in_partial_rollout": False,
+        "use_rollout_routing_replay": False,
+        "ci_test": False,
+        "group_rm": False,
+        "reward_key": None,
+        "eval_reward_key": None,
+        "rm_type": None,
+        # -- the data set
+        "prompt_data": None,
+        "input_key": "prompt",
+        "label_key": None,
+        "metadata_key": "metadata",
+        "tool_key": None,
+        "multimodal_keys": None,
+        "apply_chat_template": True,
+        "apply_chat_template_kwargs": {},
+        "buffer_filter_path": None,
+        "dump_details": None,
+        "load": None,
+        "save": None,
+        # -- the engine
+        "sglang_router_ip": "127.0.0.1",
+        "sglang_router_port": 0,
+        "sglang_server_concurrency": 8,
+        "sglang_dp_size": None,
+        "router_policy": None,
+        "use_distributed_post": False,
+        # -- training and what is logged
+        "advantage_estimator": "grpo",
+        "rewards_normalization": True,
+        "grpo_std_normalization": True,
+        "use_dynamic_batch_size": True,
+        "max_tokens_per_gpu": 8192,
+        "micro_batch_size": 1,
+        "balance_data": False,
+        "balance_by_flops": False,
+        "log_passrate": False,
+        "log_reward_category": None,
+        "n_samples_per_eval_prompt": 1,
+        "eval_max_prompt_len": None,
+        "wandb_always_use_train_step": False,
+        "use_wandb": False,
+        "use_tensorboard": False,
+        "load_debug_rollout_data": None,
+        # -- hooks
+        "custom_generate_function_path": "trainer.slime.generate.generate",
+        "custom_rm_path": "trainer.slime.rewards.reward_func",
+        "custom_reward_post_process_path": "trainer.slime.group.normalize_rewards",
+        "custom_convert_samples_to_train_data_path": None,
+        "custom_rollout_log_function_path": "trainer.slime.metrics.log_rollout",
+        "custom_eval_rollout_log_function_path": "trainer.slime.metrics.log_evaluation",
+        "dynamic_sampling_filter_path": None,
+        "rollout_sample_hook_path": [],
+        "rollout_sample_filter_path": None,
+        "rollout_all_samples_process_path": None,
+    }
+    unknown = set(changed) - set(values)
+    if unknown:
+        raise TypeError(f"slime_args has no {', '.join(sorted(unknown))}")
+    return Namespace(**(values | changed))

@@ -1,0 +1,149 @@
+"""A real vision-language model that is made in seconds and runs on a CPU: random weights, a tokenizer trained in place.
+
+The checkpoint loads as any other does, `AutoTokenizer`, `AutoProcessor` and `AutoModelForImageTextToText`. The model is
+a Qwen3-VL of two layers, so images, grids and positions are treated as in the large ones; what it says is nonsense.
+Needs torch and transformers.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+_SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+_CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.content is string -%}
+{{ message.content }}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}
+<|vision_start|><|image_pad|><|vision_end|>
+{%- else -%}
+{{ part.text }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}"""
+#: transformers' own class wants a video processor, which wants torchvision; this one lives beside the weights.
+_PROCESSOR_CODE = """\
+from transformers import ProcessorMixin
+
+
+class TinyProcessor(ProcessorMixin):
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
+        self.image_token = "<|image_pad|>"
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+
+    def __call__(self, images=None, text=None, videos=None, text_kwargs=None, images_kwargs=None, **kwargs):
+        taken = self.image_processor(images=images, return_tensors="pt") if images else {}
+        texts = [text] if isinstance(text, str) else list(text)
+        counts = [int(grid.prod()) // self.image_processor.merge_size**2 for grid in taken.get("image_grid_thw", ())]
+        for index, one in enumerate(texts):
+            parts = one.split(self.image_token)
+            for part in parts[1:]:
+                parts[0] += self.image_token * counts.pop(0) + part
+            texts[index] = parts[0]
+        ids = [self.tokenizer.encode(one, add_special_tokens=False) for one in texts]
+        return {"input_ids": ids, "attention_mask": [[1] * len(one) for one in ids], **taken}
+"""
+
+
+def write_checkpoint(directory: Path, *, vocabulary: Iterable[str] = (), seed: int = 0) -> Path:
+    """Write the model, its tokenizer and its processor.
+
+    Args:
+        directory: Where; made if it is missing.
+        vocabulary: Texts that the tokenizer learns from; others cost it a token for each byte.
+        seed: Of the weights.
+    """
+    import torch  # noqa: PLC0415 -- only who makes a model needs them
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration  # noqa: PLC0415
+
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer(vocabulary)
+    processor = _processor(directory, tokenizer)
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in _SPECIAL}
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 32768,
+        # Large enough that the log-probabilities tell tokens and images apart.
+        "initializer_range": 0.2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]},
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "out_hidden_size": 64,
+        "patch_size": 16,
+        "num_position_embeddings": 256,
+        "deepstack_visual_indexes": [0],
+    }
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    torch.manual_seed(seed)
+    Qwen3VLForConditionalGeneration(config).save_pretrained(directory)
+    processor.save_pretrained(directory)
+    return directory
+
+
+def _tokenizer(vocabulary: Iterable[str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    bytes_to_pieces = Tokenizer(models.BPE())
+    bytes_to_pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_to_pieces.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bytes_to_pieces.train_from_iterator(vocabulary, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bytes_to_pieces,
+        eos_token="<|im_end|>",  # noqa: S106 -- not that kind of token
+        pad_token="<|endoftext|>",  # noqa: S106
+        additional_special_tokens=[name for name in _SPECIAL if name not in ("<|im_end|>", "<|endoftext|>")],
+        chat_template=_CHAT_TEMPLATE,
+    )
+
+
+def _processor(directory: Path, tokenizer: Any) -> Any:
+    from transformers import Qwen2VLImageProcessorPil  # noqa: PLC0415
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module  # noqa: PLC0415
+
+    (directory / "processing_tiny.py").write_text(_PROCESSOR_CODE, encoding="utf-8")
+    kind: Any = get_class_from_dynamic_module("processing_tiny.TinyProcessor", str(directory))
+    kind.register_for_auto_class("AutoProcessor")
+    images = Qwen2VLImageProcessorPil(
+        patch_size=16, merge_size=2, size={"shortest_edge": 32 * 32, "longest_edge": 1024 * 1024}
+    )
+    return kind(images, tokenizer, chat_template=_CHAT_TEMPLATE)
