@@ -86,10 +86,14 @@ class Look:
 def look_at(observation: Observation, space: CoordinateSpace, settings: AgentSettings) -> Look:
     """Return what the model is shown of an observation that was made with `settings.view`."""
     elements, terminal = observation.a11y_elements, observation.terminal
+    told = None
+    if settings.a11y_tree and elements is not None:
+        left_out_count = observation.a11y_left_out_count
+        told = tree.lines(elements, space, max_chars=settings.a11y_chars, left_out_count=left_out_count)
     return Look(
         image=None if settings.text_only else observation.image,
         image_id=observation.image_id,
-        tree=None if elements is None else tree.lines(elements, space, max_chars=settings.a11y_chars),
+        tree=told,
         terminal=None if terminal is None else terminal[-settings.terminal_chars :],
         boxes_px=tree.boxes(elements or ()),
     )
