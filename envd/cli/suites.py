@@ -6,14 +6,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from envd.config import Config
+from envd.osworld.catalogue import osworld_tasks
+from envd.osworld.environment import Environment
 from envd.tasks.catalogue import TaskCatalogue, TaskFile, read_all
 from envd.tasks.formats.entries import Found
 
 
 def load_tasks(config: Config) -> TaskCatalogue:
-    """Load the built-in suite and the files that `config` adds. Raises: ConfigError: A file is wrong."""
+    """Load the built-in suite, the files that `config` adds, and OSWorld's if they are registered.
+
+    Raises:
+        ConfigError: A file is wrong.
+        OsworldError: One of OSWorld's is.
+    """
     with _sources(config) as (files, include_builtin):
-        return TaskCatalogue.load(files, include_builtin=include_builtin)
+        catalogue = TaskCatalogue.load(files, include_builtin=include_builtin)
+    directory = Environment(config.cache_dir).tasks
+    if directory is None or config.hypervisor_uri == "fake":
+        return catalogue
+    return TaskCatalogue([*catalogue.list(), *osworld_tasks(directory)])
 
 
 def look_at_tasks(config: Config) -> Found:
