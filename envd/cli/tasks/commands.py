@@ -139,7 +139,8 @@ def verify_command(
         config, state_dir=state_dir, cache_dir=cache_dir, hypervisor=hypervisor, accelerator=accelerator, tasks=tasks
     )
     logs.setup(log_format=settings.log_format, level="warning" if settings.log_level == "info" else settings.log_level)
-    chosen = choose(load_tasks(settings), task_ids or [])
+    # OSWorld's come without oracles.
+    chosen = choose(load_tasks(settings, include_osworld=False), task_ids or [])
     ensure_image(settings)
     own = verify_config(settings, parallel_count=parallel_count)
     verification = run_to_end(verify(own, chosen, parallel_count=parallel_count))
