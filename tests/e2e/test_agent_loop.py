@@ -101,7 +101,7 @@ async def test_what_a_step_changed_is_in_the_facts_and_mistakes_are_told() -> No
     assert abs(at[1] - 100) <= 1
     (row,) = model.rows
     said = [part for message in row if message.role == "user" for part in message.parts if isinstance(part, str)]
-    assert "could not be read" in said[1]
+    assert said[1].startswith("Nothing was done: the reply holds no <tool_call>")
     assert "outside of the picture" in said[2]
     assert "nosuchkey" in said[3]
     assert trajectory.evaluation is not None

@@ -31,7 +31,7 @@ TASK = "Task: {instruction}"
 SCREENSHOT, TREE, TERMINAL = "a screenshot", "the elements on the screen", "the text of the terminal"
 RESULT_OK = "Done."
 RESULT_MISTAKE = "That did not work: {mistake}"
-RESULT_UNREADABLE = "Nothing was done, because your reply could not be read: {mistake}"
+RESULT_NOTHING = "Nothing was done: {mistake}"
 RESULT_CUT_OFF = " (The reply was cut off at {tokens} tokens.)"
 UNCHANGED = "The screen looks exactly as before."
 DROPPED = "(An earlier look at the screen, no longer shown.)"
@@ -45,7 +45,7 @@ _TEMPLATES = (
     TERMINAL,
     RESULT_OK,
     RESULT_MISTAKE,
-    RESULT_UNREADABLE,
+    RESULT_NOTHING,
     RESULT_CUT_OFF,
     UNCHANGED,
     DROPPED,
@@ -148,17 +148,17 @@ def _message(before: list[str], look: Look, *, after: list[str]) -> Message:
     return Message("user", (text,) if look.image is None else (look.image, text))
 
 
-def result_text(*, unreadable: str = "", errors: tuple[str, ...] = (), cut_off_at: int = 0) -> str:
+def result_text(*, mistake: str = "", errors: tuple[str, ...] = (), cut_off_at: int = 0) -> str:
     """Return a sentence on what came of a reply.
 
     Args:
-        unreadable: Why nothing of the reply could be done; empty if something was.
+        mistake: Why nothing of the reply could be done; empty if something was.
         errors: What the guest said of actions that did not work.
         cut_off_at: The limit in tokens at which the reply was cut off; 0 if it was not.
     """
-    if unreadable:
+    if mistake:
         cut = RESULT_CUT_OFF.format(tokens=cut_off_at) if cut_off_at else ""
-        return RESULT_UNREADABLE.format(mistake=unreadable[:MAX_MISTAKE_CHARS]) + cut
+        return RESULT_NOTHING.format(mistake=mistake[:MAX_MISTAKE_CHARS]) + cut
     mistakes = "; ".join(error for error in errors if error)
     return RESULT_MISTAKE.format(mistake=mistakes[:MAX_MISTAKE_CHARS]) if mistakes else RESULT_OK
 

@@ -98,9 +98,9 @@ def test_the_system_message_says_what_will_be_shown_and_how_to_act() -> None:
 def test_what_came_of_a_reply_is_said_in_a_sentence() -> None:
     assert prompts.result_text() == "Done."
     assert prompts.result_text(errors=("", "no such key")) == "That did not work: no such key"
-    assert "because your reply could not be read: no call" in prompts.result_text(unreadable="no call")
-    assert "cut off at 512 tokens" in prompts.result_text(unreadable="no call", cut_off_at=512)
-    assert len(prompts.result_text(unreadable="x" * 5000)) < 300
+    assert prompts.result_text(mistake="no call") == "Nothing was done: no call"
+    assert "cut off at 512 tokens" in prompts.result_text(mistake="no call", cut_off_at=512)
+    assert len(prompts.result_text(mistake="x" * 5000)) < 300
 
 
 def test_equal_looks_are_equal_in_every_pixel_and_line() -> None:
