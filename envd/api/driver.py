@@ -132,8 +132,7 @@ class EpisodeDriver:
 
     async def frame_id(self, episode_id: str, *, timeout: timedelta = timedelta(minutes=1)) -> str:
         """Return the id of the frame that an episode shows, without letting its guest run."""
-        options = env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_NONE)
-        request = env_pb2.ObserveRequest(episode_id=episode_id, observation=options)
+        request = env_pb2.ObserveRequest(episode_id=episode_id, observation=no_pixels())
         answer = await self.stub.Observe(request, timeout=timeout.total_seconds())
         return answer.observation.frame.frame_id
 
@@ -162,6 +161,11 @@ class EpisodeDriver:
 def wire_actions(actions: Sequence[Action]) -> list[env_pb2.Action]:
     """Return actions as they travel."""
     return [action_to_proto(action) for action in actions]
+
+
+def no_pixels() -> env_pb2.ObservationOptions:
+    """Ask for what is known of a frame, and not for the frame."""
+    return env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_NONE)
 
 
 def raw_frames(known_image_id: str = "") -> env_pb2.ObservationOptions:

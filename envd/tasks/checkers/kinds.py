@@ -7,10 +7,14 @@ from pydantic import Field
 
 from envd.tasks.checkers.answers import Answer
 from envd.tasks.checkers.base import CheckBase
+from envd.tasks.checkers.data import CsvCell, IniEntry, JsonAt, XmlNode
 from envd.tasks.checkers.files import Directory, FileAbsent, FileBytes, FileText
+from envd.tasks.checkers.images import ImageLike
 from envd.tasks.checkers.ladders import Ladder
 from envd.tasks.checkers.osworld import OsworldEvaluator
 from envd.tasks.checkers.programs import Command, Process, Window
+from envd.tasks.checkers.registry import Registry
+from envd.tasks.checkers.session import Clipboard
 from envd.tasks.fields import Model
 
 
@@ -43,7 +47,23 @@ class Weighted(CheckBase):
 
 
 LeafChecker = (
-    FileText | FileBytes | FileAbsent | Directory | Command | Window | Process | Answer | Ladder | OsworldEvaluator
+    FileText
+    | FileBytes
+    | FileAbsent
+    | Directory
+    | JsonAt
+    | CsvCell
+    | IniEntry
+    | XmlNode
+    | ImageLike
+    | Command
+    | Process
+    | Window
+    | Clipboard
+    | Registry
+    | Answer
+    | Ladder
+    | OsworldEvaluator
 )
 AnyChecker = LeafChecker | AllOf | AnyOf | Weighted
 Checker = Annotated[AnyChecker, Field(discriminator="kind")]

@@ -1,0 +1,60 @@
+"""The checker of the Windows registry."""
+
+import json
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, JsonValue
+
+from envd.errors import GuestError
+from envd.hypervisor.machine import GuestOs
+from envd.tasks.checkers.base import LeafCheck
+from envd.tasks.checkers.scene import Scene
+from envd.tasks.powershell import powershell
+from envd.tasks.text import Verdict, quote
+from envd.tasks.values import MISSING, Missing, ValueExpectation, judge_value
+
+#: The agent that runs this is the system's, not the user's, whose part of the registry is found by who is logged in.
+_QUERY = """
+if ($hive -eq 'HKEY_CURRENT_USER') {
+  $user = (Get-CimInstance Win32_ComputerSystem).UserName
+  if (-not $user) { throw 'nobody is logged in' }
+  $sid = [Security.Principal.NTAccount]::new($user).Translate([Security.Principal.SecurityIdentifier]).Value
+  $hive = "HKEY_USERS\\$sid"
+}
+$item = Get-Item -LiteralPath "Registry::$hive\\$key" -ErrorAction SilentlyContinue
+$value = if ($null -eq $item) { $null } else { $item.GetValue($name, $null, 'DoNotExpandEnvironmentNames') }
+ConvertTo-Json -Compress -InputObject @{ found = ($null -ne $value); value = $value }
+"""
+
+
+class Registry(LeafCheck, ValueExpectation):
+    """A value of the registry."""
+
+    systems: ClassVar[frozenset[GuestOs]] = frozenset({GuestOs.WINDOWS})
+
+    kind: Literal["registry"]
+    key: Annotated[str, Field(pattern=r"^HKEY_(CURRENT_USER|LOCAL_MACHINE|CLASSES_ROOT|USERS)\\[^\x00]+$")]
+    """Such as `HKEY_CURRENT_USER\\Control Panel\\Desktop`; the current user is the one who is logged in."""
+    value: str = ""
+    """Its name; empty for the key's own."""
+
+    @property
+    def subject(self) -> str:
+        """The key and the value's name."""
+        return f"{self.key}\\{self.value}" if self.value else self.key
+
+    async def look(self, scene: Scene) -> Verdict:
+        """See `LeafCheck`."""
+        hive, _, key = self.key.partition("\\")
+        told = await scene.inspect(powershell(_QUERY, hive=hive, key=key, name=self.value))
+        return judge_value(read_answer(told.stdout), self)
+
+
+def read_answer(stdout: bytes) -> JsonValue | Missing:
+    """Return the value that our query found. Raises: GuestError: It is no answer."""
+    try:
+        answer = json.loads(stdout)
+        found, value = answer["found"], answer["value"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise GuestError(f"asked for a value of the registry, the guest said {quote(stdout)}") from error
+    return value if found is True else MISSING

@@ -1,0 +1,88 @@
+"""How a value from a guest is compared: exactly, as a number, as text. Pure."""
+
+import json
+import math
+import re
+from typing import Annotated, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from envd.tasks.fields import Model, Regex
+from envd.tasks.text import Verdict, quote
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Missing:
+    """Stands for a value that is not there, which is something else than null."""
+
+
+MISSING = Missing()
+
+
+class ValueExpectation(Model):
+    """A value to find. Exactly one of `equals`, `matches`, `absent`, and the bounds."""
+
+    equals: JsonValue = None
+    """Text, number, truth, null, list or object. Where a format knows only text, a number is read from it."""
+    matches: Regex | None = None
+    """Regular expression that the whole text must match."""
+    at_least: Number | None = None
+    at_most: Number | None = None
+    absent: bool = False
+    """Nothing must be there."""
+    tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-9
+    """How far numbers may lie apart and be equal."""
+
+    @model_validator(mode="after")
+    def _one_expectation(self) -> Self:
+        bounded = self.at_least is not None or self.at_most is not None
+        if sum(("equals" in self.model_fields_set, self.matches is not None, bounded, self.absent)) != 1:
+            raise ValueError("give exactly one of equals, matches, absent, and at_least with or without at_most")
+        return self
+
+
+def judge_value(found: JsonValue | Missing, expected: ValueExpectation) -> Verdict:
+    """Judge a value by what is expected of it."""
+    if isinstance(found, Missing):
+        return Verdict(float(expected.absent), "nothing is there")
+    shown = quote(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))
+    if expected.absent:
+        return Verdict(0.0, f"there is {shown}, and nothing should be")
+    if expected.matches is not None:
+        text = found if isinstance(found, str) else json.dumps(found)
+        is_match = re.fullmatch(expected.matches, text, re.DOTALL) is not None
+        return Verdict(float(is_match), f"{shown} {'matches' if is_match else 'does not match'} /{expected.matches}/")
+    if expected.at_least is not None or expected.at_most is not None:
+        number = _number(found)
+        lowest = -math.inf if expected.at_least is None else expected.at_least
+        highest = math.inf if expected.at_most is None else expected.at_most
+        is_within = number is not None and lowest <= number <= highest
+        return Verdict(float(is_within), f"{shown} is {'' if is_within else 'not '}a number in [{lowest}, {highest}]")
+    if _equal(found, expected.equals, expected.tolerance):
+        return Verdict(1.0, f"is {shown}")
+    return Verdict(0.0, f"is {shown}, expected {quote(json.dumps(expected.equals, ensure_ascii=False))}")
+
+
+def _equal(found: JsonValue, wanted: JsonValue, tolerance: float) -> bool:
+    if isinstance(wanted, bool) or wanted is None:
+        return found is wanted
+    if isinstance(wanted, int | float):
+        number = _number(found)
+        return number is not None and abs(number - wanted) <= tolerance
+    if isinstance(wanted, list) and isinstance(found, list):
+        return len(wanted) == len(found) and all(map(_equal, found, wanted, [tolerance] * len(wanted)))
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        return wanted.keys() == found.keys() and all(_equal(found[key], wanted[key], tolerance) for key in wanted)
+    return found == wanted
+
+
+def _number(value: JsonValue) -> float | None:
+    """Return a number, or one written as text; None for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,117 @@
+"""`envd tasks` as people run it: files are checked before anything boots, oracles are played through the service."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+SOLVABLE = """
+version: 1
+suite: mine
+tasks:
+  - name: note
+    level: 1
+    instruction: Write it.
+    checker: {kind: file_text, path: /home/user/note.txt, equals: it}
+    oracle: [[{click: {x: 379, y: 311}}, {type: it}, {press: [ctrl, s]}], [done]]
+"""
+
+UNSOUND = """
+suite: unsound
+tasks:
+  - name: oracle-is-wrong
+    level: 1
+    instruction: Write it.
+    checker: {kind: file_text, path: /home/user/note.txt, equals: it}
+    oracle: [[{type: other}], [done]]
+  - name: nothing-scores
+    level: 1
+    instruction: Leave it.
+    checker: {kind: file_absent, path: /home/user/note.txt}
+    oracle: [[done]]
+  - name: setup-fails
+    level: 1
+    instruction: Write it.
+    setup: [{kind: execute, argv: ["false"]}]
+    checker: {kind: file_absent, path: /home/user/note.txt}
+    oracle: [[done]]
+  - name: checker-breaks
+    level: 1
+    instruction: Write it.
+    checker: {kind: command, argv: [no-such-program]}
+    oracle: [[done]]
+"""
+
+
+def envd(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    command = [sys.executable, "-m", "envd", "tasks", *arguments, "--hypervisor", "fake", "--json"]
+    places = ["--cache-dir", str(tmp_path / "cache")]
+    done = subprocess.run([*command, *places], capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "tasks.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_verify_plays_the_oracle_and_does_nothing_in_each_task(tmp_path: Path) -> None:
+    arguments = ("mine/", "fake/append-line", "--tasks", written(tmp_path, SOLVABLE), "--state-dir", str(tmp_path))
+    status, told = envd(tmp_path, "verify", *arguments)
+    assert told == {"accelerator": "fake", "tasks": 2, "oracle_ok": 2, "null_ok": 2, "failures": []}
+    assert status == 0
+
+
+def test_verify_tells_what_is_unsound_and_goes_on_with_the_others(tmp_path: Path) -> None:
+    file = written(tmp_path, UNSOUND)
+    status, told = envd(tmp_path, "verify", "unsound/", "--tasks", file, "--state-dir", str(tmp_path))
+    assert status == 1
+    assert (told["tasks"], told["oracle_ok"], told["null_ok"]) == (4, 1, 1)
+    failures = {(each["task_id"], each["policy"]): each for each in told["failures"]}
+    assert failures["unsound/oracle-is-wrong", "oracle"]["score"] == 0.0
+    assert failures["unsound/nothing-scores", "null"]["score"] == 1.0
+    for policy in ("oracle", "null"):
+        setup, checker = (failures[f"unsound/{name}", policy] for name in ("setup-fails", "checker-breaks"))
+        assert setup["score"] is checker["score"] is None
+        assert "false ended with 1" in setup["detail"]
+        assert "no-such-program" in checker["detail"]
+    assert len(failures) == 6
+
+
+def test_lint_tells_file_line_and_field_of_all_that_is_wrong(tmp_path: Path) -> None:
+    file = written(tmp_path, SOLVABLE.replace("level: 1", "level: 9").replace("equals", "equal"))
+    status, told = envd(tmp_path, "lint", "--tasks", file)
+    assert status == 1
+    assert {(each["where"], each["field"]) for each in told["problems"]} >= {
+        (f"{file}:6", "level"),
+        (f"{file}:8", "checker.file_text.equal"),
+    }
+    status, told = envd(tmp_path, "lint", "--tasks", written(tmp_path, SOLVABLE))
+    assert status == 0
+    assert told["problems"] == []
+
+
+def test_lint_tells_of_files_that_were_not_fetched(tmp_path: Path) -> None:
+    verb = '{kind: download, files: [{url: "https://files.example.org/a", path: /home/user/a}]}'
+    file = written(tmp_path, SOLVABLE.replace("    checker:", f"    setup: [{verb}]\n    checker:"))
+    status, told = envd(tmp_path, "lint", "--tasks", file)
+    assert status == 1
+    [problem] = told["problems"]
+    assert problem["task_id"] == "mine/note"
+    assert "run `envd tasks fetch`" in problem["message"]
+
+
+def test_serve_refuses_a_wrong_file_before_anything_starts(tmp_path: Path) -> None:
+    file = written(tmp_path, SOLVABLE.replace("file_text", "file_txt"))
+    command = [sys.executable, "-m", "envd", "serve", "--hypervisor", "fake", "--pool", "1", "--tasks", file]
+    done = subprocess.run([*command, "--state-dir", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"{file}:8: task mine/note: checker: Input tag 'file_txt'" in done.stderr
+    assert "listening" not in done.stdout

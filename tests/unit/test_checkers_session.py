@@ -1,0 +1,142 @@
+"""Pictures, the clipboard and the Windows registry: what is asked of the guest, and what the answers score."""
+
+import base64
+import io
+from typing import Any
+
+import pytest
+from PIL import Image
+from pydantic import ValidationError
+
+from envd.errors import EvaluatorFailed
+from envd.guest.desktop import CommandResult
+from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.checkers.images import MAX_PIXELS, read_pixels
+from envd.tasks.model import Task
+from envd.testing.memory_desktop import MemoryDesktop
+
+PATH = "/home/user/a.png"
+
+
+def picture(colour: tuple[int, int, int], size: tuple[int, int] = (40, 30), *, form: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, form)
+    return file.getvalue()
+
+
+async def score(desktop: MemoryDesktop, checker: dict[str, Any], **fields: Any) -> tuple[float, str]:
+    task = Task.model_validate({"task_id": "s/t", "instruction": "i", "level": 1, "checker": checker, **fields})
+    evaluation = await evaluate(task, desktop, last_action=None, timeout_s=5.0)
+    return evaluation.score, evaluation.checks[0].evidence
+
+
+RED = {"kind": "image_like", "path": PATH, "base64": base64.b64encode(picture((200, 0, 0))).decode()}
+
+
+@pytest.mark.parametrize(
+    ("data", "expected", "words"),
+    [
+        (picture((200, 0, 0)), 1.0, "similarity 1.0000"),
+        (picture((200, 0, 0), form="BMP"), 1.0, "similarity 1.0000"),
+        (picture((203, 1, 2)), 1.0, "similarity 0.99"),
+        (picture((0, 0, 200)), 0.0, "similarity 0.47"),
+        (picture((200, 0, 0), (30, 40)), 0.0, "30x40 pixels, expected 40x30"),
+        (b"no picture", 0.0, "is no picture"),
+        (picture((200, 0, 0))[:60], 0.0, "is no picture"),
+    ],
+)
+async def test_a_picture_is_compared_by_its_pixels(data: bytes, expected: float, words: str) -> None:
+    desktop = MemoryDesktop()
+    desktop.files[PATH] = data
+    found, evidence = await score(desktop, RED)
+    assert found == expected
+    assert words in evidence
+
+
+async def test_a_picture_is_compared_with_another_one_of_the_guests() -> None:
+    desktop = MemoryDesktop()
+    checker = {"kind": "image_like", "path": PATH, "guest_path": "/home/user/b.png"}
+    desktop.files[PATH] = picture((1, 2, 3))
+    assert await score(desktop, checker) == (0.0, "there is no file /home/user/b.png")
+    desktop.files["/home/user/b.png"] = picture((1, 2, 3))
+    assert (await score(desktop, checker))[0] == 1.0
+
+
+def test_a_small_file_that_unpacks_into_a_huge_picture_is_not_unpacked() -> None:
+    side = 5000
+    assert side * side > MAX_PIXELS
+    file = io.BytesIO()
+    Image.new("1", (side, side)).save(file, "PNG")
+    assert len(file.getvalue()) < 10_000
+    assert "more than" in str(read_pixels(file.getvalue()))
+
+
+def test_a_reference_that_is_no_picture_is_refused() -> None:
+    checker = {**RED, "base64": base64.b64encode(b"x").decode()}
+    with pytest.raises(ValidationError, match="is no picture"):
+        Task.model_validate({"task_id": "s/t", "instruction": "i", "level": 1, "checker": checker})
+
+
+async def test_the_clipboard_is_asked_of_the_session() -> None:
+    desktop = MemoryDesktop()
+    checker = {"kind": "clipboard", "equals": "漢字"}
+    assert await score(desktop, checker) == (0.0, "no text is on the clipboard")
+    await desktop.run(["xclip"], timeout_s=1.0, stdin="漢字\n".encode())
+    assert (await score(desktop, checker))[0] == 1.0
+    desktop.answers["xclip",] = CommandResult(exit_code=1, stdout=b"", stderr=b"Error: target STRING not available")
+    assert (await score(desktop, checker))[0] == 0.0
+
+
+async def test_an_empty_clipboard_is_never_right() -> None:
+    with pytest.raises(ValidationError, match="an empty clipboard must not be right"):
+        await score(MemoryDesktop(), {"kind": "clipboard", "matches": ".*"})
+
+
+KEY = "HKEY_CURRENT_USER\\Control Panel\\Desktop"
+
+
+@pytest.mark.parametrize(
+    ("told", "fields", "expected"),
+    [
+        (b'{"found":true,"value":"1"}', {"equals": 1}, 1.0),
+        (b'{"found":true,"value":[1,2]}', {"equals": [1, 2]}, 1.0),
+        (b'{"found":true,"value":0}', {"equals": 1}, 0.0),
+        (b'{"found":false,"value":null}', {"equals": 1}, 0.0),
+        (b'{"found":false,"value":null}', {"absent": True}, 1.0),
+    ],
+)
+async def test_a_registry_value_is_judged_as_the_guest_tells_it(
+    told: bytes, fields: dict[str, Any], expected: float
+) -> None:
+    desktop = MemoryDesktop()
+    desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=told + b"\r\n", stderr=b"")
+    checker = {"kind": "registry", "key": KEY, "value": "User's", **fields}
+    assert (await score(desktop, checker, os="windows"))[0] == expected
+    script = desktop.ran[0][-1]
+    assert "$hive = 'HKEY_CURRENT_USER'\n$key = 'Control Panel\\Desktop'\n$name = 'User''s'\n" in script
+
+
+@pytest.mark.parametrize("told", [b"", b"[]", b'{"value": 1}', b"Access is denied."])
+async def test_a_registry_that_does_not_answer_gives_no_score(told: bytes) -> None:
+    desktop = MemoryDesktop()
+    desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=told, stderr=b"")
+    with pytest.raises(EvaluatorFailed, match="asked for a value of the registry"):
+        await score(desktop, {"kind": "registry", "key": KEY, "equals": 1}, os="windows")
+
+
+async def test_in_windows_files_and_processes_are_asked_for_in_its_own_words() -> None:
+    desktop = MemoryDesktop()
+    checker = {"kind": "file_text", "path": "C:\\a.txt", "equals": "right"}
+    desktop.files["C:\\a.txt"] = b"right\r\n"
+    desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=b"7\r\n", stderr=b"")
+    assert (await score(desktop, checker, os="windows"))[0] == 1.0
+    desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=b"absent\r\n", stderr=b"")
+    assert (await score(desktop, checker, os="windows"))[0] == 0.0
+    desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=b"R notepad\r\nR svchost\r\n", stderr=b"")
+    assert (await score(desktop, {"kind": "process", "program": "notepad"}, os="windows"))[0] == 1.0
+    desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=b"dWindows\0fa.txt\0", stderr=b"")
+    entries = {"kind": "directory", "path": "C:\\data", "entries": ["Windows/", "a.txt"], "mode": "exactly"}
+    assert (await score(desktop, entries, os="windows"))[0] == 1.0
+    desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=b"??", stderr=b"")
+    with pytest.raises(EvaluatorFailed, match="the guest said"):
+        await score(desktop, checker, os="windows")
