@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with EnvClient(options.host) as client:
         tasks = client.list_tasks(suite=options.suite)
     options.out.write_text(rows(tasks), encoding="utf-8")
-    print(f"{options.out}: {len(tasks)} tasks")  # noqa: T201
+    print(f"{options.out}: {len(tasks)} tasks")
 
 
 if __name__ == "__main__":
