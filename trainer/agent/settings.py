@@ -60,6 +60,8 @@ class AgentSettings:
     """Tell the accessibility tree, one line an element."""
     a11y_chars: int = 4096
     """Cut the tree after so many characters, at the end of a line."""
+    marks: bool = False
+    """Draw numbered boxes around all that can be acted on; the tree tells the numbers too."""
     terminal: bool = False
     """Tell the text of the terminal that is open."""
     terminal_chars: int = 2048
@@ -80,6 +82,8 @@ class AgentSettings:
             raise ValueError(f"images_kept is {self.images_kept}, more than images_per_row, {self.images_per_row}")
         if self.text_only and not (self.a11y_tree or self.terminal):
             raise ValueError("text_only shows nothing unless a11y_tree or terminal is on")
+        if self.text_only and self.marks:
+            raise ValueError("marks are drawn into screenshots, and text_only shows none")
         self.make_grammar()
         self.row_cost.check(self.context_tokens)
 
@@ -133,6 +137,7 @@ class AgentSettings:
             max_pixel_count=self.image_max_pixels,
             size_multiple_px=self.image_multiple_px,
             a11y_elements=self.a11y_tree,
+            marks=self.marks,
             terminal=self.terminal,
             screen_change=True,
             grey_difference=self.grey_difference,

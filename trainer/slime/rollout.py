@@ -10,14 +10,14 @@ from trainer.agent.types import ModelFailed, Outcome, Trajectory
 from trainer.client import shared_client
 from trainer.rewards.facts import EpisodeFacts
 from trainer.slime import upstream
-from trainer.slime.chat import Chat
 from trainer.slime.checks import warn_of_capacity
 from trainer.slime.config import SlimeConfig
-from trainer.slime.conversation import Room, SglangConversation
-from trainer.slime.rows import Row
 from trainer.slime.samples import fill, note, set_status
 from trainer.slime.seats import Seats
 from trainer.slime.upstream import GenerateState, Sample
+from trainer.tokens.chat import Chat
+from trainer.tokens.rows import Row
+from trainer.tokens.sglang import Room, SglangConversation
 
 _ABORT_POLL_S = 0.5
 

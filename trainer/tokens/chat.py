@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.agent.types import Message, ModelFailed
-from trainer.slime.rows import Segment
+from trainer.tokens.rows import Segment
 
 if TYPE_CHECKING:
     from PIL import Image
