@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from trainer.agent.types import BudgetExhausted, GenerationAborted, Message, ModelFailed
-from trainer.slime.chat import Chat
-from trainer.slime.conversation import Room, SglangConversation
-from trainer.slime.rows import Row, Segment
 from trainer.slime.samples import fill
 from trainer.testing.slime import IMAGE, Processor, Sample, ScriptedEngine, Tokenizer
+from trainer.tokens.chat import Chat
+from trainer.tokens.rows import Row, Segment
+from trainer.tokens.sglang import Room, SglangConversation
 
 TOKENIZER = Tokenizer()
 IMAGE_ID = TOKENIZER.convert_tokens_to_ids(IMAGE)
