@@ -5,7 +5,7 @@ Setup verbs (`envd.tasks.verbs`) and checkers (`envd.tasks.checkers`) are unions
 absolute, for the same path must mean the same file to the user's session and to the root agent.
 """
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
@@ -19,6 +19,9 @@ from envd.tasks.verbs import SetupVerb
 OracleStep = tuple[Annotated[Action, PlainValidator(parse_action)], ...]
 
 
+Split = Literal["train", "held_out"]
+
+
 class Task(Model):
     """One task. `Reset` runs `setup`, the agent gets `instruction`, `Evaluate` runs `checker`."""
 
@@ -29,6 +32,10 @@ class Task(Model):
     instruction: Annotated[str, Field(min_length=1)]
     level: Annotated[int, Field(ge=1, le=5)]
     """Difficulty: 1 one action in one place, 2 one short sequence, 3 several, 4 two applications, 5 planning."""
+    domain: str = ""
+    """What it is about, for reports: `editor`, `files`."""
+    split: Split | None = None
+    """Whether to train on it; None to have its id decide, see `envd.tasks.templates.split_of`."""
     tags: tuple[str, ...] = ()
     os: GuestOs = GuestOs.LINUX
     image: str = ""
