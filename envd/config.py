@@ -25,6 +25,11 @@ _LOOPBACK = re.compile(r"(127(?:\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5})")
 _ADDRESS = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
 _RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,22}[a-z0-9])?")
+#: The colon of `builtin:` separates nothing.
+_PATH_SEPARATOR = re.compile(r"(?<!\bbuiltin):")
+#: Before the name of a suite that comes with envd and is served where it is asked for.
+BUILTIN_TASKS = "builtin:"
+
 #: Of a file whose tasks are to be in a suite that the file does not name.
 _SUITE_PREFIX = re.compile(r"[a-z0-9][a-z0-9_-]*=")
 _SCREEN = re.compile(r"(\d{3,5})x(\d{3,5})")
@@ -65,12 +70,14 @@ def _expanded(value: Path) -> Path:
 
 
 def _task_file(value: str) -> str:
+    if value.startswith(BUILTIN_TASKS):
+        return value
     suite, equals, path = value.partition("=") if _SUITE_PREFIX.match(value) else ("", "", value)
     return f"{suite}{equals}{_expanded(Path(path))}"
 
 
 def _path_list(value: object) -> object:
-    return [part for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
+    return [part for part in re.split(_PATH_SEPARATOR, value) if part] if isinstance(value, str) else value
 
 
 def _screen(value: str) -> str:
@@ -294,7 +301,7 @@ class TasksConfig(_Section):
 
     suites: Annotated[tuple[TaskFile, ...], BeforeValidator(_path_list)] = ()
     """Files of tasks to load beside the built-in suite, each `PATH`, or `SUITE=PATH` where the file's format has no
-    suites. In the environment, separated by `:`."""
+    suites; or `builtin:windows`, a suite for Windows. In the environment, separated by `:`."""
     allow_download: bool = False
     """Whether files that tasks need, and that `envd tasks fetch` did not fetch, are fetched while an episode waits."""
     client_password_file: Directory | None = None

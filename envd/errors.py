@@ -250,3 +250,9 @@ class ConfigError(EnvdError):
     """The configuration is wrong; nothing was started."""
 
     reason = "CONFIG_ERROR"
+
+
+class OsworldError(EnvdError):
+    """OSWorld's package or task files cannot be had, or its worker does not start."""
+
+    reason = "OSWORLD_ERROR"

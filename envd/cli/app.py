@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from envd.cli import certs, demo, doctor, image, serve, tokens
+from envd.cli import certs, demo, doctor, image, osworld, serve, tokens
 from envd.cli.bench.commands import app as bench_app
 from envd.cli.output import out
 from envd.cli.soak.commands import soak_command
@@ -22,6 +22,7 @@ app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
 app.add_typer(image.app, name="image")
 app.add_typer(tasks_app, name="tasks")
+app.add_typer(osworld.app, name="osworld")
 app.command("certs")(certs.certs)
 app.add_typer(tokens.app, name="tokens")
 app.command("demo")(demo.demo)

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 
@@ -23,7 +23,7 @@ from envd.episodes.limits import EpisodeLimits
 from envd.episodes.recovery import recall
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo
-from envd.errors import ConfigError
+from envd.errors import ConfigError, OsworldError
 from envd.guest.allow_list import AllowList
 from envd.guest.desktop import Desktop
 from envd.guest.observation import Region, SettlePolicy
@@ -31,6 +31,10 @@ from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.images.catalogue import ImageCatalogue
 from envd.hypervisor.libvirt import LibvirtHypervisor
 from envd.hypervisor.machine import DiskImage, Hypervisor
+from envd.osworld.bridge import WorkerBridge
+from envd.osworld.catalogue import IMAGE
+from envd.osworld.environment import Environment
+from envd.osworld.workers import Workers
 from envd.pool.audit import Audit, MachineRows
 from envd.pool.backoff import BreakerState
 from envd.pool.clock import SystemClock
@@ -42,6 +46,7 @@ from envd.pool.settings import PoolSettings
 from envd.pool.template import TemplateShelf
 from envd.store.store import FILE_NAME, Store
 from envd.tasks.assets import AssetCache
+from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.setup import run_setup
 from envd.tasks.supplies import Supplies
 from envd.telemetry.admission_metrics import AdmissionMetrics, RunLabels
@@ -106,7 +111,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
     if not config.pools:
         raise ConfigError("no pool is configured; pass --pool 2, or add a section [pools.NAME] to the file")
     tasks = load_tasks(config)
-    supplies = _supplies(config)
+    supplies, workers = _supplies(config), _osworld_workers(config)
     images = dict(_images(config))
     metrics = Metrics()
     async with AsyncExitStack() as stack:
@@ -138,10 +143,17 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
             )
             for name, pool in config.pools.items()
         ]
+        osworld = None
+        if workers is not None:
+            stack.push_async_callback(workers.aclose)
+            osworld = WorkerBridge(
+                workers, assets=AssetCache(config.asset_dir), client_password=supplies.client_password
+            )
         service = EpisodeService(
             pools,
             tasks=tasks,
-            run_setup=partial(run_setup, supplies=supplies),
+            run_setup=partial(run_setup, supplies=replace(supplies, osworld=osworld)),
+            run_checkers=partial(evaluate, osworld=osworld),
             limits=_limits(config),
             observer=EpisodeMetrics(metrics),
             books=store,
@@ -162,6 +174,8 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
             clock=SystemClock(),
             tell=lambda leftover: metrics.leftovers.labels(kind=leftover.kind.value).inc(),
         )
+        if workers is not None and any(pool.image == IMAGE for pool in config.pools.values()):
+            stack.push_async_callback(_cancel, asyncio.create_task(_warm(workers), name="osworld:warm"))
         auditing = asyncio.create_task(audit.run(), name="audit")
         stack.push_async_callback(_cancel, auditing)
         # Listening first: where the address is taken no machine is started.
@@ -189,6 +203,21 @@ def _supplies(config: Config) -> Supplies:
         allow_download=config.tasks.allow_download,
         client_password=password.decode(errors="replace").strip(),
     )
+
+
+def _osworld_workers(config: Config) -> Workers | None:
+    """Return what runs OSWorld's code, not yet started; None where no task of OSWorld's could be served."""
+    environment = Environment(config.cache_dir)
+    is_wanted = environment.tasks is not None and config.hypervisor_uri != "fake"
+    return Workers(environment.python) if is_wanted and environment.is_installed else None
+
+
+async def _warm(workers: Workers) -> None:
+    """Import OSWorld before the first episode needs it."""
+    try:
+        await workers.start()
+    except OsworldError as error:
+        logger.warning("resets of OSWorld's tasks will fail: %s", error)
 
 
 async def _open_hypervisor(config: Config) -> Hypervisor:

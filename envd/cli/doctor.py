@@ -37,6 +37,7 @@ from envd.errors import ConfigError, EnvdError
 from envd.hypervisor.accel import probe_kvm
 from envd.hypervisor.images.catalogue import ImageCatalogue
 from envd.hypervisor.libvirt import LibvirtHypervisor
+from envd.osworld.environment import Environment
 
 _GIB = 1 << 30
 #: A guest on a working KVM needs some 0.1 s.
@@ -153,6 +154,17 @@ def check_images(config: Config) -> Check:
     if not names:
         return Check(name="images", status=Status.WARN, detail="there are none", fix="`envd image build desktop`")
     return Check(name="images", status=Status.OK, detail=", ".join(names))
+
+
+def check_osworld(config: Config) -> Check:
+    """Judge whether OSWorld's tasks can be served: tasks alone cannot. Neither is needed for anything else."""
+    environment = Environment(config.cache_dir)
+    there = "installed" if environment.is_installed else "not installed"
+    tasks = f"tasks in {environment.tasks}" if environment.tasks else "no task files registered"
+    if environment.tasks and not environment.is_installed:
+        detail = f"{there}, but {tasks}: their resets fail"
+        return Check(name="osworld", status=Status.WARN, detail=detail, fix="`envd osworld install`")
+    return Check(name="osworld", status=Status.OK, detail=f"{there}, {tasks}")
 
 
 def check_security(config: Config, *, now: datetime) -> Check:
@@ -301,6 +313,7 @@ async def examine(config: Config) -> list[Check]:
     checks += [
         check_memory(config, available_bytes=_available_memory_bytes()),
         check_images(config),
+        check_osworld(config),
         check_security(config, now=datetime.now(UTC)),
         check_port("listen", config.listen, daemon_pid=pid),
         check_port("metrics_listen", config.metrics_listen, daemon_pid=pid),

@@ -15,7 +15,7 @@ from envd.cli.templates import app as templates_app
 from envd.errors import ConfigError
 from envd.hypervisor.images.build import build_image
 from envd.hypervisor.images.catalogue import Image, ImageCatalogue
-from envd.hypervisor.images.recipe import desktop_recipe
+from envd.hypervisor.images.recipe import Recipe, desktop_recipe, osworld_recipe
 from envd.hypervisor.machine import Firmware, GuestOs
 
 app = typer.Typer(no_args_is_help=True, help="Build, import and look at guest images.")
@@ -37,7 +37,7 @@ def stop_on_sigterm() -> None:
 @friendly
 def build(
     *,
-    name: Annotated[str, typer.Argument(metavar="RECIPE", help="What to build: desktop.")] = "desktop",
+    name: Annotated[str, typer.Argument(metavar="RECIPE", help="What to build: desktop or osworld.")] = "desktop",
     distribution: Annotated[str, typer.Option(help="debian or ubuntu.")] = "debian",
     suite: Annotated[str, typer.Option(help="Release of the distribution.", show_default="bookworm or noble")] = "",
     mirror: Annotated[str, typer.Option(help="Archive to install from.", show_default="the host's own")] = "",
@@ -49,15 +49,23 @@ def build(
     """Build a guest image, unless the catalogue has what its recipe makes. Needs root."""
     stop_on_sigterm()
     settings = load_config(config, cache_dir=cache_dir)
-    if name != "desktop":
-        raise ConfigError(f"recipe {name!r} is not known; there is one, desktop")
-    try:
-        recipe = desktop_recipe(distribution=distribution, suite=suite, mirror=mirror)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    recipe = _recipe(name, distribution=distribution, suite=suite, mirror=mirror)
     with progress(f"image {recipe.name}") as report:
         image = build_image(recipe, ImageCatalogue(settings.cache_dir), progress=report, rebuild=rebuild)
     _print_image(image, as_json=as_json)
+
+
+def _recipe(name: str, *, distribution: str, suite: str, mirror: str) -> Recipe:
+    if name == "osworld":
+        if distribution != "debian" or suite:
+            raise ConfigError("recipe 'osworld' is there for Debian bookworm alone; leave --distribution and --suite")
+        return osworld_recipe(mirror=mirror)
+    if name != "desktop":
+        raise ConfigError(f"recipe {name!r} is not known; there are desktop and osworld")
+    try:
+        return desktop_recipe(distribution=distribution, suite=suite, mirror=mirror)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 @app.command("import")

@@ -1,19 +1,32 @@
 """Which tasks a configuration serves."""
 
-import importlib.resources
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib.resources import as_file
+from importlib.resources import files as resources
 from pathlib import Path
 
-from envd.config import Config
+from envd.config import BUILTIN_TASKS, Config
+from envd.errors import ConfigError
+from envd.osworld.catalogue import osworld_tasks
+from envd.osworld.environment import Environment
 from envd.tasks.catalogue import TaskCatalogue, TaskFile, read_all
 from envd.tasks.formats.entries import Found
 
 
-def load_tasks(config: Config) -> TaskCatalogue:
-    """Load the built-in suite and the files that `config` adds. Raises: ConfigError: A file is wrong."""
+def load_tasks(config: Config, *, include_osworld: bool = True) -> TaskCatalogue:
+    """Load the built-in suite, the files that `config` adds, and OSWorld's if they are registered and wanted.
+
+    Raises:
+        ConfigError: A file is wrong.
+        OsworldError: One of OSWorld's is.
+    """
     with _sources(config) as (files, include_builtin):
-        return TaskCatalogue.load(files, include_builtin=include_builtin)
+        catalogue = TaskCatalogue.load(files, include_builtin=include_builtin)
+    directory = Environment(config.cache_dir).tasks
+    if directory is None or not include_osworld or config.hypervisor_uri == "fake":
+        return catalogue
+    return TaskCatalogue([*catalogue.list(), *osworld_tasks(directory)])
 
 
 def look_at_tasks(config: Config) -> Found:
@@ -28,15 +41,21 @@ def _sources(config: Config) -> Iterator[tuple[list[TaskFile], bool]]:
 
     The fake's drawn desktop has none of the programs that the built-in tasks are about, so it has a suite of its own.
     """
-    files = [_task_file(each) for each in config.tasks.suites]
-    if config.hypervisor_uri != "fake":
-        yield files, True
-        return
-    with importlib.resources.as_file(importlib.resources.files("envd") / "testing" / "suites" / "fake.yaml") as suite:
-        yield [TaskFile(Path(suite)), *files], False
+    is_fake = config.hypervisor_uri == "fake"
+    with ExitStack() as packaged:
+        files = [_task_file(each, packaged) for each in config.tasks.suites]
+        if is_fake:
+            files.insert(0, TaskFile(packaged.enter_context(as_file(resources("envd") / "testing/suites/fake.yaml"))))
+        yield files, not is_fake
 
 
-def _task_file(setting: str) -> TaskFile:
-    """Return what `PATH` or `SUITE=PATH` means; the path is absolute."""
+def _task_file(setting: str, packaged: ExitStack) -> TaskFile:
+    """Return what `PATH`, `SUITE=PATH` or `builtin:NAME` means. Raises: ConfigError: there is no such suite."""
+    if setting.startswith(BUILTIN_TASKS):
+        suites = {each.name: each for each in (resources("envd.tasks") / "suites").iterdir() if each.is_dir()}
+        name = setting.removeprefix(BUILTIN_TASKS)
+        if name not in suites:
+            raise ConfigError(f"tasks.suites: no suite {name!r} comes with envd; {', '.join(sorted(suites))} does")
+        return TaskFile(packaged.enter_context(as_file(suites[name])))
     suite, _, path = setting.partition("=") if not setting.startswith("/") else ("", "", setting)
     return TaskFile(Path(path), suite=suite) if suite else TaskFile(Path(path))

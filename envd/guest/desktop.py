@@ -313,6 +313,18 @@ class Desktop:
         """
         await self._alive(self._write_file(path, data))
 
+    async def with_guestd(self, work: Callable[[str], Coroutine[Any, Any, T]]) -> T:
+        """Do work that talks to the guest's HTTP service itself, given its URL on the host's loopback.
+
+        Raises:
+            GuestError: The image has no such service.
+            MachineLost: The machine is gone; the work is cancelled.
+        """
+        url = self._channels.guestd_url
+        if url is None:
+            raise GuestError(f"{self._channels.machine_id} has no guestd")
+        return await self._alive(work(url))
+
     async def close(self) -> None:
         """Close the connections. Idempotent; never fails."""
         self._closed = True

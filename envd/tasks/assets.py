@@ -22,7 +22,7 @@ from envd.tasks.checkers.kinds import leaves
 from envd.tasks.checkers.osworld import OsworldEvaluator
 from envd.tasks.fields import Model, Sha256
 from envd.tasks.model import Task
-from envd.tasks.verbs import Download
+from envd.tasks.verbs import Download, OsworldSetup
 
 MAX_ASSET_BYTES = 1 << 30
 _CHUNK_BYTES = 1 << 20
@@ -57,6 +57,8 @@ def assets_of(task: Task) -> Iterator[AssetRef]:
     for verb in task.setup:
         if isinstance(verb, Download):
             yield from (AssetRef(file.url, file.sha256 or "") for file in verb.files)
+        elif isinstance(verb, OsworldSetup):
+            yield from (AssetRef(url) for url in verb.urls())
     for checker in leaves(task.checker) if task.checker else ():
         if isinstance(checker, OsworldEvaluator):
             yield from (AssetRef(url) for url in checker.urls())

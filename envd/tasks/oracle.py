@@ -1,4 +1,4 @@
-"""The compact form in which oracles write actions. Pure: text in, `envd.guest.actions` out.
+"""The compact form in which oracles write actions. Pure: text in, `envd.guest.actions` out, and back.
 
 An action is one key with its argument, and `done` and `fail` may stand alone:
 
@@ -167,3 +167,56 @@ def parse_action(value: object) -> Action:
     except ValidationError as error:
         problems = "; ".join(".".join((name, *map(str, each["loc"]))) + f": {each['msg']}" for each in error.errors())
         raise ValueError(problems) from error
+
+
+def write_action(action: Action) -> dict[str, object]:
+    """Return the compact form of an action, with a key for what is not as usual; `parse_action` reads it back.
+
+    Raises:
+        ValueError: The form has no words for it: keys that are held for a time.
+    """
+    match action:
+        case Move():
+            return {"move": _written_place(action.to)}
+        case Click():
+            return {"click": _without_usual(_written_place(action.at), action, count=1, button=Button.LEFT)}
+        case Drag():
+            end = {"to_x": action.end.x_px, "to_y": action.end.y_px}
+            return {"drag": _without_usual({**_written_place(action.start), **end}, action, button=Button.LEFT)}
+        case Scroll():
+            return {"scroll": _without_usual(_written_place(action.at), action, dx=0, dy=0)}
+        case MouseDown():
+            return {"mouse_down": _without_usual(_written_place(action.at), action, button=Button.LEFT)}
+        case MouseUp():
+            return {"mouse_up": _without_usual(_written_place(action.at), action, button=Button.LEFT)}
+        case TypeText():
+            return {"type": action.text}
+        case PressKeys(hold_s=0.0):
+            return {"press": list(action.keys)}
+        case KeyDown():
+            return {"key_down": action.key}
+        case KeyUp():
+            return {"key_up": action.key}
+        case Wait():
+            return {"wait": action.duration_s}
+        case Done():
+            return {"done": action.answer}
+        case Fail():
+            return {"fail": action.explanation}
+    raise ValueError(f"an oracle cannot write {action}")
+
+
+def _written_place(point: Point | None) -> dict[str, object]:
+    return {} if point is None else {"x": point.x_px, "y": point.y_px}
+
+
+def _without_usual(
+    form: dict[str, object], action: Click | Drag | Scroll | MouseDown | MouseUp, **usual: object
+) -> dict[str, object]:
+    for name, value in usual.items():
+        held = getattr(action, name)
+        if held != value:
+            form[name] = held.value if isinstance(held, Button) else held
+    if not isinstance(action, MouseDown | MouseUp) and action.modifiers:
+        form["modifiers"] = list(action.modifiers)
+    return form

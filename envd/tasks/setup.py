@@ -14,6 +14,7 @@ from envd.tasks.assets import AssetRef
 from envd.tasks.chrome import history_program, tabs_program
 from envd.tasks.fields import WindowMatch
 from envd.tasks.model import Task
+from envd.tasks.osworld import NOT_HERE
 from envd.tasks.powershell import powershell
 from envd.tasks.supplies import Supplies
 from envd.tasks.verbs import (
@@ -27,6 +28,7 @@ from envd.tasks.verbs import (
     Launch,
     MakeDirectory,
     Open,
+    OsworldSetup,
     Remove,
     SetClipboard,
     SetupVerb,
@@ -133,6 +135,10 @@ class _Work:
                 await self._run(tabs_program("close", verb.urls, limit_s=self.limit_s), shown="closing tabs")
             case UpdateBrowseHistory():
                 await self._run(history_program(verb.history), shown="writing Chrome's history")
+            case OsworldSetup():
+                if self.supplies.osworld is None:
+                    raise GuestError(NOT_HERE)
+                await self.supplies.osworld.set_up(self.desktop, verb.steps, os=self.os)
 
     # Files
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from envd.errors import GuestError
 from envd.tasks.assets import AssetCache, AssetMissing, AssetRef, open_http
+from envd.tasks.osworld import OsworldBridge
 
 #: Of a download that an episode waits for.
 _FETCH_TIMEOUT_S = 300.0
@@ -24,6 +25,8 @@ class Supplies:
     """Whether a file that was not fetched ahead of time is fetched while an episode waits."""
     client_password: str = field(default="", repr=False)
     """Of the guests' user."""
+    osworld: OsworldBridge | None = None
+    """What runs OSWorld's own setup; None where there is none."""
 
     async def asset(self, ref: AssetRef) -> bytes:
         """Return a fetched file. Raises: GuestError: It is not there; says how to get it."""

@@ -5,12 +5,14 @@ A verb can be done twice: it leads to the same state, or it is guarded and does 
 
 import base64
 import re
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.fields import Argv, Base64, Encoding, GuestPath, Model, Sha256, Timeout, WindowMatch
+from envd.tasks.osworld import asset_urls
 
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$", max_length=8192)]
 
@@ -239,6 +241,18 @@ class UpdateBrowseHistory(SessionVerb):
     history: Annotated[tuple[Visit, ...], Field(min_length=1)]
 
 
+class OsworldSetup(SetupBase):
+    """Perform setup steps in OSWorld's form, by OSWorld's own code; done twice, they are as they are there."""
+
+    kind: Literal["osworld"]
+    steps: Annotated[tuple[dict[str, JsonValue], ...], Field(min_length=1)]
+    timeout_s: Timeout = 600.0
+
+    def urls(self) -> Iterator[str]:
+        """Yield where the files are that OSWorld would download."""
+        yield from asset_urls(self.steps, {}).values()
+
+
 SetupVerb = Annotated[
     WriteFile
     | MakeDirectory
@@ -258,6 +272,7 @@ SetupVerb = Annotated[
     | SetClipboard
     | ChromeOpenTabs
     | ChromeCloseTabs
-    | UpdateBrowseHistory,
+    | UpdateBrowseHistory
+    | OsworldSetup,
     Field(discriminator="kind"),
 ]

@@ -141,9 +141,11 @@ async def test_a_members_machine_is_given_back_before_the_slowest_is_done() -> N
         class Slow(Scripted):
             async def generate(self) -> Reply:
                 reply = await super().generate()
-                while not leased or leased[-1] != 1:
-                    (pool,) = await client.list_pools()
-                    leased.append(pool.leased_count)
+                async with asyncio.timeout(10):
+                    while not leased or leased[-1] != 1:
+                        (pool,) = await client.list_pools()
+                        leased.append(pool.leased_count)
+                        await asyncio.sleep(0.05)
                 return reply
 
         models = iter([Slow([Done()]), Scripted([Done()])])

@@ -101,7 +101,7 @@ async def test_what_a_step_changed_is_in_the_facts_and_mistakes_are_told() -> No
     assert abs(at[1] - 100) <= 1
     (row,) = model.rows
     said = [part for message in row if message.role == "user" for part in message.parts if isinstance(part, str)]
-    assert "could not be read" in said[1]
+    assert said[1].startswith("Nothing was done: the reply holds no <tool_call>")
     assert "outside of the picture" in said[2]
     assert "nosuchkey" in said[3]
     assert trajectory.evaluation is not None
@@ -144,3 +144,25 @@ async def test_a_text_only_agent_is_shown_the_tree_and_no_image() -> None:
         left <= 822 < left + width and top <= 167 < top + height
         for left, top, width, height in trajectory.turns[0].facts.boxes_before
     )
+
+
+async def test_a_screen_that_did_not_change_at_all_need_not_be_shown_again() -> None:
+    settings = AgentSettings(max_turns=6, repeat_images=False)
+    turns: list[list[Action]] = [[Wait(timedelta(seconds=0.1))], [in_picture(Click(819, 100), SPACE)], [Done()]]
+    model = Scripted([grammar("qwen3-vl").render(turn) for turn in turns])
+    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+        trajectory = await run_task(client, "fake/count-to-five", lambda: model, settings=settings)
+    assert trajectory.turns[0].facts.changed_fraction == 0.0
+    (row,) = model.rows
+    told = [message.parts for message in row if message.role == "user"]
+    assert told[1] == ("Done. The screen looks exactly as before.",)
+    assert [len(parts) for parts in told] == [2, 1, 2]
+
+
+async def test_marks_are_told_by_their_numbers() -> None:
+    settings = AgentSettings(max_turns=6, marks=True, a11y_tree=True, a11y_chars=1000)
+    model = Scripted([grammar("qwen3-vl").render([Done()])])
+    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+        trajectory = await run_task(client, "fake/enable", lambda: model, settings=settings)
+    assert trajectory.turns[0].facts.tree_before is not None
+    assert "[1] " in trajectory.turns[0].facts.tree_before

@@ -19,6 +19,11 @@ tasks:
     instruction: Write it.
     checker: {kind: file_text, path: /home/user/note.txt, equals: it}
     oracle: [[{click: {x: 379, y: 311}}, {type: it}, {press: [ctrl, s]}], [done]]
+  - name: box
+    level: 1
+    instruction: Check it.
+    checker: {kind: on_screen, role: check-box, states: [checked]}
+    oracle: [[{click: {x: 822, y: 167}}], [done]]
 """
 
 UNSOUND = """
@@ -65,7 +70,7 @@ def written(tmp_path: Path, text: str) -> str:
 def test_verify_plays_the_oracle_and_does_nothing_in_each_task(tmp_path: Path) -> None:
     arguments = ("mine/", "fake/append-line", "--tasks", written(tmp_path, SOLVABLE), "--state-dir", str(tmp_path))
     status, told = envd(tmp_path, "verify", *arguments)
-    assert told == {"accelerator": "fake", "tasks": 2, "oracle_ok": 2, "null_ok": 2, "failures": []}
+    assert told == {"accelerator": "fake", "tasks": 3, "oracle_ok": 3, "null_ok": 3, "failures": []}
     assert status == 0
 
 
@@ -100,7 +105,7 @@ def test_lint_tells_file_line_and_field_of_all_that_is_wrong(tmp_path: Path) -> 
 
 def test_lint_tells_of_files_that_were_not_fetched(tmp_path: Path) -> None:
     verb = '{kind: download, files: [{url: "https://files.example.org/a", path: /home/user/a}]}'
-    file = written(tmp_path, SOLVABLE.replace("    checker:", f"    setup: [{verb}]\n    checker:"))
+    file = written(tmp_path, SOLVABLE.replace("    checker:", f"    setup: [{verb}]\n    checker:", 1))
     status, told = envd(tmp_path, "lint", "--tasks", file)
     assert status == 1
     [problem] = told["problems"]

@@ -10,8 +10,10 @@ from pydantic import ValidationError
 
 from envd.errors import EvaluatorFailed
 from envd.guest.desktop import CommandResult
+from envd.guest.observation import Element, Elements, Region
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.images import MAX_PIXELS, read_pixels
+from envd.tasks.checkers.session import OnScreen, judge_screen
 from envd.tasks.model import Task
 from envd.testing.memory_desktop import MemoryDesktop
 
@@ -90,6 +92,54 @@ async def test_the_clipboard_is_asked_of_the_session() -> None:
 async def test_an_empty_clipboard_is_never_right() -> None:
     with pytest.raises(ValidationError, match="an empty clipboard must not be right"):
         await score(MemoryDesktop(), {"kind": "clipboard", "matches": ".*"})
+
+
+def on_screen(*elements: Element, **more: Any) -> Elements:
+    return Elements(items=elements, **more)
+
+
+def element(role: str, name: str, *states: str, value: str = "") -> Element:
+    box = Region(x_px=0, y_px=0, width_px=9, height_px=9)
+    return Element(role=role, name=name, value=value, states=states, box=box, depth=1)
+
+
+WRAP = element("check-box", "Word wrap", "checked")
+FONT = element("spin-button", "Font size", value="14")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"name": "^Word"}, 1.0),
+        ({"role": "check-box", "states": ["checked"]}, 1.0),
+        ({"role": "check", "states": ["checked"]}, 0.0),
+        ({"name": "^wrap"}, 0.0),
+        ({"name": "Word", "states": ["focused"]}, 0.0),
+        ({"name": "Font", "value": "^14$"}, 1.0),
+        ({"name": "Word", "value": "14"}, 0.0),
+        ({"name": "Word", "present": False}, 0.0),
+        ({"name": "Gone", "present": False}, 1.0),
+    ],
+)
+def test_something_on_the_screen_is_found_by_all_that_is_said_of_it(fields: dict[str, Any], expected: float) -> None:
+    checker = OnScreen.model_validate({"kind": "on_screen", **fields})
+    assert judge_screen(on_screen(WRAP, FONT), checker).score == expected
+
+
+@pytest.mark.parametrize("present", [True, False])
+@pytest.mark.parametrize("more", [{"is_cut": True}, {"left_out_count": 3}])
+def test_a_screen_that_is_too_full_to_be_told_hides_nothing_to_an_agents_gain(
+    more: dict[str, Any], present: bool
+) -> None:
+    checker = OnScreen.model_validate({"kind": "on_screen", "name": "Gone", "present": present})
+    assert judge_screen(on_screen(WRAP, **more), checker).score == 0.0
+    found = OnScreen.model_validate({"kind": "on_screen", "name": "Word"})
+    assert judge_screen(on_screen(WRAP, **more), found).score == 1.0
+
+
+def test_something_on_the_screen_needs_something_to_be_known_by() -> None:
+    with pytest.raises(ValidationError, match="give role, name, value"):
+        OnScreen.model_validate({"kind": "on_screen", "states": ["checked"]})
 
 
 KEY = "HKEY_CURRENT_USER\\Control Panel\\Desktop"

@@ -55,6 +55,11 @@ def test_suites_are_separated_by_colons_in_the_environment() -> None:
     assert suites == ("/a/one.yaml", "web=/b/x=two.parquet")
 
 
+def test_a_suite_that_comes_with_envd_keeps_its_colon() -> None:
+    suites = load(environ={"ENVD_TASKS__SUITES": "builtin:windows:/a/one.yaml"}).tasks.suites
+    assert suites == ("builtin:windows", "/a/one.yaml")
+
+
 def test_a_file_of_tasks_is_found_from_here_whether_or_not_a_suite_is_named_for_it() -> None:
     suites = load(environ={"ENVD_TASKS__SUITES": "one.yaml:web=two.parquet:./a=b.json"}).tasks.suites
     assert suites == (f"{Path.cwd()}/one.yaml", f"web={Path.cwd()}/two.parquet", f"{Path.cwd()}/a=b.json")

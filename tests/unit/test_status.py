@@ -42,6 +42,7 @@ TABLE: list[tuple[errors.EnvdError, Code, str]] = [
     (errors.StoreError("x"), Code.INTERNAL, "STORE_ERROR"),
     (errors.ImageError("x"), Code.INTERNAL, "IMAGE_ERROR"),
     (errors.ConfigError("x"), Code.INTERNAL, "CONFIG_ERROR"),
+    (errors.OsworldError("x"), Code.INTERNAL, "OSWORLD_ERROR"),
     (errors.EnvdError("x"), Code.INTERNAL, "BUG"),
 ]
 

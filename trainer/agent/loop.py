@@ -31,7 +31,7 @@ from trainer.agent.types import (
     Turn,
 )
 from trainer.client import Action, EnvError, Evaluation, Observation, Origin, SampleVoid, State, StepResult, View
-from trainer.rewards.facts import ActionFacts, TurnFacts
+from trainer.rewards.facts import TurnFacts
 
 _logger = logging.getLogger(__name__)
 
@@ -137,6 +137,7 @@ class _Run:
             prompts.system_message(settings, space.seen()),
             images_per_row=settings.images_per_row,
             images_kept=settings.images_kept,
+            first_image_kept=settings.first_image_kept,
         )
         instruction = self._episode.instruction
         async with self._timed("model"):
@@ -214,7 +215,7 @@ class _Run:
     ) -> None:
         """Tell the model what came of its reply."""
         result = prompts.result_text(
-            unreadable=mistake,
+            mistake=mistake,
             errors=() if step is None else step.errors,
             cut_off_at=self._settings.reply_tokens if reply.finish == "length" else 0,
         )
@@ -267,16 +268,16 @@ def _finished(turn: Turn, after: Look, mistake: str, step: StepResult | None) ->
     change = step.screen_change
     facts = replace(
         facts,
-        actions=tuple(_told(one, error) for one, error in zip(facts.actions, step.errors, strict=False)),
+        # Those that the service has no word on were not performed.
+        actions=tuple(
+            replace(one, executed=index < len(step.errors) and not step.errors[index])
+            for index, one in enumerate(facts.actions)
+        ),
         errors=tuple(error for error in step.errors if error),
         changed_fraction=None if change is None else change.changed_fraction,
         grey_difference=None if change is None else change.grey_difference,
     )
     return replace(turn, facts=facts)
-
-
-def _told(action: ActionFacts, error: str) -> ActionFacts:
-    return replace(action, executed=not error)
 
 
 def _ending(step: StepResult) -> tuple[Outcome, str]:

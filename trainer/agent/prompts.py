@@ -31,7 +31,7 @@ TASK = "Task: {instruction}"
 SCREENSHOT, TREE, TERMINAL = "a screenshot", "the elements on the screen", "the text of the terminal"
 RESULT_OK = "Done."
 RESULT_MISTAKE = "That did not work: {mistake}"
-RESULT_UNREADABLE = "Nothing was done, because your reply could not be read: {mistake}"
+RESULT_NOTHING = "Nothing was done: {mistake}"
 RESULT_CUT_OFF = " (The reply was cut off at {tokens} tokens.)"
 UNCHANGED = "The screen looks exactly as before."
 DROPPED = "(An earlier look at the screen, no longer shown.)"
@@ -45,7 +45,7 @@ _TEMPLATES = (
     TERMINAL,
     RESULT_OK,
     RESULT_MISTAKE,
-    RESULT_UNREADABLE,
+    RESULT_NOTHING,
     RESULT_CUT_OFF,
     UNCHANGED,
     DROPPED,
@@ -86,10 +86,14 @@ class Look:
 def look_at(observation: Observation, space: CoordinateSpace, settings: AgentSettings) -> Look:
     """Return what the model is shown of an observation that was made with `settings.view`."""
     elements, terminal = observation.a11y_elements, observation.terminal
+    told = None
+    if settings.a11y_tree and elements is not None:
+        left_out_count = observation.a11y_left_out_count
+        told = tree.lines(elements, space, max_chars=settings.a11y_chars, left_out_count=left_out_count)
     return Look(
         image=None if settings.text_only else observation.image,
         image_id=observation.image_id,
-        tree=None if elements is None else tree.lines(elements, space, max_chars=settings.a11y_chars),
+        tree=told,
         terminal=None if terminal is None else terminal[-settings.terminal_chars :],
         boxes_px=tree.boxes(elements or ()),
     )
@@ -144,17 +148,17 @@ def _message(before: list[str], look: Look, *, after: list[str]) -> Message:
     return Message("user", (text,) if look.image is None else (look.image, text))
 
 
-def result_text(*, unreadable: str = "", errors: tuple[str, ...] = (), cut_off_at: int = 0) -> str:
+def result_text(*, mistake: str = "", errors: tuple[str, ...] = (), cut_off_at: int = 0) -> str:
     """Return a sentence on what came of a reply.
 
     Args:
-        unreadable: Why nothing of the reply could be done; empty if something was.
+        mistake: Why nothing of the reply could be done; empty if something was.
         errors: What the guest said of actions that did not work.
         cut_off_at: The limit in tokens at which the reply was cut off; 0 if it was not.
     """
-    if unreadable:
+    if mistake:
         cut = RESULT_CUT_OFF.format(tokens=cut_off_at) if cut_off_at else ""
-        return RESULT_UNREADABLE.format(mistake=unreadable[:MAX_MISTAKE_CHARS]) + cut
+        return RESULT_NOTHING.format(mistake=mistake[:MAX_MISTAKE_CHARS]) + cut
     mistakes = "; ".join(error for error in errors if error)
     return RESULT_MISTAKE.format(mistake=mistakes[:MAX_MISTAKE_CHARS]) if mistakes else RESULT_OK
 

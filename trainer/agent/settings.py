@@ -38,7 +38,9 @@ class AgentSettings:
     images_per_row: int = 0
     """Screenshots in a row, before a new one is begun with the latest `images_kept`; 0 to append to one row always."""
     images_kept: int = 2
-    """Screenshots that a new row begins with, the newest included."""
+    """Latest screenshots that a new row begins with, the newest included."""
+    first_image_kept: bool = False
+    """A new row begins with the episode's first screenshot as well."""
     timeout_s: float = 900.0
     """For an episode from its first look to its last reply."""
     step_timeout_s: float = 180.0
@@ -60,6 +62,8 @@ class AgentSettings:
     """Tell the accessibility tree, one line an element."""
     a11y_chars: int = 4096
     """Cut the tree after so many characters, at the end of a line."""
+    marks: bool = False
+    """Draw numbered boxes around all that can be acted on; the tree tells the numbers too."""
     terminal: bool = False
     """Tell the text of the terminal that is open."""
     terminal_chars: int = 2048
@@ -76,10 +80,13 @@ class AgentSettings:
                 raise ValueError(f"{one.name} is {value}; it must be at least {least}")
         if self.coordinates not in (None, "normalised", "pixels"):
             raise ValueError(f'coordinates is {self.coordinates!r}; it must be "normalised" or "pixels"')
-        if self.images_per_row and self.images_kept > self.images_per_row:
-            raise ValueError(f"images_kept is {self.images_kept}, more than images_per_row, {self.images_per_row}")
+        kept = self.images_kept + self.first_image_kept
+        if self.images_per_row and kept > self.images_per_row:
+            raise ValueError(f"new rows would keep {kept} screenshots, more than images_per_row, {self.images_per_row}")
         if self.text_only and not (self.a11y_tree or self.terminal):
             raise ValueError("text_only shows nothing unless a11y_tree or terminal is on")
+        if self.text_only and self.marks:
+            raise ValueError("marks are drawn into screenshots, and text_only shows none")
         self.make_grammar()
         self.row_cost.check(self.context_tokens)
 
@@ -133,6 +140,7 @@ class AgentSettings:
             max_pixel_count=self.image_max_pixels,
             size_multiple_px=self.image_multiple_px,
             a11y_elements=self.a11y_tree,
+            marks=self.marks,
             terminal=self.terminal,
             screen_change=True,
             grey_difference=self.grey_difference,

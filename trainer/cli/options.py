@@ -26,10 +26,10 @@ AgentFile = Annotated[
 DEFAULT_TARGET = "127.0.0.1:50051"
 
 
-def make_client(target: str, tls_ca: Path | None) -> AsyncEnvClient:
+def make_client(target: str, tls_ca: Path | None, *, run: str = "evaluation") -> AsyncEnvClient:
     """Return a client of the daemon; its token comes from `ENVD_TOKEN`. Raises: UsageError."""
     try:
-        return AsyncEnvClient(target, run="evaluation", tls=None if tls_ca is None else Tls(ca=tls_ca))
+        return AsyncEnvClient(target, run=run, tls=None if tls_ca is None else Tls(ca=tls_ca))
     except (ValueError, OSError) as error:
         raise UsageError(f"--envd {target}: {error}") from error
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.agent.attempts import Environments, run_task
+from trainer.agent.loop import AgentEpisode
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation, Outcome, Trajectory
-from trainer.client import AsyncEpisode, Task
+from trainer.client import Task
 from trainer.evaluate.replay import FILE_NAME, Watched, directory_name, replay_of
 from trainer.evaluate.results import Attempt, ResultsFile, Verdict
 from trainer.evaluate.selection import domain_of, is_infeasible
@@ -170,7 +171,7 @@ def attempt_of(trajectory: Trajectory, task: Task, *, seed: int, seconds: float)
 
 
 async def _write_replay(
-    watched: Watched, trajectory: Trajectory, episode: AsyncEpisode | None, settings: AgentSettings, directory: Path
+    watched: Watched, trajectory: Trajectory, episode: AgentEpisode | None, settings: AgentSettings, directory: Path
 ) -> None:
     last = ""
     if episode is not None and not settings.text_only and trajectory.evaluation is not None:
@@ -201,10 +202,10 @@ class _Opener:
 
     def __init__(self, environments: Environments) -> None:
         self._environments = environments
-        self.episode: AsyncEpisode | None = None
+        self.episode: AgentEpisode | None = None
 
     @asynccontextmanager
-    async def reset_group(self, task: str, **options: Any) -> AsyncIterator[Sequence[AsyncEpisode]]:
+    async def reset_group(self, task: str, **options: Any) -> AsyncIterator[Sequence[AgentEpisode]]:
         async with self._environments.reset_group(task, **options) as episodes:
             self.episode = episodes[0]
             yield episodes

@@ -76,8 +76,9 @@ class StoredTrajectory:
 
     @property
     def messages_sha1(self) -> str:
-        """Names what was said, whatever the order of keys."""
-        return hashlib.sha1(canonical(self.messages).encode(), usedforsecurity=False).hexdigest()
+        """Names what was said: roles and contents, whatever the order of keys and whatever is trained of it."""
+        said = [{"role": message["role"], "content": message["content"]} for message in self.messages]
+        return hashlib.sha1(canonical(said).encode(), usedforsecurity=False).hexdigest()
 
     @property
     def digest(self) -> str:

@@ -8,8 +8,8 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from trainer.slime.rows import Row
 from trainer.slime.upstream import Sample
+from trainer.tokens.rows import Row
 
 METADATA_KEY = "envd"
 """Where a sample's facts lie in `Sample.metadata`; see `docs/train.md` for what is in there."""

@@ -14,6 +14,7 @@ from envd.cli.output import EXIT_FAILED, emit_json, friendly, out
 from envd.cli.private import ensure_image, run_to_end
 from envd.cli.suites import load_tasks, look_at_tasks
 from envd.cli.tasks.fetch import fetch_all, tell_fetched
+from envd.cli.tasks.oracles import oracles
 from envd.cli.tasks.verify import tell, verify, verify_config
 from envd.tasks.assets import AssetCache, AssetMissing, assets_of
 from envd.tasks.catalogue import TaskCatalogue
@@ -22,6 +23,7 @@ from envd.tasks.model import Task
 from envd.telemetry import logs
 
 app = typer.Typer(no_args_is_help=True, help="Look at the tasks that clients may ask for.")
+app.command("oracles")(oracles)
 
 
 @app.command("list")
@@ -137,7 +139,8 @@ def verify_command(
         config, state_dir=state_dir, cache_dir=cache_dir, hypervisor=hypervisor, accelerator=accelerator, tasks=tasks
     )
     logs.setup(log_format=settings.log_format, level="warning" if settings.log_level == "info" else settings.log_level)
-    chosen = choose(load_tasks(settings), task_ids or [])
+    # OSWorld's come without oracles.
+    chosen = choose(load_tasks(settings, include_osworld=False), task_ids or [])
     ensure_image(settings)
     own = verify_config(settings, parallel_count=parallel_count)
     verification = run_to_end(verify(own, chosen, parallel_count=parallel_count))

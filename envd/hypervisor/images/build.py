@@ -9,13 +9,14 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from envd.errors import ImageError
-from envd.hypervisor.images.catalogue import Image, ImageCatalogue, file_sha256
-from envd.hypervisor.images.recipe import Recipe, overlay_files, recipe_digest
+from envd.hypervisor.images.catalogue import PACKAGES_FILE, Image, ImageCatalogue, file_sha256
+from envd.hypervisor.images.recipe import PYTHON_PACKAGES, Recipe, overlay_files, recipe_digest
 from envd.hypervisor.machine import Firmware, GuestOs
 
 #: Quiet, and without what an emulated guest pays for: no mitigations, no watchdogs, fixed interface names.
@@ -127,7 +128,7 @@ def build_image(
         ImageError: A tool is missing or failed; the message holds the end of its output.
     """
     report = progress or _no_report
-    overlay = overlay_files()
+    overlay = overlay_files(recipe)
     digest = recipe_digest(recipe, overlay)
     if not rebuild and (image := catalogue.find(recipe.name, digest)):
         report("cached", 1.0)
@@ -139,7 +140,7 @@ def build_image(
         report("collecting the kernel", 0.82)
         _take_kernel(root, directory)
         packages = _installed_packages(root)
-        (directory / "packages.txt").write_text("".join(f"{line}\n" for line in packages))
+        (directory / PACKAGES_FILE).write_text("".join(f"{line}\n" for line in packages))
         report("making the disk", 0.84)
         _make_disk(recipe, root, directory / "disk.qcow2", scratch)
         report("hashing the disk", 0.97)
@@ -193,6 +194,9 @@ def _bootstrap(recipe: Recipe, overlay: dict[str, bytes], root: Path, scratch: P
         target.write_bytes(data)
         # Scripts say so themselves; package data carries no modes.
         target.chmod(0o755 if data.startswith(b"#!") else 0o644)
+    if PYTHON_PACKAGES in overlay:
+        report("fetching Python packages", 0.005)
+        _fetch_python_packages(extras)
     customize = scratch / "customize.sh"
     customize.write_text(_CUSTOMIZE.replace("__MASKED__", " ".join(_MASKED_UNITS)))
     # Before the packages: initramfs-tools and useradd read these files when they run.
@@ -220,6 +224,15 @@ def _bootstrap(recipe: Recipe, overlay: dict[str, bytes], root: Path, scratch: P
         command.append(recipe.mirror)
     report("installing packages", 0.01)
     _run(command, on_line=_InstallProgress(report), what=f"mmdebstrap of {recipe.suite}")
+
+
+def _fetch_python_packages(extras: Path) -> None:
+    """Lay the listed packages, pure Python all, where the guest's system Python looks."""
+    _run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target",
+         str(extras / "usr/lib/python3/dist-packages"), "--requirement", str(extras / PYTHON_PACKAGES)],
+        what="pip install of the guest's Python packages",
+    )  # fmt: skip
 
 
 class _InstallProgress:

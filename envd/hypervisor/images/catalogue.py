@@ -22,6 +22,8 @@ from envd.errors import ImageError, ImageNotFound
 from envd.hypervisor.machine import DiskImage, Firmware, GuestOs
 
 DIGEST_CHARS = 16
+#: Beside the image: what was installed into one that we built, a package and its version a line.
+PACKAGES_FILE = "packages.txt"
 _MANIFEST = "image.json"
 _BUILDING = ".building-"
 
@@ -109,6 +111,11 @@ class ImageCatalogue:
             kernel_cmdline=image.kernel_cmdline,
             has_guestd=image.has_guestd,
         )
+
+    def packages(self, image: Image) -> frozenset[str] | None:
+        """Return the names of the packages that were installed into an image we built; None for any other."""
+        listed = self.root / image.name / image.digest[:DIGEST_CHARS] / PACKAGES_FILE
+        return frozenset(line.split()[0] for line in listed.read_text().splitlines()) if listed.exists() else None
 
     def remove(self, name: str) -> Path:
         """Remove an image by `name` (all its digests) or `name@digest-prefix`; return the directory removed.

@@ -57,6 +57,31 @@ DESKTOP_PACKAGES = (
     "xterm",
 )
 
+#: What OSWorld's tasks without downloads need beside the desktop: two applications, and GNOME's settings without GNOME.
+OSWORLD_PACKAGES = (
+    "bc",
+    "dbus",
+    "dconf-gsettings-backend",
+    "gimp",
+    "gnome-settings-daemon-common",
+    "gnome-shell-common",
+    "gsettings-desktop-schemas",
+    "libglib2.0-bin",
+    "psmisc",
+    "python-is-python3",
+    "python3-pil",
+    "python3-tk",
+    "python3-xlib",
+    "socat",
+    "sudo",
+    "vlc-bin",
+    "vlc-plugin-base",
+    "vlc-plugin-qt",
+)
+
+#: Python packages to install beside Debian's, in pip's form; a file of the guest, so that it says what it has.
+PYTHON_PACKAGES = "usr/lib/envd/python-packages.txt"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
@@ -100,13 +125,23 @@ def desktop_recipe(*, distribution: str = "debian", suite: str = "", mirror: str
     raise ValueError(f"distribution {distribution!r} is not known; choose debian or ubuntu")
 
 
-def overlay_files() -> dict[str, bytes]:
+def osworld_recipe(*, mirror: str = "") -> Recipe:
+    """Return the recipe of a desktop that runs OSWorld tasks: our desktop, and what they expect of a guest."""
+    packages = tuple(sorted({*DESKTOP_PACKAGES, *OSWORLD_PACKAGES}))
+    return Recipe(name="osworld", distribution="debian", suite="bookworm", mirror=mirror, packages=packages)
+
+
+def overlay_files(recipe: Recipe) -> dict[str, bytes]:
     """Return our own files in the guest, by absolute path without the leading slash."""
     images = files("envd.hypervisor.images")
     tree = dict(_walk(images / "rootfs", ""))
     tree["usr/lib/envd/guestd.py"] = (files("envd.guestd") / "guestd.py").read_bytes()
     for path, data in _walk(images / "desktop", ""):
         tree[_desktop_destination(path)] = data
+    if recipe.name == "osworld":
+        # Among them an Xauthority for no display at all: without an entry in it every pyautogui prints a warning, which
+        # OSWorld's getters take for a part of the answer.
+        tree.update(_walk(images / "osworld", ""))
     return tree
 
 

@@ -13,6 +13,7 @@ from envd.tasks.checkers.kinds import AllOf, AnyChecker, AnyOf, LeafChecker, Wei
 from envd.tasks.checkers.scene import Scene
 from envd.tasks.evaluation import CheckResult, Evaluation
 from envd.tasks.model import Task
+from envd.tasks.osworld import OsworldBridge
 from envd.tasks.text import Verdict
 
 _EVIDENCE_CHARS = 2000
@@ -22,7 +23,14 @@ class _LookError(Exception):
     """A checker could not look at the guest."""
 
 
-async def evaluate(task: Task, desktop: Desktop, *, last_action: Done | Fail | None, timeout_s: float) -> Evaluation:
+async def evaluate(
+    task: Task,
+    desktop: Desktop,
+    *,
+    last_action: Done | Fail | None,
+    timeout_s: float,
+    osworld: OsworldBridge | None = None,
+) -> Evaluation:
     """Score a task. Only looks: the guest stays as it is, unless a `command` checker's own command changes it.
 
     Args:
@@ -30,6 +38,7 @@ async def evaluate(task: Task, desktop: Desktop, *, last_action: Done | Fail | N
         desktop: Where.
         last_action: How the agent ended the episode; None when it did not.
         timeout_s: Limit for all checkers together, in seconds.
+        osworld: What runs OSWorld's evaluators; None where there is none.
 
     Raises:
         EvaluatorFailed: A checker could not look, or not in time. There is no score.
@@ -39,7 +48,7 @@ async def evaluate(task: Task, desktop: Desktop, *, last_action: Done | Fail | N
         return judge_infeasible(last_action)
     if isinstance(last_action, Fail):
         return _single("feasible", Verdict(0.0, "the agent declared the task infeasible, which it is not"))
-    scene = Scene(desktop=desktop, os=task.os, last_action=last_action)
+    scene = Scene(desktop=desktop, os=task.os, last_action=last_action, osworld=osworld)
     try:
         async with asyncio.timeout(timeout_s):
             return await _evaluate(task.checker, scene)

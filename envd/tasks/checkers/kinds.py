@@ -14,7 +14,7 @@ from envd.tasks.checkers.ladders import Ladder
 from envd.tasks.checkers.osworld import OsworldEvaluator
 from envd.tasks.checkers.programs import Command, Process, Window
 from envd.tasks.checkers.registry import Registry
-from envd.tasks.checkers.session import Clipboard
+from envd.tasks.checkers.session import Clipboard, OnScreen
 from envd.tasks.fields import Model
 
 
@@ -60,6 +60,7 @@ LeafChecker = (
     | Process
     | Window
     | Clipboard
+    | OnScreen
     | Registry
     | Answer
     | Ladder

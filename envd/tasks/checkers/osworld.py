@@ -8,6 +8,7 @@ from pydantic import JsonValue
 from envd.errors import GuestError
 from envd.tasks.checkers.base import LeafCheck
 from envd.tasks.checkers.scene import Scene
+from envd.tasks.osworld import NOT_HERE, OsworldObject, asset_urls
 from envd.tasks.text import Verdict
 
 Parameters = dict[str, JsonValue]
@@ -33,13 +34,16 @@ class OsworldEvaluator(LeafCheck):
         return self.func if isinstance(self.func, str) else f" {self.conj} ".join(self.func)
 
     def urls(self) -> Iterator[str]:
-        """Yield where the files are that the guest's are compared with."""
-        expected = self.expected if isinstance(self.expected, tuple) else (self.expected,)
-        for getter in expected:
-            if getter is not None and getter.get("type") == "cloud_file":
-                paths = getter.get("path")
-                yield from (path for path in (paths if isinstance(paths, list) else [paths]) if isinstance(path, str))
+        """Yield where the files are that OSWorld would download to score it."""
+        yield from asset_urls((), self.in_osworlds_form()).values()
 
-    async def look(self, scene: Scene) -> Verdict:  # noqa: ARG002
-        """Raise GuestError: what scores this is OSWorld's own code, which is not here."""
-        raise GuestError("OSWorld's evaluators are not set up in this daemon")
+    async def look(self, scene: Scene) -> Verdict:
+        """Have OSWorld's code look and judge, in a process of its own. Raises: GuestError, MachineLost."""
+        if scene.osworld is None:
+            raise GuestError(NOT_HERE)
+        return await scene.osworld.evaluate(scene.desktop, self.in_osworlds_form(), os=scene.os)
+
+    def in_osworlds_form(self) -> OsworldObject:
+        """Return it as a task file has it."""
+        fields = self.model_dump(mode="json", exclude={"kind", "name"})
+        return {key: value for key, value in fields.items() if value is not None}

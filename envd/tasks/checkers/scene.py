@@ -12,6 +12,7 @@ from envd.errors import GuestError
 from envd.guest.actions import Done
 from envd.guest.desktop import CommandResult, Desktop
 from envd.hypervisor.machine import GuestOs
+from envd.tasks.osworld import OsworldBridge
 from envd.tasks.powershell import powershell
 from envd.tasks.text import quote
 
@@ -61,6 +62,8 @@ class Scene:
     os: GuestOs
     last_action: Done | None = None
     """How the agent ended the episode; None where it did not."""
+    osworld: OsworldBridge | None = None
+    """What runs OSWorld's evaluators; None where there is none."""
 
     async def probe(self, path: str) -> FoundFile:
         """Return what is at a path, without its content. Raises: GuestError, GuestUnresponsive."""

@@ -1,14 +1,17 @@
-"""Checkers of what only the user's session knows: the clipboard."""
+"""Checkers of what only the user's session knows: the clipboard, and what is on the screen."""
 
+import re
 from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from envd.guest.desktop import CommandResult
+from envd.guest.observation import Element, Elements, Encoding, ObservationOptions
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import LeafCheck
 from envd.tasks.checkers.scene import LOOK_TIMEOUT_S, Scene
-from envd.tasks.text import TextExpectation, Verdict, judge_text
+from envd.tasks.fields import Regex
+from envd.tasks.text import TextExpectation, Verdict, judge_text, quote
 
 
 class Clipboard(LeafCheck, TextExpectation):
@@ -34,6 +37,61 @@ class Clipboard(LeafCheck, TextExpectation):
         # It belongs to the session, which root has no part in.
         argv = ("xclip", "-selection", "clipboard", "-o")
         return judge_clipboard(await scene.desktop.run(argv, timeout_s=LOOK_TIMEOUT_S), self)
+
+
+class OnScreen(LeafCheck):
+    """Whether something is on the screen, as the accessibility tree tells of it. What is given must fit."""
+
+    systems: ClassVar[frozenset[GuestOs]] = frozenset({GuestOs.LINUX})
+
+    kind: Literal["on_screen"]
+    role: str = ""
+    """As AT-SPI calls it, such as `push-button`."""
+    name: Regex = ""
+    """Regular expression, searched for in its name."""
+    value: Regex = ""
+    """Regular expression, searched for in its text or number."""
+    states: tuple[str, ...] = ()
+    """It must have all of these, such as `checked`, `focused` and `selected`."""
+    present: bool = True
+
+    @model_validator(mode="after")
+    def _names_something(self) -> Self:
+        if not (self.role or self.name or self.value):
+            raise ValueError("give role, name, value or several of them")
+        return self
+
+    @property
+    def subject(self) -> str:
+        """What is looked for."""
+        return self.name or self.value or self.role
+
+    async def look(self, scene: Scene) -> Verdict:
+        """See `LeafCheck`."""
+        options = ObservationOptions(encoding=Encoding.NONE, include_a11y_elements=True)
+        seen = await scene.desktop.observe(options, refresh=True)
+        return judge_screen(seen.a11y_elements or Elements(items=()), self)
+
+
+def judge_screen(seen: Elements, checker: OnScreen) -> Verdict:
+    """Judge what is on the screen."""
+    fitting = [element for element in seen.items if _fits(element, checker)]
+    if fitting:
+        shown = ", ".join(f"{element.role} {quote(element.name)}" for element in fitting[:3])
+        return Verdict(float(checker.present), f"{len(fitting)} on the screen: {shown}")
+    if seen.is_cut or seen.left_out_count:
+        # An agent can open more than is told; what may be among the rest is neither there nor away.
+        return Verdict(0.0, f"not among the {len(seen.items)} elements that were told, and there are more")
+    return Verdict(float(not checker.present), f"not among the {len(seen.items)} elements on the screen")
+
+
+def _fits(element: Element, checker: OnScreen) -> bool:
+    return (
+        checker.role in ("", element.role)
+        and re.search(checker.name, element.name) is not None
+        and re.search(checker.value, element.value) is not None
+        and set(checker.states) <= set(element.states)
+    )
 
 
 def judge_clipboard(told: CommandResult, checker: Clipboard) -> Verdict:

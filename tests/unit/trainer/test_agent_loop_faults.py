@@ -57,6 +57,7 @@ class Desktop:
         self.origin = Origin(template_digest="t", overlay_parent="o", first_frame_id="f")
         self.step_count = self.evaluate_count = 0
         self.evaluation_error: Exception | None = None
+        self.errors: tuple[str, ...] = ()
         self._state, self._stepping, self._error = state, stepping, error
 
     async def step(
@@ -69,7 +70,7 @@ class Desktop:
             raise self._error
         return StepResult(
             observation=seen(),
-            errors=("",) * len(actions),
+            errors=self.errors or ("",) * len(actions),
             state=self._state,
             end_reason="" if self._state is State.ACTIVE else "MACHINE_LOST",
             step_count=self.step_count,
@@ -229,3 +230,16 @@ async def test_phases_are_timed() -> None:
     trajectory = await lived(Desktop(), Model())
     assert set(trajectory.timings_s) == {"model", "step", "evaluate"}
     assert all(seconds >= 0 for seconds in trajectory.timings_s.values())
+
+
+async def test_actions_of_which_the_service_says_nothing_were_not_performed() -> None:
+    class Talkative(Model):
+        async def generate(self) -> Reply:
+            return Reply(text=WAIT * 3)
+
+    desktop = Desktop()
+    desktop.errors = ("", "no such key")
+    trajectory = await lived(desktop, Talkative())
+    facts = trajectory.turns[0].facts
+    assert [action.executed for action in facts.actions] == [True, False, False]
+    assert facts.errors == ("no such key",)

@@ -4,6 +4,8 @@ import io
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from trainer.agent import prompts, tree
@@ -12,13 +14,21 @@ from trainer.agent.grammars import Seen
 from trainer.agent.settings import AgentSettings
 from trainer.client import Element, Observation
 
+#: Time passes as it will on a busy machine.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
 SPACE = CoordinateSpace.of("pixels", image_px=(640, 400), screen_px=(1280, 800))
 SHOWN = (
-    Element(role="frame", name="Editor", box=(0, 0, 1280, 800)),
-    Element(role="push-button", name="Save", box=(60, 70, 40, 20), is_actionable=True),
-    Element(role="entry", name="", value="Hello & more", box=(100, 100, 200, 100), is_actionable=True),
+    Element(role="frame", name="Editor", states=("active",), box=(0, 0, 1280, 800)),
+    Element(role="push-button", name="Save", box=(60, 70, 40, 20), depth=1, is_actionable=True, mark=1),
+    Element(role="entry", name="", value="Hello", box=(100, 100, 200, 100), depth=1, is_actionable=True, mark=2),
     Element(role="panel", name="", box=(0, 0, 10, 10)),
 )
+TOLD = [
+    "frame 'Editor' (active) at 320, 200",
+    "[1] push-button 'Save' at 40, 40",
+    "[2] entry '' = 'Hello' at 100, 75",
+]
 
 
 def observed(**more: object) -> Observation:
@@ -41,20 +51,23 @@ def png() -> bytes:
 
 
 def test_a_tree_is_told_in_the_models_units_without_what_says_nothing() -> None:
-    told = tree.lines(SHOWN, SPACE, max_chars=1000)
-    assert told.splitlines() == [
-        "frame 'Editor' at 320, 200",
-        "push-button 'Save' at 40, 40",
-        "entry '' 'Hello & more' at 100, 75",
-    ]
+    assert tree.lines(SHOWN, SPACE, max_chars=1000).splitlines() == TOLD
     assert tree.boxes(SHOWN) == ((60, 70, 40, 20), (100, 100, 200, 100))
 
 
-def test_a_tree_is_cut_at_the_end_of_a_line() -> None:
-    assert tree.lines(SHOWN, SPACE, max_chars=60).splitlines() == [
-        "frame 'Editor' at 320, 200",
-        "push-button 'Save' at 40, 40",
-    ]
+def test_a_tree_is_cut_at_the_end_of_a_line_and_says_how_much_is_missing() -> None:
+    fits = len("\n".join(TOLD))
+    assert tree.lines(SHOWN, SPACE, max_chars=fits).splitlines() == TOLD
+    assert tree.lines(SHOWN, SPACE, max_chars=fits - 1).splitlines() == [*TOLD[:2], "(1 more)"]
+    assert tree.lines(SHOWN, SPACE, max_chars=1000, left_out_count=7).splitlines() == [*TOLD, "(7 more)"]
+    assert tree.lines(SHOWN, SPACE, max_chars=10, left_out_count=7) == "(10 more)"
+
+
+@unhurried
+@given(st.integers(1, 400), st.integers(0, 3))
+def test_no_tree_is_longer_than_it_may_be(max_chars: int, left_out_count: int) -> None:
+    told = tree.lines(SHOWN * 3, SPACE, max_chars=max_chars, left_out_count=left_out_count)
+    assert len(told) <= max(max_chars, len("(12 more)"))
 
 
 def test_a_look_has_what_the_settings_ask_for() -> None:
@@ -65,8 +78,7 @@ def test_a_look_has_what_the_settings_ask_for() -> None:
     message = prompts.observation_message("Done.", look)
     assert message.parts[0] is look.image
     assert message.parts[1:] == (
-        "Done.\n\nElements on the screen, with the middle of each:\nframe 'Editor' at 320, 200\n"
-        "push-button 'Save' at 40, 40\nentry '' 'Hello & more' at 100, 75\n\nTerminal:\nfile",
+        "Done.\n\nElements on the screen, with the middle of each:\n" + "\n".join(TOLD) + "\n\nTerminal:\nfile",
     )
 
 
@@ -90,9 +102,9 @@ def test_the_system_message_says_what_will_be_shown_and_how_to_act() -> None:
 def test_what_came_of_a_reply_is_said_in_a_sentence() -> None:
     assert prompts.result_text() == "Done."
     assert prompts.result_text(errors=("", "no such key")) == "That did not work: no such key"
-    assert "because your reply could not be read: no call" in prompts.result_text(unreadable="no call")
-    assert "cut off at 512 tokens" in prompts.result_text(unreadable="no call", cut_off_at=512)
-    assert len(prompts.result_text(unreadable="x" * 5000)) < 300
+    assert prompts.result_text(mistake="no call") == "Nothing was done: no call"
+    assert "cut off at 512 tokens" in prompts.result_text(mistake="no call", cut_off_at=512)
+    assert len(prompts.result_text(mistake="x" * 5000)) < 300
 
 
 def test_equal_looks_are_equal_in_every_pixel_and_line() -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.agent.types import BudgetExhausted, GenerationAborted, Message, ModelFailed, Reply
-from trainer.slime.chat import Chat
-from trainer.slime.rows import Row
+from trainer.tokens.chat import Chat
+from trainer.tokens.rows import Row
 
 if TYPE_CHECKING:
     from PIL import Image

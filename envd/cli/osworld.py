@@ -1,0 +1,146 @@
+"""`envd osworld`: install OSWorld beside envd, and see which of its tasks can run here."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from envd.cli.image import stop_on_sigterm
+from envd.cli.options import CacheDir, ConfigFile, Json, load_config
+from envd.cli.output import emit_json, err, friendly, out, progress
+from envd.config import Config
+from envd.errors import OsworldError
+from envd.hypervisor.images.catalogue import ImageCatalogue
+from envd.hypervisor.machine import GuestOs
+from envd.osworld.catalogue import IMAGE
+from envd.osworld.environment import PACKAGE, Environment
+from envd.osworld.files import OsworldFile, read_files
+from envd.osworld.lint import Finding, Host, Obstacle, cover, findings
+from envd.osworld.workers import KnownNames, Workers
+from envd.tasks.assets import AssetCache, AssetRef
+
+app = typer.Typer(no_args_is_help=True, help="OSWorld's tasks, with its own setup and evaluators.")
+
+
+@app.command("install")
+@friendly
+def install(
+    *,
+    tasks: Annotated[
+        str, typer.Option(metavar="DIR|URL", help="A checkout of OSWorld, or where to clone one: its task files.")
+    ] = "",
+    config: ConfigFile = None,
+    cache_dir: CacheDir = None,
+    as_json: Json = False,
+) -> None:
+    """Install OSWorld's package into a virtual environment of its own, and register its task files."""
+    stop_on_sigterm()
+    environment = Environment(load_config(config, cache_dir=cache_dir).cache_dir)
+    with progress(f"osworld {PACKAGE}") as report:
+        environment.install(progress=report)
+    if tasks:
+        with progress("osworld tasks") as report:
+            environment.register_tasks(tasks, progress=report)
+    found = environment.tasks
+    if as_json:
+        emit_json({"python": str(environment.python), "package": PACKAGE, "tasks": str(found or "")})
+        return
+    out.print(f"{PACKAGE} is in {environment.directory}", markup=False, soft_wrap=True)
+    if found is None:
+        err.print("no task files yet: `envd osworld install --tasks DIR`, DIR a checkout of OSWorld", soft_wrap=True)
+    else:
+        out.print(f"{len(read_files(found))} tasks are in {found}", markup=False, soft_wrap=True)
+
+
+@app.command("lint")
+@friendly
+def lint(
+    *,
+    domain: Annotated[str, typer.Option(help="Only tasks of this domain, such as vs_code.")] = "",
+    config: ConfigFile = None,
+    cache_dir: CacheDir = None,
+    as_json: Json = False,
+) -> None:
+    """Say of each task whether it can run on this host, and why not. Starts no machine."""
+    settings = load_config(config, cache_dir=cache_dir)
+    files, found = examine(settings)
+    files = [file for file in files if not domain or file.domain == domain]
+    runnable = sum(not found[file.task_id] for file in files)
+    if as_json:
+        emit_json(
+            {
+                "tasks": [_row(file, found[file.task_id]) for file in files],
+                "total": len(files),
+                "runnable": runnable,
+                "obstacles": dict(_obstacles(files, found)),
+            }
+        )
+        return
+    table = Table("task", "domain", "can run", "why not", box=None, pad_edge=False)
+    for file in files:
+        why = "; ".join(f"{finding.obstacle.value}: {finding.what}" for finding in found[file.task_id])
+        table.add_row(file.task_id, file.domain, "no" if why else "yes", why)
+    out.print(table, markup=False)
+    for row in cover(files, found):
+        out.print(f"{row.suite} {row.domain}: {row.runnable} of {row.total} can run", markup=False)
+    out.print(f"{runnable} of {len(files)} can run")
+
+
+def examine(config: Config) -> tuple[list[OsworldFile], Mapping[str, tuple[Finding, ...]]]:
+    """Return the registered task files and, by task id, what keeps each from running.
+
+    Raises:
+        OsworldError: No task files are registered, one is broken, or the installed package cannot be imported.
+    """
+    environment = Environment(config.cache_dir)
+    if environment.tasks is None:
+        raise OsworldError("no task files are registered; run `envd osworld install --tasks DIR`")
+    files = read_files(environment.tasks)
+    assets = AssetCache(config.asset_dir)
+    host = Host(
+        known=asyncio.run(_known_names(environment)) if environment.is_installed else None,
+        has_asset=lambda url: assets.has(AssetRef(url)),
+        packages=_packages(ImageCatalogue(config.cache_dir)),
+    )
+    return files, {file.task_id: findings(file, host) for file in files}
+
+
+async def _known_names(environment: Environment) -> KnownNames:
+    workers = Workers(environment.python)
+    try:
+        return await workers.start()
+    finally:
+        await workers.aclose()
+
+
+def _packages(catalogue: ImageCatalogue) -> dict[GuestOs, frozenset[str] | None]:
+    """Return the packages of the images that OSWorld tasks run in: ours by its list, any other one unknown."""
+    systems: dict[GuestOs, frozenset[str] | None] = {}
+    for image in catalogue.list():
+        if image.name == IMAGE and image.os == GuestOs.LINUX.value:
+            systems[GuestOs.LINUX] = catalogue.packages(image)
+        elif image.os == GuestOs.WINDOWS.value:
+            systems[GuestOs.WINDOWS] = None
+    return systems
+
+
+def _row(file: OsworldFile, found: Sequence[Finding]) -> dict[str, object]:
+    return {
+        "task_id": file.task_id,
+        "domain": file.domain,
+        "os": file.os.value,
+        "infeasible": file.is_infeasible,
+        "can_run": not found,
+        "obstacles": [{"kind": finding.obstacle.value, "what": finding.what} for finding in found],
+    }
+
+
+def _obstacles(files: Sequence[OsworldFile], found: Mapping[str, Sequence[Finding]]) -> Counter[str]:
+    """Count the tasks that each kind of reason holds up."""
+    kinds = Counter({obstacle.value: 0 for obstacle in Obstacle})
+    for file in files:
+        kinds.update({finding.obstacle.value for finding in found[file.task_id]})
+    return kinds

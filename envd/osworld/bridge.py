@@ -1,0 +1,88 @@
+"""OSWorld's setup and evaluators, applied to our guests: the other side of `envd.tasks.osworld`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from envd.errors import GuestError
+from envd.guest.desktop import Desktop
+from envd.hypervisor.machine import GuestOs
+from envd.osworld.workers import Job, Workers
+from envd.tasks.assets import AssetCache, AssetMissing, AssetRef
+from envd.tasks.osworld import asset_urls
+from envd.tasks.text import Verdict
+
+_PLATFORMS = {GuestOs.LINUX: "Linux", GuestOs.WINDOWS: "Windows"}
+#: Where the caller's own limit does not end a job first.
+_LONGEST_JOB_S = 1800.0
+
+
+class WorkerBridge:
+    """Performs setups and scores in worker processes, and nothing of it in this one."""
+
+    def __init__(self, workers: Workers, *, assets: AssetCache, client_password: str = "") -> None:
+        self._workers = workers
+        self._assets = assets
+        self._client_password = client_password
+
+    async def set_up(self, desktop: Desktop, steps: Sequence[Mapping[str, Any]], *, os: GuestOs) -> None:
+        """Perform setup steps in OSWorld's form.
+
+        Raises:
+            GuestError: A step failed, also where OSWorld itself would only have logged it; or a file of the task's is
+                not in the cache.
+            MachineLost: The machine is gone.
+        """
+        await self._run(desktop, "set_up", steps, {}, os)
+
+    async def evaluate(self, desktop: Desktop, evaluator: Mapping[str, Any], *, os: GuestOs) -> Verdict:
+        """Score the state that the guest is in.
+
+        Raises:
+            GuestError: OSWorld's code broke, hung until its limit, or could not look.
+            MachineLost: The machine is gone.
+        """
+        return verdict_of(await self._run(desktop, "evaluate", (), evaluator, os))
+
+    async def _run(
+        self,
+        desktop: Desktop,
+        kind: str,
+        steps: Sequence[Mapping[str, Any]],
+        evaluator: Mapping[str, Any],
+        os: GuestOs,
+    ) -> Mapping[str, Any]:
+        files = self._files_of(steps, evaluator)
+
+        async def work(guest_url: str) -> Mapping[str, Any]:
+            job = Job(
+                kind=kind,
+                guest_url=guest_url,
+                platform=_PLATFORMS[os],
+                screen_px=desktop.screen_size,
+                time_s=_LONGEST_JOB_S,
+                steps=steps,
+                evaluator=evaluator,
+                files=files,
+                password=self._client_password,
+            )
+            return await self._workers.run(job)
+
+        return await desktop.with_guestd(work)
+
+    def _files_of(self, steps: Sequence[Mapping[str, Any]], evaluator: Mapping[str, Any]) -> dict[str, Path]:
+        try:
+            urls = asset_urls(steps, evaluator)
+            return {name: self._assets.find(AssetRef(url)) for name, url in urls.items()}
+        except (AssetMissing, ValueError) as error:
+            raise GuestError(str(error)) from error
+
+
+def verdict_of(result: Mapping[str, Any]) -> Verdict:
+    """Return what a worker's result says; it comes out of a sandbox. Raises: GuestError: nonsense."""
+    try:
+        parts = [(str(name), float(score), str(evidence)) for name, score, evidence in result["parts"]]
+        told = "; ".join(f"{name} {score:g}: {evidence}" for name, score, evidence in parts)
+        return Verdict(float(result["score"]), told)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise GuestError(f"OSWorld's worker answered nonsense: {error!r}") from error

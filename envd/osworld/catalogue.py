@@ -1,0 +1,59 @@
+"""OSWorld's task files as tasks of ours: their setup and their evaluators stay OSWorld's."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from envd.errors import OsworldError
+from envd.hypervisor.machine import GuestOs
+from envd.osworld import DESKTOP_TASK
+from envd.osworld.files import OsworldFile, read_files
+from envd.tasks.model import Task
+
+#: The image that has what OSWorld's tasks expect of a Linux guest; a pool of any other can be named by the caller.
+IMAGE = "osworld"
+#: OSWorld does not grade its tasks.
+_LEVEL = 3
+#: The most that OSWorld's own reports give agents.
+_MAX_STEPS = 100
+
+
+def osworld_tasks(directory: Path) -> Iterator[Task]:
+    """Yield the tasks below an `evaluation_examples`, and one without any, for `DesktopEnv` to set up itself.
+
+    Raises:
+        OsworldError: A file is no task; names it.
+    """
+    yield Task(
+        task_id=DESKTOP_TASK,
+        instruction="A desktop as it starts: OSWorld's DesktopEnv sets it up and scores it.",
+        level=1,
+        image=IMAGE,
+        infeasible=True,
+    )
+    for file in read_files(directory):
+        yield to_task(file)
+
+
+def to_task(file: OsworldFile) -> Task:
+    """Return a task file as a task. Raises: OsworldError."""
+    fields: dict[str, object] = {
+        "task_id": file.task_id,
+        "instruction": file.content["instruction"],
+        "level": _LEVEL,
+        "tags": (file.domain,),
+        "os": file.os,
+        "image": IMAGE if file.os is GuestOs.LINUX else "",
+        "max_steps": _MAX_STEPS,
+        "setup": [{"kind": "osworld", "steps": file.setup}] if file.setup else [],
+        "infeasible": file.is_infeasible,
+    }
+    if not file.is_infeasible:
+        # Some files have notes among the fields.
+        said = {key: value for key, value in file.evaluator.items() if not key.startswith("_")}
+        fields["checker"] = {"kind": "osworld", **said}
+    try:
+        return Task.model_validate(fields)
+    except ValidationError as error:
+        raise OsworldError(f"{file.path}: {error}") from error

@@ -1,0 +1,174 @@
+"""Episodes as the machines of OSWorld's `DesktopEnv`, over gRPC; `envd.osworld.provider` gives them to it."""
+
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+import grpc
+from cuaenv.v1 import env_pb2, env_pb2_grpc
+
+from envd.osworld import DESKTOP_TASK
+from envd.osworld.tunnel import GuestTunnel
+
+#: DesktopEnv asks for these as well; nothing of a guest is there but its service.
+_CHROMIUM_PORT, _VNC_PORT, _VLC_PORT = 9222, 8006, 8080
+
+_LEASE_S = 600
+_KEEP_ALIVE_S = 60.0
+_RESET_TIMEOUT_S = 900.0
+_CALL_TIMEOUT_S = 60.0
+#: As long as OSWorld's own service lets a command take, and then some.
+_COMMAND_TIMEOUT_S = 150
+_MAX_MESSAGE_BYTES = 128 << 20
+
+M = TypeVar("M")
+
+
+class EnvdProvider:
+    """What `DesktopEnv` asks for machines; has one at most.
+
+    Args:
+        address: Of the daemon, HOST:PORT on loopback or behind a tunnel.
+        pool: Empty for the only one that fits.
+        token: Empty where the daemon wants none.
+    """
+
+    def __init__(self, address: str, *, pool: str = "", token: str = "") -> None:
+        self._address = address
+        self._pool = pool
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._episode_id = ""
+        self._snapshots: dict[str, str] = {}
+        self._tunnel: GuestTunnel | None = None
+        self._stopping = threading.Event()
+        self._channel: grpc.Channel | None = None
+
+    def __repr__(self) -> str:
+        return f"<EnvdProvider {self._address} {self._episode_id or 'without a machine'}>"
+
+    def start_emulator(self, path_to_vm: str, headless: bool, os_type: str = "") -> None:  # noqa: ARG002
+        """Have a machine, unless there is one. Raises: grpc.RpcError."""
+        if not self._episode_id:
+            self._episode_id = self._reset()
+        if self._tunnel is None:
+            self._tunnel = GuestTunnel(self._run)
+            self._stopping = threading.Event()
+            threading.Thread(target=self._keep_alive, args=(self._stopping,), name="envd-leases", daemon=True).start()
+
+    def get_ip_address(self, path_to_vm: str) -> str:  # noqa: ARG002
+        """Return `host:server:chromium:vnc:vlc`; only the server's port leads to the guest."""
+        if self._tunnel is None:
+            raise RuntimeError("there is no machine; start_emulator makes one")
+        return f"127.0.0.1:{self._tunnel.port}:{_CHROMIUM_PORT}:{_VNC_PORT}:{_VLC_PORT}"
+
+    def save_state(self, path_to_vm: str, snapshot_name: str) -> None:  # noqa: ARG002
+        """Keep the machine's present state under a name, as a fork that does not run. Raises: grpc.RpcError."""
+        earlier = self._snapshots.pop(snapshot_name, "")
+        if earlier:
+            self._close(earlier)
+        self._snapshots[snapshot_name] = self._fork(self._episode_id)
+
+    def revert_to_snapshot(self, path_to_vm: str, snapshot_name: str) -> str:
+        """Change the machine for a fork of what was saved under a name, or else of the pool's template.
+
+        Raises:
+            grpc.RpcError: There is none to be had; the old one is gone.
+        """
+        gone, self._episode_id = self._episode_id, ""
+        if gone:
+            self._close(gone)
+        saved = self._snapshots.get(snapshot_name)
+        self._episode_id = self._fork(saved) if saved else self._reset()
+        return path_to_vm
+
+    def stop_emulator(self, path_to_vm: str) -> None:  # noqa: ARG002
+        """Give up the machine and all that was saved. Idempotent."""
+        self._stopping.set()
+        if self._tunnel is not None:
+            self._tunnel.close()
+            self._tunnel = None
+        for episode_id in (self._episode_id, *self._snapshots.values()):
+            if episode_id:
+                # A daemon that is gone has taken them along.
+                with suppress(grpc.RpcError):
+                    self._close(episode_id)
+        self._episode_id, self._snapshots = "", {}
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _stub(self) -> env_pb2_grpc.CUAEnvStub:
+        # Made late: OSWorld's runner makes its environments in processes that it forks.
+        if self._channel is None:
+            options = (
+                ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+                ("grpc.enable_http_proxy", 0),
+            )
+            self._channel = grpc.insecure_channel(self._address, options=options)
+        return env_pb2_grpc.CUAEnvStub(self._channel)
+
+    def _call(self, method: Callable[..., M], request: object, *, timeout_s: float = _CALL_TIMEOUT_S) -> M:
+        return method(request, timeout=timeout_s, metadata=self._metadata)
+
+    def _reset(self) -> str:
+        request = env_pb2.ResetRequest(request_id=str(uuid.uuid4()), task_id=DESKTOP_TASK, pool=self._pool)
+        request.lease_ttl.FromSeconds(_LEASE_S)
+        request.observation.encoding = env_pb2.ENCODING_NONE
+        return self._call(self._stub().Reset, request, timeout_s=_RESET_TIMEOUT_S).episodes[0].episode_id
+
+    def _fork(self, episode_id: str) -> str:
+        request = env_pb2.ForkRequest(request_id=str(uuid.uuid4()), episode_id=episode_id, fork_count=1)
+        request.lease_ttl.FromSeconds(_LEASE_S)
+        request.observation.encoding = env_pb2.ENCODING_NONE
+        return self._call(self._stub().Fork, request).episodes[0].episode_id
+
+    def _close(self, episode_id: str) -> None:
+        self._call(self._stub().Close, env_pb2.CloseRequest(episode_id=episode_id))
+
+    def _run(self, argv: tuple[str, ...], stdin: bytes) -> bytes:
+        request = env_pb2.RunGuestCommandRequest(episode_id=self._episode_id, argv=argv, stdin=stdin)
+        request.timeout.FromSeconds(_COMMAND_TIMEOUT_S)
+        try:
+            done = self._call(self._stub().RunGuestCommand, request, timeout_s=_COMMAND_TIMEOUT_S + _CALL_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise OSError(f"{self._episode_id}: {error.details()}") from error
+        if done.exit_code:
+            raise OSError(f"{self._episode_id}: {done.stderr.decode(errors='replace')}")
+        return done.stdout
+
+    def _keep_alive(self, stopping: threading.Event) -> None:
+        while not stopping.wait(_KEEP_ALIVE_S):
+            held = [episode_id for episode_id in (self._episode_id, *self._snapshots.values()) if episode_id]
+            # A failure is for the next call to meet.
+            with suppress(grpc.RpcError):
+                self._call(self._stub().KeepAlive, env_pb2.KeepAliveRequest(episode_ids=held))
+
+
+class EnvdManager:
+    """What `DesktopEnv` asks where machines are: they have no paths here."""
+
+    def get_vm_path(self, **_: object) -> str:
+        """Return what stands for a path."""
+        return "envd"
+
+    def initialize_registry(self, **_: object) -> None:
+        """There is no registry."""
+
+    def add_vm(self, *_: object, **__: object) -> None:
+        """There is no registry."""
+
+    def delete_vm(self, *_: object, **__: object) -> None:
+        """There is no registry."""
+
+    def occupy_vm(self, *_: object, **__: object) -> None:
+        """There is no registry."""
+
+    def list_free_vms(self, **_: object) -> list[str]:
+        """Return none: a machine is there when it is asked for."""
+        return []
+
+    def check_and_clean(self, **_: object) -> None:
+        """There is nothing to clean: leases lapse."""

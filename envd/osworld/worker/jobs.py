@@ -1,0 +1,218 @@
+"""The two jobs of a worker: bring a guest to a task's start by OSWorld's setup, and score it by OSWorld's evaluators.
+
+What OSWorld's `DesktopEnv.reset` and `evaluate` do, without a `DesktopEnv` and without what is wrong with them: a setup
+step that failed is a failure, a result that is missing in `or` mode scores 0 instead of what stood there before, the
+guest's platform is told and not asked for each time, and nothing that acts on the guest is tried twice.
+"""
+
+import importlib
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from envd.osworld.worker.traffic import GuestTraffic
+
+_MAX_QUOTED_CHARS = 300
+
+
+class JobError(Exception):
+    """The job cannot be done, and that is not the agent's doing."""
+
+
+class Toolbox(NamedTuple):
+    """The parts of OSWorld that are used."""
+
+    metrics: ModuleType
+    getters: ModuleType
+    setup: ModuleType
+    python: ModuleType
+    requests: ModuleType
+
+
+class Guest(NamedTuple):
+    """How the guest is reached from in here, and what it is."""
+
+    port: int
+    platform: str
+    """As OSWorld's own service calls it: Linux or Windows."""
+    screen_px: tuple[int, int]
+    password: str
+
+
+class Context:
+    """What getters look at: the part of a `DesktopEnv` that they use."""
+
+    def __init__(self, tools: Toolbox, guest: Guest, cache_dir: str) -> None:
+        self.traffic = GuestTraffic(f"http://127.0.0.1:{guest.port}")
+        self.traffic.watch(tools.requests)
+        self.vm_ip = "127.0.0.1"
+        self.server_port = guest.port
+        # Nothing listens there: only the guest's service is forwarded.
+        self.chromium_port, self.vlc_port = 9222, 8080
+        self.cache_dir = cache_dir
+        self.vm_platform = guest.platform
+        self.vm_screen_size = {"width": guest.screen_px[0], "height": guest.screen_px[1]}
+        self.current_use_proxy = False
+        self.controller = tools.python.PythonController(vm_ip=self.vm_ip, server_port=guest.port)
+        self.controller.retry_times, self.controller.retry_interval = 1, 0
+        self._setup = tools.setup.SetupController(
+            vm_ip=self.vm_ip,
+            server_port=guest.port,
+            chromium_port=self.chromium_port,
+            vlc_port=self.vlc_port,
+            cache_dir=cache_dir,
+            client_password=guest.password,
+            screen_width=guest.screen_px[0],
+            screen_height=guest.screen_px[1],
+        )
+
+    def perform(self, step: Mapping[str, Any], *, where: str, strict: bool) -> None:
+        """Do one setup step.
+
+        Args:
+            step: Its `type` and `parameters`.
+            where: What it is called in messages.
+            strict: Whether the guest's refusal is a failure. After an episode it is not: an agent may have closed the
+                window that is to be activated, and the score will say so.
+
+        Raises:
+            JobError: It failed.
+        """
+        verb = getattr(self._setup, f"_{step['type']}_setup", None)
+        if verb is None:
+            raise JobError(f"{where}: OSWorld has no setup verb {step['type']!r}")
+        self.traffic.forget()
+        try:
+            verb(**step["parameters"])
+        except Exception as error:
+            if strict or self.traffic.broken or not self.traffic.refused:
+                raise JobError(f"{where} {step['type']}: {_described(error)}") from error
+        # The last answer counts: a step may try until it is granted.
+        if self.traffic.broken or (strict and self.traffic.refused):
+            raise JobError(f"{where} {step['type']}: {self.traffic.broken or self.traffic.refused}")
+
+
+class Part(NamedTuple):
+    """One metric's verdict."""
+
+    name: str
+    score: float
+    evidence: str
+
+
+def set_up(context: Context, steps: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """Perform a task's `config`. Raises: JobError."""
+    for index, step in enumerate(steps):
+        context.perform(step, where=f"config[{index}]", strict=True)
+    return {}
+
+
+def evaluate(context: Context, tools: Toolbox, evaluator: Mapping[str, Any]) -> dict[str, object]:
+    """Score the guest as a task's `evaluator` says. Returns `score` and `parts`. Raises: JobError."""
+    for index, step in enumerate(evaluator.get("postconfig") or ()):
+        context.perform(step, where=f"postconfig[{index}]", strict=False)
+    is_list = isinstance(evaluator["func"], list)
+    names: list[str] = evaluator["func"] if is_list else [evaluator["func"]]
+    conjunction = evaluator.get("conj", "and")
+    parts: list[Part] = []
+    for index, name in enumerate(names):
+        result, expected, options = (
+            _item(evaluator, key, index, is_list=is_list) for key in ("result", "expected", "options")
+        )
+        part = _measure(context, tools, name, result=result, expected=expected, options=options or {})
+        parts.append(part)
+        if (conjunction == "and" and part.score == 0.0) or (conjunction == "or" and part.score == 1.0):
+            return _verdict(part.score, parts)
+    scores = [part.score for part in parts]
+    return _verdict(sum(scores) / len(scores) if conjunction == "and" else max(scores), parts)
+
+
+def _item(evaluator: Mapping[str, Any], key: str, index: int, *, is_list: bool) -> Any:
+    """Return what belongs to one metric; None where nothing is given for it."""
+    value = evaluator.get(key)
+    if not value:
+        return None
+    return value[index] if is_list and isinstance(value, list) else value
+
+
+def _measure(
+    context: Context, tools: Toolbox, name: str, *, result: Any, expected: Any, options: Mapping[str, Any]
+) -> Part:
+    metric = getattr(tools.metrics, name, None)
+    if metric is None:
+        raise JobError(f"OSWorld has no metric {name!r}")
+    context.traffic.forget()
+    try:
+        arguments = [_get(context, tools, result)]
+        # What is missing among the results is the agent's; what is missing among the expected is not.
+        absent = context.traffic.absent
+        if expected is not None:
+            arguments.append(_get(context, tools, expected))
+        score = metric(*arguments, **options)
+    except FileNotFoundError as error:
+        return Part(name, 0.0, f"a file is missing: {error}"[:_MAX_QUOTED_CHARS])
+    except Exception as error:
+        _require_answers(context, name)
+        # OSWorld's getters and metrics trip over results that are not there.
+        if context.traffic.absent:
+            return Part(name, 0.0, f"missing in the guest: {context.traffic.absent}"[:_MAX_QUOTED_CHARS])
+        raise JobError(f"{name} broke: {_described(error)}") from error
+    _require_answers(context, name)
+    if not isinstance(score, bool | int | float) and not hasattr(score, "__float__"):
+        raise JobError(f"{name} returned {score!r}, which is no score")
+    number = float(score)
+    if math.isnan(number) or not 0.0 <= number <= 1.0:
+        raise JobError(f"{name} returned {number}, which is not in [0, 1]")
+    shown = repr(arguments[0])
+    return Part(name, number, (f"missing in the guest: {absent}" if absent else shown)[:_MAX_QUOTED_CHARS])
+
+
+def _get(context: Context, tools: Toolbox, wanted: Mapping[str, Any] | None) -> Any:
+    if wanted is None:
+        return None
+    getter = getattr(tools.getters, f"get_{wanted['type']}", None)
+    if getter is None:
+        raise JobError(f"OSWorld has no getter {wanted['type']!r}")
+    return getter(context, wanted)
+
+
+def _require_answers(context: Context, name: str) -> None:
+    if context.traffic.broken:
+        raise JobError(f"{name}: the guest did not tell what it was asked: {context.traffic.broken}")
+
+
+def _verdict(score: float, parts: Sequence[Part]) -> dict[str, object]:
+    return {"score": score, "parts": [[part.name, part.score, part.evidence] for part in parts]}
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_MAX_QUOTED_CHARS]
+
+
+def names(tools: Toolbox) -> dict[str, list[str]]:
+    """Return what this installation of OSWorld knows: setup verbs, getters and metrics, by name."""
+    controller = vars(tools.setup.SetupController)
+    return {
+        "verbs": sorted(
+            name.removeprefix("_").removesuffix("_setup")
+            for name in controller
+            if name.startswith("_") and name.endswith("_setup")
+        ),
+        "getters": sorted(name.removeprefix("get_") for name in vars(tools.getters) if name.startswith("get_")),
+        "metrics": sorted(name for name, value in vars(tools.metrics).items() if callable(value)),
+    }
+
+
+def load_tools() -> Toolbox:
+    """Import OSWorld. Takes seconds and hundreds of megabytes. Raises: whatever its imports raise."""
+    # torch comes with it, and one task of 418 uses it.
+    sys.modules.setdefault("easyocr", ModuleType("easyocr"))
+    return Toolbox(
+        metrics=importlib.import_module("desktop_env.evaluators.metrics"),
+        getters=importlib.import_module("desktop_env.evaluators.getters"),
+        setup=importlib.import_module("desktop_env.controllers.setup"),
+        python=importlib.import_module("desktop_env.controllers.python"),
+        requests=importlib.import_module("requests"),
+    )

@@ -1,0 +1,232 @@
+"""The processes that run OSWorld's code: one that has imported it, and for each job a fork of it in a sandbox."""
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import envd
+from envd.errors import GuestError, OsworldError
+from envd.osworld.relay import relayed
+
+_ROOT = str(Path(envd.__file__).parents[1])
+#: Our package is no part of that environment; it is looked at for the worker alone.
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); from envd.osworld.worker.main import main; "
+    "sys.path.remove(sys.argv[1]); main(int(sys.argv[2]), sys.argv[3:])"
+)
+_START_TIMEOUT_S = 120.0
+#: What the worker may take to notice the end of a job's time, on a busy host.
+_GRACE_S = 10.0
+_MAX_ANSWER_BYTES = 1 << 20
+
+
+class WorkerFailed(GuestError):
+    """OSWorld's code could not do what it was asked of a guest, or did not end; says nothing of the agent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownNames:
+    """What an installation of OSWorld knows, by name."""
+
+    verbs: frozenset[str]
+    getters: frozenset[str]
+    metrics: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One thing to do to one guest."""
+
+    kind: str
+    """`set_up` or `evaluate`."""
+    guest_url: str
+    platform: str
+    """As OSWorld calls it: Linux or Windows."""
+    screen_px: tuple[int, int]
+    time_s: float
+    """After which it is killed, in seconds."""
+    steps: Sequence[Mapping[str, Any]] = ()
+    evaluator: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """By the names under which OSWorld looks for what it would download."""
+    password: str = field(default="", repr=False)
+
+
+class Workers:
+    """Starts OSWorld's environment once, and does jobs in it, each in a process and a sandbox of its own.
+
+    Args:
+        python: The interpreter of OSWorld's virtual environment.
+        limit: Most jobs at once.
+        memory_mib: Most memory of each process of a job.
+    """
+
+    def __init__(self, python: Path, *, limit: int = 8, memory_mib: int = 2048) -> None:
+        self._python = python
+        self._memory_mib = memory_mib
+        self._places = asyncio.Semaphore(limit)
+        self._starting = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._names: KnownNames | None = None
+
+    def __repr__(self) -> str:
+        return f"<Workers of {self._python}{'' if self._process else ' not started'}>"
+
+    async def start(self) -> KnownNames:
+        """Import OSWorld, unless that is done; return what it knows. Takes seconds the first time.
+
+        Raises:
+            OsworldError: It does not start; the message says why.
+        """
+        async with self._starting:
+            if self._process is not None and self._process.returncode is None and self._names is not None:
+                return self._names
+            await self._stop()
+            return await self._start()
+
+    async def aclose(self) -> None:
+        """Stop the environment, and with it every job that still runs."""
+        async with self._starting:
+            await self._stop()
+
+    async def run(self, job: Job) -> Mapping[str, Any]:
+        """Do a job, once fewer than the limit are being done.
+
+        Raises:
+            WorkerFailed: It could not be done, it ended by itself, or its time was up; or OSWorld does not start.
+        """
+        async with self._places:
+            try:
+                await self.start()
+            except OsworldError as error:
+                raise WorkerFailed(str(error)) from error
+            control = self._control
+            if control is None:
+                raise WorkerFailed("OSWorld's worker was stopped")
+            ours, theirs = socket.socketpair()
+            with ours:
+                ours.setblocking(False)
+                with theirs:
+                    socket.send_fds(control, [b"job"], [theirs.fileno()])
+                try:
+                    async with asyncio.timeout(job.time_s + _GRACE_S):
+                        return await self._follow(ours, job)
+                except TimeoutError:
+                    raise WorkerFailed(
+                        f"exceeded its limit of {job.time_s:g} s, and its worker does not answer"
+                    ) from None
+
+    async def _follow(self, channel: socket.socket, job: Job) -> Mapping[str, Any]:
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(channel, self._line(job))
+        await _readable(channel)
+        data, handles, _, _ = socket.recv_fds(channel, 1 << 16, 1)
+        if not handles:
+            return parse_answer(await _read_all(channel, data))
+        listener = socket.socket(fileno=handles[0])
+        listener.setblocking(False)
+        async with relayed(listener, job.guest_url):
+            return parse_answer(await _read_all(channel, data))
+
+    def _line(self, job: Job) -> bytes:
+        value = {
+            "kind": job.kind,
+            "platform": job.platform,
+            "screen_px": job.screen_px,
+            "password": job.password,
+            "steps": list(job.steps),
+            "evaluator": job.evaluator,
+            "timeout_s": job.time_s,
+            "memory_bytes": self._memory_mib << 20,
+            "files": {name: str(path) for name, path in job.files.items()},
+        }
+        return json.dumps(value).encode() + b"\n"
+
+    async def _start(self) -> KnownNames:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self._control = ours
+        with theirs:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    self._python, "-I", "-c", _PROGRAM, _ROOT, str(theirs.fileno()), *self._visible(),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    cwd="/",
+                    # Threads do not survive a fork, and a job has few processors to itself anyway.
+                    env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PATH": "/usr/local/bin:/usr/bin:/bin",
+                         "NUMBA_CACHE_DIR": "/tmp", "MPLCONFIGDIR": "/tmp"},  # noqa: S108
+                )  # fmt: skip
+            except OSError as error:
+                await self._stop()
+                raise OsworldError(f"{self._python} cannot be started: {error}; run `envd osworld install`") from error
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                said = await asyncio.get_running_loop().sock_recv(ours, _MAX_ANSWER_BYTES)
+        except TimeoutError:
+            await self._stop()
+            raise OsworldError(f"OSWorld could not be imported within {_START_TIMEOUT_S:g} s") from None
+        greeting = json.loads(said or b"{}")
+        if "ready" not in greeting:
+            await self._stop()
+            raise OsworldError(f"OSWorld cannot be imported: {greeting.get('error', 'its interpreter ended')}")
+        self._names = KnownNames(**{key: frozenset(names) for key, names in greeting["ready"].items()})
+        return self._names
+
+    def _visible(self) -> list[str]:
+        """Return what jobs must see of the host: the environment, and the Python that it stands on."""
+        return [str(self._python.parents[1]), sys.base_prefix, sys.base_exec_prefix]
+
+    async def _stop(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            if self._process.returncode is None:
+                self._process.kill()
+            await self._process.wait()
+            self._process = None
+
+
+def parse_answer(data: bytes) -> Mapping[str, Any]:
+    """Return the result in what a job's socket said until its end, a line of JSON each. Raises: WorkerFailed."""
+    try:
+        lines = [json.loads(line) for line in data.splitlines()]
+    except (ValueError, RecursionError) as error:
+        raise WorkerFailed(f"its worker said nonsense: {error}") from error
+    said = {key: value for line in lines if isinstance(line, dict) for key, value in line.items()}
+    if said.get("end"):
+        raise WorkerFailed(str(said["end"]))
+    if "failure" in said:
+        raise WorkerFailed(f"OSWorld's code failed: {said['failure']}")
+    result = said.get("result")
+    if "end" not in said or not isinstance(result, dict):
+        raise WorkerFailed("its worker ended without a result")
+    return result
+
+
+async def _read_all(channel: socket.socket, data: bytes) -> bytes:
+    """Return what a socket says until its end, after `data`. Raises: WorkerFailed: it is too much."""
+    loop = asyncio.get_running_loop()
+    while part := await loop.sock_recv(channel, 1 << 16):
+        data += part
+        if len(data) > _MAX_ANSWER_BYTES:
+            raise WorkerFailed(f"its worker said more than {_MAX_ANSWER_BYTES} bytes")
+    return data
+
+
+async def _readable(channel: socket.socket) -> None:
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(channel.fileno(), ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(channel.fileno())

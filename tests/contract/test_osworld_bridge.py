@@ -1,0 +1,130 @@
+"""Tasks whose setup and score are OSWorld's, on a fake machine: the same verbs, checkers and errors as others."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envd.errors import EvaluatorFailed, MachineLost, SetupFailed
+from envd.guest.actions import Done, Fail
+from envd.guest.desktop import Desktop
+from envd.hypervisor.fake import FakeHypervisor, FakeMachine, fake_image
+from envd.hypervisor.machine import MachineSpec
+from envd.osworld.bridge import WorkerBridge
+from envd.osworld.workers import Workers
+from envd.tasks.assets import AssetCache
+from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.model import Task
+from envd.tasks.setup import run_setup
+from envd.tasks.supplies import Supplies
+from envd.testing.osworld import make_stand_in
+
+READS_NOTE = {"type": "vm_command_line", "command": "cat /home/user/note.txt"}
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_stand_in(tmp_path_factory.mktemp("venv"))
+
+
+@pytest.fixture
+async def bridge(python: Path, tmp_path: Path) -> AsyncIterator[WorkerBridge]:
+    workers = Workers(python, memory_mib=256)
+    yield WorkerBridge(workers, assets=AssetCache(tmp_path / "assets"))
+    await workers.aclose()
+
+
+@pytest.fixture
+async def machine() -> AsyncIterator[FakeMachine]:
+    hypervisor = FakeHypervisor()
+    spec = MachineSpec(machine_id="one", image=fake_image(), screen_width_px=640, screen_height_px=400)
+    machine = await hypervisor.create(spec)
+    yield machine
+    await machine.destroy()
+    await hypervisor.close()
+
+
+@pytest.fixture
+async def desktop(machine: FakeMachine) -> AsyncIterator[Desktop]:
+    desktop = Desktop(machine)
+    await desktop.wait_ready(timeout_s=10)
+    yield desktop
+    await desktop.close()
+
+
+def task(*steps: Mapping[str, Any], **evaluator: Any) -> Task:
+    fields = {"func": "exact_match", "result": READS_NOTE, "expected": {"type": "rule", "rules": {"expected": "done"}}}
+    return Task.model_validate(
+        {
+            "task_id": "osworld/one",
+            "instruction": "Do it.",
+            "level": 3,
+            "setup": [{"kind": "osworld", "steps": steps}] if steps else [],
+            "checker": {"kind": "osworld", **fields, **evaluator},
+        }
+    )
+
+
+async def test_the_score_is_of_the_machines_state(bridge: WorkerBridge, desktop: Desktop, machine: FakeMachine) -> None:
+    assert (await evaluate(task(), desktop, last_action=Done(), timeout_s=30, osworld=bridge)).score == 0.0
+    machine.files["/home/user/note.txt"] = b"done"
+    scored = await evaluate(task(), desktop, last_action=Done(), timeout_s=30, osworld=bridge)
+    assert scored.score == 1.0
+    assert [(check.name, check.evidence) for check in scored.checks] == [
+        ("osworld exact_match", "exact_match 1: 'done'")
+    ]
+
+
+async def test_giving_up_scores_zero_without_asking_osworld(bridge: WorkerBridge, desktop: Desktop) -> None:
+    broken = task(func="die")
+    assert (await evaluate(broken, desktop, last_action=Fail(), timeout_s=30, osworld=bridge)).score == 0.0
+
+
+async def test_a_step_that_fails_fails_the_setup(bridge: WorkerBridge, desktop: Desktop) -> None:
+    steps = [{"type": "launch", "parameters": {"command": ["no-such-program"]}}]
+    with pytest.raises(
+        SetupFailed, match=r"setup\[0\] osworld failed: OSWorld.s code failed: config\[0\] launch: .*no-such-program"
+    ):
+        await run_setup(task(*steps), desktop, timeout_s=30, supplies=Supplies(osworld=bridge))
+
+
+async def test_a_setup_that_takes_too_long_fails(bridge: WorkerBridge, desktop: Desktop) -> None:
+    steps = [{"type": "sleep", "parameters": {"seconds": 50}}]
+    with pytest.raises(SetupFailed, match="exceeded setup's 1 s"):
+        await run_setup(task(*steps), desktop, timeout_s=1, supplies=Supplies(osworld=bridge))
+
+
+@pytest.mark.parametrize(("func", "message"), [("hang", "exceeded its limit of 1 s"), ("die", "killed by signal 11")])
+async def test_an_evaluator_that_hangs_or_dies_is_an_evaluator_error_and_no_score(
+    bridge: WorkerBridge, desktop: Desktop, func: str, message: str
+) -> None:
+    limit_s = 1 if func == "hang" else 30
+    with pytest.raises(EvaluatorFailed, match=message):
+        await evaluate(task(func=func), desktop, last_action=Done(), timeout_s=limit_s, osworld=bridge)
+
+
+async def test_a_machine_that_is_lost_meanwhile_is_lost(
+    bridge: WorkerBridge, desktop: Desktop, machine: FakeMachine
+) -> None:
+    scoring = asyncio.create_task(
+        evaluate(task(func="hang"), desktop, last_action=Done(), timeout_s=50, osworld=bridge)
+    )
+    await asyncio.sleep(0.5)
+    await machine.destroy()
+    with pytest.raises(MachineLost):
+        await scoring
+
+
+async def test_a_file_that_was_not_fetched_is_named_with_the_way_out(bridge: WorkerBridge, desktop: Desktop) -> None:
+    steps = [{"type": "download", "parameters": {"files": [{"url": "https://example.org/x", "path": "/home/user/x"}]}}]
+    with pytest.raises(SetupFailed, match=r"https://example\.org/x is not in the cache; run `envd tasks fetch`"):
+        await run_setup(task(*steps), desktop, timeout_s=30, supplies=Supplies(osworld=bridge))
+
+
+async def test_a_daemon_without_osworld_says_how_to_get_it(desktop: Desktop) -> None:
+    with pytest.raises(EvaluatorFailed, match="run `envd osworld install`"):
+        await evaluate(task(), desktop, last_action=Done(), timeout_s=30)
+    with pytest.raises(SetupFailed, match="run `envd osworld install`"):
+        await run_setup(task({"type": "sleep", "parameters": {"seconds": 0}}), desktop, timeout_s=30)

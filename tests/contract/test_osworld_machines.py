@@ -1,0 +1,81 @@
+"""What OSWorld's DesktopEnv is given as machines: real gRPC to a server of fake ones."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from envd.osworld import DESKTOP_TASK
+from envd.osworld.desktop_machines import EnvdManager, EnvdProvider
+from envd.tasks.model import Task
+from envd.testing.server import FakeServer, serve_fake
+
+DESKTOP = Task(task_id=DESKTOP_TASK, instruction="Nothing.", level=1, infeasible=True)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    async with serve_fake(size=3, extra_tasks=[DESKTOP]) as server:
+        yield server
+
+
+@pytest.fixture
+async def provider(server: FakeServer) -> AsyncIterator[EnvdProvider]:
+    provider = EnvdProvider(server.address)
+    yield provider
+    await asyncio.to_thread(provider.stop_emulator, "envd")
+
+
+def live(server: FakeServer) -> dict[str, str]:
+    """Return the digests of what live episodes were forked from, by their ids."""
+    return {info.episode_id: info.origin.template_digest for info in server.service.list_episodes()}
+
+
+def parents(server: FakeServer) -> dict[str, str]:
+    """Return the parents of live episodes, by their ids."""
+    return {info.episode_id: info.parent_episode_id for info in server.service.list_episodes()}
+
+
+async def test_a_machine_is_an_episode_and_is_given_back(server: FakeServer, provider: EnvdProvider) -> None:
+    path = EnvdManager().get_vm_path(os_type="Ubuntu", region=None, screen_size=(1280, 800))
+    await asyncio.to_thread(provider.start_emulator, path, True, "Ubuntu")
+    await asyncio.to_thread(provider.start_emulator, path, True, "Ubuntu")
+    assert len(live(server)) == 1
+    host, *ports = provider.get_ip_address(path).split(":")
+    assert host == "127.0.0.1"
+    assert len(ports) == 4
+    assert all(port.isdigit() for port in ports)
+    await asyncio.to_thread(provider.stop_emulator, path)
+    await asyncio.to_thread(provider.stop_emulator, path)
+    assert live(server) == {}
+
+
+async def test_going_back_is_another_fork_of_the_same_state(server: FakeServer, provider: EnvdProvider) -> None:
+    await asyncio.to_thread(provider.start_emulator, "envd", True)
+    before = live(server)
+    address = provider.get_ip_address("envd")
+    assert await asyncio.to_thread(provider.revert_to_snapshot, "envd", "init_state") == "envd"
+    after = live(server)
+    assert set(before) & set(after) == set()
+    assert list(before.values()) == list(after.values())
+    assert provider.get_ip_address("envd") == address
+
+
+async def test_going_back_to_what_was_saved_is_a_fork_of_that(server: FakeServer, provider: EnvdProvider) -> None:
+    await asyncio.to_thread(provider.start_emulator, "envd", True)
+    (first,) = parents(server)
+    await asyncio.to_thread(provider.save_state, "envd", "halfway")
+    (saved,) = set(parents(server)) - {first}
+    assert parents(server)[saved] == first
+    for _ in range(2):
+        await asyncio.to_thread(provider.revert_to_snapshot, "envd", "halfway")
+        (current,) = set(parents(server)) - {saved}
+        assert parents(server)[current] == saved
+    await asyncio.to_thread(provider.revert_to_snapshot, "envd", "init_state")
+    (current,) = set(parents(server)) - {saved}
+    assert parents(server)[current] == ""
+
+
+async def test_without_a_machine_there_is_no_address(server: FakeServer) -> None:
+    with pytest.raises(RuntimeError, match="start_emulator makes one"):
+        EnvdProvider(server.address).get_ip_address("envd")

@@ -1,0 +1,334 @@
+"""Worker processes that run OSWorld's code: real processes, sandboxes and guest services, around a stand-in package."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from envd.errors import OsworldError
+from envd.osworld.workers import Job, WorkerFailed, Workers
+from envd.testing.local_guestd import LocalGuestd, serve_guestd
+from envd.testing.osworld import make_stand_in
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+RULE = {"type": "rule", "rules": {"expected": "yes"}}
+YES = {"type": "vm_command_line", "command": "printf yes"}
+
+
+@pytest.fixture(scope="module")
+def guests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LocalGuestd]]:
+    with ExitStack() as stack:
+        yield [serve_guestd(stack, tmp_path_factory.mktemp("guest") / name) for name in ("one", "other")]
+
+
+@pytest.fixture
+def guest(guests: list[LocalGuestd]) -> LocalGuestd:
+    return guests[0]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_stand_in(tmp_path_factory.mktemp("venv"))
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("assets")
+    (directory / "fetched").write_text("what was expected")
+    return directory
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def workers(python: Path) -> AsyncIterator[Workers]:
+    workers = Workers(python, limit=8, memory_mib=256)
+    yield workers
+    await workers.aclose()
+
+
+def scoring(guest: LocalGuestd, evaluator: Mapping[str, Any], *, time_s: float = 20.0, **fields: Any) -> Job:
+    return Job(
+        kind="evaluate",
+        guest_url=guest.url,
+        platform="Linux",
+        screen_px=(1280, 800),
+        time_s=time_s,
+        evaluator=evaluator,
+        **fields,
+    )
+
+
+def setting_up(guest: LocalGuestd, *steps: Mapping[str, Any], **fields: Any) -> Job:
+    return Job(
+        kind="set_up",
+        guest_url=guest.url,
+        platform="Linux",
+        screen_px=(1280, 800),
+        time_s=20.0,
+        steps=steps,
+        **fields,
+    )
+
+
+def one(func: str, *, rules: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return an evaluator of one metric that looks at nothing in particular."""
+    return {"func": func, "result": YES, "expected": {"type": "rule", "rules": dict(rules or {"expected": "yes"})}}
+
+
+async def score(workers: Workers, guest: LocalGuestd, evaluator: Mapping[str, Any], **fields: Any) -> float:
+    return float((await workers.run(scoring(guest, evaluator, **fields)))["score"])
+
+
+async def test_it_says_what_the_package_knows(workers: Workers) -> None:
+    names = await workers.start()
+    assert {"launch", "execute", "download", "sleep"} == names.verbs
+    assert "vm_file" in names.getters
+    assert "exact_match" in names.metrics
+
+
+async def test_a_guest_is_scored_by_what_is_in_it(workers: Workers, guest: LocalGuestd) -> None:
+    assert await score(workers, guest, one("exact_match")) == 1.0
+    assert await score(workers, guest, one("exact_match", rules={"expected": "no"})) == 0.0
+
+
+async def test_the_platform_and_the_screen_are_told_and_not_asked_for(workers: Workers, guest: LocalGuestd) -> None:
+    evaluator = one("exact_match", rules={"expected": "Linux 1280"}) | {"result": {"type": "platform"}}
+    assert await score(workers, guest, evaluator) == 1.0
+
+
+async def test_what_is_done_before_the_look_is_done(workers: Workers, guest: LocalGuestd) -> None:
+    step = {"type": "execute", "parameters": {"command": "touch ~/closed", "shell": True}}
+    assert await score(workers, guest, one("exact_match") | {"postconfig": [step]}) == 1.0
+    assert (guest.home / "closed").exists()
+
+
+# Failures that are not the agent's
+
+
+@pytest.mark.parametrize("func", ["hang", "spin"])
+async def test_an_evaluator_that_hangs_is_killed_at_its_limit_and_gives_no_score(
+    workers: Workers, guest: LocalGuestd, func: str
+) -> None:
+    with pytest.raises(WorkerFailed, match=r"exceeded its limit of 1 s"):
+        await score(workers, guest, one(func), time_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("func", "message"),
+    [
+        ("die", "killed by signal 11"),
+        ("leave", "without a result"),
+        ("not_a_number", "nan, which is not in"),
+        ("nothing", "None, which is no score"),
+        ("no_such_metric", "OSWorld has no metric 'no_such_metric'"),
+    ],
+)
+async def test_an_evaluator_that_breaks_gives_no_score(
+    workers: Workers, guest: LocalGuestd, func: str, message: str
+) -> None:
+    with pytest.raises(WorkerFailed, match=message):
+        await score(workers, guest, one(func))
+    assert await score(workers, guest, one("exact_match")) == 1.0
+
+
+async def test_memory_beyond_the_limit_is_refused(workers: Workers, guest: LocalGuestd) -> None:
+    with pytest.raises(WorkerFailed, match="MemoryError"):
+        await score(workers, guest, one("hog", rules={"bytes": 300 << 20}))
+    assert await score(workers, guest, one("hog", rules={"bytes": 30 << 20})) == 1.0
+
+
+async def test_files_beyond_the_limit_are_refused(workers: Workers, guest: LocalGuestd) -> None:
+    with pytest.raises(WorkerFailed, match=r"signal 25|File too large|No space left"):
+        await score(workers, guest, one("litter", rules={"mebibytes": 300}))
+
+
+async def test_processes_beyond_the_limit_are_refused_and_none_outlives_its_job(
+    workers: Workers, guest: LocalGuestd
+) -> None:
+    with pytest.raises(WorkerFailed, match=r"BlockingIOError|exceeded its limit"):
+        await score(workers, guest, one("multiply"), time_s=10.0)
+
+
+async def test_a_guest_that_does_not_answer_gives_no_score(workers: Workers, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        gone = serve_guestd(stack, tmp_path / "home")
+        gone.process.terminate()
+        gone.process.wait()
+    evaluator = {"func": "text_is", "result": {"type": "vm_file", "path": "/x", "dest": "x"}, "expected": RULE}
+    with pytest.raises(WorkerFailed, match="the guest did not tell what it was asked"):
+        await score(workers, gone, evaluator)
+
+
+async def test_a_caller_that_gives_up_has_its_job_killed(workers: Workers, guest: LocalGuestd) -> None:
+    evaluator = one("hang") | {"result": {"type": "vm_command_line", "command": "touch ~/hanging"}}
+    running = asyncio.create_task(workers.run(scoring(guest, evaluator, time_s=50.0)))
+    while not (guest.home / "hanging").exists():
+        await asyncio.sleep(0.02)
+    assert workers._process
+    assert children_of(workers._process.pid)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    while children_of(workers._process.pid):
+        await asyncio.sleep(0.02)
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+async def test_a_worker_that_was_killed_is_started_again(workers: Workers, guest: LocalGuestd) -> None:
+    await workers.start()
+    assert workers._process
+    workers._process.kill()
+    await workers._process.wait()
+    assert await score(workers, guest, one("exact_match")) == 1.0
+
+
+async def test_a_package_that_cannot_be_imported_says_so(tmp_path: Path) -> None:
+    python = make_stand_in(tmp_path / "venv")
+    (next(python.parents[1].glob("lib/python*")) / "site-packages/requests.py").write_text("import no_such_thing\n")
+    workers = Workers(python)
+    with pytest.raises(OsworldError, match="No module named 'no_such_thing'"):
+        await workers.start()
+    with pytest.raises(OsworldError, match="envd osworld install"):
+        await Workers(tmp_path / "nowhere" / "bin" / "python").start()
+
+
+# The sandbox
+
+
+async def test_of_the_network_there_is_only_the_guest(workers: Workers, guest: LocalGuestd) -> None:
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(WorkerFailed, match="Connection refused"):
+            await score(workers, guest, one("reach", rules={"host": "127.0.0.1", "port": port}))
+    with pytest.raises(WorkerFailed, match="Network is unreachable"):
+        await score(workers, guest, one("reach", rules={"host": "192.0.2.1", "port": 80}))
+    assert await score(workers, guest, one("reach", rules={"host": "127.0.0.1", "port": 5000})) == 1.0
+
+
+async def test_of_the_host_there_are_no_files_no_processes_and_no_rights(
+    workers: Workers, guest: LocalGuestd, tmp_path: Path
+) -> None:
+    paths = [str(tmp_path), str(Path.home() / ".cache"), __file__, "/var", "/etc/shadow", "/run"]
+    assert await score(workers, guest, one("see", rules={"paths": paths})) == 0.0, "see the stand-in's `see`"
+
+
+async def test_the_environment_is_its_own(workers: Workers, guest: LocalGuestd) -> None:
+    names = ["HOME", "TMPDIR", "PATH", "LANG", "USER"]
+    assert await score(workers, guest, one("home", rules={"expected": names})) == 1.0
+
+
+# Faults of OSWorld's own, handled
+
+
+async def test_a_setup_step_that_osworld_would_only_log_is_a_failure(workers: Workers, guest: LocalGuestd) -> None:
+    step = {"type": "launch", "parameters": {"command": ["no-such-program"]}}
+    with pytest.raises(WorkerFailed, match=r"config\[1\] launch: .*no-such-program"):
+        await workers.run(setting_up(guest, {"type": "sleep", "parameters": {"seconds": 0}}, step))
+
+
+async def test_an_unknown_setup_verb_is_refused(workers: Workers, guest: LocalGuestd) -> None:
+    with pytest.raises(WorkerFailed, match="OSWorld has no setup verb 'levitate'"):
+        await workers.run(setting_up(guest, {"type": "levitate", "parameters": {}}))
+
+
+async def test_a_step_after_the_episode_that_the_guest_refuses_is_left_to_the_score(
+    workers: Workers, guest: LocalGuestd
+) -> None:
+    step = {"type": "launch", "parameters": {"command": ["no-such-program"]}}
+    assert await score(workers, guest, one("exact_match") | {"postconfig": [step]}) == 1.0
+
+
+async def test_where_any_of_several_is_enough_a_missing_file_is_one_that_does_not_match(
+    workers: Workers, guest: LocalGuestd
+) -> None:
+    missing, there = {"type": "fussy_file", "path": "/x"}, YES
+    evaluator = {"func": ["exact_match", "exact_match"], "conj": "or", "expected": [RULE, RULE]}
+    assert await score(workers, guest, evaluator | {"result": [missing, there]}) == 1.0
+    assert await score(workers, guest, evaluator | {"result": [there, missing]}) == 1.0
+    assert await score(workers, guest, evaluator | {"result": [missing, missing]}) == 0.0
+    assert await score(workers, guest, evaluator | {"conj": "and", "result": [there, missing]}) == 0.0
+
+
+async def test_metrics_together_are_their_mean_or_their_best(workers: Workers, guest: LocalGuestd) -> None:
+    evaluator = {"func": ["half", "exact_match"], "result": [YES, YES], "expected": [RULE, RULE]}
+    assert await score(workers, guest, evaluator) == 0.75
+    assert await score(workers, guest, evaluator | {"func": ["half", "half"], "conj": "or"}) == 0.5
+
+
+async def test_a_metric_that_trips_over_a_file_that_the_agent_never_made_scores_zero(
+    workers: Workers, guest: LocalGuestd
+) -> None:
+    missing = {"type": "vm_file", "path": str(guest.home / "never-made"), "dest": "x"}
+    assert await score(workers, guest, one("trip") | {"result": missing}) == 0.0
+    with pytest.raises(WorkerFailed, match="trip broke"):
+        await score(workers, guest, one("trip") | {"result": {"type": "rule", "rules": {}}})
+
+
+# Files
+
+
+async def test_files_fetched_ahead_of_time_are_found_where_osworld_looks(
+    workers: Workers, guest: LocalGuestd, assets: Path
+) -> None:
+    (guest.home / "made").write_text("what was expected")
+    evaluator = {
+        "func": "same_text",
+        "result": {"type": "vm_file", "path": str(guest.home / "made"), "dest": "result.txt"},
+        "expected": {"type": "cloud_file", "path": "https://example.org/gold.txt", "dest": "gold.txt"},
+    }
+    assert await score(workers, guest, evaluator, files={"gold.txt": assets / "fetched"}) == 1.0
+
+
+async def test_an_evaluation_cannot_change_a_fetched_file(workers: Workers, guest: LocalGuestd, assets: Path) -> None:
+    (guest.home / "made").write_text("something else")
+    overwriting = {"type": "vm_file", "path": str(guest.home / "made"), "dest": "gold.txt"}
+    evaluator = one("text_is", rules={"expected": "something else"}) | {"result": overwriting}
+    assert await score(workers, guest, evaluator, files={"gold.txt": assets / "fetched"}) == 1.0
+    assert (assets / "fetched").read_text() == "what was expected"
+
+
+async def test_two_episodes_of_one_task_that_are_scored_at_once_share_no_file(
+    workers: Workers, guests: list[LocalGuestd], tmp_path: Path
+) -> None:
+    # Each has its result in its cache directory, under one name, when the other one writes its own.
+    for number, guest in enumerate(guests):
+        (guest.home / "result").write_text(f"episode {number}")
+    arrive = f"touch {tmp_path}/$(cat ~/result | tr ' ' '-'); while ! [ -e {tmp_path}/go ]; do sleep 0.05; done"
+
+    def evaluator(guest: LocalGuestd, number: int) -> dict[str, Any]:
+        result = {"type": "vm_file", "path": str(guest.home / "result"), "dest": "result.txt", "then": arrive}
+        return one("text_is", rules={"expected": f"episode {number}"}) | {"result": result}
+
+    scoring_both = [
+        asyncio.create_task(score(workers, guest, evaluator(guest, number))) for number, guest in enumerate(guests)
+    ]
+    while len(list(tmp_path.glob("episode-*"))) < 2:
+        await asyncio.sleep(0.02)
+    (tmp_path / "go").touch()
+    assert await asyncio.gather(*scoring_both) == [1.0, 1.0]
+
+
+async def test_64_evaluations_at_once_agree_with_one_after_the_other(
+    workers: Workers, guests: list[LocalGuestd]
+) -> None:
+    expected: list[float] = []
+    jobs = []
+    for number in range(64):
+        guest = guests[number % 2]
+        path = guest.home / f"result-{number}"
+        path.write_text("yes" if number % 3 else "no")
+        expected.append(1.0 if number % 3 else 0.0)
+        evaluator = one("text_is") | {"result": {"type": "vm_file", "path": str(path), "dest": "result"}}
+        jobs.append((guest, evaluator))
+    one_by_one = [await score(workers, guest, evaluator) for guest, evaluator in jobs[:16]]
+    at_once = await asyncio.gather(*(score(workers, guest, evaluator) for guest, evaluator in jobs))
+    assert list(at_once) == expected
+    assert one_by_one == expected[:16]

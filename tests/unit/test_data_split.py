@@ -1,0 +1,95 @@
+"""Who is held out: by level, by seed, by task and by text, whatever the order."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data.split import CannotSplit, Splittable, split
+
+
+def tasks(**per_level: int) -> list[Splittable]:
+    return [
+        Splittable(task_id=f"{level}-{number}", text=f"do {level} {number}", level=int(level[1:]))
+        for level, count in per_level.items()
+        for number in range(count)
+    ]
+
+
+SOME = tasks(l1=30, l2=8, l3=6, l4=3)
+
+
+def test_every_level_is_in_both_splits() -> None:
+    held_out = [task_id for task_id, name in split(SOME).items() if name == "held-out"]
+    assert {task_id[:2]: sum(other[:2] == task_id[:2] for other in held_out) for task_id in held_out} == {
+        "l1": 6,
+        "l2": 2,
+        "l3": 1,
+        "l4": 1,
+    }
+
+
+@given(order=st.randoms(use_true_random=False), seed=st.integers(0, 5))
+def test_the_split_does_not_depend_on_the_order_of_tasks(order: random.Random, seed: int) -> None:
+    shuffled = [*SOME, *SOME[:3]]
+    order.shuffle(shuffled)
+    assert split(shuffled, seed=seed) == split(SOME, seed=seed)
+
+
+def test_another_seed_holds_out_others() -> None:
+    assert split(SOME, seed=1) != split(SOME, seed=2)
+
+
+def test_more_tasks_of_one_level_leave_the_others_as_they_were() -> None:
+    before, after = split(SOME), split([*SOME, *tasks(l5=4)])
+    assert all(after[task_id] == name for task_id, name in before.items())
+
+
+def test_chunks_of_one_task_and_equal_texts_stay_together() -> None:
+    chunks = [Splittable(task_id=f"x_chunk{number}", level=1) for number in range(9)]
+    same_text = [
+        Splittable(task_id=f"y{number}", text=text, level=1) for number, text in enumerate(["Do  it", "do it"])
+    ]
+    for seed in range(20):
+        splits = split([*SOME, *chunks, *same_text], seed=seed)
+        assert len({splits[task.task_id] for task in chunks}) == 1
+        assert splits["y0"] == splits["y1"]
+
+
+def test_texts_may_join_what_ids_have_already_made_apart() -> None:
+    linked = [
+        Splittable(task_id="a_chunk0", text="one", level=1),
+        Splittable(task_id="b_chunk0", text="two", level=1),
+        Splittable(task_id="b_chunk1", text="one", level=1),
+    ]
+    for seed in range(10):
+        splits = split([*SOME, *linked], seed=seed)
+        assert len({splits[task.task_id] for task in linked}) == 1
+
+
+def test_a_split_that_the_suite_made_is_kept() -> None:
+    given_split = [
+        Splittable(
+            task_id=task.task_id, text=task.text, level=task.level, tags=("held-out",) if "-0" in task.task_id else ()
+        )
+        for task in SOME
+    ]
+    assert {task_id for task_id, name in split(given_split).items() if name == "held-out"} == {
+        "l1-0",
+        "l2-0",
+        "l3-0",
+        "l4-0",
+    }
+
+
+def test_a_level_of_one_task_cannot_be_split_and_the_way_out_is_told() -> None:
+    with pytest.raises(CannotSplit, match=r"of level 5, 1 of 1 tasks would be held out.*a share of 0"):
+        split([*SOME, *tasks(l5=1)])
+    assert set(split(tasks(l5=1), share=0).values()) == {"train"}
+
+
+def test_a_suites_own_split_must_have_every_level_in_both() -> None:
+    tagged = [Splittable(task_id="a", level=1, tags=("held-out",)), *tasks(l1=2, l2=2)]
+    with pytest.raises(CannotSplit, match="of level 2, 0 of 2"):
+        split(tagged)

@@ -1,0 +1,115 @@
+"""Where OSWorld's package and tasks are kept, and that half of either is never there."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from envd.errors import OsworldError
+from envd.osworld import environment
+from envd.osworld.environment import Environment
+
+
+def report(stage: str, fraction: float) -> None:
+    assert stage
+    assert 0 <= fraction <= 1
+
+
+def checkout(directory: Path) -> Path:
+    examples = directory / "evaluation_examples" / "examples" / "os"
+    examples.mkdir(parents=True)
+    (examples / "one.json").write_text("{}")
+    return directory
+
+
+def entries(directory: Path) -> set[str]:
+    return {entry.name for entry in directory.iterdir()} - {".lock"}
+
+
+def test_tasks_of_a_checkout_are_used_where_they_are(tmp_path: Path) -> None:
+    assert Environment(tmp_path / "cache").tasks is None
+    found = Environment(tmp_path / "cache")
+    found.register_tasks(str(checkout(tmp_path / "one")), progress=report)
+    assert found.tasks == tmp_path / "one" / "evaluation_examples"
+    found.register_tasks(str(checkout(tmp_path / "two") / "evaluation_examples"), progress=report)
+    assert found.tasks == tmp_path / "two" / "evaluation_examples"
+    assert entries(found.root) == {"tasks"}
+
+
+@pytest.mark.parametrize("source", ["no-such-directory", "."])
+def test_what_is_no_checkout_is_refused(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OsworldError, match=r"neither a directory|no checkout"):
+        Environment(tmp_path / "cache").register_tasks(source, progress=report)
+    assert Environment(tmp_path / "cache").tasks is None
+
+
+def test_a_clone_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    found = Environment(tmp_path)
+    with pytest.raises(OsworldError, match="git clone failed"):
+        found.register_tasks(f"file://{tmp_path}/no-such-repository", progress=report)
+    assert entries(found.root) == set()
+
+
+def test_an_installation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    found = Environment(tmp_path)
+    with pytest.raises(OsworldError, match="python -m venv failed with status 1"):
+        found.install(progress=report)
+    assert (found.is_installed, entries(found.root)) == (False, set())
+
+
+def test_an_installation_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(command: Sequence[str], *, what: str, on_line: object = None) -> None:
+        Path(command[-1], "half").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(environment, "_run", interrupted)
+    found = Environment(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        found.install(progress=report)
+    assert (found.is_installed, entries(found.root)) == (False, set())
+
+
+def test_the_next_installation_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Environment(tmp_path)
+    (found.root / ".making-of-a-killed-one" / "bin").mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(OsworldError):
+        found.install(progress=report)
+    assert entries(found.root) == set()
+
+
+def test_an_installation_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def pretend(command: Sequence[str], *, what: str, on_line: object = None) -> None:
+        ran.append(what)
+        assert not found.is_installed
+        if what == "python -m venv":
+            (Path(command[-1]) / "bin").mkdir()
+            os.symlink(sys.executable, Path(command[-1]) / "bin" / "python")
+
+    monkeypatch.setattr(environment, "_run", pretend)
+    found = Environment(tmp_path)
+    found.install(progress=report)
+    assert found.is_installed
+    assert ran[-1] == "import desktop_env"
+    ran.clear()
+    found.install(progress=report)
+    assert ran == []
+
+
+def test_another_list_of_requirements_is_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Environment(tmp_path).directory
+    monkeypatch.setattr(environment, "requirements", lambda: "numpy==1.26.4\n")
+    assert Environment(tmp_path).directory != before
+    assert Environment(tmp_path).directory.parent == before.parent
+
+
+def test_the_list_is_pinned_and_has_no_torch() -> None:
+    lines = [line for line in environment.requirements().splitlines() if not line.startswith("#")]
+    assert all("==" in line for line in lines)
+    assert not any(name in environment.requirements() for name in ("torch", "easyocr"))

@@ -1,0 +1,256 @@
+"""`trainer data`: make data for training of a daemon's tasks and of trajectories."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainer.agent.grammars import GRAMMARS, Grammar, grammar
+from trainer.agent.settings import AgentSettings
+from trainer.cli.options import (
+    DEFAULT_TARGET,
+    LIST_TIMEOUT,
+    AgentFile,
+    PoolName,
+    Target,
+    TlsCa,
+    make_client,
+    read_settings,
+)
+from trainer.cli.output import EXIT_FAILED, Json, UsageError, emit_json, err, friendly, out
+from trainer.client import AsyncEnvClient, Task
+from trainer.data.dataset import Dataset, Source, join, statistics
+from trainer.data.oracles import BadOracle, Oracle, read_oracles
+from trainer.data.prompts import prompt_rows
+from trainer.data.record import OracleFailed, record
+from trainer.data.sft import Masking, sft_row
+from trainer.data.split import CannotSplit
+from trainer.data.tables import CannotWrite, write_rows
+from trainer.replay.pool import write_atomically
+from trainer.replay.reader import read_jsonl
+from trainer.replay.trajectory import StoredTrajectory, canonical
+
+app = typer.Typer(no_args_is_help=True, help="Make data for training: prompts, demonstrations, datasets.")
+
+#: Of one task. More than any file holds: a dataset takes all there is, unlike a replay pool.
+_ALL = 1_000_000
+
+Seed = Annotated[int, typer.Option(help="Of the split between train and held-out.")]
+HeldOut = Annotated[
+    float, typer.Option(min=0, max=0.9, help="Share of the tasks of each level to hold out; 0 for none.")
+]
+GrammarName = Annotated[str, typer.Option("--grammar", help=f"How replies are said: {', '.join(GRAMMARS)}.")]
+Sources = Annotated[
+    list[Path], typer.Argument(metavar="FILE...", help="JSON lines of trajectories, the best one first.")
+]
+SuccessAt = Annotated[float, typer.Option(help="Least reward of what is kept.")]
+
+
+@app.command("prompts")
+@friendly(CannotSplit, CannotWrite, OSError)
+def prompts_command(
+    *,
+    envd: Target = DEFAULT_TARGET,
+    tls_ca: TlsCa = None,
+    directory: Annotated[Path, typer.Option("--out", help="Directory for train and held-out.")] = Path("out/prompts"),
+    suite: Annotated[str, typer.Option(help="Only this suite.")] = "",
+    held_out: HeldOut = 0.2,
+    seed: Seed = 42,
+    parquet: Annotated[bool, typer.Option("--parquet", help="Write parquet instead of JSON lines.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a daemon's tasks as rows for slime's --prompt-data: keys prompt, label and metadata."""
+    rows = prompt_rows(asyncio.run(_list_tasks(envd, tls_ca, suite)), share=held_out, seed=seed)
+    written = {
+        name: directory / f"{name}{'.parquet' if parquet else '.jsonl'}" for name, split in rows.items() if split
+    }
+    for name, path in written.items():
+        write_rows(path, rows[name])
+    if as_json:
+        emit_json({"written": {name: {"path": str(path), "rows": len(rows[name])} for name, path in written.items()}})
+        return
+    for name, path in written.items():
+        out.print(f"{len(rows[name]):>6} {name:<9} {path}", markup=False, soft_wrap=True)
+
+
+async def _list_tasks(target: str, tls_ca: Path | None, suite: str) -> list[Task]:
+    async with make_client(target, tls_ca, run="data") as client:
+        return await client.list_tasks(suite=suite, timeout=LIST_TIMEOUT)
+
+
+@app.command("record")
+@friendly(BadOracle, CannotWrite, OSError)
+def record_command(
+    *,
+    oracles: Annotated[Path, typer.Argument(metavar="ORACLES", help="What `envd tasks oracles` printed.")],
+    envd: Target = DEFAULT_TARGET,
+    tls_ca: TlsCa = None,
+    pool: PoolName = "",
+    agent: AgentFile = None,
+    max_turns: Annotated[int | None, typer.Option(min=1, help="Replies in an episode; else the agent's.")] = None,
+    file: Annotated[Path, typer.Option("--out", help="JSON lines to write.")] = Path("out/oracles.jsonl"),
+    concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once.")] = 1,
+    patience: Annotated[bool, typer.Option(help="Wait where an input has not changed the screen yet.")] = True,
+    screen: Annotated[str, typer.Option(help="Size of the guest's screen in pixels.")] = "1280x800",
+    as_json: Json = False,
+) -> None:
+    """Play tasks' oracles in the agent's own loop, and keep what a model would have seen and said."""
+    width, _, height = screen.partition("x")
+    if not (width.isdigit() and height.isdigit()):
+        raise UsageError(f"--screen {screen} is no size; write WIDTHxHEIGHT, such as 1280x800")
+    plan = _Recording(
+        settings=read_settings(agent, max_turns=max_turns),
+        screen_px=(int(width), int(height)),
+        pool=pool,
+        is_patient=patience,
+        concurrency=concurrency,
+    )
+    trajectories, failures = asyncio.run(plan.play(envd, tls_ca, read_oracles(oracles)))
+    write_rows(file, [trajectory.as_row() for trajectory in trajectories])
+    for failure in failures:
+        err.print(f"[red]failed:[/] {failure}", soft_wrap=True)
+    if as_json:
+        emit_json({"written": str(file), "trajectories": len(trajectories), "failures": failures})
+    else:
+        out.print(f"{len(trajectories)} trajectories in {file}, {len(failures)} failed", markup=False, soft_wrap=True)
+    if failures:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recording:
+    """How oracles are played."""
+
+    settings: AgentSettings
+    screen_px: tuple[int, int]
+    pool: str
+    is_patient: bool
+    concurrency: int
+
+    async def play(
+        self, target: str, tls_ca: Path | None, oracles: Sequence[Oracle]
+    ) -> tuple[list[StoredTrajectory], list[str]]:
+        """Return what was kept, in the order of the oracles, and why the rest was not."""
+        failures: list[str] = []
+        async with make_client(target, tls_ca, run="data") as client:
+            tasks = {task.task_id: task for task in await client.list_tasks(timeout=LIST_TIMEOUT)}
+            places = asyncio.Semaphore(self.concurrency)
+
+            async def one(oracle: Oracle) -> list[StoredTrajectory]:
+                async with places:
+                    try:
+                        return await self._one(client, tasks, oracle)
+                    except OracleFailed as failure:
+                        failures.append(str(failure))
+                        return []
+
+            async with asyncio.TaskGroup() as playing:
+                played = [playing.create_task(one(oracle)) for oracle in oracles]
+        return [trajectory for task in played for trajectory in task.result()], sorted(failures)
+
+    async def _one(self, client: AsyncEnvClient, tasks: dict[str, Task], oracle: Oracle) -> list[StoredTrajectory]:
+        if oracle.task_id not in tasks:
+            raise OracleFailed(f"{oracle.task_id}: the daemon does not serve it")
+        task, patience = tasks[oracle.task_id], {} if self.is_patient else {"patience_s": ()}
+        return await record(
+            client, task, oracle, settings=self.settings, screen_px=self.screen_px, pool=self.pool, **patience
+        )
+
+
+@app.command("build")
+@friendly(CannotSplit, CannotWrite, OSError)
+def build_command(
+    *,
+    files: Sources,
+    directory: Annotated[Path, typer.Option("--out", help="Directory for the parts.")] = Path("out/dataset"),
+    grammar_name: GrammarName = GRAMMARS[0],
+    held_out: HeldOut = 0.2,
+    seed: Seed = 42,
+    success_at: SuccessAt = 0.5,
+    as_json: Json = False,
+) -> None:
+    """Join trajectories: the better file wins, what is said twice or cannot be read is left out, tasks are split.
+
+    Writes PLATFORM-SPLIT.jsonl for each platform and split, and statistics.json. The same files give the same bytes.
+    """
+    dataset = _joined(files, grammar_name, share=held_out, seed=seed, success_at=success_at)
+    for (platform, split), items in dataset.parts().items():
+        write_rows(directory / f"{platform}-{split}.jsonl", [item.as_row() for item in items])
+    told = statistics(dataset)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / "statistics.json", (json.dumps(told, indent=1, ensure_ascii=False) + "\n").encode())
+    _tell(told, as_json=as_json)
+
+
+@app.command("export-sft")
+@friendly(CannotWrite, OSError)
+def export_command(
+    *,
+    files: Sources,
+    file: Annotated[Path, typer.Option("--out", help="File to write: .parquet or .jsonl.")] = Path("out/sft.parquet"),
+    grammar_name: GrammarName = GRAMMARS[0],
+    last_turns: Annotated[int, typer.Option(min=0, help="Train only so many replies at the end; 0 for all.")] = 0,
+    success_at: SuccessAt = 0.5,
+    as_json: Json = False,
+) -> None:
+    """Write conversations for slime's supervised loss; replies that cannot be read are shown and not trained.
+
+    slime reads them with --input-key messages --multimodal-keys '{"image": "images"}'.
+    """
+    masking = Masking(grammar=_grammar(grammar_name), last_turns=last_turns)
+    rows = []
+    for source in _read(files, success_at):
+        ordered = sorted(source.read.trajectories, key=lambda each: (each.task_id, each.digest))
+        rows += [sft_row(trajectory, masking) for trajectory in ordered]
+    kept = [row for row in rows if row is not None]
+    write_rows(file, kept)
+    messages = [message for row in kept for message in row["messages"]]
+    told = {
+        "written": str(file),
+        "rows": len(kept),
+        "nothing to train": len(rows) - len(kept),
+        "replies": sum(message["role"] == "assistant" for message in messages),
+        "replies trained": sum(message["step_loss_mask"] for message in messages),
+        "images": sum(len(row["images"]) for row in kept),
+    }
+    _tell(told, as_json=as_json)
+
+
+@app.command("stats")
+@friendly(CannotSplit, OSError)
+def stats_command(
+    *, files: Sources, grammar_name: GrammarName = GRAMMARS[0], success_at: SuccessAt = 0.5, as_json: Json = False
+) -> None:
+    """Say what is in files of trajectories, and what `build` would leave out of them. Holds nothing out."""
+    _tell(statistics(_joined(files, grammar_name, share=0.0, seed=0, success_at=success_at)), as_json=as_json)
+
+
+def _joined(files: Sequence[Path], name: str, *, share: float, seed: int, success_at: float) -> Dataset:
+    return join(_read(files, success_at), grammar=_grammar(name), share=share, seed=seed)
+
+
+def _read(files: Sequence[Path], success_at: float) -> list[Source]:
+    names = [file.stem for file in files]
+    if len(set(names)) < len(names):
+        raise UsageError(f"two files have one name ({', '.join(sorted(names))}); sources are told apart by it")
+    return [Source(name=file.stem, read=read_jsonl(file, success_at=success_at, max_per_task=_ALL)) for file in files]
+
+
+def _grammar(name: str) -> Grammar:
+    try:
+        return grammar(name)
+    except ValueError as error:
+        raise UsageError(f"--grammar: {error}") from error
+
+
+def _tell(told: dict[str, object], *, as_json: bool) -> None:
+    if as_json:
+        emit_json(told)
+        return
+    for name, value in told.items():
+        shown = canonical(value) if isinstance(value, dict) else str(value)
+        out.print(f"{name:<17} {shown}", markup=False, soft_wrap=True)

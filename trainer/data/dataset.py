@@ -1,0 +1,158 @@
+"""Join trajectories of several sources: the better source wins, what cannot be read is left out, and all is counted.
+
+Pure, and the same bytes come out of the same files, in whatever order a file holds its lines.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainer.agent.grammars import Grammar
+from trainer.data.conversations import conversation_of, unreadable_turns
+from trainer.data.split import Split, Splittable, split
+from trainer.replay.reader import ReadResult
+from trainer.replay.trajectory import MalformedRow, StoredTrajectory
+
+_PLATFORMS = {"linux": "linux", "ubuntu": "linux", "windows": "windows"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where trajectories come from. Of several sources, the first is the best."""
+
+    name: str
+    read: ReadResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One trajectory of the dataset."""
+
+    trajectory: StoredTrajectory
+    source: str
+    platform: str
+    """`linux`, `windows`, or `unknown` where the metadata name no `os` or `platform`."""
+    split: Split
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the trajectory's row, with its source, platform and split in the metadata."""
+        more = {"source": self.source, "os": self.platform, "split": self.split}
+        return replace(self.trajectory, metadata={**self.trajectory.metadata, **more}).as_row()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """What was joined, and what became of all that was read."""
+
+    items: tuple[Item, ...]
+    """By base id, then as they rank."""
+    dropped: Mapping[str, Mapping[str, int]]
+    """By source: how many were failed, surplus, malformed, duplicates, unreadable, or have wrong images."""
+
+    def parts(self) -> dict[tuple[str, Split], list[Item]]:
+        """Return the items by platform and split."""
+        parts: dict[tuple[str, Split], list[Item]] = {}
+        for item in self.items:
+            parts.setdefault((item.platform, item.split), []).append(item)
+        return parts
+
+
+def join(sources: Sequence[Source], *, grammar: Grammar, share: float = 0.2, seed: int = 42) -> Dataset:
+    """Join sources: drop what cannot be learnt, then what is said twice, then split by task.
+
+    Two trajectories are the same if their base task and all that was said are; that of the better source stays.
+
+    Args:
+        sources: The best one first.
+        grammar: A trajectory with a turn that does not follow it is left out.
+        share: Of the tasks of each level, to be held out; 0 for none.
+        seed: Of the split.
+
+    Raises:
+        CannotSplit: A level cannot be in both splits.
+    """
+    kept: dict[tuple[str, str], tuple[int, StoredTrajectory]] = {}
+    dropped = {source.name: Counter[str]() for source in sources}
+    for rank, source in enumerate(sources):
+        counts = dropped[source.name]
+        counts["failed"] += source.read.failed_count
+        counts["surplus"] += source.read.surplus_count
+        counts["malformed"] += len(source.read.problems)
+        for trajectory in sorted(source.read.trajectories, key=lambda each: (-each.reward, each.digest)):
+            key = (trajectory.base_id, trajectory.messages_sha1)
+            problem = "duplicate" if key in kept else _problem(trajectory, grammar)
+            if problem:
+                counts[problem] += 1
+            else:
+                kept[key] = (rank, trajectory)
+    splits = split((splittable(trajectory) for _, trajectory in kept.values()), share=share, seed=seed)
+    ordered = sorted(kept.values(), key=lambda each: (each[1].base_id, each[0], each[1].task_id, each[1].digest))
+    items = tuple(
+        Item(
+            trajectory=trajectory,
+            source=sources[rank].name,
+            platform=platform_of(trajectory),
+            split=splits[trajectory.base_id],
+        )
+        for rank, trajectory in ordered
+    )
+    return Dataset(items=items, dropped=dropped)
+
+
+def platform_of(trajectory: StoredTrajectory) -> str:
+    """Return the guest's operating system."""
+    named = str(trajectory.metadata.get("os") or trajectory.metadata.get("platform") or "").lower()
+    return _PLATFORMS.get(named, "unknown")
+
+
+def splittable(trajectory: StoredTrajectory) -> Splittable:
+    """Return what a split looks at: the base task."""
+    metadata = trajectory.metadata
+    level, tags = metadata.get("level"), metadata.get("tags")
+    return Splittable(
+        task_id=trajectory.base_id,
+        text=str(metadata.get("instruction") or ""),
+        level=level if isinstance(level, int) else 0,
+        tags=tuple(map(str, tags)) if isinstance(tags, list | tuple) else (),
+    )
+
+
+def _problem(trajectory: StoredTrajectory, grammar: Grammar) -> str:
+    try:
+        conversation = conversation_of(trajectory)
+    except MalformedRow:
+        return "wrong images"
+    return "unreadable" if unreadable_turns(conversation, grammar) else ""
+
+
+def statistics(dataset: Dataset) -> dict[str, Any]:
+    """Return counts of what is in a dataset and of what was left out, for people and as JSON."""
+    return {
+        "trajectories": len(dataset.items),
+        "tasks": len({item.trajectory.base_id for item in dataset.items}),
+        "images": sum(len(item.trajectory.images) for item in dataset.items),
+        "by_source": _counts(item.source for item in dataset.items),
+        "by_platform": _counts(item.platform for item in dataset.items),
+        "by_split": _counts(item.split for item in dataset.items),
+        "by_level": {
+            name: _counts(str(splittable(item.trajectory).level) for item in dataset.items if item.split == name)
+            for name in ("train", "held-out")
+        },
+        "replies": _spread([_reply_count(item.trajectory) for item in dataset.items]),
+        "dropped": {name: _counts(counts) for name, counts in sorted(dataset.dropped.items())},
+    }
+
+
+def _counts(names: Iterable[str] | Mapping[str, int]) -> dict[str, int]:
+    return {name: count for name, count in sorted(Counter(names).items()) if count}
+
+
+def _reply_count(trajectory: StoredTrajectory) -> int:
+    return sum(message["role"] == "assistant" for message in trajectory.messages)
+
+
+def _spread(values: Sequence[int]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {"least": min(values), "mean": round(sum(values) / len(values), 2), "most": max(values)}

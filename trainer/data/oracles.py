@@ -1,0 +1,103 @@
+"""Read how tasks are solved, as `envd tasks oracles` prints it: JSON lines of a task's id and its steps.
+
+An action is an object of one key, such as `{"click": {"x": 3, "y": 4, "count": 2}}`, `{"type": "hello"}`,
+`{"press": ["ctrl", "s"]}` or `{"done": ""}`; places are pixels of the guest's screen.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from trainer.client import (
+    Action,
+    Click,
+    Done,
+    Drag,
+    Fail,
+    KeyDown,
+    KeyUp,
+    MouseDown,
+    MouseUp,
+    Move,
+    PressKeys,
+    Scroll,
+    TypeText,
+    Wait,
+)
+
+OracleStep = tuple[Action, ...]
+
+
+class BadOracle(ValueError):
+    """A line is no oracle; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Oracle:
+    """How one task is solved."""
+
+    task_id: str
+    steps: tuple[OracleStep, ...]
+    """The actions of each step."""
+
+
+def read_oracles(path: Path) -> list[Oracle]:
+    """Return the oracles in a file.
+
+    Raises:
+        BadOracle: A line is none.
+        OSError: The file cannot be read.
+    """
+    oracles: list[Oracle] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            steps = tuple(tuple(_action(action) for action in step) for step in row["steps"])
+            oracles.append(Oracle(task_id=str(row["task_id"]), steps=steps))
+        except (ValueError, TypeError, KeyError, LookupError) as error:
+            raise BadOracle(f"{path}, line {number}: {error!r}; write it with `envd tasks oracles`") from error
+    return oracles
+
+
+def _action(form: Mapping[str, Any]) -> Action:
+    [(name, given)] = form.items()
+    return _ACTIONS[name](given)
+
+
+def _click(given: Mapping[str, Any]) -> Action:
+    return Click(**_with_modifiers(given))
+
+
+def _drag(given: Mapping[str, Any]) -> Action:
+    names = {"to_x": "end_x", "to_y": "end_y", "x": "start_x", "y": "start_y"}
+    return Drag(**_with_modifiers({names.get(key, key): value for key, value in given.items()}))
+
+
+def _scroll(given: Mapping[str, Any]) -> Action:
+    return Scroll(**_with_modifiers(given))
+
+
+def _with_modifiers(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {**given, "modifiers": tuple(given.get("modifiers", ()))}
+
+
+_ACTIONS: Mapping[str, Callable[[Any], Action]] = {
+    "move": lambda given: Move(**given),
+    "click": _click,
+    "drag": _drag,
+    "scroll": _scroll,
+    "mouse_down": lambda given: MouseDown(**given),
+    "mouse_up": lambda given: MouseUp(**given),
+    "type": TypeText,
+    "press": lambda given: PressKeys(tuple(given)),
+    "key_down": KeyDown,
+    "key_up": KeyUp,
+    "wait": lambda given: Wait(timedelta(seconds=given)),
+    "done": Done,
+    "fail": Fail,
+}
