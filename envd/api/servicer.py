@@ -76,6 +76,9 @@ class TaskListing(Protocol):
     def list(self) -> Iterable[Task]:
         """Return them all."""
 
+    def variant_count(self, task_id: str) -> int:
+        """Return how many variants a task has."""
+
 
 class Episodes(Protocol):
     """What the servicer needs of `envd.episodes.service.EpisodeService`."""

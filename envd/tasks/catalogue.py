@@ -58,6 +58,10 @@ class TaskCatalogue:
         tasks = (each for each in found if isinstance(each, Task))
         return cls(tasks, templates=DESKTOP if include_builtin else None)
 
+    def with_tasks(self, more: Iterable[Task]) -> "TaskCatalogue":
+        """Return a catalogue that has more tasks. Raises: ConfigError: an id is there twice."""
+        return TaskCatalogue([*self._tasks.values(), *more], templates=self._templates)
+
     def get(self, task_id: str) -> Task:
         """Return a task, or a variant of one: `desktop/delete-line?seed=17`.
 

@@ -41,6 +41,13 @@ def test_seeds_give_all_there_is_to_draw_and_say_how_many(mine: Templates) -> No
     assert catalogue.variant_count("mine/other") == 1
 
 
+def test_a_catalogue_keeps_its_templates_when_it_gets_more_tasks(mine: Templates) -> None:
+    task = CATALOGUE.get("desktop/open-calculator")
+    catalogue = TaskCatalogue([], templates=mine).with_tasks([task])
+    assert catalogue.get("mine/impossible?seed=7").instruction
+    assert catalogue.list() == (task,)
+
+
 def test_a_variant_has_its_own_id(mine: Templates) -> None:
     assert TaskCatalogue([], templates=mine).get("mine/impossible?seed=7").task_id == "mine/impossible?seed=7"
 
