@@ -228,8 +228,8 @@ async def test_when_all_hosts_refuse_they_are_asked_again_when_they_say() -> Non
 async def test_when_all_hosts_refuse_to_the_end_the_last_refusal_is_told() -> None:
     async with hosts(4, 4) as served, client_of(served) as client:
         for host in served:
-            host.episodes.failures = [errors.PoolExhausted("full", retry_after_s=60.0)]
-        with pytest.raises(trainer.PoolExhausted, match="full"):
+            host.episodes.failures = [errors.PoolFailing("no memory", retry_after_s=60.0)]
+        with pytest.raises(trainer.PoolFailing, match="no memory"):
             async with client.reset(TASK, view=NOTHING, timeout=timedelta(seconds=1)):
                 pass
 

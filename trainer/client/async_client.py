@@ -15,7 +15,7 @@ from trainer.client.episode import AsyncEpisode
 from trainer.client.fleet import ClientStatistics, Fleet, Order
 from trainer.client.gate import Gate
 from trainer.client.host import Host
-from trainer.client.observation import Observation, read_observation
+from trainer.client.observation import Observation
 from trainer.client.options import ResetOptions, StepOptions
 from trainer.client.results import Pool, Task, read_pool
 from trainer.client.retry import RetryPolicy
@@ -295,12 +295,11 @@ async def _held(
     """Keep the leases of episodes that were opened, and close them on the way out."""
     leases = [host.leases.take(info.episode_id, lease_ttl) for info in response.episodes]
     try:
-        yield [
-            AsyncEpisode(
-                host, lease, info, read_observation(observation, seen), instruction=instruction, defaults=defaults
-            )
-            for lease, info, observation in zip(leases, response.episodes, response.observations, strict=True)
-        ]
+        episodes = []
+        for lease, info, told in zip(leases, response.episodes, response.observations, strict=True):
+            observation = await host.rebuild(told, seen)
+            episodes.append(AsyncEpisode(host, lease, info, observation, instruction=instruction, defaults=defaults))
+        yield episodes
     finally:
         await finish(asyncio.gather(*(lease.close() for lease in leases)))
 

@@ -12,7 +12,7 @@ from trainer.client.actions import Action, wire_action
 from trainer.client.errors import error_of
 from trainer.client.host import Host
 from trainer.client.leases import Lease
-from trainer.client.observation import Observation, read_frame, read_observation
+from trainer.client.observation import Observation, read_frame
 from trainer.client.options import StepOptions
 from trainer.client.results import STATES, Check, CommandResult, Evaluation, Origin, StepResult, read_screen_change
 from trainer.client.view import Settle, View, wire_settle, wire_view
@@ -100,7 +100,7 @@ class AsyncEpisode:
         seen = self.observation
         response = await self._call("Step", request, timeout)
         self._note(response.episode)
-        self.observation = read_observation(response.observation, seen)
+        self.observation = await self.host.rebuild(response.observation, seen)
         return StepResult(
             observation=self.observation,
             errors=tuple(result.error for result in response.action_results),
@@ -129,7 +129,7 @@ class AsyncEpisode:
         )
         seen = self.observation
         response = await self._call("Observe", request, timeout)
-        self.observation = read_observation(response.observation, seen)
+        self.observation = await self.host.rebuild(response.observation, seen)
         return self.observation
 
     async def frames(self, *, max_rate_hz: int = 10, view: View | None = None) -> AsyncGenerator[Observation, None]:

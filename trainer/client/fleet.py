@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 from trainer.client.connection import Connection
-from trainer.client.errors import EnvError, Unavailable
+from trainer.client.errors import EnvError, PoolExhausted, Unavailable
 from trainer.client.gate import Gate
 from trainer.client.host import Host, HostState, HostStatistics
 from trainer.client.opening import OpeningRequest
@@ -160,6 +160,9 @@ class Fleet:
                 pause_s = policy.reconnect_timeout.total_seconds()
         if pause_s is None:
             raise error
+        if isinstance(error, PoolExhausted) and not self._is_sole(order):
+            # Whoever stands in no line gets nothing; and when there is room, the host tells that by itself.
+            pause_s = min(pause_s, policy.max_pause.total_seconds())
         host.rest(order.task, order.pool, pause_s)
         _logger.info("%s opens nothing now: %s: %s", host.target, error.code, error)
 

@@ -15,6 +15,7 @@ from cuaenv.v1 import env_pb2
 from trainer.client.connection import Connection
 from trainer.client.errors import EnvError, Unavailable, error_of
 from trainer.client.leases import LeaseKeeper
+from trainer.client.observation import Observation, read_observation
 from trainer.client.opening import Opener
 from trainer.client.placement import Standing, standing_of
 from trainer.client.results import Pool, read_pool
@@ -83,6 +84,7 @@ class Host:
         self._told_s = 0.0
         self._rests_until_s: dict[tuple[str, str], float] = {}
         self._pool_by_task: dict[str, str] = {}
+        self._rebuilding = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -113,6 +115,14 @@ class Host:
         """Return when it may be asked for such episodes again, by the loop's clock; may be past."""
         return self._rests_until_s.get((task, pool), 0.0)
 
+    async def rebuild(self, message: env_pb2.Observation, base: Observation | None = None) -> Observation:
+        """Return what an agent sees; arguments and errors are those of `read_observation`.
+
+        A whole screen takes milliseconds, so that of many that come at once one is rebuilt in each turn of the loop.
+        """
+        async with self._rebuilding:
+            return read_observation(message, base)
+
     def statistics(self) -> HostStatistics:
         """Return how it stands."""
         standing = self.standing()
@@ -137,15 +147,19 @@ class Host:
         await self.connection.aclose()
 
     async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
         failure_count = 0
         while True:
+            began_s = loop.time()
             try:
                 async for message in self.connection.stub.WatchPools(env_pb2.WatchPoolsRequest()):
                     self._note_pools([read_pool(pool, self.target) for pool in message.pools])
-                    failure_count = 0
                 self._note_down(Unavailable(f"{self.target} tells its pools no more; it is stopping", host=self.target))
             except grpc.aio.AioRpcError as failure:
                 self._note_down(error_of(failure, host=self.target))
+            # One that stops tells its pools once more to whoever asks, and ends the stream at once.
+            if loop.time() - began_s > _MAX_PAUSE_S:
+                failure_count = 0
             bound_s = min(_FIRST_PAUSE_S * 2.0**failure_count, _MAX_PAUSE_S)
             await asyncio.sleep(bound_s * random.uniform(0.5, 1.0))  # noqa: S311
             failure_count = min(failure_count + 1, 30)

@@ -15,6 +15,7 @@ from trainer.client.errors import EnvError
 _logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT: Final = timedelta(seconds=20)
+_CLOSE_WAIT_S: Final = 5.0
 #: Most ids that `KeepAlive` takes.
 _BATCH_COUNT: Final = 1000
 
@@ -28,10 +29,13 @@ class Lease:
         self._closing: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Give up the machine. Idempotent, completed even when the caller is cancelled; never fails."""
+        """Give up the machine. Idempotent, completed even when the caller is cancelled; never fails.
+
+        Who closes does not wait for long on a host that is not there; it is asked for some time yet meanwhile.
+        """
         if self._closing is None:
             self._closing = self._keeper.begin_close(self.episode_id)
-        await asyncio.shield(self._closing)
+        await asyncio.wait({self._closing}, timeout=_CLOSE_WAIT_S)
 
 
 class LeaseKeeper:

@@ -140,7 +140,8 @@ def verify_command(
         config, state_dir=state_dir, cache_dir=cache_dir, hypervisor=hypervisor, accelerator=accelerator, tasks=tasks
     )
     logs.setup(log_format=settings.log_format, level="warning" if settings.log_level == "info" else settings.log_level)
-    catalogue = load_tasks(settings)
+    # OSWorld's come without oracles.
+    catalogue = load_tasks(settings, include_osworld=False)
     chosen = choose(catalogue, task_ids or [])
     if not task_ids and (rest := len(catalogue) - len(chosen)):
         err.print(f"{rest} tasks have no oracle and are not played; name them, and they fail")

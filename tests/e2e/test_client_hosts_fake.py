@@ -1,0 +1,196 @@
+"""One client of several servers with drawn desktops: filled, full, draining, cancelled at random, in several loops."""
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
+
+import pytest
+
+from envd.testing.server import FakeServer, serve_fake
+from trainer import client as wire
+from trainer.client import AsyncEnvClient, AsyncEpisode, ClientSettings, Done, RetryPolicy, shared_client
+
+TASK = "fake/count-to-five"
+COUNT = wire.Click(x=819, y=100)
+NOTHING = wire.View(encoding="none")
+IMPATIENT = RetryPolicy(
+    first_pause=timedelta(milliseconds=20), max_pause=timedelta(milliseconds=100), patience=timedelta(milliseconds=300)
+)
+
+
+@asynccontextmanager
+async def servers(*capacities: int) -> AsyncIterator[list[FakeServer]]:
+    async with AsyncExitStack() as stack:
+        served = [await stack.enter_async_context(serve_fake(size=size, capacity=size)) for size in capacities]
+        for server, size in zip(served, capacities, strict=True):
+            await until(lambda s=server, n=size: s.pool.statistics().idle_count == n)  # type: ignore[misc]
+        yield served
+
+
+def targets(served: list[FakeServer]) -> tuple[str, ...]:
+    return tuple(server.address for server in served)
+
+
+async def until(condition: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def open_ids(served: list[FakeServer]) -> set[str]:
+    return {info.episode_id for server in served for info in server.service.list_episodes()}
+
+
+async def test_hosts_are_filled_in_proportion_and_to_the_last_machine() -> None:
+    async with servers(6, 3) as served, AsyncEnvClient(targets(served)) as client, AsyncExitStack() as stack:
+
+        async def opened(count: int) -> list[int]:
+            entering = [stack.enter_async_context(client.reset(TASK, view=NOTHING)) for _ in range(count)]
+            await asyncio.gather(*entering)
+            return [len(server.service.list_episodes()) for server in served]
+
+        assert await opened(6) == [4, 2]
+        async with asyncio.timeout(20):
+            assert await opened(3) == [6, 3]
+
+
+async def test_who_waits_at_a_full_host_gets_the_machine_that_comes_free_at_another() -> None:
+    async with servers(1, 1) as served, AsyncEnvClient(targets(served), retry=IMPATIENT) as client:
+        async with AsyncExitStack() as stack:
+            held = [await stack.enter_async_context(client.reset(TASK, view=NOTHING)) for _ in range(2)]
+            waiting = asyncio.create_task(one_rollout(client))
+            await until(lambda: any(server.pool.statistics().waiting_by_run for server in served))
+            (queue,) = [server for server in served if server.pool.statistics().waiting_by_run]
+            (elsewhere,) = [episode for episode in held if episode.host.target != queue.address]
+            await elsewhere.close()
+            assert await asyncio.wait_for(waiting, 20) == elsewhere.host.target
+        assert open_ids(served) == set()
+
+
+async def one_rollout(client: AsyncEnvClient) -> str:
+    async with client.reset(TASK, view=NOTHING) as episode:
+        await episode.step(COUNT)
+        await episode.step(Done())
+        assert (await episode.evaluate()).score == 0.0
+        return episode.host.target
+
+
+async def test_a_host_that_drains_ends_what_it_has_and_gets_nothing_new() -> None:
+    async with (
+        servers(8, 2) as (draining, other),
+        AsyncEnvClient([draining.address, other.address], retry=IMPATIENT) as client,
+        client.reset(TASK, view=NOTHING) as episode,
+    ):
+        assert episode.host.target == draining.address
+        ending = asyncio.create_task(draining.service.drain(20.0))
+        await until(lambda: draining.service.is_draining)
+        for _ in range(4):
+            assert await one_rollout(client) == other.address
+        await episode.step(COUNT)
+        await episode.step(Done())
+        assert (await episode.evaluate()).score == 0.0
+        await episode.close()
+        await ending
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_a_hundred_random_cancellations_leave_exactly_the_leases_that_are_held(seed: int) -> None:
+    rng = random.Random(seed)
+    held: dict[str, AsyncEpisode] = {}
+    leave = asyncio.Event()
+
+    async def rollout(client: AsyncEnvClient, *, stays: bool) -> None:
+        async with client.reset_group(TASK, size=rng.choice([1, 1, 2]), view=NOTHING) as group:
+            if stays:
+                held.update((episode.episode_id, episode) for episode in group)
+                await leave.wait()
+                return
+            await group[0].step(COUNT)
+            with contextlib.suppress(wire.PoolExhausted, wire.DeadlineExceeded):
+                async with client.fork(group[0], count=1, timeout=timedelta(seconds=1)) as (copy,):
+                    await copy.step(COUNT)
+
+    async with servers(6, 4) as served:
+        async with AsyncEnvClient(targets(served), retry=IMPATIENT, rng=rng) as client:
+            stayers = [asyncio.create_task(rollout(client, stays=True)) for _ in range(3)]
+            await until(lambda: len(open_ids(served)) == len(held) >= 3)
+            doomed = [asyncio.create_task(rollout(client, stays=False)) for _ in range(100)]
+            for task in rng.sample(doomed, len(doomed)):
+                await asyncio.sleep(rng.uniform(0, 0.03))
+                task.cancel()
+            results = await asyncio.gather(*doomed, return_exceptions=True)
+            assert [result for result in results if not isinstance(result, asyncio.CancelledError | None)] == []
+            await until(lambda: sum(host.leftover_count for host in client.statistics().hosts) == 0)
+            assert open_ids(served) == set(held)
+            assert sum(host.episode_count for host in client.statistics().hosts) == len(held)
+            assert sum(server.pool.statistics().leased_count for server in served) == len(held)
+            assert any(isinstance(result, asyncio.CancelledError) for result in results)
+            leave.set()
+            await asyncio.gather(*stayers)
+        assert open_ids(served) == set()
+
+
+async def test_proxies_set_for_other_traffic_are_bypassed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+        monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
+    for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    async with servers(2, 2) as served, AsyncEnvClient(targets(served)) as client:
+        homes = await asyncio.gather(*(one_rollout(client) for _ in range(4)))
+        assert set(homes) == set(targets(served))
+
+
+async def test_a_name_stands_for_every_address_it_has() -> None:
+    async with servers(2) as (server,):
+        port = server.address.rpartition(":")[2]
+        async with AsyncEnvClient(f"dns:///localhost:{port}") as client:
+            assert await one_rollout(client) == f"127.0.0.1:{port}"
+        async with AsyncEnvClient(f"dns:///no-such-host.invalid:{port}") as client:
+            with pytest.raises(wire.Unavailable, match=r"no-such-host\.invalid:\d+ cannot be resolved"):
+                async with client.reset(TASK, timeout=timedelta(seconds=1)):
+                    pass
+
+
+async def test_each_event_loop_gets_connections_of_its_own_which_end_with_it() -> None:
+    async with servers(4, 4) as served:
+        settings = ClientSettings(targets=targets(served), retry=IMPATIENT)
+        clients = []
+
+        async def rollouts() -> Counter[str]:
+            client = shared_client(settings)
+            clients.append(client)
+            assert shared_client(settings) is client
+            return Counter(await asyncio.gather(*(one_rollout(client) for _ in range(4))))
+
+        # As a trainer has them: rollouts, a thread of asynchronous rollouts, and an evaluation beside it.
+        here, *there = await asyncio.gather(
+            rollouts(), *(asyncio.to_thread(lambda: asyncio.run(rollouts())) for _ in range(2))
+        )
+        assert sum((here, *there), Counter[str]()).total() == 12
+        assert len(set(map(id, clients))) == 1
+        assert open_ids(served) == set()
+        assert len(clients[0]._fleets) == 1, "the loops that ended took theirs along"
+        await clients[0].aclose()
+
+
+async def test_what_a_loop_leaves_open_at_its_end_is_closed() -> None:
+    async with servers(4) as served:
+        settings = ClientSettings(targets=targets(served), retry=IMPATIENT)
+
+        async def hold() -> None:
+            async with shared_client(settings).reset(TASK, view=NOTHING) as episode:
+                await episode.step(wire.Wait(timedelta(seconds=60)))
+
+        async def ends_early() -> None:
+            rollouts = [asyncio.create_task(hold()) for _ in range(8)]
+            while len(open_ids(served)) < 4:
+                await asyncio.sleep(0.01)
+            assert not any(task.done() for task in rollouts)
+
+        await asyncio.to_thread(lambda: asyncio.run(ends_early()))
+        await until(lambda: open_ids(served) == set())

@@ -1,0 +1,139 @@
+"""Rollouts over several daemons that are processes of their own: one is killed, one stops, many run at once."""
+
+import asyncio
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from envd.testing.served import ServedDaemon
+from trainer import client as wire
+from trainer.client import AsyncEnvClient, Done, EnvError, HostState, RetryPolicy
+
+pytestmark = pytest.mark.timeout(180)
+
+TASK = "fake/count-to-five"
+COUNT = wire.Click(x=819, y=100)
+CONFIG = """\
+[hypervisor]
+uri = "fake"
+
+[pools.desktop]
+size = {size}
+capacity = {size}
+"""
+QUICK = RetryPolicy(reconnect_timeout=timedelta(seconds=1), patience=timedelta(seconds=10))
+
+
+class Daemons:
+    """Processes, by name."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.running: dict[str, ServedDaemon] = {}
+        self.addresses: dict[str, str] = {}
+
+    def start(self, *names: str, size: int) -> list[str]:
+        """Start some, or the same again, and return their addresses once their machines are ready."""
+        for name in names:
+            listen = self.addresses.get(name, "127.0.0.1:0")
+            self.running[name] = ServedDaemon(self._root / name, CONFIG.format(size=size), listen=listen)
+        for name in names:
+            self.addresses[name] = self.running[name].wait_for(r"listening on (\S+)")
+            self.running[name].wait_for(r"pool desktop: (ready)")
+        return [self.addresses[name] for name in names]
+
+    def end(self, name: str, number: int = signal.SIGTERM) -> int:
+        return self.running.pop(name).end(number)
+
+
+@pytest.fixture
+def daemons(tmp_path: Path) -> Iterator[Daemons]:
+    daemons = Daemons(tmp_path)
+    yield daemons
+    for name in list(daemons.running):
+        daemons.end(name, signal.SIGKILL)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def rollout(client: AsyncEnvClient, *, steps: int, lost: list[EnvError]) -> str:
+    """Play an episode to its end, on a fresh machine if one is lost, and return where."""
+    while True:
+        try:
+            async with client.reset(TASK) as episode:
+                for _ in range(steps):
+                    await episode.step(COUNT, timeout=timedelta(seconds=2))
+                    await asyncio.sleep(0.05)
+                await episode.step(Done(), timeout=timedelta(seconds=2))
+                assert (await episode.evaluate()).score == float(steps == 5)
+                return episode.host.target
+        except EnvError as error:
+            lost.append(error)
+
+
+async def test_rollouts_outlive_a_killed_daemon_and_one_that_stops_and_use_it_again_when_it_is_back(
+    daemons: Daemons,
+) -> None:
+    killed, stopping, staying = daemons.start("killed", "stopping", "staying", size=4)
+    lost: list[EnvError] = []
+    async with AsyncEnvClient([killed, stopping, staying], retry=QUICK) as client:
+        rollouts = [asyncio.create_task(rollout(client, steps=5 + i % 2 * 10, lost=lost)) for i in range(16)]
+        await until(lambda: min(host.episode_count for host in client.statistics().hosts) >= 3)
+        daemons.running["stopping"].process.send_signal(signal.SIGTERM)
+        daemons.end("killed", signal.SIGKILL)
+        homes = Counter(await asyncio.gather(*rollouts))
+        assert homes.total() == 16
+        assert {error.host for error in lost} == {killed}, "who stops lets its episodes end"
+        assert len(lost) >= 3
+        assert client.statistics().hosts[0].state is HostState.DOWN
+
+        assert daemons.start("killed", size=4) == [killed]
+        await until(lambda: client.statistics().hosts[0].state is HostState.UP)
+        lost.clear()
+        again = Counter(await asyncio.gather(*(rollout(client, steps=5, lost=lost) for _ in range(6))))
+        assert set(again) == {killed, staying}
+        assert lost == []
+    assert daemons.end("staying") == 0
+
+
+async def test_sixty_four_rollouts_at_once_leave_their_event_loop_free_to_turn(
+    daemons: Daemons, record_testsuite_property: Callable[[str, object], None]
+) -> None:
+    """Measures how late a timer of the client's loop is, and reports it; the machine decides how much that is."""
+    targets = daemons.start("a", "b", size=32)
+    lags_ms: list[float] = []
+
+    async def watch_lag() -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + 0.005
+            await asyncio.sleep(0.005)
+            lags_ms.append((loop.time() - due_s) * 1000)
+
+    async def thoughtful(client: AsyncEnvClient, seed: int) -> str:
+        rng = random.Random(seed)
+        async with client.reset(TASK) as episode:
+            for _ in range(5):
+                await asyncio.sleep(rng.uniform(0, 1))
+                await episode.step(COUNT)
+            return episode.host.target
+
+    async with AsyncEnvClient(targets) as client:
+        watching = asyncio.create_task(watch_lag())
+        homes = Counter(await asyncio.gather(*(thoughtful(client, seed) for seed in range(64))))
+        watching.cancel()
+    lags_ms.sort()
+    p50_ms, p99_ms = (lags_ms[int(len(lags_ms) * part)] for part in (0.5, 0.99))
+    told = f"p50 {p50_ms:.1f} ms, p99 {p99_ms:.1f} ms, max {lags_ms[-1]:.1f} ms of {len(lags_ms)} turns"
+    record_testsuite_property("event_loop_lag", told)
+    print(f"event-loop lag with 64 episodes: {told}")
+    assert homes == dict.fromkeys(targets, 32)
