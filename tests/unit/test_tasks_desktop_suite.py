@@ -109,7 +109,7 @@ def empty() -> MemoryDesktop:
     desktop = MemoryDesktop()
     for program, told in (("ssconvert", b"Item,Price\n"), ("python3", b"false\n"), ("bash", b"")):
         desktop.answers[(program,)] = CommandResult(exit_code=0, stdout=told, stderr=b"")
-    desktop.answers["sh", "-c", 'test -x "$1" && "$1"'] = CommandResult(exit_code=1, stdout=b"", stderr=b"")
+    desktop.answers["sh", "-c", 'test -x "$1" && "$1" || exit 1'] = CommandResult(exit_code=1, stdout=b"", stderr=b"")
     return desktop
 
 

@@ -77,6 +77,6 @@ def shell_shortcut(draw: Draw) -> Entry:
             f' "{said}". The file .bashrc in the home directory is read whenever a shell starts.'
         ),
         "setup": [open_terminal()],
-        "checker": {"kind": "command", "argv": ["bash", "-ic", f"eval {name}"], "stdout": {"equals": said}},
+        "checker": {"kind": "command", "argv": ["bash", "-ic", f"eval {name} || exit 1"], "stdout": {"equals": said}},
         "oracle": [command(f"echo \"alias {name}='echo {said}'\" >> ~/.bashrc"), DONE],
     }

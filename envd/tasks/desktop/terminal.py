@@ -126,7 +126,7 @@ def make_script_runnable(draw: Draw) -> Entry:
         "setup": [write(path, f"#!/bin/sh\necho {said}\n"), open_terminal()],
         "checker": {
             "kind": "command",
-            "argv": ["sh", "-c", 'test -x "$1" && "$1"', "sh", path],
+            "argv": ["sh", "-c", 'test -x "$1" && "$1" || exit 1', "sh", path],
             "stdout": {"equals": said},
         },
         "oracle": [command(f"chmod u+x bin/{name}"), DONE],
