@@ -18,10 +18,12 @@ def keep_informative(args: Any, samples: list[Any], **_: Any) -> Any:
     from a comparison that we spoilt; `zero_std_R` where all have the reward R. Takes members that are lists of rows.
     With `envd.replay`, a group that failed entirely is first shown a success, in the place of a member.
     """
-    config = SlimeConfig.from_args(args)
-    show_success(args, config, samples)
+    # Without our mapping the groups are of other environments, to which the default is as good as any.
+    config = SlimeConfig.from_args(args) if hasattr(args, "envd") else None
+    if config is not None:
+        show_success(args, config, samples)
     rewards = [rollout_reward(rows, args) for rows in by_rollout(leaves(samples))]
-    reason = drop_reason(rewards, min_valid=config.min_valid_members)
+    reason = drop_reason(rewards, min_valid=config.min_valid_members if config is not None else 2)
     return filter_output(keep=reason is None, reason=reason)
 
 
