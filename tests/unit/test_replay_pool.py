@@ -119,6 +119,11 @@ def test_picks_of_a_task_do_not_depend_on_which_group_finished_first() -> None:
     assert [pair[1][0] for pair in mixed] == b_first[0]
 
 
+def test_tasks_do_not_pick_in_step() -> None:
+    pool = pool_of(*(success(task_id, number) for task_id in "ab" for number in range(10)))
+    assert ways(pool, "a", 10) != ways(pool, "b", 10)
+
+
 def test_an_exact_id_goes_before_chunks_of_its_base_task() -> None:
     pool = pool_of(success("a", 1), success("a_chunk0", 2), success("a_chunk1", 3))
     assert set(ways(pool, "a", 20)) == {"way 1"}

@@ -17,7 +17,9 @@ def keep_informative(args: Any, samples: Sequence[Any], **_: Any) -> Any:
     from a comparison that we spoilt; `zero_std_R` where all have the reward R. Takes members that are lists of rows.
     """
     rewards = [rollout_reward(rows, args) for rows in by_rollout(leaves(samples))]
-    reason = drop_reason(rewards, min_valid=SlimeConfig.from_args(args).min_valid_members)
+    # Without our mapping the groups are of other environments, to which the default is as good as any.
+    min_valid = SlimeConfig.from_args(args).min_valid_members if hasattr(args, "envd") else 2
+    reason = drop_reason(rewards, min_valid=min_valid)
     return filter_output(keep=reason is None, reason=reason)
 
 

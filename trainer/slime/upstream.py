@@ -19,7 +19,9 @@ _METRICS = ("slime.observability.metric_utils", "slime.utils.metric_utils")
 class Sample(Protocol):
     """`slime.utils.types.Sample`, as far as we read or write it."""
 
-    Status: type[Enum]
+    @property
+    def Status(self) -> type[Enum]: ...  # noqa: N802 -- slime's name
+
     group_index: int | None
     index: int | None
     rollout_id: int | None
