@@ -22,8 +22,8 @@ GOLDEN = {
     "osworld_gspo_replay": (
         "--rollout-temperature 0.8 --rollout-top-p 0.95 --rollout-stop </tool_call> --advantage-estimator gspo"
         " --eps-clip 3.5e-4 --kl-loss-coef 0.01 --kl-loss-type low_var_kl --entropy-coef 1e-4 --lr 5e-7"
-        " --adam-beta1 0.9 --adam-beta2 0.98 --clip-grad 0.5 --num-rollout 8 --rollout-batch-size 8 --n-samples-per-prompt 2"
-        " --global-batch-size 2 --rollout-max-response-len 400 --actor-num-gpus-per-node 4 --rollout-num-gpus 4"
+        " --adam-beta1 0.9 --adam-beta2 0.98 --clip-grad 0.5 --num-rollout 8 --rollout-batch-size 8"
+        " --n-samples-per-prompt 2 --global-batch-size 2 --rollout-max-response-len 400 --actor-num-gpus-per-node 4 --rollout-num-gpus 4"
     ),
     "qwen35vl_slime_head": (
         "--advantage-estimator grpo --kl-loss-coef 0.0 --eps-clip 0.2 --eps-clip-high 0.28 --lr 1e-6"
