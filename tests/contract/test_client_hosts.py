@@ -309,6 +309,29 @@ async def test_a_host_that_dies_amid_a_reset_is_asked_again_before_another_opens
         assert other.episodes.list_episodes() == []
 
 
+async def test_a_host_that_is_asked_again_after_another_refused_joins_what_it_had_begun() -> None:
+    async with hosts(64, 1) as (flaky, full), client_of([flaky, full]) as client:
+        full.episodes.failures = [errors.PoolExhausted("full", retry_after_s=60.0) for _ in range(1000)]
+        flaky.episodes.door.clear()
+        opening = client.reset(TASK, view=NOTHING)
+        entering = asyncio.create_task(opening.__aenter__())
+        await until(lambda: client.statistics().hosts[0].opening_count == 1)
+        await asyncio.sleep(0.05)
+        await flaky.server.stop()
+        await until(lambda: len(full.episodes.resets) >= 1)
+        flaky.episodes.door.set()
+        await until(lambda: len(flaky.episodes.list_episodes()) == 1)
+        back = ApiServer(flaky.episodes, listen=flaky.address, metrics=Metrics(process=False))
+        await back.start()
+        async with asyncio.timeout(20):
+            episode = await entering
+        assert episode.host.target == flaky.address
+        assert [info.episode_id for info in flaky.episodes.list_episodes()] == [episode.episode_id]
+        await opening.__aexit__(None, None, None)
+        await client.aclose()
+        await back.stop()
+
+
 async def test_a_cancelled_reset_is_closed_when_it_opens_after_all() -> None:
     async with hosts(4, 4) as served:
         async with client_of(served) as client:
