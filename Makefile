@@ -10,6 +10,9 @@ OUT ?= out/demo
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# slime and torch, apart from the rest: nothing else here needs them.
+SLIME_VENV := .venv-slime
+SLIME_STAMP := $(SLIME_VENV)/.installed
 # .ci/run and people alike: no prompts, no colour codes in logs that are not a terminal.
 export DEBIAN_FRONTEND := noninteractive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -22,7 +25,7 @@ APT_BUILD := gcc libvirt-dev pkg-config
 # To test guestd and input on a virtual X screen without a guest.
 APT_TEST := xvfb xauth openbox xterm wmctrl libxtst6 libxfixes3
 
-.PHONY: help deps venv image demo serve test check lint types imports proto unit vm-test test-full docs format clean
+.PHONY: help deps venv image demo serve test check lint types imports proto unit vm-test test-full slime-proof docs format clean
 
 help: ## List the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +75,21 @@ test: deps $(STAMP) lint types imports proto image ## Everything: static checks,
 
 test-full: deps $(STAMP) lint types imports proto image ## The same and more: every task, the soak and the faults on real machines
 	@ENVD_TEST_TASKS=all $(BIN)/python -m pytest --long tests
+	@if [[ -n "$${SLIME_HOME:-}" ]]; then $(MAKE) slime-proof SLIME_TESTS=slime; \
+	else echo "test-full: NOT RUN: the proof on slime's code; set SLIME_HOME to a checkout"; fi
+
+SLIME_TESTS ?= slime and not vm
+
+slime-proof: deps $(SLIME_STAMP) ## The trainer on slime's real rollout code on this CPU; SLIME_HOME names a checkout
+	@[[ -d "$${SLIME_HOME:-}/slime/rollout" ]] \
+		|| { echo "slime-proof: set SLIME_HOME to a checkout of slime; see docs/train.md" >&2; exit 1; }
+	@$(SLIME_VENV)/bin/python -m pytest --long -m "$(SLIME_TESTS)" tests/slime
+
+$(SLIME_STAMP): tests/slime/requirements.txt pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
+	@[[ -x $(SLIME_VENV)/bin/python ]] || $(PYTHON) -m venv $(SLIME_VENV)
+	@echo "slime-proof: installing into $(SLIME_VENV)"
+	@$(SLIME_VENV)/bin/python -m pip install --quiet --editable '.[host,trainer,dev]' -r tests/slime/requirements.txt
+	@touch $@
 
 check: deps $(STAMP) lint types imports proto unit ## The fast part: static checks and unit tests
 
@@ -100,6 +118,6 @@ format: $(STAMP) ## Rewrite the code as the linter wants it
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 clean: ## Remove what the tasks wrote here, .venv included; images and machines' state stay
-	@rm -rf $(VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) $(SLIME_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find envd trainer tests proto -name __pycache__ -type d -prune -exec rm -rf {} +
 	@find proto -name '*_pb2*.py*' -delete

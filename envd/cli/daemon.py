@@ -32,6 +32,7 @@ from envd.hypervisor.images.catalogue import ImageCatalogue
 from envd.hypervisor.libvirt import LibvirtHypervisor
 from envd.hypervisor.machine import DiskImage, Hypervisor
 from envd.osworld.bridge import WorkerBridge
+from envd.osworld.catalogue import IMAGE
 from envd.osworld.environment import Environment
 from envd.osworld.workers import Workers
 from envd.pool.audit import Audit, MachineRows
@@ -173,7 +174,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
             clock=SystemClock(),
             tell=lambda leftover: metrics.leftovers.labels(kind=leftover.kind.value).inc(),
         )
-        if workers is not None:
+        if workers is not None and any(pool.image == IMAGE for pool in config.pools.values()):
             stack.push_async_callback(_cancel, asyncio.create_task(_warm(workers), name="osworld:warm"))
         auditing = asyncio.create_task(audit.run(), name="audit")
         stack.push_async_callback(_cancel, auditing)

@@ -14,8 +14,8 @@ from envd.tasks.catalogue import TaskCatalogue, TaskFile, read_all
 from envd.tasks.formats.entries import Found
 
 
-def load_tasks(config: Config) -> TaskCatalogue:
-    """Load the built-in suite, the files that `config` adds, and OSWorld's if they are registered.
+def load_tasks(config: Config, *, include_osworld: bool = True) -> TaskCatalogue:
+    """Load the built-in suite, the files that `config` adds, and OSWorld's if they are registered and wanted.
 
     Raises:
         ConfigError: A file is wrong.
@@ -24,7 +24,7 @@ def load_tasks(config: Config) -> TaskCatalogue:
     with _sources(config) as (files, include_builtin):
         catalogue = TaskCatalogue.load(files, include_builtin=include_builtin)
     directory = Environment(config.cache_dir).tasks
-    if directory is None or config.hypervisor_uri == "fake":
+    if directory is None or not include_osworld or config.hypervisor_uri == "fake":
         return catalogue
     return TaskCatalogue([*catalogue.list(), *osworld_tasks(directory)])
 

@@ -42,13 +42,7 @@ class WorkerBridge:
             GuestError: OSWorld's code broke, hung until its limit, or could not look.
             MachineLost: The machine is gone.
         """
-        result = await self._run(desktop, "evaluate", (), evaluator, os)
-        parts = result.get("parts")
-        score = result.get("score")
-        if not isinstance(score, int | float) or not isinstance(parts, list):
-            raise GuestError(f"OSWorld's worker answered nonsense: {result!r}"[:300])
-        told = "; ".join(f"{name} {value:g}: {evidence}" for name, value, evidence in parts)
-        return Verdict(float(score), told)
+        return verdict_of(await self._run(desktop, "evaluate", (), evaluator, os))
 
     async def _run(
         self,
@@ -82,3 +76,13 @@ class WorkerBridge:
             return {name: self._assets.find(AssetRef(url)) for name, url in urls.items()}
         except (AssetMissing, ValueError) as error:
             raise GuestError(str(error)) from error
+
+
+def verdict_of(result: Mapping[str, Any]) -> Verdict:
+    """Return what a worker's result says; it comes out of a sandbox. Raises: GuestError: nonsense."""
+    try:
+        parts = [(str(name), float(score), str(evidence)) for name, score, evidence in result["parts"]]
+        told = "; ".join(f"{name} {score:g}: {evidence}" for name, score, evidence in parts)
+        return Verdict(float(result["score"]), told)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise GuestError(f"OSWorld's worker answered nonsense: {error!r}") from error

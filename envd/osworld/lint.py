@@ -175,6 +175,8 @@ class Coverage:
     domain: str
     total: int
     runnable: int
+    fetchable: int
+    """That would run once their files were fetched."""
     obstacles: Mapping[Obstacle, int]
     """Tasks that each kind of reason holds up, whatever else does."""
 
@@ -196,6 +198,7 @@ def cover(files: Sequence[OsworldFile], found: Mapping[str, Sequence[Finding]]) 
                 domain=domain,
                 total=len(ids),
                 runnable=sum(not each for each in kinds),
+                fetchable=sum(each == {Obstacle.ASSETS} for each in kinds),
                 obstacles={obstacle: sum(obstacle in each for each in kinds) for obstacle in Obstacle},
             )
         )

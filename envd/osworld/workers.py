@@ -128,11 +128,11 @@ class Workers:
         await _readable(channel)
         data, handles, _, _ = socket.recv_fds(channel, 1 << 16, 1)
         if not handles:
-            return _answer(await _read_all(channel, data))
+            return parse_answer(await _read_all(channel, data))
         listener = socket.socket(fileno=handles[0])
         listener.setblocking(False)
         async with relayed(listener, job.guest_url):
-            return _answer(await _read_all(channel, data))
+            return parse_answer(await _read_all(channel, data))
 
     def _line(self, job: Job) -> bytes:
         value = {
@@ -196,31 +196,31 @@ class Workers:
             self._process = None
 
 
-def _answer(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the result that a job's lines hold. Raises: WorkerFailed."""
-    merged = {key: value for line in lines for key, value in line.items()}
-    if merged.get("end"):
-        raise WorkerFailed(str(merged["end"]))
-    if "failure" in merged:
-        raise WorkerFailed(str(merged["failure"]))
-    result = merged.get("result")
-    if "end" not in merged or not isinstance(result, dict):
+def parse_answer(data: bytes) -> Mapping[str, Any]:
+    """Return the result in what a job's socket said until its end, a line of JSON each. Raises: WorkerFailed."""
+    try:
+        lines = [json.loads(line) for line in data.splitlines()]
+    except (ValueError, RecursionError) as error:
+        raise WorkerFailed(f"its worker said nonsense: {error}") from error
+    said = {key: value for line in lines if isinstance(line, dict) for key, value in line.items()}
+    if said.get("end"):
+        raise WorkerFailed(str(said["end"]))
+    if "failure" in said:
+        raise WorkerFailed(f"OSWorld's code failed: {said['failure']}")
+    result = said.get("result")
+    if "end" not in said or not isinstance(result, dict):
         raise WorkerFailed("its worker ended without a result")
     return result
 
 
-async def _read_all(channel: socket.socket, data: bytes) -> list[Mapping[str, Any]]:
-    """Return the objects, one a line, that a socket says until its end. Raises: WorkerFailed: nonsense."""
+async def _read_all(channel: socket.socket, data: bytes) -> bytes:
+    """Return what a socket says until its end, after `data`. Raises: WorkerFailed: it is too much."""
     loop = asyncio.get_running_loop()
     while part := await loop.sock_recv(channel, 1 << 16):
         data += part
         if len(data) > _MAX_ANSWER_BYTES:
             raise WorkerFailed(f"its worker said more than {_MAX_ANSWER_BYTES} bytes")
-    try:
-        lines = [json.loads(line) for line in data.splitlines()]
-    except ValueError as error:
-        raise WorkerFailed(f"its worker said nonsense: {error}") from error
-    return [line for line in lines if isinstance(line, dict)]
+    return data
 
 
 async def _readable(channel: socket.socket) -> None:

@@ -84,7 +84,9 @@ async def test_giving_up_scores_zero_without_asking_osworld(bridge: WorkerBridge
 
 async def test_a_step_that_fails_fails_the_setup(bridge: WorkerBridge, desktop: Desktop) -> None:
     steps = [{"type": "launch", "parameters": {"command": ["no-such-program"]}}]
-    with pytest.raises(SetupFailed, match=r"setup\[0\] osworld failed: config\[0\] launch: .*no-such-program"):
+    with pytest.raises(
+        SetupFailed, match=r"setup\[0\] osworld failed: OSWorld.s code failed: config\[0\] launch: .*no-such-program"
+    ):
         await run_setup(task(*steps), desktop, timeout_s=30, supplies=Supplies(osworld=bridge))
 
 

@@ -1,8 +1,12 @@
 """`envd tasks` as people run it: files are checked before anything boots, oracles are played through the service."""
 
+import http.server
 import json
+import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +117,39 @@ def test_lint_tells_of_files_that_were_not_fetched(tmp_path: Path) -> None:
     assert "run `envd tasks fetch`" in problem["message"]
 
 
+class Files(http.server.BaseHTTPRequestHandler):
+    """Has one file."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/a" else 404)
+        self.end_headers()
+        self.wfile.write(b"data" if self.path == "/a" else b"")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def site() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Files) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_fetched_files_are_there_for_episodes_and_those_that_cannot_be_had_are_told(tmp_path: Path, site: str) -> None:
+    verb = '{kind: download, files: [{url: "URL", path: /home/user/note.txt}]}'
+    text = SOLVABLE.replace("    checker:", f"    setup: [{verb}]\n    checker:", 1)
+    status, told = envd(tmp_path, "fetch", "--tasks", written(tmp_path, text.replace("URL", f"{site}/b")))
+    assert (status, told["assets"], told["ready"]) == (1, 1, 0)
+    assert "404" in told["failures"][0]["message"]
+    file = written(tmp_path, text.replace("URL", f"{site}/a"))
+    assert envd(tmp_path, "fetch", "--tasks", file) == (0, {"assets": 1, "ready": 1, "failures": []})
+    assert envd(tmp_path, "lint", "--tasks", file)[0] == 0
+
+
 def test_serve_refuses_a_wrong_file_before_anything_starts(tmp_path: Path) -> None:
     file = written(tmp_path, SOLVABLE.replace("file_text", "file_txt"))
     command = [sys.executable, "-m", "envd", "serve", "--hypervisor", "fake", "--pool", "1", "--tasks", file]
@@ -120,3 +157,26 @@ def test_serve_refuses_a_wrong_file_before_anything_starts(tmp_path: Path) -> No
     assert done.returncode == 2
     assert f"{file}:8: task mine/note: checker: Input tag 'file_txt'" in done.stderr
     assert "listening" not in done.stdout
+
+
+def test_serve_refuses_a_password_that_everyone_may_read(tmp_path: Path) -> None:
+    secret = tmp_path / "password"
+    secret.write_text("s3cret")
+    secret.chmod(0o644)
+    command = [
+        sys.executable,
+        "-m",
+        "envd",
+        "serve",
+        "--hypervisor",
+        "fake",
+        "--pool",
+        "1",
+        "--state-dir",
+        str(tmp_path),
+    ]
+    env = {**os.environ, "ENVD_TASKS__CLIENT_PASSWORD_FILE": str(secret)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 2
+    assert f"tasks.client_password_file: {secret} has mode 0644" in done.stderr
+    assert "s3cret" not in done.stdout + done.stderr

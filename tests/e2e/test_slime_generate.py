@@ -1,16 +1,21 @@
 """`trainer.slime.generate` over a real socket, with doubles of slime: a sample comes back, whatever happens."""
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from envd.episodes.types import ResetCommand, ResetResult
 from envd.testing.server import FakeServer, serve_fake
 from trainer.agent.grammars import grammar
-from trainer.client import Action, Click, Done
+from trainer.client import Action, AsyncEnvClient, Click, Done
+from trainer.slime.config import ConfigError
 from trainer.slime.generate import generate
-from trainer.slime.samples import facts_of
+from trainer.slime.samples import facts_of, is_void
 from trainer.testing.slime import IMAGE, Sample, ScriptedEngine, Tokenizer, stand_in_slime
 from trainer.testing.slime_job import slime_args
 
@@ -33,21 +38,73 @@ class World:
         self.server = server
         self.engine = engine
         self.state = state
+        self._resets: list[ResetCommand] = []
+        perform = server.service.reset
+
+        async def reset(command: ResetCommand) -> ResetResult:
+            self._resets.append(command)
+            return await perform(command)
+
+        server.service.reset = reset  # type: ignore[method-assign]
 
     def args(self, *, agent: dict[str, Any] | None = None, envd: dict[str, Any] | None = None, **changed: Any) -> Any:
         mapping = {"hosts": [self.server.address], "engine_timeout_s": 20.0, "engine_retries": 1}
         return slime_args({**mapping, **(envd or {}), "agent": {**AGENT, **(agent or {})}}, **changed)
 
-    async def leased_count(self) -> int:
-        return self.server.pool.statistics().leased_count
+    def reset_sizes(self) -> list[int]:
+        """How many episodes each reset asked for, in order."""
+        return [command.group_size for command in self._resets]
+
+    def kill_machines(self) -> None:
+        """Lose each machine that was used."""
+        for machine in self.server.hypervisor.machines.values():
+            if machine.input_count:
+                machine.kill("killed by a signal")
+
+    def kill_daemon(self) -> None:
+        """Be gone, as after SIGKILL."""
+        self._dying = asyncio.create_task(self.server.kill())
+
+    async def all_returned(self) -> None:
+        """Wait until no machine is leased."""
+        await self._until(lambda: self.server.pool.statistics().leased_count == 0)
+
+    async def waiting(self) -> None:
+        """Wait until a reset waits for a machine."""
+        await self._until(lambda: self.server.pool.statistics().waiting_count > 0)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+
+Script = Callable[[str], str]
+
+
+class once_at:  # noqa: N801 -- reads as a phrase
+    """A script that plays the task, and does something when the model is asked so many times in an episode."""
+
+    def __init__(self, turn: int, act: Callable[[World], object], *, times: int = 1) -> None:
+        self.there: World | None = None
+        self._turn, self._act, self._left = turn, act, times
+
+    def __call__(self, prompt: str) -> str:
+        if self._left and self.there and prompt.count("<|im_start|>assistant\n") == self._turn:
+            self._left -= 1
+            self._act(self.there)
+        return counting(prompt)
 
 
 @asynccontextmanager
-async def world(say: Callable[[str], str] = counting, **options: Any) -> AsyncIterator[World]:
+async def world(say: Script = counting, *, has_eyes: bool = True, **options: Any) -> AsyncIterator[World]:
     engine = ScriptedEngine(say)
     async with serve_fake(**{"size": 2, "capacity": 8, **options}) as server:
-        with stand_in_slime(engine) as state:
-            yield World(server, engine, state)
+        with stand_in_slime(engine, has_eyes=has_eyes) as state:
+            there = World(server, engine, state)
+            if isinstance(say, once_at):
+                say.there = there
+            yield there
 
 
 def group_of(count: int, *, group_index: int = 0) -> list[Sample]:
@@ -85,3 +142,195 @@ async def test_each_prompt_is_the_one_before_it_and_more() -> None:
         prompts = [request["input_ids"] for request in there.engine.requests]
     for before, after in itertools.pairwise(prompts):
         assert after[: len(before)] == before
+
+
+async def test_members_of_one_group_begin_in_one_state_and_leave_nothing() -> None:
+    async with world() as there:
+        args = there.args(n_samples_per_prompt=3)
+        samples = await asyncio.gather(*(generate(args, sample, PARAMS) for sample in group_of(3)))
+        assert [sample.reward for sample in samples] == [1.0] * 3
+        assert len({facts_of(sample)["origin"] for sample in samples}) == 1
+        assert there.reset_sizes() == [3]
+        await there.all_returned()
+
+
+async def test_members_that_reset_alone_come_through_as_well() -> None:
+    async with world() as there:
+        args = there.args(n_samples_per_prompt=2, envd={"group": "off"})
+        await asyncio.gather(*(generate(args, sample, PARAMS) for sample in group_of(2)))
+        assert there.reset_sizes() == [1, 1]
+
+
+async def test_a_group_that_no_pool_can_hold_resets_alone() -> None:
+    async with world(size=1, capacity=2) as there:
+        args = there.args(n_samples_per_prompt=3)
+        samples = await asyncio.gather(*(generate(args, sample, PARAMS) for sample in group_of(3)))
+        assert [sample.reward for sample in samples] == [1.0] * 3
+
+
+async def test_a_member_that_never_comes_leaves_no_machine() -> None:
+    async with world() as there:
+        args = there.args(n_samples_per_prompt=2, envd={"group_wait_s": 0.1})
+        (sample,) = group_of(1)
+        await generate(args, sample, PARAMS)
+        assert (sample.reward, there.reset_sizes()) == (1.0, [2])
+        await there.all_returned()
+
+
+async def test_a_member_that_comes_too_late_resets_alone() -> None:
+    async with world() as there:
+        args = there.args(n_samples_per_prompt=2, envd={"group_wait_s": 0.1})
+        first, second = group_of(2)
+        await generate(args, first, PARAMS)
+        await there.all_returned()
+        await generate(args, second, PARAMS)
+        assert second.reward == 1.0
+        await there.all_returned()
+
+
+async def test_a_sample_that_slime_hands_out_again_is_made_anew_and_alone() -> None:
+    async with world() as there:
+        args = there.args(n_samples_per_prompt=2)
+        (sample,) = group_of(1)
+        sample.status, sample.tokens, sample.response_length = Sample.Status.ABORTED, [1, 2, 3], 2
+        sample.loss_mask, sample.rollout_log_probs, sample.remove_sample = [1, 1], [0.0, 0.0], True
+        await generate(args, sample, PARAMS)
+        assert (sample.reward, sample.remove_sample, sample.status.name) == (1.0, False, "COMPLETED")
+        assert there.reset_sizes() == [1]
+
+
+async def test_a_machine_that_is_lost_is_made_good_for_by_a_fresh_one() -> None:
+    async with world(once_at(2, lambda there: there.kill_machines())) as there:
+        (sample,) = group_of(1)
+        await generate(there.args(n_samples_per_prompt=1), sample, PARAMS)
+        assert (sample.status.name, sample.reward, facts_of(sample)["attempts"]) == ("COMPLETED", 1.0, 2)
+        assert facts_of(sample)["turns"] == 3, "nothing of the lost attempt is trained on"
+        await there.all_returned()
+
+
+async def test_machines_that_are_lost_again_void_the_sample_and_nobody_else() -> None:
+    async with world(once_at(2, lambda there: there.kill_machines(), times=2)) as there:
+        (sample,) = group_of(1)
+        result = await generate(there.args(n_samples_per_prompt=1), sample, PARAMS)
+        check_void(result, "FAILED", "MachineLost")
+        (other,) = group_of(1, group_index=1)
+        assert (await generate(there.args(n_samples_per_prompt=1), other, PARAMS)).reward == 1.0
+
+
+async def test_a_daemon_that_is_killed_in_mid_episode_voids_the_sample() -> None:
+    async with world(once_at(2, lambda there: there.kill_daemon())) as there:
+        args = there.args(n_samples_per_prompt=1, agent={"step_timeout_s": 1}, envd={"attempts": 1})
+        (sample,) = group_of(1)
+        result = await generate(args, sample, PARAMS)
+        check_void(result, "FAILED", "Unavailable")
+
+
+async def test_an_engine_that_fails_voids_the_sample() -> None:
+    def say(prompt: str) -> str:
+        raise ConnectionError("the engine is gone")
+
+    async with world(say) as there:
+        (sample,) = group_of(1)
+        check_void(await generate(there.args(n_samples_per_prompt=1), sample, PARAMS), "FAILED", "ModelFailed")
+        await there.all_returned()
+
+
+async def test_an_engine_that_read_something_else_voids_the_sample() -> None:
+    async with world() as there:
+        there.engine.prompt_token_error = -1
+        (sample,) = group_of(1)
+        check_void(await generate(there.args(n_samples_per_prompt=1), sample, PARAMS), "FAILED", "ModelFailed")
+
+
+async def test_a_model_that_says_an_images_placeholder_voids_the_sample() -> None:
+    async with world(lambda prompt: f"look: {IMAGE}") as there:
+        (sample,) = group_of(1)
+        check_void(await generate(there.args(n_samples_per_prompt=1), sample, PARAMS), "FAILED", "ModelFailed")
+
+
+async def test_an_aborted_rollout_gets_its_machines_back_at_once() -> None:
+    async with world(once_at(2, lambda there: vars(there.state).update(aborted=True))) as there:
+        args = there.args(n_samples_per_prompt=2)
+        samples = await asyncio.gather(*(generate(args, sample, PARAMS) for sample in group_of(2)))
+        for sample in samples:
+            check_void(sample, "ABORTED", "aborted")
+        await there.all_returned()
+
+
+async def test_an_abort_ends_the_wait_for_a_machine() -> None:
+    async with world(size=1, capacity=1) as there:
+        args = there.args(n_samples_per_prompt=1)
+        async with AsyncEnvClient(there.server.address) as client, client.reset(TASK):
+            waiting = asyncio.create_task(generate(args, group_of(1)[0], PARAMS))
+            await there.waiting()
+            there.state.aborted = True
+            check_void(await waiting, "ABORTED", "aborted")
+
+
+async def test_a_request_that_the_engine_aborts_is_an_aborted_sample() -> None:
+    async with world() as there:
+        there.engine.finish = "abort"
+        check_void(await generate(there.args(n_samples_per_prompt=1), group_of(1)[0], PARAMS), "ABORTED", "aborted")
+
+
+async def test_cancellation_passes_and_leaves_no_machine() -> None:
+    started = asyncio.Event()
+    async with world(once_at(2, lambda there: started.set())) as there:
+        args = there.args(n_samples_per_prompt=2)
+        members = [asyncio.create_task(generate(args, sample, PARAMS)) for sample in group_of(2)]
+        await started.wait()
+        for member in members:
+            member.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await members[0]
+        await asyncio.wait(members)
+        await there.all_returned()
+
+
+async def test_a_short_memory_makes_rows_of_one_rollout() -> None:
+    async with world() as there:
+        agent = {"images_per_row": 2, "images_kept": 1}
+        args = there.args(n_samples_per_prompt=1, agent=agent, envd={"pad_rows_to": 4})
+        rows = await generate(args, group_of(1)[0], PARAMS)
+        assert [is_void(row) for row in rows] == [False, False, True, True]
+        assert {row.rollout_id for row in rows} == {0}
+        assert [row.reward for row in rows[:2]] == [1.0, 1.0]
+        assert sum(sum(row.loss_mask) for row in rows) == facts_of(rows[0])["reply_tokens"]
+
+
+async def test_a_void_rollout_has_as_many_rows_as_others_are_padded_to() -> None:
+    async with world() as there:
+        there.engine.prompt_token_error = 1
+        agent = {"images_per_row": 2, "images_kept": 1}
+        args = there.args(n_samples_per_prompt=1, agent=agent, envd={"pad_rows_to": 4})
+        rows = await generate(args, group_of(1)[0], PARAMS)
+        assert [facts_of(row)["void"] for row in rows] == ["ModelFailed", "padding", "padding", "padding"]
+
+
+async def test_an_evaluation_returns_one_sample() -> None:
+    async with world() as there:
+        agent = {"images_per_row": 2, "images_kept": 1}
+        sample = await generate(there.args(agent=agent), Sample(index=0, label=TASK), PARAMS, evaluation=True)
+        assert (sample.reward, sample.rollout_id) == (1.0, None)
+        assert there.reset_sizes() == [1]
+
+
+async def test_text_alone_needs_no_eyes() -> None:
+    async with world(has_eyes=False) as there:
+        agent = {"text_only": True, "a11y_tree": True}
+        sample = await generate(there.args(n_samples_per_prompt=1, agent=agent), group_of(1)[0], PARAMS)
+        assert (sample.reward, sample.multimodal_train_inputs) == (1.0, None)
+
+
+async def test_a_misspelt_key_is_refused_before_a_machine_is_asked_for() -> None:
+    async with world() as there:
+        with pytest.raises(ConfigError, match=r"envd\.agent has no key max_turn; did you mean max_turns"):
+            await generate(there.args(agent={"max_turn": 3}), group_of(1)[0], PARAMS)
+        assert there.reset_sizes() == []
+
+
+def check_void(sample: Sample, status: str, reason: str) -> None:
+    assert (sample.status.name, facts_of(sample)["void"]) == (status, reason)
+    assert (sample.tokens, sample.response_length, sample.loss_mask) == ([0, 0], 1, [0])
+    assert (sample.rollout_log_probs, sample.reward, sample.remove_sample) == ([0.0], 0.0, True)
+    assert sample.multimodal_train_inputs is None

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from trainer.client import Click, Done
 from trainer.testing.slime_job import use_slime
 
 SLIME_HOME = os.environ.get("SLIME_HOME", "")
+#: The environment of all other tests has no torch, and needs none.
+CAN_RUN = bool(SLIME_HOME) and find_spec("torch") is not None
 FAKE_DAEMON = """\
 [hypervisor]
 uri = "fake"
@@ -26,17 +29,17 @@ capacity = 8
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without slime's code the proof cannot run: deselected and said so, never counted as passed."""
     proof = [item for item in items if item.get_closest_marker("slime")]
-    if SLIME_HOME or not proof:
+    if CAN_RUN or not proof:
         return
     items[:] = [item for item in items if item not in proof]
     config.hook.pytest_deselected(items=proof)
-    print(f"\nNOT RUN: {len(proof)} tests on slime's real code. Set SLIME_HOME to a checkout, or: make slime-proof")
+    print(f"\nNOT RUN: {len(proof)} tests on slime's real code. Set SLIME_HOME to a checkout, and: make slime-proof")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def real_slime() -> None:
     """`import slime` finds the checkout, and no hub is asked for anything."""
-    if SLIME_HOME:
+    if CAN_RUN:
         os.environ["HF_HUB_OFFLINE"] = "1"
         use_slime(Path(SLIME_HOME))
 

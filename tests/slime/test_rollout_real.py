@@ -1,9 +1,8 @@
 """slime's own rollout code with our hooks, a real tiny model and a served daemon: from prompts to train data."""
 
 import itertools
-import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from trainer.agent.grammars import grammar
 from trainer.client import Click, Done, EnvClient
 from trainer.slime.samples import facts_of, is_void
 from trainer.testing.sglang import SglangServer
-from trainer.testing.slime_job import SlimeJob, flatten, slime_args, write_tasks
+from trainer.testing.slime_job import SlimeJob, check_sample, check_train_data, flatten, slime_args, write_tasks
 
 pytestmark = [
     pytest.mark.slime,
@@ -69,43 +68,6 @@ def job_of(checkpoint: Path, engine: SglangServer, fake_daemon: str, tmp_path: P
 
     with jobs:
         yield make
-
-
-def check_sample(sample: Any, image_id: int) -> None:
-    """The invariants that slime's training relies on."""
-    assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length >= 1
-    assert len(sample.tokens) - sample.response_length >= 1
-    assert sample.reward is not None
-    assert all(mask in (0, 1) for mask in sample.loss_mask)
-    assert all(
-        log_prob == 0 for log_prob, mask in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if not mask
-    )
-    if is_void(sample):
-        assert not any(sample.loss_mask)
-        assert sample.multimodal_train_inputs is None
-        return
-    assert sample.loss_mask[-1] == 1, "a row ends with the model's word"
-    grids = sample.multimodal_train_inputs["image_grid_thw"]
-    assert sample.tokens.count(image_id) == int(grids.prod(dim=1).sum()) // 4
-    assert set(sample.multimodal_train_inputs) == {"pixel_values", "image_grid_thw"}
-    assert len(sample.multimodal_train_inputs["pixel_values"]) == int(grids.prod(dim=1).sum())
-    assert str(sample.multimodal_train_inputs["pixel_values"].dtype) == "torch.bfloat16"
-
-
-def image_id_of(job: SlimeJob) -> int:
-    from slime.rollout.sglang_rollout import GenerateState
-
-    return int(GenerateState(job.args).tokenizer.convert_tokens_to_ids("<|image_pad|>"))
-
-
-def check_train_data(job: SlimeJob, groups: Sequence[Any]) -> dict[str, Any]:
-    samples = flatten(groups)
-    for sample in samples:
-        check_sample(sample, image_id_of(job))
-    data = job.train_data(groups)
-    assert {len(column) for column in data.values()} == {len(samples)}
-    assert all(math.isfinite(reward) for reward in data["rewards"])
-    return data
 
 
 def test_a_synchronous_rollout_becomes_train_data(job_of: Any) -> None:
@@ -185,7 +147,7 @@ def test_an_evaluation_gives_one_sample_an_episode(job_of: Any) -> None:
     result = job.evaluate().data["held-out"]
     assert result["rewards"] == [1.0] * 4
     for sample in result["samples"]:
-        check_sample(sample, image_id_of(job))
+        check_sample(sample, image_id=job.image_id)
 
 
 def eval_dataset(job: SlimeJob) -> Any:

@@ -59,6 +59,11 @@ def test_of_two_that_are_the_same_the_one_of_the_better_source_stays() -> None:
     assert statistics(dataset)["dropped"] == {"good": {}, "bad": {"duplicate": 1}}
 
 
+def test_which_of_two_stays_does_not_depend_on_the_order_of_lines() -> None:
+    first, second = made("a", suite="one"), made("a", suite="two")
+    assert joined(source("one", first, second)) == joined(source("one", second, first))
+
+
 def test_the_same_words_about_another_task_are_another_trajectory() -> None:
     assert len(joined(source("one", made("a"), made("b"))).items) == 2
 

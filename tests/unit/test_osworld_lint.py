@@ -105,6 +105,14 @@ def test_without_the_package_functions_are_not_judged_and_without_a_list_program
     assert findings(task(step("levitate"), domain="vlc"), host) == ()
 
 
+def test_a_task_that_only_lacks_files_is_told_apart() -> None:
+    fetch = step("download", files=[{"url": "https://example.org/gone", "path": "/x"}])
+    (row,) = cover([task(fetch)], {"osworld/one": findings(task(fetch), HOST)})
+    assert (row.runnable, row.fetchable) == (0, 1)
+    (row,) = cover([task(fetch)], {"osworld/one": findings(task(fetch, step("login")), HOST)})
+    assert (row.runnable, row.fetchable) == (0, 0)
+
+
 def test_a_task_counts_once_for_each_kind_of_obstacle() -> None:
     files = [task(step("login"), step("googledrive")), task()]
     found = {"osworld/one": findings(files[0], HOST)}

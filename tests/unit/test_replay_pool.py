@@ -85,7 +85,6 @@ def test_a_demonstration_is_not_picked_for_a_policy_gradient() -> None:
     pool = pool_of(success("a", sampled=False))
     assert inject(pool, "a", [0.0]) is None
     assert pool.counters.missed_count == 1
-    assert pool.coverage(["a"]) == 0.0
 
 
 def test_injections_are_counted() -> None:
@@ -117,6 +116,11 @@ def test_picks_of_a_task_do_not_depend_on_which_group_finished_first() -> None:
     b_first = (ways(one_by_one, "b", 6), ways(one_by_one, "a", 6))
     assert [pair[0][0] for pair in mixed] == b_first[1]
     assert [pair[1][0] for pair in mixed] == b_first[0]
+
+
+def test_tasks_do_not_pick_in_step() -> None:
+    pool = pool_of(*(success(task_id, number) for task_id in "ab" for number in range(10)))
+    assert ways(pool, "a", 10) != ways(pool, "b", 10)
 
 
 def test_an_exact_id_goes_before_chunks_of_its_base_task() -> None:

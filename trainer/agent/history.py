@@ -24,7 +24,9 @@ class History:
     images_per_row: int = 0
     """Observations in full that a row may hold; 0 for any number."""
     images_kept: int = 1
-    """Observations in full that a new row begins with."""
+    """Latest observations in full that a new row begins with."""
+    first_image_kept: bool = False
+    """A new row has the first observation in full as well."""
     row: int = 0
     """Index of the row that is being written."""
     _past: list[_Seen | Message] = field(default_factory=list)
@@ -52,15 +54,17 @@ class History:
             self._in_row += 1
             return None
         self.row += 1
-        self._in_row = self.images_kept
-        return [self.system, *self._recalled()]
+        return [self.system, *self._recall()]
 
     def note(self, message: Message) -> None:
         """Note an observation that shows nothing, and so never makes a new row."""
         self._past.append(message)
 
-    def _recalled(self) -> list[Message]:
-        shown = [index for index, item in enumerate(self._past) if isinstance(item, _Seen)][-self.images_kept :]
+    def _recall(self) -> list[Message]:
+        """Return the past for a new row, and count what it shows."""
+        looks = [index for index, item in enumerate(self._past) if isinstance(item, _Seen)]
+        shown = {*looks[: self.first_image_kept], *looks[-self.images_kept :]}
+        self._in_row = len(shown)
         return [
             item if isinstance(item, Message) else item.full if index in shown else item.brief
             for index, item in enumerate(self._past)

@@ -137,6 +137,7 @@ class _Run:
             prompts.system_message(settings, space.seen()),
             images_per_row=settings.images_per_row,
             images_kept=settings.images_kept,
+            first_image_kept=settings.first_image_kept,
         )
         instruction = self._episode.instruction
         async with self._timed("model"):

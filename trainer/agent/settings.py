@@ -38,7 +38,9 @@ class AgentSettings:
     images_per_row: int = 0
     """Screenshots in a row, before a new one is begun with the latest `images_kept`; 0 to append to one row always."""
     images_kept: int = 2
-    """Screenshots that a new row begins with, the newest included."""
+    """Latest screenshots that a new row begins with, the newest included."""
+    first_image_kept: bool = False
+    """A new row begins with the episode's first screenshot as well."""
     timeout_s: float = 900.0
     """For an episode from its first look to its last reply."""
     step_timeout_s: float = 180.0
@@ -78,8 +80,9 @@ class AgentSettings:
                 raise ValueError(f"{one.name} is {value}; it must be at least {least}")
         if self.coordinates not in (None, "normalised", "pixels"):
             raise ValueError(f'coordinates is {self.coordinates!r}; it must be "normalised" or "pixels"')
-        if self.images_per_row and self.images_kept > self.images_per_row:
-            raise ValueError(f"images_kept is {self.images_kept}, more than images_per_row, {self.images_per_row}")
+        kept = self.images_kept + self.first_image_kept
+        if self.images_per_row and kept > self.images_per_row:
+            raise ValueError(f"new rows would keep {kept} screenshots, more than images_per_row, {self.images_per_row}")
         if self.text_only and not (self.a11y_tree or self.terminal):
             raise ValueError("text_only shows nothing unless a11y_tree or terminal is on")
         if self.text_only and self.marks:

@@ -6,9 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from trainer.agent.settings import AgentSettings
+from trainer.client import ClientSettings, Tls
+from trainer.replay.pool import PoolSettings
 from trainer.rewards.recipes import Recipe, recipe
 
 
@@ -22,6 +25,11 @@ class SlimeConfig:
 
     hosts: tuple[str, ...]
     """Where the daemons are: `HOST:PORT` each, or one `dns:///NAME:PORT`. Mandatory."""
+    tls: Tls | None = None
+    """`ca:`, and `cert:` with `key:` where the daemons want them; None for clear text. The token is in `ENVD_TOKEN`."""
+    max_episodes: int = 0
+    """Most episodes that this process holds at once, those that a group keeps for members to come included; 0 for as
+    many as slime starts."""
     run: str = ""
     """Label of the training run at the daemons, for fair share and metrics."""
     pool: str = ""
@@ -47,6 +55,9 @@ class SlimeConfig:
     """Where `trainer.slime.hooks.record_sample` writes what was said and done; empty for nowhere."""
     reward: Mapping[str, object] = field(default_factory=dict)
     """`recipe:` a name of `trainer.rewards.recipes.NAMES`, by default `task`, and that recipe's options."""
+    replay: Mapping[str, object] = field(default_factory=dict)
+    """Successes to show to groups that failed: `files:` of trajectories to begin with, and `seed`, `success_at`,
+    `max_per_task`, `max_total` of `trainer.replay.pool.PoolSettings`. Empty for none; see `trainer.slime.replay`."""
     agent: AgentSettings = field(default_factory=AgentSettings)
     """Prompt, grammar, view and budgets; the same as evaluation's."""
 
@@ -65,7 +76,10 @@ class SlimeConfig:
                 f" (envd.agent.timeout_s: {self.agent.timeout_s:g}): an engine that hangs would count as an agent"
                 " that dawdles"
             )
+        if self.max_episodes < 0:
+            raise ConfigError(f"envd.max_episodes is {self.max_episodes}; it must be 0 or more")
         self.make_recipe()
+        _ = self.pool_settings, self.replay_files
 
     @staticmethod
     def from_args(args: Any) -> "SlimeConfig":
@@ -97,6 +111,30 @@ class SlimeConfig:
             raise ConfigError(f"envd.reward: {error}") from error
 
     @property
+    def client(self) -> ClientSettings:
+        """How the daemons are reached."""
+        return ClientSettings(targets=self.hosts, run=self.run, max_episodes=self.max_episodes or None, tls=self.tls)
+
+    @property
+    def pool_settings(self) -> PoolSettings:
+        """Bounds and seed of the replay pool. Raises: ConfigError."""
+        # Not `demonstrations`: slime's loss here is a policy gradient, and a demonstration has no log-probabilities.
+        known = [one.name for one in dataclasses.fields(PoolSettings) if one.name != "demonstrations"]
+        _refuse_unknown(self.replay, ["files", *known], "envd.replay")
+        try:
+            return PoolSettings(**{name: value for name, value in self.replay.items() if name != "files"})  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"envd.replay: {error}") from error
+
+    @property
+    def replay_files(self) -> tuple[Path, ...]:
+        """Files of trajectories that the replay pool begins with. Raises: ConfigError."""
+        files = self.replay.get("files", [])
+        if not isinstance(files, list | tuple) or not all(isinstance(file, str) for file in files):
+            raise ConfigError(f"envd.replay.files is {files!r}; write a list of paths")
+        return tuple(map(Path, files))
+
+    @property
     def limit_s(self) -> float:
         """Seconds that no sample outlives, whatever hangs: all phases at their limits, for each attempt."""
         agent = self.agent
@@ -110,24 +148,33 @@ def _parsed(text: str) -> SlimeConfig:
 
 
 def _value(one: "dataclasses.Field[Any]", value: object) -> object:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     match one.name, value:
         case "hosts", str():
             return (value,)
         case "hosts", list() if all(isinstance(host, str) for host in value):
             return tuple(value)
-        case "reward", Mapping():
+        case (("reward" | "replay"), Mapping()):
             return dict(value)
+        case "tls", Mapping():
+            return _tls(value)
         case "agent", Mapping():
             return _agent(value)
-        case (("group_wait_s" | "engine_timeout_s"), int() | float()) if not isinstance(value, bool) and value > 0:
+        case _, int() if one.type is int and is_number:
+            return value
+        case _, int() | float() if one.type is float and is_number and value > 0:
             return float(value)
-        case (("attempts" | "min_valid_members" | "pad_rows_to" | "engine_retries"), int()) if not isinstance(
-            value, bool
-        ):
+        case _, str() if one.type in (str, Literal["fork", "off"]):
             return value
-        case (("run" | "pool" | "task_key" | "group" | "record_dir"), str()):
-            return value
-    raise ConfigError(f"envd.{one.name} is {value!r}, which is no {one.type}; see docs/train.md")
+    raise ConfigError(f"envd.{one.name} is {value!r}, which it cannot be; docs/train.md says what it can")
+
+
+def _tls(mapping: Mapping[str, object]) -> Tls:
+    _refuse_unknown(mapping, [one.name for one in dataclasses.fields(Tls)], "envd.tls")
+    try:
+        return Tls(**{name: Path(str(value)) for name, value in mapping.items()})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"envd.tls: {error}") from error
 
 
 def _agent(mapping: Mapping[str, object]) -> AgentSettings:

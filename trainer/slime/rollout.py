@@ -2,13 +2,12 @@
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from trainer.agent.attempts import run_task
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.types import ModelFailed, Outcome, Trajectory
-from trainer.client import AsyncEnvClient
+from trainer.client import shared_client
 from trainer.rewards.facts import EpisodeFacts
 from trainer.slime import upstream
 from trainer.slime.checks import warn_of_capacity
@@ -41,7 +40,7 @@ class Rollout:
     async def live(self, task: str, *, group_size: int) -> Trajectory | None:
         """Live the task; None if slime wants no more samples."""
         config = self._config
-        client = client_of(config.hosts[0], config.run)
+        client = shared_client(config.client)
         await warn_of_capacity(self._args, config, client)
         seats = Seats(client, self._sample, group_size=group_size, group_wait_s=config.group_wait_s)
         episode = run_task(
@@ -130,12 +129,6 @@ class Rollout:
         except Exception as error:
             raise ModelFailed(f"the engine at {url} gave no answer: {type(error).__name__}: {error}") from error
         return answer
-
-
-@cache
-def client_of(target: str, run: str) -> AsyncEnvClient:
-    """Return the process's client; each event loop has connections of its own in it."""
-    return AsyncEnvClient(target, run=run)
 
 
 def summary_of(trajectory: Trajectory, task_score: float) -> dict[str, Any]:

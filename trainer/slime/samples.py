@@ -104,8 +104,8 @@ def make_void(sample: Sample, args: Any, *, status: StatusName, reason: str) -> 
 
 
 def is_void(sample: Sample) -> bool:
-    """Whether nothing may be learnt from it: it failed, was aborted, or somebody removed it."""
-    return sample.remove_sample or sample.status.name in ("FAILED", "ABORTED")
+    """Whether nothing may be learnt from it: it failed, was aborted, has no reward, or somebody removed it."""
+    return sample.remove_sample or sample.reward is None or sample.status.name in ("FAILED", "ABORTED")
 
 
 def note(sample: Sample, facts: Mapping[str, object], *, raw_reward: float | None = None) -> None:

@@ -19,7 +19,9 @@ _METRICS = ("slime.observability.metric_utils", "slime.utils.metric_utils")
 class Sample(Protocol):
     """`slime.utils.types.Sample`, as far as we read or write it."""
 
-    Status: type[Enum]
+    @property
+    def Status(self) -> type[Enum]: ...  # noqa: N802 -- slime's name
+
     group_index: int | None
     index: int | None
     rollout_id: int | None
@@ -81,6 +83,11 @@ def generate_state(args: Any) -> GenerateState:
     """Return the process's state, made on first use."""
     state: GenerateState = import_module("slime.rollout.sglang_rollout").GenerateState(args)
     return state
+
+
+def data_source(args: Any) -> Any:
+    """Return slime's own source of samples."""
+    return import_module("slime.rollout.data_source").RolloutDataSourceWithBuffer(args)
 
 
 async def post(url: str, payload: Mapping[str, Any], *, max_retries: int, headers: Mapping[str, str] | None) -> Any:

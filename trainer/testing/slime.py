@@ -217,10 +217,15 @@ def _images(payload: Mapping[str, Any]) -> Sequence[str]:
     return payload.get("image_data") or ()
 
 
+def stand_in_state(*, has_eyes: bool = True) -> SimpleNamespace:
+    """Return what slime keeps for the process, `GenerateState`."""
+    return SimpleNamespace(tokenizer=Tokenizer(), processor=Processor() if has_eyes else None, aborted=False)
+
+
 @contextmanager
 def stand_in_slime(engine: ScriptedEngine, *, has_eyes: bool = True) -> Iterator[SimpleNamespace]:
     """Let `import slime` find doubles; yields the state that slime keeps for the process."""
-    state = SimpleNamespace(tokenizer=Tokenizer(), processor=Processor() if has_eyes else None, aborted=False)
+    state = stand_in_state(has_eyes=has_eyes)
     places: dict[str, dict[str, Any]] = {
         "slime": {},
         "slime.rollout": {},

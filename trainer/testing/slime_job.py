@@ -4,6 +4,7 @@ What a CPU does not have (sglang, wandb) is stood in for by modules of which not
 """
 
 import json
+import math
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 from unittest.mock import MagicMock
+
+from trainer.slime.samples import is_void
 
 _ABSENT = (
     "wandb",
@@ -69,6 +72,12 @@ class SlimeJob:
         """Close what slime keeps open, in the loop that it was opened in."""
         _module("slime.utils.async_utils").run(self._http._http_client.aclose())
 
+    @property
+    def image_id(self) -> int:
+        """The placeholder of an image's token."""
+        state = _module("slime.rollout.sglang_rollout").GenerateState(self.args)
+        return int(state.tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+
     def rollout(self, rollout_id: int = 0) -> Any:
         """Run one synchronous rollout; returns slime's RolloutFnTrainOutput."""
         return _module("slime.rollout.sglang_rollout").generate_rollout(self.args, rollout_id, self.data_source)
@@ -97,6 +106,43 @@ class SlimeJob:
         _module("slime.observability.rollout_data_utils").validate_rollout_id_annotated(list(groups))
         data: dict[str, Any] = manager._convert_samples_to_train_data(flatten(groups))
         return data
+
+
+def check_sample(sample: Any, *, image_id: int) -> None:
+    """Assert the invariants that slime's training relies on.
+
+    Args:
+        sample: One of slime's.
+        image_id: The placeholder of an image's token.
+    """
+    assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length >= 1
+    assert len(sample.tokens) - sample.response_length >= 1
+    assert sample.reward is not None
+    for mask, log_prob in zip(sample.loss_mask, sample.rollout_log_probs, strict=True):
+        assert mask in (0, 1)
+        assert mask or log_prob == 0
+    if is_void(sample):
+        assert not any(sample.loss_mask)
+        assert sample.multimodal_train_inputs is None
+        return
+    assert sample.loss_mask[-1] == 1, "a row ends with the model's word"
+    inputs = sample.multimodal_train_inputs
+    patch_count = int(inputs["image_grid_thw"].prod(dim=1).sum())
+    assert set(inputs) == {"pixel_values", "image_grid_thw"}
+    assert str(inputs["pixel_values"].dtype) == "torch.bfloat16"
+    assert len(inputs["pixel_values"]) == patch_count
+    assert sample.tokens.count(image_id) == patch_count // 4
+
+
+def check_train_data(job: SlimeJob, groups: Sequence[Any]) -> dict[str, Any]:
+    """Return what slime makes of groups, once each sample and each column was found whole."""
+    samples = flatten(groups)
+    for sample in samples:
+        check_sample(sample, image_id=job.image_id)
+    data = job.train_data(groups)
+    assert {len(column) for column in data.values()} == {len(samples)}
+    assert all(math.isfinite(reward) for reward in data["rewards"])
+    return data
 
 
 def flatten(groups: Sequence[Any]) -> list[Any]:

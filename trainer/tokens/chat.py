@@ -23,7 +23,7 @@ class Chat:
     def __init__(
         self, tokenizer: Any, processor: Any = None, *, template_options: Mapping[str, Any] | None = None
     ) -> None:
-        """Take what slime loaded from the checkpoint.
+        """Take what was loaded from the checkpoint.
 
         Args:
             tokenizer: A transformers tokenizer.
@@ -64,7 +64,7 @@ class Chat:
             raise ModelFailed("the chat template leaves replies out, so nothing can follow one")
         segment = self._segment(text, [message])
         if segment.engine_ids and segment.engine_ids[0] == last_id:
-            said = self._tokenizer.decode([last_id], skip_special_tokens=False)
+            said = self.decode([last_id])
             return Segment(
                 text=text.removeprefix(said),
                 engine_ids=segment.engine_ids[1:],
@@ -73,11 +73,15 @@ class Chat:
             )
         return segment
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
     def reply_text(self, text: str, token_ids: Sequence[int]) -> str:
         """Return a reply's text without the special token that ended it."""
         if not token_ids or self._special is None:
             return text
-        last = self._tokenizer.decode([token_ids[-1]], skip_special_tokens=False)
+        last = self.decode(token_ids[-1:])
         return text.removesuffix(last) if self._special.fullmatch(last) else text
 
     def image_token_count(self, width_px: int, height_px: int) -> int:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, Json, StateDir, TaskFiles, load_config
-from envd.cli.output import EXIT_FAILED, emit_json, friendly, out
+from envd.cli.output import EXIT_FAILED, emit_json, err, friendly, out
 from envd.cli.private import ensure_image, run_to_end
 from envd.cli.suites import load_tasks, look_at_tasks
 from envd.cli.tasks.fetch import fetch_all, tell_fetched
@@ -123,7 +123,8 @@ def fetch(
 def verify_command(
     *,
     task_ids: Annotated[
-        list[str] | None, typer.Argument(metavar="[TASK]...", help="Tasks' ids, or SUITE/ for a whole suite; all.")
+        list[str] | None,
+        typer.Argument(metavar="[TASK]...", help="Tasks' ids, or SUITE/ for a whole suite; all that have an oracle."),
     ] = None,
     parallel_count: Annotated[int, typer.Option("--parallel", min=1, max=256, help="Tasks played at once.")] = 2,
     tasks: TaskFiles = None,
@@ -139,7 +140,11 @@ def verify_command(
         config, state_dir=state_dir, cache_dir=cache_dir, hypervisor=hypervisor, accelerator=accelerator, tasks=tasks
     )
     logs.setup(log_format=settings.log_format, level="warning" if settings.log_level == "info" else settings.log_level)
-    chosen = choose(load_tasks(settings), task_ids or [])
+    # OSWorld's come without oracles.
+    catalogue = load_tasks(settings, include_osworld=False)
+    chosen = choose(catalogue, task_ids or [])
+    if not task_ids and (rest := len(catalogue) - len(chosen)):
+        err.print(f"{rest} tasks have no oracle and are not played; name them, and they fail")
     ensure_image(settings)
     own = verify_config(settings, parallel_count=parallel_count)
     verification = run_to_end(verify(own, chosen, parallel_count=parallel_count))
@@ -149,13 +154,13 @@ def verify_command(
 
 
 def choose(catalogue: TaskCatalogue, wanted: Sequence[str]) -> list[Task]:
-    """Return tasks by id, and whole suites by `SUITE/`; all of them where nothing is named.
+    """Return tasks by id, and whole suites by `SUITE/`; all that have an oracle where nothing is named.
 
     Raises:
         TaskNotFound: There is none of that name.
     """
     if not wanted:
-        return list(catalogue.list())
+        return [task for task in catalogue.list() if task.oracle]
     chosen: dict[str, Task] = {}
     for name in wanted:
         of_suite = [task for task in catalogue.list() if name.endswith("/") and task.task_id.startswith(name)]

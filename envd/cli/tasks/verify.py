@@ -155,6 +155,8 @@ async def _play_task(driver: EpisodeDriver, task: Task, *, is_real: bool) -> tup
 async def _play_policy(
     driver: EpisodeDriver, task: Task, policy: Policy, episode_id: str, frame_id: str, *, is_real: bool
 ) -> Played:
+    if policy is Policy.ORACLE and not task.oracle:
+        return Played(task_id=task.task_id, policy=policy, detail="the task has no oracle")
     step_index = 0
     problems: list[str] = []
 

@@ -1,10 +1,13 @@
 """What the model remembers: rows that are only added to, and new rows without the old screens."""
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainer.agent.history import History
 from trainer.agent.types import Message
+
+#: Time passes as it will on a busy machine.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def said(text: str) -> Message:
@@ -14,9 +17,9 @@ def said(text: str) -> Message:
 SYSTEM = Message("system", ("S",))
 
 
-def lived(turn_count: int, *, images_per_row: int, images_kept: int) -> list[list[str]]:
+def lived(turn_count: int, *, images_per_row: int, images_kept: int, first: bool = False) -> list[list[str]]:
     """Return the rows of an episode in which look n is `L` or, in brief, `b`, and reply n is `r`."""
-    history = History(SYSTEM, images_per_row=images_per_row, images_kept=images_kept)
+    history = History(SYSTEM, images_per_row=images_per_row, images_kept=images_kept, first_image_kept=first)
     rows = [[str(message.parts[0]) for message in history.begin(said("L0"), said("b0"))]]
     for number in range(1, turn_count):
         history.reply(f"r{number}")
@@ -41,6 +44,13 @@ def test_a_full_row_is_left_and_a_new_one_has_the_latest_looks() -> None:
     ]
 
 
+def test_the_first_look_can_be_kept_as_well() -> None:
+    assert lived(5, images_per_row=3, images_kept=1, first=True) == [
+        ["S", "L0", "r1", "L1", "r2", "L2", "r3"],
+        ["S", "L0", "r1", "b1", "r2", "b2", "r3", "L3", "r4", "L4"],
+    ]
+
+
 def test_one_screen_a_row_makes_a_row_of_each_turn() -> None:
     assert lived(3, images_per_row=1, images_kept=1) == [
         ["S", "L0", "r1"],
@@ -60,12 +70,14 @@ def test_a_note_is_remembered_and_never_makes_a_row() -> None:
     assert [message.parts[0] for message in row] == ["S", "b0", "r1", "same", "r2", "L2"]
 
 
+@unhurried
 @given(st.integers(1, 20), st.integers(0, 5), st.data())
 def test_no_row_holds_more_looks_than_it_may_and_the_newest_is_always_there(
     turn_count: int, images_per_row: int, data: st.DataObject
 ) -> None:
     kept = data.draw(st.integers(1, images_per_row or 1))
-    rows = lived(turn_count, images_per_row=images_per_row, images_kept=kept)
+    first = data.draw(st.booleans()) and kept < images_per_row
+    rows = lived(turn_count, images_per_row=images_per_row, images_kept=kept, first=first)
     for row in rows:
         looks = [text for text in row if text.startswith("L")]
         assert len(looks) <= (images_per_row or turn_count)

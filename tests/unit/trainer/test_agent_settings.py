@@ -55,8 +55,10 @@ def test_a_value_that_makes_no_sense_is_refused_by_name(key: str, value: object,
 
 
 def test_more_kept_screens_than_a_row_holds_are_refused() -> None:
-    with pytest.raises(ValueError, match="images_kept is 2, more than images_per_row, 1"):
+    with pytest.raises(ValueError, match="would keep 2 screenshots, more than images_per_row, 1"):
         AgentSettings(images_per_row=1)
+    with pytest.raises(ValueError, match="would keep 3 screenshots, more than images_per_row, 2"):
+        AgentSettings(images_per_row=2, first_image_kept=True)
 
 
 def test_every_setting_says_what_it_is() -> None:

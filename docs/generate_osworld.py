@@ -1,0 +1,53 @@
+"""Write the tables of docs/osworld.md from what `envd osworld lint` finds here: `python docs/generate_osworld.py`.
+
+The page is checked in with what our image and no fetched files come to; a test on real machines fails when it is stale.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from envd.cli.osworld import examine
+from envd.config import load
+from envd.osworld.files import OsworldFile
+from envd.osworld.lint import Finding, Obstacle, cover
+
+PAGE = Path(__file__).resolve().parent / "osworld.md"
+_BEGIN, _END = "<!-- coverage: made by docs/generate_osworld.py -->", "<!-- coverage ends -->"
+
+
+def page(text: str, files: Sequence[OsworldFile], found: Mapping[str, Sequence[Finding]]) -> str:
+    """Return the page with its tables made anew."""
+    tables = "\n".join([_BEGIN, "", *_coverage(files, found), "", *_runnable(files, found), "", _END])
+    return re.sub(f"{re.escape(_BEGIN)}.*{re.escape(_END)}", lambda _: tables, text, flags=re.DOTALL)
+
+
+def _coverage(files: Sequence[OsworldFile], found: Mapping[str, Sequence[Finding]]) -> Iterator[str]:
+    kinds = list(Obstacle)
+    yield f"| domain | tasks | can run | lack only files | {' | '.join(kind.value for kind in kinds)} |"
+    yield f"|{'---|' * (len(kinds) + 4)}"
+    rows = cover(files, found)
+    for row in rows:
+        name = f"{row.suite} {row.domain}"
+        counts = [row.total, row.runnable, row.fetchable, *(row.obstacles[kind] for kind in kinds)]
+        yield f"| {name} | {' | '.join(map(str, counts))} |"
+    sums = [
+        sum(row.total for row in rows),
+        sum(row.runnable for row in rows),
+        sum(row.fetchable for row in rows),
+        *(sum(row.obstacles[kind] for row in rows) for kind in kinds),
+    ]
+    yield f"| all | {' | '.join(map(str, sums))} |"
+
+
+def _runnable(files: Sequence[OsworldFile], found: Mapping[str, Sequence[Finding]]) -> Iterator[str]:
+    yield "| can run | infeasible | related applications |"
+    yield "|---|---|---|"
+    for file in files:
+        if not found[file.task_id]:
+            applications = ", ".join(file.content.get("related_apps") or ())
+            yield f"| `{file.task_id}` | {'yes' if file.is_infeasible else ''} | {applications} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(), *examine(load())))

@@ -1,0 +1,143 @@
+"""Groups for AReaL over real gRPC to drawn desktops, with a double of its engine."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from envd.hypervisor.fake import Faults
+from envd.testing.server import FakeServer, serve_fake
+from trainer.agent.grammars import grammar
+from trainer.areal.config import ArealConfig, ConfigError
+from trainer.areal.conversation import Request
+from trainer.areal.group import GroupResult, live_group
+from trainer.areal.rows import columns
+from trainer.client import Action, AsyncEnvClient, Click, Done
+from trainer.testing.areal import ScriptedEngine
+from trainer.testing.slime import END, Processor, Tokenizer
+from trainer.tokens.chat import Chat
+
+SAY = grammar("qwen3-vl").render
+PLAN: list[list[Action]] = [[Click(640, 125, count=3)], [Click(640, 125, count=2)], [Done()]]
+AGENT = {"max_turns": 4, "prompt_tokens": 8192, "reply_tokens": 400, "image_max_pixels": 65_536}
+TEXT_ONLY = {**AGENT, "text_only": True, "a11y_tree": True}
+ROW = {"task_id": "fake/count-to-five"}
+
+
+def counting(prompt: str) -> str:
+    """Play the task without a mistake."""
+    return SAY(PLAN[prompt.count("<|im_start|>assistant\n") - 1])
+
+
+async def live(
+    server: FakeServer, say: Callable[[str], str] = counting, *, engine: ScriptedEngine | None = None, **changed: Any
+) -> GroupResult:
+    mapping = {"hosts": [server.address], "group_size": 2, "agent": AGENT, **changed}
+    config = ArealConfig.from_mapping(mapping)
+    engine = engine or ScriptedEngine(say)
+    async with AsyncEnvClient(config.hosts) as client:
+        return await live_group(client, ROW, engine.ask, chat=Chat(Tokenizer(), Processor()), config=config)
+
+
+@asynccontextmanager
+async def desktops(**options: Any) -> AsyncIterator[FakeServer]:
+    async with serve_fake(**{"size": 2, **options}) as server:
+        yield server
+        assert server.pool.statistics().leased_count == 0
+
+
+async def test_each_turn_of_a_group_is_a_row_that_the_engine_read_and_said() -> None:
+    engine = ScriptedEngine(counting)
+    async with desktops() as server:
+        result = await live(server, engine=engine)
+    assert len(result.rows) == len(engine.requests) == 6
+    by_prompt = sorted(engine.requests, key=lambda request: len(request.input_ids))
+    by_length = sorted((row.turn for row in result.rows), key=lambda turn: len(turn.input_ids))
+    assert [list(turn.input_ids) for turn in by_length] == [request.input_ids for request in by_prompt]
+    assert (
+        [len(turn.images) for turn in by_length] == [len(request.images) for request in by_prompt] == [1, 1, 2, 2, 3, 3]
+    )
+    said = [Tokenizer().decode(row.turn.output_ids) for row in result.rows[:3]]
+    assert said == [SAY(actions) + END for actions in PLAN]
+    assert [row.value for row in result.rows] == pytest.approx([0.81, 0.9, 1.0] * 2)
+    assert {version for row in result.rows for version in row.turn.versions} == {3}
+    assert result.metrics["reward"] == [1.0, 1.0]
+    assert result.metrics["void"] == [0.0, 0.0]
+
+
+async def test_every_row_begins_with_the_one_before_it() -> None:
+    async with desktops() as server:
+        first, second, third = [row.turn for row in (await live(server, group_size=1)).rows]
+    for earlier, later in ((first, second), (second, third)):
+        so_far = earlier.input_ids + earlier.output_ids
+        assert later.input_ids[: len(so_far)] == so_far
+
+
+async def test_a_lost_machine_leaves_its_episode_out_and_makes_no_zero() -> None:
+    async with desktops(faults=Faults(die_after_inputs=0)) as server:
+        result = await live(server, attempts=1)
+    assert (list(result.rows), result.metrics["reward"], result.metrics["void"]) == ([], [], [1.0, 1.0])
+
+
+async def test_an_engine_that_fails_for_one_member_leaves_the_other() -> None:
+    asked = 0
+
+    def say(prompt: str) -> str:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise RuntimeError("request failed after all retries")
+        return counting(prompt)
+
+    async with desktops() as server:
+        result = await live(server, say)
+    assert len(result.rows) == 3
+    assert (result.metrics["reward"], sorted(result.metrics["void"])) == ([1.0], [0.0, 1.0])
+
+
+async def test_an_engine_that_read_something_else_is_void() -> None:
+    engine = ScriptedEngine(counting)
+    engine.misread = True
+    async with desktops() as server:
+        result = await live(server, engine=engine)
+    assert not result.rows
+    assert result.metrics["void"] == [1.0, 1.0]
+
+
+async def test_an_engine_that_never_answers_is_void_in_time() -> None:
+    class Silent(ScriptedEngine):
+        async def ask(self, request: Request) -> Any:
+            await asyncio.sleep(600)
+
+    engine = Silent(counting)
+    async with desktops() as server:
+        result = await live(server, engine=engine, engine_timeout_s=0.2)
+    assert result.metrics["void"] == [1.0, 1.0]
+
+
+async def test_what_the_model_does_badly_is_trained_on() -> None:
+    async with desktops() as server:
+        result = await live(server, lambda prompt: "I would rather not")
+    assert len(result.rows) == 8
+    assert {row.value for row in result.rows} == {0.0}
+    assert result.metrics["truncated"] == [1.0, 1.0]
+
+
+async def test_without_pictures_the_same_loop_has_no_image() -> None:
+    async with desktops() as server:
+        engine = ScriptedEngine(counting)
+        result = await live(server, engine=engine, agent=TEXT_ONLY)
+    assert len(result.rows) == 6
+    assert not any(request.images for request in engine.requests)
+    assert "mm_token_type_ids" not in columns(result.rows, image_id=None)
+
+
+async def test_a_row_without_a_task_is_refused() -> None:
+    config = ArealConfig.from_mapping({"hosts": ["127.0.0.1:1"]})
+    async with AsyncEnvClient(config.hosts) as client:
+        with pytest.raises(ConfigError, match="no task_id, so it names no task; it has prompt"):
+            await live_group(
+                client, {"prompt": "x"}, ScriptedEngine(counting).ask, chat=Chat(Tokenizer()), config=config
+            )

@@ -1,0 +1,141 @@
+"""AReaL itself runs our workflow: its own classes, its own check of what a workflow returns, torch's tensors.
+
+Run by `make areal-proof`, in an environment that has areal. Elsewhere it is skipped, and the doubles of
+`test_areal_group.py` stand for AReaL; here it is checked that they have the real ones' fields.
+"""
+
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from envd.hypervisor.fake import Faults
+from envd.testing.server import serve_fake
+from trainer.agent.grammars import grammar
+from trainer.areal.config import ConfigError
+from trainer.client import Action, Click, Done
+from trainer.testing.areal import ModelResponse, ScriptedEngine
+from trainer.testing.slime import Processor, Tokenizer
+
+areal = pytest.importorskip("areal", reason="AReaL IS NOT PROVEN HERE: run `make areal-proof`")
+torch = pytest.importorskip("torch", reason="AReaL IS NOT PROVEN HERE: run `make areal-proof`")
+pytestmark = [
+    pytest.mark.areal,
+    pytest.mark.timeout(300),
+    # AReaL's own dependencies warn of each other.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+PLAN: list[list[Action]] = [[Click(640, 125, count=3)], [Click(640, 125, count=2)], [Done()]]
+AGENT = {"max_turns": 4, "prompt_tokens": 8192, "reply_tokens": 400, "image_max_pixels": 65_536}
+
+
+def counting(prompt: str) -> str:
+    return grammar("qwen3-vl").render(PLAN[prompt.count("<|im_start|>assistant\n") - 1])
+
+
+def eyes() -> Any:
+    """The doubles' processor with transformers' own image processor, which makes real tensors."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    processor = Processor()
+    processor.image_processor = Qwen2VLImageProcessorPil(
+        patch_size=16, merge_size=2, size={"shortest_edge": 1024, "longest_edge": 1 << 24}
+    )
+    return processor
+
+
+@asynccontextmanager
+async def workflow(*, n_samples: int = 1, **options: Any) -> AsyncIterator[Any]:
+    from areal.api.cli_args import GenerationHyperparameters
+
+    from trainer.areal.workflow import DesktopWorkflow
+
+    agent = options.pop("agent", AGENT)
+    async with serve_fake(size=2, **options) as server:
+        yield DesktopWorkflow(
+            gconfig=GenerationHyperparameters(n_samples=n_samples, max_new_tokens=7),
+            tokenizer=Tokenizer(),
+            processor=eyes(),
+            envd={"hosts": [server.address], "agent": agent, "attempts": 1},
+        )
+        assert server.pool.statistics().leased_count == 0
+
+
+def real_response(**fields: Any) -> Any:
+    from areal.api import ModelResponse as Real
+
+    return Real(**fields)
+
+
+async def test_areal_takes_the_rows_of_a_group() -> None:
+    from areal.api.workflow_api import RolloutWorkflow
+    from areal.infra.workflow_executor import check_trajectory_format
+    from areal.utils.data import concat_padded_tensors
+
+    engine = ScriptedEngine(counting, response=real_response)
+    async with workflow() as ours:
+        assert isinstance(ours, RolloutWorkflow)
+        rows = await ours.arun_episode(engine, {"task_id": "fake/count-to-five"})
+    assert check_trajectory_format(rows)
+    assert {name: (tuple(value.shape), value.dtype) for name, value in rows.items() if torch.is_tensor(value)} == {
+        name: ((6, rows["input_ids"].shape[1]), dtype)
+        for name, dtype in {
+            "input_ids": torch.long,
+            "loss_mask": torch.int32,
+            "logprobs": torch.float32,
+            "versions": torch.int32,
+            "attention_mask": torch.bool,
+            "mm_token_type_ids": torch.long,
+        }.items()
+    } | {"rewards": ((6,), torch.float32)}
+    assert [len(images["image_grid_thw"]) for images in rows["multi_modal_input"]] == [1, 2, 3] * 2
+    for index, images in enumerate(rows["multi_modal_input"]):
+        # What the vision tower makes of the pixels has a place in the row.
+        assert int(images["image_grid_thw"].prod(dim=1).sum()) // 4 == int(rows["mm_token_type_ids"][index].sum())
+        assert len(images["pixel_values"]) == int(images["image_grid_thw"].prod(dim=1).sum())
+    # Groups of different tasks are joined to a batch by AReaL's own function.
+    batch = concat_padded_tensors([rows, rows])
+    assert batch["input_ids"].shape[0] == len(batch["multi_modal_input"]) == 12
+    request = engine.requests[0]
+    assert (request.gconfig.n_samples, request.gconfig.max_new_tokens, request.gconfig.max_tokens) == (1, 400, 32_768)
+    assert isinstance(request.image_data[0], str)
+
+
+async def test_a_group_that_was_lost_is_rejected() -> None:
+    async with workflow(faults=Faults(die_after_inputs=0)) as ours:
+        engine = ScriptedEngine(counting, response=real_response)
+        assert await ours.arun_episode(engine, {"task_id": "fake/count-to-five"}) is None
+
+
+async def test_without_pictures_there_are_no_image_columns() -> None:
+    async with workflow(agent={**AGENT, "text_only": True, "a11y_tree": True}) as ours:
+        engine = ScriptedEngine(counting, response=real_response)
+        rows = await ours.arun_episode(engine, {"task_id": "fake/count-to-five"})
+    assert not {"multi_modal_input", "mm_token_type_ids"} & rows.keys()
+
+
+async def test_areals_own_groups_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"n_samples is 4.*group_size"):
+        async with workflow(n_samples=4):
+            pass
+
+
+def test_the_double_of_a_response_has_the_real_ones_fields() -> None:
+    from areal.api import ModelResponse as Real
+
+    real = {one.name for one in dataclasses.fields(Real)}
+    assert {one.name for one in dataclasses.fields(ModelResponse)} <= real
+
+
+async def test_areals_own_grouping_joins_our_groups() -> None:
+    from areal.infra.remote_inf_engine import GroupedRolloutWorkflow
+
+    async with workflow() as ours:
+        engine = ScriptedEngine(counting, response=real_response)
+        grouped = GroupedRolloutWorkflow(ours, group_size=2, logger=None)
+        rows = await grouped.arun_episode(engine, {"task_id": "fake/count-to-five"})
+    assert rows is not None
+    assert rows["input_ids"].shape[0] == 12

@@ -1,0 +1,201 @@
+"""OSWorld for real: its package, its task files, its evaluators and its DesktopEnv, on real guests.
+
+Needs `envd image build osworld` and `envd osworld install --tasks DIR`, and fails without them.
+"""
+
+import asyncio
+import os
+import site
+import sys
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from cuaenv.v1 import env_pb2
+
+from envd.api.driver import EpisodeDriver
+from envd.api.server import ApiServer
+from envd.episodes.service import EpisodeService
+from envd.guest.actions import Action, Done, PressKeys, TypeText, Wait
+from envd.hypervisor.images.catalogue import ImageCatalogue
+from envd.hypervisor.leftovers import machine_leftovers
+from envd.hypervisor.libvirt import LibvirtHypervisor
+from envd.osworld.bridge import WorkerBridge
+from envd.osworld.catalogue import IMAGE, osworld_tasks
+from envd.osworld.environment import Environment
+from envd.osworld.workers import Workers
+from envd.pool.pool import Pool
+from envd.pool.settings import PoolSettings
+from envd.tasks.assets import AssetCache
+from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.setup import run_setup
+from envd.tasks.supplies import Supplies
+from envd.telemetry.metrics import Metrics
+
+pytestmark = [
+    pytest.mark.vm,
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+NO_PIXELS = env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_NONE)
+TERMINAL = "desktop user@"
+
+#: Tasks that need nothing from the internet, and a line that does each, typed into a terminal of the guest's.
+ORACLES = {
+    "e0df059f-28a6-4169-924f-b9623e7184cc": "mv ~/Desktop/todo_list_Jan_1 ~/Desktop/todo_list_Jan_2",
+    "ec4e3f68-9ea4-4c18-a5c9-69f89d1178b3": (
+        "gsettings set org.gnome.shell favorite-apps \"['thunderbird.desktop', 'google-chrome.desktop']\""
+    ),
+    "a4d98375-215b-4a4d-aee9-3d4370fccc41": "gsettings set org.gnome.desktop.screensaver lock-enabled true",
+    "bedcedc4-4d72-425e-ad62-21960b11fe0d": "gsettings set org.gnome.settings-daemon.plugins.power idle-dim false",
+    "f9be0997-4b7c-45c5-b05c-4612b44a6118": "gsettings set org.gnome.desktop.notifications show-banners false",
+    "3ce045a0-877b-42aa-8d2c-b4a863336ab8": "gsettings set org.gnome.desktop.interface text-scaling-factor 1.5",
+    "215dfd39-f493-4bc3-a027-8a97d72c61bf": "echo 'qt-bgcone=0' >> ~/.config/vlc/vlcrc",
+    "9195653c-f4aa-453d-aa95-787f6ccfaae9": "echo 'qt-max-volume=200' >> ~/.config/vlc/vlcrc",
+    # GIMP writes its settings anew when it ends.
+    "7b7617bd-57cc-468e-9c91-40c4ec2bcb3d": (
+        "pkill gimp; sleep 2; mkdir -p ~/.config/GIMP/2.10; echo '(undo-levels 100)' >> ~/.config/GIMP/2.10/gimprc"
+    ),
+    "7767eef2-56a3-4cea-8c9f-48c070c7d65b": (
+        "pkill gimp; sleep 2; mkdir -p ~/.config/GIMP/2.10; echo '(theme \"Light\")' >> ~/.config/GIMP/2.10/gimprc"
+    ),
+}
+DESKTOP_ENV_TASK = "e0df059f-28a6-4169-924f-b9623e7184cc"
+
+
+@pytest.fixture(scope="module")
+def environment(cache_dir: Path) -> Environment:
+    found = Environment(cache_dir)
+    assert found.is_installed, "run `envd osworld install`"
+    assert found.tasks is not None, "run `envd osworld install --tasks DIR`"
+    return found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def address(
+    environment: Environment, cache_dir: Path, template_dir: Path, vm_state_dir: Path
+) -> AsyncIterator[str]:
+    assert environment.tasks is not None
+    workers = Workers(environment.python)
+    bridge = WorkerBridge(workers, assets=AssetCache(cache_dir / "assets"))
+    hypervisor = await LibvirtHypervisor.open(state_dir=vm_state_dir, cache_dir=cache_dir, template_dir=template_dir)
+    settings = PoolSettings(name="osworld", capacity=3, idle_target=1, allow_guest_access=True, always_running=True)
+    service = EpisodeService(
+        [Pool(settings, hypervisor=hypervisor, image=ImageCatalogue(cache_dir).disk_image(IMAGE))],
+        tasks=TaskCatalogue(osworld_tasks(environment.tasks)),
+        run_setup=partial(run_setup, supplies=Supplies(osworld=bridge)),
+        run_checkers=partial(evaluate, osworld=bridge),
+    )
+    server = ApiServer(service, listen="127.0.0.1:0", metrics=Metrics())
+    await service.start()
+    try:
+        yield await server.start()
+    finally:
+        await server.stop()
+        await service.aclose()
+        await workers.aclose()
+        await hypervisor.close()
+    assert machine_leftovers(vm_state_dir) == []
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def driver(address: str) -> AsyncIterator[EpisodeDriver]:
+    async with EpisodeDriver(address) as driver:
+        yield driver
+
+
+async def act(driver: EpisodeDriver, episode_id: str, step_index: int, *actions: Action) -> None:
+    answer = await driver.step(episode_id, *actions, step_index=step_index, observation=NO_PIXELS)
+    assert [result.error for result in answer.action_results if result.error] == []
+
+
+async def open_terminal(driver: EpisodeDriver, episode_id: str) -> None:
+    """Open a terminal as the first step, and return when it is there."""
+    await act(driver, episode_id, 0, PressKeys(keys=("super", "t")))
+    while TERMINAL not in (await driver.run_command(episode_id, "wmctrl", "-l")).stdout.decode():
+        await asyncio.sleep(0.5)
+
+
+@pytest.mark.parametrize("osworld_id", ORACLES)
+async def test_of_two_forks_of_an_osworld_task_the_oracle_scores_one_and_doing_nothing_zero(
+    driver: EpisodeDriver, osworld_id: str
+) -> None:
+    task_id = f"osworld/{osworld_id}"
+    opened = await driver.reset(task_id, group_size=2, observation=NO_PIXELS, timeout=timedelta(minutes=10))
+    idle, solved = (episode.episode_id for episode in opened.episodes)
+    try:
+        await act(driver, idle, 0, Done())
+        assert (await driver.evaluate(idle)).score == 0.0
+        await open_terminal(driver, solved)
+        await act(driver, solved, 1, Wait(duration_s=2), TypeText(text=f"{ORACLES[osworld_id]}\n"), Wait(duration_s=5))
+        await act(driver, solved, 2, Done())
+        assert (await driver.evaluate(solved)).score == 1.0
+    finally:
+        for episode_id in (idle, solved):
+            await driver.close(episode_id)
+
+
+#: OSWorld's own loop, as its runner has it: reset, steps of pyautogui, evaluate, and once more from the start.
+AGENT = """
+import json, sys, types
+sys.modules["easyocr"] = types.ModuleType("easyocr")
+
+import envd.osworld.provider
+from desktop_env.desktop_env import DesktopEnv
+
+task = json.load(open(sys.argv[1]))
+env = DesktopEnv(provider_name="docker", action_space="pyautogui", screen_size=(1280, 800), cache_dir=sys.argv[2])
+observation = env.reset(task_config=task)
+assert observation["screenshot"].startswith(b"\\x89PNG"), "no screenshot"
+env.step("pyautogui.hotkey('win', 't')")
+for _ in range(20):
+    observation, *_ = env.step("WAIT")
+    if "user@desktop" in observation["accessibility_tree"]:
+        break
+env.step("pyautogui.typewrite('mv ~/Desktop/todo_list_Jan_1 ~/Desktop/todo_list_Jan_2', interval=0.02)")
+env.step("pyautogui.press('enter')")
+_, _, done, _ = env.step("DONE")
+solved = env.evaluate()
+env.reset(task_config=task)
+env.step("DONE")
+print(json.dumps({"done": done, "solved": solved, "after_revert": env.evaluate()}))
+env.close()
+"""
+
+
+async def test_an_unmodified_desktop_env_runs_on_our_forks(
+    address: str, environment: Environment, tmp_path: Path
+) -> None:
+    assert environment.tasks is not None
+    # What `pip install envd-trainer` would put there: gRPC, protobuf and the bindings.
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for name in ("grpc", "google", "typing_extensions.py"):
+        (packages / name).symlink_to(Path(site.getsitepackages()[0]) / name)
+    roots = [path for path in sys.path if (Path(path) / "envd").is_dir() or (Path(path) / "cuaenv").is_dir()]
+    import_path = os.pathsep.join([str(packages), *roots])
+    program = tmp_path / "agent.py"
+    program.write_text(AGENT)
+    process = await asyncio.create_subprocess_exec(
+        environment.python,
+        program,
+        environment.tasks / "examples" / "os" / f"{DESKTOP_ENV_TASK}.json",
+        tmp_path / "cache",
+        cwd=tmp_path,
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": import_path,
+            "ENVD_ADDRESS": address,
+        },
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    said, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()[-3000:]
+    assert said.decode().splitlines()[-1] == '{"done": true, "solved": 1.0, "after_revert": 0.0}'

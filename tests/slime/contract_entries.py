@@ -1,0 +1,44 @@
+"""Our hooks as slime's contract tests can call them: with a bare `args`, and without a model, an engine or machines.
+
+Model and engine are doubles; the daemon is one in this process, and all between is what ships.
+"""
+
+from typing import Any
+from unittest.mock import patch
+
+from envd.testing.server import serve_fake
+from trainer.agent.grammars import grammar
+from trainer.client import Done
+from trainer.slime import generate as module
+from trainer.slime import metrics, upstream
+from trainer.testing.slime import ScriptedEngine, stand_in_state
+from trainer.testing.slime_job import slime_args
+
+
+async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
+    """Live an episode in which the agent says done at once."""
+    engine = ScriptedEngine(lambda _: grammar("qwen3-vl").render([Done()]))
+    agent = {"max_turns": 2, "prompt_tokens": 8192}
+    async with serve_fake(size=1) as server:
+        given = vars(slime_args({"hosts": [server.address], "agent": agent}, n_samples_per_prompt=1))
+        for name, value in given.items():
+            if not hasattr(args, name):
+                setattr(args, name, value)
+        sample.metadata["task_id"] = "fake/save-note"
+        with (
+            patch.object(upstream, "generate_state", lambda _: stand_in_state()),
+            patch.object(upstream, "post", engine.post),
+        ):
+            return await module.generate(args, sample, {"max_new_tokens": 200, **sampling_params}, evaluation)
+
+
+def log_rollout(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, rollout_time: float) -> bool:
+    """Log, and leave the mark by which slime's test knows that its reference was called."""
+    args.logged_rollout_id = rollout_id
+    return metrics.log_rollout(rollout_id, args, samples, rollout_extra_metrics, rollout_time)
+
+
+def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) -> bool:
+    """Likewise."""
+    args.logged_eval_rollout_id = rollout_id
+    return metrics.log_evaluation(rollout_id, args, data, extra_metrics)

@@ -1,0 +1,94 @@
+"""slime's own rollout on real machines: a group of four forks of one desktop, from prompts to train data."""
+
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from envd.hypervisor.images.catalogue import Image
+from envd.testing.served import ServedDaemon
+from trainer.agent.grammars import grammar
+from trainer.client import Action, Done, PressKeys, TypeText, Wait
+from trainer.slime.samples import facts_of
+from trainer.testing.sglang import SglangServer
+from trainer.testing.slime_job import SlimeJob, check_train_data, flatten, slime_args, write_tasks
+
+pytestmark = [
+    pytest.mark.slime,
+    pytest.mark.vm,
+    pytest.mark.long,
+    pytest.mark.timeout(1500),
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+]
+
+TASK = "desktop/type-greeting"
+CONFIG = """\
+[pools.desktop]
+image = "desktop"
+size = 1
+capacity = 5
+
+[hypervisor]
+template_dir = "{template_dir}"
+"""
+SAY = grammar("qwen3-vl").render
+GREET: list[Action] = [TypeText("Hello, desktop!"), PressKeys(["ctrl", "s"]), Wait(timedelta(seconds=5))]
+
+
+@pytest.fixture
+def address(desktop_image: Image, template_dir: Path) -> Iterator[str]:
+    assert desktop_image.name == "desktop"
+    # Below /tmp, not pytest's own deep directory: Unix sockets end at 107 bytes.
+    parent = Path(tempfile.mkdtemp(prefix="envd-s-", dir="/tmp"))
+    served = ServedDaemon(parent / "s", CONFIG.format(template_dir=template_dir))
+    try:
+        served.wait_for(r"pool desktop: (ready)", timeout_s=600)
+        yield served.wait_for(r"listening on (\S+)")
+    finally:
+        served.end()
+        shutil.rmtree(parent)
+
+
+def greeting(prompt: str) -> str | None:
+    """Let the model speak first; then what it said decides whether it goes about the task or only says so."""
+    _, *replies = prompt.split("<|im_start|>assistant\n")
+    first = replies[0].partition("<|im_end|>")[0]
+    works = zlib.crc32(first.encode()) % 2 == 0
+    return {2: SAY(GREET if works else [Wait(timedelta(seconds=1))]), 3: SAY([Done()])}.get(len(replies))
+
+
+def test_a_group_of_four_on_real_machines_becomes_train_data(address: str, checkpoint: Path, tmp_path: Path) -> None:
+    agent = {
+        "max_turns": 3,
+        "image_max_pixels": 65_536,
+        "reply_tokens": 128,
+        "prompt_tokens": 4096,
+        "context_tokens": 8192,
+    }
+    with SglangServer(checkpoint, script=greeting) as engine:
+        args = slime_args(
+            {"hosts": [address], "agent": agent},
+            n_samples_per_prompt=4,
+            hf_checkpoint=str(checkpoint),
+            prompt_data=str(write_tasks(tmp_path / "tasks.jsonl", [TASK])),
+            sglang_router_ip=engine.host,
+            sglang_router_port=engine.port,
+        )
+        with SlimeJob(args) as job:
+            output = job.rollout()
+            data = check_train_data(job, output.samples)
+    samples = flatten(output.samples)
+    for sample in samples:
+        facts = facts_of(sample)
+        print(sample.status.name, sample.reward, facts.get("reason"), facts.get("timings_s"), facts.get("void"))
+    assert [sample.status.name for sample in samples] == ["COMPLETED"] * 4
+    assert len({facts_of(sample)["origin"] for sample in samples}) == 1
+    # Each was scored by what it did: the first reply, the model's own, tells which way it went.
+    for sample in samples:
+        first = sample.response.partition("<|im_end|>")[0]
+        assert sample.reward == float(zlib.crc32(first.encode()) % 2 == 0)
+    assert len(data["tokens"]) == 4

@@ -1,0 +1,71 @@
+"""What comes out of a sandbox is mistrusted: it is a result, or it is a failure."""
+
+import json
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envd.errors import GuestError
+from envd.osworld.bridge import verdict_of
+from envd.osworld.workers import WorkerFailed, parse_answer
+from envd.tasks.text import Verdict
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+LINES = st.lists(
+    JSON | st.dictionaries(st.sampled_from(["port", "result", "failure", "end"]), JSON, max_size=4), max_size=5
+)
+
+
+@given(lines=LINES)
+def test_whatever_a_worker_says_is_a_result_or_a_failure(lines: list[object]) -> None:
+    data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    with suppress(WorkerFailed):
+        assert isinstance(parse_answer(data), dict)
+
+
+@given(data=st.binary(max_size=200))
+def test_bytes_that_are_no_lines_of_json_are_a_failure(data: bytes) -> None:
+    with suppress(WorkerFailed):
+        assert isinstance(parse_answer(data), dict)
+
+
+@given(
+    result=st.dictionaries(st.sampled_from(["score", "parts"]), JSON | st.lists(st.lists(JSON, min_size=3, max_size=3)))
+)
+def test_whatever_a_result_holds_is_a_verdict_or_a_failure(result: dict[str, object]) -> None:
+    with suppress(GuestError):
+        verdict = verdict_of(result)
+        assert isinstance(verdict.score, float)
+        assert isinstance(verdict.evidence, str)
+
+
+def test_a_verdict_tells_what_each_metric_found() -> None:
+    result = {"score": 0.5, "parts": [["half", 0.5, "'x'"], ["exact_match", 0, "missing"]]}
+    assert verdict_of(result) == Verdict(0.5, "half 0.5: 'x'; exact_match 0: missing")
+
+
+def test_a_result_counts_if_the_job_ended_by_itself() -> None:
+    assert parse_answer(b'{"port": 5000}\n{"result": {"score": 1.0}}\n{"end": ""}\n') == {"score": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'{"result": {"score": 1.0}}\n', "without a result"),
+        (b'{"end": ""}\n', "without a result"),
+        (b'{"result": 1.0}\n{"end": ""}\n', "without a result"),
+        (b'{"result": {"score": 1.0}}\n{"end": "exceeded its limit of 1 s"}\n', "exceeded its limit"),
+        (b'{"failure": "broke"}\n{"end": ""}\n', "broke"),
+        (b'{"result": {"score": 1.0}}\n{"failure": "broke"}\n{"end": ""}\n', "broke"),
+        (b"{}{\n", "nonsense"),
+    ],
+)
+def test_anything_else_is_a_failure(data: bytes, message: str) -> None:
+    with pytest.raises(WorkerFailed, match=message):
+        parse_answer(data)

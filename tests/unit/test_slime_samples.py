@@ -1,0 +1,90 @@
+"""What becomes of slime's samples, where it is written down, and the data set that they come from."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trainer.client import Task
+from trainer.slime import dataset
+from trainer.slime.config import ConfigError
+from trainer.slime.generate import task_of
+from trainer.slime.hooks import record_sample
+from trainer.slime.samples import by_rollout, facts_of, freshen, is_void, leaves, make_void, note, siblings
+from trainer.testing.slime import Sample
+
+BARE = SimpleNamespace()
+
+
+def test_a_void_sample_has_every_column_that_a_batch_may_have() -> None:
+    args = SimpleNamespace(rollout_top_p=0.9, use_rollout_routing_replay=True, num_layers=3, moe_router_topk=2)
+    sample = make_void(Sample(index=0), args, status="FAILED", reason="MachineLost")
+    assert sample.rollout_top_p_token_offsets == [0, 0]
+    assert sample.rollout_routed_experts == [[[0, 1]] * 3]
+    assert is_void(sample)
+    bare = make_void(Sample(index=0), BARE, status="ABORTED", reason="aborted")
+    assert bare.rollout_top_p_token_offsets is bare.rollout_routed_experts is None
+
+
+def test_a_fresh_sample_has_forgotten_all_but_whose_it_is() -> None:
+    sample = Sample(index=3, group_index=1, rollout_id=3, metadata={"task_id": "a/b"})
+    new = Sample(index=3, group_index=1, rollout_id=3, metadata={"task_id": "a/b"})
+    sample.append_response_tokens(tokens=[1], log_probs=[-1.0], meta_info={"weight_version": "1"}, text="x")
+    sample.reward, sample.remove_sample, sample.non_generation_time = 1.0, True, 2.0
+    sample.status = Sample.Status.FAILED
+    note(sample, {"turns": 3}, raw_reward=0.5)
+    freshen(sample)
+    assert sample == new
+
+
+def test_rows_share_a_rollout_and_nothing_that_is_written() -> None:
+    first, second = siblings(Sample(index=4, metadata={"task_id": "a/b"}), 2)
+    note(first, {"turns": 1})
+    second.tokens.append(1)
+    assert (first.rollout_id, second.rollout_id) == (4, 4)
+    assert (first.tokens, dict(facts_of(second))) == ([], {})
+    with pytest.raises(ValueError, match="slime numbers samples"):
+        siblings(Sample(), 2)
+
+
+def test_rows_are_told_from_rollouts() -> None:
+    rows = siblings(Sample(index=4), 2)
+    alone = [Sample(index=5), Sample(index=6)]
+    assert by_rollout(leaves([rows, *alone])) == [rows, [alone[0]], [alone[1]]]
+
+
+def test_a_task_is_named_by_metadata_or_label_or_refused() -> None:
+    assert task_of(Sample(metadata={"task_id": "a/b"}, label="c/d"), "task_id") == "a/b"
+    assert task_of(Sample(label="c/d"), "task_id") == "c/d"
+    with pytest.raises(ConfigError, match="sample 7 names no task"):
+        task_of(Sample(index=7), "task_id")
+
+
+async def test_samples_are_written_down_where_a_directory_is_named(tmp_path: Path) -> None:
+    args = SimpleNamespace(envd={"hosts": ["a:1"], "record_dir": str(tmp_path / "records")})
+    sample = Sample(index=1, group_index=0, response="¡sí!", reward=1.0, status=Sample.Status.COMPLETED)
+    note(sample, {"turns": 3})
+    for index in (1, 2):
+        sample.index = index
+        await record_sample(args, sample, rollout_id=5)
+    await record_sample(args, sample, evaluation=True)
+    lines = [json.loads(line) for line in (tmp_path / "records/rollout-5.jsonl").read_text().splitlines()]
+    assert [line["index"] for line in lines] == [1, 2]
+    assert lines[0]["facts"] == {"turns": 3}
+    assert lines[0]["response"] == "¡sí!"
+    assert (tmp_path / "records/evaluation-none.jsonl").exists()
+
+
+async def test_nothing_is_written_where_no_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    await record_sample(SimpleNamespace(envd={"hosts": ["a:1"]}), Sample(index=1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_data_set_has_a_line_for_each_task() -> None:
+    text = dataset.rows([Task(task_id="a/b", instruction="Grüße", level=2, suite="a")])
+    row = json.loads(text)
+    assert row["prompt"] == [{"role": "user", "content": "Grüße"}]
+    assert row["metadata"] == {"task_id": "a/b", "level": 2, "suite": "a"}
+    assert "Grüße" in text

@@ -1,0 +1,78 @@
+"""`DesktopWorkflow`, which AReaL is given by its path. The only module here that imports AReaL."""
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from areal import workflow_context
+from areal.api import ModelRequest
+from areal.api.workflow_api import RolloutWorkflow
+from areal.utils import stats_tracker
+from areal.utils.hf_utils import load_hf_processor_and_tokenizer, load_hf_tokenizer
+
+from trainer.areal.config import ArealConfig, ConfigError
+from trainer.areal.conversation import Request
+from trainer.areal.group import live_group
+from trainer.areal.rows import batch
+from trainer.client.shared import ClientSettings, shared_client
+from trainer.tokens.chat import Chat
+
+
+class DesktopWorkflow(RolloutWorkflow):  # type: ignore[misc] # AReaL is not there where this is checked
+    """A group of episodes for each dataset row; a row of tensors for each turn."""
+
+    def __init__(self, *, gconfig: Any, tokenizer: Any, processor: Any = None, envd: Mapping[str, Any]) -> None:
+        """Take what AReaL hands over.
+
+        Args:
+            gconfig: `areal.api.cli_args.GenerationHyperparameters`; its `n_samples` must be 1, and its lengths are
+                replaced by the agent's budgets.
+            tokenizer: A transformers tokenizer, or where to load one from.
+            processor: A transformers processor of the Qwen-VL kind, or where to load one from; None for text alone.
+            envd: See `ArealConfig`.
+
+        Raises:
+            ConfigError: A key is unknown, a value cannot be, or `n_samples` is not 1.
+        """
+        self._config = ArealConfig.from_mapping(envd)
+        if gconfig.n_samples != 1:
+            raise ConfigError(
+                f"gconfig.n_samples is {gconfig.n_samples}: AReaL would begin each sample in a state of its own;"
+                f" leave it 1 and set envd.group_size, which is {self._config.group_size}"
+            )
+        self._gconfig = gconfig
+        self._tokenizer = load_hf_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        is_path = isinstance(processor, str)
+        self._processor = load_hf_processor_and_tokenizer(processor)[0] if is_path else processor
+        self._chat = Chat(self._tokenizer, self._processor)
+        config = self._config
+        self._client_settings = ClientSettings(targets=config.hosts, run=config.run, max_episodes=config.max_episodes)
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any] | None:
+        """Live a dataset row's task as a group. Returns its rows, or None where nothing may be trained on.
+
+        Raises:
+            ConfigError: The row names no task.
+        """
+
+        async def ask(request: Request) -> Any:
+            return await engine.agenerate(
+                ModelRequest(
+                    rid=uuid.uuid4().hex,
+                    input_ids=request.input_ids,
+                    image_data=request.images,
+                    gconfig=self._gconfig.new(
+                        n_samples=1, max_new_tokens=request.max_new_tokens, max_tokens=request.max_tokens
+                    ),
+                    tokenizer=self._tokenizer,
+                    processor=self._processor,
+                )
+            )
+
+        result = await live_group(shared_client(self._client_settings), data, ask, chat=self._chat, config=self._config)
+        tracker = stats_tracker.get(workflow_context.stat_scope())
+        for name, values in result.metrics.items():
+            for value in values:
+                tracker.scalar(**{f"envd/{name}": value})
+        return await asyncio.to_thread(batch, result.rows, self._chat) if result.rows else None
