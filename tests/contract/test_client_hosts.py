@@ -113,7 +113,7 @@ def client_of(served: list[Served], **options: object) -> AsyncEnvClient:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(40):
         while not condition():
             await asyncio.sleep(0.005)
 
