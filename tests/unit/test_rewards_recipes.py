@@ -119,10 +119,6 @@ def test_the_default_is_the_plain_task_score() -> None:
     assert recipe()(probes.SOLVED) == Breakdown(recipe="task", total=1.0, task_score=1.0, parts={"task": 1.0})
 
 
-def test_a_breakdown_is_logged_flat() -> None:
-    assert recipe()(probes.SOLVED).metrics() == {"reward/total": 1, "reward/task_score": 1, "reward/part/task": 1}
-
-
 # --- success comes first
 
 

@@ -85,6 +85,11 @@ def generate_state(args: Any) -> GenerateState:
     return state
 
 
+def data_source(args: Any) -> Any:
+    """Return slime's own source of samples."""
+    return import_module("slime.rollout.data_source").RolloutDataSourceWithBuffer(args)
+
+
 async def post(url: str, payload: Mapping[str, Any], *, max_retries: int, headers: Mapping[str, str] | None) -> Any:
     """Call the engine by slime's own client, which has no timeout and tries again after a second."""
     module = import_module("slime.utils.http_utils")
