@@ -7,6 +7,8 @@ MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
 OUT ?= out/demo
+# Where OSWorld's task files come from, unless some are registered already.
+OSWORLD ?= https://github.com/xlang-ai/OSWorld
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -27,7 +29,8 @@ APT_BUILD := gcc libvirt-dev pkg-config
 # To test guestd and input on a virtual X screen without a guest.
 APT_TEST := xvfb xauth openbox xterm wmctrl libxtst6 libxfixes3
 
-.PHONY: help deps venv image demo serve test check lint types imports proto unit vm-test test-full slime-proof areal-proof docs format clean
+.PHONY: help deps venv image osworld demo serve test check lint types imports proto unit vm-test test-full slime-proof \
+	areal-proof docs format clean
 
 help: ## List the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +65,11 @@ $(STAMP): pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | de
 image: $(STAMP) ## Build the desktop image unless it is cached (minutes; needs root for mmdebstrap)
 	@$(BIN)/envd image build desktop
 
+osworld: deps $(STAMP) ## OSWorld beside envd: its package, its task files, an image for them (minutes, 3 GB, needs root)
+	@$(BIN)/envd image build osworld
+	@tasks=$$($(BIN)/envd osworld install --json | $(PYTHON) -c 'import json, sys; print(json.load(sys.stdin)["tasks"])'); \
+	if [[ -z "$$tasks" ]]; then $(BIN)/envd osworld install --tasks $(OSWORLD); fi
+
 demo: deps $(STAMP) ## Fork and branch episodes on real machines, check their rewards, write out/demo/
 	@$(BIN)/envd demo --out $(OUT)
 
@@ -75,7 +83,7 @@ test: deps $(STAMP) lint types imports proto image ## Everything: static checks,
 	status=0; $(BIN)/python -m pytest -m vm tests || status=$$?; \
 	wait $$others || status=$$?; cat "$$log"; exit $$status
 
-test-full: deps $(STAMP) lint types imports proto image ## The same and more: every task, the soak and the faults on real machines
+test-full: deps $(STAMP) lint types imports proto image osworld ## The same and more: every task, the soak and the faults on real machines
 	@ENVD_TEST_TASKS=all $(BIN)/python -m pytest --long tests
 	@if [[ -n "$${SLIME_HOME:-}" ]]; then $(MAKE) slime-proof SLIME_TESTS=slime; \
 	else echo "test-full: NOT RUN: the proof on slime's code; set SLIME_HOME to a checkout"; fi
