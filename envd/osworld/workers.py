@@ -62,11 +62,11 @@ class Workers:
 
     Args:
         python: The interpreter of OSWorld's virtual environment.
-        limit: Most jobs at once.
+        limit: Most jobs at once: they mostly wait for guests, and share the memory of what was imported.
         memory_mib: Most memory of each process of a job.
     """
 
-    def __init__(self, python: Path, *, limit: int = 8, memory_mib: int = 2048) -> None:
+    def __init__(self, python: Path, *, limit: int = 64, memory_mib: int = 2048) -> None:
         self._python = python
         self._memory_mib = memory_mib
         self._places = asyncio.Semaphore(limit)

@@ -65,9 +65,12 @@ def _keep(number: int, channel: socket.socket, tools: jobs.Toolbox, visible: lis
         sandbox.separate(number)
         with socket.create_server(("127.0.0.1", GUEST_PORT)) as listener:
             socket.send_fds(channel, [_line({"port": GUEST_PORT})], [listener.fileno()])
+        # Readable, for it is at its end, once this process is gone.
+        alive, held = os.pipe()
         runner = os.fork()
         if runner == 0:
-            _run(number, channel, job, tools, visible=visible, limits=limits)
+            os.close(held)
+            _run(number, channel, job, tools, alive=alive, visible=visible, limits=limits)
         end = _wait(runner, channel, limits.time_s)
     except BaseException as error:
         end = f"{type(error).__name__}: {error}"
@@ -98,6 +101,7 @@ def _run(
     job: dict[str, Any],
     tools: jobs.Toolbox,
     *,
+    alive: int,
     visible: list[str],
     limits: sandbox.Limits,
 ) -> NoReturn:
@@ -106,6 +110,11 @@ def _run(
     try:
         sandbox.die_with_parent()
         sandbox.enclose(number, visible=visible, files=job["files"], limits=limits)
+        # Whoever becomes another user forgets what its parent's end means to it; meanwhile it may have come.
+        sandbox.die_with_parent()
+        if select.select([alive], [], [], 0)[0]:
+            os._exit(1)
+        os.close(alive)
         log = os.open("log", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         for stream in (1, 2):
             os.dup2(log, stream)
