@@ -95,6 +95,7 @@ async def test_visits_are_in_the_history_once_however_often_they_are_put_there(t
             "SELECT urls.url, title, last_visit_time = visit_time, last_visit_time FROM urls"
             " JOIN visits ON visits.url = urls.id ORDER BY urls.url"
         ).fetchall()
+        assert database.execute("SELECT count(*) FROM urls").fetchone() == (2,)
     assert [row[:3] for row in rows] == [("https://a.example", "A", 1), ("https://b.example", "", 1)]
     assert 3_590_000_000 < rows[1][3] - rows[0][3] < 3_610_000_000
 

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -156,3 +157,26 @@ def test_serve_refuses_a_wrong_file_before_anything_starts(tmp_path: Path) -> No
     assert done.returncode == 2
     assert f"{file}:8: task mine/note: checker: Input tag 'file_txt'" in done.stderr
     assert "listening" not in done.stdout
+
+
+def test_serve_refuses_a_password_that_everyone_may_read(tmp_path: Path) -> None:
+    secret = tmp_path / "password"
+    secret.write_text("s3cret")
+    secret.chmod(0o644)
+    command = [
+        sys.executable,
+        "-m",
+        "envd",
+        "serve",
+        "--hypervisor",
+        "fake",
+        "--pool",
+        "1",
+        "--state-dir",
+        str(tmp_path),
+    ]
+    env = {**os.environ, "ENVD_TASKS__CLIENT_PASSWORD_FILE": str(secret)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 2
+    assert f"tasks.client_password_file: {secret} has mode 0644" in done.stderr
+    assert "s3cret" not in done.stdout + done.stderr

@@ -1,5 +1,6 @@
 """Whatever a file of tasks holds: tasks that can be served, or a `ConfigError`, in bounded time and memory."""
 
+import json
 import tempfile
 from datetime import date
 from pathlib import Path
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from envd.errors import ConfigError
 from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.formats.files import read_tasks
+from envd.tasks.model import Task
 
 PROPER: dict[str, Any] = {
     "name": "note",
@@ -132,6 +135,58 @@ def test_whatever_a_suite_holds(text: str) -> None:
     for task in catalogue.list() if catalogue else ():
         # What is taken can be listed on the wire.
         f"{task.task_id}{task.instruction}{''.join(task.tags)}".encode()
+
+
+CONFIG: dict[str, Any] = {
+    "id": "a1",
+    "instruction": "Do it.",
+    "config": [
+        {"type": "launch", "parameters": {"command": ["a", "b"], "shell": False}},
+        {"type": "execute", "parameters": {"command": "a b", "until": {"returncode": 0}}},
+        {"type": "download", "parameters": {"files": [{"url": "https://files.example.org/a", "path": "/home/user/a"}]}},
+        {"type": "activate_window", "parameters": {"window_name": "a", "strict": True}},
+    ],
+    "related_apps": ["a"],
+    "evaluator": {"func": ["a"], "result": [{"type": "vm_file", "path": "/a"}], "expected": [{"type": "rule"}]},
+}
+ROWS: list[dict[str, Any]] = [
+    {"task_config": CONFIG, "metadata": None},
+    {"metadata": {"metadata": {"task_config": CONFIG}}, "env_config": {"os_type": "Ubuntu"}},
+    {"prompt": [{"role": "user", "content": "Do it."}], "target": {"text": "a", "output_path": "C:\\a"}},
+    {"task": {"name": "a", "instruction": "i", "level": 1, "infeasible": True}},
+    CONFIG,
+]
+
+
+@st.composite
+def spoilt_rows(draw: st.DrawFn) -> list[Any]:
+    """Rows as trainers keep them, with some parts, at any depth, replaced, taken out or written as text."""
+
+    def spoil(value: Any) -> Any:
+        luck = draw(st.integers(0, 24))
+        if luck == 0:
+            return draw(anything)
+        if isinstance(value, dict):
+            spoilt = {key: spoil(part) for key, part in value.items() if draw(st.integers(0, 24))}
+            return json.dumps(spoilt, default=str) if luck == 1 else spoilt
+        return [spoil(part) for part in value] if isinstance(value, list) else value
+
+    return [spoil(row) for row in ROWS]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(spoilt_rows())
+@example([{"metadata": "{"}, CONFIG])
+@example([{"metadata": "x"}, {1: 2}])
+@example([{"task_config": "[" * 5000}])
+def test_whatever_a_row_holds_the_others_are_read(rows: list[Any]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "rows.yaml")
+        file.write_text(_dumped([*rows, CONFIG]), encoding="utf-8", errors="surrogatepass")
+        found = list(read_tasks(file))
+    if len(found) > 1:
+        assert isinstance(found[-1], Task)
+        assert found[-1].task_id == "imported/a1"
 
 
 def test_the_proper_task_that_all_this_starts_from_is_taken() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
+from envd.tasks.checkers.osworld import OsworldEvaluator
 from envd.tasks.formats.entries import Problem
 from envd.tasks.formats.files import read_tasks
 from envd.tasks.formats.rows import read_row
@@ -153,9 +154,35 @@ def test_a_graded_row_keeps_its_name_wherever_it_stands_and_another_has_another(
 
 def test_the_system_is_told_by_the_environment_or_by_the_paths() -> None:
     linux = {**OSWORLD, "evaluator": {"func": "infeasible"}, "instruction": "Print it."}
-    assert read_row({"task_config": linux}).fields["os"] is GuestOs.LINUX
-    assert read_row({"task_config": linux, "env_config": {"os_type": "Windows"}}).fields["os"] is GuestOs.WINDOWS
-    assert read_row({"task_config": OSWORLD}).fields["os"] is GuestOs.WINDOWS
+    assert read_row({"task_config": linux}).fields()["os"] is GuestOs.LINUX
+    assert read_row({"task_config": linux, "env_config": {"os_type": "Windows"}}).fields()["os"] is GuestOs.WINDOWS
+    assert read_row({"task_config": OSWORLD}).fields()["os"] is GuestOs.WINDOWS
+
+
+@pytest.mark.parametrize("path", ["/home/user/d/a.txt", "~/d/a.txt", "d/a.txt"])
+def test_paths_of_osworlds_begin_in_its_users_home(tmp_path: Path, path: str) -> None:
+    files = [{"url": "https://files.example.org/a.txt", "path": path}]
+    linux = {**OSWORLD, "evaluator": {"func": "infeasible"}, "instruction": "Read it."}
+    config = [{"type": "download", "parameters": {"files": each}} for each in (files, [])]
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps([{**linux, "config": config}]), encoding="utf-8")
+    [verb] = only_task(rows).setup
+    assert verb.model_dump()["files"][0]["path"] == "/home/user/d/a.txt"
+
+
+def test_an_evaluator_that_is_none_of_ours_stays_osworlds(tmp_path: Path) -> None:
+    evaluator = {
+        "func": ["check_include_exclude", "exact_match"],
+        "conj": "or",
+        "result": [{"type": "vm_command_line", "command": "true"}, {"type": "vm_file", "path": "/a", "dest": "a"}],
+        "expected": [{"type": "rule", "rules": {"include": ["a"]}}, None],
+    }
+    noted = {**evaluator, "_note": "by hand"}
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps([{**OSWORLD, "evaluator": noted}]), encoding="utf-8")
+    checker = only_task(rows).checker
+    assert isinstance(checker, OsworldEvaluator)
+    assert checker.in_osworlds_form() == evaluator | {"postconfig": []}
 
 
 def test_an_infeasible_task_has_no_checker(tmp_path: Path) -> None:
@@ -193,6 +220,7 @@ def test_a_setup_entry_that_cannot_be_done_is_refused_with_its_place(
     [problem] = osworld_problems(tmp_path, config=[{"type": "sleep", "parameters": {"seconds": 1}}, entry])
     assert words in problem.message
     assert problem.field.startswith("config[1]")
+    assert problem.task_id == f"imported/{NAME}"
     assert problem.where.startswith(f"{tmp_path}/task.json:1")
 
 
@@ -232,6 +260,17 @@ def test_an_index_names_files_below_its_examples_and_no_others(tmp_path: Path) -
     gone, outside = problems(index)
     assert (gone.field, gone.where) == ("windows_os[1]", f"{index}:4")
     assert outside.field == "..[0]"
+
+
+def test_a_line_that_cannot_be_read_is_told_by_its_number_and_the_others_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps({"task_config": OSWORLD})
+    path.write_text(f"{good}\n{{\n{good.replace(NAME, 'other')}\n", encoding="utf-8")
+    first, second, third = read_tasks(path)
+    assert isinstance(first, Task)
+    assert isinstance(second, Problem)
+    assert second.where == f"{path}: row 2"
+    assert isinstance(third, Task)
 
 
 @pytest.mark.parametrize("local_path", ["../secret.txt", "/etc/passwd", "gone.txt"])

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.cli import compare, data, evaluate, play
+from trainer.cli import compare, data, evaluate, play, recipe
 from trainer.cli.output import log_to_stderr, out
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
 app.command("eval")(evaluate.eval_command)
 app.command("compare")(compare.compare_command)
 app.command("play")(play.play_command)
+app.add_typer(recipe.app, name="recipe")
 app.add_typer(data.app, name="data")
 
 

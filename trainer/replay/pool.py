@@ -140,12 +140,6 @@ class ReplayPool:
             if kept.trajectory.rows or self.settings.demonstrations
         ]
 
-    def coverage(self, task_ids: Iterable[str]) -> float:
-        """Return the share of these tasks for which something could be picked; 1 of none."""
-        covered_bases = {base_id(task_id) for task_id in self._shelves if self._eligible(task_id)}
-        verdicts = [base_id(task_id) in covered_bases for task_id in task_ids]
-        return sum(verdicts) / len(verdicts) if verdicts else 1.0
-
     def statistics(self) -> dict[str, float]:
         """Return sizes and counters, to log."""
         online_count = sum(kept.online for shelf in self._shelves.values() for kept in shelf)

@@ -25,14 +25,6 @@ class Breakdown:
         if not math.isclose(math.fsum(self.parts.values()), self.total, rel_tol=0.0, abs_tol=1e-9):
             raise ValueError(f"the parts of {self.recipe} sum to {math.fsum(self.parts.values())}, not {self.total}")
 
-    def metrics(self) -> dict[str, float]:
-        """Flat names and numbers, to log for each sample."""
-        return {
-            "reward/total": self.total,
-            "reward/task_score": self.task_score,
-            **{f"reward/part/{name}": value for name, value in self.parts.items()},
-        }
-
 
 def capped(recipe: str, task_score: float, parts: Mapping[str, float], *, low: float, high: float) -> Breakdown:
     """Sum the parts and keep the sum within bounds, with what that took or gave as a part named "cap"."""

@@ -15,6 +15,8 @@ from trainer.slime.upstream import engine_count
 
 _logger = logging.getLogger(__name__)
 _NORMALIZER = "trainer.slime.group.normalize_rewards"
+_FILTER = "trainer.slime.filters.keep_informative"
+_DATA_SOURCE = "trainer.slime.replay.data_source"
 _asked: set[tuple[str, ...]] = set()
 
 
@@ -36,11 +38,19 @@ def refusals(args: Any, config: SlimeConfig) -> Iterator[str]:
             f"--context-parallel-size is {parallel}: screenshots are not split over context-parallel ranks."
             " Set it to 1, or train without screenshots (envd.agent.text_only)"
         )
+    if config.replay:
+        yield from _replay_refusals(args)
     longest = getattr(args, "rollout_max_context_len", None)
     if longest and longest < config.agent.context_tokens:
         yield (
             f"envd.agent.context_tokens is {config.agent.context_tokens}, but --rollout-max-context-len is {longest}:"
             " make them agree"
+        )
+    members = getattr(args, "n_samples_per_prompt", 1)
+    if config.group == "fork" and 0 < config.max_episodes < members:
+        yield (
+            f"envd.max_episodes is {config.max_episodes}, and a group of {members} (--n-samples-per-prompt) is opened"
+            " whole: raise it, or set envd.group to off"
         )
     unit = row_unit(args)
     if config.agent.images_per_row and unit and config.pad_rows_to % unit:
@@ -51,8 +61,26 @@ def refusals(args: Any, config: SlimeConfig) -> Iterator[str]:
         )
 
 
+def _replay_refusals(args: Any) -> Iterator[str]:
+    """Yield why this job cannot learn from what earlier weights did."""
+    if getattr(args, "use_rollout_routing_replay", False) or getattr(args, "rollout_top_p", 1.0) != 1.0:
+        yield (
+            "envd.replay keeps tokens, log-probabilities and screenshots, and neither routed experts nor top-p sets:"
+            " leave out --use-rollout-routing-replay and set --rollout-top-p to 1"
+        )
+    if not (getattr(args, "use_tis", True) or getattr(args, "use_rollout_logprobs", False)):
+        yield (
+            "envd.replay shows what earlier weights did, and nothing would weigh it by how likely it is now: give"
+            " --use-tis or --use-rollout-logprobs"
+        )
+
+
 def warnings(args: Any, config: SlimeConfig) -> Iterator[str]:
     """Yield each thing that will not work well."""
+    if config.replay and getattr(args, "data_source_path", _DATA_SOURCE) != _DATA_SOURCE:
+        yield f"--data-source-path is not {_DATA_SOURCE}: the replay pool is lost when the job ends"
+    if config.replay and getattr(args, "dynamic_sampling_filter_path", _FILTER) != _FILTER:
+        yield f"--dynamic-sampling-filter-path is not {_FILTER}: nothing is ever replayed"
     if getattr(args, "custom_reward_post_process_path", _NORMALIZER) != _NORMALIZER:
         yield (
             f"--custom-reward-post-process-path is not {_NORMALIZER}: rewards of void samples may enter their group's"

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 from trainer.agent.settings import AgentSettings
 from trainer.client import ClientSettings, Tls
+from trainer.replay.pool import PoolSettings
 from trainer.rewards.recipes import Recipe, recipe
 
 
@@ -54,6 +55,9 @@ class SlimeConfig:
     """Where `trainer.slime.hooks.record_sample` writes what was said and done; empty for nowhere."""
     reward: Mapping[str, object] = field(default_factory=dict)
     """`recipe:` a name of `trainer.rewards.recipes.NAMES`, by default `task`, and that recipe's options."""
+    replay: Mapping[str, object] = field(default_factory=dict)
+    """Successes to show to groups that failed: `files:` of trajectories to begin with, and `seed`, `success_at`,
+    `max_per_task`, `max_total` of `trainer.replay.pool.PoolSettings`. Empty for none; see `trainer.slime.replay`."""
     agent: AgentSettings = field(default_factory=AgentSettings)
     """Prompt, grammar, view and budgets; the same as evaluation's."""
 
@@ -75,6 +79,7 @@ class SlimeConfig:
         if self.max_episodes < 0:
             raise ConfigError(f"envd.max_episodes is {self.max_episodes}; it must be 0 or more")
         self.make_recipe()
+        _ = self.pool_settings, self.replay_files
 
     @staticmethod
     def from_args(args: Any) -> "SlimeConfig":
@@ -111,6 +116,25 @@ class SlimeConfig:
         return ClientSettings(targets=self.hosts, run=self.run, max_episodes=self.max_episodes or None, tls=self.tls)
 
     @property
+    def pool_settings(self) -> PoolSettings:
+        """Bounds and seed of the replay pool. Raises: ConfigError."""
+        # Not `demonstrations`: slime's loss here is a policy gradient, and a demonstration has no log-probabilities.
+        known = [one.name for one in dataclasses.fields(PoolSettings) if one.name != "demonstrations"]
+        _refuse_unknown(self.replay, ["files", *known], "envd.replay")
+        try:
+            return PoolSettings(**{name: value for name, value in self.replay.items() if name != "files"})  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"envd.replay: {error}") from error
+
+    @property
+    def replay_files(self) -> tuple[Path, ...]:
+        """Files of trajectories that the replay pool begins with. Raises: ConfigError."""
+        files = self.replay.get("files", [])
+        if not isinstance(files, list | tuple) or not all(isinstance(file, str) for file in files):
+            raise ConfigError(f"envd.replay.files is {files!r}; write a list of paths")
+        return tuple(map(Path, files))
+
+    @property
     def limit_s(self) -> float:
         """Seconds that no sample outlives, whatever hangs: all phases at their limits, for each attempt."""
         agent = self.agent
@@ -130,7 +154,7 @@ def _value(one: "dataclasses.Field[Any]", value: object) -> object:
             return (value,)
         case "hosts", list() if all(isinstance(host, str) for host in value):
             return tuple(value)
-        case "reward", Mapping():
+        case (("reward" | "replay"), Mapping()):
             return dict(value)
         case "tls", Mapping():
             return _tls(value)

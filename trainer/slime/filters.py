@@ -6,20 +6,24 @@ from typing import Any
 from trainer.rewards.groups import has_signal
 from trainer.slime.config import SlimeConfig
 from trainer.slime.group import rollout_reward
+from trainer.slime.replay import show_success
 from trainer.slime.samples import by_rollout, leaves
 from trainer.slime.upstream import filter_output
 
 
-def keep_informative(args: Any, samples: Sequence[Any], **_: Any) -> Any:
+def keep_informative(args: Any, samples: list[Any], **_: Any) -> Any:
     """Keep a group whose members differ in reward; say why not, for slime's `rollout/dynamic_filter/drop_*`.
 
     Reasons: `env_failure` where fewer members came through than `envd.min_valid_members`, so that nothing is learnt
     from a comparison that we spoilt; `zero_std_R` where all have the reward R. Takes members that are lists of rows.
+    With `envd.replay`, a group that failed entirely is first shown a success, in the place of a member.
     """
-    rewards = [rollout_reward(rows, args) for rows in by_rollout(leaves(samples))]
     # Without our mapping the groups are of other environments, to which the default is as good as any.
-    min_valid = SlimeConfig.from_args(args).min_valid_members if hasattr(args, "envd") else 2
-    reason = drop_reason(rewards, min_valid=min_valid)
+    config = SlimeConfig.from_args(args) if hasattr(args, "envd") else None
+    if config is not None:
+        show_success(args, config, samples)
+    rewards = [rollout_reward(rows, args) for rows in by_rollout(leaves(samples))]
+    reason = drop_reason(rewards, min_valid=config.min_valid_members if config is not None else 2)
     return filter_output(keep=reason is None, reason=reason)
 
 

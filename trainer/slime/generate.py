@@ -13,6 +13,7 @@ from typing import Any
 from trainer.agent.types import Outcome
 from trainer.slime.checks import check
 from trainer.slime.config import ConfigError, SlimeConfig
+from trainer.slime.replay import keep_success
 from trainer.slime.rollout import Rollout
 from trainer.slime.samples import StatusName, freshen, make_void, siblings
 from trainer.slime.upstream import Sample
@@ -34,7 +35,8 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     check(args, config)
     task = task_of(sample, config.task_key)
     # A sample that comes again was aborted or failed, and its group's machines are long gone.
-    is_alone = evaluation or config.group == "off" or sample.status.name != "PENDING"
+    is_again = sample.status.name != "PENDING"
+    is_alone = evaluation or is_again or config.group == "off" or sample.group_index is None
     # With rows it is a list always, for slime looks at the first member of a batch to tell what the others are.
     multiple = config.pad_rows_to if config.agent.images_per_row and not evaluation else None
     freshen(sample)
@@ -49,6 +51,8 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
             rows = rollout.rows[-1:] if evaluation else rollout.rows
             samples = _spread(args, sample, len(rows), multiple)
             await rollout.write(trajectory, rows, samples)
+            if not evaluation:
+                await keep_success(config, trajectory, rows, samples)
     except Exception as error:
         logger.exception("[envd] sample %s is void", sample.index)
         return _void(args, sample, multiple, status="FAILED", reason=type(error).__name__)

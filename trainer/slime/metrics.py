@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.rewards.groups import has_signal
 from trainer.slime.group import rollout_reward
+from trainer.slime.replay import is_replayed, replay_metrics
 from trainer.slime.samples import by_rollout, facts_of, is_void, leaves
 from trainer.slime.upstream import Sample, log_metrics
 
@@ -24,7 +25,8 @@ def log_rollout(
     rollout_time: float,  # noqa: ARG001 -- slime names it
 ) -> bool:
     """Add our metrics to a training rollout's, for `--custom-rollout-log-function-path`."""
-    metrics = {f"envd/{name}": value for name, value in rollout_metrics(args, leaves(samples)).items()}
+    counted = {**rollout_metrics(args, leaves(samples)), **replay_metrics(args)}
+    metrics = {f"envd/{name}": value for name, value in counted.items()}
     if rollout_extra_metrics is not None:
         rollout_extra_metrics.update(metrics)
     else:
@@ -66,6 +68,10 @@ def log_evaluation(
 def rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
     """Return what rollouts came to. Means are over those that came through; `docs/train.md` explains each name."""
     rollouts = by_rollout([sample for sample in samples if facts_of(sample).get("void") != _PADDING])
+    group_metrics = _group_metrics(rollouts, [rollout_reward(rows, args) for rows in rollouts])
+    # What was done before says nothing of how the policy does now.
+    shown_count = sum(is_replayed(rows[0]) for rows in rollouts)
+    rollouts = [rows for rows in rollouts if not is_replayed(rows[0])]
     rewards = [rollout_reward(rows, args) for rows in rollouts]
     heads = [rows[0] for rows in rollouts]
     valid = [
@@ -75,7 +81,8 @@ def rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
     metrics = {
         "void_frac": 1 - len(valid) / len(rollouts) if rollouts else 0.0,
         **{f"void/{reason}": float(count) for reason, count in voids.items()},
-        **_group_metrics(rollouts, rewards),
+        **group_metrics,
+        **({"replayed": float(shown_count)} if shown_count else {}),
     }
     if not valid:
         return metrics
@@ -110,7 +117,7 @@ def _group_metrics(rollouts: Sequence[Sequence[Sample]], rewards: Sequence[float
         group = rows[0].group_index
         if group is not None:
             rewards_by_group.setdefault(group, []).append(reward)
-            if reward is not None:
+            if reward is not None and not is_replayed(rows[0]):
                 origins_by_group.setdefault(group, set()).add(facts_of(rows[0]).get("origin", ""))
     if not rewards_by_group:
         return {}

@@ -44,8 +44,8 @@ class NamedFields:
     """A task before it is checked."""
 
     name: str
-    fields: Mapping[str, object]
-    """Those of `Task`, without its id."""
+    fields: Callable[[], Mapping[str, object]]
+    """Returns those of `Task`, without its id; may raise `Refused` or `ValidationError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,9 @@ def make_task(source: Source, read: Callable[[], NamedFields], *, locate: Callab
     try:
         named = read()
         task_id = f"{source.suite}/{named.name}"
-        yield _with_host_files(Task.model_validate({**named.fields, "task_id": task_id}), source.directory)
+        yield _with_host_files(Task.model_validate({**named.fields(), "task_id": task_id}), source.directory)
+    except RecursionError:
+        yield Problem(where=locate(()), task_id=task_id, message="nests too deep")
     except Refused as error:
         yield Problem(where=locate(error.place), task_id=task_id, field=_written(error.place), message=str(error))
     except ValidationError as error:

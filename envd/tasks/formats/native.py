@@ -40,9 +40,9 @@ def _read_task(document: Document, source: Source, index: int, task: object) -> 
         return
     name, fields = task["name"], {str(key): value for key, value in task.items() if key != "name"}
 
-    def read() -> NamedFields:
+    def checked() -> Mapping[str, object]:
         if "task_id" in fields:
             raise Refused("is made of suite and name; leave it out", "task_id")
-        return NamedFields(name=name, fields=fields)
+        return fields
 
-    yield from make_task(source, read, locate=locate)
+    yield from make_task(source, lambda: NamedFields(name=name, fields=checked), locate=locate)

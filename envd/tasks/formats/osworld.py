@@ -13,7 +13,7 @@ from envd.tasks.formats.osworld_setup import Fields, read_setup
 #: OSWorld does not grade its tasks.
 _LEVEL = 3
 #: Graded checkers of ours, which OSWorld's evaluators of these names never are: those compare the name of a file.
-_LADDERS = frozenset({"exact_match", "date_format", "has_windows_dirs", "non_empty", "has_step1_step2"})
+_LADDERS = ("exact_match", "date_format", "has_windows_dirs", "non_empty", "has_step1_step2")
 
 
 class OsworldTask(Model):
@@ -30,6 +30,8 @@ class OsworldTask(Model):
     proxy: bool = False
     fixed_ip: bool = False
     possibility_of_env_change: str = ""
+    env_may_change: bool = False
+    hint: str = ""
 
 
 def read_osworld(content: Mapping[str, object], *, os: GuestOs | None = None) -> Fields:
@@ -69,7 +71,9 @@ def _checker(evaluator: Mapping[str, JsonValue]) -> Mapping[str, object]:
         if isinstance(expected, dict) and isinstance(rules := expected.get("rules"), dict):
             checker["text"] = rules.get("expected")
         return checker
-    return {"kind": "osworld", **{key: value for key, value in evaluator.items() if value is not None}}
+    # Some files have notes among the fields.
+    said = {key: value for key, value in evaluator.items() if value is not None and not key.startswith("_")}
+    return {"kind": "osworld", **said}
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -18,6 +18,9 @@ from envd.tasks.formats.entries import Refused
 
 Fields = dict[str, object]
 
+#: Of the user of OSWorld's images and of ours.
+_HOME = "/home/user"
+
 _NEEDS_ACCOUNT = "needs the internet and an account's credentials, and episodes have neither"
 _REFUSED = {
     "googledrive": _NEEDS_ACCOUNT,
@@ -63,7 +66,7 @@ class _Download(_Entry):
 
     def verbs(self, os: GuestOs) -> list[Fields]:
         files = [{"url": file.url, "path": _absolute(file.path, os)} for file in self.files]
-        return [{"kind": "download", "files": files}]
+        return [{"kind": "download", "files": files}] if files else []
 
 
 class _Upload(_Entry):
@@ -230,5 +233,6 @@ def _in_shell(os: GuestOs, *words: str) -> list[str]:
 
 
 def _absolute(path: str, os: GuestOs) -> str:
-    """Return a path in the home directory of OSWorld's user, which is that of ours, as a whole path."""
-    return f"/home/user/{path[2:]}" if path.startswith("~/") and os is GuestOs.LINUX else path
+    """Return the whole path of a file; OSWorld's server, as ours, takes others to be in its user's home directory."""
+    is_whole = os is GuestOs.WINDOWS or path.startswith("/")
+    return path if is_whole else f"{_HOME}/{path.removeprefix('~/')}"

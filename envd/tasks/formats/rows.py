@@ -31,13 +31,12 @@ def read_row(row: Mapping[str, object]) -> NamedFields:
         if level.get("task") is not None:
             return _read_own(_mapping(level["task"], "task"))
         if level.get("task_config") is not None:
-            config = _mapping(level["task_config"], "task_config")
-            return NamedFields(name=osworld_name(str(config.get("id", ""))), fields=read_osworld(config, os=_os(level)))
+            return _read_config(_mapping(level["task_config"], "task_config"), level)
         if level.get("target") is not None:
             return _read_graded(level)
         if "evaluator" in level:
-            return NamedFields(name=osworld_name(str(level.get("id", ""))), fields=read_osworld(level))
-    raise Refused(f"there is no task, task_config or target among {', '.join(row) or 'no columns'}")
+            return _read_config(level, level)
+    raise Refused(f"there is no task, task_config or target among {', '.join(map(str, row)) or 'no columns'}")
 
 
 def _levels(row: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
@@ -46,13 +45,19 @@ def _levels(row: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
     while isinstance(level, Mapping):
         yield level
         nested = level.get("metadata")
-        level = parse_json(nested) if isinstance(nested, str) and nested.lstrip().startswith("{") else nested
+        level = _mapping(nested, "metadata") if isinstance(nested, str) and nested.strip() else nested
+
+
+def _read_config(config: Mapping[str, object], level: Mapping[str, object]) -> NamedFields:
+    name = osworld_name(str(config.get("id", "")))
+    return NamedFields(name=name, fields=lambda: read_osworld(config, os=_os(level)))
 
 
 def _read_own(task: Mapping[str, object]) -> NamedFields:
     if not isinstance(task.get("name"), str):
         raise Refused("a task has a name", "task")
-    return NamedFields(name=str(task["name"]), fields={key: value for key, value in task.items() if key != "name"})
+    fields = {key: value for key, value in task.items() if key != "name"}
+    return NamedFields(name=str(task["name"]), fields=lambda: fields)
 
 
 class _Target(Model):
@@ -81,7 +86,7 @@ def _read_graded(row: Mapping[str, object]) -> NamedFields:
     }
     # Such rows have no names. This one stays the same wherever the row stands, so that splits agree.
     said = json.dumps([instruction, target.model_dump()], sort_keys=True)
-    return NamedFields(name=f"t-{hashlib.sha256(said.encode()).hexdigest()[:12]}", fields=fields)
+    return NamedFields(name=f"t-{hashlib.sha256(said.encode()).hexdigest()[:12]}", fields=lambda: fields)
 
 
 def _instruction(prompt: object) -> str:

@@ -1,0 +1,172 @@
+"""Recipes' launchers: what they would run, without a GPU, slime or Ray; and that a Ray gets just that."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trainer.recipes.catalogue import STAGES, effective, launcher, names
+from trainer.slime.checks import refusals, warnings
+from trainer.slime.config import SlimeConfig
+
+SLIME = [name for name in names() if name != "areal_osworld"]
+#: What decides how a model learns, as the public recipes ran it.
+GOLDEN = {
+    "windows_grpo": (
+        "--rollout-temperature 1.0 --advantage-estimator grpo --kl-loss-coef 0.0 --entropy-coef 0.001 --eps-clip 0.2"
+        " --eps-clip-high 0.28 --lr 3e-6 --rollout-batch-size 8 --n-samples-per-prompt 8 --global-batch-size 32"
+    ),
+    "osworld_gspo_replay": (
+        "--rollout-temperature 0.8 --rollout-stop </tool_call> --advantage-estimator gspo --eps-clip 3.5e-4"
+        " --kl-loss-coef 0.01 --kl-loss-type low_var_kl --entropy-coef 1e-4 --lr 5e-7 --adam-beta1 0.9"
+        " --adam-beta2 0.98 --clip-grad 0.5 --num-rollout 8 --rollout-batch-size 8 --n-samples-per-prompt 2"
+        " --global-batch-size 2 --rollout-max-response-len 400 --actor-num-gpus-per-node 4 --rollout-num-gpus 4"
+        " --use-tis"
+    ),
+    "qwen35vl_slime_head": (
+        "--advantage-estimator grpo --kl-loss-coef 0.0 --eps-clip 0.2 --eps-clip-high 0.28 --lr 1e-6"
+        " --tensor-model-parallel-size 2 --expert-model-parallel-size 8 --context-parallel-size 1 --micro-batch-size 1"
+        " --sglang-mem-fraction-static 0.6 --attention-backend flash"
+    ),
+    "smoke_text": "--advantage-estimator grpo --lr 1e-6 --actor-num-gpus-per-node 1 --n-samples-per-prompt 4",
+}
+
+
+def launch(name: str, *words: str, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    places = [str(path)] if path else []
+    environment = {
+        **os.environ,
+        "PATH": ":".join([*places, os.environ["PATH"]]),
+        "PYTHON": sys.executable,
+        "SLIME_DIR": "/no/slime",
+        "ENVD_TOKEN": "canary",
+        **variables,
+    }
+    return subprocess.run(
+        ["bash", str(launcher(name)), *words], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def flags_of(words: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield each flag with its first value; empty if it has none."""
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            yield word, "" if following.startswith("--") else following
+
+
+def typed(value: str) -> object:
+    """A flag's value as a parser would have it; True for one without."""
+    try:
+        return json.loads(value or "true")
+    except ValueError:
+        return value
+
+
+@cache
+def dry_run(name: str, stage: str) -> dict[str, str]:
+    done = launch(name, "--dry-run", stage)
+    assert done.returncode == 0, done.stderr
+    assert "canary" not in done.stdout + done.stderr
+    return dict(flags_of(shlex.split(done.stdout.splitlines()[-1])))
+
+
+@pytest.mark.parametrize("name", names())
+def test_launchers_are_bash(name: str) -> None:
+    checked = subprocess.run(["bash", "-n", str(launcher(name))], capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert os.access(launcher(name), os.X_OK)
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_stage_has_a_dry_run_that_needs_no_gpu(name: str, tmp_path: Path) -> None:
+    for stage in STAGES:
+        done = launch(name, "--dry-run", stage, RUN_DIR=str(tmp_path / "run"))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", SLIME)
+def test_what_is_learnt_by_is_as_the_recipe_had_it(name: str) -> None:
+    flags = dry_run(name, "full")
+    for flag, value in flags_of(GOLDEN[name].split()):
+        assert (flag, flags.get(flag)) == (flag, value)
+
+
+@pytest.mark.parametrize("name", SLIME)
+@pytest.mark.parametrize("stage", ["smoke", "full"])
+def test_batches_add_up(name: str, stage: str) -> None:
+    flags = dry_run(name, stage)
+    batch, per_prompt, update = (
+        int(flags[flag]) for flag in ("--rollout-batch-size", "--n-samples-per-prompt", "--global-batch-size")
+    )
+    sample_count = batch * per_prompt
+    assert per_prompt >= 2, "a group of one has no advantage"
+    assert sample_count % update == 0
+    gpu_count = int(flags["--actor-num-gpus-per-node"])
+    data_parallel, rest = divmod(gpu_count, int(flags["--tensor-model-parallel-size"]))
+    assert rest == 0
+    if "--use-dynamic-batch-size" not in flags:
+        assert update % (data_parallel * int(flags["--micro-batch-size"])) == 0
+    if stage == "full":
+        told = launcher(name).read_text()
+        assert f"{batch} x {per_prompt} = {sample_count} samples a rollout, {sample_count} / {update} =" in told
+    agent = effective(name, stage=stage).agent
+    assert int(flags["--rollout-max-context-len"]) == agent.context_tokens
+    assert int(flags["--rollout-max-response-len"]) == agent.reply_tokens
+    longest = int(flags.get("--max-tokens-per-gpu", agent.context_tokens))
+    assert longest * int(flags["--context-parallel-size"]) >= agent.row_cost.total
+
+
+@pytest.mark.parametrize("name", SLIME)
+@pytest.mark.parametrize("stage", ["smoke-text", "smoke", "full"])
+def test_the_plug_in_refuses_nothing_and_warns_of_nothing(name: str, stage: str) -> None:
+    flags = dry_run(name, stage)
+    # As slime's own arguments would hold them.
+    args = SimpleNamespace(**{flag[2:].replace("-", "_"): typed(value) for flag, value in flags.items()})
+    args.use_tis = "--use-tis" in flags
+    config = SlimeConfig.from_mapping(effective(name, stage=stage).config["envd"])
+    assert [*refusals(args, config), *warnings(args, config)] == []
+
+
+def test_ray_is_given_what_the_dry_run_says(tmp_path: Path) -> None:
+    """A stand-in for Ray writes down what it was given."""
+    ray = tmp_path / "bin" / "ray"
+    ray.parent.mkdir()
+    ray.write_text('#!/bin/bash\n[[ $1 == status ]] && exit 1\nprintf "%s\\n" ray "$@" "." >>"$RAY_LOG"\n')
+    ray.chmod(0o755)
+    slime = tmp_path / "slime"
+    (slime / "scripts/models").mkdir(parents=True)
+    (slime / "scripts/models/qwen3-1.7B.sh").write_text('MODEL_ARGS=(--rotary-base "$MODEL_ARGS_ROTARY_BASE")\n')
+    run_dir, log = tmp_path / "run dir", tmp_path / "ray.log"
+    run_dir.mkdir()
+    (run_dir / "tasks.jsonl").write_text("")
+    place = {"RUN_DIR": str(run_dir), "SLIME_DIR": str(slime), "RAY_LOG": str(log)}
+    said = launch("windows_grpo", "--dry-run", "smoke", path=ray.parent, **place)
+    done = launch("windows_grpo", "smoke", path=ray.parent, **place)
+    assert (done.returncode, done.stderr) == (0, "")
+    given = [call.split("\n")[1:] for call in ("\n" + log.read_text()).split("\n.")][:-1]
+    assert given == [shlex.split(line) for line in said.stdout.splitlines()]
+    assert "--rotary-base 5000000" in " ".join(given[-1])
+    assert "max_turns: 3" in (run_dir / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("words", [[], ["everything"], ["--dry-run"]])
+def test_a_stage_that_is_none_is_refused_with_those_there_are(words: list[str]) -> None:
+    refused = launch("smoke_text", *words)
+    assert refused.returncode == 2
+    assert "smoke-env|smoke-text|smoke|full" in refused.stderr
+
+
+def test_without_slime_nothing_is_begun(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text("")
+    refused = launch("smoke_text", "smoke", RUN_DIR=str(tmp_path))
+    assert refused.returncode == 1
+    assert "set SLIME_DIR" in refused.stderr

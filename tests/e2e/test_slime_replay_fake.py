@@ -1,0 +1,90 @@
+"""What a policy solved once is shown to a group of its that fails: real episodes over real gRPC, doubles of slime."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from envd.testing.server import serve_fake
+from trainer.agent.grammars import grammar
+from trainer.client import Action, Click, Done
+from trainer.slime import replay
+from trainer.slime.config import SlimeConfig
+from trainer.slime.filters import keep_informative
+from trainer.slime.generate import generate
+from trainer.slime.group import normalize_rewards
+from trainer.slime.samples import facts_of
+from trainer.testing.slime import Sample, ScriptedEngine, stand_in_slime
+from trainer.testing.slime_job import slime_args
+
+TASK = "fake/count-to-five"
+SAY = grammar("qwen3-vl").render
+AGENT = {"max_turns": 4, "prompt_tokens": 8192, "reply_tokens": 400, "image_max_pixels": 65_536, "timeout_s": 60.0}
+PARAMS = {"temperature": 1.0, "max_new_tokens": 400}
+
+
+def solve(prompt: str) -> str:
+    plan: list[list[Action]] = [[Click(640, 125, count=3)], [Click(640, 125, count=2)], [Done()]]
+    return SAY(plan[prompt.count("<|im_start|>assistant\n") - 1])
+
+
+def give_up(prompt: str) -> str:
+    return SAY([Done()])
+
+
+def group_of(count: int, *, group_index: int) -> list[Any]:
+    return [
+        Sample(group_index=group_index, index=group_index * 100 + member, metadata={"task_id": TASK})
+        for member in range(count)
+    ]
+
+
+async def rolled_out(args: Any, group: list[Any], *, evaluation: bool = False) -> list[Any]:
+    return await asyncio.gather(*(generate(args, sample, dict(PARAMS), evaluation=evaluation) for sample in group))
+
+
+@pytest.mark.parametrize("agent", [{}, {"images_per_row": 2, "images_kept": 1}], ids=["one row", "rows"])
+async def test_a_failed_group_learns_from_what_was_solved_before(
+    agent: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "_pools", {})
+    says = [solve]
+
+    def say(prompt: str) -> str:
+        return says[-1](prompt)
+
+    engine = ScriptedEngine(say)
+    async with serve_fake(size=2, capacity=4) as server:
+        with stand_in_slime(engine):
+            envd = {
+                "hosts": [server.address],
+                "engine_timeout_s": 20.0,
+                "replay": {"seed": 3},
+                "agent": {**AGENT, **agent},
+            }
+            args = slime_args(envd, n_samples_per_prompt=2)
+            pool = replay.pool_of(SlimeConfig.from_args(args))
+            await rolled_out(args, group_of(1, group_index=8), evaluation=True)
+            assert len(pool) == 0, "what an evaluation solves is not trained on"
+            solved = await rolled_out(args, group_of(2, group_index=0))
+            assert len(pool) == 2
+            says.append(give_up)
+            failed = await rolled_out(args, group_of(2, group_index=1))
+            own = failed[0]
+            assert keep_informative(args, failed).keep
+            flat = [row for member in failed for row in (member if isinstance(member, list) else [member])]
+            _, normal = normalize_rewards(args, flat)
+    assert len(failed) == 2
+    assert failed[0] is own
+    before = [rows if isinstance(rows, list) else [rows] for rows in solved]
+    shown = failed[1] if isinstance(failed[1], list) else [failed[1]]
+    assert [row.tokens for row in shown] in [[row.tokens for row in rows] for rows in before]
+    for row, original in zip(shown, next(rows for rows in before if rows[0].tokens == shown[0].tokens), strict=True):
+        assert row.rollout_log_probs == original.rollout_log_probs
+        assert row.loss_mask == original.loss_mask
+        assert row.weight_versions == original.weight_versions
+        assert row.multimodal_train_inputs == original.multimodal_train_inputs
+        assert facts_of(row)["replay"] == "behaviour_log_probs"
+        assert json.dumps(row.metadata)
+    assert normal[0] < 0 < normal[-1]

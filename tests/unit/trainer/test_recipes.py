@@ -1,0 +1,119 @@
+"""Recipes' YAML files: their plug-ins take them in every stage, and what their comments reckon is so."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainer.areal.config import ArealConfig
+from trainer.recipes import catalogue
+from trainer.recipes.catalogue import STAGES, RecipeError, effective, launcher, names
+from trainer.slime.config import SlimeConfig
+
+ALL = ["areal_osworld", "osworld_gspo_replay", "qwen35vl_slime_head", "smoke_text", "windows_grpo"]
+#: Rows of one rollout or, for AReaL, of one group: samples times rows of an episode.
+ROWS = {
+    "windows_grpo": 8 * 8,
+    "osworld_gspo_replay": 8 * 2 * 4,
+    "qwen35vl_slime_head": 8 * 8,
+    "smoke_text": 4 * 4,
+    "areal_osworld": 2 * 15,
+}
+
+
+def text_of(name: str) -> str:
+    return launcher(name).with_suffix(".yaml").read_text()
+
+
+def test_all_recipes_are_there() -> None:
+    assert names() == ALL
+    assert all(launcher(name).is_file() for name in ALL)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_key_is_taken_by_the_plug_in_that_gets_it(name: str, stage: str) -> None:
+    made = effective(name, stage=stage, hosts="a:1, b:2")
+    assert made.config["envd"]["hosts"] == ["a:1", "b:2"]
+    # What is dumped is whole, and read back it is the same.
+    dumped = yaml.safe_load(yaml.safe_dump(made.config))
+    assert dumped == made.config
+    assert dumped["envd"]["agent"]["step_timeout_s"] == 180.0
+    read = ArealConfig.from_mapping if name == "areal_osworld" else SlimeConfig.from_mapping
+    assert read(dumped["envd"]).agent == made.agent
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_comments_reckon_rightly(name: str) -> None:
+    made = effective(name, stage="full")
+    assert f"{made.agent.row_cost}" in text_of(name)
+    assert f"{made.image_bytes(ROWS[name]) / 2**30:.1f} GiB" in text_of(name)
+    assert made.agent.row_cost.total <= made.agent.context_tokens
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_pins_are_stated(name: str) -> None:
+    pins = next(line for line in text_of(name).splitlines() if line.startswith("# Pins:"))
+    known = ("slime 2a60f00dd, image slimerl/slime:nightly-dev-20260803a", "slime 624b824a8", "areal 1.0.4")
+    assert any(pin in pins for pin in known)
+
+
+def test_small_stages_are_small_and_have_pictures_or_none() -> None:
+    for name in ALL:
+        assert effective(name, stage="smoke-text").agent.text_only
+        assert effective(name, stage="smoke").agent.max_turns == 3
+    assert not effective("windows_grpo", stage="smoke").agent.text_only
+
+
+def test_the_agents_are_as_their_recipes_had_them() -> None:
+    windows, osworld, areal = (
+        effective(name, stage="full").agent for name in ("windows_grpo", "osworld_gspo_replay", "areal_osworld")
+    )
+    assert (windows.grammar, windows.max_turns) == ("verbs", 10)
+    assert (osworld.grammar, osworld.max_turns, osworld.reply_tokens, osworld.timeout_s) == ("tool-call", 8, 400, 900)
+    assert (osworld.a11y_chars, osworld.image_max_pixels) == (4096, 1_003_520)
+    assert (areal.grammar, areal.max_turns, areal.reply_tokens, areal.context_tokens) == ("code", 15, 1024, 32_768)
+
+
+def test_areals_own_settings_are_as_its_recipe_had_them() -> None:
+    config = effective("areal_osworld", stage="full").config
+    assert (config["rollout"]["max_concurrent_rollouts"], config["rollout"]["max_head_offpolicyness"]) == (16, 4)
+    actor = config["actor"]
+    assert (actor["eps_clip"], actor["kl_ctl"], actor["optimizer"]["lr"]) == (0.4, 0.0, 1e-6)
+    assert (actor["use_decoupled_loss"], actor["recompute_logprob"]) == (True, True)
+    assert actor["rejection_sampling"] == {"level": "token", "action": "mask", "metric": "ratio", "upper": 5.0}
+    assert actor["adv_norm"] == {"mean_level": "batch", "std_level": "batch"}
+    assert (config["envd"]["group_size"], config["envd"]["turn_discount"], config["gconfig"]["n_samples"]) == (
+        2,
+        0.9,
+        1,
+    )
+    # Whole groups make a batch.
+    assert config["train_dataset"]["batch_size"] == config["rollout"]["consumer_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("envd: {hosts: [h:1], max_tokens: 3}", "max_tokens"),
+        ("envd: {hosts: [h:1], agent: {max_turn: 3}}", "did you mean max_turns"),
+        ("envd: {hosts: [h:1]}\nlr: 3", "it has lr beside envd"),
+        ("envd: {hosts: [h:1]}\nstages: {smok: {}}", "stages smok"),
+        ("envd: {hosts: [h:1], agent: {context_tokens: 100}}", "does not fit"),
+        ("actor: {}\nenvd: {hosts: [h:1], group: fork}", "envd.group: Extra inputs"),
+    ],
+)
+def test_a_key_that_nobody_knows_is_refused_by_name(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    monkeypatch.setattr(catalogue, "_DIRECTORY", tmp_path)
+    with pytest.raises(RecipeError, match=message):
+        effective("mine", stage="smoke")
+
+
+def test_an_unknown_recipe_or_stage_is_told_with_those_there_are() -> None:
+    with pytest.raises(RecipeError, match="there are areal_osworld, "):
+        effective("windows", stage="full")
+    with pytest.raises(RecipeError, match="there are smoke-env, smoke-text, smoke, full"):
+        effective("windows_grpo", stage="sandbox")

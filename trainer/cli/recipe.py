@@ -1,0 +1,41 @@
+"""`trainer recipe`: what recipes there are, and what one comes to."""
+
+from typing import Annotated
+
+import typer
+import yaml
+
+from trainer.cli.output import Json, emit_json, friendly, out
+from trainer.recipes.catalogue import STAGES, RecipeError, effective, launcher, names
+
+app = typer.Typer(no_args_is_help=True, help="Look at the recipes that training is launched by.")
+
+
+@app.command("list")
+def list_(*, as_json: Json = False) -> None:
+    """List the recipes and their launchers."""
+    launchers = {name: str(launcher(name)) for name in names()}
+    if as_json:
+        emit_json({"recipes": launchers})
+        return
+    for name, path in launchers.items():
+        out.print(f"{name:<22} {path}", markup=False, soft_wrap=True)
+
+
+@app.command("config")
+@friendly(RecipeError)
+def config(
+    *,
+    name: Annotated[str, typer.Argument(metavar="RECIPE", help="Its name.")],
+    stage: Annotated[str, typer.Option(help=f"One of {', '.join(STAGES)}.")] = "full",
+    hosts: Annotated[str, typer.Option("--envd", help="The daemons, HOST:PORT with commas between them.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Print the effective configuration, every default included; a key that the plug-in does not know is refused."""
+    made = effective(name, stage=stage, hosts=hosts)
+    if as_json:
+        emit_json(made.config)
+        return
+    out.print(f"# recipe {name}, stage {stage}. A row holds at most", markup=False, soft_wrap=True)
+    out.print(f"# {made.agent.row_cost}, of {made.agent.context_tokens}", markup=False, soft_wrap=True)
+    out.print(yaml.safe_dump(made.config, sort_keys=False), markup=False, soft_wrap=True, end="")

@@ -1,0 +1,9 @@
+#!/bin/bash
+# OSWorld tasks with AReaL, Qwen3-VL-4B, 2 GPUs. See areal_osworld.yaml; of lib.sh's variables, those of slime do not matter.
+
+source "$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)/lib.sh"
+SUITE="${SUITE:-osworld}"
+begin areal_osworld desktop/type-greeting "$@"
+make_tasks
+
+run "$PYTHON" -m trainer.areal.train --config "$CONFIG" "train_dataset.path=${PROMPT_DATA}"
