@@ -280,7 +280,8 @@ def answer_a_letter(draw: Draw) -> Entry:
         "setup": [write(f"{DOCUMENTS}/letter.txt", letter), edit(f"{DOCUMENTS}/letter.txt")],
         "checker": {"kind": "file_text", "path": path, "matches": rf"\s*{asker}\s*\n\s*{count * price}\s*"},
         "oracle": [
-            [{"press": ["super", "e"]}, {"wait": 12}],
+            [{"press": ["super", "e"]}, {"wait": 20}],
+            [{"wait": 10}],
             [{"type": lines(asker, str(count * price))}],
             *save_as(path),
             DONE,

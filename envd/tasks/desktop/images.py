@@ -83,6 +83,7 @@ def open_a_picture(draw: Draw) -> Entry:
     """Open a picture from the file manager."""
     names, _, made = _album(draw, 3)
     place = draw.one((0, 1, 2))
+    icon = {"x": (327, 422, 516)[place], "y": 210}
     return {
         "tags": ["mouse"],
         "instruction": (
@@ -91,7 +92,7 @@ def open_a_picture(draw: Draw) -> Entry:
         ),
         "setup": [*made, show_folder(PICTURES)],
         "checker": _shows(names[place]),
-        "oracle": [[{"click": {"x": (327, 422, 516)[place], "y": 210, "count": 2}}, {"wait": 10}], DONE],
+        "oracle": [[{"click": icon}], [{"click": {**icon, "count": 2}}, {"wait": 12}], DONE],
     }
 
 

@@ -103,8 +103,12 @@ def repeat(key: str, count: int) -> Step:
 
 
 def save_as(path: str) -> tuple[Step, ...]:
-    """In the editor: save under another name."""
-    return ([{"press": ["ctrl", "shift", "s"]}, {"wait": 5}], [{"type": path}], [{"press": "enter"}, {"wait": 2}])
+    """In the editor: save under another name. Of the name that is there only the stem is selected, so all is."""
+    return (
+        [{"press": ["ctrl", "shift", "s"]}, {"wait": 5}],
+        [{"press": ["ctrl", "a"]}, {"type": path}],
+        [{"press": "enter"}, {"wait": 2}],
+    )
 
 
 #: With no terminal open: open one.
