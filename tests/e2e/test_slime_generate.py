@@ -248,6 +248,17 @@ async def test_a_model_that_says_an_images_placeholder_voids_the_sample() -> Non
         check_void(await generate(there.args(n_samples_per_prompt=1), sample, PARAMS), "FAILED", "ModelFailed")
 
 
+async def test_an_accident_of_our_own_voids_the_sample() -> None:
+    class Unfillable(Sample):
+        def append_response_tokens(self, *_: object, **__: object) -> None:
+            raise ValueError("the engine's extras do not fit")
+
+    async with world() as there:
+        sample = Unfillable(group_index=0, index=0, metadata={"task_id": TASK})
+        check_void(await generate(there.args(n_samples_per_prompt=1), sample, PARAMS), "FAILED", "ValueError")
+        await there.all_returned()
+
+
 async def test_an_aborted_rollout_gets_its_machines_back_at_once() -> None:
     async with world(once_at(2, lambda there: vars(there.state).update(aborted=True))) as there:
         args = there.args(n_samples_per_prompt=2)
