@@ -81,7 +81,7 @@ def choose(standings: Mapping[Key, Standing], *, size: int, rng: random.Random) 
         (key,) = rng.choices(list(weights), [max(weight, 1) for weight in weights.values()])
         drawn.append(key)
         del weights[key]
-    return max(drawn, key=lambda key: standings[key].free_share, default=None)
+    return max(drawn, key=lambda key: (standings[key].free_share, standings[key].room), default=None)
 
 
 class Verdict(Enum):
