@@ -215,16 +215,22 @@ class Fleet:
         if self._is_only:
             return [await ask(self._listed[0])]
         await self.look(asyncio.get_running_loop().time() + timeout.total_seconds())
-        hosts = [host for host in self._listed if host.state is not HostState.DOWN] or self._listed
+        hosts = [host for host in self._listed if host.state is HostState.UP] or self._listed
         if not hosts:
             raise self._nobody()
         answers = await asyncio.gather(*(ask(host) for host in hosts), return_exceptions=True)
+        answered: list[Result] = []
+        failed: list[EnvError] = []
         for host, answer in zip(hosts, answers, strict=True):
-            if isinstance(answer, BaseException):
+            if not isinstance(answer, BaseException):
+                answered.append(answer)
+            elif isinstance(answer, EnvError):
                 _logger.warning("%s is left out: %s", host.target, answer)
-        answered = [answer for answer in answers if not isinstance(answer, BaseException)]
+                failed.append(answer)
+            else:
+                raise answer
         if not answered:
-            raise next(answer for answer in answers if isinstance(answer, BaseException))
+            raise failed[0]
         return answered
 
     async def look(self, deadline_s: float) -> None:
