@@ -109,18 +109,22 @@ class Workers:
             control = self._control
             if control is None:
                 raise WorkerFailed("OSWorld's worker was stopped")
-            ours, theirs = socket.socketpair()
-            with ours:
-                ours.setblocking(False)
-                with theirs:
-                    socket.send_fds(control, [b"job"], [theirs.fileno()])
-                try:
-                    async with asyncio.timeout(job.time_s + _GRACE_S):
-                        return await self._follow(ours, job)
-                except TimeoutError:
-                    raise WorkerFailed(
-                        f"exceeded its limit of {job.time_s:g} s, and its worker does not answer"
-                    ) from None
+            limit = f"its limit of {job.time_s:g} s"
+            try:
+                async with asyncio.timeout(job.time_s + _GRACE_S):
+                    return await self._hand_over(job, control)
+            except TimeoutError:
+                raise WorkerFailed(f"exceeded {limit}, and its worker does not answer") from None
+            except OSError as error:
+                raise WorkerFailed(f"its worker is gone: {error}") from error
+
+    async def _hand_over(self, job: Job, control: socket.socket) -> Mapping[str, Any]:
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.setblocking(False)
+            with theirs:
+                socket.send_fds(control, [b"job"], [theirs.fileno()])
+            return await self._follow(ours, job)
 
     async def _follow(self, channel: socket.socket, job: Job) -> Mapping[str, Any]:
         loop = asyncio.get_running_loop()

@@ -1,6 +1,7 @@
 """Worker processes that run OSWorld's code: real processes, sandboxes and guest services, around a stand-in package."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -212,6 +213,19 @@ async def test_a_worker_that_was_killed_is_started_again(workers: Workers, guest
     await workers.start()
     assert workers._process
     workers._process.kill()
+    await workers._process.wait()
+    assert await score(workers, guest, one("exact_match")) == 1.0
+
+
+async def test_a_worker_that_is_gone_in_the_moment_that_it_is_needed_fails_one_job(
+    workers: Workers, guest: LocalGuestd
+) -> None:
+    await workers.start()
+    assert workers._control
+    workers._control.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(WorkerFailed, match="its worker is gone"):
+        await score(workers, guest, one("exact_match"))
+    assert workers._process
     await workers._process.wait()
     assert await score(workers, guest, one("exact_match")) == 1.0
 

@@ -2,8 +2,7 @@
 
 Runs with a control socket (SOCK_SEQPACKET) and the directories that jobs must see. There it says first what it is,
 `{"ready": {"verbs": [], "getters": [], "metrics": []}}` or `{"error": ""}`, and then takes jobs: each message carries
-one stream socket.
-On that socket, a line of JSON each, comes the job and go out
+one stream socket. On that socket, a line of JSON each, comes the job and go out
 
 - `{"port": 5000}` with a listening socket of the sandbox's loopback: whoever accepts on it is the guest in there;
 - `{"result": {}}` or `{"failure": ""}`, from within the sandbox, hence to be mistrusted;
@@ -18,7 +17,6 @@ import os
 import select
 import signal
 import socket
-import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -84,8 +82,7 @@ def _wait(runner: int, channel: socket.socket, time_s: float) -> str:
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     poll.register(channel, select.POLLRDHUP)
-    deadline_s = time.monotonic() + time_s
-    events = poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000)
+    events = poll.poll(time_s * 1000)
     if not any(ready == handle for ready, _ in events):
         # The first process of its namespace: all others there go with it.
         os.kill(runner, signal.SIGKILL)
