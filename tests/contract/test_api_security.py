@@ -798,3 +798,16 @@ async def test_an_address_that_a_name_stands_for_shows_a_certificate_of_that_nam
         async with AsyncEnvClient(f"dns:///other.example.org:{port}", tls=tls, retry=HASTY) as client:
             with pytest.raises(trainer.Unavailable):
                 await client.list_tasks(timeout=timedelta(seconds=1))
+
+
+async def test_when_no_host_knows_the_token_a_reset_says_so_at_once(tokens: Tokens) -> None:
+    security = SecurityConfig(tokens_file=tokens.path)
+    async with (
+        serving(security) as (_, first),
+        serving(security) as (_, second),
+        AsyncEnvClient([first, second], token="envd_nobody", retry=HASTY) as client,  # noqa: S106
+        asyncio.timeout(10),
+    ):
+        with pytest.raises(trainer.Unauthenticated):
+            async with client.reset(TASK):
+                pass
