@@ -185,6 +185,8 @@ async def test_only_room_in_the_pool_of_the_task_counts_once_that_is_known() -> 
         errors.TaskNotFound("no such task here"),
         errors.GroupTooLarge("the run's quota is 1"),
         errors.PoolNotFound("no such pool here"),
+        errors.MachineLost("died while it was set up"),
+        errors.StoreError("no space left on device"),
     ],
     ids=lambda refusal: type(refusal).__name__,
 )
@@ -195,6 +197,17 @@ async def test_a_host_that_refuses_is_passed_over_for_another_at_once(refusal: E
             assert episode.host.target == other.address
         assert (len(preferred.episodes.resets), len(other.episodes.resets)) == (1, 1)
         assert preferred.episodes.list_episodes() == []
+
+
+async def test_a_host_that_fails_fast_does_not_draw_all_that_is_to_be_opened() -> None:
+    patient = RetryPolicy(max_pause=timedelta(minutes=1))
+    async with hosts(64, 8) as (broken, sound):
+        broken.episodes.failures = [errors.StoreError("no space left on device") for _ in range(100)]
+        async with AsyncEnvClient([broken.address, sound.address], retry=patient) as client:
+            for task in ("desktop/note", "desktop/menu", "other/note"):
+                async with client.reset(task, view=NOTHING) as episode:
+                    assert episode.host.target == sound.address
+        assert len(broken.episodes.resets) == 1
 
 
 async def test_what_every_host_refuses_for_good_is_told_at_once() -> None:
@@ -240,6 +253,17 @@ async def test_when_all_hosts_refuse_to_the_end_the_last_refusal_is_told() -> No
         with pytest.raises(trainer.PoolFailing, match="no memory"):
             async with client.reset(TASK, view=NOTHING, timeout=timedelta(seconds=1)):
                 pass
+
+
+async def test_one_reset_that_an_only_host_refuses_does_not_hold_up_the_next() -> None:
+    async with hosts(4) as (host,), client_of([host]) as client:
+        host.episodes.failures = [errors.PoolExhausted("full", retry_after_s=60.0)]
+        waiting = asyncio.create_task(client.reset(TASK, view=NOTHING).__aenter__())
+        await until(lambda: len(host.episodes.resets) == 1)
+        async with asyncio.timeout(10), client.reset(TASK, view=NOTHING, timeout=timedelta(seconds=5)):
+            pass
+        waiting.cancel()
+        await asyncio.wait({waiting})
 
 
 # -- hosts that are not there -----------------------------------------------------------------------------------
