@@ -105,14 +105,14 @@ def repeat(key: str, count: int) -> Step:
 def save_as(path: str) -> tuple[Step, ...]:
     """In the editor: save under another name. Of the name that is there only the stem is selected, so all is."""
     return (
-        [{"press": ["ctrl", "shift", "s"]}, {"wait": 5}],
+        [{"press": ["ctrl", "shift", "s"]}, {"wait": 8}],
         [{"press": ["ctrl", "a"]}, {"type": path}],
-        [{"press": "enter"}, {"wait": 2}],
+        [{"press": "enter"}, {"wait": 4}],
     )
 
 
 #: With no terminal open: open one.
-NEW_TERMINAL: Step = ({"press": ["super", "t"]}, {"wait": 12})
+NEW_TERMINAL: Step = ({"press": ["super", "t"]}, {"wait": 15})
 
 
 def command(line: str) -> Step:
