@@ -7,12 +7,16 @@ MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
 OUT ?= out/demo
+# Where OSWorld's task files come from, unless some are registered already.
+OSWORLD ?= https://github.com/xlang-ai/OSWorld
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # slime and torch, apart from the rest: nothing else here needs them.
 SLIME_VENV := .venv-slime
 SLIME_STAMP := $(SLIME_VENV)/.installed
+AREAL_VENV := .venv-areal
+AREAL_STAMP := $(AREAL_VENV)/.installed
 # .ci/run and people alike: no prompts, no colour codes in logs that are not a terminal.
 export DEBIAN_FRONTEND := noninteractive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -25,7 +29,8 @@ APT_BUILD := gcc libvirt-dev pkg-config
 # To test guestd and input on a virtual X screen without a guest.
 APT_TEST := xvfb xauth openbox xterm wmctrl libxtst6 libxfixes3
 
-.PHONY: help deps venv image demo serve test check lint types imports proto unit vm-test test-full slime-proof docs format clean
+.PHONY: help deps venv image osworld demo serve test check lint types imports proto unit vm-test test-full slime-proof \
+	areal-proof docs format clean
 
 help: ## List the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +65,11 @@ $(STAMP): pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | de
 image: $(STAMP) ## Build the desktop image unless it is cached (minutes; needs root for mmdebstrap)
 	@$(BIN)/envd image build desktop
 
+osworld: deps $(STAMP) ## OSWorld beside envd: its package, its task files, an image for them (minutes, 3 GB, needs root)
+	@$(BIN)/envd image build osworld
+	@tasks=$$($(BIN)/envd osworld install --json | $(PYTHON) -c 'import json, sys; print(json.load(sys.stdin)["tasks"])'); \
+	if [[ -z "$$tasks" ]]; then $(BIN)/envd osworld install --tasks $(OSWORLD); fi
+
 demo: deps $(STAMP) ## Fork and branch episodes on real machines, check their rewards, write out/demo/
 	@$(BIN)/envd demo --out $(OUT)
 
@@ -73,7 +83,7 @@ test: deps $(STAMP) lint types imports proto image ## Everything: static checks,
 	status=0; $(BIN)/python -m pytest -m vm tests || status=$$?; \
 	wait $$others || status=$$?; cat "$$log"; exit $$status
 
-test-full: deps $(STAMP) lint types imports proto image ## The same and more: every task, the soak and the faults on real machines
+test-full: deps $(STAMP) lint types imports proto image osworld ## The same and more: every task, the soak and the faults on real machines
 	@ENVD_TEST_TASKS=all $(BIN)/python -m pytest --long tests
 	@if [[ -n "$${SLIME_HOME:-}" ]]; then $(MAKE) slime-proof SLIME_TESTS=slime; \
 	else echo "test-full: NOT RUN: the proof on slime's code; set SLIME_HOME to a checkout"; fi
@@ -89,6 +99,16 @@ $(SLIME_STAMP): tests/slime/requirements.txt pyproject.toml hatch_build.py $(wil
 	@[[ -x $(SLIME_VENV)/bin/python ]] || $(PYTHON) -m venv $(SLIME_VENV)
 	@echo "slime-proof: installing into $(SLIME_VENV)"
 	@$(SLIME_VENV)/bin/python -m pip install --quiet --editable '.[host,trainer,dev]' -r tests/slime/requirements.txt
+	@touch $@
+
+areal-proof: deps $(AREAL_STAMP) ## The trainer on AReaL's real rollout code on this CPU
+	@$(AREAL_VENV)/bin/python -m pytest -m areal tests/areal
+
+$(AREAL_STAMP): tests/areal/requirements.txt pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
+	@[[ -x $(AREAL_VENV)/bin/python ]] || $(PYTHON) -m venv $(AREAL_VENV)
+	@echo "areal-proof: installing into $(AREAL_VENV)"
+	@$(AREAL_VENV)/bin/python -m pip install --quiet --editable '.[host,trainer,dev]' -r tests/areal/requirements.txt
+	@$(AREAL_VENV)/bin/python -m pip install --quiet --no-deps areal==1.0.4
 	@touch $@
 
 check: deps $(STAMP) lint types imports proto unit ## The fast part: static checks and unit tests
@@ -118,6 +138,6 @@ format: $(STAMP) ## Rewrite the code as the linter wants it
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 clean: ## Remove what the tasks wrote here, .venv included; images and machines' state stay
-	@rm -rf $(VENV) $(SLIME_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) $(SLIME_VENV) $(AREAL_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find envd trainer tests proto -name __pycache__ -type d -prune -exec rm -rf {} +
 	@find proto -name '*_pb2*.py*' -delete

@@ -1,6 +1,6 @@
 """Write the tables of docs/osworld.md from what `envd osworld lint` finds here: `python docs/generate_osworld.py`.
 
-The page is checked in with what our image and no fetched files come to; a test on real machines fails when it is stale.
+The page is checked in with what our image and no fetched files come to, for the newest task files that were at hand.
 """
 
 import re

@@ -37,7 +37,7 @@ from envd.errors import ConfigError, EnvdError
 from envd.hypervisor.accel import probe_kvm
 from envd.hypervisor.images.catalogue import ImageCatalogue
 from envd.hypervisor.libvirt import LibvirtHypervisor
-from envd.osworld.environment import Environment
+from envd.osworld.environment import Environment, sandbox_problem
 
 _GIB = 1 << 30
 #: A guest on a working KVM needs some 0.1 s.
@@ -164,6 +164,13 @@ def check_osworld(config: Config) -> Check:
     if environment.tasks and not environment.is_installed:
         detail = f"{there}, but {tasks}: their resets fail"
         return Check(name="osworld", status=Status.WARN, detail=detail, fix="`envd osworld install`")
+    if environment.is_installed and (problem := sandbox_problem()):
+        return Check(
+            name="osworld",
+            status=Status.WARN,
+            detail=f"{there}, but it would run nothing: {problem}",
+            fix="run envd as root, or let users make namespaces (kernel.unprivileged_userns_clone=1)",
+        )
     return Check(name="osworld", status=Status.OK, detail=f"{there}, {tasks}")
 
 

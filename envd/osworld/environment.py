@@ -146,8 +146,16 @@ class Environment:
                 shutil.rmtree(staging, ignore_errors=True)
 
 
+_SEPARATE = "import sys; sys.path.append(sys.argv[1]); from envd.osworld.worker.sandbox import separate; separate(0)"
 #: The list of requirements may promise what it does not hold: only an import shows.
 _IMPORT = "import sys; sys.path.append(sys.argv[1]); from envd.osworld.worker.jobs import load_tools; load_tools()"
+
+
+def sandbox_problem() -> str:
+    """Return why nothing of OSWorld's could be run on this host in a sandbox, as this user; empty where it could."""
+    command = [sys.executable, "-I", "-c", _SEPARATE, str(Path(envd.__file__).parents[1])]
+    tried = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "" if tried.returncode == 0 else (tried.stderr.strip().splitlines() or ["it says nothing"])[-1]
 
 
 def requirements() -> str:

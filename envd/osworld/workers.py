@@ -62,11 +62,11 @@ class Workers:
 
     Args:
         python: The interpreter of OSWorld's virtual environment.
-        limit: Most jobs at once.
+        limit: Most jobs at once: they mostly wait for guests, and share the memory of what was imported.
         memory_mib: Most memory of each process of a job.
     """
 
-    def __init__(self, python: Path, *, limit: int = 8, memory_mib: int = 2048) -> None:
+    def __init__(self, python: Path, *, limit: int = 64, memory_mib: int = 2048) -> None:
         self._python = python
         self._memory_mib = memory_mib
         self._places = asyncio.Semaphore(limit)
@@ -109,18 +109,22 @@ class Workers:
             control = self._control
             if control is None:
                 raise WorkerFailed("OSWorld's worker was stopped")
-            ours, theirs = socket.socketpair()
-            with ours:
-                ours.setblocking(False)
-                with theirs:
-                    socket.send_fds(control, [b"job"], [theirs.fileno()])
-                try:
-                    async with asyncio.timeout(job.time_s + _GRACE_S):
-                        return await self._follow(ours, job)
-                except TimeoutError:
-                    raise WorkerFailed(
-                        f"exceeded its limit of {job.time_s:g} s, and its worker does not answer"
-                    ) from None
+            limit = f"its limit of {job.time_s:g} s"
+            try:
+                async with asyncio.timeout(job.time_s + _GRACE_S):
+                    return await self._hand_over(job, control)
+            except TimeoutError:
+                raise WorkerFailed(f"exceeded {limit}, and its worker does not answer") from None
+            except OSError as error:
+                raise WorkerFailed(f"its worker is gone: {error}") from error
+
+    async def _hand_over(self, job: Job, control: socket.socket) -> Mapping[str, Any]:
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.setblocking(False)
+            with theirs:
+                socket.send_fds(control, [b"job"], [theirs.fileno()])
+            return await self._follow(ours, job)
 
     async def _follow(self, channel: socket.socket, job: Job) -> Mapping[str, Any]:
         loop = asyncio.get_running_loop()

@@ -173,10 +173,13 @@ def reach(result, rules):
         return 1.0
 
 def see(result, rules):
-    """1 for each of these that can be seen: a file of the host, a process of the host, root's rights."""
+    """0 if none of these can be seen or had: files of the host, other processes, a way to write, a right of root's."""
     processes = [name for name in os.listdir("/proc") if name.isdigit()]
     seen = [os.path.exists(path) for path in rules["paths"]]
-    return sum([*seen, len(processes) > 2, os.access("/usr", os.W_OK)]) / 10
+    with open("/proc/self/status") as lines:
+        status = dict(line.split(":", 1) for line in lines)
+    rights = [int(status["CapEff"], 16) != 0, int(status["CapBnd"], 16) != 0, int(status["NoNewPrivs"]) == 0]
+    return sum([*seen, len(processes) > 1, os.access("/usr", os.W_OK), *rights]) / 20
 
 def home(result, rules):
     return float(os.environ["HOME"] == os.getcwd() and set(os.environ) <= set(rules["expected"]))

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import socket
 import ssl
 import stat
 import uuid
@@ -778,3 +779,35 @@ async def test_two_servers_never_share_a_port_over_tls_either(certs: dict[str, P
         second = ApiServer(FakeEpisodes(), listen=address, metrics=Metrics(process=False), security=tls_of(certs))
         with pytest.raises(ConfigError, match="cannot be bound"):
             await second.start()
+
+
+async def test_an_address_that_a_name_stands_for_shows_a_certificate_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
+    files = write_certs(tmp_path / "named", make_development_certs(["pool.example.org"], now=datetime.now(UTC)))
+    async with serving(tls_of(files)) as (_, address):
+        port = address.rpartition(":")[2]
+        tls = Tls(ca=files["ca"])
+        async with AsyncEnvClient(f"dns:///pool.example.org:{port}", tls=tls, retry=HASTY) as client:
+            assert len(await client.list_tasks()) == 3
+        # Its certificate is good for 127.0.0.1, where it is, but not for this name.
+        async with AsyncEnvClient(f"dns:///other.example.org:{port}", tls=tls, retry=HASTY) as client:
+            with pytest.raises(trainer.Unavailable):
+                await client.list_tasks(timeout=timedelta(seconds=1))
+
+
+async def test_when_no_host_knows_the_token_a_reset_says_so_at_once(tokens: Tokens) -> None:
+    security = SecurityConfig(tokens_file=tokens.path)
+    async with (
+        serving(security) as (_, first),
+        serving(security) as (_, second),
+        AsyncEnvClient([first, second], token="envd_nobody", retry=HASTY) as client,  # noqa: S106
+        asyncio.timeout(10),
+    ):
+        with pytest.raises(trainer.Unauthenticated):
+            async with client.reset(TASK):
+                pass

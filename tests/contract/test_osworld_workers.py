@@ -1,6 +1,7 @@
 """Worker processes that run OSWorld's code: real processes, sandboxes and guest services, around a stand-in package."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -163,28 +164,68 @@ async def test_a_guest_that_does_not_answer_gives_no_score(workers: Workers, tmp
         await score(workers, gone, evaluator)
 
 
-async def test_a_caller_that_gives_up_has_its_job_killed(workers: Workers, guest: LocalGuestd) -> None:
+async def hang(workers: Workers, guest: LocalGuestd) -> asyncio.Task[Mapping[str, Any]]:
+    """Start a job that hangs, and return once it does."""
+    marker = guest.home / "hanging"
+    marker.unlink(missing_ok=True)
     evaluator = one("hang") | {"result": {"type": "vm_command_line", "command": "touch ~/hanging"}}
     running = asyncio.create_task(workers.run(scoring(guest, evaluator, time_s=50.0)))
-    while not (guest.home / "hanging").exists():
+    while not marker.exists():
         await asyncio.sleep(0.02)
+    return running
+
+
+async def test_a_caller_that_gives_up_has_its_job_killed(workers: Workers, guest: LocalGuestd) -> None:
+    running = await hang(workers, guest)
     assert workers._process
-    assert children_of(workers._process.pid)
+    below = descendants_of(workers._process.pid)
+    assert len(below) == 2
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    while children_of(workers._process.pid):
+    await all_gone(below)
+    assert workers._process.returncode is None
+
+
+async def test_with_the_workers_every_job_ends(python: Path, guest: LocalGuestd) -> None:
+    workers = Workers(python)
+    running = await hang(workers, guest)
+    assert workers._process
+    below = descendants_of(workers._process.pid)
+    assert len(below) == 2
+    await workers.aclose()
+    with pytest.raises(WorkerFailed, match="without a result"):
+        await running
+    await all_gone(below)
+
+
+def descendants_of(pid: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(below for child in children for below in descendants_of(child))]
+
+
+async def all_gone(pids: list[int]) -> None:
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
         await asyncio.sleep(0.02)
-
-
-def children_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 async def test_a_worker_that_was_killed_is_started_again(workers: Workers, guest: LocalGuestd) -> None:
     await workers.start()
     assert workers._process
     workers._process.kill()
+    await workers._process.wait()
+    assert await score(workers, guest, one("exact_match")) == 1.0
+
+
+async def test_a_worker_that_is_gone_in_the_moment_that_it_is_needed_fails_one_job(
+    workers: Workers, guest: LocalGuestd
+) -> None:
+    await workers.start()
+    assert workers._control
+    workers._control.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(WorkerFailed, match="its worker is gone"):
+        await score(workers, guest, one("exact_match"))
+    assert workers._process
     await workers._process.wait()
     assert await score(workers, guest, one("exact_match")) == 1.0
 

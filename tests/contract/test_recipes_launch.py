@@ -1,5 +1,6 @@
 """Recipes' launchers: what they would run, without a GPU, slime or Ray; and that a Ray gets just that."""
 
+import json
 import os
 import shlex
 import subprocess
@@ -7,10 +8,13 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from trainer.recipes.catalogue import STAGES, effective, launcher, names
+from trainer.slime.checks import refusals, warnings
+from trainer.slime.config import SlimeConfig
 
 SLIME = [name for name in names() if name != "areal_osworld"]
 #: What decides how a model learns, as the public recipes ran it.
@@ -20,10 +24,11 @@ GOLDEN = {
         " --eps-clip-high 0.28 --lr 3e-6 --rollout-batch-size 8 --n-samples-per-prompt 8 --global-batch-size 32"
     ),
     "osworld_gspo_replay": (
-        "--rollout-temperature 0.8 --rollout-top-p 0.95 --rollout-stop </tool_call> --advantage-estimator gspo"
-        " --eps-clip 3.5e-4 --kl-loss-coef 0.01 --kl-loss-type low_var_kl --entropy-coef 1e-4 --lr 5e-7"
-        " --adam-beta1 0.9 --adam-beta2 0.98 --clip-grad 0.5 --num-rollout 8 --rollout-batch-size 8"
-        " --n-samples-per-prompt 2 --global-batch-size 2 --rollout-max-response-len 400 --actor-num-gpus-per-node 4 --rollout-num-gpus 4"
+        "--rollout-temperature 0.8 --rollout-stop </tool_call> --advantage-estimator gspo --eps-clip 3.5e-4"
+        " --kl-loss-coef 0.01 --kl-loss-type low_var_kl --entropy-coef 1e-4 --lr 5e-7 --adam-beta1 0.9"
+        " --adam-beta2 0.98 --clip-grad 0.5 --num-rollout 8 --rollout-batch-size 8 --n-samples-per-prompt 2"
+        " --global-batch-size 2 --rollout-max-response-len 400 --actor-num-gpus-per-node 4 --rollout-num-gpus 4"
+        " --use-tis"
     ),
     "qwen35vl_slime_head": (
         "--advantage-estimator grpo --kl-loss-coef 0.0 --eps-clip 0.2 --eps-clip-high 0.28 --lr 1e-6"
@@ -54,6 +59,14 @@ def flags_of(words: list[str]) -> Iterator[tuple[str, str]]:
     for word, following in zip(words, [*words[1:], "--"], strict=True):
         if word.startswith("--"):
             yield word, "" if following.startswith("--") else following
+
+
+def typed(value: str) -> object:
+    """A flag's value as a parser would have it; True for one without."""
+    try:
+        return json.loads(value or "true")
+    except ValueError:
+        return value
 
 
 @cache
@@ -113,8 +126,14 @@ def test_batches_add_up(name: str, stage: str) -> None:
 
 
 @pytest.mark.parametrize("name", SLIME)
-def test_context_is_never_cut_in_parallel_with_pictures(name: str) -> None:
-    assert dry_run(name, "full")["--context-parallel-size"] == "1"
+@pytest.mark.parametrize("stage", ["smoke-text", "smoke", "full"])
+def test_the_plug_in_refuses_nothing_and_warns_of_nothing(name: str, stage: str) -> None:
+    flags = dry_run(name, stage)
+    # As slime's own arguments would hold them.
+    args = SimpleNamespace(**{flag[2:].replace("-", "_"): typed(value) for flag, value in flags.items()})
+    args.use_tis = "--use-tis" in flags
+    config = SlimeConfig.from_mapping(effective(name, stage=stage).config["envd"])
+    assert [*refusals(args, config), *warnings(args, config)] == []
 
 
 def test_ray_is_given_what_the_dry_run_says(tmp_path: Path) -> None:

@@ -134,6 +134,13 @@ async def test_without_pictures_the_same_loop_has_no_image() -> None:
     assert "mm_token_type_ids" not in columns(result.rows, image_id=None)
 
 
+async def test_old_screenshots_are_left_out_of_later_turns_and_never_of_earlier_ones() -> None:
+    async with desktops() as server:
+        result = await live(server, group_size=1, agent={**AGENT, "images_per_row": 2, "images_kept": 1})
+    assert [len(row.turn.images) for row in result.rows] == [1, 2, 1]
+    assert result.metrics["reward"] == [1.0]
+
+
 async def test_a_row_without_a_task_is_refused() -> None:
     config = ArealConfig.from_mapping({"hosts": ["127.0.0.1:1"]})
     async with AsyncEnvClient(config.hosts) as client:

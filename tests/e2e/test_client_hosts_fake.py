@@ -72,7 +72,7 @@ async def test_who_waits_at_a_full_host_gets_the_machine_that_comes_free_at_anot
 
 
 async def one_rollout(client: AsyncEnvClient) -> str:
-    async with client.reset(TASK, view=NOTHING) as episode:
+    async with client.reset(TASK, view=NOTHING, timeout=timedelta(seconds=20)) as episode:
         await episode.step(COUNT)
         await episode.step(Done())
         assert (await episode.evaluate()).score == 0.0

@@ -208,6 +208,16 @@ async def test_a_machine_that_is_lost_is_made_good_for_by_a_fresh_one() -> None:
         await there.all_returned()
 
 
+async def test_a_member_of_a_group_that_is_lost_begins_again_alone() -> None:
+    async with world(once_at(2, lambda there: there.kill_machines())) as there:
+        args = there.args(n_samples_per_prompt=2)
+        samples = await asyncio.gather(*(generate(args, sample, PARAMS) for sample in group_of(2)))
+        assert [sample.reward for sample in samples] == [1.0, 1.0]
+        first, *again = there.reset_sizes()
+        assert (first, set(again)) == (2, {1})
+        await there.all_returned()
+
+
 async def test_machines_that_are_lost_again_void_the_sample_and_nobody_else() -> None:
     async with world(once_at(2, lambda there: there.kill_machines(), times=2)) as there:
         (sample,) = group_of(1)
@@ -223,6 +233,23 @@ async def test_a_daemon_that_is_killed_in_mid_episode_voids_the_sample() -> None
         (sample,) = group_of(1)
         result = await generate(args, sample, PARAMS)
         check_void(result, "FAILED", "Unavailable")
+
+
+async def test_an_episode_of_a_host_that_is_killed_begins_again_on_another() -> None:
+    async with serve_fake(size=2, capacity=8) as other, world() as there:
+
+        def kill_its_host(there: World) -> None:
+            if there.server.pool.statistics().leased_count == 0:
+                there.server = other
+            there.kill_daemon()
+
+        there.engine.say = act = once_at(2, kill_its_host)
+        act.there = there
+        hosts = [there.server.address, other.address]
+        args = there.args(n_samples_per_prompt=1, agent={"step_timeout_s": 1}, envd={"hosts": hosts})
+        (sample,) = group_of(1)
+        await generate(args, sample, PARAMS)
+        assert (sample.status.name, sample.reward, facts_of(sample)["attempts"]) == ("COMPLETED", 1.0, 2)
 
 
 async def test_an_engine_that_fails_voids_the_sample() -> None:
@@ -246,6 +273,17 @@ async def test_a_model_that_says_an_images_placeholder_voids_the_sample() -> Non
     async with world(lambda prompt: f"look: {IMAGE}") as there:
         (sample,) = group_of(1)
         check_void(await generate(there.args(n_samples_per_prompt=1), sample, PARAMS), "FAILED", "ModelFailed")
+
+
+async def test_an_accident_of_our_own_voids_the_sample() -> None:
+    class Unfillable(Sample):
+        def append_response_tokens(self, *_: object, **__: object) -> None:
+            raise ValueError("the engine's extras do not fit")
+
+    async with world() as there:
+        sample = Unfillable(group_index=0, index=0, metadata={"task_id": TASK})
+        check_void(await generate(there.args(n_samples_per_prompt=1), sample, PARAMS), "FAILED", "ValueError")
+        await there.all_returned()
 
 
 async def test_an_aborted_rollout_gets_its_machines_back_at_once() -> None:

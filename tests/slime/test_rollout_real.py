@@ -2,6 +2,7 @@
 
 import itertools
 import statistics
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.agent.grammars import grammar
-from trainer.client import Click, Done, EnvClient
+from trainer.client import Action, Click, Done, EnvClient
 from trainer.slime.samples import facts_of, is_void
 from trainer.testing.sglang import SglangServer
 from trainer.testing.slime_job import SlimeJob, check_sample, check_train_data, flatten, slime_args, write_tasks
@@ -141,6 +142,44 @@ def test_the_fully_asynchronous_loop_takes_the_same_generate(job_of: Any) -> Non
         job.stop_fully_async()
 
 
+def by_luck(prompt: str) -> str | None:
+    """Play the task, or only say that it is done, as the model's own first reply decides."""
+    _, *replies = prompt.split("<|im_start|>assistant\n")
+    plays = zlib.crc32(replies[0].partition("<|im_end|>")[0].encode()) % 2 == 0
+    count: list[Action] = [Click(640, 125, count=3), Click(640, 125, count=2)]
+    return {2: SAY(count if plays else [Done()]), 3: SAY([Done()])}.get(len(replies))
+
+
+def test_slimes_own_loop_filters_and_logs_by_our_hooks(
+    job_of: Any, engine: SglangServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slime.observability import logging_utils, rollout_metrics
+
+    logged: dict[str, Any] = {}
+    monkeypatch.setattr(logging_utils, "log", lambda args, metrics, step_key: logged.update(metrics))
+    engine.script = by_luck
+    job = job_of(
+        n_samples_per_prompt=4,
+        global_batch_size=4,
+        dynamic_sampling_filter_path="trainer.slime.filters.keep_informative",
+    )
+    output = job.rollout()
+    data = check_train_data(job, output.samples)
+    assert set(data["raw_reward"]) == {0.0, 1.0}, "a group that teaches nothing was not kept"
+    assert abs(sum(data["rewards"])) < 1e-6
+    rollout_metrics.log_rollout_data(0, job.args, flatten(output.samples), output.metrics, 1.0)
+    assert logged["envd/zero_std_frac"] == 0.0
+    assert logged["envd/task_score"] == statistics.fmean(data["raw_reward"])
+    assert logged["rollout/step"] == 0, "slime logs its own as well"
+
+    engine.prompt_token_error = 1
+    job.args.eval_datasets = [eval_dataset(job)]
+    output = job.evaluate()
+    rollout_metrics.log_eval_rollout_data(0, job.args, output.data, output.metrics)
+    assert logged["eval/held-out/envd/void_frac"] == 1.0
+    assert "eval/held-out" not in logged, "nothing came through, and that is no zero"
+
+
 def test_an_evaluation_gives_one_sample_an_episode(job_of: Any) -> None:
     job = job_of(agent={"images_per_row": 2, "images_kept": 1})
     job.args.eval_datasets = [eval_dataset(job)]
@@ -183,7 +222,7 @@ def test_an_engine_that_is_killed_in_the_middle_voids_what_it_was_needed_for(job
         engine.is_dead = len(engine.requests) >= 3
         return counting(prompt)
 
-    engine._script = say
+    engine.script = say
     job = job_of(envd={"engine_retries": 2})
     output = job.rollout()
     check_train_data(job, output.samples)

@@ -110,15 +110,15 @@ FONT = element("spin-button", "Font size", value="14")
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"name": "^Word"}, 1.0),
+        ({"named": "^Word"}, 1.0),
         ({"role": "check-box", "states": ["checked"]}, 1.0),
         ({"role": "check", "states": ["checked"]}, 0.0),
-        ({"name": "^wrap"}, 0.0),
-        ({"name": "Word", "states": ["focused"]}, 0.0),
-        ({"name": "Font", "value": "^14$"}, 1.0),
-        ({"name": "Word", "value": "14"}, 0.0),
-        ({"name": "Word", "present": False}, 0.0),
-        ({"name": "Gone", "present": False}, 1.0),
+        ({"named": "^wrap"}, 0.0),
+        ({"named": "Word", "states": ["focused"]}, 0.0),
+        ({"named": "Font", "value": "^14$"}, 1.0),
+        ({"named": "Word", "value": "14"}, 0.0),
+        ({"named": "Word", "present": False}, 0.0),
+        ({"named": "Gone", "present": False}, 1.0),
     ],
 )
 def test_something_on_the_screen_is_found_by_all_that_is_said_of_it(fields: dict[str, Any], expected: float) -> None:
@@ -131,14 +131,14 @@ def test_something_on_the_screen_is_found_by_all_that_is_said_of_it(fields: dict
 def test_a_screen_that_is_too_full_to_be_told_hides_nothing_to_an_agents_gain(
     more: dict[str, Any], present: bool
 ) -> None:
-    checker = OnScreen.model_validate({"kind": "on_screen", "name": "Gone", "present": present})
+    checker = OnScreen.model_validate({"kind": "on_screen", "named": "Gone", "present": present})
     assert judge_screen(on_screen(WRAP, **more), checker).score == 0.0
-    found = OnScreen.model_validate({"kind": "on_screen", "name": "Word"})
+    found = OnScreen.model_validate({"kind": "on_screen", "named": "Word"})
     assert judge_screen(on_screen(WRAP, **more), found).score == 1.0
 
 
 def test_something_on_the_screen_needs_something_to_be_known_by() -> None:
-    with pytest.raises(ValidationError, match="give role, name, value"):
+    with pytest.raises(ValidationError, match="give role, named, value"):
         OnScreen.model_validate({"kind": "on_screen", "states": ["checked"]})
 
 

@@ -79,3 +79,9 @@ def test_a_secret_is_refused_where_its_source_is_wanted(images: Images, disk: Pa
 def test_an_unknown_recipe_or_distribution_is_refused(images: Images) -> None:
     assert "recipe 'phone' is not known" in images.run("build", "phone", status=2)
     assert "distribution 'arch' is not known" in images.run("build", "--distribution", "arch", status=2)
+
+
+def test_the_osworld_image_is_debian_alone(images: Images) -> None:
+    message = images.run("build", "osworld", "--distribution", "ubuntu", status=2)
+    assert "leave --distribution and --suite" in message
+    assert "there are desktop and osworld" in images.run("build", "desktob", status=2)

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from envd.cli import doctor
 from envd.cli.app import app
 from envd.cli.doctor import Status, check_osworld
 from envd.cli.suites import load_tasks
 from envd.config import Config
-from envd.osworld.environment import Environment
+from envd.osworld import environment
+from envd.osworld.environment import Environment, sandbox_problem
 
 TASK = {
     "id": "0001-a",
@@ -98,3 +100,19 @@ def test_doctor_warns_of_tasks_that_nothing_can_run(config: Config, checkout: Pa
     python.parent.mkdir(parents=True)
     python.touch()
     assert check_osworld(config).status is Status.OK
+
+
+def test_doctor_warns_where_no_sandbox_can_be_made(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = Environment(config.cache_dir).python
+    python.parent.mkdir(parents=True)
+    python.touch()
+    monkeypatch.setattr(doctor, "sandbox_problem", lambda: "SandboxError: no sandbox: unshare: Operation not permitted")
+    check = check_osworld(config)
+    assert check.status is Status.WARN
+    assert "unshare: Operation not permitted" in check.detail
+
+
+def test_this_host_can_make_a_sandbox_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sandbox_problem() == ""
+    monkeypatch.setattr(environment, "_SEPARATE", "raise SystemExit('unshare: Operation not permitted')")
+    assert sandbox_problem() == "unshare: Operation not permitted"

@@ -138,6 +138,11 @@ def test_two_unequal_hosts_are_filled_in_proportion(small: int, times: int, shar
     assert abs(fractions["small"] - fractions["large"]) <= 1 / small + 1e-9  # one machine of the smaller
 
 
+def test_of_two_hosts_with_all_free_the_larger_one_is_chosen() -> None:
+    standings = {"small": Standing(4, 4), "large": Standing(8, 8)}
+    assert {choose(standings, size=1, rng=random.Random(seed)) for seed in range(20)} == {"large"}
+
+
 def test_many_trainers_with_old_figures_do_not_all_choose_the_best_host() -> None:
     rng = random.Random(7)
     standings = {f"h{i}": Standing(10, 10 - i) for i in range(5)}
@@ -164,7 +169,9 @@ def test_many_trainers_with_old_figures_do_not_all_choose_the_best_host() -> Non
         (client.BadRequest("x", reason="BAD_FIELD"), Verdict.FINAL),
         (client.Unauthenticated("x", reason="UNAUTHENTICATED"), Verdict.FINAL),
         (client.SetupFailed("x", reason="SETUP_FAILED"), Verdict.FINAL),
-        (client.MachineLost("x", reason="MACHINE_LOST"), Verdict.FINAL),
+        (client.MachineLost("x", reason="MACHINE_LOST"), Verdict.ELSEWHERE),
+        (client.ServiceFault("x", reason="STORE_ERROR"), Verdict.ELSEWHERE),
+        (client.ServiceFault("x"), Verdict.FINAL),
         (client.ClientClosed("x"), Verdict.FINAL),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",

@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.cli.choice import SplitName, choose
 from trainer.client import Action, Click, Done, Drag, Fail, Move, PressKeys, Scroll, Task, TypeText, Wait
+from trainer.data.prompts import prompt_rows
+from trainer.data.split import CannotSplit
 from trainer.evaluate.players import BadCommand, parse_command
 from trainer.evaluate.replay import directory_name, in_words
 from trainer.evaluate.selection import Selection, SelectionError, domain_of, is_infeasible, read_task_ids, select
@@ -109,3 +112,24 @@ def test_an_action_in_words_leaves_out_what_it_did_not_say() -> None:
     assert in_words(Click(3, 4)) == "Click x=3 y=4"
     assert in_words(Click(3, 4, count=2, modifiers=["shift"])) == "Click x=3 y=4 count=2 modifiers=['shift']"
     assert in_words(Done()) == "Done"
+
+
+def test_what_is_held_out_is_what_the_training_data_leaves_out() -> None:
+    tasks = [task(f"desktop/{name}", level=1 + index % 2) for index, name in enumerate("abcdefghij")]
+    sides = {
+        name: [one.task_id for one in choose(tasks, Selection(), split=SplitName(name))]
+        for name in ("train", "held-out", "all")
+    }
+    assert sorted(sides["train"] + sides["held-out"]) == sides["all"]
+    rows = prompt_rows(tasks)
+    assert {row["label"] for row in rows["held-out"]} == set(sides["held-out"])
+    # What other flags leave out does not move anybody to the other side.
+    first = choose(tasks, Selection(levels=[1]), split=SplitName.HELD_OUT)
+    assert [one.task_id for one in first] == [
+        one for one in sides["held-out"] if one in {"desktop/" + n for n in "acegi"}
+    ]
+
+
+def test_a_level_with_one_task_cannot_be_split() -> None:
+    with pytest.raises(CannotSplit, match="of level 1"):
+        choose(TASKS[:2], Selection(), split=SplitName.HELD_OUT)

@@ -81,6 +81,7 @@ def test_the_same_args_have_the_same_configuration() -> None:
     ("args", "mapping", "message"),
     [
         ({"partial_rollout": True}, {}, "cannot be resumed"),
+        ({"n_samples_per_prompt": 8}, {"max_episodes": 4}, "a group of 8"),
         ({"context_parallel_size": 2}, {}, "not split over context-parallel ranks"),
         ({"rollout_max_context_len": 8192}, {}, "32768, but --rollout-max-context-len is 8192"),
         (

@@ -262,6 +262,17 @@ def test_an_index_names_files_below_its_examples_and_no_others(tmp_path: Path) -
     assert outside.field == "..[0]"
 
 
+def test_a_line_that_cannot_be_read_is_told_by_its_number_and_the_others_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps({"task_config": OSWORLD})
+    path.write_text(f"{good}\n{{\n{good.replace(NAME, 'other')}\n", encoding="utf-8")
+    first, second, third = read_tasks(path)
+    assert isinstance(first, Task)
+    assert isinstance(second, Problem)
+    assert second.where == f"{path}: row 2"
+    assert isinstance(third, Task)
+
+
 @pytest.mark.parametrize("local_path", ["../secret.txt", "/etc/passwd", "gone.txt"])
 def test_a_file_to_upload_lies_beside_the_tasks(tmp_path: Path, local_path: str) -> None:
     (tmp_path / "secret.txt").write_text("x")

@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal import PPOTrainer
 from areal.api.cli_args import GRPOConfig, load_expr_config
-from datasets import Dataset
 
 from trainer.areal.config import ArealConfig, ConfigError
 
@@ -44,6 +42,10 @@ def read_rows(path: Path, *, task_key: str) -> list[dict[str, str]]:
 
 def main(argv: Sequence[str]) -> None:
     """Train. Raises: ConfigError: `envd:` or the tasks cannot be."""
+    # All of AReaL; what is above needs its configuration alone.
+    from areal import PPOTrainer  # noqa: PLC0415
+    from datasets import Dataset  # noqa: PLC0415
+
     config, _ = load_expr_config(list(argv), DesktopConfig)
     # Here, and not in the first worker that is started with it.
     task_key = ArealConfig.from_mapping(config.envd).task_key

@@ -15,6 +15,7 @@ from pydantic import JsonValue
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation
+from trainer.cli.choice import SplitName, choose
 from trainer.cli.options import (
     DEFAULT_TARGET,
     LIST_TIMEOUT,
@@ -29,14 +30,17 @@ from trainer.cli.options import (
 from trainer.cli.output import Json, UsageError, emit_json, err, friendly, out, progress
 from trainer.cli.tables import print_comparison, print_summary
 from trainer.client import AsyncEnvClient, Task
+from trainer.data.split import CannotSplit
 from trainer.evaluate.chat import ChatConversation, Sampling
 from trainer.evaluate.comparison import compare
 from trainer.evaluate.endpoint import EndpointError, checked_url, open_endpoint, read_key
-from trainer.evaluate.play import EvaluationStopped, evaluate
+from trainer.evaluate.native import load_chat, native_converse
+from trainer.evaluate.play import Converse, EvaluationStopped, evaluate
 from trainer.evaluate.report import write_report
 from trainer.evaluate.results import Results, ResultsError, ResultsFile, Run
-from trainer.evaluate.selection import Selection, SelectionError, select
+from trainer.evaluate.selection import Selection, SelectionError
 from trainer.evaluate.summary import summarise
+from trainer.tokens.chat import Chat
 
 KEY_VARIABLE = "TRAINER_API_KEY"
 #: Beyond this a laptop's daemon is not the bottleneck, and an endpoint may be.
@@ -57,17 +61,20 @@ class _Plan:
     """An evaluation as flags ask for it."""
 
     selection: Selection
+    split: SplitName
     settings: AgentSettings
     sampling: Sampling
     seeds: int
     concurrency: int
     pool: str
     directory: Path
+    chat: Chat | None
+    """How the model reads, for SGLang's `/generate`; None for chat completions."""
     replays: bool
     report: bool
 
 
-@friendly(EndpointError, EvaluationStopped, ResultsError, SelectionError, OSError)
+@friendly(CannotSplit, EndpointError, EvaluationStopped, ResultsError, SelectionError, OSError)
 def eval_command(
     *,
     endpoint: Annotated[
@@ -78,6 +85,10 @@ def eval_command(
     after: Annotated[str, typer.Option(help="Base URL of the checkpoint after.")] = "",
     before_model: Annotated[str, typer.Option(help="The model's name at --before.")] = "",
     after_model: Annotated[str, typer.Option(help="The model's name at --after.")] = "",
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Speak SGLang's /generate with this checkpoint's own template; URLs are then without /v1."),
+    ] = None,
     label: Annotated[str, typer.Option(help="What tables and files call the run; the model's name by default.")] = "",
     envd: Target = DEFAULT_TARGET,
     tls_ca: TlsCa = None,
@@ -89,6 +100,9 @@ def eval_command(
     level: Annotated[list[int], typer.Option(help="Only this level; may be repeated.")] = [],  # noqa: B006
     tag: Annotated[list[str], typer.Option(help="Only tasks with this tag, such as held-out.")] = [],  # noqa: B006
     without_tag: Annotated[list[str], typer.Option(help="No tasks with this tag.")] = [],  # noqa: B006
+    split: Annotated[
+        SplitName, typer.Option(help="Which side of the split that `trainer data` makes; over the chosen suites.")
+    ] = SplitName.ALL,
     limit: Annotated[int, typer.Option(min=0, help="So many of the tasks, always the same ones; 0 for all.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="Attempts at each task.")] = 1,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
@@ -125,6 +139,7 @@ def eval_command(
             without_tags=without_tag,
             limit=limit,
         ),
+        split=split,
         settings=settings,
         sampling=Sampling(
             temperature=temperature,
@@ -137,6 +152,7 @@ def eval_command(
         concurrency=concurrency,
         pool=pool,
         directory=directory,
+        chat=None if checkpoint is None else load_chat(checkpoint),
         replays=replays,
         report=report,
     )
@@ -150,7 +166,9 @@ def eval_command(
 async def _evaluate_all(client: AsyncEnvClient, contenders: list[_Contender], plan: _Plan, *, key: str) -> list[Path]:
     """Evaluate one after the other, so that neither takes the other's machines. Returns their files of results."""
     async with client:
-        tasks = select(await client.list_tasks(timeout=LIST_TIMEOUT), plan.selection)
+        if plan.split is SplitName.ALL:
+            err.print("[yellow]note:[/] all tasks are played, those for training too; see --split held-out")
+        tasks = choose(await client.list_tasks(timeout=LIST_TIMEOUT), plan.selection, split=plan.split)
         pools = await client.list_pools(timeout=LIST_TIMEOUT)
         capacity = sum(one.capacity for one in pools if plan.pool in {"", one.name})
         concurrency = plan.concurrency or max(1, min(capacity, _MAX_CONCURRENCY))
@@ -165,7 +183,7 @@ async def _evaluate_one(
 ) -> Path:
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(open_endpoint(contender.url, key=key, max_connections=concurrency))
-        model = contender.model or await server.only_model()
+        model = contender.model or await (server.only_model() if plan.chat is None else server.model_path())
         label = contender.label or model
         path = plan.directory / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', label).strip('-.') or 'run'}.jsonl"
         run = Run(
@@ -175,8 +193,12 @@ async def _evaluate_one(
         )
         file = stack.enter_context(ResultsFile(path, run))
 
-        def converse(seed: int) -> Conversation:
+        def chat_completions(seed: int) -> Conversation:
             return ChatConversation(server, model=model, sampling=plan.sampling, seed=seed)
+
+        converse: Converse = chat_completions
+        if plan.chat is not None:
+            converse = native_converse(server, plan.chat, settings=plan.settings, sampling=plan.sampling)
 
         await evaluate(
             client,
@@ -198,6 +220,7 @@ def _settings_json(plan: _Plan, *, url: str, model: str, tasks: list[Task]) -> M
     settings: dict[str, JsonValue] = {
         "endpoint": url,
         "model": model,
+        "api": "chat completions" if plan.chat is None else "generate",
         "sampling": _plain(asdict(plan.sampling)),
         "agent": _plain(asdict(plan.settings)),
         "task_versions": {task.task_id: task.version for task in tasks},

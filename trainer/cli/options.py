@@ -37,7 +37,7 @@ def make_client(target: str, tls_ca: Path | None, *, run: str = "evaluation") ->
 def read_settings(file: Path | None, **changes: Any) -> AgentSettings:
     """Return the agent's settings: a file's, with what flags change.
 
-    The file holds them at its top, or under `agent:` as a configuration for training does.
+    The file holds them at its top or under `agent:`, and that under `envd:` in a configuration for training.
 
     Raises:
         UsageError: It cannot be read, has an unknown key, or its budgets do not add up.
@@ -48,8 +48,9 @@ def read_settings(file: Path | None, **changes: Any) -> AgentSettings:
             held = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise UsageError(f"--agent {file} cannot be read: {error}") from error
-        if isinstance(held, dict) and isinstance(held.get("agent"), dict):
-            held = held["agent"]
+        for key in ("envd", "agent"):
+            if isinstance(held, dict) and isinstance(held.get(key), dict):
+                held = held[key]
         if not isinstance(held, dict):
             raise UsageError(f"--agent {file} holds no settings; write lines such as `max_turns: 15`")
     given = {name: value for name, value in changes.items() if value is not None}

@@ -12,7 +12,8 @@ with EnvClient("127.0.0.1:50051") as client, client.reset("desktop/note-hello") 
 ```
 
 `AsyncEnvClient` is the same with `async with` and `await`, for many episodes at once. `reset_group` opens a group that
-begins in one state, and `fork` branches an episode where it stands.
+begins in one state, and `fork` branches an episode where it stands. Both take several hosts, and open episodes where
+machines are free; `shared_client` gives a process one client for all its event loops. See docs/client.md.
 
 Every call has a deadline. A call that the network loses is made again under the same request id until then, so the
 service performs it once; actions are never repeated. While an episode is open its lease is kept, however long a model
@@ -37,6 +38,7 @@ EnvError
 │   └── ScopeTooSmall     the token is for other calls
 ├── NotSupported          not in the daemon's release
 ├── MessageTooLarge       more than 64 MiB in one message
+├── ClientClosed          the client was closed, and its connections with it
 ├── PoolExhausted         no machine came free before the deadline
 ├── RateLimited           more calls than the token may make, up to the deadline
 ├── Unavailable           the daemon could not be reached before the deadline

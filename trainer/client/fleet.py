@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 from trainer.client.connection import Connection
-from trainer.client.errors import EnvError, PoolExhausted, Unavailable
+from trainer.client.errors import Draining, EnvError, PoolExhausted, RateLimited, SampleVoid, Unavailable
 from trainer.client.gate import Gate
 from trainer.client.host import Host, HostState, HostStatistics
 from trainer.client.opening import OpeningRequest
@@ -52,6 +52,8 @@ class Order:
     """Hosts that never will, and why."""
     error: EnvError | None = None
     """What was met last."""
+    resumes_s: float = 0.0
+    """When the only host that can is asked again, by the loop's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,27 +146,34 @@ class Fleet:
                 return host, response
 
     def _note_refusal(self, order: Order, host: Host, error: EnvError) -> None:
-        """Note what a host's error means for it; raise it where no host can do better in time."""
+        """Note what a host's error means for it; raise it where no other try would do better."""
+        verdict = judge(error)
         policy = self._retry
-        match judge(error):
+        if self._is_sole(order):
+            pause_s = retry_pause_s(error, attempt=0, policy=policy, jitter=self._rng.random())
+            if verdict is not Verdict.LATER or pause_s is None:
+                raise error
+            order.resumes_s = asyncio.get_running_loop().time() + pause_s
+            return
+        match verdict:
             case Verdict.FINAL:
                 raise error
+            case Verdict.UNKNOWN:
+                host.rest(policy.reconnect_timeout.total_seconds(), because=error)
             case Verdict.ELSEWHERE:
                 order.ruled_out[host] = error
-                return
+                if isinstance(error, SampleVoid):
+                    # A host that fails fast always has room, and would draw all that is to be opened.
+                    host.rest(policy.max_pause.total_seconds(), because=error)
             case Verdict.LATER:
-                pause_s = retry_pause_s(error, attempt=0, policy=policy, jitter=self._rng.random())
-            case Verdict.UNKNOWN:
-                if self._is_sole(order):
-                    raise error
-                pause_s = policy.reconnect_timeout.total_seconds()
-        if pause_s is None:
-            raise error
-        if isinstance(error, PoolExhausted) and not self._is_sole(order):
-            # Whoever stands in no line gets nothing; and when there is room, the host tells that by itself.
-            pause_s = min(pause_s, policy.max_pause.total_seconds())
-        host.rest(order.task, order.pool, pause_s)
-        _logger.info("%s opens nothing now: %s: %s", host.target, error.code, error)
+                pause = error.retry_after or policy.max_pause
+                if isinstance(error, PoolExhausted):
+                    # Whoever stands in no line gets nothing; and when there is room, the host tells that by itself.
+                    pause = min(pause, policy.max_pause)
+                is_wide = isinstance(error, Draining | RateLimited)
+                only = None if is_wide else (order.task, order.pool)
+                jitter_s = self._rng.random() * policy.first_pause.total_seconds()
+                host.rest(pause.total_seconds() + jitter_s, because=error, only=only)
 
     async def _place(self, order: Order) -> Host:
         """Return the host that shall open the episodes, once there is one. Raises: EnvError: There will be none."""
@@ -177,7 +186,9 @@ class Fleet:
             candidates = [order.host] if order.host is not None else self._listed
             candidates = [host for host in candidates if host not in order.ruled_out]
             there = [host for host in candidates if is_sole or host.state is HostState.UP]
-            rests_s = {host: host.rests_until_s(order.task, order.pool) for host in there}
+            rests_s = {
+                host: order.resumes_s if is_sole else host.rests_until_s(order.task, order.pool) for host in there
+            }
             rested = {host: host.standing(order.task, order.pool) for host in there if rests_s[host] <= now_s}
             if now_s < order.deadline_s and (chosen := choose(rested, size=order.size, rng=self._rng)) is not None:
                 return chosen
@@ -204,7 +215,10 @@ class Fleet:
         return order.error or self._nobody()
 
     def _nobody(self) -> Unavailable:
-        told = [f"{host.target} {host.state.value}: {host.problem or 'not heard of'}" for host in self._listed]
+        told = [
+            f"{host.target} {host.state.value}: {host.problem or host.refusal or 'not heard of'}"
+            for host in self._listed
+        ]
         told += [f"{name} cannot be resolved: {problem}" for name, problem in self._unresolved.items()]
         return Unavailable(f"no host is there for new episodes: {'; '.join(told)}", code="UNAVAILABLE")
 
@@ -215,16 +229,22 @@ class Fleet:
         if self._is_only:
             return [await ask(self._listed[0])]
         await self.look(asyncio.get_running_loop().time() + timeout.total_seconds())
-        hosts = [host for host in self._listed if host.state is not HostState.DOWN] or self._listed
+        hosts = [host for host in self._listed if host.state is HostState.UP] or self._listed
         if not hosts:
             raise self._nobody()
         answers = await asyncio.gather(*(ask(host) for host in hosts), return_exceptions=True)
+        answered: list[Result] = []
+        failed: list[EnvError] = []
         for host, answer in zip(hosts, answers, strict=True):
-            if isinstance(answer, BaseException):
+            if not isinstance(answer, BaseException):
+                answered.append(answer)
+            elif isinstance(answer, EnvError):
                 _logger.warning("%s is left out: %s", host.target, answer)
-        answered = [answer for answer in answers if not isinstance(answer, BaseException)]
+                failed.append(answer)
+            else:
+                raise answer
         if not answered:
-            raise next(answer for answer in answers if isinstance(answer, BaseException))
+            raise failed[0]
         return answered
 
     async def look(self, deadline_s: float) -> None:

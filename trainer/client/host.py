@@ -79,10 +79,12 @@ class Host:
         self.state = HostState.UNKNOWN
         self.problem: EnvError | None = None
         """What it met last, while it is DOWN."""
+        self.refusal: EnvError | None = None
+        """What it said when it opened nothing, last."""
         self._changed = changed
         self._pools: Sequence[Pool] = ()
         self._told_s = 0.0
-        self._rests_until_s: dict[tuple[str, str], float] = {}
+        self._rests_until_s: dict[tuple[str, str] | None, float] = {}
         self._pool_by_task: dict[str, str] = {}
         self._rebuilding = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
@@ -107,13 +109,15 @@ class Host:
         """Note in which pool a task's episodes are opened here."""
         self._pool_by_task[task] = pool
 
-    def rest(self, task: str, pool: str, pause_s: float) -> None:
-        """Open no episodes of a task in a pool here for so long."""
-        self._rests_until_s[task, pool] = asyncio.get_running_loop().time() + pause_s
+    def rest(self, pause_s: float, *, because: EnvError, only: tuple[str, str] | None = None) -> None:
+        """Open no episodes here for so long, or none of a task in a pool."""
+        self._rests_until_s[only] = asyncio.get_running_loop().time() + pause_s
+        self.refusal = because
+        _logger.info("%s opens nothing now, for %.1f s: %s: %s", self.target, pause_s, because.code, because)
 
     def rests_until_s(self, task: str, pool: str) -> float:
         """Return when it may be asked for such episodes again, by the loop's clock; may be past."""
-        return self._rests_until_s.get((task, pool), 0.0)
+        return max(self._rests_until_s.get(None, 0.0), self._rests_until_s.get((task, pool), 0.0))
 
     async def rebuild(self, message: env_pb2.Observation, base: Observation | None = None) -> Observation:
         """Return what an agent sees; arguments and errors are those of `read_observation`.

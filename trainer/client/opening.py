@@ -11,7 +11,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from cuaenv.v1 import env_pb2
 
@@ -22,6 +22,9 @@ from trainer.client.placement import Verdict, judge
 from trainer.client.retry import retry_pause_s
 
 _logger = logging.getLogger(__name__)
+
+#: How long the answer to what was given up may take, beyond the time that the service was given.
+_ANSWER_S: Final = 5.0
 
 OpeningRequest = env_pb2.ResetRequest | env_pb2.ForkRequest
 
@@ -124,10 +127,10 @@ class Opener:
 
     async def _collect(self, method: str, request: OpeningRequest, running: asyncio.Task[Any] | None) -> None:
         loop = asyncio.get_running_loop()
-        # The service gives up by itself then, so that there is nothing to wait for.
-        wait = request.ready_timeout if isinstance(request, env_pb2.ResetRequest) else None
-        wait_s = wait.ToTimedelta() if wait is not None else self._connection.retry.attempt_timeout
-        until_s = loop.time() + wait_s.total_seconds()
+        # The service gives up by itself after that, and says so.
+        asked = request.ready_timeout if isinstance(request, env_pb2.ResetRequest) else None
+        wait = asked.ToTimedelta() if asked is not None else self._connection.retry.attempt_timeout
+        until_s = loop.time() + wait.total_seconds() + _ANSWER_S
         try:
             while True:
                 if running is None:

@@ -19,6 +19,8 @@ from trainer.client.errors import (
     PoolExhausted,
     PoolNotFound,
     RateLimited,
+    SampleVoid,
+    SetupFailed,
     TaskNotFound,
     Unavailable,
 )
@@ -79,7 +81,7 @@ def choose(standings: Mapping[Key, Standing], *, size: int, rng: random.Random) 
         (key,) = rng.choices(list(weights), [max(weight, 1) for weight in weights.values()])
         drawn.append(key)
         del weights[key]
-    return max(drawn, key=lambda key: standings[key].free_share, default=None)
+    return max(drawn, key=lambda key: (standings[key].free_share, standings[key].room), default=None)
 
 
 class Verdict(Enum):
@@ -99,6 +101,8 @@ def judge(error: EnvError) -> Verdict:
     """Return what an error of `Reset` or `Fork` says about opening the same episodes elsewhere."""
     if isinstance(error, GroupTooLarge | TaskNotFound | PoolNotFound):
         return Verdict.ELSEWHERE
+    if isinstance(error, SampleVoid) and error.reason and not isinstance(error, SetupFailed):
+        return Verdict.ELSEWHERE  # the fault of one host; a setup that fails is the task's, and would fail everywhere
     if isinstance(error, PoolExhausted | RateLimited):
         return Verdict.LATER
     if isinstance(error, Unavailable | DeadlineExceeded):

@@ -29,12 +29,13 @@ class EnvClient:
         targets: str | Sequence[str],
         *,
         run: str = "",
+        max_episodes: int | None = None,
         retry: RetryPolicy | None = None,
         token: str | None = None,
         tls: Tls | None = None,
     ) -> None:
         """Remember where the daemons are; arguments and errors are those of `AsyncEnvClient`."""
-        self._client = AsyncEnvClient(targets, run=run, retry=retry, token=token, tls=tls)
+        self._client = AsyncEnvClient(targets, run=run, max_episodes=max_episodes, retry=retry, token=token, tls=tls)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"EnvClient:{targets}", daemon=True)
         self._thread.start()

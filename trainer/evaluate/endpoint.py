@@ -118,6 +118,18 @@ class Endpoint:
             raise EndpointError(f"{self.url} serves {len(names)} models ({', '.join(names[:8])}); name one")
         return names[0]
 
+    async def model_path(self) -> str:
+        """Return the path of the model that SGLang serves, as `/get_model_info` tells it. Raises: EndpointError."""
+        try:
+            async with self._session.get(f"{self.url}/get_model_info") as response:
+                response.raise_for_status()
+                return str((await response.json())["model_path"])
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            raise EndpointError(
+                f"{self.url}/get_model_info does not say which model is served ({type(error).__name__}: {error});"
+                " is it SGLang's base URL, such as http://127.0.0.1:30000? Or name the model"
+            ) from error
+
     async def _try(self, path: str, body: Mapping[str, Any]) -> tuple[Mapping[str, Any] | str, float]:
         """Return the answer, or in words why there is none, and for how many seconds the server is to be left alone.
 

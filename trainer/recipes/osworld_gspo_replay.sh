@@ -25,7 +25,8 @@ ROLLOUT_ARGS=(
    --custom-config-path "$CONFIG"
    --rollout-shuffle
    --rollout-temperature 0.8
-   --rollout-top-p 0.95
+   # The pool of successes is saved with each checkpoint.
+   --data-source-path trainer.slime.replay.data_source
    --rollout-stop "</tool_call>"
    --rollout-max-context-len 13312
    --rollout-max-response-len 400
@@ -47,6 +48,7 @@ GRPO_ARGS=(
    --kl-loss-coef 0.01
    --kl-loss-type low_var_kl
    --entropy-coef 1e-4
+   --use-tis
 )
 
 OPTIMIZER_ARGS=(

@@ -9,6 +9,7 @@
 --custom-rollout-log-function-path    trainer.slime.metrics.log_rollout
 --custom-eval-rollout-log-function-path  trainer.slime.metrics.log_evaluation
 --rollout-sample-hook-path            trainer.slime.hooks.record_sample
+--rollout-function-path               trainer.slime.sft.generate_rollout      for a supervised warm-up
 --custom-config-path                  a YAML file whose `envd:` mapping is trainer.slime.config.SlimeConfig
 ```
 """

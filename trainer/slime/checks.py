@@ -46,6 +46,12 @@ def refusals(args: Any, config: SlimeConfig) -> Iterator[str]:
             f"envd.agent.context_tokens is {config.agent.context_tokens}, but --rollout-max-context-len is {longest}:"
             " make them agree"
         )
+    members = getattr(args, "n_samples_per_prompt", 1)
+    if config.group == "fork" and 0 < config.max_episodes < members:
+        yield (
+            f"envd.max_episodes is {config.max_episodes}, and a group of {members} (--n-samples-per-prompt) is opened"
+            " whole: raise it, or set envd.group to off"
+        )
     unit = row_unit(args)
     if config.agent.images_per_row and unit and config.pad_rows_to % unit:
         yield (

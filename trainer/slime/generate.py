@@ -35,7 +35,8 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     check(args, config)
     task = task_of(sample, config.task_key)
     # A sample that comes again was aborted or failed, and its group's machines are long gone.
-    is_alone = evaluation or config.group == "off" or sample.status.name != "PENDING"
+    is_again = sample.status.name != "PENDING"
+    is_alone = evaluation or is_again or config.group == "off" or sample.group_index is None
     # With rows it is a list always, for slime looks at the first member of a batch to tell what the others are.
     multiple = config.pad_rows_to if config.agent.images_per_row and not evaluation else None
     freshen(sample)

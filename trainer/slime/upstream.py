@@ -28,6 +28,7 @@ class Sample(Protocol):
     prompt: Any
     label: Any
     tokens: list[int]
+    multimodal_inputs: dict[str, Any] | None
     multimodal_train_inputs: dict[str, Any] | None
     response: str
     response_length: int
@@ -88,6 +89,14 @@ def generate_state(args: Any) -> GenerateState:
 def data_source(args: Any) -> Any:
     """Return slime's own source of samples."""
     return import_module("slime.rollout.data_source").RolloutDataSourceWithBuffer(args)
+
+
+def sft_tools(checkpoint: str, mask_type: str) -> tuple[Any, Any, Any]:
+    """Return a checkpoint's tokenizer and processor, and what makes loss masks of conversations."""
+    processing, masks = import_module("slime.utils.processing_utils"), import_module("slime.utils.mask_utils")
+    tokenizer = processing.load_tokenizer(checkpoint, trust_remote_code=True)
+    processor = processing.load_processor(checkpoint, trust_remote_code=True)
+    return tokenizer, processor, masks.MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=mask_type)
 
 
 async def post(url: str, payload: Mapping[str, Any], *, max_retries: int, headers: Mapping[str, str] | None) -> Any:

@@ -51,7 +51,7 @@ class SglangServer:
         self._image_id = self._tokenizer.convert_tokens_to_ids("<|image_pad|>")
         self._end_id = self._tokenizer.eos_token_id
         self._unspeakable = [i for i in self._tokenizer.all_special_ids if i != self._end_id]
-        self._script = script
+        self.script = script
         self._aborted_count = 0
         # One thread: torch's generator is shared, and two cores gain nothing by more.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tiny-model")
@@ -122,7 +122,7 @@ class SglangServer:
         images = [_decoded(uri) for uri in payload.get("image_data") or ()]
         inputs = self._processor.image_processor(images=images, return_tensors="pt") if images else {}
         prompt = self._expanded(payload["input_ids"], inputs.get("image_grid_thw", ()))
-        wanted = self._script(self._tokenizer.decode(payload["input_ids"])) if self._script else None
+        wanted = self.script(self._tokenizer.decode(payload["input_ids"])) if self.script else None
         room = int(payload["sampling_params"]["max_new_tokens"])
         temperature = float(payload["sampling_params"].get("temperature", 1.0))
         if wanted is None:

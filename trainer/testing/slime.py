@@ -187,7 +187,7 @@ class ScriptedEngine:
         self.requests: list[Mapping[str, Any]] = []
         self.finish = "stop"
         self.prompt_token_error = 0
-        self._say = say
+        self.say = say
         self._tokenizer = Tokenizer()
 
     async def post(
@@ -198,7 +198,7 @@ class ScriptedEngine:
         sizes = [Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).size for uri in _images(payload)]
         prompt: Sequence[int] = payload["input_ids"]
         image_tokens = sum(rows * columns // _MERGE**2 for _, rows, columns in (_grid(*size) for size in sizes))
-        ids = self._tokenizer.encode(self._say(self._tokenizer.decode(prompt)) + END)
+        ids = self._tokenizer.encode(self.say(self._tokenizer.decode(prompt)) + END)
         ids = ids[: payload["sampling_params"]["max_new_tokens"]]
         finish = self.finish if ids[-1] == self._tokenizer.convert_tokens_to_ids(END) else "length"
         return {

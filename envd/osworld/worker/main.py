@@ -2,8 +2,7 @@
 
 Runs with a control socket (SOCK_SEQPACKET) and the directories that jobs must see. There it says first what it is,
 `{"ready": {"verbs": [], "getters": [], "metrics": []}}` or `{"error": ""}`, and then takes jobs: each message carries
-one stream socket.
-On that socket, a line of JSON each, comes the job and go out
+one stream socket. On that socket, a line of JSON each, comes the job and go out
 
 - `{"port": 5000}` with a listening socket of the sandbox's loopback: whoever accepts on it is the guest in there;
 - `{"result": {}}` or `{"failure": ""}`, from within the sandbox, hence to be mistrusted;
@@ -18,7 +17,6 @@ import os
 import select
 import signal
 import socket
-import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -65,9 +63,12 @@ def _keep(number: int, channel: socket.socket, tools: jobs.Toolbox, visible: lis
         sandbox.separate(number)
         with socket.create_server(("127.0.0.1", GUEST_PORT)) as listener:
             socket.send_fds(channel, [_line({"port": GUEST_PORT})], [listener.fileno()])
+        # Readable, for it is at its end, once this process is gone.
+        alive, held = os.pipe()
         runner = os.fork()
         if runner == 0:
-            _run(number, channel, job, tools, visible=visible, limits=limits)
+            os.close(held)
+            _run(number, channel, job, tools, alive=alive, visible=visible, limits=limits)
         end = _wait(runner, channel, limits.time_s)
     except BaseException as error:
         end = f"{type(error).__name__}: {error}"
@@ -81,8 +82,7 @@ def _wait(runner: int, channel: socket.socket, time_s: float) -> str:
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     poll.register(channel, select.POLLRDHUP)
-    deadline_s = time.monotonic() + time_s
-    events = poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000)
+    events = poll.poll(time_s * 1000)
     if not any(ready == handle for ready, _ in events):
         # The first process of its namespace: all others there go with it.
         os.kill(runner, signal.SIGKILL)
@@ -98,6 +98,7 @@ def _run(
     job: dict[str, Any],
     tools: jobs.Toolbox,
     *,
+    alive: int,
     visible: list[str],
     limits: sandbox.Limits,
 ) -> NoReturn:
@@ -106,6 +107,11 @@ def _run(
     try:
         sandbox.die_with_parent()
         sandbox.enclose(number, visible=visible, files=job["files"], limits=limits)
+        # Whoever becomes another user forgets what its parent's end means to it; meanwhile it may have come.
+        sandbox.die_with_parent()
+        if select.select([alive], [], [], 0)[0]:
+            os._exit(1)
+        os.close(alive)
         log = os.open("log", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         for stream in (1, 2):
             os.dup2(log, stream)

@@ -47,7 +47,7 @@ class OnScreen(LeafCheck):
     kind: Literal["on_screen"]
     role: str = ""
     """As AT-SPI calls it, such as `push-button`."""
-    name: Regex = ""
+    named: Regex = ""
     """Regular expression, searched for in its name."""
     value: Regex = ""
     """Regular expression, searched for in its text or number."""
@@ -57,14 +57,14 @@ class OnScreen(LeafCheck):
 
     @model_validator(mode="after")
     def _names_something(self) -> Self:
-        if not (self.role or self.name or self.value):
-            raise ValueError("give role, name, value or several of them")
+        if not (self.role or self.named or self.value):
+            raise ValueError("give role, named, value or several of them")
         return self
 
     @property
     def subject(self) -> str:
         """What is looked for."""
-        return self.name or self.value or self.role
+        return self.named or self.value or self.role
 
     async def look(self, scene: Scene) -> Verdict:
         """See `LeafCheck`."""
@@ -88,7 +88,7 @@ def judge_screen(seen: Elements, checker: OnScreen) -> Verdict:
 def _fits(element: Element, checker: OnScreen) -> bool:
     return (
         checker.role in ("", element.role)
-        and re.search(checker.name, element.name) is not None
+        and re.search(checker.named, element.name) is not None
         and re.search(checker.value, element.value) is not None
         and set(checker.states) <= set(element.states)
     )

@@ -48,7 +48,7 @@ def _read_file(path: Traversable, source: Source) -> Found:
         yield from _read_rows(read_rows(Path(str(path))), source)
         return
     if path.name.endswith(".jsonl"):
-        yield from _read_rows(map(parse_json, read_text(path).splitlines()), source)
+        yield from _read_rows(map(_read_line, read_text(path).rstrip().split("\n")), source)
         return
     document = read_document(path)
     content = document.content
@@ -70,10 +70,20 @@ def _read_file(path: Traversable, source: Source) -> Found:
 def _read_rows(rows: Iterable[object], source: Source) -> Found:
     for number, row in enumerate(rows, start=1):
         where = f"{source.file}: row {number}"
-        if isinstance(row, Mapping):
+        if isinstance(row, ValueError):
+            yield Problem(where=where, message=str(row))
+        elif isinstance(row, Mapping):
             yield from make_task(source, partial(read_row, row), locate=partial(_in_row, where))
         else:
             yield Problem(where=where, message="not an object")
+
+
+def _read_line(line: str) -> object:
+    """Return a row, or what is wrong with its line, so that those after it are still read."""
+    try:
+        return parse_json(line)
+    except ValueError as error:
+        return error
 
 
 def _in_row(where: str, _place: Place) -> str:

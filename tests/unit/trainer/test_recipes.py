@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trainer.areal.config import ArealConfig
 from trainer.recipes import catalogue
 from trainer.recipes.catalogue import STAGES, RecipeError, effective, launcher, names
+from trainer.slime.config import SlimeConfig
 
 ALL = ["areal_osworld", "osworld_gspo_replay", "qwen35vl_slime_head", "smoke_text", "windows_grpo"]
 #: Rows of one rollout or, for AReaL, of one group: samples times rows of an episode.
@@ -37,6 +39,8 @@ def test_every_key_is_taken_by_the_plug_in_that_gets_it(name: str, stage: str) -
     dumped = yaml.safe_load(yaml.safe_dump(made.config))
     assert dumped == made.config
     assert dumped["envd"]["agent"]["step_timeout_s"] == 180.0
+    read = ArealConfig.from_mapping if name == "areal_osworld" else SlimeConfig.from_mapping
+    assert read(dumped["envd"]).agent == made.agent
 
 
 @pytest.mark.parametrize("name", ALL)

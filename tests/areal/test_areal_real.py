@@ -1,26 +1,27 @@
 """AReaL itself runs our workflow: its own classes, its own check of what a workflow returns, torch's tensors.
 
-Run by `make areal-proof`, in an environment that has areal. Elsewhere it is skipped, and the doubles of
-`test_areal_group.py` stand for AReaL; here it is checked that they have the real ones' fields.
+Run by `make areal-proof`, in an environment that has areal. Elsewhere `tests/e2e/test_areal_group.py` has doubles stand
+for AReaL; here it is checked that they have the real ones' fields.
 """
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from envd.hypervisor.fake import Faults
 from envd.testing.server import serve_fake
 from trainer.agent.grammars import grammar
-from trainer.areal.config import ConfigError
+from trainer.areal.config import ArealConfig, ConfigError
 from trainer.client import Action, Click, Done
+from trainer.recipes.catalogue import effective
 from trainer.testing.areal import ModelResponse, ScriptedEngine
 from trainer.testing.slime import Processor, Tokenizer
 
-areal = pytest.importorskip("areal", reason="AReaL IS NOT PROVEN HERE: run `make areal-proof`")
-torch = pytest.importorskip("torch", reason="AReaL IS NOT PROVEN HERE: run `make areal-proof`")
 pytestmark = [
     pytest.mark.areal,
     pytest.mark.timeout(300),
@@ -71,6 +72,7 @@ def real_response(**fields: Any) -> Any:
 
 
 async def test_areal_takes_the_rows_of_a_group() -> None:
+    import torch
     from areal.api.workflow_api import RolloutWorkflow
     from areal.infra.workflow_executor import check_trajectory_format
     from areal.utils.data import concat_padded_tensors
@@ -139,3 +141,42 @@ async def test_areals_own_grouping_joins_our_groups() -> None:
         rows = await grouped.arun_episode(engine, {"task_id": "fake/count-to-five"})
     assert rows is not None
     assert rows["input_ids"].shape[0] == 12
+
+
+@pytest.mark.parametrize("stage", ["smoke-text", "smoke", "full"])
+def test_areal_takes_the_recipes_file_in_every_stage(stage: str, tmp_path: Path) -> None:
+    config = load(effective("areal_osworld", stage=stage).config, tmp_path)
+    assert (config.actor.eps_clip, config.rollout.max_head_offpolicyness) == (0.4, 4)
+    assert config.actor.rejection_sampling.upper == 5.0
+    # What the workflow is started with in AReaL's workers.
+    assert ArealConfig.from_mapping(config.envd).agent.max_turns == (15 if stage == "full" else 3)
+
+
+def test_areal_refuses_a_key_that_it_does_not_know(tmp_path: Path) -> None:
+    held = dict(effective("areal_osworld", stage="full").config)
+    held["actor"] = {**held["actor"], "eps_clipp": 0.4}
+    with pytest.raises(Exception, match="eps_clipp"):
+        load(held, tmp_path)
+
+
+def load(held: Mapping[str, Any], directory: Path) -> Any:
+    from areal.api.cli_args import parse_cli_args, to_structured_cfg
+    from omegaconf import OmegaConf
+
+    from trainer.areal.train import DesktopConfig
+
+    file = directory / "config.yaml"
+    file.write_text(yaml.safe_dump(dict(held), sort_keys=False))
+    read, _ = parse_cli_args(["--config", str(file)])
+    return OmegaConf.to_object(to_structured_cfg(read, config_cls=DesktopConfig))
+
+
+def test_tasks_are_read_line_by_line(tmp_path: Path) -> None:
+    from trainer.areal.train import read_rows
+
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"prompt": [], "metadata": {"task_id": "fake/enable"}}\n')
+    assert read_rows(file, task_key="task_id") == [{"task_id": "fake/enable"}]
+    file.write_text("{}\n")
+    with pytest.raises(ConfigError, match="is no list of tasks"):
+        read_rows(file, task_key="task_id")

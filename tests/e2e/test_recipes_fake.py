@@ -1,0 +1,39 @@
+"""The first stage of every recipe, on drawn desktops: it needs no GPU, no model and no slime."""
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import PIPE
+from pathlib import Path
+
+import pytest
+
+from envd.testing.server import serve_fake
+from trainer.recipes.catalogue import launcher, names
+
+pytestmark = pytest.mark.timeout(120)
+
+
+async def smoke_env(name: str, target: str, run_dir: Path, *, task: str = "fake/enable") -> tuple[int | None, str]:
+    variables = {"ENVD_TARGET": target, "SMOKE_TASK": task, "PYTHON": sys.executable, "RUN_DIR": str(run_dir)}
+    process = await asyncio.create_subprocess_exec(
+        "bash", str(launcher(name)), "smoke-env", stdout=PIPE, stderr=PIPE, env={**os.environ, **variables}
+    )
+    out, err = await process.communicate()
+    return process.returncode, out.decode() + err.decode()
+
+
+@pytest.mark.parametrize("name", names())
+async def test_desktops_answer_before_anything_else_is_started(name: str, tmp_path: Path) -> None:
+    async with serve_fake(size=1) as server:
+        status, said = await smoke_env(name, server.address, tmp_path / "run")
+    assert status == 0, said
+    assert "score 0.00 after 1 turns (done)" in said
+    assert (tmp_path / "run" / "fake.enable-0.html").is_file()
+
+
+async def test_a_task_that_is_not_there_ends_it_with_the_reason(tmp_path: Path) -> None:
+    async with serve_fake(size=1) as server:
+        status, said = await smoke_env("smoke_text", server.address, tmp_path / "run", task="fake/none")
+    assert status == 1
+    assert "the daemon serves no fake/none" in said

@@ -1,0 +1,80 @@
+"""64 rollouts at once in one event loop: each comes back whole, and the loop stays free for the others."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from envd.testing.served import ServedDaemon
+from trainer.agent.grammars import grammar
+from trainer.client import Action, Click, Done
+from trainer.slime.generate import generate
+from trainer.slime.samples import facts_of
+from trainer.testing.slime import Sample, ScriptedEngine, stand_in_slime
+from trainer.testing.slime_job import slime_args
+
+pytestmark = pytest.mark.timeout(280)
+
+COUNT = 64
+TASK = "fake/count-to-five"
+PLAN: list[list[Action]] = [[Click(640, 125, count=3)], [Click(640, 125, count=2)], [Done()]]
+CONFIG = f"""\
+[hypervisor]
+uri = "fake"
+
+[pools.desktop]
+image = "desktop"
+size = 8
+capacity = {COUNT + 8}
+"""
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    served = ServedDaemon(tmp_path / "state", CONFIG)
+    try:
+        served.wait_for(r"pool desktop: (ready)")
+        yield served.wait_for(r"listening on (\S+)")
+    finally:
+        served.end()
+
+
+class Pulse:
+    """How long the loop's thread was busy before it came back to a task, in seconds of its own processor time.
+
+    Not by the clock: on a machine with other work that would measure the others.
+    """
+
+    def __init__(self) -> None:
+        self.busy_s: list[float] = []
+
+    async def beat(self) -> None:
+        while True:
+            before_s = time.thread_time()
+            await asyncio.sleep(0.001)
+            self.busy_s.append(time.thread_time() - before_s)
+
+    @property
+    def p99_s(self) -> float:
+        return sorted(self.busy_s)[int(len(self.busy_s) * 0.99)]
+
+
+async def test_64_rollouts_share_a_loop_that_stays_free(address: str) -> None:
+    engine = ScriptedEngine(
+        lambda prompt: grammar("qwen3-vl").render(PLAN[prompt.count("<|im_start|>assistant\n") - 1])
+    )
+    agent = {"max_turns": 4, "prompt_tokens": 8192, "reply_tokens": 400, "image_max_pixels": 262_144}
+    args = slime_args({"hosts": [address], "agent": agent}, n_samples_per_prompt=8, sglang_server_concurrency=COUNT)
+    samples = [Sample(group_index=i // 8, index=i, metadata={"task_id": TASK}) for i in range(COUNT)]
+    pulse = Pulse()
+    beating = asyncio.create_task(pulse.beat())
+    with stand_in_slime(engine):
+        await asyncio.gather(*(generate(args, sample, {"max_new_tokens": 400}) for sample in samples))
+    beating.cancel()
+    print(f"\n{len(pulse.busy_s)} beats: p99 {pulse.p99_s * 1000:.1f} ms, worst {max(pulse.busy_s) * 1000:.1f} ms")
+    assert [sample.reward for sample in samples] == [1.0] * COUNT
+    origins = [{facts_of(sample)["origin"] for sample in samples[first : first + 8]} for first in range(0, COUNT, 8)]
+    assert all(len(group) == 1 for group in origins)
+    assert pulse.p99_s < 0.05

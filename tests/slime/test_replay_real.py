@@ -1,0 +1,75 @@
+"""Replay in slime's own rollout: what one rollout solved, a later one that fails is shown, and it trains on it."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.agent.grammars import grammar
+from trainer.client import Click, Done
+from trainer.slime import replay
+from trainer.slime.config import SlimeConfig
+from trainer.slime.samples import facts_of
+from trainer.testing.sglang import SglangServer
+from trainer.testing.slime_job import SlimeJob, check_sample, flatten, slime_args, write_tasks
+
+pytestmark = [pytest.mark.slime, pytest.mark.timeout(300)]
+
+SAY = grammar("qwen3-vl").render
+AGENT = {"max_turns": 4, "image_max_pixels": 65_536, "reply_tokens": 96, "prompt_tokens": 4096, "context_tokens": 8192}
+
+
+@pytest.fixture
+def plan() -> dict[int, str]:
+    """What the model is made to say, by the number of the reply; whatever it likes where nothing is planned."""
+    return {1: SAY([Click(640, 125, count=3), Click(640, 125, count=2)]), 2: SAY([Done()])}
+
+
+@pytest.fixture
+def job_of(
+    checkpoint: Path, fake_daemon: str, tmp_path: Path, plan: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    monkeypatch.setattr(replay, "_pools", {})
+    with ExitStack() as open_things:
+        engine = open_things.enter_context(
+            SglangServer(checkpoint, script=lambda prompt: plan.get(prompt.count("<|im_start|>assistant\n")))
+        )
+
+        def make(**changed: Any) -> SlimeJob:
+            given = {
+                "hf_checkpoint": str(checkpoint),
+                "prompt_data": str(write_tasks(tmp_path / "tasks.jsonl", ["fake/count-to-five"] * 4)),
+                "sglang_router_ip": engine.host,
+                "sglang_router_port": engine.port,
+                "n_samples_per_prompt": 2,
+            }
+            envd = {"hosts": [fake_daemon], "replay": {"seed": 1}, "engine_timeout_s": 60.0, "agent": AGENT}
+            return SlimeJob(slime_args(envd, **{**given, **changed}))
+
+        yield make
+
+
+def test_a_rollout_that_fails_trains_on_what_an_earlier_one_solved(job_of: Any, plan: dict[int, str]) -> None:
+    with job_of() as job:
+        solved = flatten(job.rollout().samples)
+        assert [sample.reward for sample in solved] == [1.0, 1.0]
+        assert len(replay.pool_of(SlimeConfig.from_args(job.args))) == 2
+
+    plan.clear()
+    plan[1] = SAY([Done()])
+    with job_of(dynamic_sampling_filter_path="trainer.slime.filters.keep_informative") as job:
+        groups = job.rollout(1).samples
+        data = job.train_data(groups)
+        for sample in flatten(groups):
+            check_sample(sample, image_id=job.image_id)
+    own, shown = flatten(groups)
+    assert facts_of(own)["task_score"] == 0.0
+    assert facts_of(shown)["replay"] == "behaviour_log_probs"
+    assert data["raw_reward"] == [0.0, 1.0]
+    assert data["rewards"][1] > 0 > data["rewards"][0]
+    original = next(sample for sample in solved if sample.tokens == shown.tokens)
+    assert data["rollout_log_probs"][1] == original.rollout_log_probs
+    for name, tensor in original.multimodal_train_inputs.items():
+        assert data["multimodal_train_inputs"][1][name].equal(tensor)
