@@ -131,8 +131,8 @@ unit: $(STAMP) ## Unit tests: milliseconds each, no machines
 vm-test: deps $(STAMP) image ## Only the tests that need real machines
 	@$(BIN)/python -m pytest -m vm tests
 
-docs: $(STAMP) ## Write docs/api.md from the comments in the proto
-	@$(BIN)/python docs/generate_api.py
+docs: $(STAMP) ## Write docs/api.md and the table of docs/suite.md
+	@$(BIN)/python docs/generate_api.py && $(BIN)/python docs/generate_suite.py
 
 format: $(STAMP) ## Rewrite the code as the linter wants it
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .

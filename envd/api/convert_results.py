@@ -28,6 +28,7 @@ from envd.guest.observation import (
     Unchanged,
 )
 from envd.tasks.model import Task
+from envd.tasks.templates import split_of
 
 _STATES = {
     EpisodeState.ACTIVE: env_pb2.Episode.STATE_ACTIVE,
@@ -140,7 +141,7 @@ def pool_messages(pools: Iterable[PoolInfo]) -> list[env_pb2.Pool]:
     return [_pool(pool) for pool in sorted(pools, key=lambda pool: pool.name)]
 
 
-def task_message(task: Task) -> env_pb2.Task:
+def task_message(task: Task, *, variant_count: int) -> env_pb2.Task:
     """Return a task as it travels, without its setup, checker and oracle."""
     return env_pb2.Task(
         task_id=task.task_id,
@@ -151,6 +152,9 @@ def task_message(task: Task) -> env_pb2.Task:
         tags=task.tags,
         max_steps=task.max_steps,
         os=task.os.value,
+        domain=task.domain,
+        split=split_of(task),
+        variant_count=variant_count,
     )
 
 

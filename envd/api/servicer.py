@@ -76,6 +76,9 @@ class TaskListing(Protocol):
     def list(self) -> Iterable[Task]:
         """Return them all."""
 
+    def variant_count(self, task_id: str) -> int:
+        """Return how many variants a task has."""
+
 
 class Episodes(Protocol):
     """What the servicer needs of `envd.episodes.service.EpisodeService`."""
@@ -273,8 +276,10 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
             page_size=request.page_size,
             page_token=request.page_token,
         )
+        catalogue = self._episodes.tasks
         return env_pb2.ListTasksResponse(
-            tasks=[task_message(task) for task in page.items], next_page_token=page.next_page_token
+            tasks=[task_message(task, variant_count=catalogue.variant_count(task.task_id)) for task in page.items],
+            next_page_token=page.next_page_token,
         )
 
     async def ReadGuestFile(

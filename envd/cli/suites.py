@@ -26,7 +26,7 @@ def load_tasks(config: Config, *, include_osworld: bool = True) -> TaskCatalogue
     directory = Environment(config.cache_dir).tasks
     if directory is None or not include_osworld or config.hypervisor_uri == "fake":
         return catalogue
-    return TaskCatalogue([*catalogue.list(), *osworld_tasks(directory)])
+    return catalogue.with_tasks(osworld_tasks(directory))
 
 
 def look_at_tasks(config: Config) -> Found:

@@ -1351,15 +1351,27 @@ class Tree:
         max_nodes: Nodes in all; the rest is left out and the root says `truncated="true"`.
         deadline_s: On the monotonic clock.
         only: Roles to describe; of the others only the element itself is there. Empty for all.
+        showing: Leave out what does not show, with all in it, and what programs say beyond role, name, states, place,
+            text and value. Each of those is a question to a program, so this takes a small part of the time.
     """
 
     MAX_DEPTH = 50
     MAX_WIDTH = 1024
     MAX_TEXT_LENGTH = 100_000
+    MAX_SHOWN_TEXT_LENGTH = 1000
 
-    def __init__(self, atspi: Any, *, max_nodes: int, deadline_s: float, only: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        atspi: Any,
+        *,
+        max_nodes: int,
+        deadline_s: float,
+        only: frozenset[str] = frozenset(),
+        showing: bool = False,
+    ) -> None:
         self._atspi = atspi
         self._only = only
+        self._showing = showing
         self._left = max_nodes
         self._deadline_s = deadline_s
         self._failure_count = 0
@@ -1368,7 +1380,11 @@ class Tree:
     def build(self, desktop: Any) -> ET.Element:
         """Return the tree of all applications."""
         root = ET.Element("desktop-frame")
-        for application in self._children(desktop):
+        applications = list(self._children(desktop))
+        if self._showing:
+            # Should time run out, then before the windows behind.
+            applications.sort(key=lambda application: not self._is_in_use(application))
+        for application in applications:
             # An application that hangs costs a time-out for each question: give up on it, not on the others.
             self._failure_count = 0
             self._append(root, application, 1)
@@ -1376,15 +1392,26 @@ class Tree:
             root.set("truncated", "true")
         return root
 
+    def _is_in_use(self, application: Any) -> bool:
+        active = self._atspi.StateType.ACTIVE
+        try:
+            return any(window.get_state_set().contains(active) for window in self._children(application))
+        except Exception:
+            return False
+
     def _append(self, parent: ET.Element, node: Any, depth: int) -> None:
         if self._left <= 0 or time.monotonic() > self._deadline_s:
             self.truncated = True
             return
-        self._left -= 1
         try:
+            # Applications, which stand at the top, show nothing themselves.
+            if self._showing and depth > 1 and not node.get_state_set().contains(self._atspi.StateType.SHOWING):
+                return
+            self._left -= 1
             element = self._element(node)
         except Exception:
             self._failure_count += 1
+            self.truncated = True
             return
         parent.append(element)
         if depth >= self.MAX_DEPTH:
@@ -1410,6 +1437,7 @@ class Tree:
                     yield child
         except Exception:
             self._failure_count += 1
+            self.truncated = True
 
     def _showing_cells(self, table: Any) -> Iterator[Any]:
         """Yield what shows of a sheet with millions of cells: the block that begins at the first showing cell."""
@@ -1443,7 +1471,8 @@ class Tree:
         states = {state.value_nick.replace("-", "_") for state in node.get_state_set().get_states()}
         for state in sorted(states):
             element.set(_qualified("st", state), "true")
-        for name, value in (node.get_attributes() or {}).items():
+        attributes = None if self._showing else node.get_attributes()
+        for name, value in (attributes or {}).items():
             if name:
                 element.set(_qualified("attr", name), _clean(value))
         if {"visible", "showing"} <= states and node.get_component_iface() is not None:
@@ -1451,8 +1480,13 @@ class Tree:
             element.set(_qualified("cp", "screencoord"), str((box.x, box.y)))
             element.set(_qualified("cp", "size"), str((box.width, box.height)))
         if node.get_text_iface() is not None:
-            length = min(atspi.Text.get_character_count(node), self.MAX_TEXT_LENGTH)
+            most = self.MAX_SHOWN_TEXT_LENGTH if self._showing else self.MAX_TEXT_LENGTH
+            length = min(atspi.Text.get_character_count(node), most)
             element.text = _clean(atspi.Text.get_text(node, 0, length)) or None
+        if self._showing:
+            if node.get_value_iface() is not None:
+                element.set(_qualified("val", "value"), str(atspi.Value.get_current_value(node)))
+            return element
         if node.get_image_iface() is not None:
             element.set("image", "true")
         if node.get_selection_iface() is not None:
@@ -1482,28 +1516,150 @@ def terminal_text(tree: ET.Element) -> str | None:
     return None
 
 
-def a11y_helper(what: str, max_nodes: int, timeout_s: float) -> int:
-    """Print the tree as XML, or the terminal's text as JSON, and return the exit status. Runs in its own process."""
-    try:
-        import gi  # noqa: PLC0415 - absent where nobody asks for the tree
+def describe(ask: Mapping[str, Any]) -> bytes:
+    """Return the tree as XML, or the terminal's text as JSON. Raises: ImportError, ValueError: there is no AT-SPI."""
+    atspi = import_atspi()
+    is_terminal = ask["what"] == "terminal"
+    tree = Tree(
+        atspi,
+        max_nodes=ask["max_nodes"],
+        deadline_s=time.monotonic() + ask["timeout_s"],
+        only=frozenset({"frame", "terminal"}) if is_terminal else frozenset(),
+        showing=ask["showing"] and not is_terminal,
+    )
+    # The registry answers late where it has yet to be started; a program that hangs must not take all the time.
+    atspi.set_timeout(8000, 8000)
+    desktop = atspi.get_desktop(0)
+    desktop.get_child_count()
+    atspi.set_timeout(1500, 3000)
+    root = tree.build(desktop)
+    if is_terminal:
+        return json.dumps(terminal_text(root)).encode()
+    for prefix, name in _NAMESPACES.items():
+        ET.register_namespace(prefix, _NAMESPACE_URL + name)
+    return bytes(ET.tostring(root, encoding="utf-8"))
 
-        gi.require_version("Atspi", "2.0")
-        from gi.repository import Atspi  # noqa: PLC0415
-    except (ImportError, ValueError) as error:
-        print(f"AT-SPI is missing in this guest ({error}); install python3-gi and gir1.2-atspi-2.0", file=sys.stderr)
-        return 3
-    # Half a second for an answer, two for an application that is just starting.
-    Atspi.set_timeout(500, 2000)
-    only = frozenset({"frame", "terminal"}) if what == "terminal" else frozenset[str]()
-    tree = Tree(Atspi, max_nodes=max_nodes, deadline_s=time.monotonic() + timeout_s, only=only)
-    root = tree.build(Atspi.get_desktop(0))
-    if what == "terminal":
-        print(json.dumps(terminal_text(root)))
-    else:
-        for prefix, name in _NAMESPACES.items():
-            ET.register_namespace(prefix, _NAMESPACE_URL + name)
-        sys.stdout.buffer.write(ET.tostring(root, encoding="utf-8"))
-    return 0
+
+def import_atspi() -> Any:
+    """Load AT-SPI's library, which takes seconds in an emulated guest. Raises: ImportError, ValueError."""
+    import gi  # noqa: PLC0415 - absent where nobody asks for the tree
+
+    gi.require_version("Atspi", "2.0")
+    from gi.repository import Atspi  # noqa: PLC0415
+
+    return Atspi
+
+
+def serve_a11y(asks: Iterable[bytes], answers: IO[bytes]) -> None:
+    """Answer questions, JSON a line, each from a fork of this process, which has AT-SPI loaded and never uses it.
+
+    So that each knows the programs as they are now, and no hanging program holds up the next. An answer is a line of
+    JSON, `{ok, length}`, and as many bytes: what was asked for, or why it cannot be had.
+    """
+    with suppress(ImportError, ValueError):
+        import_atspi()
+    for line in asks:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            ok, data = True, b""
+            try:
+                data = describe(json.loads(line))
+            except (ImportError, ValueError) as error:
+                told = f"AT-SPI is missing in this guest ({error}); install python3-gi and gir1.2-atspi-2.0"
+                ok, data = False, told.encode()
+            except Exception as error:
+                ok, data = False, f"{type(error).__name__}: {error}".encode()
+            with open(writing, "wb") as pipe:
+                pipe.write(data)
+            os._exit(0 if ok else 1)
+        os.close(writing)
+        with open(reading, "rb") as pipe:
+            data = pipe.read()
+        _, status = os.waitpid(child, 0)
+        answers.write(json.dumps({"ok": status == 0, "length": len(data)}).encode() + b"\n" + data)
+        answers.flush()
+
+
+class A11yHelper:
+    """The process that asks programs about themselves: started ahead of time, killed where it hangs, then started anew.
+
+    Not for threads: its user takes turns.
+    """
+
+    MAX_ANSWER_BYTES = 64 << 20
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start it, unless it runs. Raises: Refusal."""
+        if self._process is None or self._process.poll() is not None:
+            self.stop()
+            command = [sys.executable, os.path.abspath(__file__), "--a11y-helper"]
+            try:
+                # Unbuffered: what it says is read from the descriptor, with a deadline.
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+                )
+            except OSError as error:
+                raise Refusal(500, f"accessibility: the helper cannot be started: {error}") from error
+        return self._process
+
+    def stop(self) -> None:
+        """Kill it with all that it forked, if it runs."""
+        process, self._process = self._process, None
+        if process is not None:
+            kill_group(process)
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+
+    def ask(self, ask: Mapping[str, object], *, timeout_s: float) -> bytes:
+        """Return its answer. Raises: Refusal: it has none, or not within `timeout_s`."""
+        process = self.start()
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            self._say(process, ask)
+            head = self._read(process, deadline_s, until=lambda got: b"\n" in got)
+            line, _, data = head.partition(b"\n")
+            told = json.loads(line)
+            left = told["length"] - len(data)
+            data += self._read(process, deadline_s, until=lambda got: len(got) >= left)
+        except (OSError, ValueError, EOFError) as error:
+            self.stop()
+            raise Refusal(500, f"accessibility: {error or type(error).__name__}") from error
+        if not told["ok"]:
+            raise Refusal(500, f"accessibility: {data.decode('utf-8', 'replace')[-500:] or 'the helper died'}")
+        return bytes(data)
+
+    @staticmethod
+    def _say(process: subprocess.Popen[bytes], ask: Mapping[str, object]) -> None:
+        """Send a question. Raises: OSError."""
+        if process.stdin:
+            process.stdin.write(json.dumps(ask).encode() + b"\n")
+
+    def _read(
+        self, process: subprocess.Popen[bytes], deadline_s: float, *, until: Callable[[bytearray], bool]
+    ) -> bytearray:
+        """Read on until there is enough. Raises: TimeoutError, EOFError, ValueError."""
+        if process.stdout is None:
+            raise EOFError("the helper has no pipe")
+        descriptor = process.stdout.fileno()
+        got = bytearray()
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        while not until(got):
+            if not poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+                raise TimeoutError("no answer in time")
+            chunk = os.read(descriptor, 1 << 20)
+            if not chunk:
+                raise EOFError("the helper ended")
+            got += chunk
+            if len(got) > self.MAX_ANSWER_BYTES:
+                raise ValueError(f"more than {self.MAX_ANSWER_BYTES} bytes")
+        return got
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1533,6 +1689,7 @@ class Guest:
         self._wait_windows = wait_windows
         self._screen = Turnstile("the screen")
         self._accessibility = Turnstile("accessibility")
+        self._a11y_helper = A11yHelper()
         self._recording_turnstile = Turnstile("recording")
         self._recording: tuple[subprocess.Popen[bytes], Path] | None = None
         self._typist = Typist()
@@ -1765,7 +1922,7 @@ class Guest:
 
     @route("GET", "/accessibility")
     def accessibility(self, request: Request) -> Response:
-        """The accessibility tree as XML; `max_nodes` and `timeout_s` bound it."""
+        """The accessibility tree as XML; `max_nodes` and `timeout_s` bound it, `showing=1` tells what shows alone."""
         tree = self._ask_a11y_helper("tree", request.query)
         return json_response({"AT": tree.decode("utf-8")})
 
@@ -1775,21 +1932,26 @@ class Guest:
         text = json.loads(self._ask_a11y_helper("terminal", request.query))
         return json_response({"output": text, "status": "success"})
 
+    def prepare(self) -> None:
+        """Ask for a tree once, so that AT-SPI's services and our helper run before one is needed. Never fails."""
+        with suppress(Refusal):
+            self._ask_a11y_helper("tree", {})
+
     def _ask_a11y_helper(self, what: str, query: Mapping[str, str]) -> bytes:
         try:
             max_nodes = min(max(int(query.get("max_nodes", "5000")), 1), 100_000)
             timeout_s = min(max(float(query.get("timeout_s", "10")), 0.1), 120.0)
         except ValueError as error:
             raise Refusal(400, f"max_nodes, timeout_s: numbers are required: {error}") from error
-        command = [sys.executable, os.path.abspath(__file__), "--a11y-helper", what]
-        command += ["--max-nodes", str(max_nodes), "--timeout-s", str(timeout_s)]
+        ask = {
+            "what": what,
+            "max_nodes": max_nodes,
+            "timeout_s": timeout_s,
+            "showing": query.get("showing") == "1",
+        }
         with self._accessibility():
-            # The helper keeps to its time but for one last answer; the rest is its start.
-            done = run_command(command, timeout_s=timeout_s + 15.0, limit=64 << 20)
-        if done.returncode or done.truncated:
-            reason = done.stderr.decode("utf-8", "replace").strip()[-500:] or f"exit status {done.returncode}"
-            raise Refusal(500, f"accessibility: {reason}")
-        return done.stdout
+            # It keeps to its time but for one last answer; the rest is its start.
+            return self._a11y_helper.ask(ask, timeout_s=timeout_s + 15.0)
 
     # Session
 
@@ -2380,17 +2542,17 @@ def main(arguments: Iterable[str] | None = None) -> int:
         "--wait-window", action="append", default=[], metavar="CLASS", help="not ready before it shows; repeatable"
     )
     parser.add_argument("--version", action="version", version=VERSION)
-    parser.add_argument("--a11y-helper", choices=("tree", "terminal"), help=argparse.SUPPRESS)
-    parser.add_argument("--max-nodes", type=int, default=5000, help=argparse.SUPPRESS)
-    parser.add_argument("--timeout-s", type=float, default=10.0, help=argparse.SUPPRESS)
+    parser.add_argument("--a11y-helper", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(None if arguments is None else list(arguments))
     if options.a11y_helper:
-        return a11y_helper(options.a11y_helper, options.max_nodes, options.timeout_s)
+        serve_a11y(sys.stdin.buffer, sys.stdout.buffer)
+        return 0
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
     with Server((options.host, options.port), Guest(wait_windows=options.wait_window)) as server:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: threading.Thread(target=server.shutdown, daemon=True).start())
         log.info("version %s listening on %s:%d", VERSION, options.host, server.server_address[1])
+        threading.Thread(target=server.guest.prepare, daemon=True, name="prepare").start()
         server.serve_forever()
     return 0
 

@@ -1,4 +1,4 @@
-"""Which tasks there are: reads files of tasks, refuses what is wrong in them, finds tasks by id.
+"""Which tasks there are: reads files of tasks, refuses what is wrong in them, finds tasks and variants by id.
 
 Loading is all or nothing, so a daemon never serves half a suite.
 """
@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from envd.errors import ConfigError, TaskNotFound
+from envd.tasks.desktop import DESKTOP
 from envd.tasks.formats.entries import Problem
 from envd.tasks.formats.files import DEFAULT_SUITE, files_in, read_tasks
 from envd.tasks.model import Task
+from envd.tasks.templates import Templates
 
 #: Named in one message; `envd tasks lint` tells of all.
 _MAX_PROBLEMS = 10
@@ -30,8 +32,9 @@ class TaskFile(NamedTuple):
 class TaskCatalogue:
     """Every task that a daemon serves. Immutable."""
 
-    def __init__(self, tasks: Iterable[Task]) -> None:
-        """Hold tasks with different ids. Raises: ConfigError."""
+    def __init__(self, tasks: Iterable[Task], *, templates: Templates | None = None) -> None:
+        """Hold tasks with different ids, and the variants of templates. Raises: ConfigError."""
+        self._templates = templates
         self._tasks: dict[str, Task] = {}
         for task in tasks:
             if task.task_id in self._tasks:
@@ -52,15 +55,22 @@ class TaskCatalogue:
             if more := len(problems) - len(told):
                 told.append(f"and {more} more; see `envd tasks lint`")
             raise ConfigError("\n".join(told))
-        return cls(each for each in found if isinstance(each, Task))
+        tasks = (each for each in found if isinstance(each, Task))
+        return cls(tasks, templates=DESKTOP if include_builtin else None)
+
+    def with_tasks(self, more: Iterable[Task]) -> "TaskCatalogue":
+        """Return a catalogue that has more tasks. Raises: ConfigError: an id is there twice."""
+        return TaskCatalogue([*self._tasks.values(), *more], templates=self._templates)
 
     def get(self, task_id: str) -> Task:
-        """Return a task.
+        """Return a task, or a variant of one: `desktop/delete-line?seed=17`.
 
         Raises:
             TaskNotFound: No such task; the message names the closest ids.
         """
         task = self._tasks.get(task_id)
+        if task is None and self._templates is not None:
+            task = self._templates.variant(task_id)
         if task is None:
             close = difflib.get_close_matches(task_id, self._tasks, n=3, cutoff=0.5)
             hint = f"; did you mean {', '.join(close)}?" if close else f"; {len(self)} tasks are loaded"
@@ -68,8 +78,13 @@ class TaskCatalogue:
         return task
 
     def list(self) -> tuple[Task, ...]:
-        """Return all tasks, in the order of their files."""
+        """Return all tasks, of templates the plain variant, in the order of their files."""
         return tuple(self._tasks.values())
+
+    def variant_count(self, task_id: str) -> int:
+        """Return how many different variants a task's template has; 1 where it is of none."""
+        template = self._templates.by_id.get(task_id) if self._templates else None
+        return template.variant_count if template else 1
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -86,6 +101,10 @@ def read_all(sources: Iterable[TaskFile | Path], *, include_builtin: bool = True
         paths.append((files("envd.tasks") / "suites", DEFAULT_SUITE))
     paths += [source if isinstance(source, TaskFile) else TaskFile(source) for source in sources]
     seen: dict[str, str] = {}
+    if include_builtin:
+        for template in DESKTOP.by_id.values():
+            seen[template.task_id] = "envd.tasks.desktop"
+            yield template.variant(None)
     for file, suite in ((file, suite) for path, suite in paths for file in files_in(path)):
         for found in read_tasks(file, suite=suite):
             if isinstance(found, Task) and found.task_id in seen:

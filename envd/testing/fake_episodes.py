@@ -65,6 +65,10 @@ class FakeTasks:
         """Return them all."""
         return tuple(self._tasks.values())
 
+    def variant_count(self, task_id: str) -> int:
+        """Return how many variants a task has."""
+        return 1
+
 
 class FakeEpisodes:
     """Implements what `envd.api.servicer.Episodes` asks for; its attributes steer it and tell what it was asked."""

@@ -26,6 +26,7 @@ from trainer.evaluate.statistics import wilson
 from trainer.evaluate.summary import summarise
 from trainer.testing.scripted_model import ScriptedModel, say_steps, served
 
+HOSTILE = "<script>alert(1)</script><img src=x>"
 SETTINGS = AgentSettings(max_turns=4, reset_timeout_s=2.0, step_timeout_s=5.0, evaluate_timeout_s=5.0)
 SOLUTIONS: Mapping[str, Sequence[Sequence[Action]]] = {
     "fake/save-note": [[Click(379, 311)], [TypeText("Hello, fake desktop!")], [Click(82, 86)], [Done()]],
@@ -39,7 +40,11 @@ SOLUTIONS: Mapping[str, Sequence[Sequence[Action]]] = {
 def model_of(tasks: Sequence[Task]) -> ScriptedModel:
     """A model that solves all tasks but the Unicode note."""
     grammar = SETTINGS.make_grammar()
-    return ScriptedModel({task.instruction: say_steps(SOLUTIONS[task.task_id], grammar) for task in tasks})
+    replies = {task.instruction: say_steps(SOLUTIONS[task.task_id], grammar) for task in tasks}
+    for task in tasks:
+        if task.task_id == "fake/unicode-note":
+            replies[task.instruction].insert(0, HOSTILE)
+    return ScriptedModel(replies)
 
 
 def size_of(picture: Path) -> tuple[int, int]:
@@ -118,6 +123,7 @@ async def test_an_evaluation_scores_what_the_model_did_and_shows_it(tmp_path: Pa
         # 1280x800 in at most 1,003,520 pixels, both sides multiples of 32.
         assert size_of(tmp_path / picture) == (1248, 768)
     assert "Hello, fake desktop!" in page.text_content()
+    assert HOSTILE in page.text_content()
 
 
 async def test_what_the_model_saw_is_what_the_replay_keeps(tmp_path: Path) -> None:

@@ -286,6 +286,12 @@ async def test_an_accident_of_our_own_voids_the_sample() -> None:
         await there.all_returned()
 
 
+async def test_an_episode_in_which_the_model_never_spoke_is_void() -> None:
+    async with world() as there:
+        args = there.args(n_samples_per_prompt=1, agent={"prompt_tokens": 64})
+        check_void(await generate(args, group_of(1)[0], PARAMS), "FAILED", "no_reply_prompt")
+
+
 async def test_an_aborted_rollout_gets_its_machines_back_at_once() -> None:
     async with world(once_at(2, lambda there: vars(there.state).update(aborted=True))) as there:
         args = there.args(n_samples_per_prompt=2)

@@ -270,9 +270,16 @@ def test_pools_come_in_name_order_with_their_health() -> None:
 
 def test_a_task_is_told_without_its_checker_and_oracle() -> None:
     task = Task(
-        task_id="desktop/impossible", instruction="Do it.", level=2, tags=("x",), infeasible=True, os=GuestOs.LINUX
+        task_id="desktop/impossible",
+        instruction="Do it.",
+        level=2,
+        tags=("x",),
+        infeasible=True,
+        os=GuestOs.LINUX,
+        domain="editor",
+        split="held_out",
     )
-    assert task_message(task) == env_pb2.Task(
+    assert task_message(task, variant_count=3) == env_pb2.Task(
         task_id="desktop/impossible",
         instruction="Do it.",
         level=2,
@@ -281,6 +288,9 @@ def test_a_task_is_told_without_its_checker_and_oracle() -> None:
         tags=["x"],
         max_steps=task.max_steps,
         os="linux",
+        domain="editor",
+        split="held_out",
+        variant_count=3,
     )
 
 

@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
+from trainer.agent.grammars import grammar
+from trainer.agent.types import Message
 from trainer.cli.choice import SplitName, choose
 from trainer.client import Action, Click, Done, Drag, Fail, Move, PressKeys, Scroll, Task, TypeText, Wait
 from trainer.data.prompts import prompt_rows
 from trainer.data.split import CannotSplit
-from trainer.evaluate.players import BadCommand, parse_command
-from trainer.evaluate.replay import directory_name, in_words
+from trainer.evaluate.players import BadCommand, Nobody, parse_command
+from trainer.evaluate.replay import Watched, directory_name, in_words
 from trainer.evaluate.selection import Selection, SelectionError, domain_of, is_infeasible, read_task_ids, select
 
 
@@ -133,3 +136,17 @@ def test_what_is_held_out_is_what_the_training_data_leaves_out() -> None:
 def test_a_level_with_one_task_cannot_be_split() -> None:
     with pytest.raises(CannotSplit, match="of level 1"):
         choose(TASKS[:2], Selection(), split=SplitName.HELD_OUT)
+
+
+async def test_a_replay_has_no_picture_where_there_was_nothing_new_to_see(tmp_path: Path) -> None:
+    watched = Watched(Nobody(grammar("qwen3-vl")), tmp_path / "replay")
+    look = Message("user", (Image.new("RGB", (32, 32), "red"), "Task: wait"))
+    await watched.begin([Message("system", ("be brief",)), look])
+    await watched.generate()
+    await watched.append(Message("user", ("The screen looks exactly as before.",)))
+    await watched.generate()
+    await watched.append(look)
+    await watched.generate()
+    assert watched.images == ["000.webp", "", "001.webp"]
+    with Image.open(tmp_path / "replay" / "000.webp") as kept:
+        assert kept.convert("RGB").getpixel((3, 3)) == (255, 0, 0)

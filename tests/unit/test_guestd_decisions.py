@@ -2,13 +2,15 @@
 
 import io
 import json
+import os
 import struct
 import sys
 import threading
 import time
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -337,7 +339,7 @@ def fake_atspi(desktop: Accessible) -> Any:
         set_timeout=lambda call_ms, start_ms: None,
         get_desktop=lambda index: desktop,
         CoordType=types.SimpleNamespace(SCREEN=0),
-        StateType=types.SimpleNamespace(SHOWING="showing"),
+        StateType=types.SimpleNamespace(ACTIVE="active", SHOWING="showing"),
         Component=types.SimpleNamespace(get_extents=lambda node, kind: box),
         Text=types.SimpleNamespace(
             get_character_count=lambda node: len(node.text),
@@ -359,9 +361,9 @@ def fake_atspi(desktop: Accessible) -> Any:
     )
 
 
-def tree_of(desktop: Accessible, *, max_nodes: int = 100, seconds: float = 10.0) -> ET.Element:
-    atspi = fake_atspi(desktop)
-    return guestd.Tree(atspi, max_nodes=max_nodes, deadline_s=time.monotonic() + seconds).build(desktop)
+def tree_of(desktop: Accessible, *, max_nodes: int = 100, seconds: float = 10.0, showing: bool = False) -> ET.Element:
+    atspi, deadline_s = fake_atspi(desktop), time.monotonic() + seconds
+    return guestd.Tree(atspi, max_nodes=max_nodes, deadline_s=deadline_s, showing=showing).build(desktop)
 
 
 NS = "https://accessibility.ubuntu.example.org/ns/"
@@ -460,9 +462,7 @@ def test_the_terminal_in_front_is_read(frames: list[Accessible], expected: str |
     assert guestd.terminal_text(tree_of(Accessible("desktop frame", *frames))) == expected
 
 
-def test_the_helper_prints_the_terminals_text(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_helper_tells_the_terminals_text(monkeypatch: pytest.MonkeyPatch) -> None:
     desktop = Accessible("desktop frame", Accessible("frame", Accessible("panel", text="x"), terminal("$ ls")))
     gi = types.ModuleType("gi")
     gi.require_version = lambda name, version: None  # type: ignore[attr-defined]
@@ -470,11 +470,99 @@ def test_the_helper_prints_the_terminals_text(
     repository.Atspi = fake_atspi(desktop)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "gi", gi)
     monkeypatch.setitem(sys.modules, "gi.repository", repository)
-    assert guestd.a11y_helper("terminal", 100, 5.0) == 0
-    assert json.loads(capsys.readouterr().out) == "$ ls"
+    ask = {"what": "terminal", "max_nodes": 100, "timeout_s": 5.0, "showing": False}
+    assert json.loads(guestd.describe(ask)) == "$ ls"
 
 
-def test_the_helper_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "gi", None)
-    assert guestd.a11y_helper("tree", 100, 5.0) == 3
-    assert "install python3-gi" in capsys.readouterr().err
+def test_of_what_shows_nothing_else_is_asked() -> None:
+    hidden = Accessible("menu", Accessible("menu-item", name="Quit"), states=["visible"])
+    button = Accessible("push button", name="OK", states=["visible", "showing"], attributes={"a": "b"}, action="click")
+    desktop = Accessible("desktop frame", Accessible("application", hidden, button, states=[]))
+    root = tree_of(desktop, showing=True)
+    [application] = root
+    [found] = application
+    assert found.attrib == {
+        "name": "OK",
+        f"{{{NS}state}}showing": "true",
+        f"{{{NS}state}}visible": "true",
+        f"{{{NS}component}}screencoord": "(3, 4)",
+        f"{{{NS}component}}size": "(50, 60)",
+    }
+
+
+def test_of_what_shows_the_window_in_use_is_told_first_and_a_hung_program_does_not_hide_it() -> None:
+    back, front = (Accessible("frame", states=["showing", state]) for state in ("visible", "active"))
+    hung = Accessible("application", Accessible("frame", fails=True), name="hung")
+    names = {"back": back, "front": front}
+    applications = [hung, *(Accessible("application", frame, name=name) for name, frame in names.items())]
+    root = tree_of(Accessible("desktop frame", *applications), showing=True)
+    assert [application.get("name") for application in root] == ["front", "hung", "back"]
+    assert [len(application) for application in root] == [1, 0, 1]
+
+
+GI = """
+class Accessible:
+    def __init__(self, role, *children):
+        self.role, self.children = role, children
+    def get_role_name(self): return self.role
+    def get_name(self): return "pid " + str(__import__("os").getpid())
+    def get_child_count(self): return len(self.children)
+    def get_child_at_index(self, index): return self.children[index]
+    def get_attributes(self): return {}
+    def get_state_set(self): return self
+    def get_states(self): return []
+    def contains(self, state): return False
+    def __getattr__(self, name): return lambda: None
+class Atspi:
+    class StateType: SHOWING = 1
+    def set_timeout(*args): pass
+    def get_desktop(number):
+        if __import__("os").path.exists("hang"):
+            __import__("time").sleep(60)
+        return Accessible("desktop frame", Accessible("application"))
+"""
+
+
+@pytest.fixture
+def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[guestd.A11yHelper]:
+    (tmp_path / "gi").mkdir()
+    (tmp_path / "gi" / "__init__.py").write_text("def require_version(*args): pass")
+    (tmp_path / "gi" / "repository.py").write_text(GI)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    helper = guestd.A11yHelper()
+    yield helper
+    helper.stop()
+
+
+TREE = {"what": "tree", "max_nodes": 100, "timeout_s": 5.0, "showing": False}
+
+
+def test_every_question_is_answered_by_a_process_of_its_own(helper: guestd.A11yHelper) -> None:
+    pids = [ET.fromstring(helper.ask(TREE, timeout_s=30))[0].get("name") for _ in range(2)]  # noqa: S314 - our own tree
+    assert len({*pids, f"pid {helper.start().pid}", f"pid {os.getpid()}"}) == 4
+
+
+def test_a_helper_that_hangs_is_killed_and_the_next_question_has_another(
+    helper: guestd.A11yHelper, tmp_path: Path
+) -> None:
+    hung = helper.start()
+    (tmp_path / "hang").touch()
+    with pytest.raises(guestd.Refusal, match="no answer in time"):
+        helper.ask(TREE, timeout_s=0.5)
+    assert hung.poll() is not None
+    (tmp_path / "hang").unlink()
+    assert b"application" in helper.ask(TREE, timeout_s=30)
+
+
+def test_a_helper_that_was_killed_is_replaced(helper: guestd.A11yHelper) -> None:
+    guestd.kill_group(helper.start())
+    assert b"application" in helper.ask(TREE, timeout_s=30)
+    with pytest.raises(guestd.Refusal, match="KeyError"):
+        helper.ask({}, timeout_s=30)
+
+
+def test_the_helper_says_what_to_install(helper: guestd.A11yHelper, tmp_path: Path) -> None:
+    (tmp_path / "gi" / "repository.py").unlink()
+    with pytest.raises(guestd.Refusal, match="install python3-gi"):
+        helper.ask(TREE, timeout_s=30)

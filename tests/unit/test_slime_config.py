@@ -1,11 +1,13 @@
 """What may stand in `envd:`, and what of slime's own arguments does not go with it."""
 
+import dataclasses
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainer.agent.settings import AgentSettings
 from trainer.client import Tls
 from trainer.slime.checks import capacity_warning, refusals, row_unit, warnings
 from trainer.slime.config import ConfigError, SlimeConfig
@@ -139,3 +141,9 @@ def test_more_episodes_than_machines_are_warned_of(
 ) -> None:
     warning = capacity_warning(concurrency=concurrency, group_size=group_size, capacity=capacity, is_forked=is_forked)
     assert warning is None if said is None else said in (warning or "")
+
+
+@pytest.mark.parametrize("kind", [SlimeConfig, AgentSettings])
+def test_every_key_is_in_the_guide(kind: type[Any]) -> None:
+    guide = Path(__file__).parents[2].joinpath("docs/train.md").read_text(encoding="utf-8")
+    assert [one.name for one in dataclasses.fields(kind) if f"`{one.name}`" not in guide] == []

@@ -261,6 +261,9 @@ class AsyncEnvClient:
                         tags=tuple(task.tags),
                         max_steps=task.max_steps,
                         os=task.os,
+                        domain=task.domain,
+                        split=task.split,
+                        variant_count=task.variant_count,
                     )
                     for task in response.tasks
                 ]

@@ -111,6 +111,12 @@ class Task:
     """Steps after which an episode is truncated, unless the reset says otherwise."""
     os: str = "linux"
     """Of the guest: `linux` or `windows`."""
+    domain: str = ""
+    """What it is about, such as `editor`."""
+    split: str = "train"
+    """`train` or `held_out`, for all of its variants alike."""
+    variant_count: int = 1
+    """Different tasks that `{task_id}?seed=N` can be, N from 0 to 2147483647."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

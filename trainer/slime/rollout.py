@@ -59,11 +59,11 @@ class Rollout:
         """Fill fresh samples, one for each row; samples beyond the rows are left alone.
 
         Raises:
-            ModelFailed: There is no row, or its images are not what its ids say.
+            ModelFailed: A row's images are not what its ids say.
             ValueError: The engine's extras do not fit the tokens.
         """
-        if not rows or trajectory.evaluation is None:
-            raise ModelFailed(f"the episode ended ({trajectory.reason}) before the model could speak")
+        if trajectory.evaluation is None:
+            raise ValueError(f"episode {trajectory.episode_id} was not evaluated: {trajectory.outcome.value}")
         config = self._config
         facts = EpisodeFacts(
             task_id=trajectory.task_id,

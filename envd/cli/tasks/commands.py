@@ -20,6 +20,7 @@ from envd.tasks.assets import AssetCache, AssetMissing, assets_of
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.formats.entries import Problem
 from envd.tasks.model import Task
+from envd.tasks.templates import split_of, template_id_of
 from envd.telemetry import logs
 
 app = typer.Typer(no_args_is_help=True, help="Look at the tasks that clients may ask for.")
@@ -31,14 +32,19 @@ app.command("oracles")(oracles)
 def list_(
     *, tasks: TaskFiles = None, config: ConfigFile = None, hypervisor: Hypervisor = None, as_json: Json = False
 ) -> None:
-    """List the tasks: the built-in suite and those that the configuration adds."""
-    found = load_tasks(load_config(config, hypervisor=hypervisor, tasks=tasks)).list()
+    """List the tasks: the built-in suite and those that the configuration adds.
+
+    Of a template the plain variant is listed, with how many there are: TASK?seed=N is another.
+    """
+    catalogue = load_tasks(load_config(config, hypervisor=hypervisor, tasks=tasks))
+    found = catalogue.list()
     if as_json:
-        emit_json({"tasks": [_summary(task) for task in found]})
+        emit_json({"tasks": [_summary(task, catalogue) for task in found]})
         return
-    table = Table("task", "level", "instruction", box=None, pad_edge=False)
+    table = Table("task", "level", "split", "variants", "instruction", box=None, pad_edge=False)
     for task in found:
-        table.add_row(task.task_id, str(task.level), task.instruction.strip())
+        count = catalogue.variant_count(task.task_id)
+        table.add_row(task.task_id, str(task.level), split_of(task), str(count), task.instruction.strip())
     out.print(table, markup=False)
 
 
@@ -46,19 +52,20 @@ def list_(
 @friendly
 def show(
     *,
-    task_id: Annotated[str, typer.Argument(metavar="TASK", help="A task's id, SUITE/NAME.")],
+    task_id: Annotated[str, typer.Argument(metavar="TASK", help="A task's id, SUITE/NAME or SUITE/NAME?seed=N.")],
     tasks: TaskFiles = None,
     config: ConfigFile = None,
     hypervisor: Hypervisor = None,
     as_json: Json = False,
 ) -> None:
     """Show one task: what it asks, how it is set up and how it is scored."""
-    task = load_tasks(load_config(config, hypervisor=hypervisor, tasks=tasks)).get(task_id)
+    catalogue = load_tasks(load_config(config, hypervisor=hypervisor, tasks=tasks))
+    task = catalogue.get(task_id)
     if as_json:
         # Oracles are made of plain dataclasses that pydantic does not model; they are shown by their length.
-        emit_json({**_summary(task), **task.model_dump(mode="json", exclude={"oracle"}, exclude_none=True)})
+        emit_json({**_summary(task, catalogue), **task.model_dump(mode="json", exclude={"oracle"}, exclude_none=True)})
         return
-    for key, value in _summary(task).items():
+    for key, value in _summary(task, catalogue).items():
         out.print(f"{key:<16} {value}", markup=False, soft_wrap=True)
     for verb in task.setup:
         out.print(
@@ -178,10 +185,13 @@ def missing_assets(tasks: Iterable[Task], cache: AssetCache) -> Iterator[Problem
                 yield Problem(where=str(cache.directory), task_id=task.task_id, message=str(error))
 
 
-def _summary(task: Task) -> dict[str, object]:
+def _summary(task: Task, catalogue: TaskCatalogue) -> dict[str, object]:
     return {
         "task_id": task.task_id,
         "level": task.level,
+        "domain": task.domain,
+        "split": split_of(task),
+        "variant_count": catalogue.variant_count(template_id_of(task.task_id)),
         "instruction": task.instruction.strip(),
         "max_steps": task.max_steps,
         "infeasible": task.infeasible,

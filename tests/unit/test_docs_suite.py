@@ -1,0 +1,16 @@
+"""The page of the built-in suite says what the suite is."""
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_table_of_the_suite_is_as_its_generator_writes_it() -> None:
+    spec = importlib.util.spec_from_file_location("generate_suite", ROOT / "docs" / "generate_suite.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    text = (ROOT / "docs" / "suite.md").read_text(encoding="utf-8")
+    assert generator.page(text) == text, "run `make docs`"
