@@ -70,6 +70,7 @@ MAX_COMMAND_TIMEOUT_S = 3600.0
 PYTHON_TIMEOUT_S = 30.0
 SCRIPT_TIMEOUT_S = 100.0
 TYPING_TIMEOUT_S = 300.0
+WALLPAPER_TIMEOUT_S = 15.0
 LOCK_TIMEOUT_S = 30.0
 SOCKET_TIMEOUT_S = 60.0
 REPLAY_S = 300.0
@@ -2180,14 +2181,19 @@ class Guest:
             return text_response(f"File not found: {path}", 404)
         setters = (
             ["gsettings", "set", "org.gnome.desktop.background", "picture-uri", path.as_uri()],
-            ["pcmanfm", f"--set-wallpaper={path}"],
             ["feh", "--bg-fill", str(path)],
             ["hsetroot", "-cover", str(path)],
+            # Last, because it waits without end where it does not draw the desktop.
+            ["pcmanfm", f"--set-wallpaper={path}"],
         )
         tried = []
         for command in setters:
             if shutil.which(command[0]):
-                done = run_command(command, timeout_s=15.0)
+                try:
+                    done = run_command(command, timeout_s=WALLPAPER_TIMEOUT_S)
+                except Refusal as refusal:
+                    tried.append(f"{command[0]}: {refusal}")
+                    continue
                 if done.returncode == 0:
                     self._wallpaper = path
                     return text_response("Wallpaper changed successfully")

@@ -28,7 +28,8 @@ template_dir = "{template_dir}"
 """
 #: argv: a URL, and the proxy's or "". Prints the status, or the kind of failure.
 FETCH = """\
-import sys, urllib.error, urllib.request
+import os, sys, urllib.error, urllib.request
+os.environ.pop("no_proxy", None)  # it names the guest's loopback, which is what is asked for here
 proxies = {"http": sys.argv[2]} if sys.argv[2] else {}
 opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
 try:

@@ -65,7 +65,7 @@ def test_a_group_of_four_on_real_machines_becomes_train_data(address: str, check
     agent = {
         "max_turns": 3,
         "image_max_pixels": 65_536,
-        "reply_tokens": 128,
+        "reply_tokens": 400,
         "prompt_tokens": 4096,
         "context_tokens": 8192,
     }
@@ -73,6 +73,8 @@ def test_a_group_of_four_on_real_machines_becomes_train_data(address: str, check
         args = slime_args(
             {"hosts": [address], "agent": agent},
             n_samples_per_prompt=4,
+            sglang_server_concurrency=4,
+            rollout_max_response_len=400,
             hf_checkpoint=str(checkpoint),
             prompt_data=str(write_tasks(tmp_path / "tasks.jsonl", [TASK])),
             sglang_router_ip=engine.host,

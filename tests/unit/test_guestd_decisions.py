@@ -566,3 +566,21 @@ def test_the_helper_says_what_to_install(helper: guestd.A11yHelper, tmp_path: Pa
     (tmp_path / "gi" / "repository.py").unlink()
     with pytest.raises(guestd.Refusal, match="install python3-gi"):
         helper.ask(TREE, timeout_s=30)
+
+
+def test_a_wallpaper_is_set_by_the_next_program_where_one_waits_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture = tmp_path / "picture.png"
+    picture.touch()
+    for name, script in (("feh", "exec /bin/sleep 60"), ("hsetroot", f"echo $2 > {tmp_path}/shown")):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(guestd, "WALLPAPER_TIMEOUT_S", 0.3)
+    answer = guestd.Guest().handle(
+        "POST", request(json.dumps({"path": str(picture)}).encode(), "/setup/change_wallpaper")
+    )
+    assert answer.status == 200
+    assert (tmp_path / "shown").read_text().strip() == str(picture)

@@ -31,6 +31,8 @@ _ABSENT = (
 
 
 class _Anything(ModuleType):
+    __version__ = "1.0.0"
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -103,7 +105,10 @@ class SlimeJob:
         manager.custom_convert_samples_to_train_data_func = None
         load = _module("slime.utils.misc").load_function
         manager.custom_reward_post_process_func = load(self.args.custom_reward_post_process_path)
-        _module("slime.observability.rollout_data_utils").validate_rollout_id_annotated(list(groups))
+        rollout = _module("slime.ray.rollout")
+        # It had an underscore in releases that still train Qwen3-VL.
+        name = "validate_rollout_id_annotated"
+        (getattr(rollout, name, None) or getattr(rollout, f"_{name}"))(list(groups))
         data: dict[str, Any] = manager._convert_samples_to_train_data(flatten(groups))
         return data
 

@@ -25,6 +25,7 @@ DESKTOP_PACKAGES = (
     "gir1.2-atspi-2.0",
     "gnumeric",
     "gpicview",
+    "hsetroot",
     "initramfs-tools",
     "iproute2",
     "kmod",
