@@ -78,7 +78,7 @@ def fill_missing_price(draw: Draw) -> Entry:
 def correct_a_name(draw: Draw) -> Entry:
     """Write over a cell."""
     wrong, right = draw.some(NAMES[:-3], 2)
-    days = [(f"Week {draw.number(1, 50) + n}", draw.one(GOODS)) for n in range(3)]
+    days = [(f"Week-{draw.number(1, 50) + n}", draw.one(GOODS)) for n in range(3)]
     place = draw.one((0, 1, 2))
     rows = [(name, *day) for name, day in zip(NAMES[-3:], days, strict=True)]
     return {
