@@ -137,7 +137,11 @@ def test_the_files_that_an_evaluator_compares_with_are_needed_too() -> None:
         "func": ["compare_table", "compare_text_file"],
         "expected": [
             {"type": "cloud_file", "path": "https://files.example.org/gold.xlsx", "dest": "gold.xlsx"},
-            {"type": "cloud_file", "path": ["https://files.example.org/a", "https://files.example.org/b"]},
+            {
+                "type": "cloud_file",
+                "path": ["https://files.example.org/a", "https://files.example.org/b"],
+                "dest": ["a", "b"],
+            },
         ],
     }
     fields = {"task_id": "s/t", "instruction": "i", "level": 1, "checker": {"kind": "any", "checks": [evaluator]}}

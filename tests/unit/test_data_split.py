@@ -71,7 +71,10 @@ def test_texts_may_join_what_ids_have_already_made_apart() -> None:
 def test_a_split_that_the_suite_made_is_kept() -> None:
     given_split = [
         Splittable(
-            task_id=task.task_id, text=task.text, level=task.level, tags=("held-out",) if "-0" in task.task_id else ()
+            task_id=task.task_id,
+            text=task.text,
+            level=task.level,
+            suite_split="held_out" if "-0" in task.task_id else "train",
         )
         for task in SOME
     ]
@@ -90,6 +93,6 @@ def test_a_level_of_one_task_cannot_be_split_and_the_way_out_is_told() -> None:
 
 
 def test_a_suites_own_split_must_have_every_level_in_both() -> None:
-    tagged = [Splittable(task_id="a", level=1, tags=("held-out",)), *tasks(l1=2, l2=2)]
+    tagged = [Splittable(task_id="a", level=1, suite_split="held_out"), *tasks(l1=2, l2=2)]
     with pytest.raises(CannotSplit, match="of level 2, 0 of 2"):
         split(tagged)

@@ -1,6 +1,7 @@
 """What becomes of slime's samples, where it is written down, and the data set that they come from."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,7 +84,8 @@ async def test_nothing_is_written_where_no_directory_is_named(tmp_path: Path, mo
 
 
 def test_a_data_set_has_a_line_for_each_task() -> None:
-    text = dataset.rows([Task(task_id="a/b", instruction="Grüße", level=2, suite="a")])
+    kept = Task(task_id="a/b", instruction="Grüße", level=2, suite="a")
+    text = dataset.rows([kept, replace(kept, task_id="a/c", split="held_out")])
     row = json.loads(text)
     assert row["prompt"] == [{"role": "user", "content": "Grüße"}]
     assert row["metadata"] == {"task_id": "a/b", "level": 2, "suite": "a"}

@@ -109,12 +109,12 @@ def platform_of(trajectory: StoredTrajectory) -> str:
 def splittable(trajectory: StoredTrajectory) -> Splittable:
     """Return what a split looks at: the base task."""
     metadata = trajectory.metadata
-    level, tags = metadata.get("level"), metadata.get("tags")
+    level = metadata.get("level")
     return Splittable(
         task_id=trajectory.base_id,
         text=str(metadata.get("instruction") or ""),
         level=level if isinstance(level, int) else 0,
-        tags=tuple(map(str, tags)) if isinstance(tags, list | tuple) else (),
+        suite_split=str(metadata.get("suite_split") or ""),
     )
 
 

@@ -12,7 +12,7 @@ from trainer.data.split import Split, Splittable, split
 
 def splittable(task: Task) -> Splittable:
     """Return what a split looks at."""
-    return Splittable(task_id=task.task_id, text=task.instruction, level=task.level, tags=tuple(task.tags))
+    return Splittable(task_id=task.task_id, text=task.instruction, level=task.level, suite_split=task.split)
 
 
 def prompt_rows(tasks: Sequence[Task], *, share: float = 0.2, seed: int = 42) -> dict[Split, list[dict[str, Any]]]:
@@ -38,6 +38,7 @@ def _row(task: Task, splits: Mapping[str, Split]) -> dict[str, Any]:
             "level": task.level,
             "os": task.os,
             "tags": list(task.tags),
+            "suite_split": task.split,
             "split": splits[task.task_id],
         },
     }

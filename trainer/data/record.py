@@ -81,6 +81,7 @@ async def record(
         "level": task.level,
         "os": task.os,
         "tags": list(task.tags),
+        "suite_split": task.split,
         "source": "oracle",
         "grammar": settings.grammar,
         "prompt_hash": prompt_hash(settings),

@@ -10,8 +10,8 @@ from trainer.replay.trajectory import base_id
 
 Split = Literal["train", "held-out"]
 
-#: Tag of tasks that their suite itself holds out.
-HELD_OUT_TAG = "held-out"
+#: What a suite says of tasks that it holds out itself, see `trainer.client.Task.split`.
+HELD_OUT = "held_out"
 
 
 class CannotSplit(ValueError):
@@ -26,13 +26,14 @@ class Splittable:
     text: str = ""
     """The instruction. Tasks with equal ones are split alike, for a model that has seen one has seen the other."""
     level: int = 0
-    tags: tuple[str, ...] = ()
+    suite_split: str = ""
+    """What its suite says of it: `train`, `held_out` or nothing."""
 
 
 def split(tasks: Iterable[Splittable], *, share: float = 0.2, seed: int = 42) -> Mapping[str, Split]:
     """Return the split of each task id, with every level in both.
 
-    Where a task carries the tag `held-out`, its suite has split already, and that is kept for all. Else of each level
+    Where a suite holds out some of its tasks itself, that is kept for all. Else of each level
     a share of the tasks is held out, at least one. Chunks of a task, and tasks with equal instructions, stay together.
 
     Args:
@@ -49,8 +50,8 @@ def split(tasks: Iterable[Splittable], *, share: float = 0.2, seed: int = 42) ->
     by_level: dict[int, list[str]] = defaultdict(list)
     for name, members in units.items():
         by_level[max(task.level for task in members)].append(name)
-    if any(HELD_OUT_TAG in task.tags for members in units.values() for task in members):
-        held_out = {name for name, members in units.items() if any(HELD_OUT_TAG in task.tags for task in members)}
+    if any(task.suite_split == HELD_OUT for members in units.values() for task in members):
+        held_out = {name for name, members in units.items() if any(task.suite_split == HELD_OUT for task in members)}
     else:
         held_out = set()
         for level, names in by_level.items():

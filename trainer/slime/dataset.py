@@ -1,10 +1,11 @@
-"""A data set for slime's `--prompt-data`: one line for each task that a daemon offers.
+"""A data set for slime's `--prompt-data`: one line for each task that a daemon offers, but for those held out.
 
 ```shell
 python -m trainer.slime.dataset --host 10.0.0.5:50051 --suite desktop --out tasks.jsonl
 ```
 
-The prompt is there for slime's logs and length filter; what the model reads is made by `trainer.agent`.
+The prompt is there for slime's logs and length filter; what the model reads is made by `trainer.agent`. What a suite
+holds out is left for evaluation; `trainer data prompts` writes both sides, and splits suites that do not say.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from trainer.client import EnvClient, Task
 
 
 def rows(tasks: Sequence[Task]) -> str:
-    """Return tasks as lines of JSON, as slime reads them with `--input-key prompt --metadata-key metadata`."""
+    """Return tasks to train on as JSON lines, as slime reads them: `--input-key prompt --metadata-key metadata`."""
     return "".join(
         json.dumps(
             {
@@ -27,6 +28,7 @@ def rows(tasks: Sequence[Task]) -> str:
         )
         + "\n"
         for task in tasks
+        if task.split != "held_out"
     )
 
 
@@ -39,8 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     with EnvClient(options.host) as client:
         tasks = client.list_tasks(suite=options.suite)
-    options.out.write_text(rows(tasks), encoding="utf-8")
-    print(f"{options.out}: {len(tasks)} tasks")
+    lines = rows(tasks)
+    options.out.write_text(lines, encoding="utf-8")
+    print(f"{options.out}: {lines.count(chr(10))} tasks, {len(tasks) - lines.count(chr(10))} held out")
 
 
 if __name__ == "__main__":
