@@ -30,7 +30,8 @@ DESKTOPS = [
             "greeting.txt",
         ),
         id="real",
-        marks=pytest.mark.vm,
+        # Accessibility under emulation takes minutes.
+        marks=[pytest.mark.vm, pytest.mark.long],
     ),
 ]
 
