@@ -2,6 +2,7 @@
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,3 +72,13 @@ def test_what_changed_is_found_tile_by_tile(width_px: int, height_px: int, data:
     assert np.array_equal(old.rgb_HWC(), before), "images never change"
     untouched = next((i for i in range(new.tile_count) if i not in expected), None)
     assert untouched is None or patched.tile(untouched) is old.tile(untouched), "what is alike is shared"
+
+
+@pytest.mark.parametrize("channel", [0, 1, 2], ids=["red", "green", "blue"])
+def test_a_pixel_that_differs_in_one_colour_alone_is_found(channel: int) -> None:
+    before_HWC = np.zeros((64, 64, 3), np.uint8)
+    after_HWC = before_HWC.copy()
+    after_HWC[7, 9, channel] = 1
+    region, differs_HW = TileImage.from_rgb(after_HWC).difference(TileImage.from_rgb(before_HWC), 0)
+    assert region == Region(x_px=9, y_px=7, width_px=1, height_px=1)
+    assert differs_HW.tolist() == [[True]]
