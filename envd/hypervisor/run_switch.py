@@ -9,12 +9,15 @@ import logging
 from contextlib import suppress
 from pathlib import Path
 
-from qemu.qmp import ExecuteError, QMPClient, QMPError
+from qemu.qmp import ConnectError, ExecuteError, QMPClient, QMPError
+from qemu.qmp.qmp_client import GreetingError
 
 from envd.errors import HypervisorError
 
 #: A QEMU that does not answer for so long was itself stopped, or waits for a disk.
 _TIMEOUT_S = 60.0
+#: How often to call before an answer that is no greeting is taken for an error.
+_GREETINGS = 8
 
 # What goes wrong is raised; the library would log it too.
 logging.getLogger("qemu.qmp").setLevel(logging.CRITICAL)
@@ -60,7 +63,16 @@ class RunSwitch:
             raise HypervisorError(f"machine {self._machine_id}: its monitor does not answer: {error}") from error
 
     async def _connect(self) -> QMPClient:
-        client = QMPClient(self._machine_id)
-        client.events.event_filter = lambda _event: False  # nobody reads them, and they would pile up
-        await client.connect(str(self._socket))
-        return client
+        for attempt in range(1, _GREETINGS + 1):
+            client = QMPClient(self._machine_id)
+            client.events.event_filter = lambda _event: False  # nobody reads them, and they would pile up
+            try:
+                await client.connect(str(self._socket))
+            except ConnectError as error:
+                # QEMU sends its greeting a turn of its loop after it accepts, and what happens to the machine in
+                # between (a viewer comes, it is stopped by libvirt) it tells of first: no greeting, says the library.
+                if attempt == _GREETINGS or not isinstance(error.exc, GreetingError):
+                    raise
+            else:
+                return client
+        raise AssertionError("returned or raised")
