@@ -20,6 +20,8 @@ AREAL_STAMP := $(AREAL_VENV)/.installed
 # .ci/run and people alike: no prompts, no colour codes in logs that are not a terminal.
 export DEBIAN_FRONTEND := noninteractive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Containers often set it; each of hundreds of processes would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 # To run machines and to build images.
 APT_RUN := qemu-system-x86 qemu-utils libvirt-daemon-driver-qemu libvirt-daemon-system ovmf seabios \

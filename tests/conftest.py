@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Imported before libvirt is used: gRPC's fork handlers and the embedded driver do not go together.
@@ -16,6 +17,11 @@ assert envd.api
 # So that a failed assertion in a shipped contract suite says what it compared.
 for module in ("fork_contract", "machine_contract", "machine_fixtures"):
     pytest.register_assert_rewrite(f"envd.testing.{module}")
+# A busy machine may stop for seconds amid an example: how long one takes says nothing about the code.
+hypothesis.settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

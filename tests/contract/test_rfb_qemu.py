@@ -57,7 +57,7 @@ class Qemu:
             "-trace", "input_event_key_qcode", "-D", str(self.directory / "trace"),
         )  # fmt: skip
         self._watch = asyncio.create_task(self._wait())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 with suppress(OSError):
                     self._qmp = await asyncio.open_unix_connection(self.directory / "qmp")
@@ -124,7 +124,7 @@ async def desk(qemu: Qemu) -> AsyncIterator[Desktop]:
 
 async def until_painting(qemu: Qemu, desk: Desktop) -> None:
     """Wait until the boot sector has switched to its graphics mode, and waits for keys."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (await desk.frame(refresh=True)).height_px not in (200, 400) or (await desk.frame()).rgb_HWC.any():
             await asyncio.sleep(0.05)
         await desk.settle(SettlePolicy(quiet_ms=300, max_ms=5000))
@@ -145,7 +145,7 @@ async def until_true(qemu: Qemu, desk: Desktop) -> npt.NDArray[np.uint8]:
 @pytest.mark.parametrize("vga", VGA)
 async def test_the_shadow_equals_the_screendump_of_the_firmwares_text(qemu: Qemu, desk: Desktop, vga: str) -> None:
     await qemu.start(vga, painter=False)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not (await desk.frame(refresh=True)).rgb_HWC.any():
             await asyncio.sleep(0.05)
     for _ in range(5):
@@ -181,7 +181,7 @@ async def test_a_look_is_quick_and_true_even_after_the_display_fell_asleep(qemu:
     await asyncio.sleep(5)  # QEMU's VNC server looks 0.7 s apart by now
     await qemu.qmp("send-key", keys=[{"type": "qcode", "data": "b"}])  # not by way of VNC, which would wake it
     await asyncio.sleep(0.05)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while np.array_equal(await qemu.truth(), before.rgb_HWC):
             await asyncio.sleep(0.01)
     began_s = time.monotonic()
@@ -251,4 +251,4 @@ async def test_a_killed_machine_ends_a_settle_with_machine_lost(qemu: Qemu, desk
     await asyncio.sleep(0.2)
     qemu.process.kill()
     with pytest.raises(MachineLost):
-        await asyncio.wait_for(settling, 5)
+        await asyncio.wait_for(settling, 60)

@@ -35,7 +35,7 @@ def targets(served: list[FakeServer]) -> tuple[str, ...]:
     return tuple(server.address for server in served)
 
 
-async def until(condition: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
@@ -54,7 +54,7 @@ async def test_hosts_are_filled_in_proportion_and_to_the_last_machine() -> None:
             return [len(server.service.list_episodes()) for server in served]
 
         assert await opened(6) == [4, 2]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await opened(3) == [6, 3]
 
 
@@ -67,12 +67,12 @@ async def test_who_waits_at_a_full_host_gets_the_machine_that_comes_free_at_anot
             (queue,) = [server for server in served if server.pool.statistics().waiting_by_run]
             (elsewhere,) = [episode for episode in held if episode.host.target != queue.address]
             await elsewhere.close()
-            assert await asyncio.wait_for(waiting, 20) == elsewhere.host.target
+            assert await asyncio.wait_for(waiting, 60) == elsewhere.host.target
         assert open_ids(served) == set()
 
 
 async def one_rollout(client: AsyncEnvClient) -> str:
-    async with client.reset(TASK, view=NOTHING, timeout=timedelta(seconds=20)) as episode:
+    async with client.reset(TASK, view=NOTHING, timeout=timedelta(seconds=60)) as episode:
         await episode.step(COUNT)
         await episode.step(Done())
         assert (await episode.evaluate()).score == 0.0

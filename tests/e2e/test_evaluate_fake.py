@@ -91,13 +91,13 @@ async def run_evaluation(
 
 async def all_given_back(client: AsyncEnvClient) -> None:
     """A reset that was called off may still be under way, and is closed as soon as it is answered."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await client.list_pools())[0].leased_count:
             await asyncio.sleep(0.05)
 
 
 async def all_tasks(client: AsyncEnvClient) -> list[Task]:
-    return [task for task in await client.list_tasks(timeout=timedelta(seconds=10)) if task.task_id in SOLUTIONS]
+    return [task for task in await client.list_tasks(timeout=timedelta(seconds=60)) if task.task_id in SOLUTIONS]
 
 
 async def test_an_evaluation_scores_what_the_model_did_and_shows_it(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ async def test_an_evaluation_that_was_cut_short_goes_on_and_repeats_nothing(tmp_
                     enough.set()
 
             running = asyncio.create_task(run_evaluation(client, url, tasks, path, concurrency=1, report=report))
-            await asyncio.wait_for(enough.wait(), 30)
+            await asyncio.wait_for(enough.wait(), 60)
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await running
