@@ -38,7 +38,7 @@ from trainer.client import AsyncEnvClient, EnvClient, RetryPolicy, Tls
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 TASK = "fake/count-to-five"
 SERVICE = env_pb2.DESCRIPTOR.services_by_name["CUAEnv"]
 METHODS = [method.name for method in SERVICE.methods]

@@ -30,7 +30,7 @@ from envd.testing.fake_episodes import FakeEpisodes
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 @asynccontextmanager

@@ -92,7 +92,7 @@ def test_an_episode_runs_against_a_served_pool_and_metrics_tell_of_it(daemon: En
 
 def command(*args: str) -> dict[str, Any]:
     """Run an `envd` command to its end and return what it says as JSON."""
-    run = subprocess.run([sys.executable, "-m", "envd", *args, "--json"], capture_output=True, check=True, timeout=60)
+    run = subprocess.run([sys.executable, "-m", "envd", *args, "--json"], capture_output=True, check=True, timeout=240)
     told: dict[str, Any] = json.loads(run.stdout)
     return told
 

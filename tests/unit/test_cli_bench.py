@@ -360,7 +360,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "envd", "bench", *args, "--hypervisor", "fake"],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
         env=environment,
     )

@@ -43,7 +43,7 @@ class Service(NamedTuple):
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         """Send one request; a body that is not bytes goes as JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
             data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
             named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -365,7 +365,7 @@ def test_a_body_that_is_no_json_object_is_refused(service: Service, body: bytes)
 
 
 def test_one_connection_serves_many_requests(service: Service) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=120)
     for _ in range(3):
         connection.request("GET", "/platform")
         assert connection.getresponse().read() == b"Linux"
