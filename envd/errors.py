@@ -223,7 +223,7 @@ class HypervisorError(EnvdError):
 
 
 class TemplateCorrupt(HypervisorError):
-    """A stored template is not what was stored: refused, and put out of the way."""
+    """A template is not what was stored, or not there any more: it is never used."""
 
     reason = "TEMPLATE_CORRUPT"
 
