@@ -191,6 +191,33 @@ async def test_a_template_that_disappears_is_made_anew_and_what_stands_on_it_goe
     assert nothing_is_left(server)
 
 
+async def test_a_parent_that_dies_in_the_middle_of_its_fork_is_machine_lost_whatever_failed_first() -> None:
+    async with (
+        serve_fake(size=1, capacity=3) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=NOTHING) as episode,
+    ):
+        (machine_id,) = server.service.machine_ids().values()
+        machine = server.hypervisor.machines[machine_id]
+        # As with a real machine: what it was asked for fails because it is gone.
+        machine.inject(capture_delay_s=0.3, capture_error="monitor socket: end of file")
+
+        async def fork() -> None:
+            async with client.fork(episode, count=1):
+                pass
+
+        forking = asyncio.create_task(fork())
+        await asyncio.sleep(0.1)
+        machine.kill("killed by a signal")
+        with pytest.raises(wire.MachineLost):
+            await forking
+        with pytest.raises(wire.MachineLost, match="killed by a signal"):
+            await episode.step(COUNT)
+        (told,) = server.service.list_episodes()
+        assert told.end_reason == "MACHINE_LOST"
+    assert nothing_is_left(server)
+
+
 async def test_a_clock_that_is_set_anew_neither_ends_leases_nor_prolongs_them() -> None:
     clock = JumpingClock()
     async with serve_fake(size=1, clock=clock) as server, raw(server.address) as stub:
