@@ -69,6 +69,7 @@ OSWORLD_PACKAGES = (
     "gnome-settings-daemon-common",
     "gnome-shell-common",
     "gsettings-desktop-schemas",
+    "libfile-mimeinfo-perl",
     "libglib2.0-bin",
     "libreoffice-calc",
     "libreoffice-gtk3",
