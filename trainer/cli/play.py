@@ -13,11 +13,11 @@ import typer
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation, Outcome
+from trainer.cli.choice import served_tasks
 from trainer.cli.evaluate import KEY_VARIABLE
 from trainer.cli.lines import Lines
 from trainer.cli.options import (
     DEFAULT_TARGET,
-    LIST_TIMEOUT,
     AgentFile,
     PoolName,
     Target,
@@ -105,7 +105,7 @@ def play_command(
 async def _play(
     client: AsyncEnvClient, task_id: str, converse: Converse, *, settings: AgentSettings, pool: str, place: Path
 ) -> Played:
-    (task,) = select(await client.list_tasks(timeout=LIST_TIMEOUT), Selection(task_ids=[task_id]))
+    (task,) = select(await served_tasks(client, named=[task_id]), Selection(task_ids=[task_id]))
     return await play_task(client, task, converse, settings=settings, pool=pool, replay=place)
 
 
