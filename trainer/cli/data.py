@@ -13,13 +13,16 @@ from trainer.agent.grammars import GRAMMARS, Grammar, grammar
 from trainer.agent.settings import AgentSettings
 from trainer.cli.choice import served_tasks
 from trainer.cli.options import (
+    DEFAULT_SCREEN,
     DEFAULT_TARGET,
     LIST_TIMEOUT,
     AgentFile,
     PoolName,
+    Screen,
     Target,
     TlsCa,
     make_client,
+    read_screen,
     read_settings,
 )
 from trainer.cli.output import EXIT_FAILED, Json, UsageError, emit_json, err, friendly, out
@@ -100,16 +103,13 @@ def record_command(
     file: Annotated[Path, typer.Option("--out", help="JSON lines to write.")] = Path("out/oracles.jsonl"),
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once.")] = 1,
     patience: Annotated[bool, typer.Option(help="Wait where an input has not changed the screen yet.")] = True,
-    screen: Annotated[str, typer.Option(help="Size of the guest's screen in pixels.")] = "1280x800",
+    screen: Screen = DEFAULT_SCREEN,
     as_json: Json = False,
 ) -> None:
     """Play tasks' oracles in the agent's own loop, and keep what a model would have seen and said."""
-    width, _, height = screen.partition("x")
-    if not (width.isdigit() and height.isdigit()):
-        raise UsageError(f"--screen {screen} is no size; write WIDTHxHEIGHT, such as 1280x800")
     plan = _Recording(
         settings=read_settings(agent, max_turns=max_turns),
-        screen_px=(int(width), int(height)),
+        screen_px=read_screen(screen),
         pool=pool,
         is_patient=patience,
         concurrency=concurrency,
