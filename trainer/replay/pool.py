@@ -3,7 +3,7 @@
 The n-th pick for a task depends on the seed, the task and n alone. Groups finish in any order, so a single stream of
 random numbers would give each run other picks.
 
-A rollout that never stops adds from a thread of its own while the trainer picks and saves: hence a lock. Nobody who adds
+A rollout that never stops adds from a thread of its own while the trainer picks and saves: hence a lock. Who adds never
 waits for a file.
 """
 
