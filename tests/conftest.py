@@ -1,4 +1,4 @@
-"""What tests on real machines share: the desktop image, and one short state directory for libvirt's embedded driver."""
+"""What tests share: the desktop image, one short state directory for libvirt's embedded driver, a soak beside them."""
 
 import shutil
 import tempfile
@@ -6,13 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Imported before libvirt is used: gRPC's fork handlers and the embedded driver do not go together.
 import envd.api
 from envd.config import load
 from envd.hypervisor.images.catalogue import Image, ImageCatalogue
+from envd.testing.soak import SoakProcess
 
 assert envd.api
+# A machine that is busy with other work is no failure.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 # So that a failed assertion in a shipped contract suite says what it compared.
 for module in ("fork_contract", "machine_contract", "machine_fixtures"):
     pytest.register_assert_rewrite(f"envd.testing.{module}")
@@ -23,7 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the long tests out, unless they are asked for: deselected and said so, never counted as passed."""
+    """Put the soak's test last; leave the long ones out, unless they are asked for: deselected, never passed."""
+    items.sort(key=_asks_for_soak)
     if config.getoption("--long"):
         return
     long = [item for item in items if item.get_closest_marker("long")]
@@ -56,3 +62,27 @@ def vm_state_dir() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="envd-t-", dir="/tmp"))
     yield directory
     shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def begun_soak(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SoakProcess | None]:
+    """Two minutes of faults, begun before the first test where one asks what became of them: a quarter of a core."""
+    if not any(_asks_for_soak(item) for item in request.session.items):
+        yield None
+        return
+    soak = SoakProcess(tmp_path_factory.mktemp("soak"), "--minutes", "2", "--machines", "3", "--seed", "ci")
+    yield soak
+    soak.stop()
+
+
+@pytest.fixture
+def soak(begun_soak: SoakProcess | None) -> SoakProcess:
+    """The soak that goes on beside the other tests."""
+    assert begun_soak is not None
+    return begun_soak
+
+
+def _asks_for_soak(item: pytest.Item) -> bool:
+    return "soak" in getattr(item, "fixturenames", ())
