@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Imported before libvirt is used: gRPC's fork handlers and the embedded driver do not go together.
 import envd.api
@@ -15,6 +16,9 @@ from envd.hypervisor.images.catalogue import Image, ImageCatalogue
 from envd.testing.soak import SoakProcess, SoakRun
 
 assert envd.api
+# A machine that is busy with other work is no failure.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 # So that a failed assertion in a shipped contract suite says what it compared.
 for module in ("fork_contract", "machine_contract", "machine_fixtures"):
     pytest.register_assert_rewrite(f"envd.testing.{module}")

@@ -6,7 +6,7 @@ A field that is in the contract but not in this release is refused, never ignore
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from cuaenv.v1 import env_pb2
 from google.protobuf.message import Message
@@ -46,6 +46,7 @@ MAX_ARGUMENT_CHARS = 65_536
 MAX_COMMAND_S = 600.0
 DEFAULT_COMMAND_S = 60.0
 MAX_KEEP_ALIVE_COUNT = 1000
+MAX_TASK_ID_COUNT = 1000
 
 _RUN = re.compile(r"[A-Za-z0-9._-]{0,64}")
 _ABSOLUTE_PATH = re.compile(r"/|[A-Za-z]:[\\/]")
@@ -166,6 +167,14 @@ def keep_alive_of(request: env_pb2.KeepAliveRequest) -> tuple[list[str], float |
         raise InvalidRequest("episode_ids", f"has {count} items; give 1 to {MAX_KEEP_ALIVE_COUNT}")
     ids = [episode_id_of(value, f"episode_ids[{index}]") for index, value in enumerate(request.episode_ids)]
     return ids, _lease_ttl_s(request)
+
+
+def task_ids_of(values: Sequence[str]) -> tuple[str, ...]:
+    """Return tasks' ids, each once. Raises: InvalidRequest."""
+    if len(values) > MAX_TASK_ID_COUNT:
+        raise InvalidRequest("task_ids", f"has {len(values)} items; give at most {MAX_TASK_ID_COUNT}")
+    ids = (required(value, f"task_ids[{index}]", max_chars=256) for index, value in enumerate(values))
+    return tuple(dict.fromkeys(ids))
 
 
 def guest_path_of(path: str) -> str:
