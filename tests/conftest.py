@@ -1,27 +1,27 @@
-"""What tests on real machines share: the desktop image, and one short state directory for libvirt's embedded driver."""
+"""What tests share: the desktop image, one short state directory for libvirt's embedded driver, a soak beside them."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Imported before libvirt is used: gRPC's fork handlers and the embedded driver do not go together.
 import envd.api
 from envd.config import load
 from envd.hypervisor.images.catalogue import Image, ImageCatalogue
+from envd.testing.soak import SoakProcess, SoakRun
 
 assert envd.api
+# A busy machine may stop for seconds amid an example: how long one takes says nothing about the code.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 # So that a failed assertion in a shipped contract suite says what it compared.
 for module in ("fork_contract", "machine_contract", "machine_fixtures"):
     pytest.register_assert_rewrite(f"envd.testing.{module}")
-# A busy machine may stop for seconds amid an example: how long one takes says nothing about the code.
-hypothesis.settings.register_profile(
-    "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,7 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the long tests out, unless they are asked for: deselected and said so, never counted as passed."""
+    """Put the soak's test last; leave the long ones out, unless they are asked for: deselected, never passed."""
+    items.sort(key=_asks_for_soak)
     if config.getoption("--long"):
         return
     long = [item for item in items if item.get_closest_marker("long")]
@@ -62,3 +63,35 @@ def vm_state_dir() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="envd-t-", dir="/tmp"))
     yield directory
     shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def soak_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
+    """Where two minutes of faults say what they find, begun before the first test: they cost a quarter of a core."""
+    if not any(_asks_for_soak(item) for item in request.session.items):
+        yield None
+        return
+    # Where several processes run the tests, the first one begins it, and another may ask.
+    own = tmp_path_factory.getbasetemp()
+    directory = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "soak"
+    try:
+        directory.mkdir()
+    except FileExistsError:
+        yield directory
+        return
+    soak = SoakProcess(directory, "--minutes", "2", "--machines", "3", "--seed", "ci")
+    yield directory
+    if request.session.shouldstop or request.session.shouldfail:
+        soak.interrupt()
+    soak.join()
+
+
+@pytest.fixture
+def soak(soak_dir: Path | None) -> SoakRun:
+    """The soak that goes on beside the other tests."""
+    assert soak_dir is not None
+    return SoakRun(soak_dir)
+
+
+def _asks_for_soak(item: pytest.Item) -> bool:
+    return "soak" in getattr(item, "fixturenames", ())

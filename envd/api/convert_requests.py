@@ -6,11 +6,12 @@ A field that is in the contract but not in this release is refused, never ignore
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from cuaenv.v1 import env_pb2
 from google.protobuf.message import Message
 
+from envd.api.access import TRUSTED, Caller
 from envd.api.convert_actions import Scale, Size, actions_from_proto
 from envd.api.fields import limited, request_id_of, required, seconds, whole
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
@@ -45,6 +46,7 @@ MAX_ARGUMENT_CHARS = 65_536
 MAX_COMMAND_S = 600.0
 DEFAULT_COMMAND_S = 60.0
 MAX_KEEP_ALIVE_COUNT = 1000
+MAX_TASK_ID_COUNT = 1000
 
 _RUN = re.compile(r"[A-Za-z0-9._-]{0,64}")
 _ABSOLUTE_PATH = re.compile(r"/|[A-Za-z]:[\\/]")
@@ -75,8 +77,10 @@ def fingerprint_of(request: Message) -> bytes:
     return hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest()
 
 
-def reset_command(request: env_pb2.ResetRequest, *, time_remaining_s: float | None, owner: str = "") -> ResetCommand:
-    """Return `owner`'s command to open a group; `time_remaining_s` is the call's own deadline, if it has one.
+def reset_command(
+    request: env_pb2.ResetRequest, *, time_remaining_s: float | None, caller: Caller = TRUSTED
+) -> ResetCommand:
+    """Return a caller's command to open a group; `time_remaining_s` is the call's own deadline, if it has one.
 
     Raises:
         InvalidRequest: A field is missing or out of range.
@@ -96,7 +100,8 @@ def reset_command(request: env_pb2.ResetRequest, *, time_remaining_s: float | No
         lease_ttl_s=_lease_ttl_s(request),
         max_steps=whole(request.max_steps, "max_steps", low=1, high=MAX_STEPS) if request.max_steps else None,
         run=request.run,
-        owner=owner,
+        owner=caller.name,
+        max_machines=caller.max_machines,
         settle=settle_policy(request.settle, "settle") if request.HasField("settle") else None,
         observe=observation_options(request.observation, "observation"),
         timeout_s=timeout_s,
@@ -104,8 +109,10 @@ def reset_command(request: env_pb2.ResetRequest, *, time_remaining_s: float | No
     )
 
 
-def fork_command(request: env_pb2.ForkRequest, *, time_remaining_s: float | None) -> ForkCommand:
-    """Return the command to branch an episode; `time_remaining_s` is the call's own deadline, if it has one.
+def fork_command(
+    request: env_pb2.ForkRequest, *, time_remaining_s: float | None, caller: Caller = TRUSTED
+) -> ForkCommand:
+    """Return a caller's command to branch an episode; `time_remaining_s` is the call's own deadline, if it has one.
 
     Raises:
         InvalidRequest: A field is missing or out of range.
@@ -117,6 +124,7 @@ def fork_command(request: env_pb2.ForkRequest, *, time_remaining_s: float | None
         step_index=whole(request.step_index, "step_index", low=0, high=MAX_STEPS),
         fork_count=whole(request.fork_count, "fork_count", low=1, high=MAX_FORK_COUNT),
         lease_ttl_s=_lease_ttl_s(request),
+        max_machines=caller.max_machines,
         observe=observation_options(request.observation, "observation"),
         timeout_s=_ready_timeout_s(time_remaining_s),
         fingerprint=fingerprint_of(request),
@@ -159,6 +167,14 @@ def keep_alive_of(request: env_pb2.KeepAliveRequest) -> tuple[list[str], float |
         raise InvalidRequest("episode_ids", f"has {count} items; give 1 to {MAX_KEEP_ALIVE_COUNT}")
     ids = [episode_id_of(value, f"episode_ids[{index}]") for index, value in enumerate(request.episode_ids)]
     return ids, _lease_ttl_s(request)
+
+
+def task_ids_of(values: Sequence[str]) -> tuple[str, ...]:
+    """Return tasks' ids, each once. Raises: InvalidRequest."""
+    if len(values) > MAX_TASK_ID_COUNT:
+        raise InvalidRequest("task_ids", f"has {len(values)} items; give at most {MAX_TASK_ID_COUNT}")
+    ids = (required(value, f"task_ids[{index}]", max_chars=256) for index, value in enumerate(values))
+    return tuple(dict.fromkeys(ids))
 
 
 def guest_path_of(path: str) -> str:

@@ -6,8 +6,8 @@ What a call began belongs to the episode service, which shields it: a client tha
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -30,6 +30,7 @@ from envd.api.convert_requests import (
     reset_command,
     settle_policy,
     step_command,
+    task_ids_of,
 )
 from envd.api.convert_results import (
     episode_message,
@@ -59,7 +60,7 @@ from envd.episodes.types import (
     StepCommand,
     StepResult,
 )
-from envd.errors import GuestError, GuestRefused, InvalidRequest, MachineLost
+from envd.errors import GuestError, GuestRefused, InvalidRequest, MachineLost, TaskNotFound
 from envd.guest.observation import EncodedFrame, Encoding, Observation, ObservationOptions, SettlePolicy
 from envd.tasks.model import Task
 
@@ -75,6 +76,9 @@ class TaskListing(Protocol):
 
     def list(self) -> Iterable[Task]:
         """Return them all."""
+
+    def get(self, task_id: str) -> Task:
+        """Return one, or a variant of one. Raises: TaskNotFound."""
 
     def variant_count(self, task_id: str) -> int:
         """Return how many variants a task has."""
@@ -157,7 +161,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
 
     async def Reset(self, request: env_pb2.ResetRequest, context: Context) -> env_pb2.ResetResponse:
         """Open a group of episodes."""
-        command = reset_command(request, time_remaining_s=_remaining_s(context), owner=current_caller().name)
+        command = reset_command(request, time_remaining_s=_remaining_s(context), caller=current_caller())
         result = await self._episodes.reset(command)
         for info, observation in zip(result.episodes, result.observations, strict=True):
             self._remember_screen(info.episode_id, observation.frame)
@@ -203,7 +207,8 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
 
     async def Fork(self, request: env_pb2.ForkRequest, context: Context) -> env_pb2.ForkResponse:
         """Branch."""
-        result = await self._episodes.fork(fork_command(request, time_remaining_s=_remaining_s(context)))
+        command = fork_command(request, time_remaining_s=_remaining_s(context), caller=current_caller())
+        result = await self._episodes.fork(command)
         for info, observation in zip(result.episodes, result.observations, strict=True):
             self._remember_screen(info.episode_id, observation.frame)
         return fork_response(result)
@@ -270,8 +275,9 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
 
     async def ListTasks(self, request: env_pb2.ListTasksRequest, context: Context) -> env_pb2.ListTasksResponse:
         """List tasks, in id order."""
+        task_ids = task_ids_of(request.task_ids)
         page = page_of(
-            (task for task in self._episodes.tasks.list() if request.suite in ("", suite_of(task))),
+            (task for task in self._tasks(task_ids) if request.suite in ("", suite_of(task))),
             key=lambda task: task.task_id,
             page_size=request.page_size,
             page_token=request.page_token,
@@ -281,6 +287,14 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
             tasks=[task_message(task, variant_count=catalogue.variant_count(task.task_id)) for task in page.items],
             next_page_token=page.next_page_token,
         )
+
+    def _tasks(self, task_ids: Collection[str]) -> Iterator[Task]:
+        """Yield all tasks, or those of some ids that there are."""
+        if not task_ids:
+            yield from self._episodes.tasks.list()
+        for task_id in task_ids:
+            with suppress(TaskNotFound):
+                yield self._episodes.tasks.get(task_id)
 
     async def ReadGuestFile(
         self,

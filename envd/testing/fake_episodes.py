@@ -65,6 +65,12 @@ class FakeTasks:
         """Return them all."""
         return tuple(self._tasks.values())
 
+    def get(self, task_id: str) -> Task:
+        """Return one. Raises: TaskNotFound."""
+        if task_id not in self._tasks:
+            raise TaskNotFound(f"no task {task_id!r}")
+        return self._tasks[task_id]
+
     def variant_count(self, task_id: str) -> int:
         """Return how many variants a task has."""
         return 1

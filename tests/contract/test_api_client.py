@@ -175,6 +175,8 @@ async def test_tasks_and_pools_are_listed(client: AsyncEnvClient, episodes: Fake
         )
     ]
     assert [task.task_id for task in await client.list_tasks(suite="desktop")] == ["desktop/menu", "desktop/note"]
+    named = await client.list_tasks(task_ids=["desktop/note", "desktop/none", *["desktop/menu"] * 1000])
+    assert [task.task_id for task in named] == ["desktop/menu", "desktop/note"]
     [pool] = await client.list_pools()
     assert (pool.name, pool.capacity, pool.idle_count, pool.leased_count) == ("debian", 4, 3, 1)
 

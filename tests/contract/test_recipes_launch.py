@@ -146,8 +146,8 @@ def test_ray_is_given_what_the_dry_run_says(tmp_path: Path) -> None:
     (slime / "scripts/models").mkdir(parents=True)
     (slime / "scripts/models/qwen3-1.7B.sh").write_text('MODEL_ARGS=(--rotary-base "$MODEL_ARGS_ROTARY_BASE")\n')
     run_dir, log = tmp_path / "run dir", tmp_path / "ray.log"
-    run_dir.mkdir()
-    (run_dir / "tasks.jsonl").write_text("")
+    (run_dir / "prompts").mkdir(parents=True)
+    (run_dir / "prompts/train.jsonl").write_text("")
     place = {"RUN_DIR": str(run_dir), "SLIME_DIR": str(slime), "RAY_LOG": str(log)}
     said = launch("windows_grpo", "--dry-run", "smoke", path=ray.parent, **place)
     done = launch("windows_grpo", "smoke", path=ray.parent, **place)
@@ -167,6 +167,6 @@ def test_a_stage_that_is_none_is_refused_with_those_there_are(words: list[str]) 
 
 def test_without_slime_nothing_is_begun(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("")
-    refused = launch("smoke_text", "smoke", RUN_DIR=str(tmp_path))
+    refused = launch("smoke_text", "smoke", RUN_DIR=str(tmp_path), PROMPT_DATA=str(tmp_path / "tasks.jsonl"))
     assert refused.returncode == 1
     assert "set SLIME_DIR" in refused.stderr

@@ -1,6 +1,8 @@
 """64 rollouts at once in one event loop: each comes back whole, and the loop stays free for the others."""
 
 import asyncio
+import random
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from envd.testing.served import ServedDaemon
+from envd.testing.server import serve_fake
 from trainer.agent.grammars import grammar
 from trainer.client import Action, Click, Done
 from trainer.slime.generate import generate
-from trainer.slime.samples import facts_of
+from trainer.slime.group import normalize_rewards
+from trainer.slime.samples import facts_of, is_void
 from trainer.testing.slime import Sample, ScriptedEngine, stand_in_slime
 from trainer.testing.slime_job import slime_args
 
@@ -76,3 +80,39 @@ async def test_64_rollouts_share_a_loop_that_stays_free(address: str) -> None:
     origins = [{facts_of(sample)["origin"] for sample in samples[first : first + 8]} for first in range(0, COUNT, 8)]
     assert all(len(group) == 1 for group in origins)
     assert pulse.p99_s < 0.05
+
+
+async def test_with_a_third_of_64_rollouts_lost_the_others_learn_what_their_group_alone_teaches() -> None:
+    """Machines die at random amid episodes; nothing is raised, and what was lost is no zero to anybody."""
+    chance = random.Random(5)
+    async with serve_fake(size=8, capacity=COUNT + 8) as server:
+
+        def say(prompt: str) -> str:
+            turn = prompt.count("<|im_start|>assistant\n")
+            if turn == 2 and chance.random() < 0.3:
+                used = [one for one in server.hypervisor.machines.values() if one.input_count]
+                chance.choice(used).kill("killed by a signal")
+            plan: list[list[Action]] = PLAN if chance.random() < 0.8 else [[Done()]] * 3
+            return grammar("qwen3-vl").render(plan[turn - 1])
+
+        agent = {"max_turns": 4, "prompt_tokens": 8192, "reply_tokens": 400, "image_max_pixels": 65_536}
+        envd = {"hosts": [server.address], "attempts": 1, "agent": agent}
+        args = slime_args(envd, n_samples_per_prompt=8, sglang_server_concurrency=COUNT)
+        samples = [Sample(group_index=i // 8, index=i, metadata={"task_id": TASK}) for i in range(COUNT)]
+        with stand_in_slime(ScriptedEngine(say)):
+            await asyncio.gather(*(generate(args, sample, {"max_new_tokens": 400}) for sample in samples))
+        raw, normal = normalize_rewards(args, samples)
+    lost = [index for index, sample in enumerate(samples) if is_void(sample)]
+    assert 8 <= len(lost) <= 32
+    assert {facts_of(samples[index])["void"] for index in lost} == {"MachineLost"}
+    assert {(raw[index], normal[index], sum(samples[index].loss_mask or ())) for index in lost} == {(0.0, 0.0, 0)}
+    taught = 0
+    for first in range(0, COUNT, 8):
+        kept = [index for index in range(first, first + 8) if index not in lost]
+        rewards = [raw[index] for index in kept]
+        if len(set(rewards)) > 1:
+            taught += 1
+            mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
+            expected = [(reward - mean) / (deviation + 1e-6) for reward in rewards]
+            assert [normal[index] for index in kept] == pytest.approx(expected)
+    assert taught >= 4

@@ -122,6 +122,21 @@ async def test_nobody_scores_nothing_and_a_person_who_leaves_has_no_score(tmp_pa
     assert left[:2] == (0, "stopped: aborted\n")
 
 
+async def test_a_known_solution_is_played_in_the_models_own_words(tmp_path: Path) -> None:
+    oracles = tmp_path / "oracles.jsonl"
+    oracles.write_text(
+        json.dumps({"task_id": "fake/enable", "steps": [[{"click": {"x": 822, "y": 167}}], [{"done": ""}]]}) + "\n"
+    )
+    async with desktops() as (address, _, _told):
+        where = ["--envd", address, "--out", str(tmp_path)]
+        status, out, err = await run("play", "fake/enable", "--by", "oracle", "--oracles", str(oracles), *where)
+        missing, _, why = await run("play", "fake/save-note", "--by", "oracle", "--oracles", str(oracles), *where)
+    assert (status, out.splitlines()[0]) == (0, "score 1.00 after 2 turns (done)"), err
+    assert "left_click" in err
+    assert (missing, "has none of fake/save-note" in why) == (2, True)
+    assert (await run("play", "fake/enable", "--by", "oracle"))[0] == 2
+
+
 async def test_a_model_is_watched(tmp_path: Path) -> None:
     async with desktops() as (address, _, told), served(ScriptedModel({told["fake/enable"]: ENABLE})) as url:
         status, out, err = await run(

@@ -73,3 +73,24 @@ def test_a_rollout_that_fails_trains_on_what_an_earlier_one_solved(job_of: Any, 
     assert data["rollout_log_probs"][1] == original.rollout_log_probs
     for name, tensor in original.multimodal_train_inputs.items():
         assert data["multimodal_train_inputs"][1][name].equal(tensor)
+
+
+def test_the_fully_asynchronous_loop_which_filters_nothing_trains_on_it_as_well(
+    job_of: Any, plan: dict[int, str]
+) -> None:
+    with job_of() as job:
+        solved = flatten(job.rollout().samples)
+    plan.clear()
+    plan[1] = SAY([Done()])
+    with job_of(sglang_server_concurrency=2) as job:
+        try:
+            groups = job.fully_async_rollout(1)
+        finally:
+            job.stop_fully_async()
+        data = job.train_data(groups)
+        for sample in flatten(groups):
+            check_sample(sample, image_id=job.image_id)
+    assert data["raw_reward"] == [0.0, 1.0]
+    assert data["rewards"][1] > 0 > data["rewards"][0]
+    shown = next(sample for sample in solved if sample.tokens == data["tokens"][1])
+    assert data["rollout_log_probs"][1] == shown.rollout_log_probs

@@ -3,6 +3,7 @@
 import itertools
 import statistics
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,12 +17,7 @@ from trainer.slime.samples import facts_of, is_void
 from trainer.testing.sglang import SglangServer
 from trainer.testing.slime_job import SlimeJob, check_sample, check_train_data, flatten, slime_args, write_tasks
 
-pytestmark = [
-    pytest.mark.slime,
-    pytest.mark.timeout(300),
-    # The loop that never stops leaves slime's connections open in a thread that has ended.
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-]
+pytestmark = [pytest.mark.slime, pytest.mark.timeout(300)]
 
 TASK = "fake/count-to-five"
 SAY = grammar("qwen3-vl").render
@@ -79,6 +75,11 @@ def test_a_synchronous_rollout_becomes_train_data(job_of: Any) -> None:
     assert [sample.status.name for sample in samples] == ["COMPLETED"] * 4
     assert [facts_of(sample)["task_score"] for sample in samples] == [1.0] * 4
     assert data["raw_reward"] == [1.0] * 4
+    for sample in samples:
+        spans = Counter(event["name"] for event in sample.trace["events"] if event["type"] == "span_start")
+        turns = facts_of(sample)["turns"]
+        assert (spans["env_reset"], spans["env_evaluate"], spans["sglang_generate"]) == (1, 1, turns)
+        assert spans["env_step"] >= 2
 
 
 def test_members_of_a_group_begin_in_one_state(job_of: Any) -> None:

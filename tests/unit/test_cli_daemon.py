@@ -1,5 +1,6 @@
 """What a daemon makes of its settings, on drawn desktops."""
 
+import asyncio
 from pathlib import Path
 
 import aiohttp
@@ -25,6 +26,28 @@ def test_default_is_for_every_run_that_is_not_named() -> None:
 
 def test_a_pool_fails_after_as_many_failures_whether_or_not_the_settings_say_so() -> None:
     assert PoolConfig(image="desktop").failing_after == FAILING_AFTER
+
+
+async def test_drawn_desktops_are_not_counted_as_guests_that_fill_the_hosts_memory(tmp_path: Path) -> None:
+    config = load(
+        flags={
+            "listen": "127.0.0.1:0",
+            "metrics_listen": "127.0.0.1:0",
+            "state_dir": tmp_path / "state",
+            "cache_dir": tmp_path / "cache",
+            "hypervisor.uri": "fake",
+            "pools": {"desktop": {"size": 2}},
+            "limits.memory_reserve_mib": 1_048_576,  # more than there is
+        }
+    )
+    async with open_daemon(config) as daemon:
+        (pool,) = daemon.pools
+        async with asyncio.timeout(60):
+            while True:
+                changed = pool.changes.next
+                if pool.statistics().idle_count == 2:
+                    break
+                await changed.wait()
 
 
 async def test_a_served_pool_keeps_the_quotas_of_its_settings_and_tells_of_its_runs(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from envd.api.convert_requests import (
     reset_command,
     settle_policy,
     step_command,
+    task_ids_of,
 )
 from envd.episodes.types import ForkCommand, ResetCommand
 from envd.errors import InvalidRequest, Unimplemented
@@ -311,6 +312,15 @@ def test_a_path_that_is_not_absolute_is_refused(path: str) -> None:
 @pytest.mark.parametrize("path", ["/home/user/notes.txt", r"C:\Users\user\notes.txt", "C:/Users"])
 def test_an_absolute_path_of_either_system_is_taken(path: str) -> None:
     assert guest_path_of(path) == path
+
+
+def test_tasks_are_asked_for_once_each_and_not_too_many_at_once() -> None:
+    assert task_ids_of(["a/b", "a/b?seed=1", "a/b"]) == ("a/b", "a/b?seed=1")
+    with pytest.raises(InvalidRequest, match="has 1001 items; give at most 1000"):
+        task_ids_of(["a/b"] * 1001)
+    with pytest.raises(InvalidRequest) as caught:
+        task_ids_of(["a/b", ""])
+    assert caught.value.field == "task_ids[1]"
 
 
 @pytest.mark.parametrize(

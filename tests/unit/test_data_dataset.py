@@ -125,11 +125,11 @@ def test_no_task_is_in_both_splits_and_every_level_is() -> None:
     dataset = joined(source("one", *many()), share=0.2)
     bases = {
         name: {item.trajectory.base_id for item in dataset.items if item.split == name}
-        for name in ("train", "held-out")
+        for name in ("train", "held_out")
     }
-    assert bases["train"].isdisjoint(bases["held-out"])
+    assert bases["train"].isdisjoint(bases["held_out"])
     levels = statistics(dataset)["by_level"]
-    assert set(levels["train"]) == set(levels["held-out"]) == {"1", "2", "3", "4"}
+    assert set(levels["train"]) == set(levels["held_out"]) == {"1", "2", "3", "4"}
     assert statistics(dataset)["trajectories"] == 60
 
 
@@ -156,7 +156,7 @@ def test_a_rebuild_from_shuffled_files_gives_the_same_bytes(tmp_path: Path) -> N
         random.Random(1).shuffle(better)
         random.Random(2).shuffle(other)
     written = {path.name: path.read_bytes() for path in (first / "out").iterdir()}
-    assert set(written) == {"linux-train.jsonl", "linux-held-out.jsonl", "statistics.json", "sft.parquet"}
+    assert set(written) == {"linux-train.jsonl", "linux-held_out.jsonl", "statistics.json", "sft.parquet"}
     assert written == {path.name: path.read_bytes() for path in (second / "out").iterdir()}
     assert json.loads(built.stdout)["dropped"] == {"oracles": {}, "replays": {"duplicate": 10}}
 

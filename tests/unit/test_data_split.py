@@ -21,7 +21,7 @@ SOME = tasks(l1=30, l2=8, l3=6, l4=3)
 
 
 def test_every_level_is_in_both_splits() -> None:
-    held_out = [task_id for task_id, name in split(SOME).items() if name == "held-out"]
+    held_out = [task_id for task_id, name in split(SOME).items() if name == "held_out"]
     assert {task_id[:2]: sum(other[:2] == task_id[:2] for other in held_out) for task_id in held_out} == {
         "l1": 6,
         "l2": 2,
@@ -57,6 +57,32 @@ def test_chunks_of_one_task_and_equal_texts_stay_together() -> None:
         assert splits["y0"] == splits["y1"]
 
 
+def test_variants_of_one_template_stay_together_whichever_there_are() -> None:
+    templates = [f"t{number}" for number in range(8)]
+    plain = [Splittable(task_id=template, text=f"plain {template}", level=1) for template in templates]
+    variants = [
+        Splittable(task_id=f"{template}?seed={number}", text=f"{template} {number}", level=1)
+        for template in templates
+        for number in (7, 123)
+    ]
+    for seed in range(10):
+        by_plain, by_variants = split(plain, seed=seed), split(variants, seed=seed)
+        assert split([*plain, *variants], seed=seed) == {**by_plain, **by_variants}
+        for template in templates:
+            sides = {by_variants[f"{template}?seed={number}"] for number in (7, 123)}
+            assert sides == {by_plain[template]}
+
+
+def test_a_variant_that_says_what_a_held_out_one_says_is_held_out_with_all_of_its_template() -> None:
+    said = [
+        Splittable(task_id="kept?seed=1", text="Sort the list", level=1, suite_split="held_out"),
+        Splittable(task_id="other?seed=1", text="sort  the list", level=1, suite_split="train"),
+        Splittable(task_id="other?seed=2", text="Sort the names", level=1, suite_split="train"),
+        Splittable(task_id="third", text="Open it", level=1, suite_split="train"),
+    ]
+    assert {task_id for task_id, name in split(said).items() if name == "train"} == {"third"}
+
+
 def test_texts_may_join_what_ids_have_already_made_apart() -> None:
     linked = [
         Splittable(task_id="a_chunk0", text="one", level=1),
@@ -78,7 +104,7 @@ def test_a_split_that_the_suite_made_is_kept() -> None:
         )
         for task in SOME
     ]
-    assert {task_id for task_id, name in split(given_split).items() if name == "held-out"} == {
+    assert {task_id for task_id, name in split(given_split).items() if name == "held_out"} == {
         "l1-0",
         "l2-0",
         "l3-0",

@@ -25,8 +25,8 @@ def task(task_id: str, *tags: str, level: int = 1) -> Task:
 
 TASKS = [
     task("desktop/a", "editor"),
-    task("desktop/b", "held-out", level=2),
-    task("osworld/chrome/c", "held-out"),
+    task("desktop/b", "held_out", level=2),
+    task("osworld/chrome/c", "held_out"),
     task("desktop/no", "infeasible", "panel"),
 ]
 
@@ -38,8 +38,8 @@ def chosen(selection: Selection) -> list[str]:
 def test_tasks_are_chosen_by_what_is_said_of_them() -> None:
     assert chosen(Selection()) == ["desktop/a", "desktop/b", "desktop/no", "osworld/chrome/c"]
     assert chosen(Selection(suites=["osworld"])) == ["osworld/chrome/c"]
-    assert chosen(Selection(tags=["held-out"], levels=[2])) == ["desktop/b"]
-    assert chosen(Selection(without_tags=["held-out", "infeasible"])) == ["desktop/a"]
+    assert chosen(Selection(tags=["held_out"], levels=[2])) == ["desktop/b"]
+    assert chosen(Selection(without_tags=["held_out", "infeasible"])) == ["desktop/a"]
     assert chosen(Selection(task_ids=["desktop/b", "desktop/a"])) == ["desktop/a", "desktop/b"]
 
 
@@ -121,15 +121,15 @@ def test_what_is_held_out_is_what_the_training_data_leaves_out() -> None:
     tasks = [task(f"desktop/{name}", level=1 + index % 2) for index, name in enumerate("abcdefghij")]
     sides = {
         name: [one.task_id for one in choose(tasks, Selection(), split=SplitName(name))]
-        for name in ("train", "held-out", "all")
+        for name in ("train", "held_out", "all")
     }
-    assert sorted(sides["train"] + sides["held-out"]) == sides["all"]
+    assert sorted(sides["train"] + sides["held_out"]) == sides["all"]
     rows = prompt_rows(tasks)
-    assert {row["label"] for row in rows["held-out"]} == set(sides["held-out"])
+    assert {row["label"] for row in rows["held_out"]} == set(sides["held_out"])
     # What other flags leave out does not move anybody to the other side.
     first = choose(tasks, Selection(levels=[1]), split=SplitName.HELD_OUT)
     assert [one.task_id for one in first] == [
-        one for one in sides["held-out"] if one in {"desktop/" + n for n in "acegi"}
+        one for one in sides["held_out"] if one in {"desktop/" + n for n in "acegi"}
     ]
 
 

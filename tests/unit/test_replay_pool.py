@@ -1,12 +1,14 @@
 """The pool's bounds, its picks, its crash-proof state, and when a group is shown what it did not do itself."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.replay import pool as pool_module
 from trainer.replay.injection import OffPolicy, inject, replaced_member
 from trainer.replay.pool import PoolMismatch, PoolSettings, ReplayPool, write_atomically
 from trainer.replay.trajectory import StoredTrajectory, TokenRow
@@ -205,6 +207,24 @@ def test_several_states_lie_side_by_side_and_what_none_names_is_removed(tmp_path
     (tmp_path / "pool-1.json").unlink()
     pool.save(tmp_path, name="2")
     assert len(list((tmp_path / "trajectories").iterdir())) == 1
+
+
+def test_a_rollout_may_add_while_the_pool_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another thread does: while a file is written, more of a task that was not there before."""
+    pool = pool_of(success("a", 1), success("b", 1))
+    write = pool_module.write_atomically
+
+    def add_meanwhile(path: Path, data: bytes) -> None:
+        adding = threading.Thread(target=pool.add, args=(success(path.stem, 1),))
+        adding.start()
+        adding.join(timeout=10)
+        assert not adding.is_alive(), "who adds must not wait for a file"
+        write(path, data)
+
+    monkeypatch.setattr(pool_module, "write_atomically", add_meanwhile)
+    pool.save(tmp_path)
+    assert len(ReplayPool.resume(tmp_path, pool.settings)) == 2
+    assert len(pool) > 2
 
 
 def test_a_crash_while_saving_leaves_the_former_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

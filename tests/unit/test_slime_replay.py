@@ -74,8 +74,8 @@ def success(*rows: TokenRow, task_id: str = TASK, images: int = 1) -> StoredTraj
     )
 
 
-def member(index: int, score: float | None, *, rollout_id: int | None = None) -> Sample:
-    sample = Sample(group_index=0, index=index, rollout_id=rollout_id, metadata={"task_id": TASK})
+def member(index: int, score: float | None, *, rollout_id: int | None = None, group_index: int = 0) -> Sample:
+    sample = Sample(group_index=group_index, index=index, rollout_id=rollout_id, metadata={"task_id": TASK})
     if score is None:
         make_void(sample, SimpleNamespace(), status="FAILED", reason="MachineLost")
         return sample
@@ -288,10 +288,40 @@ def test_a_job_that_could_not_weigh_a_replay_is_refused() -> None:
     assert any("top-p" in reason for reason in refusals(args, config))
 
 
+def test_where_no_filter_is_called_a_failed_group_is_shown_a_success_when_rewards_are_normalised() -> None:
+    args = args_of()
+    args.dynamic_sampling_filter_path = None
+    pool(args).add(success())
+    failed = [member(index, 0.0) for index in range(3)]
+    solved = [member(index, float(index == 3), group_index=1) for index in range(3, 6)]
+    samples = [*failed, *solved]
+    same = list(map(id, samples))
+    raw, normal = normalize_rewards(args, samples)
+    assert list(map(id, samples)) == same
+    assert ["replay" in facts_of(sample) for sample in samples] == [False, False, True, False, False, False]
+    assert raw[2] == 0.9
+    assert normal[2] > 0 > normal[0]
+    assert failed[2].multimodal_train_inputs is not None
+    assert list(warnings(args, SlimeConfig.from_args(args))) == []
+
+
+def test_a_filter_of_another_kind_or_rows_show_nothing_and_the_job_is_warned() -> None:
+    rows = args_of(agent={"images_per_row": 4})
+    rows.dynamic_sampling_filter_path = None
+    other = args_of()
+    other.dynamic_sampling_filter_path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    for args in (rows, other):
+        pool(args).add(success())
+        group = [member(index, 0.0) for index in range(2)]
+        normalize_rewards(args, group)
+        assert not any("replay" in facts_of(sample) for sample in group)
+        assert "nothing is ever replayed" in " ".join(warnings(args, SlimeConfig.from_args(args)))
+
+
 def test_a_job_without_the_hooks_is_warned() -> None:
     args = args_of()
     args.data_source_path = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
-    args.dynamic_sampling_filter_path = None
+    args.dynamic_sampling_filter_path = "mine.keep"
     told = " ".join(warnings(args, SlimeConfig.from_args(args)))
     assert "the replay pool is lost" in told
     assert "nothing is ever replayed" in told

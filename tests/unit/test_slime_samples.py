@@ -1,14 +1,11 @@
 """What becomes of slime's samples, where it is written down, and the data set that they come from."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from trainer.client import Task
-from trainer.slime import dataset
 from trainer.slime.config import ConfigError
 from trainer.slime.generate import task_of
 from trainer.slime.hooks import record_sample
@@ -81,12 +78,3 @@ async def test_nothing_is_written_where_no_directory_is_named(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     await record_sample(SimpleNamespace(envd={"hosts": ["a:1"]}), Sample(index=1))
     assert not list(tmp_path.iterdir())
-
-
-def test_a_data_set_has_a_line_for_each_task() -> None:
-    kept = Task(task_id="a/b", instruction="Grüße", level=2, suite="a")
-    text = dataset.rows([kept, replace(kept, task_id="a/c", split="held_out")])
-    row = json.loads(text)
-    assert row["prompt"] == [{"role": "user", "content": "Grüße"}]
-    assert row["metadata"] == {"task_id": "a/b", "level": 2, "suite": "a"}
-    assert "Grüße" in text

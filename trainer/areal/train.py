@@ -5,7 +5,7 @@ python -m trainer.areal.train --config areal.yaml scheduler.type=local
 ```
 
 The file is AReaL's, with one key more: `envd:`, see `trainer.areal.config.ArealConfig`. AReaL refuses others that it
-does not know. `train_dataset.path` names JSON lines as `python -m trainer.slime.dataset` writes them.
+does not know. `train_dataset.path` names JSON lines as `trainer data prompts` writes them.
 """
 
 import json
@@ -36,7 +36,7 @@ def read_rows(path: Path, *, task_key: str) -> list[dict[str, str]]:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             f"train_dataset.path {path} is no list of tasks ({type(error).__name__}: {error});"
-            " `python -m trainer.slime.dataset` writes one"
+            " `trainer data prompts` writes one"
         ) from error
 
 

@@ -11,21 +11,25 @@ import typer
 
 from trainer.agent.grammars import GRAMMARS, Grammar, grammar
 from trainer.agent.settings import AgentSettings
+from trainer.cli.choice import served_tasks
 from trainer.cli.options import (
+    DEFAULT_SCREEN,
     DEFAULT_TARGET,
     LIST_TIMEOUT,
     AgentFile,
     PoolName,
+    Screen,
     Target,
     TlsCa,
     make_client,
+    read_screen,
     read_settings,
 )
 from trainer.cli.output import EXIT_FAILED, Json, UsageError, emit_json, err, friendly, out
 from trainer.client import AsyncEnvClient, Task
 from trainer.data.dataset import Dataset, Source, join, statistics
 from trainer.data.oracles import BadOracle, Oracle, read_oracles
-from trainer.data.prompts import prompt_rows
+from trainer.data.prompts import prompt_rows, variant_ids
 from trainer.data.record import OracleFailed, record
 from trainer.data.sft import Masking, sft_row
 from trainer.data.split import CannotSplit
@@ -39,7 +43,7 @@ app = typer.Typer(no_args_is_help=True, help="Make data for training: prompts, d
 #: Of one task. More than any file holds: a dataset takes all there is, unlike a replay pool.
 _ALL = 1_000_000
 
-Seed = Annotated[int, typer.Option(help="Of the split between train and held-out.")]
+Seed = Annotated[int, typer.Option(help="Of the split between train and held_out.")]
 HeldOut = Annotated[
     float, typer.Option(min=0, max=0.9, help="Share of the tasks of each level to hold out; 0 for none.")
 ]
@@ -56,15 +60,24 @@ def prompts_command(
     *,
     envd: Target = DEFAULT_TARGET,
     tls_ca: TlsCa = None,
-    directory: Annotated[Path, typer.Option("--out", help="Directory for train and held-out.")] = Path("out/prompts"),
+    directory: Annotated[Path, typer.Option("--out", help="Directory for train and held_out.")] = Path("out/prompts"),
     suite: Annotated[str, typer.Option(help="Only this suite.")] = "",
     held_out: HeldOut = 0.2,
     seed: Seed = 42,
+    variants: Annotated[int, typer.Option(min=1, help="Variants of each template, the plain one included.")] = 1,
+    variant_seed: Annotated[int, typer.Option(help="Of the variants.")] = 42,
     parquet: Annotated[bool, typer.Option("--parquet", help="Write parquet instead of JSON lines.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write a daemon's tasks as rows for slime's --prompt-data: keys prompt, label and metadata."""
-    rows = prompt_rows(asyncio.run(_list_tasks(envd, tls_ca, suite)), share=held_out, seed=seed)
+
+    async def list_tasks() -> list[Task]:
+        async with make_client(envd, tls_ca, run="data") as client:
+            tasks = await client.list_tasks(suite=suite, timeout=LIST_TIMEOUT)
+            ids = variant_ids(tasks, count=variants, seed=variant_seed)
+            return tasks if variants == 1 else await client.list_tasks(task_ids=ids, timeout=LIST_TIMEOUT)
+
+    rows = prompt_rows(asyncio.run(list_tasks()), share=held_out, seed=seed)
     written = {
         name: directory / f"{name}{'.parquet' if parquet else '.jsonl'}" for name, split in rows.items() if split
     }
@@ -75,11 +88,6 @@ def prompts_command(
         return
     for name, path in written.items():
         out.print(f"{len(rows[name]):>6} {name:<9} {path}", markup=False, soft_wrap=True)
-
-
-async def _list_tasks(target: str, tls_ca: Path | None, suite: str) -> list[Task]:
-    async with make_client(target, tls_ca, run="data") as client:
-        return await client.list_tasks(suite=suite, timeout=LIST_TIMEOUT)
 
 
 @app.command("record")
@@ -95,16 +103,13 @@ def record_command(
     file: Annotated[Path, typer.Option("--out", help="JSON lines to write.")] = Path("out/oracles.jsonl"),
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once.")] = 1,
     patience: Annotated[bool, typer.Option(help="Wait where an input has not changed the screen yet.")] = True,
-    screen: Annotated[str, typer.Option(help="Size of the guest's screen in pixels.")] = "1280x800",
+    screen: Screen = DEFAULT_SCREEN,
     as_json: Json = False,
 ) -> None:
     """Play tasks' oracles in the agent's own loop, and keep what a model would have seen and said."""
-    width, _, height = screen.partition("x")
-    if not (width.isdigit() and height.isdigit()):
-        raise UsageError(f"--screen {screen} is no size; write WIDTHxHEIGHT, such as 1280x800")
     plan = _Recording(
         settings=read_settings(agent, max_turns=max_turns),
-        screen_px=(int(width), int(height)),
+        screen_px=read_screen(screen),
         pool=pool,
         is_patient=patience,
         concurrency=concurrency,
@@ -137,7 +142,8 @@ class _Recording:
         """Return what was kept, in the order of the oracles, and why the rest was not."""
         failures: list[str] = []
         async with make_client(target, tls_ca, run="data") as client:
-            tasks = {task.task_id: task for task in await client.list_tasks(timeout=LIST_TIMEOUT)}
+            served = await served_tasks(client, named=[oracle.task_id for oracle in oracles])
+            tasks = {task.task_id: task for task in served}
             places = asyncio.Semaphore(self.concurrency)
 
             async def one(oracle: Oracle) -> list[StoredTrajectory]:

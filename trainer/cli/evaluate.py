@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation
-from trainer.cli.choice import SplitName, choose
+from trainer.cli.choice import SplitName, choose, served_tasks
 from trainer.cli.options import (
     DEFAULT_TARGET,
     LIST_TIMEOUT,
@@ -98,7 +98,7 @@ def eval_command(
     tasks: Annotated[Path | None, typer.Option(help="File with the ids of the tasks, one a line.")] = None,
     suite: Annotated[list[str], typer.Option(help="Only this suite; may be repeated.")] = [],  # noqa: B006
     level: Annotated[list[int], typer.Option(help="Only this level; may be repeated.")] = [],  # noqa: B006
-    tag: Annotated[list[str], typer.Option(help="Only tasks with this tag, such as held-out.")] = [],  # noqa: B006
+    tag: Annotated[list[str], typer.Option(help="Only tasks with this tag, such as mouse.")] = [],  # noqa: B006
     without_tag: Annotated[list[str], typer.Option(help="No tasks with this tag.")] = [],  # noqa: B006
     split: Annotated[
         SplitName, typer.Option(help="Which side of the split that `trainer data` makes; over the chosen suites.")
@@ -167,8 +167,8 @@ async def _evaluate_all(client: AsyncEnvClient, contenders: list[_Contender], pl
     """Evaluate one after the other, so that neither takes the other's machines. Returns their files of results."""
     async with client:
         if plan.split is SplitName.ALL:
-            err.print("[yellow]note:[/] all tasks are played, those for training too; see --split held-out")
-        tasks = choose(await client.list_tasks(timeout=LIST_TIMEOUT), plan.selection, split=plan.split)
+            err.print("[yellow]note:[/] all tasks are played, those for training too; see --split held_out")
+        tasks = choose(await served_tasks(client, named=plan.selection.task_ids), plan.selection, split=plan.split)
         pools = await client.list_pools(timeout=LIST_TIMEOUT)
         capacity = sum(one.capacity for one in pools if plan.pool in {"", one.name})
         concurrency = plan.concurrency or max(1, min(capacity, _MAX_CONCURRENCY))

@@ -23,7 +23,9 @@ AgentFile = Annotated[
     Path | None,
     typer.Option("--agent", help="YAML with the agent's settings, as training has them; their defaults without it."),
 ]
+Screen = Annotated[str, typer.Option(help="Size of the guest's screen in pixels, which oracles' places refer to.")]
 DEFAULT_TARGET = "127.0.0.1:50051"
+DEFAULT_SCREEN = "1280x800"
 
 
 def make_client(target: str, tls_ca: Path | None, *, run: str = "evaluation") -> AsyncEnvClient:
@@ -58,6 +60,14 @@ def read_settings(file: Path | None, **changes: Any) -> AgentSettings:
         return AgentSettings.from_mapping({**held, **given})
     except ValueError as error:
         raise UsageError(f"agent settings: {error}") from error
+
+
+def read_screen(text: str) -> tuple[int, int]:
+    """Return a size (width, height) in pixels. Raises: UsageError."""
+    width, _, height = text.partition("x")
+    if not (width.isdigit() and height.isdigit()):
+        raise UsageError(f"--screen {text} is no size; write WIDTHxHEIGHT, such as {DEFAULT_SCREEN}")
+    return int(width), int(height)
 
 
 def read_selection(

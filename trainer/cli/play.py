@@ -1,4 +1,4 @@
-"""`trainer play`: one episode, by hand, by nobody or by a model, shown as it goes on."""
+"""`trainer play`: one episode, by hand, by nobody, by an oracle or by a model, shown as it goes on."""
 
 import asyncio
 import sys
@@ -13,20 +13,25 @@ import typer
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation, Outcome
+from trainer.cli.choice import served_tasks
 from trainer.cli.evaluate import KEY_VARIABLE
 from trainer.cli.lines import Lines
 from trainer.cli.options import (
+    DEFAULT_SCREEN,
     DEFAULT_TARGET,
-    LIST_TIMEOUT,
     AgentFile,
     PoolName,
+    Screen,
     Target,
     TlsCa,
     make_client,
+    read_screen,
     read_settings,
 )
 from trainer.cli.output import EXIT_FAILED, Json, UsageError, emit_json, err, friendly, out
 from trainer.client import AsyncEnvClient
+from trainer.data.oracles import BadOracle, Oracle, read_oracles
+from trainer.data.record import OracleConversation
 from trainer.evaluate.chat import ChatConversation, Sampling
 from trainer.evaluate.endpoint import EndpointError, open_endpoint, read_key
 from trainer.evaluate.play import Converse, Played, play_task
@@ -44,15 +49,21 @@ class Player(Enum):
     HAND = "hand"
     #: Nobody: the task is declared done at once.
     NULL = "null"
+    #: The task's known solution.
+    ORACLE = "oracle"
     #: A model behind an endpoint.
     MODEL = "model"
 
 
-@friendly(EndpointError, SelectionError, OSError)
+@friendly(BadOracle, EndpointError, SelectionError, OSError)
 def play_command(
     *,
     task: Annotated[str, typer.Argument(metavar="TASK", help="A task's id, SUITE/NAME.")],
     by: Annotated[Player, typer.Option(help="Who plays.")] = Player.HAND,
+    oracles: Annotated[
+        Path | None, typer.Option(help="For --by oracle: what `envd tasks oracles` printed on the daemon's host.")
+    ] = None,
+    screen: Screen = DEFAULT_SCREEN,
     endpoint: Annotated[str, typer.Option(help="For --by model: base URL of an OpenAI-compatible API.")] = "",
     model: Annotated[str, typer.Option(help="The model's name there; the only one that is served by default.")] = "",
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
@@ -67,23 +78,31 @@ def play_command(
     report: Annotated[bool, typer.Option(help="Write an HTML page.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Play one episode and show it: what was seen, said and done, and the score.
-
-    Tasks' oracles are the daemon's own: `envd demo` and `envd tasks` play those.
-    """
+    """Play one episode and show it: what was seen, said and done, and the score."""
     if (by is Player.MODEL) != bool(endpoint):
         raise UsageError("--by model needs --endpoint URL, and only that takes one")
+    if (by is Player.ORACLE) != (oracles is not None):
+        raise UsageError("--by oracle needs --oracles FILE, and only that takes one")
     # A person points at pixels of the picture; a model has its own units.
     coordinates = "pixels" if by is Player.HAND else None
     settings = read_settings(agent, max_turns=max_turns, coordinates=coordinates)
     key = read_key(variable=key_variable, file=key_file) if by is Player.MODEL else ""
     place = directory / directory_name(task, 0)
+    solution = None if oracles is None else _oracle_of(task, oracles)
 
     async def play() -> Played:
         async with (
             make_client(envd, tls_ca) as client,
             _player(
-                by, settings, endpoint=endpoint, model=model, key=key, temperature=temperature, place=place
+                by,
+                settings,
+                oracle=solution,
+                screen_px=read_screen(screen),
+                endpoint=endpoint,
+                model=model,
+                key=key,
+                temperature=temperature,
+                place=place,
             ) as converse,
         ):
             return await _play(client, task, converse, settings=settings, pool=pool, place=place)
@@ -105,7 +124,7 @@ def play_command(
 async def _play(
     client: AsyncEnvClient, task_id: str, converse: Converse, *, settings: AgentSettings, pool: str, place: Path
 ) -> Played:
-    (task,) = select(await client.list_tasks(timeout=LIST_TIMEOUT), Selection(task_ids=[task_id]))
+    (task,) = select(await served_tasks(client, named=[task_id]), Selection(task_ids=[task_id]))
     return await play_task(client, task, converse, settings=settings, pool=pool, replay=place)
 
 
@@ -114,6 +133,8 @@ async def _player(
     by: Player,
     settings: AgentSettings,
     *,
+    oracle: Oracle | None,
+    screen_px: tuple[int, int],
     endpoint: str,
     model: str,
     key: str,
@@ -131,6 +152,9 @@ async def _player(
     match by:
         case Player.NULL:
             yield lambda _seed: shown(Nobody(grammar))
+        case Player.ORACLE if oracle is not None:
+            known = oracle
+            yield lambda _seed: shown(OracleConversation(known, settings, screen_px=screen_px))
         case Player.HAND:
             lines = Lines(sys.stdin.fileno())
 
@@ -146,6 +170,13 @@ async def _player(
             async with open_endpoint(endpoint, key=key) as server:
                 name = model or await server.only_model()
                 yield lambda seed: shown(ChatConversation(server, model=name, sampling=sampling, seed=seed))
+
+
+def _oracle_of(task_id: str, file: Path) -> Oracle:
+    for oracle in read_oracles(file):
+        if oracle.task_id == task_id:
+            return oracle
+    raise UsageError(f"--oracles {file} has none of {task_id}; `envd tasks oracles` on the daemon's host prints them")
 
 
 def _tell(played: Played, page: Path | None) -> None:

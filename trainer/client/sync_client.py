@@ -83,9 +83,11 @@ class EnvClient:
         finally:
             self._wait(forking.__aexit__(None, None, None))
 
-    def list_tasks(self, *, suite: str = "", timeout: timedelta = timedelta(seconds=30)) -> list[Task]:
-        """Return the tasks that can be attempted, in id order. Raises: EnvError."""
-        return self._wait(self._client.list_tasks(suite=suite, timeout=timeout))
+    def list_tasks(
+        self, *, suite: str = "", task_ids: Sequence[str] = (), timeout: timedelta = timedelta(seconds=30)
+    ) -> list[Task]:
+        """Return the tasks that can be attempted, in id order. Arguments are those of `AsyncEnvClient.list_tasks`."""
+        return self._wait(self._client.list_tasks(suite=suite, task_ids=task_ids, timeout=timeout))
 
     def list_pools(self, *, timeout: timedelta = timedelta(seconds=30)) -> list[Pool]:
         """Return the daemon's pools as they are now. Raises: EnvError."""

@@ -137,7 +137,7 @@ def statistics(dataset: Dataset) -> dict[str, Any]:
         "by_split": _counts(item.split for item in dataset.items),
         "by_level": {
             name: _counts(str(splittable(item.trajectory).level) for item in dataset.items if item.split == name)
-            for name in ("train", "held-out")
+            for name in ("train", "held_out")
         },
         "replies": _spread([_reply_count(item.trajectory) for item in dataset.items]),
         "dropped": {name: _counts(counts) for name, counts in sorted(dataset.dropped.items())},

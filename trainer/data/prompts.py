@@ -3,7 +3,8 @@
 The prompt is the bare instruction: the real one is made by `trainer.agent.prompts` when the first screen is there.
 """
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer.client import Task
@@ -15,6 +16,31 @@ def splittable(task: Task) -> Splittable:
     return Splittable(task_id=task.task_id, text=task.instruction, level=task.level, suite_split=task.split)
 
 
+#: Of a variant, see `trainer.client.Task.variant_count`.
+_MAX_SEED = 2**31 - 1
+
+
+def variant_ids(tasks: Iterable[Task], *, count: int, seed: int = 42) -> list[str]:
+    """Return the ids of tasks and, of those that have variants, of some that are drawn, `desktop/delete-line?seed=17`.
+
+    What is drawn of one task does not depend on which others there are.
+
+    Args:
+        tasks: As a daemon lists them.
+        count: Variants of a task, the plain one included; fewer where it has fewer. Few of them may be the same task,
+            for which the service has several seeds.
+        seed: Other seeds draw others.
+    """
+    ids: list[str] = []
+    for task in sorted(tasks, key=lambda task: task.task_id):
+        # Not for secrets.
+        drawn = random.Random(f"{seed}/{task.task_id}").sample(  # noqa: S311
+            range(_MAX_SEED + 1), min(count, task.variant_count) - 1
+        )
+        ids += [task.task_id, *(f"{task.task_id}?seed={number}" for number in sorted(drawn))]
+    return ids
+
+
 def prompt_rows(tasks: Sequence[Task], *, share: float = 0.2, seed: int = 42) -> dict[Split, list[dict[str, Any]]]:
     """Return rows by split, in id order.
 
@@ -22,7 +48,7 @@ def prompt_rows(tasks: Sequence[Task], *, share: float = 0.2, seed: int = 42) ->
         CannotSplit: See `split`.
     """
     splits = split(map(splittable, tasks), share=share, seed=seed)
-    rows: dict[Split, list[dict[str, Any]]] = {"train": [], "held-out": []}
+    rows: dict[Split, list[dict[str, Any]]] = {"train": [], "held_out": []}
     for task in sorted(tasks, key=lambda task: task.task_id):
         rows[splits[task.task_id]].append(_row(task, splits))
     return rows

@@ -122,9 +122,14 @@ class OracleConversation:
     """Speaks as an oracle acts; itself a `trainer.agent.types.Conversation`."""
 
     def __init__(
-        self, oracle: Oracle, settings: AgentSettings, *, screen_px: tuple[int, int], patience_s: Sequence[float]
+        self,
+        oracle: Oracle,
+        settings: AgentSettings,
+        *,
+        screen_px: tuple[int, int],
+        patience_s: Sequence[float] = _PATIENCE_S,
     ) -> None:
-        """Take what to say and how."""
+        """Take what to say and how; see `record`."""
         self._steps = list(oracle.steps)
         self._settings = settings
         self._grammar = settings.make_grammar()

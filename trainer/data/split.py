@@ -8,10 +8,8 @@ from typing import Literal
 
 from trainer.replay.trajectory import base_id
 
-Split = Literal["train", "held-out"]
-
-#: What a suite says of tasks that it holds out itself, see `trainer.client.Task.split`.
-HELD_OUT = "held_out"
+Split = Literal["train", "held_out"]
+"""The service's own words, see `trainer.client.Task.split`."""
 
 
 class CannotSplit(ValueError):
@@ -34,7 +32,8 @@ def split(tasks: Iterable[Splittable], *, share: float = 0.2, seed: int = 42) ->
     """Return the split of each task id, with every level in both.
 
     Where a suite holds out some of its tasks itself, that is kept for all. Else of each level
-    a share of the tasks is held out, at least one. Chunks of a task, and tasks with equal instructions, stay together.
+    a share of the tasks is held out, at least one. Chunks of a task, variants of a template, and tasks with equal
+    instructions, stay together.
 
     Args:
         tasks: All of them; equal ids count once.
@@ -50,10 +49,8 @@ def split(tasks: Iterable[Splittable], *, share: float = 0.2, seed: int = 42) ->
     by_level: dict[int, list[str]] = defaultdict(list)
     for name, members in units.items():
         by_level[max(task.level for task in members)].append(name)
-    if any(task.suite_split == HELD_OUT for members in units.values() for task in members):
-        held_out = {name for name, members in units.items() if any(task.suite_split == HELD_OUT for task in members)}
-    else:
-        held_out = set()
+    held_out = {name for name, members in units.items() if any(task.suite_split == "held_out" for task in members)}
+    if not held_out:
         for level, names in by_level.items():
             # Not for secrets. A generator of its own for each level: more tasks in one do not reshuffle the others.
             random.Random(f"{seed}/{level}").shuffle(ordered := sorted(names))  # noqa: S311
@@ -66,18 +63,25 @@ def split(tasks: Iterable[Splittable], *, share: float = 0.2, seed: int = 42) ->
                 " side. Add tasks of that level, leave it out, or hold out none at all (a share of 0)"
             )
     return {
-        task.task_id: "held-out" if name in held_out else "train" for name, members in units.items() for task in members
+        task.task_id: "held_out" if name in held_out else "train" for name, members in units.items() for task in members
     }
 
 
+def template_id(task_id: str) -> str:
+    """Return the id of the task that this is a variant of, without `?seed=N`; its own, if it is none."""
+    return task_id.partition("?")[0]
+
+
 def _units(tasks: Iterable[Splittable]) -> dict[str, list[Splittable]]:
-    """Join chunks of one base task and tasks of one text; a unit is named by the first of its ids."""
+    """Join chunks and variants of one task, and tasks of one text; a unit is named by the first of its templates."""
     unit_of: dict[str, str] = {}
     units: dict[str, list[Splittable]] = {}
     for task in sorted(set(tasks), key=lambda task: task.task_id):
         text = " ".join(task.text.casefold().split())
-        keys = [f"id {base_id(task.task_id)}", *([f"text {text}"] if text else [])]
-        names = sorted({unit_of[key] for key in keys if key in unit_of}) or [task.task_id]
+        # So named whichever variants there are: others of them do not move anybody to the other side.
+        template = template_id(base_id(task.task_id))
+        keys = [f"id {template}", *([f"text {text}"] if text else [])]
+        names = sorted({unit_of[key] for key in keys if key in unit_of}) or [template]
         members = [member for name in names for member in units.pop(name, [])]
         units[names[0]] = [*members, task]
         unit_of.update(dict.fromkeys(keys, names[0]))

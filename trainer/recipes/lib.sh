@@ -13,6 +13,7 @@
 #   SLIME_DIR    slime's checkout (/root/slime)      MEGATRON_DIR  Megatron's (/root/Megatron-LM)
 #   MODELS_DIR   checkpoints (/root/models)          RUN_DIR       what the run writes (out/RECIPE-STAGE)
 #   SUITE        suite that the data set is made of  PROMPT_DATA   or a data set of your own
+#   VARIANTS     of each template, in that data set (1)
 #   NUM_GPUS     GPUs of this node
 
 set -euo pipefail
@@ -54,7 +55,6 @@ begin() {
    # Absolute, for a job of Ray's runs elsewhere.
    RUN_DIR="$(realpath -m -- "${RUN_DIR:-out/${RECIPE}-${STAGE}}")"
    CONFIG="${RUN_DIR}/config.yaml"
-   PROMPT_DATA="${PROMPT_DATA:-${RUN_DIR}/tasks.jsonl}"
    if [[ "$STAGE" == smoke-env ]]; then
       run "$PYTHON" -m trainer play "$SMOKE_TASK" --by null --envd "$ENVD_TARGET" --out "$RUN_DIR"
       exit 0
@@ -68,10 +68,15 @@ begin() {
    fi
 }
 
-# make_tasks: write the data set, unless one is there.
+# make_tasks: write the data set, unless there is one. What is held out is beside it.
 make_tasks() {
+   if [[ -n "${PROMPT_DATA:-}" ]]; then
+      return
+   fi
+   PROMPT_DATA="${RUN_DIR}/prompts/train.jsonl"
    if [[ ! -f "$PROMPT_DATA" ]]; then
-      run "$PYTHON" -m trainer.slime.dataset --host "${ENVD_TARGET%%,*}" --suite "${SUITE:-}" --out "$PROMPT_DATA"
+      run "$PYTHON" -m trainer data prompts --envd "${ENVD_TARGET%%,*}" --suite "${SUITE:-}" \
+         --variants "${VARIANTS:-1}" --out "${RUN_DIR}/prompts"
    fi
 }
 

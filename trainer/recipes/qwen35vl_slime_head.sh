@@ -4,6 +4,7 @@
 source "$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)/lib.sh"
 NUM_GPUS="${NUM_GPUS:-8}"
 SUITE="${SUITE:-desktop}"
+VARIANTS="${VARIANTS:-20}"
 begin qwen35vl_slime_head desktop/type-greeting "$@"
 make_tasks
 

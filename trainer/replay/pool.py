@@ -2,11 +2,15 @@
 
 The n-th pick for a task depends on the seed, the task and n alone. Groups finish in any order, so a single stream of
 random numbers would give each run other picks.
+
+A rollout that never stops adds from a thread of its own while the trainer picks and saves: hence a lock. Who adds never
+waits for a file.
 """
 
 import json
 import os
 import random
+import threading
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -76,8 +80,13 @@ class ReplayPool:
     counters: Counters = field(default_factory=Counters)
     _shelves: dict[str, list[_Kept]] = field(default_factory=dict)
     _picks: dict[str, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def __len__(self) -> int:
+        with self._lock:
+            return self._size()
+
+    def _size(self) -> int:
         return sum(map(len, self._shelves.values()))
 
     def load(self, trajectories: Iterable[StoredTrajectory]) -> int:
@@ -85,18 +94,19 @@ class ReplayPool:
 
         What is kept already is not kept twice, so the same files may be loaded after a resume.
         """
-        known = {kept.trajectory.digest for shelf in self._shelves.values() for kept in shelf}
         loaded_count = 0
-        for trajectory in trajectories:
-            shelf = self._shelves.get(trajectory.task_id, [])
-            if trajectory.reward < self.settings.success_at or trajectory.digest in known:
-                continue
-            if len(shelf) >= self.settings.max_per_task or len(self) >= self.settings.max_total:
-                self.counters.refused_count += 1
-                continue
-            known.add(trajectory.digest)
-            self._shelves.setdefault(trajectory.task_id, []).append(_Kept(trajectory, online=False))
-            loaded_count += 1
+        with self._lock:
+            known = {kept.trajectory.digest for shelf in self._shelves.values() for kept in shelf}
+            for trajectory in trajectories:
+                shelf = self._shelves.get(trajectory.task_id, [])
+                if trajectory.reward < self.settings.success_at or trajectory.digest in known:
+                    continue
+                if len(shelf) >= self.settings.max_per_task or self._size() >= self.settings.max_total:
+                    self.counters.refused_count += 1
+                    continue
+                known.add(trajectory.digest)
+                self._shelves.setdefault(trajectory.task_id, []).append(_Kept(trajectory, online=False))
+                loaded_count += 1
         return loaded_count
 
     def add(self, trajectory: StoredTrajectory) -> bool:
@@ -106,29 +116,31 @@ class ReplayPool:
         """
         if trajectory.reward < self.settings.success_at:
             return False
-        shelf = self._shelves.get(trajectory.task_id, [])
-        if len(shelf) >= self.settings.max_per_task or len(self) >= self.settings.max_total:
-            oldest = next((kept for kept in shelf if kept.online), None)
-            if oldest is None:
-                self.counters.refused_count += 1
-                return False
-            shelf.remove(oldest)
-            self.counters.displaced_count += 1
-        self._shelves.setdefault(trajectory.task_id, []).append(_Kept(trajectory, online=True))
-        self.counters.added_count += 1
-        return True
+        with self._lock:
+            shelf = self._shelves.get(trajectory.task_id, [])
+            if len(shelf) >= self.settings.max_per_task or self._size() >= self.settings.max_total:
+                oldest = next((kept for kept in shelf if kept.online), None)
+                if oldest is None:
+                    self.counters.refused_count += 1
+                    return False
+                shelf.remove(oldest)
+                self.counters.displaced_count += 1
+            self._shelves.setdefault(trajectory.task_id, []).append(_Kept(trajectory, online=True))
+            self.counters.added_count += 1
+            return True
 
     def pick(self, task_id: str) -> StoredTrajectory | None:
         """Pick a success of the task, else of one of the chunks of its base task; None if there is none."""
-        shelves = [self._eligible(task_id)]
-        if not shelves[0]:
-            base = base_id(task_id)
-            shelves = [self._eligible(other) for other in self._shelves if base_id(other) == base]
-        shelves = [shelf for shelf in shelves if shelf]
-        if not shelves:
-            return None
-        count = self._picks.get(task_id, 0)
-        self._picks[task_id] = count + 1
+        with self._lock:
+            shelves = [self._eligible(task_id)]
+            if not shelves[0]:
+                base = base_id(task_id)
+                shelves = [self._eligible(other) for other in self._shelves if base_id(other) == base]
+            shelves = [shelf for shelf in shelves if shelf]
+            if not shelves:
+                return None
+            count = self._picks.get(task_id, 0)
+            self._picks[task_id] = count + 1
         # Not for secrets; a text as a seed is the same in every process.
         chance = random.Random(f"{self.settings.seed}/{task_id}/{count}")  # noqa: S311
         return chance.choice(chance.choice(shelves))
@@ -142,8 +154,9 @@ class ReplayPool:
 
     def statistics(self) -> dict[str, float]:
         """Return sizes and counters, to log."""
-        online_count = sum(kept.online for shelf in self._shelves.values() for kept in shelf)
-        sizes = {"task_count": len(self._shelves), "size": len(self), "online_size": online_count}
+        with self._lock:
+            online_count = sum(kept.online for shelf in self._shelves.values() for kept in shelf)
+            sizes = {"task_count": len(self._shelves), "size": self._size(), "online_size": online_count}
         return {f"replay/{name}": float(value) for name, value in {**sizes, **asdict(self.counters)}.items()}
 
     def save(self, directory: Path, *, name: str = "latest") -> None:
@@ -158,8 +171,11 @@ class ReplayPool:
         """
         items = directory / "trajectories"
         items.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            kept_by_task = {task_id: list(shelf) for task_id, shelf in self._shelves.items()}
+            counters, picks = asdict(self.counters), dict(self._picks)
         shelves: dict[str, list[dict[str, Any]]] = {}
-        for task_id, shelf in self._shelves.items():
+        for task_id, shelf in kept_by_task.items():
             for kept in shelf:
                 digest = kept.trajectory.digest
                 shelves.setdefault(task_id, []).append({"digest": digest, "online": kept.online})
@@ -168,9 +184,9 @@ class ReplayPool:
         state = {
             "format": _FORMAT,
             "settings": asdict(self.settings),
-            "counters": asdict(self.counters),
+            "counters": counters,
             "shelves": shelves,
-            "picks": self._picks,
+            "picks": picks,
         }
         write_atomically(directory / f"pool-{name}.json", json.dumps(state, indent=1).encode())
         _sweep(directory)

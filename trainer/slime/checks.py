@@ -79,7 +79,9 @@ def warnings(args: Any, config: SlimeConfig) -> Iterator[str]:
     """Yield each thing that will not work well."""
     if config.replay and getattr(args, "data_source_path", _DATA_SOURCE) != _DATA_SOURCE:
         yield f"--data-source-path is not {_DATA_SOURCE}: the replay pool is lost when the job ends"
-    if config.replay and getattr(args, "dynamic_sampling_filter_path", _FILTER) != _FILTER:
+    filtered_by = getattr(args, "dynamic_sampling_filter_path", _FILTER)
+    # Without any, the normaliser does it, for members of one row.
+    if config.replay and filtered_by != _FILTER and (filtered_by or config.agent.images_per_row):
         yield f"--dynamic-sampling-filter-path is not {_FILTER}: nothing is ever replayed"
     if getattr(args, "custom_reward_post_process_path", _NORMALIZER) != _NORMALIZER:
         yield (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.rewards.groups import advantages
-from trainer.slime.replay import finish
+from trainer.slime.replay import finish, show_successes
 from trainer.slime.samples import by_rollout, is_void
 from trainer.slime.upstream import Sample
 
@@ -23,6 +23,7 @@ def normalize_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[float]
     As in slime, rewards are left alone for estimators that it does not centre (`ppo`, `reinforce_plus_plus`) and under
     `--disable-rewards-normalization`.
     """
+    show_successes(args, samples)
     finish(args, samples)
     raw_rewards = [0.0 if is_void(sample) else float(reward_of(sample, args)) for sample in samples]
     estimator = getattr(args, "advantage_estimator", "grpo")

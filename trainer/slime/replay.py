@@ -2,10 +2,10 @@
 
 The pool is the process's. `generate` adds what succeeds in training, with its tokens, log-probabilities and
 screenshots; evaluation adds nothing. `filters.keep_informative` has a success put over a member of a failed group
-before it looks at the group, and `--data-source-path trainer.slime.replay.data_source` saves and resumes the pool with
-slime's checkpoints. A replay's image tensors are built when rewards are normalised: then no episode waits for the loop
-any more. What was sampled by earlier weights is off-policy, so the trainer must weigh it: `--use-tis` or
-`--use-rollout-logprobs`.
+before it looks at the group; where slime calls no filter, as in its fully asynchronous loop, `group.normalize_rewards`
+does. `--data-source-path trainer.slime.replay.data_source` saves and resumes the pool with slime's checkpoints. A
+replay's image tensors are built when rewards are normalised: then no episode waits for the loop any more. What was
+sampled by earlier weights is off-policy, so the trainer must weigh it: `--use-tis` or `--use-rollout-logprobs`.
 """
 
 import asyncio
@@ -139,6 +139,25 @@ def show_success(args: Any, config: SlimeConfig, samples: list[Any]) -> None:
     injection = inject(pool_of(config), task_id, raw_rewards)
     if injection is not None:
         samples[injection.index] = _replayed(args, config, samples[injection.index], injection)
+
+
+def show_successes(args: Any, samples: Sequence[Sample]) -> None:
+    """Show a success to each group of a rollout that failed entirely, where no filter has: in place, as `show_success`.
+
+    Not where members may have several rows: a success with more rows than a member has no place in the flat list that
+    slime hands to its normaliser.
+    """
+    if not getattr(args, "envd", None) or getattr(args, "dynamic_sampling_filter_path", "unknown") is not None:
+        return
+    config = SlimeConfig.from_args(args)
+    if not config.replay or config.agent.images_per_row:
+        return
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        if sample.group_index is not None:
+            groups.setdefault(sample.group_index, []).append(sample)
+    for group in groups.values():
+        show_success(args, config, group)
 
 
 def _replayed(args: Any, config: SlimeConfig, member: Any, injection: Injection) -> Any:

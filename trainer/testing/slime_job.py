@@ -7,7 +7,8 @@ import json
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -87,11 +88,19 @@ class SlimeJob:
     def fully_async_rollout(self, rollout_id: int = 0) -> Any:
         """Run one rollout of the loop that never stops, in its own thread. Returns the groups."""
         module = _module("slime.rollout.fully_async_rollout")
+        if not hasattr(module.AsyncRolloutWorker._loop, "__wrapped__"):
+            module.AsyncRolloutWorker._loop = _closing_its_connections(module.AsyncRolloutWorker._loop, self._http)
         return module.generate_rollout_fully_async(self.args, rollout_id, self.data_source)
 
     def stop_fully_async(self) -> None:
-        """End that loop."""
-        _module("slime.rollout.fully_async_rollout")._stop_global_worker()
+        """End that loop, once its episodes have ended."""
+        module = _module("slime.rollout.fully_async_rollout")
+        worker = module._global_worker
+        module._stop_global_worker()
+        if worker is not None:
+            # slime waits 5 s for the thread, which waits 30 s for the episodes in flight.
+            worker.worker_thread.join(timeout=60)
+            assert not worker.worker_thread.is_alive(), "episodes of the fully asynchronous loop hang"
 
     def evaluate(self, rollout_id: int = 0) -> Any:
         """Run one evaluation; returns slime's RolloutFnEvalOutput."""
@@ -111,6 +120,22 @@ class SlimeJob:
         (getattr(rollout, name, None) or getattr(rollout, f"_{name}"))(list(groups))
         data: dict[str, Any] = manager._convert_samples_to_train_data(flatten(groups))
         return data
+
+
+def _closing_its_connections(run_loop: Callable[[Any], Awaitable[None]], http: Any) -> Callable[[Any], Awaitable[None]]:
+    """Return slime's worker loop as one that closes slime's client at its end.
+
+    The connections that the worker opened live in its event loop, which ends with it: nobody could close them later.
+    """
+
+    @wraps(run_loop)
+    async def run_and_close(worker: Any) -> None:
+        try:
+            await run_loop(worker)
+        finally:
+            await http._http_client.aclose()
+
+    return run_and_close
 
 
 def check_sample(sample: Any, *, image_id: int) -> None:
