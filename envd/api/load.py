@@ -1,9 +1,9 @@
 """Load on a daemon from another process: many clients at once, each with an episode of its own.
 
 `envd bench scale` starts it: `python -m envd.api.load` reads a plan as JSON from standard input and writes one JSON
-object per phase to standard output, when told to go on by a line: first it opens the episodes, then each client steps
-its own again and again, and in the end each calls an echo over the same gRPC stack, with payloads of the steps' own
-sizes: the ceiling.
+object per phase to standard output, when told to go on by a line: first it opens the episodes and takes a step in each,
+then each client steps its own again and again, and in the end each calls an echo over the same gRPC stack, with
+payloads of the steps' own sizes: the ceiling.
 """
 
 import asyncio
@@ -169,11 +169,11 @@ async def _play(plan: LoadPlan) -> None:
     stubs: list[Any] = [env_pb2_grpc.CUAEnvStub(channel) for channel in channels]
     clients = [_Client(stubs[i % _CHANNELS], plan, i) for i in range(plan.client_count)]
     await asyncio.gather(*(client.open() for client in clients))
+    await asyncio.gather(*(client.step() for client in clients))  # the first step wakes a machine up
+    for client in clients:
+        client.whole_count = 0
     _say({"opened": len(clients)})
     if await loop.run_in_executor(None, sys.stdin.readline):
-        await asyncio.gather(*(client.step() for client in clients))  # the first step wakes a machine up
-        for client in clients:
-            client.whole_count = 0
         cpu_s = time.process_time()
         latencies_ms, elapsed_s = await _measure([client.step for client in clients], plan.duration_s)
         cpu_s = time.process_time() - cpu_s

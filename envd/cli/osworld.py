@@ -121,7 +121,8 @@ def _packages(catalogue: ImageCatalogue) -> dict[GuestOs, frozenset[str] | None]
     systems: dict[GuestOs, frozenset[str] | None] = {}
     for image in catalogue.list():
         if image.name == IMAGE and image.os == GuestOs.LINUX.value:
-            systems[GuestOs.LINUX] = catalogue.packages(image)
+            # The current one comes first, and is the one that runs.
+            systems.setdefault(GuestOs.LINUX, catalogue.packages(image))
         elif image.os == GuestOs.WINDOWS.value:
             systems[GuestOs.WINDOWS] = None
     return systems

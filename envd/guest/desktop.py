@@ -55,9 +55,10 @@ _LONGEST_POLL_S = 1.0
 _SIGN_TIMEOUT_S = 5.0
 _READY_QUIET_MS = 500
 # A desktop at rest uses a few hundredths of a core, one that still starts services all of one; some never rest.
-_REST_S = 2.0
 _REST_SHARE = 0.15
-_REST_PATIENCE_S = 60.0
+_READY_REST_S = 2.0
+_READY_REST_PATIENCE_S = 60.0
+_REST_S = 0.5
 
 # How long input may take to have its effect before what comes next relies on it, bounded. Two such cases: a click
 # gives a window the focus only after the window manager has had its turn, and keys that follow at once go to the old
@@ -202,6 +203,16 @@ class Desktop:
     async def release_inputs(self) -> None:
         """Let go of every key and button that actions left down."""
         await self._alive(self._release_inputs())
+
+    async def rest(self, *, patience_s: float) -> None:
+        """Wait until the guest computes no more: what it does now every fork of it would do again.
+
+        A program that has opened its window and not yet drawn it computes, however quiet the screen.
+
+        Args:
+            patience_s: The longest wait in seconds, for some guests never rest.
+        """
+        await self._alive(self._rest(_REST_S, patience_s=patience_s))
 
     async def settle(self, policy: SettlePolicy) -> SettleResult:
         """Wait until the screen is quiet. What is seen afterwards is newer than the last input, settled or not."""
@@ -661,7 +672,7 @@ class Desktop:
                 session_s = time.monotonic() - began_s
                 missing = _Sign("the screen did not settle")
                 await self._poll(self._screen_is_quiet, missing)
-                await self._rest()
+                await self._rest(_READY_REST_S, patience_s=_READY_REST_PATIENCE_S)
                 return ReadyReport(agent_s=agent_s, session_s=session_s, settled_s=time.monotonic() - began_s)
         except TimeoutError as error:
             raise GuestUnresponsive(
@@ -695,14 +706,14 @@ class Desktop:
         result = await self._settle(SettlePolicy(quiet_ms=_READY_QUIET_MS, max_ms=5000))
         return "" if result.settled else f"{result.change_count} changes in {result.settle_ms:.0f} ms"
 
-    async def _rest(self) -> None:
-        """Wait until the guest computes no more: what it does now every fork of it would do again. Bounded."""
-        deadline_s = time.monotonic() + _REST_PATIENCE_S
+    async def _rest(self, reading_s: float, *, patience_s: float) -> None:
+        """Wait until the guest has used next to no processor for so long, within its patience."""
+        deadline_s = time.monotonic() + patience_s
         used_s = self._channels.processor_s()
         while used_s is not None and time.monotonic() < deadline_s:
-            await asyncio.sleep(_REST_S)
+            await asyncio.sleep(reading_s)
             before_s, used_s = used_s, self._channels.processor_s()
-            if used_s is None or used_s - before_s < _REST_SHARE * _REST_S:
+            if used_s is None or used_s - before_s < _REST_SHARE * reading_s:
                 return
 
     # Files

@@ -53,6 +53,7 @@ class Host:
 
 _CREDENTIALS_VERBS = frozenset({"googledrive", "login"})
 _CREDENTIALS_GETTERS = frozenset({"googledrive_file"})
+_INSTALLS = re.compile(r"\b(pip3? install|apt(-get)? install|wget|curl)\b")
 _PORT_VERBS = frozenset({"chrome_open_tabs", "chrome_close_tabs"})
 _INTERNET_GETTERS = frozenset(
     {"info_from_website", "pdf_from_url", "gotoRecreationPage_and_get_html_content", "page_info"}
@@ -129,7 +130,9 @@ def _look(file: OsworldFile, host: Host) -> Iterator[tuple[Obstacle, str]]:
     for step in file.setup:
         if step["type"] == "chrome_open_tabs" and any(map(_is_web, step["parameters"].get("urls_to_open", ()))):
             yield Obstacle.INTERNET, "it opens web pages"
-        if step["type"] == "execute" and re.search(r"\b(pip3? install|apt(-get)? install|wget|curl)\b", _command(step)):
+        if step["type"] in ("execute", "command") and re.search(
+            r"\b(pip3? install|apt(-get)? install|wget|curl)\b", _command(step)
+        ):
             yield Obstacle.INTERNET, "its setup installs or downloads"
     for name in (*(set(verbs) & _PORT_VERBS), *(set(getters) & _PORT_GETTERS)):
         yield Obstacle.PORT, name

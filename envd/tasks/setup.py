@@ -1,7 +1,8 @@
 """Bring a guest to a task's starting state: perform its setup verbs, in order, each within its own limit.
 
 What a verb started is waited for by its sign (a window in the window manager's list, an exit code), never by a
-fixed time. The first verb that fails ends the setup.
+fixed time. The first verb that fails ends the setup. At its end the guest has come to rest: a window may be open long
+before a slow guest has drawn what is in it.
 """
 
 import asyncio
@@ -44,6 +45,8 @@ from envd.tasks.windows import OpenWindow, describe_windows, find_window, list_w
 
 #: Between two looks at the window list; one look costs the guest tens of milliseconds under TCG.
 _POLL_S = 0.25
+#: How long the guest may go on computing after its setup, which one that plays a film does for ever.
+_REST_PATIENCE_S = 20.0
 
 _NO_SUPPLIES = Supplies()
 
@@ -76,6 +79,8 @@ async def run_setup(task: Task, desktop: Desktop, *, timeout_s: float, supplies:
             raise SetupFailed(f"{where} exceeded {limit}{awaited}") from error
         except (GuestError, GuestUnresponsive) as error:
             raise SetupFailed(f"{where} failed: {error}") from error
+    left_s = deadline_s - asyncio.get_running_loop().time()
+    await desktop.rest(patience_s=min(_REST_PATIENCE_S, left_s))
 
 
 @dataclass(slots=True, kw_only=True)

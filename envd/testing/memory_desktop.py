@@ -25,6 +25,8 @@ class MemoryDesktop(Desktop):
         """What running a command yields, whatever the fake programs would do; by its first words."""
         self.launched: list[tuple[str, ...]] = []
         self.ran: list[tuple[str, ...]] = []
+        self.rests = 0
+        """How often it was waited for to rest."""
         self.wallpaper = ""
         """Path of the picture behind the windows."""
         self._programs = Programs(self.files, windows=lambda: self)
@@ -56,6 +58,10 @@ class MemoryDesktop(Desktop):
         self.launched.append(tuple(argv))
         if (window := self.opens.get(tuple(argv))) is not None:
             self.windows.append(window)
+
+    async def rest(self, *, patience_s: float) -> None:
+        """See `Desktop`."""
+        self.rests += 1
 
     @property
     def screen_size(self) -> tuple[int, int]:

@@ -162,25 +162,59 @@ async def test_a_full_disk_refuses_new_machines_by_name_harms_no_old_one_and_pas
     assert nothing_is_left(server)
 
 
-async def test_a_template_that_disappears_fails_by_name_and_what_stands_on_it_goes_on() -> None:
+async def test_a_template_that_disappears_is_made_anew_and_what_stands_on_it_goes_on() -> None:
     async with (
         serve_fake(size=1, capacity=3) as server,
         AsyncEnvClient(server.address) as client,
         client.reset(TASK, view=NOTHING) as episode,
     ):
-        assert server.pool.template is not None
         await until_idle(server, 1)
-        await server.pool.template.snapshot.discard()
+        server.hypervisor.host.delete_templates()
+        server.hypervisor.faults = Faults(boot_delay_s=1.0)
         async with client.reset(TASK, view=NOTHING):
-            with pytest.raises(wire.PoolExhausted):
-                async with client.reset(TASK, view=NOTHING, timeout=timedelta(seconds=1)):
+            with pytest.raises(wire.PoolExhausted, match="removed or replaced"):
+                async with client.reset(TASK, view=NOTHING, timeout=timedelta(seconds=0.5)):
                     pass
-        (pool,) = await client.list_pools()
-        assert "given up" in pool.problem
-        await episode.step(COUNT, COUNT)
-        # What is frozen of a live machine is its own.
-        async with client.fork(episode, count=1) as copies:
-            assert await copies[0].read_file(CLICKS_PATH) == b"2\n"
+            (pool,) = await client.list_pools()
+            assert "another one is made" in pool.problem
+            # Nobody does anything about it.
+            async with client.reset(TASK, view=NOTHING, timeout=timedelta(seconds=20)):
+                assert (await client.list_pools())[0].problem == ""
+            assert (await episode.step(COUNT)).step_count == 1
+            # Its disk and memory stand on files that are not there any more.
+            with pytest.raises(wire.NotForkable, match="removed or replaced"):
+                async with client.fork(episode, count=1):
+                    pass
+            assert (await episode.step(COUNT)).step_count == 2
+        async with client.reset(TASK, view=NOTHING) as anew, client.fork(anew, count=1) as copies:
+            assert (await copies[0].step(COUNT)).step_count == 1
+    assert nothing_is_left(server)
+
+
+async def test_a_parent_that_dies_in_the_middle_of_its_fork_is_machine_lost_whatever_failed_first() -> None:
+    async with (
+        serve_fake(size=1, capacity=3) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=NOTHING) as episode,
+    ):
+        (machine_id,) = server.service.machine_ids().values()
+        machine = server.hypervisor.machines[machine_id]
+        # As with a real machine: what it was asked for fails because it is gone.
+        machine.inject(capture_delay_s=0.3, capture_error="monitor socket: end of file")
+
+        async def fork() -> None:
+            async with client.fork(episode, count=1):
+                pass
+
+        forking = asyncio.create_task(fork())
+        await asyncio.sleep(0.1)
+        machine.kill("killed by a signal")
+        with pytest.raises(wire.MachineLost):
+            await forking
+        with pytest.raises(wire.MachineLost, match="killed by a signal"):
+            await episode.step(COUNT)
+        (told,) = server.service.list_episodes()
+        assert told.end_reason == "MACHINE_LOST"
     assert nothing_is_left(server)
 
 

@@ -48,11 +48,14 @@ def register(config: Config, checkout: Path) -> None:
     Environment(config.cache_dir).register_tasks(str(checkout), progress=lambda stage, fraction: None)
 
 
-def build_image(config: Config, *packages: str) -> None:
+def build_image(config: Config, *packages: str, digest: str = "0" * 64) -> None:
     """Register an image as a build leaves it, by what the catalogue reads."""
-    directory = config.cache_dir / "images" / "osworld" / ("0" * 16)
+    directory = config.cache_dir / "images" / "osworld" / digest[:16]
     directory.mkdir(parents=True)
-    manifest = {"name": "osworld", "digest": "0" * 64, "disk": "disk.qcow2", "disk_sha256": "0" * 64}
+    current = directory.parent / "current"
+    current.unlink(missing_ok=True)
+    current.symlink_to(directory.name)
+    manifest = {"name": "osworld", "digest": digest, "disk": "disk.qcow2", "disk_sha256": "0" * 64}
     (directory / "image.json").write_text(json.dumps(manifest))
     (directory / "packages.txt").write_text("".join(f"{package} 1.0\n" for package in packages))
 
@@ -69,6 +72,13 @@ def test_lint_says_of_each_task_whether_it_can_run_and_why_not(config: Config, c
     assert told["obstacles"]["internet"] == 1
     assert "1 of 2 can run" in run(config, "lint")
     assert json.loads(run(config, "lint", "--json", "--domain", "vlc"))["total"] == 0
+
+
+def test_lint_goes_by_the_image_that_is_current_and_not_by_an_older_one(config: Config, checkout: Path) -> None:
+    register(config, checkout)
+    build_image(config, "bc", digest="f" * 64)
+    build_image(config, "gimp", digest="0" * 64)
+    assert "1 of 2 can run" in run(config, "lint")
 
 
 def test_lint_without_an_image_says_so(config: Config, checkout: Path) -> None:

@@ -584,7 +584,7 @@ async def test_a_fork_that_cannot_be_given_its_identity_stays_asleep(asleep: tup
 async def test_a_guest_that_still_computes_is_not_frozen_yet(
     desk: Desktop, channels: FakeChannels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desktop_module, "_REST_S", 0.01)
+    monkeypatch.setattr(desktop_module, "_READY_REST_S", 0.01)
     channels.processor_readings = [0.0, 1.0, 2.0, 3.0, 3.0]
     await desk.wait_ready(timeout_s=5)
     assert channels.processor_readings == [3.0]
@@ -593,8 +593,20 @@ async def test_a_guest_that_still_computes_is_not_frozen_yet(
 async def test_a_guest_that_always_computes_is_waited_for_no_longer_than_a_bound(
     desk: Desktop, channels: FakeChannels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desktop_module, "_REST_S", 0.01)
-    monkeypatch.setattr(desktop_module, "_REST_PATIENCE_S", 0.05)
+    monkeypatch.setattr(desktop_module, "_READY_REST_S", 0.01)
+    monkeypatch.setattr(desktop_module, "_READY_REST_PATIENCE_S", 0.05)
     channels.processor_readings = [float(reading) for reading in range(1000)]
     await desk.wait_ready(timeout_s=5)
+    assert len(channels.processor_readings) > 900
+
+
+async def test_a_guest_rests_once_it_uses_next_to_no_processor_or_patience_ends(
+    desk: Desktop, channels: FakeChannels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desktop_module, "_REST_S", 0.01)
+    channels.processor_readings = [0.0, 1.0, 2.0, 2.001, 9.0]
+    await desk.rest(patience_s=60)
+    assert channels.processor_readings == [9.0]
+    channels.processor_readings = [float(reading) for reading in range(1000)]
+    await desk.rest(patience_s=0.05)
     assert len(channels.processor_readings) > 900

@@ -327,8 +327,8 @@ async def test_a_corrupt_template_is_told_once_and_then_gone(
 async def test_what_cannot_become_a_template_is_gone_all_the_same(
     hypervisor: FakeHypervisor, template: FakeSnapshot
 ) -> None:
-    hypervisor.host.templates.clear()
     fork = await hypervisor.fork(template, "fork")
+    hypervisor.host.delete_templates()
     hypervisor.faults = Faults(boot_delay_s=10)
     booting = await hypervisor.create(replace(SPEC, machine_id="booting"))
     hypervisor.faults = Faults(freeze_error="disk full")

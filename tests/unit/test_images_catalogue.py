@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from envd.errors import ImageError, ImageNotFound
+from envd.hypervisor.images.build import build_image
 from envd.hypervisor.images.catalogue import Image, ImageCatalogue
+from envd.hypervisor.images.recipe import desktop_recipe, overlay_files, recipe_digest
 from envd.hypervisor.machine import Firmware, GuestOs
 
 DISK = b"QFI\xfb" + bytes(100)
@@ -49,6 +51,15 @@ def test_a_newer_image_becomes_current_and_the_older_one_stays(catalogue: ImageC
     publish(catalogue, "b" * 64)
     assert catalogue.get("desktop").digest == "b" * 64
     assert [image.digest[0] for image in catalogue.list()] == ["b", "a"]
+
+
+def test_a_build_that_finds_its_image_makes_it_current_again(catalogue: ImageCatalogue) -> None:
+    recipe = desktop_recipe()
+    digest = recipe_digest(recipe, overlay_files(recipe))
+    publish(catalogue, digest)
+    publish(catalogue, "b" * 64)
+    assert build_image(recipe, catalogue).digest == digest == catalogue.get("desktop").digest
+    assert catalogue.find("desktop", "b" * 64) is not None
 
 
 def test_what_fails_in_the_making_leaves_nothing(catalogue: ImageCatalogue) -> None:

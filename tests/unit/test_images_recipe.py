@@ -42,6 +42,7 @@ def test_the_osworld_image_is_the_desktop_and_what_osworlds_tasks_expect() -> No
     assert set(desktop_recipe().packages) < set(recipe.packages)
     assert {path: overlay[path] for path in desktop} == desktop
     assert b"PyAutoGUI==" in overlay[PYTHON_PACKAGES]
+    assert overlay["usr/local/bin/google-chrome"].startswith(b"#!/bin/sh")
     assert PYTHON_PACKAGES not in desktop
 
 

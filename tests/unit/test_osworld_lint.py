@@ -12,7 +12,7 @@ from envd.osworld.lint import Finding, Host, Obstacle, cover, findings
 from envd.osworld.workers import KnownNames
 
 KNOWN = KnownNames(
-    verbs=frozenset({"launch", "download", "login", "execute", "chrome_open_tabs"}),
+    verbs=frozenset({"launch", "download", "login", "execute", "command", "chrome_open_tabs"}),
     getters=frozenset({"rule", "cloud_file", "vm_file", "active_tab_info", "googledrive_file"}),
     metrics=frozenset({"exact_match", "compare"}),
 )
@@ -59,6 +59,7 @@ def test_a_task_with_all_that_it_needs_can_run() -> None:
             task(instruction="Open https://example.org"),
             (Obstacle.INTERNET, "its instruction says to download or to install"),
         ),
+        (task(step("command", command="apt-get install x")), (Obstacle.INTERNET, "its setup installs or downloads")),
         (task(step("execute", command="sudo apt install x")), (Obstacle.INTERNET, "its setup installs or downloads")),
         (
             task(evaluator={"func": "compare", "result": {"type": "active_tab_info"}}),

@@ -47,6 +47,15 @@ async def test_write_file_writes_bytes_in_the_declared_encoding_and_newlines() -
     assert desktop.files[PATH] == b"\x00\xff"
 
 
+async def test_a_setup_ends_when_the_guest_rests() -> None:
+    desktop = MemoryDesktop()
+    await run(desktop, {"kind": "write_file", "path": PATH, "text": "x"})
+    assert desktop.rests == 1
+    with pytest.raises(SetupFailed):
+        await run(desktop, {"kind": "execute", "argv": ["false"]})
+    assert desktop.rests == 1
+
+
 async def test_directories_and_files_are_made_and_removed_in_order() -> None:
     desktop = MemoryDesktop()
     await run(

@@ -120,7 +120,7 @@ class Progress(Protocol):
 def build_image(
     recipe: Recipe, catalogue: ImageCatalogue, *, progress: Progress | None = None, rebuild: bool = False
 ) -> Image:
-    """Return the recipe's image, building it unless the catalogue has it.
+    """Return the recipe's image, building it unless the catalogue has it; it is then current under its name.
 
     An interrupted or failed build leaves nothing behind.
 
@@ -131,6 +131,8 @@ def build_image(
     overlay = overlay_files(recipe)
     digest = recipe_digest(recipe, overlay)
     if not rebuild and (image := catalogue.find(recipe.name, digest)):
+        # Another may have been built since, by another recipe or another version of envd.
+        catalogue.make_current(image)
         report("cached", 1.0)
         return image
     _require_tools(recipe)

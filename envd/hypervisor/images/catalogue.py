@@ -210,11 +210,16 @@ class ImageCatalogue:
         if target.exists():
             shutil.rmtree(target)
         directory.rename(target)
-        link = directory.parent / f".current-{os.getpid()}"
-        link.unlink(missing_ok=True)
-        link.symlink_to(target.name)
-        link.rename(directory.parent / "current")
+        self.make_current(image)
         return image
+
+    def make_current(self, image: Image) -> None:
+        """Have an image that is here be the one that its plain name means."""
+        parent = self.root / image.name
+        link = parent / f".current-{os.getpid()}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(image.digest[:DIGEST_CHARS])
+        link.rename(parent / "current")
 
     def _directory(self, name: str) -> Path:
         plain, _, digest = name.partition("@")

@@ -58,16 +58,23 @@ DESKTOP_PACKAGES = (
     "xterm",
 )
 
-#: What OSWorld's tasks without downloads need beside the desktop: two applications, and GNOME's settings without GNOME.
+#: What OSWorld's tasks need beside the desktop: those of their applications that Debian has, and GNOME's settings
+#: without GNOME.
 OSWORLD_PACKAGES = (
     "bc",
+    "chromium",
     "dbus",
     "dconf-gsettings-backend",
     "gimp",
     "gnome-settings-daemon-common",
     "gnome-shell-common",
     "gsettings-desktop-schemas",
+    "libfile-mimeinfo-perl",
     "libglib2.0-bin",
+    "libreoffice-calc",
+    "libreoffice-gtk3",
+    "libreoffice-impress",
+    "libreoffice-writer",
     "psmisc",
     "python-is-python3",
     "python3-pil",
@@ -75,6 +82,8 @@ OSWORLD_PACKAGES = (
     "python3-xlib",
     "socat",
     "sudo",
+    "thunderbird",
+    "unzip",
     "vlc-bin",
     "vlc-plugin-base",
     "vlc-plugin-qt",

@@ -111,6 +111,9 @@ def save_as(path: str) -> tuple[Step, ...]:
     )
 
 
+#: Change to the window before this one. What is typed while the list of windows is still drawn goes to the old one.
+OTHER_WINDOW: Step = ({"press": ["alt", "tab"]}, {"wait": 2})
+
 #: With no terminal open: open one.
 NEW_TERMINAL: Step = ({"press": ["super", "t"]}, {"wait": 15})
 
