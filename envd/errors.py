@@ -126,6 +126,12 @@ class PoolExhausted(EnvdError):
         self.retry_after_s = retry_after_s
 
 
+class TokenQuotaReached(PoolExhausted):
+    """The caller's token holds as many machines as it may."""
+
+    reason = "TOKEN_QUOTA"
+
+
 class PoolFailing(EnvdError):
     """The pool's machines failed to start too often in a row. The next one tries in `retry_after_s`."""
 
@@ -223,7 +229,7 @@ class HypervisorError(EnvdError):
 
 
 class TemplateCorrupt(HypervisorError):
-    """A stored template is not what was stored: refused, and put out of the way."""
+    """A template is not what was stored, or not there any more: it is never used."""
 
     reason = "TEMPLATE_CORRUPT"
 

@@ -1,5 +1,6 @@
 """What tests share: the desktop image, one short state directory for libvirt's embedded driver, a soak beside them."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,10 +13,10 @@ from hypothesis import HealthCheck, settings
 import envd.api
 from envd.config import load
 from envd.hypervisor.images.catalogue import Image, ImageCatalogue
-from envd.testing.soak import SoakProcess
+from envd.testing.soak import SoakProcess, SoakRun
 
 assert envd.api
-# A machine that is busy with other work is no failure.
+# A busy machine may stop for seconds amid an example: how long one takes says nothing about the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 # So that a failed assertion in a shipped contract suite says what it compared.
@@ -65,23 +66,31 @@ def vm_state_dir() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def begun_soak(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SoakProcess | None]:
-    """Two minutes of faults, begun before the first test where one asks what became of them: a quarter of a core."""
+def soak_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
+    """Where two minutes of faults say what they find, begun before the first test: they cost a quarter of a core."""
     if not any(_asks_for_soak(item) for item in request.session.items):
         yield None
         return
-    soak = SoakProcess(tmp_path_factory.mktemp("soak"), "--minutes", "2", "--machines", "3", "--seed", "ci")
-    yield soak
-    soak.stop()
+    # Where several processes run the tests, the first one begins it, and another may ask.
+    own = tmp_path_factory.getbasetemp()
+    directory = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "soak"
+    try:
+        directory.mkdir()
+    except FileExistsError:
+        yield directory
+        return
+    soak = SoakProcess(directory, "--minutes", "2", "--machines", "3", "--seed", "ci")
+    yield directory
+    if request.session.shouldstop or request.session.shouldfail:
+        soak.interrupt()
+    soak.join()
 
 
 @pytest.fixture
-def soak(begun_soak: SoakProcess | None) -> SoakProcess:
+def soak(soak_dir: Path | None) -> SoakRun:
     """The soak that goes on beside the other tests."""
-    assert begun_soak is not None
-    return begun_soak
+    assert soak_dir is not None
+    return SoakRun(soak_dir)
 
 
 def _asks_for_soak(item: pytest.Item) -> bool:

@@ -62,6 +62,8 @@ class Caller:
     name: str
     """The token's; empty where the daemon asks for none."""
     scope: Scope
+    max_machines: int | None = None
+    """Most machines that its episodes may hold together; None for any number."""
 
     def require(self, method: str) -> None:
         """Pass if the scope covers the method. Raises: ScopeTooSmall."""

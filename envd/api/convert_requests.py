@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from cuaenv.v1 import env_pb2
 from google.protobuf.message import Message
 
+from envd.api.access import TRUSTED, Caller
 from envd.api.convert_actions import Scale, Size, actions_from_proto
 from envd.api.fields import limited, request_id_of, required, seconds, whole
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
@@ -76,8 +77,10 @@ def fingerprint_of(request: Message) -> bytes:
     return hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest()
 
 
-def reset_command(request: env_pb2.ResetRequest, *, time_remaining_s: float | None, owner: str = "") -> ResetCommand:
-    """Return `owner`'s command to open a group; `time_remaining_s` is the call's own deadline, if it has one.
+def reset_command(
+    request: env_pb2.ResetRequest, *, time_remaining_s: float | None, caller: Caller = TRUSTED
+) -> ResetCommand:
+    """Return a caller's command to open a group; `time_remaining_s` is the call's own deadline, if it has one.
 
     Raises:
         InvalidRequest: A field is missing or out of range.
@@ -97,7 +100,8 @@ def reset_command(request: env_pb2.ResetRequest, *, time_remaining_s: float | No
         lease_ttl_s=_lease_ttl_s(request),
         max_steps=whole(request.max_steps, "max_steps", low=1, high=MAX_STEPS) if request.max_steps else None,
         run=request.run,
-        owner=owner,
+        owner=caller.name,
+        max_machines=caller.max_machines,
         settle=settle_policy(request.settle, "settle") if request.HasField("settle") else None,
         observe=observation_options(request.observation, "observation"),
         timeout_s=timeout_s,
@@ -105,8 +109,10 @@ def reset_command(request: env_pb2.ResetRequest, *, time_remaining_s: float | No
     )
 
 
-def fork_command(request: env_pb2.ForkRequest, *, time_remaining_s: float | None) -> ForkCommand:
-    """Return the command to branch an episode; `time_remaining_s` is the call's own deadline, if it has one.
+def fork_command(
+    request: env_pb2.ForkRequest, *, time_remaining_s: float | None, caller: Caller = TRUSTED
+) -> ForkCommand:
+    """Return a caller's command to branch an episode; `time_remaining_s` is the call's own deadline, if it has one.
 
     Raises:
         InvalidRequest: A field is missing or out of range.
@@ -118,6 +124,7 @@ def fork_command(request: env_pb2.ForkRequest, *, time_remaining_s: float | None
         step_index=whole(request.step_index, "step_index", low=0, high=MAX_STEPS),
         fork_count=whole(request.fork_count, "fork_count", low=1, high=MAX_FORK_COUNT),
         lease_ttl_s=_lease_ttl_s(request),
+        max_machines=caller.max_machines,
         observe=observation_options(request.observation, "observation"),
         timeout_s=_ready_timeout_s(time_remaining_s),
         fingerprint=fingerprint_of(request),

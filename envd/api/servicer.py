@@ -161,7 +161,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
 
     async def Reset(self, request: env_pb2.ResetRequest, context: Context) -> env_pb2.ResetResponse:
         """Open a group of episodes."""
-        command = reset_command(request, time_remaining_s=_remaining_s(context), owner=current_caller().name)
+        command = reset_command(request, time_remaining_s=_remaining_s(context), caller=current_caller())
         result = await self._episodes.reset(command)
         for info, observation in zip(result.episodes, result.observations, strict=True):
             self._remember_screen(info.episode_id, observation.frame)
@@ -207,7 +207,8 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
 
     async def Fork(self, request: env_pb2.ForkRequest, context: Context) -> env_pb2.ForkResponse:
         """Branch."""
-        result = await self._episodes.fork(fork_command(request, time_remaining_s=_remaining_s(context)))
+        command = fork_command(request, time_remaining_s=_remaining_s(context), caller=current_caller())
+        result = await self._episodes.fork(command)
         for info, observation in zip(result.episodes, result.observations, strict=True):
             self._remember_screen(info.episode_id, observation.frame)
         return fork_response(result)

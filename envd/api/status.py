@@ -8,7 +8,7 @@ The code says what the client should do, the reason says why:
 | NOT_FOUND | EPISODE_NOT_FOUND, TASK_NOT_FOUND, POOL_NOT_FOUND, IMAGE_NOT_FOUND, NOT_FOUND | reset, or fix it |
 | FAILED_PRECONDITION | EPISODE_ENDED, GROUP_TOO_LARGE, GUEST_REFUSED, NOT_FORKABLE | stop |
 | ABORTED | STEP_INDEX_MISMATCH | abandon the episode |
-| RESOURCE_EXHAUSTED | POOL_EXHAUSTED, RATE_LIMITED | wait, retry, same request_id |
+| RESOURCE_EXHAUSTED | POOL_EXHAUSTED, TOKEN_QUOTA, RATE_LIMITED | wait, retry, same request_id |
 | UNAVAILABLE | DRAINING, POOL_FAILING | another host, or wait and retry |
 | UNAUTHENTICATED | UNAUTHENTICATED | send a token that the daemon knows |
 | PERMISSION_DENIED | ACCESS_DENIED, SCOPE_TOO_SMALL | ask the operator |

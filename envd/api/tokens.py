@@ -1,7 +1,8 @@
 """Tokens: which there are, what they are good for, and how a new one is made.
 
-The daemon keeps digests only, so its file opens nothing to whoever reads it. A line is `NAME SCOPE sha256:HEX`; a name
-may stand on two lines of one scope, so that an old and a new token of it are good at the same time.
+The daemon keeps digests only, so its file opens nothing to whoever reads it. A line is `NAME SCOPE sha256:HEX`, and may
+end with `max_machines=N`; a name may stand on two lines that else are alike, so that an old and a new token of it are
+good at the same time.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ SETTING = "security.tokens_file"
 
 _PREFIX = "envd_"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,31}")
-_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_ENTRY = re.compile(r"sha256:([0-9a-f]{64})(?: max_machines=([1-9][0-9]{0,5}))?")
 _SCOPES = {scope.word: scope for scope in Scope}
 
 
@@ -71,23 +72,30 @@ def parse_tokens(text: str) -> TokenTable:
         ValueError: A line is malformed, contradicts another, or there is no token at all.
     """
     tokens: list[Token] = []
-    scopes: dict[str, Scope] = {}
+    callers: dict[str, Caller] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
         # A line is never quoted: somebody may have written a token itself into it.
-        if len(words) != 3 or (match := _DIGEST.fullmatch(words[2])) is None:
-            raise ValueError(f"line {number} is not NAME SCOPE sha256:HEX; `envd tokens new` prints such lines")
+        if (match := _ENTRY.fullmatch(" ".join(words[2:]))) is None:
+            raise ValueError(
+                f"line {number} is not NAME SCOPE sha256:HEX, or that and max_machines=N; `envd tokens new` prints such"
+                " lines"
+            )
         name, scope = _checked_name(words[0], number), _SCOPES.get(words[1])
         if scope is None:
             raise ValueError(f"line {number}: the scope of {name!r} is none of {', '.join(_SCOPES)}")
-        if scopes.setdefault(name, scope) is not scope:
-            raise ValueError(f"line {number}: {name!r} has scope {scopes[name].word} on an earlier line")
+        caller = Caller(name=name, scope=scope, max_machines=int(match[2]) if match[2] else None)
+        earlier = callers.setdefault(name, caller)
+        if earlier.scope is not scope:
+            raise ValueError(f"line {number}: {name!r} has scope {earlier.scope.word} on an earlier line")
+        if earlier != caller:
+            raise ValueError(f"line {number}: {name!r} has another max_machines on an earlier line")
         digest = bytes.fromhex(match[1])
         if any(token.digest == digest for token in tokens):
             raise ValueError(f"line {number}: the token of {name!r} is there twice")
-        tokens.append(Token(caller=Caller(name=name, scope=scope), digest=digest))
+        tokens.append(Token(caller=caller, digest=digest))
     if not tokens:
         raise ValueError("it holds no token; `envd tokens new` makes one")
     return TokenTable(tokens)
@@ -104,14 +112,15 @@ def read_tokens(path: Path) -> TokenTable:
         raise ConfigError(f"{SETTING}: {path}: {problem}") from None
 
 
-def new_token(name: str, scope: str) -> NewToken:
+def new_token(name: str, scope: str, *, max_machines: int | None = None) -> NewToken:
     """Make a token of 256 random bits. Raises: ConfigError: the name or the scope cannot be one."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"token name {name!r} is not 1 to 32 of a-z, 0-9 and inner or last '.', '_', '-'")
     if scope not in _SCOPES:
         raise ConfigError(f"scope {scope!r} is none of {', '.join(_SCOPES)}")
     secret = _PREFIX + secrets.token_urlsafe(32)
-    return NewToken(secret, f"{name} {scope} sha256:{_digest(secret).hex()}")
+    quota = "" if max_machines is None else f" max_machines={max_machines}"
+    return NewToken(secret, f"{name} {scope} sha256:{_digest(secret).hex()}{quota}")
 
 
 def _digest(secret: str) -> bytes:

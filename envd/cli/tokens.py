@@ -22,10 +22,14 @@ def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Whose it is; episodes belong to a name.")],
     *,
     scope: Annotated[str, typer.Option("--scope", help="read, run or admin.")] = "run",
+    max_machines: Annotated[
+        int | None,
+        typer.Option("--max-machines", metavar="N", min=1, max=999_999, help="Most that its episodes may hold."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make a token. It is shown once and kept nowhere; the daemon's file takes its digest."""
-    made = new_token(name, scope)
+    made = new_token(name, scope, max_machines=max_machines)
     if as_json:
         emit_json({"name": name, "scope": scope, "token": made.secret, "line": made.line})
         return

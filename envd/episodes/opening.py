@@ -13,7 +13,7 @@ from envd.episodes.members import AT_REST, Member, blamed_on, fork_all, look_at_
 from envd.episodes.step import Stopwatch, check_region
 from envd.episodes.task_states import StateKey, TaskState, TaskStates
 from envd.episodes.types import ResetCommand
-from envd.errors import HypervisorError, InvalidRequest, MachineLost, PoolNotFound
+from envd.errors import HypervisorError, InvalidRequest, MachineLost, PoolNotFound, TemplateCorrupt
 from envd.guest.actions import Done, Fail
 from envd.guest.desktop import Desktop
 from envd.guest.observation import SettleResult
@@ -116,7 +116,8 @@ async def open_group(
                 # Whatever it was, another try that begins with the setup may fare better.
                 if key is not None and state is not None:
                     states.forget(key)
-                if isinstance(error, HypervisorError) or attempt == _ATTEMPTS:
+                # A template that was removed is made anew: it is worth waiting for.
+                if not isinstance(error, MachineLost | TemplateCorrupt) or attempt == _ATTEMPTS:
                     raise
                 logger.warning("task %s: reset starts over on new machines: %s", task.task_id, error)
     raise AssertionError("the last attempt returns or raises")

@@ -113,6 +113,10 @@ class EpisodeRegistry:
         known = self._episodes.get(episode_id) or self._gone.get(episode_id)
         return None if known is None else known.owner
 
+    def machine_count(self, owner: str) -> int:
+        """Return how many machines an owner's episodes hold: one each, but for those that have failed."""
+        return sum(e.owner == owner and e.state is not EpisodeState.FAILED for e in self._episodes.values())
+
     @contextmanager
     def call(self, episode: Episode, *, renews: bool) -> Iterator[None]:
         """Keep the lease from lapsing meanwhile; with `renews`, start it over at the end.

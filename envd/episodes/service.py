@@ -23,6 +23,7 @@ from envd.episodes.ledger import Ledger
 from envd.episodes.limits import EpisodeLimits
 from envd.episodes.observer import EpisodeObserver, NoObserver
 from envd.episodes.opening import RunCheckers, RunSetup, choose_pool, open_group
+from envd.episodes.quotas import MachineQuotas
 from envd.episodes.recovery import Recollection, Recovery
 from envd.episodes.refilling import refilled
 from envd.episodes.registry import EpisodeRegistry
@@ -109,6 +110,7 @@ class EpisodeService:
         self._clock = clock or SystemClock()
         self._journal = Journal(books or NoBooks(), clock=self._clock)
         self._registry = EpisodeRegistry(clock=self._clock, observer=self._observer, journal=self._journal)
+        self._quotas = MachineQuotas(self._registry.machine_count)
         self._adoption = Adoption(
             self._registry, journal=self._journal, limits=self._limits, clock=self._clock, make_id=make_id
         )
@@ -216,6 +218,7 @@ class EpisodeService:
             InvalidRequest: A field is out of range, or several pools fit.
             GroupTooLarge: The pool, or the run's quota, can never hold the group.
             PoolExhausted: No machines came free in time, or too many wait already.
+            TokenQuotaReached: The owner would hold more machines than it may.
             PoolFailing: The pool's machines do not start.
             Draining: The daemon is stopping.
             SetupFailed: The task could not be set up.
@@ -242,15 +245,16 @@ class EpisodeService:
             raise InvalidRequest("group_size", f"{command.group_size} is below 1")
         self._resetting_count += 1
         try:
-            group = await open_group(
-                pool,
-                task,
-                command,
-                run_setup=self._run_setup,
-                setup_timeout_s=self._limits.setup_timeout_s,
-                states=self._states,
-                clock=self._clock,
-            )
+            with self._quotas.taken(command.owner, command.group_size, most=command.max_machines):
+                group = await open_group(
+                    pool,
+                    task,
+                    command,
+                    run_setup=self._run_setup,
+                    setup_timeout_s=self._limits.setup_timeout_s,
+                    states=self._states,
+                    clock=self._clock,
+                )
         except EnvdError as error:
             logger.warning("reset %s: task %s: %s: %s", command.request_id, task.task_id, error.reason, error)
             self._observer.failure(pool=pool.name, run=command.run, operation="reset", reason=error.reason)
@@ -316,6 +320,7 @@ class EpisodeService:
             StepIndexMismatch: It does not stand at `step_index`.
             NotForkable: Its machine has something that a copy cannot have too; it goes on.
             GroupTooLarge, PoolExhausted, PoolFailing, Draining: There is no room for the copies.
+            TokenQuotaReached: The parent's owner would hold more machines than it may.
             SetupFailed, HypervisorError: A copy did not come up, or the state could not be copied.
             MachineLost: The parent's machine is gone, now or before; the parent is void.
             GuestUnresponsive, GuestError: The parent's guest failed us; the parent is void.
@@ -339,9 +344,10 @@ class EpisodeService:
         pool = self._pools[episode.pool]
         with self._registry.call(episode, renews=True):
             try:
-                group = await fork_group(
-                    pool, episode, command, registry=self._registry, states=self._states, clock=self._clock
-                )
+                with self._quotas.taken(episode.owner, command.fork_count, most=command.max_machines):
+                    group = await fork_group(
+                        pool, episode, command, registry=self._registry, states=self._states, clock=self._clock
+                    )
             except EnvdError as error:
                 logger.warning("episode %s: not forked: %s: %s", episode.episode_id, error.reason, error)
                 if not isinstance(error, StepIndexMismatch | EpisodeEnded | InvalidRequest):

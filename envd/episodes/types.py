@@ -73,6 +73,8 @@ class ResetCommand:
     """Label of the training run, for fair share and metrics."""
     owner: str = ""
     """Name of the token that asks; empty where there are no tokens."""
+    max_machines: int | None = None
+    """Most machines that the owner may hold; None for any number."""
     settle: SettlePolicy | None = None
     observe: ObservationOptions = field(default_factory=ObservationOptions)
     timeout_s: float = 600.0
@@ -101,6 +103,8 @@ class ForkCommand:
     """Where to branch: the episode's step count."""
     fork_count: int = 1
     lease_ttl_s: float | None = None
+    max_machines: int | None = None
+    """Most machines that the parent's owner may hold; None for any number."""
     observe: ObservationOptions = field(default_factory=ObservationOptions)
     timeout_s: float = 600.0
     """How long to wait for admission."""

@@ -232,12 +232,18 @@ class LibvirtHypervisor:
         """Make a paused machine at a snapshot's state; on failure or cancellation nothing is left behind.
 
         Raises:
+            TemplateCorrupt: See `require_whole`.
             HypervisorError: libvirt or QEMU refused; the message says why.
         """
         frozen = _own(snapshot)
         if frozen.is_discarded:
             raise HypervisorError(f"machine {machine_id}: {frozen!r} was given up; nothing more is forked from it")
+        await self.require_whole(frozen)
         return await self._or_nothing(self._start(replace(frozen.spec, machine_id=machine_id), frozen))
+
+    async def require_whole(self, snapshot: Snapshot) -> None:
+        """Pass if the template that a snapshot stands on is still there. Raises: TemplateCorrupt."""
+        await self.call(_own(snapshot).require_whole)
 
     async def freeze(self, machine: Machine, *, notes: Mapping[str, str]) -> LibvirtSnapshot:
         """Turn a booted machine into a stored template; the machine is gone afterwards.

@@ -19,7 +19,7 @@ from uuid import UUID
 import numpy as np
 import xxhash
 
-from envd.errors import HypervisorError, MachineLost, NotForkable
+from envd.errors import EnvdError, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
 from envd.hypervisor.libvirt_machine import Caller, LibvirtMachine
 from envd.hypervisor.libvirt_monitor import Monitor
 from envd.hypervisor.libvirt_snapshot import LibvirtSnapshot, MemoryPatch
@@ -75,7 +75,7 @@ async def capture(machine: LibvirtMachine, captures_dir: Path, *, call: Caller) 
     begin_s = time.monotonic()
     files = SnapshotFiles(directory=captures_dir / secrets.token_hex(6))
     try:
-        await call(_require_forkable, machine)
+        await call(_require_forkable, machine, parent)
         files.directory.mkdir(parents=True)
         patch, paused_ms = await _copy(machine, files, call=call)
         digest, disk_digest = await call(_store, files, parent, patch)
@@ -83,8 +83,8 @@ async def capture(machine: LibvirtMachine, captures_dir: Path, *, call: Caller) 
         await call(write_record, files.directory, record)
     except BaseException as error:
         await call(shutil.rmtree, files.directory, True)
-        if machine.lost.is_set() and not isinstance(error, MachineLost):
-            raise MachineLost(f"machine {machine.machine_id} is gone: {machine.lost_reason}") from error
+        if isinstance(error, OSError | EnvdError) and not isinstance(error, MachineLost):
+            await machine.require_present(error)
         if isinstance(error, OSError):
             raise HypervisorError(f"machine {machine.machine_id} could not be captured: {error}") from error
         raise
@@ -147,10 +147,14 @@ async def _copy(machine: LibvirtMachine, files: SnapshotFiles, *, call: Caller) 
     return pages.result(), paused_ms
 
 
-def _require_forkable(machine: LibvirtMachine) -> None:
+def _require_forkable(machine: LibvirtMachine, parent: LibvirtSnapshot) -> None:
     """Pass if all of a machine's state can be copied. Raises: NotForkable, naming what cannot."""
     monitor = Monitor(machine.domain)
     where = f"machine {machine.machine_id} cannot be forked where it stands"
+    try:
+        parent.require_whole()
+    except TemplateCorrupt as error:
+        raise NotForkable(f"{where}: {error}") from error
     blocks = monitor.memory_blocks()
     for name, block_bytes in blocks.items():
         # A virtio card's VGA memory is for firmware and boot loaders: its driver shows guest memory instead.

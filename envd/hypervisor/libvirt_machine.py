@@ -312,12 +312,16 @@ class LibvirtMachine:
         try:
             return await self._unless_lost(self._call(function))
         except (HypervisorError, OSError) as error:
-            if not self._lost.is_set() and await self._call(self._has_ended):
-                self.mark_lost("its QEMU ended")
-            self._require_alive(error)
+            await self.require_present(error)
             if isinstance(error, OSError):
                 raise HypervisorError(f"machine {self.machine_id}: {error}") from error
             raise
+
+    async def require_present(self, cause: Exception) -> None:
+        """Find out whether a failure comes of its end, of which libvirt may tell later. Raises: MachineLost."""
+        if not self._lost.is_set() and await self._call(self._has_ended):
+            self.mark_lost("its QEMU ended")
+        self._require_alive(cause)
 
     def _has_ended(self) -> bool:
         """Whether QEMU is gone. libvirt may take it for active while its monitor is broken already."""

@@ -5,7 +5,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from envd.errors import TemplateCorrupt
 from envd.hypervisor.libvirt_xml import Incoming
 from envd.hypervisor.machine import CaptureReport, MachineSpec
 from envd.hypervisor.machine_records import Foundation
@@ -21,6 +23,21 @@ class MemoryPatch:
     pages: Pages
     """Their bytes: in memory, for every fork begins with a copy of them, and a disk may take a second for what takes
     the processor a twentieth."""
+
+
+class _FileIdentity(NamedTuple):
+    """What tells a file from one that took its place."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    change_ns: int
+    """When its content last changed: a new file may get an old one's inode."""
+
+    @classmethod
+    def of(cls, path: Path) -> "_FileIdentity":
+        told = path.stat()
+        return cls(told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns)
 
 
 class LibvirtSnapshot:
@@ -42,7 +59,7 @@ class LibvirtSnapshot:
         report: CaptureReport,
         notes: Mapping[str, str],
     ) -> None:
-        """Describe a snapshot whose files are complete.
+        """Describe a snapshot whose files are complete. Blocks for an instant, and may raise OSError, for a template.
 
         Args:
             memory_path: The template's memory, which all descendants map.
@@ -61,7 +78,11 @@ class LibvirtSnapshot:
         self._notes = dict(notes)
         self._holders = 0
         self._discarded = False
-        if parent is not None:
+        self._files_were: Mapping[Path, _FileIdentity] = {}
+        if parent is None:
+            paths = (memory_path, files.devices, files.disk, files.seed)
+            self._files_were = {path: _FileIdentity.of(path) for path in paths}
+        else:
             parent.hold()
 
     def __repr__(self) -> str:
@@ -115,6 +136,25 @@ class LibvirtSnapshot:
     def foundation(self) -> Foundation:
         """What finds it again."""
         return Foundation(kind="template" if self._is_template else "capture", name=self.files.directory.name)
+
+    def require_whole(self) -> None:
+        """Pass if the files of the template that it stands on are those that they were. Blocks for an instant.
+
+        Whoever boots a template anew puts other files under the same names, on which no earlier overlay may stand.
+
+        Raises:
+            TemplateCorrupt: One was removed or replaced.
+        """
+        if self._parent is not None:
+            self._parent.require_whole()
+        for path, was in self._files_were.items():
+            what = f"template {self.files.directory.name} was removed or replaced while it was in use"
+            try:
+                is_same = _FileIdentity.of(path) == was
+            except OSError as error:
+                raise TemplateCorrupt(f"{what}: {error}") from error
+            if not is_same:
+                raise TemplateCorrupt(f"{what}: {path} is another file")
 
     def hold(self) -> None:
         """Keep the files for one that stands on them."""

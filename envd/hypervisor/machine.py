@@ -275,7 +275,15 @@ class Hypervisor(Protocol):
         On failure or cancellation nothing is left behind.
 
         Raises:
+            TemplateCorrupt: See `require_whole`.
             HypervisorError: libvirt or QEMU refused; the message says why.
+        """
+
+    async def require_whole(self, snapshot: Snapshot) -> None:
+        """Pass if the template that a snapshot stands on is still there, and the one that it was. Takes no time.
+
+        Raises:
+            TemplateCorrupt: It was removed or replaced, so that nothing can be forked that stands on it.
         """
 
     async def capture(self, machine: Machine) -> Snapshot:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from envd.errors import Draining, EnvdError, GroupTooLarge, MachineLost
+from envd.errors import Draining, EnvdError, GroupTooLarge, MachineLost, TemplateCorrupt
 from envd.guest.desktop import Desktop
 from envd.guest.view import Bearings
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec
@@ -202,6 +202,7 @@ class Pool:
             self._roster.measure(interval_s=self.settings.measure_interval_s), name=f"pool:{self.name}:measure"
         )
         self._tasks.spawn(self._get_template(), name=f"pool:{self.name}:template")
+        self._tasks.spawn(self._watch_template(), name=f"pool:{self.name}:watch")
         self._reconcile()
 
     async def lease(
@@ -257,6 +258,7 @@ class Pool:
         Raises:
             MachineLost: The place was released meanwhile, or the machine did not last.
             Draining: The pool is closing.
+            TemplateCorrupt: The template that the state stands on is not there any more.
             HypervisorError: libvirt or QEMU refused; the message says why.
         """
         if self._closing.is_set():
@@ -266,6 +268,9 @@ class Pool:
         except MachineLost:
             if self._closing.is_set():
                 raise self._draining_error() from None
+            raise
+        except TemplateCorrupt:
+            await self._check_template()
             raise
         return self._hand_out(record, run=place.run)
 
@@ -397,7 +402,7 @@ class Pool:
         for machine_id in steps.destroy:
             self._roster[machine_id].retire()
         for _ in range(steps.start_count):
-            self._roster.enroll(forked(self._template, nursery=self.nursery))
+            self._roster.enroll(self._fork_of(self._template))
         self._note_shortage(is_short=steps.short_of_memory)
 
     def _idle_target(self) -> int:
@@ -460,8 +465,11 @@ class Pool:
     # -- making -------------------------------------------------------------------------------------------------
 
     async def _get_template(self) -> None:
-        """Get the template, however often that takes."""
+        """Get the template, however often that takes, when there is room for the machine that it is tried out with."""
         while self._template is None:
+            if self._is_full():
+                await self._changes.next.wait()
+                continue
             is_short = not self._memory_room()
             self._note_shortage(is_short=is_short)
             if is_short:
@@ -481,6 +489,48 @@ class Pool:
                 await self._clock.sleep((self._backoff.retry_at_s(now_s) or now_s) - now_s)
         self._backoff.succeeded()
         self._reconcile()
+
+    def _is_full(self) -> bool:
+        return sum(1 for _ in self._roster) + self._roster.reserved_count >= self.capacity
+
+    async def _watch_template(self) -> None:
+        """Look again and again whether the template is still there, for ever."""
+        while True:
+            await self._clock.sleep(self.settings.measure_interval_s)
+            await self._check_template()
+
+    async def _check_template(self) -> None:
+        """If someone removed the template, have another made. What nobody uses of its forks goes: it has no future."""
+        template = self._template
+        if template is None:
+            return
+        try:
+            await self._hypervisor.require_whole(template.snapshot)
+        except TemplateCorrupt as error:
+            if template is not self._template:
+                return
+            logger.error("pool %s: %s; another one is made", self.name, error)  # noqa: TRY400 -- it says it all
+            self._template = None
+            self._backoff.failed(self._clock.monotonic(), f"{error}; another one is made")
+            for record in self._roster:
+                if record.becomes is MachineState.IDLE and record.run is None:
+                    record.retire()
+            self._shelf.put_away(template)
+            self._tasks.spawn(self._shelf.give_back(template), name=f"pool:{self.name}:give back")
+            self._tasks.spawn(self._get_template(), name=f"pool:{self.name}:template")
+            self._reconcile()
+
+    def _fork_of(self, template: FrozenDesktop) -> Work:
+        fork = forked(template, nursery=self.nursery)
+
+        async def work(record: Record) -> None:
+            try:
+                await fork(record)
+            except TemplateCorrupt:
+                await self._check_template()
+                raise
+
+        return work
 
     def _spec(self) -> MachineSpec:
         return MachineSpec(

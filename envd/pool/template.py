@@ -5,7 +5,7 @@ A template is never used unseen: one fork of it must show the frame that was fro
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
@@ -46,7 +46,7 @@ class TemplateShelf:
     def __init__(self, hypervisor: Hypervisor) -> None:
         self._hypervisor = hypervisor
         self._frozen: dict[MachineSpec, FrozenDesktop] = {}
-        self._user_counts: defaultdict[MachineSpec, int] = defaultdict(int)
+        self._user_counts: Counter[FrozenDesktop] = Counter()
         # Held while a template is looked for, booted and tried, so that no two pools do it at once.
         self._locks: defaultdict[MachineSpec, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -68,15 +68,19 @@ class TemplateShelf:
             if key not in self._frozen:
                 frozen = await self._stored(spec, bench)
                 self._frozen[key] = frozen or await _try_out(await _boot(spec, bench), bench)
-            self._user_counts[key] += 1
+            self._user_counts[self._frozen[key]] += 1
             return self._frozen[key]
+
+    def put_away(self, frozen: FrozenDesktop) -> None:
+        """Have it taken by nobody more: it is of no use. Those who took it still give it back. Idempotent."""
+        self._frozen = {key: kept for key, kept in self._frozen.items() if kept is not frozen}
 
     async def give_back(self, frozen: FrozenDesktop) -> None:
         """Let go of what `take` returned; the last one to do so discards it."""
-        key = next(key for key, kept in self._frozen.items() if kept is frozen)
-        self._user_counts[key] -= 1
-        if self._user_counts[key] == 0:
-            del self._frozen[key]
+        self._user_counts[frozen] -= 1
+        if self._user_counts[frozen] == 0:
+            del self._user_counts[frozen]
+            self.put_away(frozen)
             await frozen.snapshot.discard()
 
     async def _stored(self, spec: MachineSpec, bench: Bench) -> FrozenDesktop | None:

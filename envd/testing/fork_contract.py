@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from envd.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost, NotForkable
+from envd.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
 from envd.guest.agent import GuestAgent
 from envd.guest.wake import guest_machine_id, renew_identity
 from envd.hypervisor.machine import Hypervisor, Machine, MachineState, Snapshot
@@ -293,3 +293,32 @@ class ForkContract(MachineFixtures):
             with pytest.raises(MachineLost):
                 await hypervisor.capture(machine)
         assert self.snapshot_leftovers(hypervisor) == []
+
+    async def test_a_machine_that_dies_while_it_is_captured_is_machine_lost_and_nothing_else(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        for delay_s in self.cancel_after_s:
+            async with self.fork(hypervisor, template) as machine:
+                capturing = asyncio.create_task(hypervisor.capture(machine))
+                await asyncio.sleep(delay_s)
+                await self.kill(machine)
+                try:
+                    await (await capturing).discard()
+                except MachineLost:
+                    assert machine.lost.is_set(), f"killed after {delay_s} s"
+            assert self.snapshot_leftovers(hypervisor) == [], f"killed after {delay_s} s"
+
+    async def test_nothing_is_forked_on_a_template_that_was_removed_and_what_runs_on_it_goes_on(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        async with self.fork(hypervisor, template) as machine:
+            await machine.resume()
+            with self.removed(hypervisor, template):
+                with pytest.raises(TemplateCorrupt, match="removed or replaced"):
+                    await hypervisor.require_whole(template)
+                with pytest.raises(TemplateCorrupt, match="removed or replaced"):
+                    await hypervisor.fork(template, new_machine_id())
+                with pytest.raises(NotForkable, match="removed or replaced"):
+                    await hypervisor.capture(machine)
+                assert await self.run(machine, "echo", "alive") == b"alive\n"
+            await hypervisor.require_whole(template)

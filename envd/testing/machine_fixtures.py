@@ -3,8 +3,8 @@
 import asyncio
 import base64
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -66,6 +66,13 @@ class MachineFixtures:
     async def kill(cls, machine: Machine) -> None:
         """End the machine from outside, as `kill -9` of its process would."""
         raise NotImplementedError
+
+    @classmethod
+    @contextmanager
+    def removed(cls, hypervisor: Hypervisor, template: Snapshot) -> Iterator[None]:
+        """Have a stored template removed from the host while the block lasts."""
+        raise NotImplementedError
+        yield  # type: ignore[unreachable]
 
     @classmethod
     def leftovers(cls, hypervisor: Hypervisor, machine_id: str) -> list[str]:

@@ -208,6 +208,8 @@ class StubHypervisor:
         """Templates on disk, by their specs without an id."""
         self.corrupt: set[MachineSpec] = set()
         """Those of them that are not what was stored."""
+        self.removed: set[str] = set()
+        """Digests of templates that are not there any more."""
         self.errors: defaultdict[str, list[Exception]] = defaultdict(list)
         """Raised by the method of that name (create, freeze, find_template, fork, capture), one a call, first."""
         self.gates: defaultdict[str, asyncio.Event] = defaultdict(_open_gate)
@@ -256,8 +258,14 @@ class StubHypervisor:
         """Make a machine that stands still and shows what the snapshot shows."""
         if not isinstance(snapshot, StubSnapshot) or snapshot.discarded:
             raise HypervisorError(f"{snapshot!r} is nothing to fork from")
+        await self.require_whole(snapshot)
         await self._enter("fork")
         return self._add(StubMachine(replace(snapshot.spec, machine_id=machine_id), self, snapshot=snapshot))
+
+    async def require_whole(self, snapshot: Snapshot) -> None:
+        """Pass unless someone has removed it."""
+        if snapshot.digest in self.removed:
+            raise TemplateCorrupt("the template was removed")
 
     async def capture(self, machine: Machine) -> StubSnapshot:
         """Freeze what a machine shows."""

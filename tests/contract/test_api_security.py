@@ -38,7 +38,7 @@ from trainer.client import AsyncEnvClient, EnvClient, RetryPolicy, Tls
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 TASK = "fake/count-to-five"
 SERVICE = env_pb2.DESCRIPTOR.services_by_name["CUAEnv"]
 METHODS = [method.name for method in SERVICE.methods]
@@ -776,6 +776,36 @@ async def test_our_client_waits_as_told_and_tries_again(tokens: Tokens) -> None:
             await client.list_pools(timeout=timedelta(seconds=5))
 
 
+async def test_a_token_holds_no_more_machines_than_it_may_and_gets_more_as_it_gives_some_back(tokens: Tokens) -> None:
+    metrics_of_quota = {"reason": "TOKEN_QUOTA"}
+    bounded = new_token("bounded", "run", max_machines=2)
+    tokens.write(bounded.line, tokens.bob.line)
+    async with serve_fake(size=2, capacity=4, security=SecurityConfig(tokens_file=tokens.path)) as server:
+        async with (
+            AsyncEnvClient(server.address, token=bounded.secret, retry=HASTY) as client,
+            AsyncEnvClient(server.address, token=tokens.bob.secret) as bob,
+        ):
+            with pytest.raises(trainer.GroupTooLarge, match="'bounded' may hold 2 machines, and 3 are asked for"):
+                async with client.reset_group(TASK, size=3):
+                    pass
+            async with client.reset(TASK) as first, client.fork(first, count=1) as copies:
+                hasty = timedelta(seconds=1)
+                for group in (client.reset(TASK, timeout=hasty), client.fork(first, count=1, timeout=hasty)):
+                    with pytest.raises(trainer.PoolExhausted, match="'bounded' may hold 2 machines, has 2") as refused:
+                        async with group:
+                            pass
+                    assert refused.value.reason == "TOKEN_QUOTA"
+                    assert refused.value.retry_after is not None
+                async with bob.reset_group(TASK, size=2):
+                    pass
+                await copies[0].close()
+                async with client.reset(TASK):
+                    pass
+        refusals = server.metrics.registry.get_sample_value("envd_failures_total", metrics_of_quota)
+    assert refusals is not None
+    assert refusals >= 2
+
+
 async def test_two_servers_never_share_a_port_over_tls_either(certs: dict[str, Path]) -> None:
     async with serving(tls_of(certs)) as (_, address):
         second = ApiServer(FakeEpisodes(), listen=address, metrics=Metrics(process=False), security=tls_of(certs))
@@ -808,7 +838,7 @@ async def test_when_no_host_knows_the_token_a_reset_says_so_at_once(tokens: Toke
         serving(security) as (_, first),
         serving(security) as (_, second),
         AsyncEnvClient([first, second], token="envd_nobody", retry=HASTY) as client,  # noqa: S106
-        asyncio.timeout(10),
+        asyncio.timeout(60),
     ):
         with pytest.raises(trainer.Unauthenticated):
             async with client.reset(TASK):

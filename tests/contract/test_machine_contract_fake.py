@@ -1,13 +1,14 @@
 """The machine contract on fake machines: those that boot at once, and those that take their time."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import pytest_asyncio
 
 from envd.hypervisor.fake import FakeHypervisor, FakeMachine, Faults, fake_image
-from envd.hypervisor.machine import Hypervisor, Machine, MachineSpec
+from envd.hypervisor.machine import Hypervisor, Machine, MachineSpec, Snapshot
 from envd.testing.machine_contract import MachineContract
 
 
@@ -33,6 +34,15 @@ class TestMachineContractOnFake(MachineContract):
     async def kill(cls, machine: Machine) -> None:
         assert isinstance(machine, FakeMachine)
         machine.kill("killed by a signal")
+
+    @classmethod
+    @contextmanager
+    def removed(cls, hypervisor: Hypervisor, template: Snapshot) -> Iterator[None]:
+        assert isinstance(hypervisor, FakeHypervisor)
+        stored = dict(hypervisor.host.templates)
+        hypervisor.host.delete_templates()
+        yield
+        hypervisor.host.templates.update(stored)
 
     @classmethod
     def leftovers(cls, hypervisor: Hypervisor, machine_id: str) -> list[str]:

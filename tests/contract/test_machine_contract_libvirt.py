@@ -3,7 +3,8 @@
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,7 +16,8 @@ from envd.guest.desktop import Desktop
 from envd.hypervisor.images.catalogue import Image, ImageCatalogue, file_sha256
 from envd.hypervisor.leftovers import machine_leftovers, machine_processes, owner_of
 from envd.hypervisor.libvirt import LibvirtHypervisor
-from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec
+from envd.hypervisor.libvirt_snapshot import LibvirtSnapshot
+from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec, Snapshot
 from envd.testing.machine_contract import MachineContract, new_machine_id
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(600)]
@@ -58,6 +60,15 @@ class TestMachineContractOnLibvirt(MachineContract):
     async def kill(cls, machine: Machine) -> None:
         (pid,) = machine_processes(cls.state_dir, machine.machine_id)
         os.kill(pid, 9)
+
+    @classmethod
+    @contextmanager
+    def removed(cls, hypervisor: Hypervisor, template: Snapshot) -> Iterator[None]:
+        assert isinstance(template, LibvirtSnapshot)
+        away = cls.state_dir / "away"
+        template.files.directory.rename(away)
+        yield
+        away.rename(template.files.directory)
 
     @classmethod
     def leftovers(cls, hypervisor: Hypervisor, machine_id: str) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 from envd.hypervisor.images.catalogue import Image
 from envd.hypervisor.leftovers import daemon_leftovers
 from envd.testing.served import ServedDaemon
-from trainer.client import AsyncEnvClient, AsyncEpisode, Move, PoolExhausted, ServiceFault, View
+from trainer.client import AsyncEnvClient, AsyncEpisode, Move, NotForkable, PoolExhausted, ServiceFault, View
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -109,7 +109,7 @@ def test_a_full_disk_refuses_new_machines_by_name_and_passes(short_dir: Path, te
         assert daemon_leftovers(state_dir) == []
 
 
-def test_a_template_that_is_deleted_fails_by_name_and_what_stands_on_it_goes_on(
+def test_a_template_that_is_deleted_is_made_anew_and_what_stands_on_it_goes_on(
     short_dir: Path, template_dir: Path
 ) -> None:
     # Copies of its files, memory and all: the ones that other tests use stay.
@@ -139,17 +139,20 @@ def test_a_template_that_is_deleted_fails_by_name_and_what_stands_on_it_goes_on(
                     await asyncio.sleep(0.2)
             shutil.rmtree(copy / key)
             memory.unlink()
-            async with client.reset(NO_SETUP, view=NO_PICTURE, timeout=PATIENT) as standby:
-                await stepped(standby, 1)
-
-                async def reset_more() -> None:
-                    async with client.reset(NO_SETUP, view=NO_PICTURE, timeout=timedelta(seconds=10)):
-                        pass
-
-                await refused(reset_more, PoolExhausted)
-            (pool,) = await client.list_pools()
-            assert "No such file or directory" in pool.problem
+            async with asyncio.timeout(60):
+                while "removed or replaced" not in (await client.list_pools())[0].problem:
+                    await asyncio.sleep(0.2)
             await stepped(episode, 2)
+            # Nobody does anything about it, but wait: another one is booted.
+            async with client.reset(NO_SETUP, view=NO_PICTURE, timeout=timedelta(minutes=5)) as anew:
+                await stepped(anew, 1)
+                async with client.fork(anew, count=1, timeout=PATIENT) as copies:
+                    await stepped(copies[0], 2)
+            assert (await client.list_pools())[0].problem == ""
+            with pytest.raises(NotForkable, match="removed or replaced"):
+                async with client.fork(episode, count=1, timeout=PATIENT):
+                    pass
+            await stepped(episode, 3)
 
     served = ServedDaemon(short_dir / "s", CONFIG.format(template_dir=copy))
     address = served.wait_for(r"listening on (\S+)")

@@ -64,6 +64,11 @@ async def started(*pools: Pool) -> None:
         await run_ready()
 
 
+def template_of(pool: Pool) -> str:
+    """Its digest; empty while there is none."""
+    return pool.statistics().template_digest
+
+
 def idle_count(pool: Pool) -> int:
     return pool.statistics().idle_count
 
@@ -363,3 +368,63 @@ async def test_a_display_that_does_not_show_the_trial_fork_costs_a_new_boot(
     assert hypervisor.machines == {}
     await clock.advance(1.0)
     assert idle_count(pool) == 1
+
+
+async def test_a_template_that_was_removed_is_made_anew_when_a_fork_of_it_fails(
+    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make_pool()
+    await started(pool)
+    old = template_of(pool)
+    granted = await pool.lease(1, timeout_s=1.0)
+    hypervisor.stored.clear()
+    hypervisor.removed.add(old)
+    hypervisor.ready_gate.clear()
+    await run_ready()
+    hypervisor.made[-1].die("killed")
+    await clock.advance(1.0)
+    assert "the template was removed; another one is made" in pool.statistics().problem
+    assert template_of(pool) == ""
+    assert not granted.machines[0].lost.is_set(), "who has a machine keeps it"
+    hypervisor.ready_gate.set()
+    await run_ready()
+    assert template_of(pool) not in {"", old}
+    assert (idle_count(pool), pool.statistics().problem) == (1, "")
+    assert ["the template was removed" in r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == [True]
+    await pool.release(granted.machines)
+    await run_ready()
+    assert [machine.snapshot.digest for machine in hypervisor.machines.values() if machine.snapshot] == [
+        template_of(pool)
+    ] * 2
+
+
+async def test_a_template_that_was_removed_is_noticed_while_nothing_is_forked_and_made_once_for_all(
+    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
+) -> None:
+    one, other = make_pool("one"), make_pool("other")
+    await started(one, other)
+    old = template_of(one)
+    hypervisor.stored.clear()
+    hypervisor.removed.add(old)
+    await clock.advance(one.settings.measure_interval_s)
+    await clock.advance(1.0)
+    assert one.template is other.template
+    assert template_of(one) not in {"", old}
+    assert (idle_count(one), idle_count(other), hypervisor.counts["create"]) == (2, 2, 2)
+    assert [snapshot.discarded for snapshot in hypervisor.snapshots if snapshot.digest == old] == [True]
+
+
+async def test_a_pool_without_room_makes_its_template_anew_when_there_is_some(
+    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
+) -> None:
+    pool = make_pool(capacity=1)
+    await started(pool)
+    granted = await pool.lease(1, timeout_s=1.0)
+    hypervisor.stored.clear()
+    hypervisor.removed.add(template_of(pool))
+    await clock.advance(pool.settings.measure_interval_s)
+    assert (template_of(pool), hypervisor.counts["create"], len(hypervisor.machines)) == ("", 1, 1)
+    await pool.release(granted.machines)
+    await run_ready()
+    assert template_of(pool)
+    assert (idle_count(pool), hypervisor.peak_count) == (1, 1)

@@ -53,6 +53,9 @@ def test_every_part_is_read() -> None:
         ({"reward": {"recipe": "best"}}, r"envd\.reward: there is no recipe 'best'"),
         ({"reward": {"recipe": "task", "alpha": 1}}, r"envd\.reward: task takes no alpha"),
         ({"group": "forks"}, r"envd\.group"),
+        ({"branch_ways": 1}, r"envd\.branch_ways is 1; it must be at least 2"),
+        ({"branch_every": 0}, r"envd\.branch_every is 0; it must be at least 1"),
+        ({"group": "tree", "branch_every": 15}, r"at most 15 turns .*: it would never branch"),
         ({"attempts": 0}, r"envd\.attempts is 0"),
         ({"attempts": "2"}, r"envd\.attempts is '2'"),
         ({"attempts": True}, r"envd\.attempts is True"),
@@ -84,6 +87,7 @@ def test_the_same_args_have_the_same_configuration() -> None:
     [
         ({"partial_rollout": True}, {}, "cannot be resumed"),
         ({"n_samples_per_prompt": 8}, {"max_episodes": 4}, "a group of 8"),
+        ({}, {"group": "tree", "max_episodes": 4}, "does not count the copies"),
         ({"context_parallel_size": 2}, {}, "not split over context-parallel ranks"),
         ({"rollout_max_context_len": 8192}, {}, "32768, but --rollout-max-context-len is 8192"),
         (

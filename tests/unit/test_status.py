@@ -28,6 +28,7 @@ TABLE: list[tuple[errors.EnvdError, Code, str]] = [
     (errors.AccessDenied("x"), Code.PERMISSION_DENIED, "ACCESS_DENIED"),
     (errors.ScopeTooSmall("x"), Code.PERMISSION_DENIED, "SCOPE_TOO_SMALL"),
     (errors.Unauthenticated("x"), Code.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    (errors.TokenQuotaReached("x", retry_after_s=5.0), Code.RESOURCE_EXHAUSTED, "TOKEN_QUOTA"),
     (errors.RateLimited("x", retry_after_s=0.5), Code.RESOURCE_EXHAUSTED, "RATE_LIMITED"),
     (errors.Unimplemented("x"), Code.UNIMPLEMENTED, "UNIMPLEMENTED"),
     (errors.MachineLost("x"), Code.DATA_LOSS, "MACHINE_LOST"),

@@ -69,6 +69,12 @@ def test_an_old_and_a_new_token_of_one_name_are_both_good() -> None:
     assert table.find(old.secret) == table.find(new.secret) == Caller(name="a", scope=Scope.RUN)
 
 
+def test_a_token_may_be_bounded_in_the_machines_that_it_holds() -> None:
+    made = new_token("a", "run", max_machines=8)
+    assert made.line.endswith(" max_machines=8")
+    assert parse_tokens(made.line).find(made.secret) == Caller(name="a", scope=Scope.RUN, max_machines=8)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -79,6 +85,9 @@ def test_an_old_and_a_new_token_of_one_name_are_both_good() -> None:
         (f"a run sha256:{DIGEST[:-1]}", "line 1 is not NAME SCOPE"),
         (f"a run sha256:{DIGEST.upper()}", "line 1 is not NAME SCOPE"),
         (f"a run sha256:{DIGEST} more", "line 1 is not NAME SCOPE"),
+        (f"a run sha256:{DIGEST} max_machines=0", "line 1 is not NAME SCOPE"),
+        (f"a run sha256:{DIGEST} max_machines=2 more", "line 1 is not NAME SCOPE"),
+        (f"a run sha256:{DIGEST}\na run sha256:{'0' * 64} max_machines=2", "line 2: 'a' has another max_machines"),
         (f"\nA/b run sha256:{DIGEST}", "line 2: a name is 1 to 32 of"),
         (f"{'a' * 33} run sha256:{DIGEST}", "line 1: a name is"),
         (f"a root sha256:{DIGEST}", "line 1: the scope of 'a' is none of read, run, admin"),

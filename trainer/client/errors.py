@@ -101,7 +101,7 @@ class MessageTooLarge(EnvError):
 
 
 class PoolExhausted(EnvError):
-    """No machine came free before the deadline."""
+    """No machine came free before the deadline, or the token holds as many as it may."""
 
 
 class RateLimited(EnvError):
@@ -166,6 +166,7 @@ _BY_REASON: Mapping[str, type[EnvError]] = {
     "NOT_FORKABLE": NotForkable,
     "SCOPE_TOO_SMALL": ScopeTooSmall,
     "POOL_EXHAUSTED": PoolExhausted,
+    "TOKEN_QUOTA": PoolExhausted,
     "RATE_LIMITED": RateLimited,
     "POOL_FAILING": PoolFailing,
     "DRAINING": Draining,

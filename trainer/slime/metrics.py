@@ -87,16 +87,18 @@ def rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
     if not valid:
         return metrics
     outcomes = Counter(facts["reason"] for facts in valid)
-    turn_count = sum(facts["turns"] for facts in valid)
+    # Each turn counts once, in the episode that said it.
+    said_count = max(1, sum(facts["turns"] - facts["shared_turns"] for facts in valid))
     return metrics | {
         "reward": fmean(reward for reward in rewards if reward is not None),
         "task_score": fmean(facts["task_score"] for facts in valid),
         "success_frac": fmean(facts["task_score"] >= 1 for facts in valid),
-        "turns": turn_count / len(valid),
+        "turns": fmean(facts["turns"] for facts in valid),
+        "branched_frac": fmean(facts["shared_turns"] > 0 for facts in valid),
         "rows": fmean(facts["rows"] for facts in valid),
-        "reply_tokens": sum(facts["reply_tokens"] for facts in valid) / max(1, turn_count),
-        "parsed_frac": sum(facts["parsed"] for facts in valid) / max(1, turn_count),
-        "fallback_frac": sum(facts["fallbacks"] for facts in valid) / max(1, turn_count),
+        "reply_tokens": sum(facts["reply_tokens"] for facts in valid) / said_count,
+        "parsed_frac": sum(facts["parsed"] for facts in valid) / said_count,
+        "fallback_frac": sum(facts["fallbacks"] for facts in valid) / said_count,
         **{f"ended/{reason}": count / len(valid) for reason, count in outcomes.items()},
         **{
             f"seconds/{phase}": fmean(facts["timings_s"].get(phase, 0.0) for facts in valid)

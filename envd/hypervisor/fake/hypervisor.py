@@ -71,6 +71,10 @@ class FakeHost:
         for stored in self.templates.values():
             stored.is_corrupt = True
 
+    def delete_templates(self) -> None:
+        """Remove every stored template, as someone who needs the room may: nothing that stands on one can be forked."""
+        self.templates.clear()
+
 
 class FakeHypervisor:
     """A hypervisor of drawn desktops.
@@ -175,15 +179,16 @@ class FakeHypervisor:
         """Make a paused machine at a snapshot's state; on failure or cancellation nothing is left.
 
         Raises:
+            TemplateCorrupt: See `require_whole`.
             HypervisorError: The snapshot was discarded, the id is taken, or by a fault.
         """
         self._require_new(machine_id)
-        if not isinstance(snapshot, FakeSnapshot):
-            raise TypeError(f"{snapshot!r} is not a snapshot of this hypervisor")
-        if snapshot.is_discarded:
-            raise HypervisorError(f"machine {machine_id}: {snapshot!r} was given up; nothing more is forked from it")
+        frozen = _own_snapshot(snapshot)
+        if frozen.is_discarded:
+            raise HypervisorError(f"machine {machine_id}: {frozen!r} was given up; nothing more is forked from it")
+        await self.require_whole(frozen)
         spec = replace(snapshot.spec, machine_id=machine_id)
-        machine = self._enter(FakeMachine(spec, snapshot=snapshot, faults=self.faults, on_destroyed=self._forget))
+        machine = self._enter(FakeMachine(spec, snapshot=frozen, faults=self.faults, on_destroyed=self._forget))
         try:
             await machine.come_up()
         except BaseException:
@@ -191,13 +196,22 @@ class FakeHypervisor:
             raise
         return machine
 
+    async def require_whole(self, snapshot: Snapshot) -> None:
+        """Pass if the template that a snapshot stands on is still the stored one. Raises: TemplateCorrupt."""
+        template = _own_snapshot(snapshot)
+        while template.parent is not None:
+            template = template.parent
+        stored = self.host.templates.get(template_key(template.spec))
+        if stored is None or stored.frozen is not template.frozen:
+            raise TemplateCorrupt(f"template {template.digest:.12} was removed or replaced while it was in use")
+
     async def capture(self, machine: Machine) -> FakeSnapshot:
         """Freeze the state of a fork, which stands still meanwhile and then goes on as it was.
 
         On failure or cancellation nothing is left, and the machine goes on.
 
         Raises:
-            NotForkable: It booted, or has a fault that says so. Nothing was touched.
+            NotForkable: It booted, has a fault that says so, or its template is gone. Nothing was touched.
             MachineLost: It is gone.
             HypervisorError: By a fault.
         """
@@ -208,13 +222,17 @@ class FakeHypervisor:
             raise NotForkable(f"machine {fork.machine_id} was booted, not forked from a template")
         if fork.faults.unforkable:
             raise NotForkable(f"machine {fork.machine_id} cannot be forked where it stands: {fork.faults.unforkable}")
+        try:
+            await self.require_whole(fork.snapshot)
+        except TemplateCorrupt as error:
+            raise NotForkable(f"machine {fork.machine_id} cannot be forked where it stands: {error}") from error
         was_running = fork.state is MachineState.RUNNING
         await fork.pause()
         try:
             await asyncio.sleep(fork.faults.capture_delay_s)
+            fork.require_present("capture it")
             if fork.faults.capture_error:
                 raise HypervisorError(f"machine {fork.machine_id}: {fork.faults.capture_error}")
-            fork.require_present("capture it")
             own_bytes = fork.own_bytes
             frozen = FrozenGuest.of(fork.guest, fork.spec, own_bytes=own_bytes, notes={})
         finally:
@@ -306,6 +324,12 @@ class FakeHypervisor:
     def _forget_capture(self, capture: FakeSnapshot) -> None:
         self.host.captures.pop(capture.name, None)
         self._own_captures.discard(capture.name)
+
+
+def _own_snapshot(snapshot: Snapshot) -> FakeSnapshot:
+    if not isinstance(snapshot, FakeSnapshot):
+        raise TypeError(f"{snapshot!r} is not a snapshot of this hypervisor")
+    return snapshot
 
 
 def _own_machine(machine: Machine) -> FakeMachine:

@@ -1,0 +1,105 @@
+"""What one token may hold: never more, and no less than it may."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envd.episodes.quotas import MachineQuotas
+from envd.errors import GroupTooLarge, TokenQuotaReached
+from envd.testing.clock import run_ready
+from envd.testing.episode_world import World, running_world
+
+MOST = {"a": 3, "b": 5, "c": None}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 6), st.sampled_from(["open", "fail", "leave open", "close"])),
+        max_size=60,
+    )
+)
+def test_an_owner_never_has_more_than_it_may_and_is_refused_for_nothing_else(
+    events: list[tuple[str, int, str]],
+) -> None:
+    held: Counter[str] = Counter()
+    coming: Counter[str] = Counter()
+    left_open = []  # what nobody refers to any more is left
+    quotas = MachineQuotas(lambda owner: held[owner])
+    for owner, count, event in events:
+        most = MOST[owner]
+        if event == "close":
+            held[owner] -= min(count, held[owner])
+            continue
+        taking = quotas.taken(owner, count, most=most)
+        if most is not None and held[owner] + coming[owner] + count > most:
+            with pytest.raises(GroupTooLarge if count > most else TokenQuotaReached):
+                taking.__enter__()
+            continue
+        taking.__enter__()
+        if event == "leave open":
+            coming[owner] += count
+            left_open.append(taking)
+            continue
+        taking.__exit__(None, None, None)
+        if event == "open":
+            held[owner] += count
+        assert most is None or held[owner] + coming[owner] <= most
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with running_world() as world:
+        yield world
+
+
+async def test_a_reset_beyond_the_quota_is_refused_at_once_and_goes_through_when_an_episode_was_closed(
+    world: World,
+) -> None:
+    first = await world.open(owner="a", group_size=1, max_machines=2)
+    await world.open(owner="a", max_machines=2)
+    command = world.reset_command(owner="a", max_machines=2)
+    with pytest.raises(TokenQuotaReached, match=r"'a' may hold 2 machines, has 2, and asks for 1 more") as refused:
+        await world.service.reset(command)
+    assert refused.value.retry_after_s > 0
+    await world.open(owner="b", max_machines=2)
+    await world.service.close(first)
+    assert len((await world.service.reset(command)).episodes) == 1
+    world.check_books()
+
+
+async def test_resets_that_wait_count_and_those_that_fail_do_not(world: World) -> None:
+    world.tasks.setup_gate.clear()
+    opening = asyncio.create_task(world.reset(owner="a", group_size=2, max_machines=2))
+    await run_ready()
+    with pytest.raises(TokenQuotaReached, match="has 2"):
+        await world.reset(owner="a", max_machines=2)
+    world.tasks.setup_errors.append(RuntimeError("broken"))
+    world.tasks.setup_gate.set()
+    with pytest.raises(RuntimeError):
+        await opening
+    await world.reset(owner="a", group_size=2, max_machines=2)
+
+
+async def test_copies_count_for_the_owner_of_their_parent(world: World) -> None:
+    parent_id = await world.open(owner="a", max_machines=2)
+    with pytest.raises(TokenQuotaReached, match="has 1, and asks for 2"):
+        await world.fork(parent_id, fork_count=2, max_machines=2)
+    await world.fork(parent_id, fork_count=1, max_machines=2)
+    with pytest.raises(TokenQuotaReached):
+        await world.reset(owner="a", max_machines=2)
+
+
+async def test_a_group_larger_than_the_quota_is_never_waited_for(world: World) -> None:
+    with pytest.raises(GroupTooLarge, match="'a' may hold 2 machines, and 3 are asked for"):
+        await world.reset(owner="a", group_size=3, max_machines=2)
+
+
+async def test_an_episode_whose_machine_is_lost_holds_none(world: World) -> None:
+    lost = await world.open(owner="a", max_machines=1)
+    world.kill(lost)
+    await run_ready()
+    await world.open(owner="a", max_machines=1)
