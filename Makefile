@@ -20,6 +20,8 @@ AREAL_STAMP := $(AREAL_VENV)/.installed
 # .ci/run and people alike: no prompts, no colour codes in logs that are not a terminal.
 export DEBIAN_FRONTEND := noninteractive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Containers often set it; each of hundreds of processes would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 # To run machines and to build images.
 APT_RUN := qemu-system-x86 qemu-utils libvirt-daemon-driver-qemu libvirt-daemon-system ovmf seabios \
@@ -78,7 +80,7 @@ serve: deps $(STAMP) image ## Serve a pool of 2 desktops in the foreground
 
 # The tests on real machines mostly wait for guests, so the others run beside them and are told of at the end.
 test: deps $(STAMP) lint types imports proto image ## Everything: static checks, then all tests, real machines included
-	@log=$$(mktemp); set -m; $(BIN)/python -m pytest -m "not vm" tests >"$$log" 2>&1 & others=$$!; set +m; \
+	@log=$$(mktemp); set -m; $(BIN)/python -m pytest -n 2 -m "not vm" tests >"$$log" 2>&1 & others=$$!; set +m; \
 	trap 'kill -INT -- -$$others 2>/dev/null || true; wait $$others || true; rm -f "$$log"' EXIT; trap 'exit 130' INT TERM; \
 	status=0; $(BIN)/python -m pytest -m vm tests || status=$$?; \
 	wait $$others || status=$$?; cat "$$log"; exit $$status

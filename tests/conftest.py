@@ -16,7 +16,7 @@ from envd.hypervisor.images.catalogue import Image, ImageCatalogue
 from envd.testing.soak import SoakProcess, SoakRun
 
 assert envd.api
-# A machine that is busy with other work is no failure.
+# A busy machine may stop for seconds amid an example: how long one takes says nothing about the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 # So that a failed assertion in a shipped contract suite says what it compared.

@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from envd.guest.actions import Action, Done, Fail, Wait
 
-#: Extra steps, each a wait of so many seconds, before the next input is given whatever the screen shows: 30 s.
-_PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+#: Extra steps, each a wait of so many seconds, before the next input is given whatever the screen shows: a minute,
+#: for an editor has taken three quarters of one to open where more guests computed than the host has processors.
+_PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 #: Looks that may follow an answer until two agree, and the wait before each.
 _LOOK_COUNT = 5
 _LOOK_S = 1.0

@@ -40,7 +40,7 @@ class ServedDaemon:
                 self.said.append(line)
                 self._heard.notify_all()
 
-    def wait_for(self, pattern: str, *, timeout_s: float = 60.0) -> str:
+    def wait_for(self, pattern: str, *, timeout_s: float = 120.0) -> str:
         """Return the first group of the first line that matches, said already or yet to come."""
 
         def found() -> str | None:

@@ -50,7 +50,7 @@ def launch(name: str, *words: str, path: Path | None = None, **variables: str) -
         **variables,
     }
     return subprocess.run(
-        ["bash", str(launcher(name)), *words], env=environment, capture_output=True, text=True, timeout=60, check=False
+        ["bash", str(launcher(name)), *words], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
 
 

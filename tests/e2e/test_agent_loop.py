@@ -1,6 +1,8 @@
 """The agent loop over a real socket: a scripted model, a real daemon, drawn desktops."""
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -9,6 +11,8 @@ from envd.testing.server import serve_fake
 from trainer.agent.attempts import run_task
 from trainer.agent.coordinates import CoordinateSpace, in_picture
 from trainer.agent.grammars import grammar
+from trainer.agent.loop import run_episode
+from trainer.agent.midway import Midway
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Message, Outcome, Reply
 from trainer.client import Action, AsyncEnvClient, Click, Done, Drag, Fail, PressKeys, TypeText, Wait
@@ -166,3 +170,51 @@ async def test_marks_are_told_by_their_numbers() -> None:
         trajectory = await run_task(client, "fake/enable", lambda: model, settings=settings)
     assert trajectory.turns[0].facts.tree_before is not None
     assert "[1] " in trajectory.turns[0].facts.tree_before
+
+
+async def test_who_is_copied_between_turns_goes_on_and_loses_no_time_by_it() -> None:
+    told: list[tuple[Midway, float]] = []
+
+    async def between(midway: Midway) -> None:
+        told.append((midway, asyncio.get_running_loop().time()))
+        await asyncio.sleep(0.5)
+
+    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+        model = Scripted(solution("fake/save-note"))
+        async with client.reset("fake/save-note", view=SETTINGS.view) as episode:
+            trajectory = await run_episode(episode, model, settings=SETTINGS, between=between)
+    assert (trajectory.reason, [len(midway.turns) for midway, _ in told]) == ("done", [1, 2, 3])
+    (first, first_s), (second, second_s), _ = told
+    assert second.spent_s - first.spent_s < second_s - first_s - 0.4
+
+
+async def gone_on(says: Sequence[str]) -> Scripted:
+    """A model that has a row already."""
+    model = Scripted(says)
+    await model.begin([])
+    return model
+
+
+async def test_a_copy_goes_on_with_what_was_said_and_has_only_the_time_that_is_left() -> None:
+    told: list[Midway] = []
+
+    async def between(midway: Midway) -> None:
+        told.append(midway)
+
+    says = solution("fake/save-note")
+    async with serve_fake(size=2, capacity=3) as server, AsyncEnvClient(server.address) as client:
+        async with client.reset("fake/save-note", view=SETTINGS.view) as episode:
+            model = Scripted([says[0], says[-1]])
+            first = await run_episode(episode, model, settings=SETTINGS, between=between)
+        async with client.reset("fake/save-note", view=SETTINGS.view) as episode:
+            await episode.step(Click(379, 311))
+            [midway] = told
+            second = await run_episode(episode, await gone_on(says[1:]), settings=SETTINGS, begun=midway)
+        late = replace(midway, spent_s=SETTINGS.timeout_s + 1)
+        async with client.reset("fake/save-note", view=SETTINGS.view) as episode:
+            third = await run_episode(episode, await gone_on(says[1:]), settings=SETTINGS, begun=late)
+    scores = [one.evaluation.score for one in (first, second, third) if one.evaluation]
+    assert (scores[1], scores[0] < 1, scores[2] < 1) == (1.0, True, True)
+    assert second.turns[:1] == first.turns[:1]
+    assert (len(second.turns), second.shared_turn_count, second.origin) == (4, 1, first.origin)
+    assert third.reason == "time"

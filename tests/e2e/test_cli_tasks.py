@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(120)
-
 SOLVABLE = """
 version: 1
 suite: mine

@@ -14,8 +14,6 @@ from envd.testing.served import ServedDaemon
 from trainer import client as wire
 from trainer.client import AsyncEnvClient, Done, EnvError, HostState, RetryPolicy
 
-pytestmark = pytest.mark.timeout(180)
-
 TASK = "fake/count-to-five"
 COUNT = wire.Click(x=819, y=100)
 CONFIG = """\

@@ -22,7 +22,7 @@ from trainer.data.sft import Masking, sft_row
 from trainer.replay.reader import ReadResult
 from trainer.replay.trajectory import StoredTrajectory
 
-SETTINGS = AgentSettings(max_turns=8, reset_timeout_s=10.0, step_timeout_s=10.0)
+SETTINGS = AgentSettings(max_turns=8, reset_timeout_s=60.0, step_timeout_s=60.0)
 
 
 @pytest.fixture(scope="module")

@@ -160,7 +160,7 @@ def test_a_guest_killed_in_mid_step_is_machine_lost_and_never_a_reward(address: 
         time.sleep(1)
         for pid in idle:  # The leased machine's, and that of a spare that is booting.
             os.kill(pid, signal.SIGKILL)
-        stepping.join(timeout=30)
+        stepping.join(timeout=120)
         assert [type(error) for error in failure] == [MachineLost]
         with pytest.raises(MachineLost):
             episode.evaluate()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from trainer.evaluate.summary import summarise
 from trainer.testing.scripted_model import ScriptedModel, say_steps, served
 
 HOSTILE = "<script>alert(1)</script><img src=x>"
-SETTINGS = AgentSettings(max_turns=4, reset_timeout_s=2.0, step_timeout_s=5.0, evaluate_timeout_s=5.0)
+SETTINGS = AgentSettings(max_turns=4, reset_timeout_s=60.0, step_timeout_s=60.0, evaluate_timeout_s=60.0)
 SOLUTIONS: Mapping[str, Sequence[Sequence[Action]]] = {
     "fake/save-note": [[Click(379, 311)], [TypeText("Hello, fake desktop!")], [Click(82, 86)], [Done()]],
     "fake/count-to-five": [[Click(819, 100, count=3), Click(819, 100, count=2)], [Done()]],
@@ -69,6 +70,7 @@ async def run_evaluation(
     seeds: int = 1,
     concurrency: int = 2,
     report: Any = no_news,
+    settings: AgentSettings = SETTINGS,
 ) -> Results:
     async with open_endpoint(url) as endpoint:
 
@@ -81,7 +83,7 @@ async def run_evaluation(
                 tasks,
                 converse,
                 file=file,
-                settings=SETTINGS,
+                settings=settings,
                 seeds=seeds,
                 concurrency=concurrency,
                 report=report,
@@ -91,13 +93,13 @@ async def run_evaluation(
 
 async def all_given_back(client: AsyncEnvClient) -> None:
     """A reset that was called off may still be under way, and is closed as soon as it is answered."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await client.list_pools())[0].leased_count:
             await asyncio.sleep(0.05)
 
 
 async def all_tasks(client: AsyncEnvClient) -> list[Task]:
-    return [task for task in await client.list_tasks(timeout=timedelta(seconds=10)) if task.task_id in SOLUTIONS]
+    return [task for task in await client.list_tasks(timeout=timedelta(seconds=60)) if task.task_id in SOLUTIONS]
 
 
 async def test_an_evaluation_scores_what_the_model_did_and_shows_it(tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ async def test_an_evaluation_that_was_cut_short_goes_on_and_repeats_nothing(tmp_
                     enough.set()
 
             running = asyncio.create_task(run_evaluation(client, url, tasks, path, concurrency=1, report=report))
-            await asyncio.wait_for(enough.wait(), 30)
+            await asyncio.wait_for(enough.wait(), 60)
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await running
@@ -197,7 +199,9 @@ async def test_a_killed_daemon_costs_no_result_and_the_next_one_finishes_the_wor
                     await server.kill()
 
             model.before_reply = kill
-            cut = await run_evaluation(client, url, tasks, path, concurrency=1)
+            # Each call to the daemon that is gone takes its time.
+            brief = replace(SETTINGS, reset_timeout_s=6.0, step_timeout_s=6.0, evaluate_timeout_s=6.0)
+            cut = await run_evaluation(client, url, tasks, path, concurrency=1, settings=brief)
     assert [attempt.score for attempt in cut.attempts if not attempt.is_error] == [1.0]
     assert [attempt.outcome for attempt in cut.attempts] == ["terminated", "failed", "failed"]
     async with (

@@ -171,7 +171,7 @@ async def test_a_step_that_ran_when_the_daemon_died_is_lost_and_not_done_again(e
         episode_id = await open_one(server)
         command = step_command(episode_id, 0, COUNT, Wait(duration_s=60))
         stepping = asyncio.create_task(server.service.step(command))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not any(m.input_count for m in server.hypervisor.machines.values()):
                 await asyncio.sleep(0.01)
         await server.kill()
@@ -386,7 +386,7 @@ async def test_a_client_goes_on_after_the_restart_and_each_click_is_made_once(sy
         waiting = asyncio.create_task(episode.step(wire.Click(x=819, y=100)))
         await asyncio.sleep(0.2)
         async with serve_fake(host=system.host, database=system.database, listen=listen) as server:
-            assert (await asyncio.wait_for(waiting, 30)).step_count == 2
+            assert (await asyncio.wait_for(waiting, 60)).step_count == 2
             assert await episode.read_file("/home/user/clicks.txt") == b"2\n"
             await stack.aclose()
 
@@ -563,7 +563,7 @@ async def test_a_machine_is_written_down_before_it_is_made(embed: Home, monkeypa
         monkeypatch.setattr(server.hypervisor, "fork", looking)
         monkeypatch.setattr(store, "_write", write_slowly)
         episode_id = await open_one(server)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while server.pool.statistics().idle_count < 2:
                 await asyncio.sleep(0.01)
         assert known != []

@@ -64,7 +64,7 @@ async def play(client: AsyncEnvClient, task_id: str, steps: Sequence[Sequence[ac
         return (await episode.evaluate()).score
 
 
-async def until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
@@ -137,7 +137,7 @@ async def test_a_machine_killed_in_mid_step_is_machine_lost_and_never_a_score() 
         await asyncio.sleep(0.1)
         machine.kill("killed by a signal")
         with pytest.raises(wire.MachineLost, match="killed by a signal"):
-            await asyncio.wait_for(stepping, 10)
+            await asyncio.wait_for(stepping, 60)
         with pytest.raises(wire.MachineLost):
             await episode.evaluate()
         await episode.close()
@@ -164,7 +164,7 @@ async def test_the_machine_of_a_client_that_vanished_is_reclaimed() -> None:
         async with grpc.aio.insecure_channel(server.address) as channel:
             stub: Any = env_pb2_grpc.CUAEnvStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Observe(env_pb2.ObserveRequest(episode_id=episode.episode_id), timeout=10)
+                await stub.Observe(env_pb2.ObserveRequest(episode_id=episode.episode_id), timeout=60)
             assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         await opening.__aexit__(None, None, None)
 

@@ -24,8 +24,6 @@ from trainer.client import AsyncEnvClient
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
 
-pytestmark = pytest.mark.timeout(180)
-
 TASK = "fake/count-to-five"
 COUNT = wire.Click(x=819, y=100)
 NOTHING = wire.View(encoding="none")
@@ -128,7 +126,7 @@ def told_by(error: grpc.aio.AioRpcError) -> tuple[str, str, bool]:
 
 
 async def until_idle(server: FakeServer, count: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while server.pool.statistics().idle_count < count:
             await server.pool.changes.next.wait()
 
@@ -272,17 +270,17 @@ async def test_a_parent_that_dies_in_the_middle_of_its_fork_is_machine_lost_what
 async def test_a_clock_that_is_set_anew_neither_ends_leases_nor_prolongs_them() -> None:
     clock = JumpingClock()
     async with serve_fake(size=1, clock=clock) as server, raw(server.address) as stub:
-        opened = await stub.Reset(reset_request(1, lease_ttl=Duration(seconds=60)), timeout=20)
+        opened = await stub.Reset(reset_request(1, lease_ttl=Duration(seconds=60)), timeout=60)
         episode_id = opened.episodes[0].episode_id
         for index, days in enumerate((3650, -3650, 0)):
             clock.offset = timedelta(days=days)
-            stepped = await stub.Step(click_request(episode_id, index), timeout=20)
+            stepped = await stub.Step(click_request(episode_id, index), timeout=60)
             left = stepped.episode.expire_time.ToDatetime(UTC) - clock.now()
             assert timedelta(seconds=0) < left <= timedelta(seconds=60)
-            kept = await stub.KeepAlive(env_pb2.KeepAliveRequest(episode_ids=[episode_id]), timeout=20)
+            kept = await stub.KeepAlive(env_pb2.KeepAliveRequest(episode_ids=[episode_id]), timeout=60)
             assert [episode.episode_id for episode in kept.episodes] == [episode_id]
         clicks = await stub.ReadGuestFile(
-            env_pb2.ReadGuestFileRequest(episode_id=episode_id, path=CLICKS_PATH), timeout=20
+            env_pb2.ReadGuestFileRequest(episode_id=episode_id, path=CLICKS_PATH), timeout=60
         )
         assert clicks.data == b"3\n"
     assert nothing_is_left(server)
@@ -294,7 +292,7 @@ async def test_a_clock_that_is_set_anew_neither_ends_leases_nor_prolongs_them() 
 async def test_large_requests_are_served_or_refused_by_type_and_harm_nothing() -> None:
     data = bytes(range(256)) * (10 * MIB // 256)
     async with serve_fake(size=1) as server, raw(server.address) as stub:
-        episode_id = (await stub.Reset(reset_request(1), timeout=20)).episodes[0].episode_id
+        episode_id = (await stub.Reset(reset_request(1), timeout=60)).episodes[0].episode_id
         written = env_pb2.WriteGuestFileRequest(episode_id=episode_id, path="/home/user/large", data=data)
         await stub.WriteGuestFile(written, timeout=60)
         read = env_pb2.ReadGuestFileRequest(episode_id=episode_id, path="/home/user/large")
@@ -311,7 +309,7 @@ async def test_large_requests_are_served_or_refused_by_type_and_harm_nothing() -
         with pytest.raises(grpc.aio.AioRpcError) as too_large:
             await stub.Step(typed, timeout=60)
         assert told_by(too_large.value) == ("RESOURCE_EXHAUSTED", "", False)
-        assert (await stub.Step(click_request(episode_id, 0), timeout=20)).episode.step_count == 1
+        assert (await stub.Step(click_request(episode_id, 0), timeout=60)).episode.step_count == 1
     assert nothing_is_left(server)
 
 
@@ -323,19 +321,19 @@ async def test_a_connection_that_falls_silent_costs_its_lease_and_nobody_else() 
         raw(server.address) as other,
     ):
         request = reset_request(1, lease_ttl=Duration(seconds=10))
-        episode_id = (await silent.Reset(request, timeout=20)).episodes[0].episode_id
+        episode_id = (await silent.Reset(request, timeout=60)).episodes[0].episode_id
         proxy.freeze()
         with pytest.raises(grpc.aio.AioRpcError) as late:
             await silent.Step(click_request(episode_id, 0), timeout=0.5)
         assert told_by(late.value)[0] == "DEADLINE_EXCEEDED"
-        async with asyncio.timeout(20):
-            while (await other.ListEpisodes(env_pb2.ListEpisodesRequest(), timeout=5)).episodes:
+        async with asyncio.timeout(60):
+            while (await other.ListEpisodes(env_pb2.ListEpisodesRequest(), timeout=60)).episodes:
                 await asyncio.sleep(0.05)
         with pytest.raises(grpc.aio.AioRpcError) as gone:
-            await other.Step(click_request(episode_id, 0), timeout=5)
+            await other.Step(click_request(episode_id, 0), timeout=60)
         assert told_by(gone.value) == ("NOT_FOUND", "EPISODE_NOT_FOUND", False)
-        opened = await other.Reset(reset_request(2), timeout=20)
-        assert (await other.Step(click_request(opened.episodes[0].episode_id, 0), timeout=20)).episode.step_count == 1
+        opened = await other.Reset(reset_request(2), timeout=60)
+        assert (await other.Step(click_request(opened.episodes[0].episode_id, 0), timeout=60)).episode.step_count == 1
     assert nothing_is_left(server)
 
 
@@ -367,19 +365,19 @@ async def test_connections_that_never_say_anything_or_talk_nonsense_are_no_troub
             if number % 2:
                 writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" if number % 4 == 1 else b"GET / HTTP/1.1\r\n\r\n")
         async with raw(server.address) as stub:
-            episode_id = (await stub.Reset(reset_request(1), timeout=20)).episodes[0].episode_id
-            assert (await stub.Step(click_request(episode_id, 0), timeout=20)).episode.step_count == 1
+            episode_id = (await stub.Reset(reset_request(1), timeout=60)).episodes[0].episode_id
+            assert (await stub.Step(click_request(episode_id, 0), timeout=60)).episode.step_count == 1
     assert nothing_is_left(server)
 
 
 async def test_a_reader_that_does_not_read_holds_nobody_up_and_then_sees_the_present() -> None:
     async with serve_fake(size=1) as server, raw(server.address) as stub, raw(server.address) as acting:
-        episode_id = (await acting.Reset(reset_request(1), timeout=20)).episodes[0].episode_id
+        episode_id = (await acting.Reset(reset_request(1), timeout=60)).episodes[0].episode_id
         options = env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_RAW_ZSTD)
         watch: Any = stub.StreamFrames(timeout=120)
         await watch.write(env_pb2.StreamFramesRequest(episode_id=episode_id, observation=options, max_rate_hz=60))
         for index in range(25):
-            await acting.Step(click_request(episode_id, index), timeout=20)
+            await acting.Step(click_request(episode_id, index), timeout=60)
         first = await watch.read()
         assert first.sequence == 1
         await watch.write(env_pb2.StreamFramesRequest(acknowledged_sequence=1))
@@ -389,7 +387,7 @@ async def test_a_reader_that_does_not_read_holds_nobody_up_and_then_sees_the_pre
             env_pb2.ObserveRequest(
                 episode_id=episode_id, observation=env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_NONE)
             ),
-            timeout=20,
+            timeout=60,
         )
         assert second.frame.frame_id == now.observation.frame.frame_id
         watch.cancel()
@@ -424,8 +422,8 @@ async def test_far_more_resets_than_machines_wait_in_a_bounded_line_or_are_told_
         # The one that finds the line full has stood at its end for an instant.
         assert 2 < longest <= server.pool.settings.queue_limit + 1
         for episode_id in episode_ids:
-            await stub.Close(env_pb2.CloseRequest(episode_id=episode_id), timeout=20)
-        assert (await stub.Reset(reset_request(1000), timeout=20)).episodes
+            await stub.Close(env_pb2.CloseRequest(episode_id=episode_id), timeout=60)
+        assert (await stub.Reset(reset_request(1000), timeout=60)).episodes
     assert nothing_is_left(server)
 
 

@@ -11,8 +11,6 @@ import pytest
 from envd.testing.server import serve_fake
 from trainer.recipes.catalogue import launcher, names
 
-pytestmark = pytest.mark.timeout(120)
-
 
 async def smoke_env(name: str, target: str, run_dir: Path, *, task: str = "fake/enable") -> tuple[int | None, str]:
     variables = {"ENVD_TARGET": target, "SMOKE_TASK": task, "PYTHON": sys.executable, "RUN_DIR": str(run_dir)}

@@ -74,7 +74,7 @@ class World:
         await self._until(lambda: self.server.pool.statistics().waiting_count > 0)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.01)
 

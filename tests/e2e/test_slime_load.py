@@ -19,8 +19,6 @@ from trainer.slime.samples import facts_of, is_void
 from trainer.testing.slime import Sample, ScriptedEngine, stand_in_slime
 from trainer.testing.slime_job import slime_args
 
-pytestmark = pytest.mark.timeout(280)
-
 COUNT = 64
 TASK = "fake/count-to-five"
 PLAN: list[list[Action]] = [[Click(640, 125, count=3)], [Click(640, 125, count=2)], [Done()]]

@@ -11,15 +11,12 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
-import pytest
 from lxml import html
 
 from envd.testing.server import serve_fake
 from trainer.agent.settings import AgentSettings
 from trainer.client import AsyncEnvClient, Click, Done
 from trainer.testing.scripted_model import ScriptedModel, say_steps, served
-
-pytestmark = pytest.mark.timeout(120)
 
 GRAMMAR = AgentSettings().make_grammar()
 DO_NOTHING = say_steps([[Done()]], GRAMMAR)
@@ -44,7 +41,7 @@ async def run(*words: str, stdin: str = "", **variables: str) -> tuple[int, str,
 async def desktops() -> AsyncIterator[tuple[str, AsyncEnvClient, dict[str, str]]]:
     """A daemon's address, a client of it, and the instructions of its tasks."""
     async with serve_fake(size=2) as server, AsyncEnvClient(server.address) as client:
-        tasks = await client.list_tasks(timeout=timedelta(seconds=10))
+        tasks = await client.list_tasks(timeout=timedelta(seconds=60))
         yield server.address, client, {task.task_id: task.instruction for task in tasks}
 
 

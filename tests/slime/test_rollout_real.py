@@ -17,7 +17,7 @@ from trainer.slime.samples import facts_of, is_void
 from trainer.testing.sglang import SglangServer
 from trainer.testing.slime_job import SlimeJob, check_sample, check_train_data, flatten, slime_args, write_tasks
 
-pytestmark = [pytest.mark.slime, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slime, pytest.mark.timeout(900)]
 
 TASK = "fake/count-to-five"
 SAY = grammar("qwen3-vl").render
@@ -85,6 +85,22 @@ def test_a_synchronous_rollout_becomes_train_data(job_of: Any) -> None:
 def test_members_of_a_group_begin_in_one_state(job_of: Any) -> None:
     output = job_of(n_samples_per_prompt=4).rollout()
     assert len({facts_of(sample)["origin"] for sample in flatten(output.samples)} - {""}) == 1
+
+
+def test_members_of_a_tree_share_a_beginning_that_is_trained_once(job_of: Any, engine: SglangServer) -> None:
+    tree = {"group": "tree", "branch_every": 2, "branch_ways": 3}
+    job = job_of(envd=tree, n_samples_per_prompt=3, global_batch_size=3)
+    samples = flatten(job.rollout().samples)
+    check_train_data(job, [samples])
+    # The model begins as it likes, so that two beginnings would differ.
+    assert sorted(facts_of(sample)["shared_turns"] for sample in samples) == [0, 2, 2]
+    said = [ids for sample in samples for ids, _ in sampled_turns(sample)]
+    told = [tuple(token[1] for token in answer) for answer in engine.answers]
+    assert Counter(said) == Counter(told), "each reply is trained, and once"
+    first, *others = sorted(samples, key=lambda sample: facts_of(sample)["shared_turns"])
+    for other in others:
+        prompt_length = len(other.tokens) - other.response_length
+        assert other.tokens[:prompt_length] == first.tokens[:prompt_length]
 
 
 def test_the_real_abort_leaves_no_machine_behind(job_of: Any, fake_daemon: str) -> None:

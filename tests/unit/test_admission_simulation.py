@@ -274,7 +274,7 @@ arrivals = st.tuples(
     max_starting=st.integers(1, 8),
     failure_rate=st.sampled_from([0.0, 0.05]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_comes_is_served_within_bounds(
     coming: list[tuple[int, str, int, int, int]], idle_target: int, max_starting: int, failure_rate: float
 ) -> None:

@@ -162,7 +162,7 @@ def test_a_missing_file_is_a_zero_even_where_nothing_is_expected_in_it() -> None
         assert judge_data(FoundFile("absent"), checker).score == 0.0
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
 def test_no_file_breaks_a_checker(data: bytes) -> None:
     for kind, fields in (

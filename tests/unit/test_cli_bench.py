@@ -360,7 +360,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "envd", "bench", *args, "--hypervisor", "fake"],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
         env=environment,
     )
@@ -491,7 +491,7 @@ def test_a_signal_ends_a_benchmark_and_leaves_no_machine(tmp_path: Path, number:
     assert "bench fork" in process.stderr.readline()
     time.sleep(1.5)
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + number, err
     assert out == ""
     assert "Traceback" not in err

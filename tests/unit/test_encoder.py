@@ -203,7 +203,7 @@ async def test_a_fork_knows_what_its_parent_was_sent() -> None:
     assert isinstance(unknown.content, Keyframe), "what the child was sent, its parent never saw"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_history_of_changes_is_rebuilt_exactly(data: st.DataObject) -> None:
     """Random rectangles, resizes, bases lost on the way, and acknowledgements that come late or out of order."""

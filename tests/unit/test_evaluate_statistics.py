@@ -61,7 +61,7 @@ def test_no_tasks_and_a_task_without_attempts_are_refused() -> None:
 
 
 @given(ATTEMPTS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_an_interval_holds_its_rate_and_stays_within_bounds(attempts: list[list[bool]]) -> None:
     interval = success_rate(attempts)
     assert 0.0 <= interval.low <= interval.mean <= interval.high <= 1.0
@@ -102,7 +102,7 @@ def test_no_change_in_few_tasks_is_no_proof_of_none(counts: tuple[int, int, int,
 
 
 @given(st.tuples(*[st.integers(0, 6)] * 4).filter(any))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_swapping_before_and_after_turns_a_difference_around(counts: tuple[int, int, int, int]) -> None:
     before, after = pairs(*counts)
     there, back = paired_difference(before, after), paired_difference(after, before)

@@ -230,7 +230,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(EVENTS, max_size=25))
 def test_drawing_what_changed_gives_the_same_picture_as_drawing_all(events: list[tuple[str, int, int, int]]) -> None:
     session = Session()

@@ -134,7 +134,7 @@ async def test_the_clipboard_open_files_and_programs_under_way_are_copied(
     hypervisor: FakeHypervisor, parent: FakeMachine
 ) -> None:
     await ask(parent, "guest-exec", path="xclip", input_data=base64.b64encode(b"clip").decode())
-    pid = (await ask(parent, "guest-exec", path="sleep", arg=["0.05"]))["pid"]
+    pid = (await ask(parent, "guest-exec", path="sleep", arg=["600"]))["pid"]
     handle = await ask(parent, "guest-file-open", path="/tmp/open", mode="w")  # noqa: S108
     await ask(parent, "guest-file-write", handle=handle, buf_b64=base64.b64encode(b"half").decode())
     child = await branch(hypervisor, parent)
@@ -145,7 +145,7 @@ async def test_the_clipboard_open_files_and_programs_under_way_are_copied(
         await ask(machine, "guest-file-close", handle=handle)
     assert parent.files["/tmp/open"] == b"half"  # noqa: S108
     assert child.files["/tmp/open"] == b"half and whole"  # noqa: S108
-    await asyncio.sleep(0.06)
+    child.guest.clock._run_ns += 600 * 10**9
     assert await ask(child, "guest-exec-status", pid=pid) == {"exited": True, "exitcode": 0}
     child.programs.run(["xclip"], stdin=b"other")
     assert parent.programs.run(["xclip", "-o"]).stdout == b"clip"
@@ -182,9 +182,11 @@ async def test_the_clock_of_a_machine_stands_still_with_it(hypervisor: FakeHyper
 
 
 async def test_a_program_that_sleeps_does_not_sleep_on_while_paused(parent: FakeMachine) -> None:
-    pid = (await ask(parent, "guest-exec", path="sleep", arg=["0.03"]))["pid"]
+    pid = (await ask(parent, "guest-exec", path="sleep", arg=["600"]))["pid"]
     await parent.pause()
+    paused_s = parent.guest.clock.monotonic_s()
     await asyncio.sleep(0.05)
+    assert parent.guest.clock.monotonic_s() == paused_s
     await parent.resume()
     assert await ask(parent, "guest-exec-status", pid=pid) == {"exited": False}
 
@@ -196,7 +198,7 @@ async def test_a_fork_moves_only_once_it_runs(hypervisor: FakeHypervisor, templa
     await asyncio.sleep(0.02)
     assert np.array_equal(before, machine.framebuffer.pixels)
     await machine.resume()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(60):
         while np.array_equal(before, machine.framebuffer.pixels):
             await asyncio.sleep(0.001)
 
@@ -215,11 +217,13 @@ async def test_a_fork_takes_an_identity_of_its_own(hypervisor: FakeHypervisor, t
     machines = [await running_fork(hypervisor, template, machine_id) for machine_id in ("one", "two")]
     for machine in machines:
         assert (machine.guest_machine_id, machine.guest.clock.set_to_ns, machine.files.entropy) == ("", None, b"")
+        before_ns = time.time_ns()
         await renew_identity(GuestAgent(machine), machine_id=machine.machine_id, windows=False)
         assert machine.guest_machine_id == guest_machine_id(machine.machine_id)
         set_to_ns = machine.guest.clock.set_to_ns
         assert set_to_ns is not None
-        assert abs(set_to_ns - time.time_ns()) < 1_000_000_000
+        # The date is told in microseconds.
+        assert before_ns - 1000 <= set_to_ns <= time.time_ns() + 1000
         assert "/dev/urandom" not in list(machine.files)
     assert machines[0].files.entropy != machines[1].files.entropy
 
@@ -230,11 +234,13 @@ async def test_the_clock_of_a_fork_can_be_set_by_the_agent_alone(
     machine = await hypervisor.fork(template, "windows")
     machine.guest.clock.set_date(5)
     await machine.resume()
+    before_ns = time.time_ns()
     await renew_identity(GuestAgent(machine), machine_id="windows", windows=True)
-    assert abs(machine.guest.clock.date_ns() - time.time_ns()) < 1_000_000_000
+    assert before_ns <= (machine.guest.clock.set_to_ns or 0) <= time.time_ns()
     machine.guest.clock.set_date(5)
+    before_ns = time.time_ns()
     await ask(machine, "guest-set-time")
-    assert abs(machine.guest.clock.date_ns() - time.time_ns()) < 1_000_000_000
+    assert before_ns <= (machine.guest.clock.set_to_ns or 0) <= time.time_ns()
 
 
 async def test_a_wake_that_the_guest_refuses_is_a_guest_error(parent: FakeMachine) -> None:
@@ -399,14 +405,11 @@ async def test_256_forks_fit_into_little_memory(hypervisor: FakeHypervisor) -> N
     template = await hypervisor.freeze(await hypervisor.create(spec), notes={})
     await hypervisor.fork(template, "first")
     before_kib = private_kib()
-    started_s = time.monotonic()
     for number in range(256):
         await hypervisor.fork(template, f"fork-{number}")
-    per_fork_ms = (time.monotonic() - started_s) * 1000 / 256
     per_fork_kib = (private_kib() - before_kib) / 256
-    # Some 10 KiB and 0.4 ms each were measured; a private picture would be 4000 KiB.
+    # Some 10 KiB were measured; a private picture would be 4000 KiB.
     assert per_fork_kib < 64
-    assert per_fork_ms < 50
 
 
 async def test_nothing_stays_open_of_what_is_gone(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:

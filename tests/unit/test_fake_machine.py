@@ -191,9 +191,9 @@ async def test_files_go_through_the_agent_whole(hypervisor: FakeHypervisor) -> N
 
 async def test_a_program_that_sleeps_is_running_until_it_ends(hypervisor: FakeHypervisor) -> None:
     machine = await hypervisor.create(SPEC)
-    pid = (await ask(machine, "guest-exec", path="sleep", arg=["0.02"]))["pid"]
+    pid = (await ask(machine, "guest-exec", path="sleep", arg=["600"]))["pid"]
     assert await ask(machine, "guest-exec-status", pid=pid) == {"exited": False}
-    await asyncio.sleep(0.025)
+    machine.guest.clock._run_ns += 600 * 10**9
     assert await ask(machine, "guest-exec-status", pid=pid) == {"exited": True, "exitcode": 0}
     with pytest.raises(GuestError, match="does not exist"):
         await ask(machine, "guest-exec-status", pid=pid)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from envd.errors import ConfigError
@@ -102,7 +102,7 @@ def laughs(levels: int) -> str:
     return f"suite: s\ntasks:\n- name: n\n  instruction: i\n  level: 1\n  tags:\n{lines}  checker: *a{levels - 1}\n"
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, derandomize=True)
 @given(suites)
 @example("{[a]: 1}")
 @example("suite: s\ntasks: [{name: n, instruction: i, {a: b}: 1}]")
@@ -174,7 +174,7 @@ def spoilt_rows(draw: st.DrawFn) -> list[Any]:
     return [spoil(row) for row in ROWS]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, derandomize=True)
 @given(spoilt_rows())
 @example([{"metadata": "{"}, CONFIG])
 @example([{"metadata": "x"}, {1: 2}])

@@ -124,7 +124,7 @@ class _Guest:
 
     def asks(self, *, method: str, target: str) -> tuple[int, bytes]:
         """Ask the proxy, as a program in the guest does."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.proxy_port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.proxy_port, timeout=60)
         try:
             connection.request(method, target)
             answer = connection.getresponse()
@@ -196,7 +196,7 @@ async def test_a_tunnel_carries_bytes_both_ways(guest: _Guest, origin: int) -> N
     await way.open()
 
     def converse() -> bytes:
-        with socket.create_connection(("127.0.0.1", guest.proxy_port), timeout=20) as program:
+        with socket.create_connection(("127.0.0.1", guest.proxy_port), timeout=60) as program:
             program.sendall(f"CONNECT 127.0.0.1:{origin} HTTP/1.1\r\n\r\n".encode())
             assert program.recv(100).startswith(b"HTTP/1.1 200 ")
             program.sendall(b"hello\r\n\r\n")
@@ -214,7 +214,7 @@ async def test_a_tunnel_carries_bytes_both_ways(guest: _Guest, origin: int) -> N
 async def test_a_forks_host_drops_what_the_templates_host_left(guest: _Guest, origin: int) -> None:
     left = []
     for _ in range(3):
-        connection = http.client.HTTPConnection(*guest.address, timeout=20)
+        connection = http.client.HTTPConnection(*guest.address, timeout=60)
         connection.request("POST", "/envd/gateway/wait")
         assert connection.sock.recv(1000).startswith(b"HTTP/1.1 101 ")
         left.append(connection)

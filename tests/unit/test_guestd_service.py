@@ -45,7 +45,7 @@ class Service(NamedTuple):
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         """Send one request; a body that is not bytes goes as JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
             data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
             named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -84,7 +84,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_until(condition: Any) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -126,9 +126,7 @@ def test_a_command_past_its_deadline_dies_with_its_process_group(service: Servic
 
 
 def test_a_process_left_in_the_background_does_not_hold_the_answer_up(service: Service) -> None:
-    started_s = time.monotonic()
-    answer = service.post("/execute", {"command": "sleep 30 & echo $!", "shell": True})
-    assert time.monotonic() - started_s < 5
+    answer = service.post("/execute", {"command": "sleep 600 & echo $!", "shell": True})
     pid = int(answer.json()["output"])
     assert is_alive(pid)
     os.kill(pid, 9)
@@ -202,12 +200,12 @@ def test_a_launched_program_runs_on_and_leaves_no_zombie(service: Service, tmp_p
     assert service.post("/setup/launch", {"command": ["no-such-program"]}).status == 500
 
 
-def test_commands_run_side_by_side(service: Service) -> None:
-    started_s = time.monotonic()
+def test_commands_run_side_by_side(service: Service, tmp_path: Path) -> None:
+    # None ends before all have begun.
+    script = f"mktemp -p {tmp_path} >&2; until [ $(ls {tmp_path} | wc -l) = 8 ]; do sleep 0.02; done; echo met"
     with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(lambda _: service.post("/execute", {"command": ["sleep", "0.4"]}), range(8)))
-    assert all(answer.status == 200 for answer in answers)
-    assert time.monotonic() - started_s < 2.5
+        answers = list(threads.map(lambda _: service.post("/execute", {"command": script, "shell": True}), range(8)))
+    assert [answer.json()["output"] for answer in answers] == ["met\n"] * 8
 
 
 # Once only
@@ -369,7 +367,7 @@ def test_a_body_that_is_no_json_object_is_refused(service: Service, body: bytes)
 
 
 def test_one_connection_serves_many_requests(service: Service) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=120)
     for _ in range(3):
         connection.request("GET", "/platform")
         assert connection.getresponse().read() == b"Linux"

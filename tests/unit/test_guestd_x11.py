@@ -87,7 +87,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 @pytest.fixture
 async def client(session: Session) -> AsyncIterator[GuestdClient]:
     async with GuestdClient(session.url, lost=asyncio.Event()) as client:
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         while not (await client.session()).ready:
             assert time.monotonic() < deadline_s
             await asyncio.sleep(0.02)
@@ -97,7 +97,7 @@ async def client(session: Session) -> AsyncIterator[GuestdClient]:
 async def open_terminal(client: GuestdClient, title: str, script: str) -> None:
     """Run a script in a terminal that has the focus."""
     await client.launch(["xterm", "-u8", "-title", title, "-e", "sh", "-c", script])
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while not any(window.title == title and window.active for window in await client.windows()):
         assert time.monotonic() < deadline_s
         await asyncio.sleep(0.02)

@@ -75,7 +75,7 @@ async def test_leaving_closes_what_is_sent() -> None:
     assert closed.is_set()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(-3, 12), max_size=30))
 def test_acknowledgements_may_come_in_any_order(sequences: list[int]) -> None:
     async def play() -> None:

@@ -208,7 +208,7 @@ groups = st.builds(Wanted, ready=st.integers(0, 4), places=st.integers(0, 4)).fi
     memory_room=st.integers(0, 9),
     max_starting=st.integers(0, 8),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_plan_keeps_the_rules(
     *,
     states: list[tuple[MachineState, int]],
@@ -321,7 +321,7 @@ def fits(group: Wanted) -> bool:
     idle_target=st.integers(0, 6),
     max_starting=st.integers(1, 6),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_random_arrivals_are_all_served_in_order_and_never_over_capacity(
     arrivals: list[tuple[int, Wanted, int]], idle_target: int, max_starting: int
 ) -> None:

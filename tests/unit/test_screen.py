@@ -25,7 +25,7 @@ async def following(display: FakeDisplay, screen: Screen) -> AsyncIterator[async
     task = asyncio.create_task(follow())
     try:
         await until(lambda: bool(display.requests) and display.requests[-1].incremental)
-        await asyncio.wait_for(screen.whole(), 5)
+        await asyncio.wait_for(screen.whole(), 60)
         yield task
     finally:
         task.cancel()
@@ -35,7 +35,7 @@ async def following(display: FakeDisplay, screen: Screen) -> AsyncIterator[async
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0)
 
@@ -64,7 +64,7 @@ async def test_a_frame_is_no_older_than_the_last_look() -> None:
     async with following(display, screen):
         before = screen.frame()
         asked = datetime.now(UTC)
-        await asyncio.wait_for(screen.look(), 5)
+        await asyncio.wait_for(screen.look(), 60)
         assert before.capture_time < asked <= screen.frame().capture_time
         assert screen.frame().image is before.image
 
@@ -115,10 +115,10 @@ async def test_whoever_waits_for_a_change_is_woken_by_one_and_by_input() -> None
     async with following(display, screen):
         changed = screen.changed
         display.draw(0, 0, 64, 48, 0)  # nothing new
-        await asyncio.wait_for(screen.look(), 5)
+        await asyncio.wait_for(screen.look(), 60)
         assert not changed.is_set()
         display.draw(1, 1, 1, 1, 9)
-        await asyncio.wait_for(changed.wait(), 5)
+        await asyncio.wait_for(changed.wait(), 60)
         changed = screen.changed
         screen.note_input()
         assert changed.is_set()
@@ -194,7 +194,7 @@ async def test_a_resize_gives_a_black_screen_until_its_pixels_come() -> None:
         assert not whole.done()
         display.frozen = False
         display.draw(70, 50, 1, 1, 0xFF0000)
-        await asyncio.wait_for(whole, 5)
+        await asyncio.wait_for(whole, 60)
         await until(lambda: screen.frame().rgb_HWC[50, 70].tolist() == [255, 0, 0])
 
 
@@ -219,7 +219,7 @@ async def test_a_look_waits_for_the_servers_answer_and_wakes_it() -> None:
         assert display.wake_count == woken + 1
         display.frozen = False
         display.answer()
-        seen_s = await asyncio.wait_for(look, 5)
+        seen_s = await asyncio.wait_for(look, 60)
         assert seen_s < screen.last_change_s
         assert screen.frame().rgb_HWC[41, 41].tolist() == [0xAB, 0xCD, 0xEF]
 
@@ -241,7 +241,7 @@ async def test_an_update_that_was_under_way_is_not_taken_for_the_answer() -> Non
         display.draw(x_px, y_px, width_px, height_px, 0x123456)
         display.frozen = False
         display.answer()
-        await asyncio.wait_for(look, 5)
+        await asyncio.wait_for(look, 60)
 
 
 async def test_a_screenful_sent_unasked_is_not_taken_for_the_answer() -> None:
@@ -257,7 +257,7 @@ async def test_a_screenful_sent_unasked_is_not_taken_for_the_answer() -> None:
         assert not look.done()
         display.frozen = False
         display.answer()
-        await asyncio.wait_for(look, 5)
+        await asyncio.wait_for(look, 60)
 
 
 async def test_a_look_ends_even_if_its_strip_never_rests() -> None:
@@ -268,14 +268,14 @@ async def test_a_look_ends_even_if_its_strip_never_rests() -> None:
         for colour in range(1, 4):
             display.bgrx_HW[...] = colour
             display.send(pseudo_rect(0, 0, 0, 16, 16, display.bgrx_HW.tobytes()))
-        await asyncio.wait_for(look, 5)
+        await asyncio.wait_for(look, 60)
         assert screen.frame().rgb_HWC[0, 0, 2] == 3
 
 
 async def test_looks_at_once_each_get_an_answer() -> None:
     display, screen = FakeDisplay(), Screen()
     async with following(display, screen):
-        seen = await asyncio.wait_for(asyncio.gather(*(screen.look() for _ in range(20))), 5)
+        seen = await asyncio.wait_for(asyncio.gather(*(screen.look() for _ in range(20))), 60)
         assert seen == sorted(seen)
 
 
@@ -286,7 +286,7 @@ async def test_a_cancelled_look_leaves_nothing_behind() -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(screen.look(), 0.01)
         display.frozen = False
-        await asyncio.wait_for(screen.look(), 5)
+        await asyncio.wait_for(screen.look(), 60)
         assert screen._looks == []
 
 
@@ -300,7 +300,7 @@ async def test_a_resize_does_not_lose_a_look() -> None:
         await until(lambda: screen.size == (20, 20))
         display.frozen = False
         display.answer()
-        await asyncio.wait_for(look, 5)
+        await asyncio.wait_for(look, 60)
 
 
 async def test_the_end_of_the_connection_ends_looks() -> None:
@@ -327,7 +327,7 @@ async def test_a_new_connection_with_the_same_picture_is_no_change() -> None:
         with pytest.raises(MachineLost):
             await task
     async with following(display, screen):
-        await asyncio.wait_for(screen.look(), 5)
+        await asyncio.wait_for(screen.look(), 60)
         assert screen.frame().image is frame.image
         assert screen.change_count == changes
 
@@ -342,5 +342,5 @@ async def test_the_shadow_survives_random_drawing() -> None:
             display.draw(x, y, w, h, int(random.integers(0, 1 << 24)))
             if random.random() < 0.3:
                 await asyncio.sleep(0)
-        await asyncio.wait_for(screen.look(), 5)
+        await asyncio.wait_for(screen.look(), 60)
         assert np.array_equal(screen._bgrx_HW, display.bgrx_HW)

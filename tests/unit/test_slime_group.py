@@ -26,6 +26,7 @@ FACTS = {
     "task_score": 1.0,
     "reason": "done",
     "turns": 2,
+    "shared_turns": 0,
     "rows": 1,
     "reply_tokens": 10,
     "parsed": 1,

@@ -82,7 +82,15 @@ def member(index: int, score: float | None, *, rollout_id: int | None = None, gr
     sample.tokens, sample.response_length, sample.loss_mask, sample.rollout_log_probs = [1, 2], 1, [1], [-1.0]
     sample.reward = score / 2
     set_status(sample, "COMPLETED")
-    facts = {"task_id": TASK, "task_score": score, "reason": "done", "turns": 1, "rows": 1, "reply_tokens": 1}
+    facts = {
+        "task_id": TASK,
+        "task_score": score,
+        "reason": "done",
+        "turns": 1,
+        "shared_turns": 0,
+        "rows": 1,
+        "reply_tokens": 1,
+    }
     note(sample, {**facts, "parsed": 1, "fallbacks": 0, "timings_s": {}, "reward_parts": {}}, raw_reward=score)
     return sample
 

@@ -72,7 +72,7 @@ async def test_an_input_with_a_wait_of_its_own_is_waited_for_further() -> None:
 async def test_patience_ends_for_an_input_that_shows_nothing() -> None:
     performed = await play(Screen(answers_after_waits=99), SAVE_AS, DONE)
     waited_s = sum(action.duration_s for step in performed for action in step if isinstance(action, Wait))
-    assert waited_s == 30.0
+    assert waited_s == 60.0
     assert performed[-1] == DONE
 
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 from trainer.agent.loop import AgentEpisode, run_episode
@@ -40,6 +41,10 @@ _LOSSES = (
 )
 
 
+Live = Callable[[AgentEpisode, Conversation], Coroutine[Any, Any, Trajectory]]
+"""Lives an opened episode with whom to ask. Raises nothing but cancellation."""
+
+
 class Environments(Protocol):
     """What this needs of `trainer.client.AsyncEnvClient`."""
 
@@ -69,6 +74,7 @@ async def run_task(
     settings: AgentSettings,
     pool: str = "",
     attempts: int = 2,
+    live: Live | None = None,
 ) -> Trajectory:
     """Open an episode and live it; if its machine is lost before or amid it, do so once more on a fresh one.
 
@@ -81,9 +87,10 @@ async def run_task(
         settings: How to live it.
         pool: Where; empty for the task's own.
         attempts: How often to try at most.
+        live: Lives an opened episode and raises nothing but cancellation; by default `run_episode`.
     """
     for attempt in range(1, attempts + 1):
-        (trajectory,) = await _run_once(environments, task, [converse()], settings=settings, pool=pool)
+        (trajectory,) = await _run_once(environments, task, [converse()], settings=settings, pool=pool, live=live)
         if trajectory.outcome is not Outcome.FAILED or not is_loss(trajectory.error):
             break
         if attempt < attempts:
@@ -127,7 +134,9 @@ async def _run_once(
     *,
     settings: AgentSettings,
     pool: str,
+    live: Live | None = None,
 ) -> list[Trajectory]:
+    live = live or partial(run_episode, settings=settings)
     began = asyncio.get_running_loop().time()
     try:
         async with environments.reset_group(
@@ -141,7 +150,7 @@ async def _run_once(
             reset_s = asyncio.get_running_loop().time() - began
             group = await _together(
                 [
-                    _live(episode, conversation, settings=settings)
+                    _live(episode, conversation, live)
                     for episode, conversation in zip(episodes, conversations, strict=True)
                 ]
             )
@@ -156,8 +165,8 @@ async def _run_once(
     return group
 
 
-async def _live(episode: AgentEpisode, conversation: Conversation, *, settings: AgentSettings) -> Trajectory:
-    trajectory = await run_episode(episode, conversation, settings=settings)
+async def _live(episode: AgentEpisode, conversation: Conversation, live: Live) -> Trajectory:
+    trajectory = await live(episode, conversation)
     if isinstance(episode, AsyncEpisode):
         # Its machine is free for others before the last of its group is done.
         await episode.close()

@@ -5,7 +5,7 @@ short texts in place of the screenshots that are left out.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trainer.agent.types import Message
 
@@ -31,6 +31,10 @@ class History:
     """Index of the row that is being written."""
     _past: list[_Seen | Message] = field(default_factory=list)
     _in_row: int = 0
+
+    def copy(self) -> "History":
+        """Return one that grows by itself from here on."""
+        return replace(self, _past=list(self._past))
 
     def begin(self, full: Message, brief: Message) -> Sequence[Message]:
         """Return the first row's messages.

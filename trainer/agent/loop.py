@@ -8,7 +8,7 @@ engine that does not answer) makes the episode FAILED: void, with the error kept
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -18,8 +18,10 @@ from trainer.agent import prompts
 from trainer.agent.coordinates import CoordinateSpace, OutOfPicture, on_screen, places_of
 from trainer.agent.grammars import Parsed
 from trainer.agent.history import History
+from trainer.agent.midway import Midway
 from trainer.agent.prompts import Look
 from trainer.agent.settings import AgentSettings
+from trainer.agent.turns import ending, finished, turn_of
 from trainer.agent.types import (
     BudgetExhausted,
     Conversation,
@@ -31,7 +33,6 @@ from trainer.agent.types import (
     Turn,
 )
 from trainer.client import Action, EnvError, Evaluation, Observation, Origin, SampleVoid, State, StepResult, View
-from trainer.rewards.facts import TurnFacts
 
 _logger = logging.getLogger(__name__)
 
@@ -53,17 +54,26 @@ class AgentEpisode(Protocol):
         """Score what the episode left behind. Raises: EnvError."""
 
 
-async def run_episode(episode: AgentEpisode, conversation: Conversation, *, settings: AgentSettings) -> Trajectory:
+async def run_episode(
+    episode: AgentEpisode,
+    conversation: Conversation,
+    *,
+    settings: AgentSettings,
+    begun: Midway | None = None,
+    between: Callable[[Midway], Awaitable[None]] | None = None,
+) -> Trajectory:
     """Live an episode that was opened with `settings.view`, to its verdict. The caller closes it.
 
     Whatever happens, all replies that were sampled are in the trajectory. Raises nothing but cancellation.
 
     Args:
-        episode: Where to act; it must be at its beginning.
-        conversation: Whom to ask; it must be fresh.
+        episode: Where to act; it must be at its beginning, or a copy of one that stands as `begun` says.
+        conversation: Whom to ask; it must be fresh, or hold what was said and shown so far.
         settings: How.
+        begun: Where to go on from; None for the beginning.
+        between: Awaited after each turn but the last; what it takes does not count as the agent's time.
     """
-    run = _Run(episode, conversation, settings)
+    run = _Run(episode, conversation, settings, begun=begun, between=between)
     try:
         outcome, reason = await run.live()
         evaluation = await run.evaluate()
@@ -82,14 +92,25 @@ async def run_episode(episode: AgentEpisode, conversation: Conversation, *, sett
 class _Run:
     """The state of one episode while it is lived."""
 
-    def __init__(self, episode: AgentEpisode, conversation: Conversation, settings: AgentSettings) -> None:
+    def __init__(
+        self,
+        episode: AgentEpisode,
+        conversation: Conversation,
+        settings: AgentSettings,
+        *,
+        begun: Midway | None,
+        between: Callable[[Midway], Awaitable[None]] | None,
+    ) -> None:
+        self._begun = begun
+        self._between = between
         self._episode = episode
         self._conversation = conversation
         self._settings = settings
         self._grammar = settings.make_grammar()
-        self._turns: list[Turn] = []
+        self._turns: list[Turn] = list(begun.turns) if begun else []
         self._timings_s = {"model": 0.0, "step": 0.0, "evaluate": 0.0}
-        self._pointer: tuple[int, int] | None = None
+        self._pointer: tuple[int, int] | None = begun.pointer if begun else None
+        self._limit = asyncio.timeout(None)
 
     def trajectory(
         self,
@@ -106,19 +127,25 @@ class _Run:
             reason=reason,
             error=error,
             turns=tuple(self._turns),
+            shared_turn_count=len(self._begun.turns) if self._begun else 0,
             evaluation=evaluation,
-            origin=self._episode.origin,
+            origin=self._origin,
             episode_id=self._episode.episode_id,
             timings_s=dict(self._timings_s),
         )
 
+    @property
+    def _origin(self) -> Origin:
+        return self._begun.origin if self._begun else self._episode.origin
+
     async def live(self) -> tuple[Outcome, str]:
         """Return how the episode ended, FAILED and ABORTED aside, which are raised."""
         try:
-            async with asyncio.timeout(self._settings.timeout_s) as limit:
+            left_s = self._settings.timeout_s - (self._begun.spent_s if self._begun else 0.0)
+            async with asyncio.timeout(left_s) as self._limit:
                 return await self._take_turns()
         except TimeoutError:
-            if not limit.expired():
+            if not self._limit.expired():
                 raise
             return Outcome.TRUNCATED, "time"
         except BudgetExhausted as end:
@@ -130,26 +157,16 @@ class _Run:
 
     async def _take_turns(self) -> tuple[Outcome, str]:
         settings = self._settings
-        observation = self._episode.observation
-        space = self._space(observation)
-        look = await self._look_at(observation, space)
-        history = History(
-            prompts.system_message(settings, space.seen()),
-            images_per_row=settings.images_per_row,
-            images_kept=settings.images_kept,
-            first_image_kept=settings.first_image_kept,
-        )
-        instruction = self._episode.instruction
-        async with self._timed("model"):
-            await self._conversation.begin(
-                history.begin(prompts.task_message(instruction, look), prompts.task_reminder(instruction))
-            )
-        for number in range(1, settings.max_turns + 1):
+        if self._begun is None:
+            history, look, space = await self._begin()
+        else:
+            history, look, space = self._begun.history, self._begun.look, self._begun.space
+        for number in range(len(self._turns) + 1, settings.max_turns + 1):
             async with self._timed("model"):
                 reply = await self._conversation.generate()
             history.reply(reply.text)
             parsed = self._grammar.parse(reply.text, space.seen(self._pointer))
-            turn = _turn(reply, parsed, look=look, row=history.row)
+            turn = turn_of(reply, parsed, look=look, row=history.row)
             # From here on, so that a reply that was sampled is never lost.
             self._turns.append(turn)
             mistake, step = parsed.error, None
@@ -159,14 +176,49 @@ class _Run:
             if step is not None:
                 space = self._space(step.observation)
                 after = await self._look_at(step.observation, space)
-            self._turns[-1] = _finished(self._turns[-1], after, mistake, step)
+            self._turns[-1] = finished(self._turns[-1], after, mistake, step)
             if step is not None and step.done:
-                return _ending(step)
+                return ending(step)
             if number == settings.max_turns:
                 break
             await self._show(history, reply, mistake, step, before=look, after=after)
             look = after
+            await self._pause(history, look, space)
         return Outcome.TRUNCATED, "turns"
+
+    async def _begin(self) -> tuple[History, Look, CoordinateSpace]:
+        settings, observation, instruction = self._settings, self._episode.observation, self._episode.instruction
+        space = self._space(observation)
+        look = await self._look_at(observation, space)
+        history = History(
+            prompts.system_message(settings, space.seen()),
+            images_per_row=settings.images_per_row,
+            images_kept=settings.images_kept,
+            first_image_kept=settings.first_image_kept,
+        )
+        async with self._timed("model"):
+            await self._conversation.begin(
+                history.begin(prompts.task_message(instruction, look), prompts.task_reminder(instruction))
+            )
+        return history, look, space
+
+    async def _pause(self, history: History, look: Look, space: CoordinateSpace) -> None:
+        """Let others go on from here as well."""
+        began_s, ends_s = asyncio.get_running_loop().time(), self._limit.when()
+        if self._between is None or ends_s is None:
+            return
+        midway = Midway(
+            turns=tuple(self._turns),
+            history=history.copy(),
+            look=look,
+            space=space,
+            pointer=self._pointer,
+            origin=self._origin,
+            spent_s=self._settings.timeout_s - (ends_s - began_s),
+        )
+        self._limit.reschedule(None)
+        await self._between(midway)
+        self._limit.reschedule(ends_s + asyncio.get_running_loop().time() - began_s)
 
     async def _look_at(self, observation: Observation, space: CoordinateSpace) -> Look:
         # A picture is put together of tiles and a tree is read in up to some 10 ms, and the loop has other episodes.
@@ -239,48 +291,3 @@ class _Run:
             yield
         finally:
             self._timings_s[phase] += time.monotonic() - began
-
-
-def _turn(reply: Reply, parsed: Parsed, *, look: Look, row: int) -> Turn:
-    """Return a turn of which nothing was done yet."""
-    facts = TurnFacts(
-        text=reply.text,
-        parsed=parsed.parsed,
-        fallback=parsed.fallback,
-        actions=tuple(replace(intent.facts, executed=False) for intent in parsed.intents),
-        errors=(parsed.error,) if parsed.error else (),
-        done=parsed.done,
-        failed=parsed.failed,
-        tree_before=look.tree,
-        boxes_before=look.boxes_px,
-        terminal_before=look.terminal,
-        token_count=len(reply.token_ids),
-    )
-    return Turn(reply=reply, actions=(), facts=facts, row=row, image_id=look.image_id)
-
-
-def _finished(turn: Turn, after: Look, mistake: str, step: StepResult | None) -> Turn:
-    """Return the turn with what came of it."""
-    facts = replace(turn.facts, tree_after=after.tree, terminal_after=after.terminal)
-    if step is None:
-        # Nothing was sent, and a machine stands still between steps.
-        return replace(turn, facts=replace(facts, errors=(mistake,), changed_fraction=0.0))
-    change = step.screen_change
-    facts = replace(
-        facts,
-        # Those that the service has no word on were not performed.
-        actions=tuple(
-            replace(one, executed=index < len(step.errors) and not step.errors[index])
-            for index, one in enumerate(facts.actions)
-        ),
-        errors=tuple(error for error in step.errors if error),
-        changed_fraction=None if change is None else change.changed_fraction,
-        grey_difference=None if change is None else change.grey_difference,
-    )
-    return replace(turn, facts=facts)
-
-
-def _ending(step: StepResult) -> tuple[Outcome, str]:
-    reasons = {"AGENT_DONE": "done", "AGENT_FAIL": "fail", "MAX_STEPS": "turns"}
-    outcome = Outcome.TERMINATED if step.state is State.TERMINATED else Outcome.TRUNCATED
-    return outcome, reasons.get(step.end_reason, step.end_reason.lower())

@@ -111,6 +111,8 @@ class Trajectory:
     error: Exception | None = None
     """What made it FAILED."""
     turns: tuple[Turn, ...] = ()
+    shared_turn_count: int = 0
+    """The first so many turns are those of the episode that it branched from."""
     evaluation: Evaluation | None = None
     """None for ABORTED and FAILED, and only then."""
     origin: Origin | None = None

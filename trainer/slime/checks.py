@@ -52,6 +52,11 @@ def refusals(args: Any, config: SlimeConfig) -> Iterator[str]:
             f"envd.max_episodes is {config.max_episodes}, and a group of {members} (--n-samples-per-prompt) is opened"
             " whole: raise it, or set envd.group to off"
         )
+    if config.group == "tree" and config.max_episodes:
+        yield (
+            f"envd.max_episodes is {config.max_episodes}, and does not count the copies that envd.group tree makes:"
+            " leave it 0, and bound episodes by --sglang-server-concurrency"
+        )
     unit = row_unit(args)
     if config.agent.images_per_row and unit and config.pad_rows_to % unit:
         yield (

@@ -13,6 +13,7 @@ from trainer.agent.settings import AgentSettings
 from trainer.client import ClientSettings, Tls
 from trainer.replay.pool import PoolSettings
 from trainer.rewards.recipes import Recipe, recipe
+from trainer.slime.guard import Halt
 
 
 class ConfigError(ValueError):
@@ -36,10 +37,16 @@ class SlimeConfig:
     """Pool to take machines from; empty for each task's own."""
     task_key: str = "task_id"
     """Where a dataset row names its task, in its metadata; a row without it is a task id by its label."""
-    group: Literal["fork", "off"] = "fork"
-    """`fork`: the members of a group begin on forks of one state. `off`: each resets alone, from the same template."""
+    group: Literal["fork", "tree", "off"] = "fork"
+    """`fork`: the members of a group begin on forks of one state. `tree`: they branch from each other midway, see
+    `trainer.slime.tree`. `off`: each resets alone, from the same template."""
     group_wait_s: float = 60.0
-    """How long a group keeps a machine for a member that slime has not started yet."""
+    """How long a group keeps a machine for a member that slime has not started yet, and a tree waits for machines to
+    branch to."""
+    branch_every: int = 4
+    """With `group: tree`, a member is a place to branch from each time it has taken so many turns."""
+    branch_ways: int = 2
+    """So many members go on from such a place, the one that is there included."""
     attempts: int = 2
     """How often an episode is tried on a fresh machine before its sample is void."""
     min_valid_members: int = 2
@@ -58,6 +65,8 @@ class SlimeConfig:
     replay: Mapping[str, object] = field(default_factory=dict)
     """Successes to show to groups that failed: `files:` of trajectories to begin with, and `seed`, `success_at`,
     `max_per_task`, `max_total` of `trainer.replay.pool.PoolSettings`. Empty for none; see `trainer.slime.replay`."""
+    halt: Halt = field(default_factory=Halt)
+    """When to stop the run: `below:` and `above:` with metrics and their bounds, and `rollouts:`. By default never."""
     agent: AgentSettings = field(default_factory=AgentSettings)
     """Prompt, grammar, view and budgets; the same as evaluation's."""
 
@@ -65,11 +74,17 @@ class SlimeConfig:
         """Check the values. Raises: ConfigError."""
         if not self.hosts:
             raise ConfigError("envd.hosts is empty; name at least one daemon, such as [10.0.0.5:50051]")
-        if self.group not in ("fork", "off"):
-            raise ConfigError(f'envd.group is {self.group!r}; it must be "fork" or "off"')
-        for name in ("attempts", "min_valid_members", "pad_rows_to", "engine_retries"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"envd.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.group not in ("fork", "tree", "off"):
+            raise ConfigError(f'envd.group is {self.group!r}; it must be "fork", "tree" or "off"')
+        least = {"attempts": 1, "min_valid_members": 1, "pad_rows_to": 1, "engine_retries": 1, "branch_every": 1}
+        for name, value in {**least, "branch_ways": 2}.items():
+            if getattr(self, name) < value:
+                raise ConfigError(f"envd.{name} is {getattr(self, name)}; it must be at least {value}")
+        if self.group == "tree" and self.branch_every >= self.agent.max_turns:
+            raise ConfigError(
+                f"envd.branch_every is {self.branch_every}, and an episode has at most {self.agent.max_turns} turns"
+                " (envd.agent.max_turns): it would never branch"
+            )
         if self.engine_timeout_s > self.agent.timeout_s:
             raise ConfigError(
                 f"envd.engine_timeout_s is {self.engine_timeout_s:g}, longer than an episode may take"
@@ -139,7 +154,8 @@ class SlimeConfig:
         """Seconds that no sample outlives, whatever hangs: all phases at their limits, for each attempt."""
         agent = self.agent
         once_s = agent.reset_timeout_s + agent.timeout_s + agent.step_timeout_s + agent.evaluate_timeout_s
-        return self.attempts * once_s + 60.0
+        # In a tree, another member's episode may come first.
+        return (self.attempts + (self.group == "tree")) * once_s + 60.0
 
 
 @lru_cache(maxsize=8)
@@ -158,13 +174,15 @@ def _value(one: "dataclasses.Field[Any]", value: object) -> object:
             return dict(value)
         case "tls", Mapping():
             return _tls(value)
+        case "halt", Mapping():
+            return _halt(value)
         case "agent", Mapping():
             return _agent(value)
         case _, int() if one.type is int and is_number:
             return value
         case _, int() | float() if one.type is float and is_number and value > 0:
             return float(value)
-        case _, str() if one.type in (str, Literal["fork", "off"]):
+        case _, str() if one.type in (str, Literal["fork", "tree", "off"]):
             return value
     raise ConfigError(f"envd.{one.name} is {value!r}, which it cannot be; docs/train.md says what it can")
 
@@ -175,6 +193,23 @@ def _tls(mapping: Mapping[str, object]) -> Tls:
         return Tls(**{name: Path(str(value)) for name, value in mapping.items()})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"envd.tls: {error}") from error
+
+
+def _halt(mapping: Mapping[str, Any]) -> Halt:
+    _refuse_unknown(mapping, [one.name for one in dataclasses.fields(Halt)], "envd.halt")
+    for name, value in mapping.items():
+        if not (type(value) is int if name == "rollouts" else _are_bounds(value)):
+            raise ConfigError(
+                f"envd.halt.{name} is {value!r}; write such as `below: {{parsed_frac: 0.5}}` and `rollouts: 2`"
+            )
+    try:
+        return Halt(**mapping)
+    except ValueError as error:
+        raise ConfigError(f"envd.halt: {error}") from error
+
+
+def _are_bounds(value: object) -> bool:
+    return isinstance(value, Mapping) and all(type(bound) in (int, float) for bound in value.values())
 
 
 def _agent(mapping: Mapping[str, object]) -> AgentSettings:

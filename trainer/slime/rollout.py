@@ -2,9 +2,12 @@
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trainer.agent.attempts import run_task
+from trainer.agent.loop import AgentEpisode, run_episode
+from trainer.agent.midway import Midway
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.types import ModelFailed, Outcome, Trajectory
 from trainer.client import shared_client
@@ -13,7 +16,7 @@ from trainer.slime import upstream
 from trainer.slime.checks import warn_of_capacity
 from trainer.slime.config import SlimeConfig
 from trainer.slime.samples import fill, note, set_status
-from trainer.slime.seats import Seats
+from trainer.slime.seats import Seats, Story
 from trainer.slime.upstream import GenerateState, Sample
 from trainer.tokens.chat import Chat
 from trainer.tokens.rows import Row
@@ -42,13 +45,43 @@ class Rollout:
         config = self._config
         client = shared_client(config.client)
         await warn_of_capacity(self._args, config, client)
-        seats = Seats(client, self._sample, group_size=group_size, group_wait_s=config.group_wait_s)
+        seats = Seats(
+            client,
+            self._sample,
+            group_size=group_size,
+            group_wait_s=config.group_wait_s,
+            branch_ways=config.branch_ways if config.group == "tree" else 0,
+        )
         episode = run_task(
-            seats, task, self._converse, settings=config.agent, pool=config.pool, attempts=config.attempts
+            seats,
+            task,
+            self._converse,
+            settings=config.agent,
+            pool=config.pool,
+            attempts=config.attempts,
+            live=lambda episode, _: self._go(seats, episode),
         )
         trajectory = await _until_aborted(self._state, episode)
         self._attempt_count = seats.reset_count
         return trajectory
+
+    async def _go(self, seats: Seats, episode: AgentEpisode) -> Trajectory:
+        """Live an episode from where its seat stands, and be a place to branch from now and then."""
+        conversation, story = self._conversation, seats.story
+
+        async def between(midway: Midway) -> None:
+            if len(midway.turns) % self._config.branch_every == 0:
+                await seats.branch(Story(midway=midway, prefix=conversation.rows[-1].as_prompt()))
+
+        if story is not None:
+            await conversation.go_on(story.prefix)
+        return await run_episode(
+            episode,
+            conversation,
+            settings=self._config.agent,
+            begun=None if story is None else replace(story.midway, history=story.midway.history.copy()),
+            between=between,
+        )
 
     @property
     def rows(self) -> list[Row]:
@@ -133,7 +166,8 @@ class Rollout:
 
 def summary_of(trajectory: Trajectory, task_score: float) -> dict[str, Any]:
     """Return what is recorded of an episode that came through, as JSON would hold it."""
-    facts = [turn.facts for turn in trajectory.turns]
+    # What it shares was said by another one, and is counted there.
+    facts = [turn.facts for turn in trajectory.turns[trajectory.shared_turn_count :]]
     return {
         "task_id": trajectory.task_id,
         "episode_id": trajectory.episode_id,
@@ -141,7 +175,8 @@ def summary_of(trajectory: Trajectory, task_score: float) -> dict[str, Any]:
         "outcome": trajectory.outcome.value,
         "reason": trajectory.reason,
         "task_score": task_score,
-        "turns": len(facts),
+        "turns": len(trajectory.turns),
+        "shared_turns": trajectory.shared_turn_count,
         "reply_tokens": sum(turn.token_count for turn in facts),
         "parsed": sum(turn.parsed for turn in facts),
         "fallbacks": sum(turn.fallback is not None for turn in facts),

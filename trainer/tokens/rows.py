@@ -88,6 +88,15 @@ class Row:
         self._pieces.append(piece)
         self.token_count += len(piece.train_ids)
 
+    def as_prompt(self) -> Segment:
+        """Return all of it as what another row may begin with: nothing of it is trained there."""
+        return Segment(
+            text="",
+            engine_ids=tuple(self.engine_ids),
+            train_ids=(*self.prompt_ids, *(token_id for piece in self._pieces for token_id in piece.train_ids)),
+            images=tuple(self.images),
+        )
+
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """What follows the prompt, up to the model's last word: what it never answered teaches nothing."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.agent.types import BudgetExhausted, GenerationAborted, Message, ModelFailed, Reply
 from trainer.tokens.chat import Chat
-from trainer.tokens.rows import Row
+from trainer.tokens.rows import Row, Segment
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -88,6 +88,11 @@ class SglangConversation:
         self._check_images(len(segment.images))
         await self._encode(segment.images)
         self.rows.append(Row(segment))
+
+    async def go_on(self, prefix: Segment) -> None:
+        """Begin with what another conversation read and said so far, see `Row.as_prompt`: trained there, not here."""
+        await self._encode(prefix.images)
+        self.rows.append(Row(prefix))
 
     async def append(self, message: Message) -> None:
         """Add an observation to the row. Raises: BudgetExhausted, GenerationAborted, ModelFailed."""

@@ -78,8 +78,7 @@ def calculate_and_note(draw: Draw) -> Entry:
         "checker": number_is(path, first * second),
         "oracle": [
             _keyed(f"{first}*{second}="),
-            [{"press": ["ctrl", "c"]}, {"wait": 1}],
-            [{"click": {"x": 400, "y": 300}}],
+            [{"press": ["ctrl", "c"]}, {"wait": 1}, {"click": {"x": 400, "y": 300}}],
             [{"press": ["ctrl", "v"]}],
             SAVE,
             DONE,

@@ -1,15 +1,12 @@
 """Places in the model's units and in the guest's pixels."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from envd.api.convert_actions import Scale, Size
 from trainer.agent.coordinates import CoordinateSpace, OutOfPicture, in_picture, on_screen, places_of
 from trainer.client import Click, Drag, MouseDown, Move, PressKeys, Scroll
-
-#: Time passes as it will on a busy machine.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 NORMALISED = CoordinateSpace.of("normalised", image_px=(1312, 736), screen_px=(1920, 1080))
 PIXELS = CoordinateSpace.of("pixels", image_px=(1312, 736), screen_px=(1920, 1080))
@@ -34,7 +31,6 @@ def test_a_place_outside_is_the_agents_mistake(space: CoordinateSpace, place: tu
         space.to_screen(*place)
 
 
-@unhurried
 @given(image_px=sizes, screen_px=sizes, data=st.data())
 def test_places_go_where_the_service_would_put_them(
     image_px: tuple[int, int], screen_px: tuple[int, int], data: st.DataObject
@@ -50,7 +46,6 @@ def test_places_go_where_the_service_would_put_them(
     assert 0 <= there.y_px < screen_px[1]
 
 
-@unhurried
 @given(x_px=st.integers(0, 1919), y_px=st.integers(0, 1079))
 def test_there_and_back_is_within_half_a_unit(x_px: int, y_px: int) -> None:
     for space in (NORMALISED, PIXELS):

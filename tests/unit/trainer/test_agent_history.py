@@ -1,13 +1,10 @@
 """What the model remembers: rows that are only added to, and new rows without the old screens."""
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.agent.history import History
 from trainer.agent.types import Message
-
-#: Time passes as it will on a busy machine.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def said(text: str) -> Message:
@@ -70,7 +67,6 @@ def test_a_note_is_remembered_and_never_makes_a_row() -> None:
     assert [message.parts[0] for message in row] == ["S", "b0", "r1", "same", "r2", "L2"]
 
 
-@unhurried
 @given(st.integers(1, 20), st.integers(0, 5), st.data())
 def test_no_row_holds_more_looks_than_it_may_and_the_newest_is_always_there(
     turn_count: int, images_per_row: int, data: st.DataObject

@@ -4,7 +4,7 @@ import io
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -13,9 +13,6 @@ from trainer.agent.coordinates import CoordinateSpace
 from trainer.agent.grammars import Seen
 from trainer.agent.settings import AgentSettings
 from trainer.client import Element, Observation
-
-#: Time passes as it will on a busy machine.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 SPACE = CoordinateSpace.of("pixels", image_px=(640, 400), screen_px=(1280, 800))
 SHOWN = (
@@ -63,7 +60,6 @@ def test_a_tree_is_cut_at_the_end_of_a_line_and_says_how_much_is_missing() -> No
     assert tree.lines(SHOWN, SPACE, max_chars=10, left_out_count=7) == "(10 more)"
 
 
-@unhurried
 @given(st.integers(1, 400), st.integers(0, 3))
 def test_no_tree_is_longer_than_it_may_be(max_chars: int, left_out_count: int) -> None:
     told = tree.lines(SHOWN * 3, SPACE, max_chars=max_chars, left_out_count=left_out_count)

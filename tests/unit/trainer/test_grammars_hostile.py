@@ -6,15 +6,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainer.agent.grammars import FALLBACKS, GRAMMARS, Parsed, Seen, grammar
 from trainer.agent.grammars.grammar import MAX_ACTION_COUNT, MAX_REPLY_CHARS
 from trainer.client import Click, PressKeys, Scroll, TypeText, Wait
-
-#: Time passes as it will on a busy machine.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 SEEN = Seen(1001, 1001, pointer=(100, 200))
 
@@ -128,14 +125,12 @@ replies = st.lists(_scraps | st.text(max_size=12), max_size=30).map("".join)
 
 
 @pytest.mark.parametrize(("name", "fallbacks"), list(readers()))
-@unhurried
 @given(text=replies)
 @example(text="<answer>pyautogui.click(1, 2, 3, 4, 'left', 5, 6, 7)")
 def test_whatever_is_said_is_read_or_is_a_mistake(name: str, fallbacks: tuple[str, ...], text: str) -> None:
     holds_together(grammar(name, fallbacks=fallbacks).parse(text, SEEN))
 
 
-@unhurried
 @given(
     arguments=st.dictionaries(
         st.sampled_from(["action", "coordinate", "keys", "text", "pixels", "time", "status", "direction", "amount"]),

@@ -4,7 +4,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.agent.grammars import GRAMMARS, CannotSay, Seen, grammar, taken_apart
@@ -24,9 +24,6 @@ from trainer.client import (
     TypeText,
     Wait,
 )
-
-#: Time passes as it will on a busy machine.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 SEEN = Seen(1001, 1001, pointer=(100, 200))
 
@@ -68,7 +65,6 @@ actions: st.SearchStrategy[Action] = st.one_of(
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-@unhurried
 @given(action=actions)
 def test_what_a_grammar_can_say_it_reads_back(name: str, action: Action) -> None:
     says = grammar(name)
@@ -83,7 +79,6 @@ def test_what_a_grammar_can_say_it_reads_back(name: str, action: Action) -> None
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5-vl", "code"])
-@unhurried
 @given(turn=st.lists(actions.filter(lambda action: not isinstance(action, Done | Fail)), min_size=1, max_size=4))
 def test_several_actions_are_read_back_in_order(name: str, turn: list[Action]) -> None:
     says = grammar(name)

@@ -1,0 +1,181 @@
+"""A group as a tree, over real gRPC: members branch from each other midway, and each word is trained once."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from envd.episodes.types import ForkCommand, ForkResult
+from envd.testing.server import FakeServer, serve_fake
+from trainer.agent.grammars import grammar
+from trainer.client import Action, Click, Done
+from trainer.slime.generate import generate
+from trainer.slime.group import normalize_rewards
+from trainer.slime.metrics import rollout_metrics
+from trainer.slime.samples import by_rollout, facts_of, is_void, leaves
+from trainer.testing.slime import Sample, ScriptedEngine, Tokenizer, stand_in_slime
+from trainer.testing.slime_job import slime_args
+
+TASK = "fake/count-to-five"
+SAY = grammar("qwen3-vl").render
+AGENT = {"max_turns": 4, "prompt_tokens": 8192, "reply_tokens": 400, "image_max_pixels": 65_536, "timeout_s": 60.0}
+PARAMS = {"temperature": 1.0, "max_new_tokens": 400}
+PLAN: list[list[Action]] = [[Click(640, 125, count=3)], [Click(640, 125, count=2)], [Done()]]
+
+
+def turn_in(prompt: str) -> int:
+    return prompt.count("<|im_start|>assistant\n")
+
+
+def counting(prompt: str) -> str:
+    return SAY(PLAN[turn_in(prompt) - 1])
+
+
+class World:
+    def __init__(self, server: FakeServer, engine: ScriptedEngine) -> None:
+        self.server, self.engine = server, engine
+        self.forks: list[int] = []
+        perform = server.service.fork
+
+        async def fork(command: ForkCommand) -> ForkResult:
+            result = await perform(command)
+            self.forks.append(command.fork_count)
+            return result
+
+        server.service.fork = fork  # type: ignore[method-assign]
+
+    async def rolled_out(self, count: int, *, agent: dict[str, Any] | None = None, **envd: Any) -> list[Any]:
+        mapping = {"hosts": [self.server.address], "group": "tree", "branch_every": 1, "engine_timeout_s": 20.0, **envd}
+        self.args = slime_args({**mapping, "agent": {**AGENT, **(agent or {})}}, n_samples_per_prompt=count)
+        group = [Sample(group_index=0, index=index, metadata={"task_id": TASK}) for index in range(count)]
+        return await asyncio.gather(*(generate(self.args, sample, dict(PARAMS)) for sample in group))
+
+    async def all_returned(self) -> None:
+        async with asyncio.timeout(20):
+            while self.server.pool.statistics().leased_count:
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def world(say: Any = counting, **options: Any) -> AsyncIterator[World]:
+    engine = ScriptedEngine(say)
+    async with serve_fake(**{"size": 2, "capacity": 8, **options}) as server:
+        with stand_in_slime(engine):
+            yield World(server, engine)
+
+
+async def test_members_branch_at_every_place_and_each_word_is_trained_by_one_of_them() -> None:
+    async with world() as there:
+        samples = await there.rolled_out(4)
+        await there.all_returned()
+    assert there.forks == [1, 1, 1]
+    assert [sample.reward for sample in samples] == [1.0] * 4
+    shared = sorted(facts_of(sample)["shared_turns"] for sample in samples)
+    assert shared == [0, 1, 2, 2]
+    # Asked once before the first branch, twice before the second ones, and four times after them.
+    prompts = [Tokenizer().decode(request["input_ids"]) for request in there.engine.requests]
+    assert Counter(map(turn_in, prompts)) == {1: 1, 2: 2, 3: 4}
+    # All that was read and said is there, whoever said it; what is shared is the prompt.
+    assert len({tuple(sample.tokens) for sample in samples}) == 1
+    for sample in samples:
+        facts = facts_of(sample)
+        assert sum(sample.loss_mask) == facts["reply_tokens"]
+        assert (facts["turns"], len(sample.weight_versions)) == (3, 3 - facts["shared_turns"])
+        grids = sample.multimodal_train_inputs["image_grid_thw"]
+        assert len(grids) == 3
+    assert len({facts_of(sample)["origin"] for sample in samples}) == 1, "they all began where the first one did"
+    metrics = rollout_metrics(there.args, samples)
+    assert (metrics["branched_frac"], metrics["turns"], metrics["parsed_frac"]) == (0.75, 3.0, 1.0)
+
+
+async def test_what_branches_do_differently_is_compared_within_the_group() -> None:
+    asked: Counter[int] = Counter()
+
+    def say(prompt: str) -> str:
+        asked[turn_in(prompt)] += 1
+        gives_up = turn_in(prompt) == 2 and asked[2] == 2
+        return SAY([Done()]) if gives_up else counting(prompt)
+
+    async with world(say) as there:
+        samples = await there.rolled_out(3, branch_ways=2)
+        await there.all_returned()
+    raw, normal = normalize_rewards(there.args, samples)
+    assert sorted(raw) == [0.0, 1.0, 1.0]
+    assert abs(sum(normal)) < 1e-6
+
+
+async def test_a_pool_with_no_room_for_copies_makes_a_plain_group() -> None:
+    async with world(size=1, capacity=1) as there:
+        samples = await there.rolled_out(3, group_wait_s=0.3)
+        await there.all_returned()
+    assert [sample.reward for sample in samples] == [1.0] * 3
+    assert {facts_of(sample)["shared_turns"] for sample in samples} == {0}
+
+
+async def test_an_agent_that_ends_before_the_first_place_leaves_the_others_to_begin_anew() -> None:
+    async with world(lambda prompt: SAY([Done()])) as there:
+        samples = await there.rolled_out(3, branch_every=2)
+    assert there.forks == []
+    assert [(sample.reward, facts_of(sample)["shared_turns"]) for sample in samples] == [(0.0, 0)] * 3
+
+
+async def test_a_copy_that_is_lost_begins_again_alone_and_nobody_else_suffers() -> None:
+    killed: list[str] = []
+
+    def say(prompt: str) -> str:
+        if turn_in(prompt) == 3 and not killed:
+            copies = [one for one in there.server.hypervisor.machines.values() if one.input_count]
+            killed.append(copies[-1].machine_id)
+            copies[-1].kill("killed by a signal")
+        return counting(prompt)
+
+    async with world(say) as there:
+        samples = await there.rolled_out(4)
+        await there.all_returned()
+    assert [sample.reward for sample in samples] == [1.0] * 4
+    again = [facts_of(sample) for sample in samples if facts_of(sample)["attempts"] == 2]
+    assert [facts["shared_turns"] for facts in again] == [0]
+
+
+async def test_an_abort_gives_every_machine_back_and_ends_every_wait() -> None:
+    def say(prompt: str) -> str:
+        if turn_in(prompt) == 2:
+            state.aborted = True
+        return counting(prompt)
+
+    engine = ScriptedEngine(say)
+    async with serve_fake(size=2, capacity=8) as server:
+        with stand_in_slime(engine) as state:
+            there = World(server, engine)
+            samples = await there.rolled_out(4)
+            await there.all_returned()
+    assert {sample.status.name for sample in samples} == {"ABORTED"}
+    assert all(map(is_void, samples))
+
+
+async def test_rows_of_a_branch_begin_where_it_branched() -> None:
+    async with world() as there:
+        members = await there.rolled_out(3, agent={"images_per_row": 2, "images_kept": 1}, branch_ways=3)
+        await there.all_returned()
+    rows = by_rollout(leaves(members))
+    assert [len(one) for one in rows] == [2, 2, 2]
+    assert not any(map(is_void, leaves(members)))
+    assert sum(sum(row.loss_mask or ()) for row in leaves(members)) == sum(
+        facts_of(one[0])["reply_tokens"] for one in rows
+    )
+    assert sorted(facts_of(one[0])["shared_turns"] for one in rows) == [0, 1, 1]
+
+
+@pytest.mark.parametrize("evaluation", [True, False])
+async def test_a_sample_without_a_group_is_no_tree(evaluation: bool) -> None:
+    async with world() as there:
+        mapping = {"hosts": [there.server.address], "group": "tree", "branch_every": 1, "engine_timeout_s": 20.0}
+        args = slime_args({**mapping, "agent": AGENT}, n_samples_per_prompt=4)
+        group_index = 0 if evaluation else None
+        sample = await generate(
+            args, Sample(group_index=group_index, index=0, metadata={"task_id": TASK}), dict(PARAMS), evaluation
+        )
+    assert (sample.reward, there.forks) == (1.0, [])
