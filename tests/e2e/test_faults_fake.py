@@ -341,7 +341,7 @@ async def test_a_step_outlives_its_callers_deadline_and_its_connection_and_acts_
     async with serve_fake(size=1) as server, raw(server.address) as stub:
         episode_id = (await stub.Reset(reset_request(1), timeout=20)).episodes[0].episode_id
         slow = click_request(episode_id, 0)
-        slow.actions.insert(0, env_pb2.Action(wait=env_pb2.Wait(duration=Duration(seconds=1))))
+        slow.actions.append(env_pb2.Action(wait=env_pb2.Wait(duration=Duration(seconds=1))))
         async with raw(server.address) as leaving:
             with pytest.raises(grpc.aio.AioRpcError) as late:
                 await leaving.Step(slow, timeout=0.2)
