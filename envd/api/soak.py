@@ -374,8 +374,10 @@ class SoakClient:
     async def _keep_alive(self, episode: _Episode) -> None:
         request = env_pb2.KeepAliveRequest(episode_ids=[episode.episode_id])
         asked_s = time.monotonic()
-        answer = await self._call("keep_alive", request, episode)
-        if answer.key == OK and not answer.response.episodes:
+        answer = await self._call("keep_alive", request, episode, renews=False)
+        if answer.key == OK and answer.response.episodes:
+            episode.heard_s = asked_s
+        elif answer.key == OK:
             allowed = self._allowed(episode, (OK,))
             self._status("keep_alive", episode.episode_id, asked_s=asked_s, key=GONE, text="left out", allowed=allowed)
             episode.is_over = True
@@ -456,7 +458,7 @@ class SoakClient:
         if OK not in expected:
             self._status(call, name, asked_s=asked_s, key=OK, text=str(request), allowed=expected)
         if episode is not None and renews:
-            episode.heard_s = time.monotonic()
+            episode.heard_s = asked_s  # the lease was renewed then at the earliest, however late the answer is read
         return Answer(OK, response)
 
     async def _cancelled(self, call: str, request: Any, episode: _Episode | None) -> None:
