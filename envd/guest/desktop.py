@@ -36,6 +36,7 @@ from envd.guest.observation import (
     SettlePolicy,
     SettleResult,
 )
+from envd.guest.revival import revive_guestd
 from envd.guest.rfb import RfbClient
 from envd.guest.screen import Screen
 from envd.guest.settle import settle
@@ -102,7 +103,11 @@ class Desktop:
         self._channels = channels
         self._view = view
         self._agent = GuestAgent(channels)
-        self._guestd = GuestdClient(channels.guestd_url, lost=channels.lost) if channels.guestd_url else None
+        self._guestd: GuestdClient | None = None
+        if channels.guestd_url:
+            self._guestd = GuestdClient(channels.guestd_url, lost=channels.lost, revive=self._revive_guestd)
+        # A session that is not up yet has no guestd to miss.
+        self._is_up = view is not None
         self._allowed = allowed
         self._gateway: Gateway | None = None
         self._screen = Screen()
@@ -700,6 +705,7 @@ class Desktop:
         except (GuestUnresponsive, GuestError) as error:
             return str(error)
         self._guestd_types = bool(session.version)
+        self._is_up = session.ready
         return "" if session.ready else session.problem or "guestd says it is not ready"
 
     async def _screen_is_quiet(self) -> str:
@@ -717,6 +723,10 @@ class Desktop:
                 return
 
     # Files
+
+    async def _revive_guestd(self) -> bool:
+        # Another service than ours is its image's own business.
+        return self._is_up and self._guestd_types and await revive_guestd(self._agent)
 
     def _session_guestd(self, purpose: str) -> GuestdClient:
         if self._guestd is None:

@@ -9,7 +9,8 @@ import base64
 import io
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -27,6 +28,8 @@ _MAX_MESSAGE_CHARS = 2000
 # Longer than the guest's own deadline, so that the guest, which kills the command, is the one to say so.
 _GRACE_S = 5.0
 _LOST_GRACE_S = 0.2
+#: How often one that was started again is asked whether it is there.
+_RISING_POLL_S = 0.5
 #: What taking an answer apart may raise: parts that are missing, of another type, out of range (JSON may say 1e999).
 _NONSENSE = (KeyError, TypeError, ValueError, OverflowError)
 
@@ -126,11 +129,15 @@ class GuestdClient:
     Args:
         base_url: On the host's loopback.
         lost: Set when the machine is gone.
+        revive: Called when it breaks off; tells whether it had ended and was started again.
     """
 
-    def __init__(self, base_url: str, *, lost: asyncio.Event) -> None:
+    def __init__(
+        self, base_url: str, *, lost: asyncio.Event, revive: Callable[[], Awaitable[bool]] | None = None
+    ) -> None:
         self._base_url = URL(base_url)
         self._lost = lost
+        self._revive = revive
         self._http: aiohttp.ClientSession | None = None
         self._closed = False
         self._is_ours = False
@@ -503,27 +510,40 @@ class GuestdClient:
             raise GuestUnresponsive(f"the connection to guestd at {self._base_url} is closed")
         if self._http is None:
             self._http = self._connect()
-        url = self._base_url.with_path(path)
-        for attempts_left in (1, 0):
-            # A stream, because aiohttp warns of bytes over 1 MiB; a new one per attempt, because one is read once.
-            data = io.BytesIO(content.data) if content else None
+        http = self._http
+
+        async def attempt() -> _Answer:
+            async with http.request(
+                method,
+                self._base_url.with_path(path),
+                # A stream, because aiohttp warns of bytes over 1 MiB; a new one per attempt, because one is read once.
+                data=io.BytesIO(content.data) if content else None,
+                params=query,
+                headers=headers,
+                # A guest that could send us elsewhere would see with our eyes: other services of this host.
+                allow_redirects=False,
+            ) as response:
+                # Ours has a POST's effect once for each X-Request-Id; OSWorld's does not.
+                self._is_ours = response.headers.get("Server", "").startswith("envd-guestd/")
+                return _Answer(response.status, await _read(response, path, max_bytes))
+
+        try:
             try:
-                async with self._http.request(
-                    # A guest that could send us elsewhere would see with our eyes: other services of this host.
-                    method,
-                    url,
-                    data=data,
-                    params=query,
-                    headers=headers,
-                    allow_redirects=False,
-                ) as response:
-                    # Ours has a POST's effect once for each X-Request-Id; OSWorld's does not.
-                    self._is_ours = response.headers.get("Server", "").startswith("envd-guestd/")
-                    return _Answer(response.status, await _read(response, path, max_bytes))
-            except aiohttp.ClientError as error:
-                if not attempts_left or not (method == "GET" or self._is_ours):
-                    raise GuestUnresponsive(f"guestd at {self._base_url} broke off {method} {path}: {error}") from error
-        raise AssertionError("unreachable")
+                return await attempt()
+            except aiohttp.ClientError:
+                if method != "GET" and not self._is_ours:
+                    raise
+                return await attempt()
+        except aiohttp.ClientError as error:
+            broken = f"guestd at {self._base_url} broke off {method} {path}: {error}"
+            if self._revive is None or not await self._revive():
+                raise GuestUnresponsive(broken) from error
+            if method != "GET":  # it may have had its effect, and a new one does not know of it
+                raise GuestUnresponsive(f"{broken}; it had ended, and was started again") from error
+        while True:
+            await asyncio.sleep(_RISING_POLL_S)
+            with suppress(aiohttp.ClientError):
+                return await attempt()
 
     @staticmethod
     def _connect() -> aiohttp.ClientSession:

@@ -33,13 +33,13 @@ class Frozen(NamedTuple):
 class MachineFixtures:
     """One hypervisor under test. Subclasses say how to make it, its specs, and how to look behind it."""
 
-    boot_timeout_s: ClassVar[float] = 10.0
+    boot_timeout_s: ClassVar[float] = 60.0
     """Longest time until a new machine's guest agent answers, and until its screen reacts to input."""
-    answer_timeout_s: ClassVar[float] = 5.0
+    answer_timeout_s: ClassVar[float] = 60.0
     """Longest time for one answer of a booted guest's agent."""
-    prompt_s: ClassVar[float] = 5.0
+    prompt_s: ClassVar[float] = 60.0
     """How soon a machine's loss must be known."""
-    fork_timeout_s: ClassVar[float] = 5.0
+    fork_timeout_s: ClassVar[float] = 60.0
     """Longest time for one fork or capture, beside others."""
     cancel_after_s: ClassVar[tuple[float, ...]] = (0.0, 0.001, 0.01, 0.1)
     """Moments at which `create`, `fork` and `capture` are cancelled."""

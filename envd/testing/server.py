@@ -19,6 +19,7 @@ from envd.episodes.service import EpisodeService
 from envd.guest.observation import SettlePolicy
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
 from envd.pool.clock import Clock, SystemClock
+from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
 from envd.pool.register import strike_all
 from envd.pool.settings import PoolSettings
@@ -81,6 +82,7 @@ async def serve_fake(
     extra_tasks: Iterable[Task] = (),
     security: SecurityConfig | None = None,
     host: FakeHost | None = None,
+    memory: HostMemory | None = None,
     database: Path | None = None,
     listen: str = "127.0.0.1:0",
 ) -> AsyncIterator[FakeServer]:
@@ -98,6 +100,7 @@ async def serve_fake(
         extra_tasks: Tasks beside the suite `fake`.
         security: Who may call; by default whoever can.
         host: Where an earlier server's machines may be left, to be adopted or reaped.
+        memory: The host's; by default it bounds nothing.
         database: Where episodes are written down; None for nowhere.
         listen: Where to serve.
     """
@@ -125,7 +128,7 @@ async def serve_fake(
             allow_guest_access=True,
             settle=settle,
         )
-        pool = Pool(settings, hypervisor=hypervisor, image=fake_image(), books=store)
+        pool = Pool(settings, hypervisor=hypervisor, image=fake_image(), memory=memory, books=store)
         metrics = Metrics()
         service = EpisodeService([pool], tasks=tasks, limits=limits, clock=clock, books=store)
         stack.push_async_callback(service.aclose)

@@ -13,7 +13,7 @@ from envd.hypervisor.machine import Accelerator
 
 
 async def test_the_probes_guest_does_its_work_wherever_qemu_runs() -> None:
-    probe = await probe_kvm(accelerator="tcg", timeout_s=30)
+    probe = await probe_kvm(accelerator="tcg", timeout_s=120)
     assert probe.usable, probe.detail
 
 

@@ -218,14 +218,14 @@ async def test_a_server_of_another_authority_is_not_talked_to(
     async with serving(tls_of(certs, tokens_file=tokens.path)) as (episodes, address):
         client = AsyncEnvClient(address, tls=Tls(ca=foreign["ca"]), token=tokens.alice.secret, retry=HASTY)
         async with client:
-            with pytest.raises(trainer.Unavailable):
+            with pytest.raises(NOT_CONNECTED):
                 await client.list_pools(timeout=timedelta(seconds=0.5))
         assert episodes.calls == []
 
 
 async def test_clear_text_is_not_answered_where_tls_is_on(certs: dict[str, Path]) -> None:
     async with serving(tls_of(certs)) as (_, address), AsyncEnvClient(address, retry=HASTY) as client:
-        with pytest.raises(trainer.Unavailable):
+        with pytest.raises(NOT_CONNECTED):
             await client.list_pools(timeout=timedelta(seconds=0.5))
 
 

@@ -5,7 +5,7 @@ import random
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import pytest
@@ -339,6 +339,31 @@ async def test_a_host_that_dies_amid_a_reset_is_asked_again_before_another_opens
         assert len(other.episodes.list_episodes()) == 1
         await opening.__aexit__(None, None, None)
         assert other.episodes.list_episodes() == []
+
+
+async def test_a_host_that_is_back_soon_answers_for_a_reset_and_no_other_is_asked() -> None:
+    patient = replace(QUICK, reconnect_timeout=timedelta(seconds=30))
+    async with (
+        hosts(64, 1) as (flaky, other),
+        AsyncEnvClient([flaky.address, other.address], retry=patient, rng=random.Random(1)) as client,
+    ):
+        flaky.episodes.door.clear()
+        opening = client.reset(TASK, view=NOTHING)
+        entering = asyncio.create_task(opening.__aenter__())
+        await until(lambda: client.statistics().hosts[0].opening_count == 1)
+        await asyncio.sleep(0.05)
+        await flaky.server.stop()
+        await asyncio.sleep(0.5)
+        back = ApiServer(flaky.episodes, listen=flaky.address, metrics=Metrics(process=False))
+        await back.start()
+        flaky.episodes.door.set()
+        episode = await entering
+        assert episode.host.target == flaky.address
+        assert len(flaky.episodes.list_episodes()) == 1
+        assert other.episodes.resets == []
+        await opening.__aexit__(None, None, None)
+        await client.aclose()
+        await back.stop()
 
 
 async def test_a_host_that_is_asked_again_after_another_refused_joins_what_it_had_begun() -> None:

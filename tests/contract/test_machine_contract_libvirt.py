@@ -26,9 +26,6 @@ pytestmark = [pytest.mark.vm, pytest.mark.timeout(600)]
 class TestMachineContractOnLibvirt(MachineContract):
     # Under emulation, on a busy host.
     boot_timeout_s: ClassVar[float] = 300.0
-    answer_timeout_s: ClassVar[float] = 20.0
-    prompt_s: ClassVar[float] = 10.0
-    fork_timeout_s: ClassVar[float] = 30.0
     cancel_after_s: ClassVar[tuple[float, ...]] = (0.0, 0.05, 0.5)
     state_dir: ClassVar[Path]
     image: ClassVar[DiskImage]

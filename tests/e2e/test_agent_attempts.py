@@ -154,12 +154,12 @@ async def test_a_members_machine_is_given_back_before_the_slowest_is_done() -> N
 
 
 async def test_time_that_is_up_amid_a_step_is_judged_all_the_same() -> None:
-    settings = AgentSettings(max_turns=6, timeout_s=1, coordinates="pixels")
+    settings = AgentSettings(max_turns=6, timeout_s=5, coordinates="pixels")
     async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
         trajectory = await run_task(
             client,
             "fake/count-to-five",
-            lambda: Scripted([COUNT] * 5, [Wait(timedelta(seconds=3))], [Done()]),
+            lambda: Scripted([COUNT] * 5, [Wait(timedelta(seconds=6))], [Done()]),
             settings=settings,
         )
     assert (trajectory.outcome, trajectory.reason) == (Outcome.TRUNCATED, "time")

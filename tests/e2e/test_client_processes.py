@@ -69,9 +69,9 @@ async def rollout(client: AsyncEnvClient, *, steps: int, lost: list[EnvError]) -
         try:
             async with client.reset(TASK) as episode:
                 for _ in range(steps):
-                    await episode.step(COUNT, timeout=timedelta(seconds=2))
+                    await episode.step(COUNT, timeout=timedelta(seconds=20))
                     await asyncio.sleep(0.05)
-                await episode.step(Done(), timeout=timedelta(seconds=2))
+                await episode.step(Done(), timeout=timedelta(seconds=20))
                 assert (await episode.evaluate()).score == float(steps == 5)
                 return episode.host.target
         except EnvError as error:

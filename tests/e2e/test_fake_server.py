@@ -15,9 +15,10 @@ from envd.episodes.limits import EpisodeLimits
 from envd.guest import actions as acts
 from envd.hypervisor.fake import FakeMachine, Faults
 from envd.hypervisor.machine import MachineState
-from envd.pool.clock import Clock, SystemClock
+from envd.pool.clock import Clock
 from envd.tasks.model import Task
 from envd.tasks.verbs import Execute, WriteFile
+from envd.testing.clock import ManualClock
 from envd.testing.server import FakeServer, load_fake_tasks, serve_fake
 from trainer import client as wire
 from trainer.client import AsyncEnvClient, AsyncEpisode
@@ -26,16 +27,6 @@ TASKS = {task.task_id: task for task in load_fake_tasks().list()}
 COUNT = wire.Click(x=819, y=100)
 NOTHING = wire.View(encoding="none")
 CLICKS_PATH = "/home/user/clicks.txt"
-
-
-class HastyClock(SystemClock):
-    """Ten times as fast as the host's, so that the shortest lease, of 10 s, lapses in one."""
-
-    def monotonic(self) -> float:
-        return 10 * super().monotonic()
-
-    async def sleep(self, delay_s: float) -> None:
-        await super().sleep(delay_s / 10)
 
 
 def to_wire(action: acts.Action) -> wire.Action:
@@ -151,7 +142,8 @@ async def test_a_machine_that_dies_of_its_input_is_machine_lost() -> None:
 
 
 async def test_the_machine_of_a_client_that_vanished_is_reclaimed() -> None:
-    async with serve_fake(size=1, clock=HastyClock()) as server:
+    clock = ManualClock()
+    async with serve_fake(size=1, clock=clock) as server:
         client = AsyncEnvClient(server.address, keep_alive_interval=timedelta(hours=1))
         opening = client.reset("fake/count-to-five", lease_ttl=timedelta(seconds=10))
         episode = await opening.__aenter__()
@@ -159,6 +151,7 @@ async def test_the_machine_of_a_client_that_vanished_is_reclaimed() -> None:
         machine_id = leased_machine(server).machine_id
         # From here on nothing of the client is heard any more: no Close, no KeepAlive.
         await client.aclose()
+        await clock.advance(10.0)
         await until(lambda: machine_id not in server.hypervisor.leftover_ids)
         await until(lambda: server.pool.statistics().idle_count == 1)
         async with grpc.aio.insecure_channel(server.address) as channel:
@@ -170,12 +163,19 @@ async def test_the_machine_of_a_client_that_vanished_is_reclaimed() -> None:
 
 
 async def test_a_client_that_thinks_for_long_keeps_its_machine() -> None:
+    clock, ttl = ManualClock(), timedelta(seconds=10)
+
+    def is_renewed() -> bool:
+        return [info.expire_time - clock.now() for info in server.service.list_episodes()] == [ttl]
+
     async with (
-        serve_fake(size=1, clock=HastyClock()) as server,
+        serve_fake(size=1, clock=clock) as server,
         AsyncEnvClient(server.address, keep_alive_interval=timedelta(milliseconds=50)) as client,
-        client.reset("fake/count-to-five", lease_ttl=timedelta(seconds=10)) as episode,
+        client.reset("fake/count-to-five", lease_ttl=ttl) as episode,
     ):
-        await asyncio.sleep(1.5)
+        for _ in range(3):
+            await clock.advance(8.0)
+            await until(is_renewed)
         assert (await episode.step(COUNT)).step_count == 1
 
 

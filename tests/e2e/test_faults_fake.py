@@ -16,6 +16,7 @@ from grpc_status import rpc_status
 
 from envd.hypervisor.fake import Faults
 from envd.pool.clock import SystemClock
+from envd.pool.memory import HostMemory
 from envd.testing.server import FakeServer, serve_fake
 from trainer import client as wire
 from trainer.client import AsyncEnvClient
@@ -160,6 +161,56 @@ async def test_a_full_disk_refuses_new_machines_by_name_harms_no_old_one_and_pas
     assert nothing_is_left(server)
 
 
+async def test_a_host_without_memory_makes_no_machine_says_so_and_goes_on_when_there_is_some() -> None:
+    available_mib = 64 << 10
+    memory = HostMemory(reserve_bytes=1 << 30, read=lambda: available_mib << 20)
+    async with (
+        serve_fake(size=1, capacity=4, memory=memory) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=NOTHING) as episode,
+    ):
+        await until_idle(server, 1)
+        available_mib = 1100
+        async with client.reset(TASK, view=NOTHING):
+            with pytest.raises(wire.PoolExhausted, match="memory is short"):
+                async with client.fork(episode, count=1, timeout=timedelta(seconds=1)):
+                    pass
+            assert "memory is short" in (await client.list_pools())[0].problem
+            assert (await episode.step(COUNT)).step_count == 1
+            available_mib = 64 << 10
+            async with client.fork(episode, count=1, timeout=timedelta(seconds=20)) as copies:
+                assert (await copies[0].step(COUNT)).step_count == 2
+        assert (await client.list_pools())[0].problem == ""
+    assert nothing_is_left(server)
+
+
+async def test_slow_storage_holds_up_whoever_needs_it_and_nobody_else() -> None:
+    async with (
+        serve_fake(size=1, capacity=4) as server,
+        AsyncEnvClient(server.address) as client,
+        client.reset(TASK, view=NOTHING) as episode,
+        client.reset(TASK, view=NOTHING) as other,
+    ):
+        server.hypervisor.faults = Faults(fork_delay_s=2.0, destroy_delay_s=2.0)
+        machine_id = server.service.machine_ids()[episode.episode_id]
+        server.hypervisor.machines[machine_id].inject(capture_delay_s=2.0)
+
+        async def branch() -> int:
+            async with client.fork(episode, count=1) as (copy,):
+                return (await copy.step(COUNT)).step_count
+
+        forking = asyncio.create_task(branch())
+        await asyncio.sleep(0.2)
+        for count in range(1, 4):
+            assert (await other.step(COUNT)).step_count == count
+        assert not forking.done()
+        with pytest.raises((wire.PoolExhausted, wire.DeadlineExceeded)):
+            async with client.reset_group(TASK, size=2, view=NOTHING, timeout=timedelta(seconds=1)):
+                pass
+        assert await forking == 1
+    assert nothing_is_left(server)
+
+
 async def test_a_template_that_disappears_is_made_anew_and_what_stands_on_it_goes_on() -> None:
     async with (
         serve_fake(size=1, capacity=3) as server,
@@ -283,6 +334,25 @@ async def test_a_connection_that_falls_silent_costs_its_lease_and_nobody_else() 
         assert told_by(gone.value) == ("NOT_FOUND", "EPISODE_NOT_FOUND", False)
         opened = await other.Reset(reset_request(2), timeout=60)
         assert (await other.Step(click_request(opened.episodes[0].episode_id, 0), timeout=60)).episode.step_count == 1
+    assert nothing_is_left(server)
+
+
+async def test_a_step_outlives_its_callers_deadline_and_its_connection_and_acts_once() -> None:
+    async with serve_fake(size=1) as server, raw(server.address) as stub:
+        episode_id = (await stub.Reset(reset_request(1), timeout=20)).episodes[0].episode_id
+        slow = click_request(episode_id, 0)
+        slow.actions.append(env_pb2.Action(wait=env_pb2.Wait(duration=Duration(seconds=1))))
+        async with raw(server.address) as leaving:
+            with pytest.raises(grpc.aio.AioRpcError) as late:
+                await leaving.Step(slow, timeout=0.2)
+            assert told_by(late.value)[0] == "DEADLINE_EXCEEDED"
+            gone = asyncio.ensure_future(leaving.Step(slow, timeout=20))
+            await asyncio.sleep(0.2)
+        with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            await gone
+        assert (await stub.Step(slow, timeout=20)).episode.step_count == 1
+        read = env_pb2.ReadGuestFileRequest(episode_id=episode_id, path=CLICKS_PATH)
+        assert (await stub.ReadGuestFile(read, timeout=20)).data == b"1\n"
     assert nothing_is_left(server)
 
 

@@ -15,7 +15,19 @@ import pytest
 from envd.hypervisor.images.catalogue import Image
 from envd.hypervisor.leftovers import daemon_leftovers
 from envd.testing.served import ServedDaemon
-from trainer.client import AsyncEnvClient, AsyncEpisode, Move, NotForkable, PoolExhausted, ServiceFault, View
+from trainer.client import (
+    AsyncEnvClient,
+    AsyncEpisode,
+    EnvError,
+    GuestUnresponsive,
+    Move,
+    NotForkable,
+    PoolExhausted,
+    SampleVoid,
+    ServiceFault,
+    TypeText,
+    View,
+)
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -33,6 +45,8 @@ allow_guest_access = true
 template_dir = "{template_dir}"
 """
 DISK_MIB = 64
+TELL = ("sh", "-c", "id -un; echo $DISPLAY $XDG_RUNTIME_DIR $http_proxy")
+KILL = ("pkill", "-KILL", "-f", "python3 -m guestd")
 
 
 @pytest.fixture
@@ -155,6 +169,73 @@ def test_a_template_that_is_deleted_is_made_anew_and_what_stands_on_it_goes_on(
             await stepped(episode, 3)
 
     served = ServedDaemon(short_dir / "s", CONFIG.format(template_dir=copy))
+    address = served.wait_for(r"listening on (\S+)")
+    try:
+        asyncio.run(run(address))
+    finally:
+        status = served.end()
+    assert status == 0
+    assert daemon_leftovers(short_dir / "s") == []
+
+
+def test_guestd_that_was_killed_is_started_again_in_its_session(short_dir: Path, template_dir: Path) -> None:
+    async def run(address: str) -> None:
+        async with (
+            AsyncEnvClient(address) as client,
+            client.reset(NO_SETUP, view=NO_PICTURE, timeout=PATIENT) as episode,
+        ):
+            before = await episode.run_command(TELL)
+            await episode.run_command(KILL, as_root=True)
+
+            # What it may have begun is not done twice: that is told, and from then on it is there.
+            with pytest.raises(GuestUnresponsive, match="it had ended, and was started again"):
+                await episode.run_command(["true"])
+            async with asyncio.timeout(60):
+                while True:
+                    with suppress(GuestUnresponsive):
+                        after = await episode.run_command(TELL)
+                        break
+                    await asyncio.sleep(0.5)
+            assert (after.exit_code, after.stdout) == (0, before.stdout)
+            told = await episode.step(Move(300, 300), TypeText("übertragen " * 20), timeout=PATIENT)
+            assert told.errors == ("", "")
+
+    served = ServedDaemon(short_dir / "s", CONFIG.format(template_dir=template_dir))
+    address = served.wait_for(r"listening on (\S+)")
+    try:
+        asyncio.run(run(address))
+    finally:
+        status = served.end()
+    assert status == 0
+    assert daemon_leftovers(short_dir / "s") == []
+
+
+def test_a_guest_whose_kernel_panics_voids_its_episode_and_nothing_else(short_dir: Path, template_dir: Path) -> None:
+    limits = "\n[limits]\nheartbeat_interval_s = 1\nhang_timeout_s = 20\n"
+
+    async def run(address: str) -> None:
+        async with (
+            AsyncEnvClient(address) as client,
+            client.reset(NO_SETUP, view=NO_PICTURE, timeout=PATIENT) as episode,
+            client.reset(NO_SETUP, view=NO_PICTURE, timeout=PATIENT) as other,
+        ):
+            await episode.step(Move(100, 100))
+            # Nobody hears of a command that ends its kernel.
+            panic = ("sh", "-c", "echo 1 > /proc/sys/kernel/sysrq; echo c > /proc/sysrq-trigger")
+            with suppress(EnvError):
+                await episode.run_command(panic, as_root=True, timeout=timedelta(seconds=5))
+            await asyncio.sleep(2)
+
+            async def step() -> None:
+                await episode.step(Move(200, 200), timeout=PATIENT)
+
+            await refused(step, SampleVoid)
+            await refused(step, SampleVoid)
+            assert (await other.step(Move(200, 200), timeout=PATIENT)).step_count == 1
+            async with client.reset(NO_SETUP, view=NO_PICTURE, timeout=PATIENT) as anew:
+                assert (await anew.step(Move(200, 200), timeout=PATIENT)).step_count == 1
+
+    served = ServedDaemon(short_dir / "s", CONFIG.format(template_dir=template_dir) + limits)
     address = served.wait_for(r"listening on (\S+)")
     try:
         asyncio.run(run(address))

@@ -229,7 +229,7 @@ async def test_machines_that_are_lost_again_void_the_sample_and_nobody_else() ->
 
 async def test_a_daemon_that_is_killed_in_mid_episode_voids_the_sample() -> None:
     async with world(once_at(2, lambda there: there.kill_daemon())) as there:
-        args = there.args(n_samples_per_prompt=1, agent={"step_timeout_s": 1}, envd={"attempts": 1})
+        args = there.args(n_samples_per_prompt=1, agent={"step_timeout_s": 10}, envd={"attempts": 1})
         (sample,) = group_of(1)
         result = await generate(args, sample, PARAMS)
         check_void(result, "FAILED", "Unavailable")
@@ -246,7 +246,7 @@ async def test_an_episode_of_a_host_that_is_killed_begins_again_on_another() -> 
         there.engine.say = act = once_at(2, kill_its_host)
         act.there = there
         hosts = [there.server.address, other.address]
-        args = there.args(n_samples_per_prompt=1, agent={"step_timeout_s": 1}, envd={"hosts": hosts})
+        args = there.args(n_samples_per_prompt=1, agent={"step_timeout_s": 10}, envd={"hosts": hosts})
         (sample,) = group_of(1)
         await generate(args, sample, PARAMS)
         assert (sample.status.name, sample.reward, facts_of(sample)["attempts"]) == ("COMPLETED", 1.0, 2)

@@ -17,7 +17,7 @@ from trainer.slime.samples import facts_of, is_void
 from trainer.testing.sglang import SglangServer
 from trainer.testing.slime_job import SlimeJob, check_sample, check_train_data, flatten, slime_args, write_tasks
 
-pytestmark = [pytest.mark.slime, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slime, pytest.mark.timeout(900)]
 
 TASK = "fake/count-to-five"
 SAY = grammar("qwen3-vl").render

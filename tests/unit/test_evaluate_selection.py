@@ -1,5 +1,7 @@
 """Which tasks are played, what they are counted among, what a replay calls things, and what typed commands mean."""
 
+from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,8 +14,8 @@ from trainer.agent.grammars import grammar
 from trainer.agent.types import Message
 from trainer.cli.choice import SplitName, choose
 from trainer.client import Action, Click, Done, Drag, Fail, Move, PressKeys, Scroll, Task, TypeText, Wait
-from trainer.data.prompts import prompt_rows
-from trainer.data.split import CannotSplit
+from trainer.data.prompts import prompt_rows, variant_ids
+from trainer.data.split import CannotSplit, template_id
 from trainer.evaluate.players import BadCommand, Nobody, parse_command
 from trainer.evaluate.replay import Watched, directory_name, in_words
 from trainer.evaluate.selection import Selection, SelectionError, domain_of, is_infeasible, read_task_ids, select
@@ -29,6 +31,9 @@ TASKS = [
     task("osworld/chrome/c", "held_out"),
     task("desktop/no", "infeasible", "panel"),
 ]
+
+
+VARIANTS = {"few": 3, "many": 1000, "plain": 1}
 
 
 def chosen(selection: Selection) -> list[str]:
@@ -131,6 +136,17 @@ def test_what_is_held_out_is_what_the_training_data_leaves_out() -> None:
     assert [one.task_id for one in first] == [
         one for one in sides["held_out"] if one in {"desktop/" + n for n in "acegi"}
     ]
+
+
+def test_of_each_template_as_many_variants_are_drawn_as_are_wanted_and_there_are() -> None:
+    few, many, plain = (replace(task(f"desktop/{name}"), variant_count=count) for name, count in VARIANTS.items())
+    ids = variant_ids([many, plain, few], count=5)
+    assert Counter(template_id(one) for one in ids) == {"desktop/few": 3, "desktop/many": 5, "desktop/plain": 1}
+    assert len(set(ids)) == 9
+    assert {"desktop/few", "desktop/many", "desktop/plain"} <= set(ids)
+    assert [one for one in ids if "many" in one] == variant_ids([many], count=5), "others do not move the draw"
+    assert variant_ids([many], count=5, seed=1) != variant_ids([many], count=5)
+    assert variant_ids([many], count=1) == ["desktop/many"]
 
 
 def test_a_level_with_one_task_cannot_be_split() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 import http.client
+import itertools
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -507,3 +509,48 @@ async def test_a_post_is_not_repeated_to_a_service_that_would_do_it_twice(
     with pytest.raises(GuestUnresponsive, match="broke off"):
         await client.execute(["die"], timeout_s=5)
     assert seen == ["POST /execute"]
+
+
+# A service that ended and is started again
+
+
+@asynccontextmanager
+async def ended() -> AsyncIterator[tuple[GuestdClient, list[str]]]:
+    """A client of a service that breaks off until it is started again, with what happened."""
+    seen: list[str] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        seen.append(f"{request.method} {request.path}")
+        if seen.count("started") == 0:
+            assert request.transport
+            request.transport.close()
+        return web.json_response({"x": 1, "y": 2, "buttons": [], "modifiers": []})
+
+    async def revive() -> bool:
+        seen.append("started")
+        return True
+
+    runner = web.AppRunner(_application(answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0][:2]
+    try:
+        async with GuestdClient(f"http://{host}:{port}", lost=asyncio.Event(), revive=revive) as client:
+            yield client, seen
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_question_to_a_service_that_ended_has_it_started_again_and_is_answered() -> None:
+    async with ended() as (client, seen):
+        assert (await client.pointer()).x_px == 1
+        asked = "GET /envd/pointer"
+        assert [what for what, _ in itertools.groupby(seen)] == [asked, "started", asked]
+
+
+async def test_what_may_have_had_its_effect_is_not_done_again_by_a_service_that_was_started_again() -> None:
+    async with ended() as (client, seen):
+        with pytest.raises(GuestUnresponsive, match="it had ended, and was started again"):
+            await client.write_file("/home/user/note", b"x")
+        assert seen == ["POST /setup/upload", "started"]
+        await client.write_file("/home/user/note", b"x")

@@ -739,6 +739,8 @@ async def test_a_hundred_random_cancellations_and_kills_leak_nothing(world: Worl
         dice.choice(callers).cancel()
         if dice.random() < 0.1 and world.hypervisor.machines:
             dice.choice(list(world.hypervisor.machines.values())).die("QEMU was killed by signal 9")
+        if dice.random() < 0.1:
+            world.tasks.setup_errors.append(SetupFailed("by chance"))
         assert len(world.hypervisor.machines) <= CAPACITY
     await world.clock.advance(20.0)
     world.check_books()

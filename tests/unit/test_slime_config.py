@@ -11,6 +11,7 @@ from trainer.agent.settings import AgentSettings
 from trainer.client import Tls
 from trainer.slime.checks import capacity_warning, refusals, row_unit, warnings
 from trainer.slime.config import ConfigError, SlimeConfig
+from trainer.slime.guard import Halt
 
 HOSTS = {"hosts": ["127.0.0.1:50051"]}
 
@@ -32,8 +33,10 @@ def test_every_part_is_read() -> None:
         max_episodes=8,
         group_wait_s=5,
         reward={"recipe": "shaped", "share": 0.3},
+        halt={"below": {"parsed_frac": 0.5}, "above": {"ended/reply": 0.9}, "rollouts": 3},
         agent={"max_turns": 3},
     )
+    assert read.halt == Halt(below={"parsed_frac": 0.5}, above={"ended/reply": 0.9}, rollouts=3)
     assert read.client.targets == ("dns:///desktops:50051",)
     assert (read.client.tls, read.client.max_episodes) == (Tls(ca=Path("ca.pem")), 8)
     assert (read.group_wait_s, read.agent.max_turns, read.make_recipe()) == (
@@ -56,6 +59,15 @@ def test_every_part_is_read() -> None:
         ({"branch_ways": 1}, r"envd\.branch_ways is 1; it must be at least 2"),
         ({"branch_every": 0}, r"envd\.branch_every is 0; it must be at least 1"),
         ({"group": "tree", "branch_every": 15}, r"at most 15 turns .*: it would never branch"),
+        ({"halt": {"bellow": {}}}, r"envd\.halt has no key bellow; did you mean below\?"),
+        (
+            {"halt": {"below": {"entropy": 1}}},
+            r"envd\.halt: there is no metric entropy; did you mean",
+        ),
+        ({"halt": {"below": 0.5}}, r"envd\.halt\.below is 0\.5"),
+        ({"halt": {"above": {"void_frac": "1"}}}, r"envd\.halt\.above is"),
+        ({"halt": {"rollouts": 1.5}}, r"envd\.halt\.rollouts is 1\.5"),
+        ({"halt": {"rollouts": 0}}, r"envd\.halt: rollouts is 0"),
         ({"attempts": 0}, r"envd\.attempts is 0"),
         ({"attempts": "2"}, r"envd\.attempts is '2'"),
         ({"attempts": True}, r"envd\.attempts is True"),

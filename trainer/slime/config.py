@@ -13,6 +13,7 @@ from trainer.agent.settings import AgentSettings
 from trainer.client import ClientSettings, Tls
 from trainer.replay.pool import PoolSettings
 from trainer.rewards.recipes import Recipe, recipe
+from trainer.slime.guard import Halt
 
 
 class ConfigError(ValueError):
@@ -64,6 +65,8 @@ class SlimeConfig:
     replay: Mapping[str, object] = field(default_factory=dict)
     """Successes to show to groups that failed: `files:` of trajectories to begin with, and `seed`, `success_at`,
     `max_per_task`, `max_total` of `trainer.replay.pool.PoolSettings`. Empty for none; see `trainer.slime.replay`."""
+    halt: Halt = field(default_factory=Halt)
+    """When to stop the run: `below:` and `above:` with metrics and their bounds, and `rollouts:`. By default never."""
     agent: AgentSettings = field(default_factory=AgentSettings)
     """Prompt, grammar, view and budgets; the same as evaluation's."""
 
@@ -171,6 +174,8 @@ def _value(one: "dataclasses.Field[Any]", value: object) -> object:
             return dict(value)
         case "tls", Mapping():
             return _tls(value)
+        case "halt", Mapping():
+            return _halt(value)
         case "agent", Mapping():
             return _agent(value)
         case _, int() if one.type is int and is_number:
@@ -188,6 +193,23 @@ def _tls(mapping: Mapping[str, object]) -> Tls:
         return Tls(**{name: Path(str(value)) for name, value in mapping.items()})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"envd.tls: {error}") from error
+
+
+def _halt(mapping: Mapping[str, Any]) -> Halt:
+    _refuse_unknown(mapping, [one.name for one in dataclasses.fields(Halt)], "envd.halt")
+    for name, value in mapping.items():
+        if not (type(value) is int if name == "rollouts" else _are_bounds(value)):
+            raise ConfigError(
+                f"envd.halt.{name} is {value!r}; write such as `below: {{parsed_frac: 0.5}}` and `rollouts: 2`"
+            )
+    try:
+        return Halt(**mapping)
+    except ValueError as error:
+        raise ConfigError(f"envd.halt: {error}") from error
+
+
+def _are_bounds(value: object) -> bool:
+    return isinstance(value, Mapping) and all(type(bound) in (int, float) for bound in value.values())
 
 
 def _agent(mapping: Mapping[str, object]) -> AgentSettings:

@@ -4,17 +4,21 @@ Both hooks return False, so that slime logs its own as well.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from trainer.rewards.groups import has_signal
+from trainer.slime.config import SlimeConfig
 from trainer.slime.group import rollout_reward
+from trainer.slime.guard import Guard, Halted
 from trainer.slime.replay import is_replayed, replay_metrics
 from trainer.slime.samples import by_rollout, facts_of, is_void, leaves
 from trainer.slime.upstream import Sample, log_metrics
 
 _PADDING = "padding"
+#: The process's, by what they watch for.
+_guards: dict[str, Guard] = {}
 
 
 def log_rollout(
@@ -24,15 +28,31 @@ def log_rollout(
     rollout_extra_metrics: dict[str, Any] | None,
     rollout_time: float,  # noqa: ARG001 -- slime names it
 ) -> bool:
-    """Add our metrics to a training rollout's, for `--custom-rollout-log-function-path`."""
+    """Add our metrics to a training rollout's, for `--custom-rollout-log-function-path`.
+
+    Raises:
+        Halted: They are out of the bounds of `envd.halt`.
+    """
     counted = {**rollout_metrics(args, leaves(samples)), **replay_metrics(args)}
     metrics = {f"envd/{name}": value for name, value in counted.items()}
+    try:
+        _look(args, rollout_id, counted)
+    except Halted:
+        log_metrics(args, metrics, rollout_id=rollout_id, prefix="rollout")
+        raise
     if rollout_extra_metrics is not None:
         rollout_extra_metrics.update(metrics)
     else:
         # The fully asynchronous loop has none to add to.
         log_metrics(args, metrics, rollout_id=rollout_id, prefix="rollout")
     return False
+
+
+def _look(args: Any, rollout_id: int, metrics: Mapping[str, float]) -> None:
+    # Without our mapping the samples are of other environments.
+    if getattr(args, "envd", None):
+        halt = SlimeConfig.from_args(args).halt
+        _guards.setdefault(repr(halt), Guard(halt)).look(rollout_id, metrics)
 
 
 def log_evaluation(
@@ -74,6 +94,14 @@ def rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
     rollouts = [rows for rows in rollouts if not is_replayed(rows[0])]
     rewards = [rollout_reward(rows, args) for rows in rollouts]
     heads = [rows[0] for rows in rollouts]
+    surprise = [
+        -log_prob
+        for rows, reward in zip(rollouts, rewards, strict=True)
+        if reward is not None
+        for row in rows
+        for mask, log_prob in zip(row.loss_mask or (), row.rollout_log_probs or (), strict=True)
+        if mask
+    ]
     valid = [
         facts for head, reward in zip(heads, rewards, strict=True) if reward is not None and (facts := facts_of(head))
     ]
@@ -90,6 +118,7 @@ def rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
     # Each turn counts once, in the episode that said it.
     said_count = max(1, sum(facts["turns"] - facts["shared_turns"] for facts in valid))
     return metrics | {
+        **({"sampled_entropy": fmean(surprise)} if surprise else {}),
         "reward": fmean(reward for reward in rewards if reward is not None),
         "task_score": fmean(facts["task_score"] for facts in valid),
         "success_frac": fmean(facts["task_score"] >= 1 for facts in valid),

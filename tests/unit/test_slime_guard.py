@@ -1,0 +1,71 @@
+"""A run that has gone wrong is stopped: not at once, not for what is not known, and with the way out told."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainer.slime import metrics
+from trainer.slime.guard import FAMILIES, METRICS, Guard, Halt, Halted
+from trainer.slime.metrics import log_rollout, rollout_metrics
+from trainer.slime.samples import note, set_status
+from trainer.testing.slime import Sample
+
+HALT = Halt(below={"sampled_entropy": 0.2}, above={"void_frac": 0.5}, rollouts=2)
+FINE = {"sampled_entropy": 1.0, "void_frac": 0.1}
+COLLAPSED = {"sampled_entropy": 0.08, "void_frac": 0.1}
+
+
+def sample_of(log_probs: list[float], mask: list[int]) -> Any:
+    sample = Sample(group_index=0, index=0, tokens=[1] * (len(mask) + 1), response_length=len(mask))
+    sample.loss_mask, sample.rollout_log_probs, sample.reward = mask, log_probs, 1.0
+    set_status(sample, "COMPLETED")
+    counts = {"turns": 1, "shared_turns": 0, "rows": 1, "reply_tokens": 2, "parsed": 1, "fallbacks": 0}
+    note(sample, {**counts, "task_score": 1.0, "reason": "done", "timings_s": {}, "reward_parts": {"task": 1.0}})
+    return sample
+
+
+def test_a_run_goes_on_until_a_metric_stays_out_of_its_bounds() -> None:
+    guard = Guard(HALT)
+    for rollout_id, seen in enumerate([FINE, COLLAPSED, FINE, FINE, COLLAPSED]):
+        guard.look(rollout_id, seen)
+    with pytest.raises(Halted, match=r"after rollout 5: sampled_entropy is 0\.08, below 0\.2, in 2 .* was rollout 3"):
+        guard.look(5, COLLAPSED)
+
+
+def test_any_metric_may_go_out_of_its_bounds_meanwhile() -> None:
+    guard = Guard(HALT)
+    guard.look(0, COLLAPSED)
+    with pytest.raises(Halted, match=r"void_frac is 1, above 0\.5, .* was none"):
+        guard.look(1, {"void_frac": 1.0})
+
+
+def test_a_metric_on_its_bound_or_not_told_is_within() -> None:
+    guard = Guard(HALT)
+    for rollout_id, seen in enumerate([{"sampled_entropy": 0.2, "void_frac": 0.5}, {}] * 5):
+        guard.look(rollout_id, seen)
+
+
+def test_by_default_nothing_is_stopped() -> None:
+    guard = Guard(Halt())
+    for rollout_id in range(5):
+        guard.look(rollout_id, {"sampled_entropy": 0.0, "void_frac": 1.0})
+
+
+def test_entropy_is_told_by_what_was_sampled_and_nothing_else() -> None:
+    told = rollout_metrics(SimpleNamespace(), [sample_of([-1.0, 0.0, -3.0], [1, 0, 1])])
+    assert told["sampled_entropy"] == 2.0
+    assert all(name in METRICS or name.startswith(FAMILIES) for name in told), "each can be bounded"
+
+
+def test_the_log_hook_ends_the_job_and_logs_the_rollout_that_ended_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[Any] = []
+    monkeypatch.setattr(metrics, "_guards", {})
+    monkeypatch.setattr(metrics, "log_metrics", lambda args, told, **_: logged.append(told))
+    args = SimpleNamespace(envd={"hosts": ["h:1"], "halt": {"below": {"sampled_entropy": 0.2}}})
+    collapsed = [sample_of([-0.01], [1])]
+    assert log_rollout(0, args, collapsed, {}, 1.0) is False
+    assert logged == []
+    with pytest.raises(Halted):
+        log_rollout(1, args, collapsed, {}, 1.0)
+    assert logged[0]["envd/sampled_entropy"] == 0.01
