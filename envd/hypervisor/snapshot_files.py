@@ -105,6 +105,8 @@ def verify(files: SnapshotFiles, manifest: Manifest) -> None:
         (files.devices, manifest.devices_digest),
         (files.disk, manifest.disk_digest),
     )
+    if not files.seed.exists():  # an empty overlay: there is nothing in it to be damaged
+        raise TemplateCorrupt(f"template {files.directory}: {files.seed} is not there")
     for path, digest in stored:
         try:
             found = digest_file(path)

@@ -88,6 +88,16 @@ def test_a_damaged_file_is_named_and_the_template_is_gone_afterwards(tmp_path: P
     assert not Path(manifest.memory_path).exists()
 
 
+@pytest.mark.parametrize("name", ["devices", "disk.qcow2", "overlay.qcow2"])
+def test_one_that_lacks_a_file_is_damaged_too(tmp_path: Path, name: str) -> None:
+    store = store_at(tmp_path)
+    add(store, "k1")
+    (store.directory / "k1" / name).unlink()
+    with pytest.raises(TemplateCorrupt, match=name):
+        store.find("k1")
+    assert store.find("k1") is None
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"key": "k1"}', '{"unknown": 1}'])
 def test_a_description_that_cannot_be_read_is_a_damaged_template(tmp_path: Path, text: str) -> None:
     store = store_at(tmp_path)

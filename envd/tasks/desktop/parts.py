@@ -107,7 +107,7 @@ def save_as(path: str) -> tuple[Step, ...]:
     return (
         [{"press": ["ctrl", "shift", "s"]}, {"wait": 8}],
         [{"press": ["ctrl", "a"]}, {"type": path}],
-        [{"press": "enter"}, {"wait": 4}],
+        [{"press": "enter"}, {"wait": 8}],
     )
 
 
