@@ -14,7 +14,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MYPY := $(BIN)/mypy envd trainer tests
 # Two at once, and the tests of a file in one process, which share what is dear to make.
-PYTEST_BY_TWO := $(BIN)/python -m pytest -n 2 --dist loadfile
 # slime and torch, apart from the rest: nothing else here needs them.
 SLIME_VENV := .venv-slime
 SLIME_STAMP := $(SLIME_VENV)/.installed
@@ -82,12 +81,12 @@ serve: deps $(STAMP) image ## Serve a pool of 2 desktops in the foreground
 	@$(BIN)/envd serve --pool 2
 
 # The tests on real machines often wait for guests, so the others run beside them, as does mypy for its half a minute, and
-# are told of at the end.
+# are told of at the end. They give way: emulated guests that starve take minutes for what takes seconds.
 test: deps $(STAMP) lint imports proto image ## Everything: static checks, then all tests, real machines included
-	@log=$$(mktemp); set -m; { $(MYPY) && $(PYTEST_BY_TWO) -m "not vm" tests; } >"$$log" 2>&1 & \
-	others=$$!; set +m; \
+	@log=$$(mktemp); set -m; { $(MYPY) && nice -n 5 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not vm" tests; } \
+		>"$$log" 2>&1 & others=$$!; set +m; \
 	trap 'kill -INT -- -$$others 2>/dev/null || true; wait $$others || true; rm -f "$$log"' EXIT; trap 'exit 130' INT TERM; \
-	status=0; $(PYTEST_BY_TWO) -m vm tests || status=$$?; \
+	status=0; $(BIN)/python -m pytest -m vm tests || status=$$?; \
 	wait $$others || status=$$?; cat "$$log"; exit $$status
 
 test-full: deps $(STAMP) lint types imports proto image osworld ## The same and more: every task, the soak and the faults on real machines

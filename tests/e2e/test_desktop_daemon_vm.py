@@ -132,6 +132,7 @@ def test_typing_clicking_and_scoring_on_a_real_desktop(address: str) -> None:
 
         # Now the task itself: the document's only line.
         episode.step(PressKeys(["ctrl", "a"]), TypeText("Hello, desktop!"), PressKeys(["ctrl", "s"]))
+        until(lambda: after_running_on(episode, DOCUMENT).startswith(b"Hello, desktop!"), timeout_s=240)
         picture = episode.observe(view=View()).image
         assert picture.size == (1280, 800)
         episode.step(Done())
