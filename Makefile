@@ -13,7 +13,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MYPY := $(BIN)/mypy envd trainer tests
-# Two at once, and the tests of a file in one process, which share what is dear to make.
 # slime and torch, apart from the rest: nothing else here needs them.
 SLIME_VENV := .venv-slime
 SLIME_STAMP := $(SLIME_VENV)/.installed
@@ -82,6 +81,7 @@ serve: deps $(STAMP) image ## Serve a pool of 2 desktops in the foreground
 
 # The tests on real machines often wait for guests, so the others run beside them, as does mypy for its half a minute, and
 # are told of at the end. They give way: emulated guests that starve take minutes for what takes seconds.
+# Two at once, and the tests of a file in one process, which share what is dear to make.
 test: deps $(STAMP) lint imports proto image ## Everything: static checks, then all tests, real machines included
 	@log=$$(mktemp); set -m; { $(MYPY) && nice -n 5 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not vm" tests; } \
 		>"$$log" 2>&1 & others=$$!; set +m; \

@@ -116,7 +116,7 @@ def test_typing_clicking_and_scoring_on_a_real_desktop(address: str) -> None:
         assert step.errors == ("", "")
         # Under emulation the editor may still be drawing what was typed; it saves once it has read the chord. It gets
         # on only in calls, for between them its machine stands still.
-        until(lambda: after_running_on(episode, DOCUMENT) != b"", timeout_s=240)
+        until(lambda: after_running_on(episode, DOCUMENT) != b"", timeout_s=400)
         assert episode.read_file(DOCUMENT) == text.encode()
 
         in_guest(episode, "POST", "/envd/input_log/start")
@@ -132,7 +132,7 @@ def test_typing_clicking_and_scoring_on_a_real_desktop(address: str) -> None:
 
         # Now the task itself: the document's only line.
         episode.step(PressKeys(["ctrl", "a"]), TypeText("Hello, desktop!"), PressKeys(["ctrl", "s"]))
-        until(lambda: after_running_on(episode, DOCUMENT).startswith(b"Hello, desktop!"), timeout_s=240)
+        until(lambda: after_running_on(episode, DOCUMENT).startswith(b"Hello, desktop!"), timeout_s=400)
         picture = episode.observe(view=View()).image
         assert picture.size == (1280, 800)
         episode.step(Done())
