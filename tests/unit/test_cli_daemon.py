@@ -1,13 +1,14 @@
 """What a daemon makes of its settings, on drawn desktops."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from envd.cli.daemon import open_daemon, run_shares
-from envd.config import PoolConfig, RunConfig, load
+from envd.config import Config, PoolConfig, RunConfig, load
 from envd.episodes.types import ResetCommand
 from envd.errors import GroupTooLarge
 from envd.guest.observation import Encoding, ObservationOptions
@@ -15,6 +16,20 @@ from envd.pool.backoff import FAILING_AFTER
 from envd.pool.fairness import RunShare, RunShares
 
 TASK = "fake/save-note"
+
+
+def drawn(directory: Path, flags: Mapping[str, object]) -> Config:
+    """Settings for drawn desktops on free ports, with state of their own."""
+    return load(
+        flags={
+            "listen": "127.0.0.1:0",
+            "metrics_listen": "127.0.0.1:0",
+            "state_dir": directory / "state",
+            "cache_dir": directory / "cache",
+            "hypervisor.uri": "fake",
+            **flags,
+        }
+    )
 
 
 def test_default_is_for_every_run_that_is_not_named() -> None:
@@ -29,18 +44,8 @@ def test_a_pool_fails_after_as_many_failures_whether_or_not_the_settings_say_so(
 
 
 async def test_drawn_desktops_are_not_counted_as_guests_that_fill_the_hosts_memory(tmp_path: Path) -> None:
-    config = load(
-        flags={
-            "listen": "127.0.0.1:0",
-            "metrics_listen": "127.0.0.1:0",
-            "state_dir": tmp_path / "state",
-            "cache_dir": tmp_path / "cache",
-            "hypervisor.uri": "fake",
-            "pools": {"desktop": {"size": 2}},
-            "limits.memory_reserve_mib": 1_048_576,  # more than there is
-        }
-    )
-    async with open_daemon(config) as daemon:
+    flags = {"pools": {"desktop": {"size": 2}}, "limits.memory_reserve_mib": 1_048_576}  # more than there is
+    async with open_daemon(drawn(tmp_path, flags)) as daemon:
         (pool,) = daemon.pools
         async with asyncio.timeout(60):
             while True:
@@ -51,17 +56,10 @@ async def test_drawn_desktops_are_not_counted_as_guests_that_fill_the_hosts_memo
 
 
 async def test_a_served_pool_keeps_the_quotas_of_its_settings_and_tells_of_its_runs(tmp_path: Path) -> None:
-    config = load(
-        flags={
-            "listen": "127.0.0.1:0",
-            "metrics_listen": "127.0.0.1:0",
-            "state_dir": tmp_path / "state",
-            "cache_dir": tmp_path / "cache",
-            "hypervisor.uri": "fake",
-            "pools": {"desktop": {"size": 2, "failing_after": 4, "queue_limit": 9}},
-            "limits.runs": {"main": {"quota": 1, "weight": 2.0}},
-        }
-    )
+    flags = {
+        "pools": {"desktop": {"size": 2, "failing_after": 4, "queue_limit": 9}},
+        "limits.runs": {"main": {"quota": 1, "weight": 2.0}},
+    }
 
     def command(number: int, group_size: int, run: str) -> ResetCommand:
         return ResetCommand(
@@ -73,7 +71,7 @@ async def test_a_served_pool_keeps_the_quotas_of_its_settings_and_tells_of_its_r
             timeout_s=30.0,
         )
 
-    async with open_daemon(config) as daemon:
+    async with open_daemon(drawn(tmp_path, flags)) as daemon:
         (pool,) = daemon.pools
         assert (pool.settings.failing_after, pool.settings.queue_limit) == (4, 9)
         assert pool.settings.shares.of("main") == RunShare(weight=2.0, quota=1)
