@@ -5,10 +5,11 @@ import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,18 @@ def fill(path: Path) -> None:
 async def refused(act: Callable[[], Awaitable[None]], kind: type[Exception]) -> None:
     with pytest.raises(kind):
         await act()
+
+
+def serve_while(run: Callable[[str], Coroutine[Any, Any, None]], state_dir: Path, config: str) -> None:
+    """Have a daemon serve while `run` uses its address; it ends well then, and leaves nothing."""
+    served = ServedDaemon(state_dir, config)
+    address = served.wait_for(r"listening on (\S+)")
+    try:
+        asyncio.run(run(address))
+    finally:
+        status = served.end()
+    assert status == 0
+    assert daemon_leftovers(state_dir) == []
 
 
 def test_a_full_disk_refuses_new_machines_by_name_and_passes(short_dir: Path, template_dir: Path) -> None:
@@ -168,14 +181,7 @@ def test_a_template_that_is_deleted_is_made_anew_and_what_stands_on_it_goes_on(
                     pass
             await stepped(episode, 3)
 
-    served = ServedDaemon(short_dir / "s", CONFIG.format(template_dir=copy))
-    address = served.wait_for(r"listening on (\S+)")
-    try:
-        asyncio.run(run(address))
-    finally:
-        status = served.end()
-    assert status == 0
-    assert daemon_leftovers(short_dir / "s") == []
+    serve_while(run, short_dir / "s", CONFIG.format(template_dir=copy))
 
 
 def test_guestd_that_was_killed_is_started_again_in_its_session(short_dir: Path, template_dir: Path) -> None:
@@ -200,14 +206,7 @@ def test_guestd_that_was_killed_is_started_again_in_its_session(short_dir: Path,
             told = await episode.step(Move(300, 300), TypeText("übertragen " * 20), timeout=PATIENT)
             assert told.errors == ("", "")
 
-    served = ServedDaemon(short_dir / "s", CONFIG.format(template_dir=template_dir))
-    address = served.wait_for(r"listening on (\S+)")
-    try:
-        asyncio.run(run(address))
-    finally:
-        status = served.end()
-    assert status == 0
-    assert daemon_leftovers(short_dir / "s") == []
+    serve_while(run, short_dir / "s", CONFIG.format(template_dir=template_dir))
 
 
 def test_a_guest_whose_kernel_panics_voids_its_episode_and_nothing_else(short_dir: Path, template_dir: Path) -> None:
@@ -235,11 +234,4 @@ def test_a_guest_whose_kernel_panics_voids_its_episode_and_nothing_else(short_di
             async with client.reset(NO_SETUP, view=NO_PICTURE, timeout=PATIENT) as anew:
                 assert (await anew.step(Move(200, 200), timeout=PATIENT)).step_count == 1
 
-    served = ServedDaemon(short_dir / "s", CONFIG.format(template_dir=template_dir) + limits)
-    address = served.wait_for(r"listening on (\S+)")
-    try:
-        asyncio.run(run(address))
-    finally:
-        status = served.end()
-    assert status == 0
-    assert daemon_leftovers(short_dir / "s") == []
+    serve_while(run, short_dir / "s", CONFIG.format(template_dir=template_dir) + limits)
