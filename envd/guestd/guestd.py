@@ -987,7 +987,7 @@ class X11:
         self._x.XkbGetState(self.display, _XKB_CORE_KEYBOARD, state)
         self._x.XGetKeyboardControl(self.display, control)
         # The server repeats a key by its own clock: where it stood still for two thirds of a second between a press and
-        # its release, as on a host with four times as much to do as it can, one `$` of 2,000 characters was typed twice.
+        # its release, on a host with four times as much to do as it can, one `$` of 2,000 characters was typed twice.
         self._x.XAutoRepeatOff(self.display)
         capitals = state.locked_mods & _LOCK_MASK
         self._x.XkbLockModifiers(self.display, _XKB_CORE_KEYBOARD, _LOCK_MASK, 0)
