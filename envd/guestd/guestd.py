@@ -556,6 +556,18 @@ class _XkbState(ctypes.Structure):
     ]
 
 
+class _KeyboardControl(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("key_click_percent", _INT),
+        ("bell_percent", _INT),
+        ("bell_pitch", ctypes.c_uint),
+        ("bell_duration", ctypes.c_uint),
+        ("led_mask", _ULONG),
+        ("repeats", _INT),
+        ("key_repeats", ctypes.c_char * 32),
+    ]
+
+
 class _RecordRange(ctypes.Structure):
     _fields_: ClassVar = [
         ("before_device_events", ctypes.c_ubyte * 18),
@@ -627,6 +639,9 @@ _XLIB: _Prototypes = {
     "XkbGetState": (_INT, (_PTR, ctypes.c_uint, ctypes.POINTER(_XkbState))),
     "XkbLockModifiers": (_INT, (_PTR, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint)),
     "XkbLockGroup": (_INT, (_PTR, ctypes.c_uint, ctypes.c_uint)),
+    "XGetKeyboardControl": (_INT, (_PTR, ctypes.POINTER(_KeyboardControl))),
+    "XAutoRepeatOff": (_INT, (_PTR,)),
+    "XAutoRepeatOn": (_INT, (_PTR,)),
 }
 _XFIXES: _Prototypes = {
     "XFixesQueryExtension": (_INT, (_PTR, _OUT_INT, _OUT_INT)),
@@ -969,9 +984,13 @@ class X11:
 
     @contextmanager
     def plain_keyboard(self) -> Iterator[None]:
-        """Hold the first layout with Caps Lock off, and put back what was set."""
-        state = _XkbState()
+        """Hold the first layout, with Caps Lock off and no key repeated, and put back what was set."""
+        state, control = _XkbState(), _KeyboardControl()
         self._x.XkbGetState(self.display, _XKB_CORE_KEYBOARD, state)
+        self._x.XGetKeyboardControl(self.display, control)
+        # The server repeats a key by its own clock: where it stood still for two thirds of a second between a press and
+        # its release, on a host with four times as much to do as it can, one `$` of 2,000 characters was typed twice.
+        self._x.XAutoRepeatOff(self.display)
         capitals = state.locked_mods & _LOCK_MASK
         self._x.XkbLockModifiers(self.display, _XKB_CORE_KEYBOARD, _LOCK_MASK, 0)
         self._x.XkbLockGroup(self.display, _XKB_CORE_KEYBOARD, 0)
@@ -980,6 +999,8 @@ class X11:
         finally:
             self._x.XkbLockModifiers(self.display, _XKB_CORE_KEYBOARD, _LOCK_MASK, capitals)
             self._x.XkbLockGroup(self.display, _XKB_CORE_KEYBOARD, state.locked_group)
+            if control.repeats:
+                self._x.XAutoRepeatOn(self.display)
             self._x.XSync(self.display, 0)
 
     def require_xtest(self) -> None:

@@ -159,6 +159,25 @@ async def test_typed_unicode_arrives_byte_for_byte(client: GuestdClient, session
     await client.close_window("typing", strict=True)
 
 
+async def test_a_server_that_stands_still_between_press_and_release_types_a_character_once(
+    client: GuestdClient, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = session.directory / "held"
+    await open_terminal(client, "holding", f"cat > {path}")
+    monkeypatch.setenv("DISPLAY", session.display)
+    with guestd.X11() as x:
+        [key] = [code for code, row in x.keyboard_map().items() if row[:1] == [ord("x")]]
+        with x.plain_keyboard():
+            x.fake_key(key, pressed=True)
+            x.sync("press")
+            await asyncio.sleep(1)  # A server repeats a key after 0.66 s.
+            x.fake_key(key, pressed=False)
+    await client.type_text("\n")
+    await wait_until(lambda: path.exists() and path.stat().st_size > 0)
+    assert path.read_text() == "x\n"
+    await client.close_window("holding", strict=True)
+
+
 async def test_a_text_that_cannot_be_typed_is_refused_whole(client: GuestdClient) -> None:
     await client.start_input_log()
     with pytest.raises(GuestError, match=r"U\+0007"):
