@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from envd.hypervisor.images.catalogue import Image, ImageCatalogue
 from envd.testing.soak import SoakProcess, SoakRun
 
 assert envd.api
+# A script's shell has what it starts in the background ignore it, and so would every process that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # A busy machine may stop for seconds amid an example: how long one takes says nothing about the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")

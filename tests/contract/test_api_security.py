@@ -1,6 +1,7 @@
 """Who is let in, over real sockets: TLS, client certificates, tokens, scopes, owners, limits, and files that change."""
 
 import asyncio
+import itertools
 import logging
 import os
 import socket
@@ -23,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from envd.api.access import SCOPES, Scope
+from envd.api.rate import RateLimiter
 from envd.api.server import SERVICE_NAME, ApiServer
 from envd.api.tokens import NewToken, new_token
 from envd.cli.certificates import make_development_certs
@@ -757,23 +759,31 @@ async def test_wrong_tokens_are_limited_too_and_cost_the_right_ones_nothing(toke
     assert reasons == ["UNAUTHENTICATED", "UNAUTHENTICATED", "RATE_LIMITED"]
 
 
-async def test_our_client_waits_as_told_and_tries_again(tokens: Tokens) -> None:
+async def test_our_client_waits_as_told_and_tries_again(tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
     security = SecurityConfig(tokens_file=tokens.path, calls_per_second=20, call_burst=1)
-    async with serving(security) as (episodes, address):
-        async with (
-            AsyncEnvClient(address, token=tokens.alice.secret) as client,
-            client.reset("desktop/note") as episode,
-        ):
-            for _ in range(3):
-                await episode.step(trainer.TypeText("x"))
-        assert len(episodes.performed) == 3
+    # Time goes on by two thirds of a call whenever one is counted, so that every second one is too many.
+    times_s = itertools.count(100.0, 2 / 3 / 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(RateLimiter.__init__, "__kwdefaults__", {"clock_s": lambda: next(times_s)})
+        metrics = Metrics(process=False)
+        async with serving(security, metrics=metrics) as (episodes, address):
+            async with (
+                AsyncEnvClient(address, token=tokens.alice.secret) as client,
+                client.reset("desktop/note") as episode,
+            ):
+                for _ in range(3):
+                    await episode.step(trainer.TypeText("x"))
+            assert len(episodes.performed) == 3
+        refused = metrics.registry.get_sample_value("envd_failures_total", {"reason": "RATE_LIMITED"})
+        assert refused is not None
+        assert refused >= 3
     async with (
         serving(limited(tokens, 1)) as (_, address),
         AsyncEnvClient(address, token=tokens.alice.secret) as client,
     ):
         await client.list_pools()
         with pytest.raises(trainer.RateLimited, match="token 'alice' makes too many calls"):
-            await client.list_pools(timeout=timedelta(seconds=5))
+            await client.list_pools(timeout=timedelta(seconds=TIMEOUT_S))
 
 
 async def test_a_token_holds_no_more_machines_than_it_may_and_gets_more_as_it_gives_some_back(tokens: Tokens) -> None:

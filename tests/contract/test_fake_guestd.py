@@ -2,7 +2,8 @@
 
 import asyncio
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 from xml.etree import ElementTree
 
 import aiohttp
@@ -12,6 +13,7 @@ from PIL import Image
 from envd.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest.guestd import GuestdClient
 from envd.hypervisor.fake import FakeHypervisor, FakeMachine, fake_image
+from envd.hypervisor.fake.programs import Outcome
 from envd.hypervisor.machine import MachineSpec
 
 
@@ -126,9 +128,19 @@ async def test_a_paused_guestd_answers_after_the_pause(guestd: GuestdClient, mac
     assert (await asking).ready
 
 
-async def test_what_was_asked_before_a_pause_is_answered_after_it(guestd: GuestdClient, machine: FakeMachine) -> None:
-    asking = asyncio.create_task(guestd.execute(["sleep", "0.05"], timeout_s=5))
-    await asyncio.sleep(0.02)
+async def test_what_was_asked_before_a_pause_is_answered_after_it(
+    guestd: GuestdClient, machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = asyncio.Event()
+    run = machine.guest.programs.run
+
+    def tell(argv: Sequence[str], **options: Any) -> Outcome:
+        begun.set()
+        return run(argv, **options)
+
+    monkeypatch.setattr(machine.guest.programs, "run", tell)
+    asking = asyncio.create_task(guestd.execute(["sleep", "0.05"], timeout_s=60))
+    await begun.wait()
     await machine.pause()
     await asyncio.sleep(0.1)
     assert not asking.done()

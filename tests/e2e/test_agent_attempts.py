@@ -2,16 +2,21 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
+
+import pytest
 
 from envd.hypervisor.fake import Faults
 from envd.tasks.model import Task
 from envd.testing.server import FakeServer, serve_fake
 from trainer.agent.attempts import run_group, run_task
 from trainer.agent.grammars import grammar
+from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.settings import AgentSettings
-from trainer.agent.types import Message, Outcome, Reply
-from trainer.client import Action, AsyncEnvClient, Click, Done, Wait
+from trainer.agent.types import Conversation, Message, Outcome, Reply, Trajectory
+from trainer.client import Action, AsyncEnvClient, Click, Done, StepResult, Wait
 
 SETTINGS = AgentSettings(max_turns=6, coordinates="pixels")
 COUNT = Click(799, 97)  # on the screenshot of 1248x768 px, as `AgentSettings.image_max_pixels` makes it
@@ -153,14 +158,42 @@ async def test_a_members_machine_is_given_back_before_the_slowest_is_done() -> N
     assert leased[-1] == 1
 
 
-async def test_time_that_is_up_amid_a_step_is_judged_all_the_same() -> None:
-    settings = AgentSettings(max_turns=6, timeout_s=5, coordinates="pixels")
+async def test_time_that_is_up_amid_a_step_is_judged_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = replace(SETTINGS, timeout_s=12_345.0)
+    limits: list[asyncio.Timeout] = []
+    timeout = asyncio.timeout
+
+    def noted(delay: float | None) -> asyncio.Timeout:
+        made = timeout(delay)
+        if delay == settings.timeout_s:
+            limits.append(made)
+        return made
+
+    monkeypatch.setattr(asyncio, "timeout", noted)
+
     async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+
+        async def live(episode: AgentEpisode, conversation: Conversation) -> Trajectory:
+            step = episode.step
+
+            async def step_until_time_is_up(*actions: Action, **options: Any) -> StepResult:
+                running = asyncio.ensure_future(step(*actions, **options))
+                served = server.service._registry.get(episode.episode_id)
+                while isinstance(actions[0], Wait) and not served.turn.locked():
+                    await asyncio.sleep(0.01)
+                if isinstance(actions[0], Wait):
+                    limits[0].reschedule(asyncio.get_running_loop().time())
+                return await running
+
+            monkeypatch.setattr(episode, "step", step_until_time_is_up)
+            return await run_episode(episode, conversation, settings=settings)
+
         trajectory = await run_task(
             client,
             "fake/count-to-five",
-            lambda: Scripted([COUNT] * 5, [Wait(timedelta(seconds=6))], [Done()]),
+            lambda: Scripted([COUNT] * 5, [Wait(timedelta(seconds=2))], [Done()]),
             settings=settings,
+            live=live,
         )
     assert (trajectory.outcome, trajectory.reason) == (Outcome.TRUNCATED, "time")
     assert trajectory.evaluation is not None

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -198,10 +197,17 @@ async def test_a_killed_daemon_costs_no_result_and_the_next_one_finishes_the_wor
                 if model.asked_count == 4:
                     await server.kill()
 
+            class Hasty(AgentSettings):
+                """Gives a daemon time until it is gone: then each call takes all the time that it has."""
+
+                @property
+                def step_timeout(self) -> timedelta:
+                    return timedelta(seconds=1 if server.is_killed else 60)
+
+                reset_timeout = evaluate_timeout = step_timeout
+
             model.before_reply = kill
-            # Each call to the daemon that is gone takes its time.
-            brief = replace(SETTINGS, reset_timeout_s=6.0, step_timeout_s=6.0, evaluate_timeout_s=6.0)
-            cut = await run_evaluation(client, url, tasks, path, concurrency=1, settings=brief)
+            cut = await run_evaluation(client, url, tasks, path, concurrency=1, settings=Hasty(max_turns=4))
     assert [attempt.score for attempt in cut.attempts if not attempt.is_error] == [1.0]
     assert [attempt.outcome for attempt in cut.attempts] == ["terminated", "failed", "failed"]
     async with (

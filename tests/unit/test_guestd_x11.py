@@ -159,6 +159,25 @@ async def test_typed_unicode_arrives_byte_for_byte(client: GuestdClient, session
     await client.close_window("typing", strict=True)
 
 
+async def test_a_server_that_stands_still_between_press_and_release_types_a_character_once(
+    client: GuestdClient, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = session.directory / "held"
+    await open_terminal(client, "holding", f"cat > {path}")
+    monkeypatch.setenv("DISPLAY", session.display)
+    with guestd.X11() as x:
+        [key] = [code for code, row in x.keyboard_map().items() if row[:1] == [ord("x")]]
+        with x.plain_keyboard():
+            x.fake_key(key, pressed=True)
+            x.sync("press")
+            await asyncio.sleep(1)  # A server repeats a key after 0.66 s.
+            x.fake_key(key, pressed=False)
+    await client.type_text("\n")
+    await wait_until(lambda: path.exists() and path.stat().st_size > 0)
+    assert path.read_text() == "x\n"
+    await client.close_window("holding", strict=True)
+
+
 async def test_a_text_that_cannot_be_typed_is_refused_whole(client: GuestdClient) -> None:
     await client.start_input_log()
     with pytest.raises(GuestError, match=r"U\+0007"):
@@ -235,6 +254,21 @@ async def test_a_file_opens_in_its_program_and_a_missing_one_does_not(client: Gu
     await client.close_window(path.name)
     with pytest.raises(GuestError, match="404: File not found"):
         await client.open_file(f"{path}.no")
+
+
+async def test_a_file_that_no_window_names_in_time_is_told_with_the_windows_there_are(
+    client: GuestdClient, session: Session
+) -> None:
+    await open_terminal(client, "other", "cat")
+    path = session.directory / "late.txt"
+    path.touch()
+    with pytest.raises(GuestError, match=r"late\.txt\. Error: no window names it after 0 s; there are \['other'\]"):
+        await client.open_file(str(path), timeout_s=0)
+    # It comes all the same.
+    while path.name not in [window.title for window in await client.windows()]:
+        await asyncio.sleep(0.05)
+    for name in ("other", path.name):
+        await client.close_window(name, strict=True)
 
 
 async def test_a_session_may_have_to_wait_for_a_panel(

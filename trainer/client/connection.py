@@ -107,7 +107,9 @@ class Connection:
                 if not retry or pause_s is None or pause_s >= left_s:
                     raise
                 self.tell_retry(method, error, attempt=attempt, left_s=left_s)
-            await asyncio.sleep(pause_s)
+                await asyncio.sleep(pause_s)
+                if loop.time() >= deadline_s:  # it took longer than it was to
+                    raise
             attempt += 1
 
     def tell_retry(self, method: str, error: EnvError, *, attempt: int, left_s: float) -> None:

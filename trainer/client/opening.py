@@ -94,6 +94,8 @@ class Opener:
                         raise error
                     self._connection.tell_retry(method, error, attempt=attempt, left_s=deadline_s - now_s)
                     await asyncio.sleep(pause_s)
+                    if loop.time() >= deadline_s:  # it took longer than it was to
+                        raise error
                     attempt += 1
             except (asyncio.CancelledError, DeadlineExceeded):
                 self._leave(method, request, running)
