@@ -7,8 +7,9 @@ MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
 OUT ?= out/demo
-# Where OSWorld's task files come from, unless some are registered already.
-OSWORLD ?= https://github.com/xlang-ai/OSWorld
+# Where OSWorld's task files come from, a checkout or a URL; empty: those that are registered, or else the public ones.
+OSWORLD ?=
+OSWORLD_URL := https://github.com/xlang-ai/OSWorld
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -70,8 +71,11 @@ image: $(STAMP) ## Build the desktop image unless it is cached (minutes; needs r
 
 osworld: deps $(STAMP) ## OSWorld beside envd: its package, its task files, an image for them (minutes, 3 GB, needs root)
 	@$(BIN)/envd image build osworld
-	@tasks=$$($(BIN)/envd osworld install --json | $(PYTHON) -c 'import json, sys; print(json.load(sys.stdin)["tasks"])'); \
-	if [[ -z "$$tasks" ]]; then $(BIN)/envd osworld install --tasks $(OSWORLD); fi
+	@tasks="$(OSWORLD)"; if [[ -z "$$tasks" ]]; then \
+		registered=$$($(BIN)/envd osworld install --json | $(PYTHON) -c 'import json, sys; print(json.load(sys.stdin)["tasks"])'); \
+		[[ -n "$$registered" ]] || tasks=$(OSWORLD_URL); \
+	fi; \
+	if [[ -n "$$tasks" ]]; then $(BIN)/envd osworld install --tasks "$$tasks"; fi
 
 demo: deps $(STAMP) ## Fork and branch episodes on real machines, check their rewards, write out/demo/
 	@$(BIN)/envd demo --out $(OUT)

@@ -1,6 +1,6 @@
 """OSWorld's setup and evaluators, applied to our guests: the other side of `envd.tasks.osworld`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,17 @@ class WorkerBridge:
         self._assets = assets
         self._client_password = client_password
 
-    async def set_up(self, desktop: Desktop, steps: Sequence[Mapping[str, Any]], *, os: GuestOs) -> None:
-        """Perform setup steps in OSWorld's form.
+    async def set_up(
+        self, desktop: Desktop, steps: Sequence[Mapping[str, Any]], *, os: GuestOs, on_step: Callable[[str], None]
+    ) -> None:
+        """Perform setup steps in OSWorld's form, telling the name of each as it begins.
 
         Raises:
             GuestError: A step failed, also where OSWorld itself would only have logged it; or a file of the task's is
                 not in the cache.
             MachineLost: The machine is gone.
         """
-        await self._run(desktop, "set_up", steps, {}, os)
+        await self._run(desktop, "set_up", steps, {}, os, on_step=on_step)
 
     async def evaluate(self, desktop: Desktop, evaluator: Mapping[str, Any], *, os: GuestOs) -> Verdict:
         """Score the state that the guest is in.
@@ -51,6 +53,8 @@ class WorkerBridge:
         steps: Sequence[Mapping[str, Any]],
         evaluator: Mapping[str, Any],
         os: GuestOs,
+        *,
+        on_step: Callable[[str], None] = lambda _: None,
     ) -> Mapping[str, Any]:
         files = self._files_of(steps, evaluator)
 
@@ -65,6 +69,7 @@ class WorkerBridge:
                 evaluator=evaluator,
                 files=files,
                 password=self._client_password,
+                on_step=on_step,
             )
             return await self._workers.run(job)
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,16 @@ class Job:
     files: Mapping[str, Path] = field(default_factory=dict)
     """By the names under which OSWorld looks for what it would download."""
     password: str = field(default="", repr=False)
+    on_step: Callable[[str], None] = field(default=lambda _: None, repr=False)
+    """Told each step of a setup as it begins, such as `config[0] open`."""
+
+    def step_name(self, line: bytes) -> str:
+        """Return the step that a line of the job's says it begins; empty where it says something else."""
+        try:
+            told = json.loads(line)["step"]
+        except (ValueError, RecursionError, LookupError, TypeError):
+            return ""
+        return next((f"config[{index}] {step['type']}" for index, step in enumerate(self.steps) if index == told), "")
 
 
 class Workers:
@@ -132,11 +142,11 @@ class Workers:
         await _readable(channel)
         data, handles, _, _ = socket.recv_fds(channel, 1 << 16, 1)
         if not handles:
-            return parse_answer(await _read_all(channel, data))
+            return parse_answer(await _read_all(channel, data, job))
         listener = socket.socket(fileno=handles[0])
         listener.setblocking(False)
         async with relayed(listener, job.guest_url):
-            return parse_answer(await _read_all(channel, data))
+            return parse_answer(await _read_all(channel, data, job))
 
     def _line(self, job: Job) -> bytes:
         value = {
@@ -217,11 +227,14 @@ def parse_answer(data: bytes) -> Mapping[str, Any]:
     return result
 
 
-async def _read_all(channel: socket.socket, data: bytes) -> bytes:
-    """Return what a socket says until its end, after `data`. Raises: WorkerFailed: it is too much."""
+async def _read_all(channel: socket.socket, data: bytes, job: Job) -> bytes:
+    """Return what a job's socket says until its end, after `data`. Raises: WorkerFailed: it is too much."""
     loop = asyncio.get_running_loop()
     while part := await loop.sock_recv(channel, 1 << 16):
         data += part
+        # A line comes in one piece, for it is sent in one: at worst a step goes without its name.
+        for step in filter(None, map(job.step_name, part.splitlines())):
+            job.on_step(step)
         if len(data) > _MAX_ANSWER_BYTES:
             raise WorkerFailed(f"its worker said more than {_MAX_ANSWER_BYTES} bytes")
     return data

@@ -1,7 +1,7 @@
 """Tasks whose setup and score are OSWorld's own: what they need of the daemon, and which files they would download."""
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, Protocol
 
@@ -20,8 +20,10 @@ NOT_HERE = "this daemon has no OSWorld; run `envd osworld install` and start it 
 class OsworldBridge(Protocol):
     """Runs OSWorld's setup and evaluators."""
 
-    async def set_up(self, desktop: Desktop, steps: Sequence[OsworldObject], *, os: GuestOs) -> None:
-        """Perform setup steps. Raises: GuestError, MachineLost."""
+    async def set_up(
+        self, desktop: Desktop, steps: Sequence[OsworldObject], *, os: GuestOs, on_step: Callable[[str], None]
+    ) -> None:
+        """Perform setup steps, telling the name of each as it begins. Raises: GuestError, MachineLost."""
 
     async def evaluate(self, desktop: Desktop, evaluator: OsworldObject, *, os: GuestOs) -> Verdict:
         """Score the state that the guest is in. Raises: GuestError, MachineLost."""

@@ -143,7 +143,10 @@ class _Work:
             case OsworldSetup():
                 if self.supplies.osworld is None:
                     raise GuestError(NOT_HERE)
-                await self.supplies.osworld.set_up(self.desktop, verb.steps, os=self.os)
+                await self.supplies.osworld.set_up(self.desktop, verb.steps, os=self.os, on_step=self._note_step)
+
+    def _note_step(self, step: str) -> None:
+        self.awaited = f"in {step}"
 
     # Files
 

@@ -7,8 +7,10 @@ import asyncio
 import json
 import os
 import site
+import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,22 +22,23 @@ from cuaenv.v1 import env_pb2
 from envd.api.driver import EpisodeDriver
 from envd.api.server import ApiServer
 from envd.episodes.service import EpisodeService
-from envd.guest.actions import Action, Done, PressKeys, TypeText, Wait
+from envd.guest.actions import Action, Done, Fail, PressKeys, TypeText, Wait
 from envd.hypervisor.images.catalogue import ImageCatalogue
 from envd.hypervisor.leftovers import machine_leftovers
 from envd.hypervisor.libvirt import LibvirtHypervisor
 from envd.osworld.bridge import WorkerBridge
 from envd.osworld.catalogue import IMAGE, osworld_tasks
 from envd.osworld.environment import Environment
-from envd.osworld.workers import Workers
+from envd.osworld.workers import Job, Workers
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
-from envd.tasks.assets import AssetCache
+from envd.tasks.assets import AssetCache, AssetRef
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.setup import run_setup
 from envd.tasks.supplies import Supplies
 from envd.telemetry.metrics import Metrics
+from envd.testing.local_guestd import serve_guestd
 
 pytestmark = [
     pytest.mark.vm,
@@ -49,7 +52,24 @@ TERMINAL = "desktop user@"
 #: A file that tells that the line has been carried out.
 SOLVED = "/home/user/.solved"
 
-#: Tasks that need nothing from the internet, and a line that does each, typed into a terminal of the guest's.
+#: Two whose files OSWorld hosts: the test makes some like them, for guests have no network and many hosts neither.
+CALC_TASK = "3aaa4e37-dc91-482e-99af-132a612d40f3"
+WRITER_TASK = "0e763496-b6bb-4508-a427-fad0b6c3e195"
+TABLE = "Month,Total\nMay,12.5\nJune,7\n"
+FILES = f"""
+import csv, docx, openpyxl
+table = {TABLE!r}
+book = openpyxl.Workbook()
+for month, total in csv.reader(table.splitlines()):
+    book.active.append((month, total if total == "Total" else float(total)))
+book.save("Export_Calc_to_CSV.xlsx")
+open("Export_Calc_to_CSV.csv", "w").write(table)
+text = docx.Document()
+text.add_paragraph().add_run("The zoo is in the park.").font.name = "Comic Sans MS"
+text.save("Dublin_Zoo_Intro.docx")
+"""
+
+#: Tasks that need nothing else from the internet, and a line that does each, typed into a terminal of the guest's.
 ORACLES = {
     "e0df059f-28a6-4169-924f-b9623e7184cc": "mv ~/Desktop/todo_list_Jan_1 ~/Desktop/todo_list_Jan_2",
     "ec4e3f68-9ea4-4c18-a5c9-69f89d1178b3": (
@@ -69,15 +89,48 @@ ORACLES = {
         "pkill gimp; sleep 2; mkdir -p ~/.config/GIMP/2.10; echo '(theme \"Light\")' >> ~/.config/GIMP/2.10/gimprc"
     ),
 }
-#: The same for a task whose program, slow to start, would take the keys: a command that puts the right file in place.
+#: The same for tasks whose program, slow to start, would take the keys: commands that put the right file in place.
 COMMANDS = {
+    "8ba5ae7a-5ae5-4eab-9fcc-5dd4fe3abf89": "echo input-record-path=/home/user/Desktop >> ~/.config/vlc/vlcrc",
+    "a5bbbcd5-b398-4c91-83d4-55e1e31bbb81": "echo qt-minimal-view=1 >> ~/.config/vlc/vlcrc",
+    "d06f0d4d-2cd5-4ede-8de9-598629438c6e": "echo 'qt-slider-colours=9;9;9;9;9;9;9;9;9;9;9;9' >> ~/.config/vlc/vlcrc",
+    "f3977615-2b45-4ac5-8bba-80c17dbe2a37": "echo one-instance-when-started-from-file=0 >> ~/.config/vlc/vlcrc",
+    "d52d6308-ec58-42b7-a2c9-de80e4837b2b": (
+        "pkill gimp; sleep 2; mkdir -p ~/.config/GIMP/2.10; echo '(hide-docks yes)' >> ~/.config/GIMP/2.10/sessionrc"
+    ),
+    # What LibreOffice exports, not what Python would.
+    CALC_TASK: "soffice --convert-to csv --outdir ~ ~/Export_Calc_to_CSV.xlsx",
+    WRITER_TASK: (
+        "pkill -9 soffice; mkdir /tmp/x; cd /tmp/x; python3 -m zipfile -e ~/Desktop/Dublin_Zoo_Intro.docx ."
+        " && sed -i 's/Comic Sans MS/Times New Roman/g' word/document.xml"
+        " && python3 -m zipfile -c ~/Desktop/Dublin_Zoo_Intro.docx *"
+    ),
+    # Chromium writes its settings as it ends, and its wrapper ends last.
+    "af630914-714e-4a24-a7bb-f9af687d3b91": (
+        "pkill chrome; while pgrep -x google-chrome; do sleep 1; done; mkdir -p ~/.config/google-chrome/Default;"
+        ' echo \'{"webkit":{"webprefs":{"default_font_size":32}}}\' > ~/.config/google-chrome/Default/Preferences'
+    ),
+    "030eeff7-b492-4218-b312-701ec99ee0cc": (
+        "pkill chrome; while pgrep -x google-chrome; do sleep 1; done; mkdir -p ~/.config/google-chrome/Default;"
+        " echo '{\"enable_do_not_track\":true}' > ~/.config/google-chrome/Default/Preferences"
+    ),
     "2cd43775-7085-45d8-89fa-9e35c0a915cf": (
         'pkill -9 soffice; sed -i \'s#</oor:items>#<item oor:path="/org.openoffice.Office.Common/Save/Document">'
         '<prop oor:name="AutoSaveTimeIntervall" oor:op="fuse"><value>3</value></prop></item></oor:items>#\''
         " ~/.config/libreoffice/4/user/registrymodifications.xcu"
     ),
 }
+#: No one can do it.
+INFEASIBLE_TASK = "fe41f596-a71b-4c2f-9b2f-9dcd40b568c3"
 DESKTOP_ENV_TASK = "e0df059f-28a6-4169-924f-b9623e7184cc"
+
+
+class StandIns(AssetCache):
+    """Files in a directory, by the last part of their URL, as if they had been fetched."""
+
+    def find(self, ref: AssetRef) -> Path:
+        """See `AssetCache`."""
+        return self.directory / ref.url.rpartition("/")[2]
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +141,20 @@ def environment(cache_dir: Path) -> Environment:
     return found
 
 
+@pytest.fixture(scope="module")
+def assets(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> AssetCache:
+    directory = tmp_path_factory.mktemp("assets")
+    subprocess.run([environment.python, "-c", FILES], cwd=directory, check=True)
+    return StandIns(directory)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def address(
-    environment: Environment, cache_dir: Path, template_dir: Path, vm_state_dir: Path
+    environment: Environment, assets: AssetCache, cache_dir: Path, template_dir: Path, vm_state_dir: Path
 ) -> AsyncIterator[str]:
     assert environment.tasks is not None
     workers = Workers(environment.python)
-    bridge = WorkerBridge(workers, assets=AssetCache(cache_dir / "assets"))
+    bridge = WorkerBridge(workers, assets=assets)
     hypervisor = await LibvirtHypervisor.open(state_dir=vm_state_dir, cache_dir=cache_dir, template_dir=template_dir)
     settings = PoolSettings(name="osworld", capacity=3, idle_target=1, allow_guest_access=True, always_running=True)
     service = EpisodeService(
@@ -156,6 +216,50 @@ async def test_of_two_forks_of_an_osworld_task_the_oracle_scores_one_and_doing_n
     finally:
         for episode_id in (idle, solved):
             await driver.close(episode_id)
+
+
+async def test_an_infeasible_osworld_task_scores_one_for_giving_up_and_zero_for_being_done(
+    driver: EpisodeDriver,
+) -> None:
+    opened = await driver.reset(f"osworld/{INFEASIBLE_TASK}", group_size=2, observation=NO_PIXELS)
+    endings: tuple[Action, ...] = (Fail(), Done())
+    scores = []
+    for episode, last in zip(opened.episodes, endings, strict=True):
+        await act(driver, episode.episode_id, 0, last)
+        scores.append((await driver.evaluate(episode.episode_id)).score)
+        await driver.close(episode.episode_id)
+    assert scores == [1.0, 0.0]
+
+
+async def test_64_evaluations_of_one_task_at_once_agree_with_one_after_the_other(
+    environment: Environment, assets: AssetCache, tmp_path: Path
+) -> None:
+    assert environment.tasks is not None
+    url = f"https://example.org/{CALC_TASK}/Export_Calc_to_CSV.csv"
+    files = {"gold.csv": assets.find(AssetRef(url))}
+    workers = Workers(environment.python)
+    with ExitStack() as stack:
+        guest = serve_guestd(stack, tmp_path / "home")
+
+        async def score(number: int) -> float:
+            path = guest.home / f"{number}.csv"
+            # Every third one is right; all have the same name where they are compared.
+            path.write_text(TABLE if number % 3 == 0 else TABLE.replace("May", f"May {number}"))
+            evaluator = {
+                "func": "compare_csv",
+                "result": {"type": "vm_file", "path": str(path), "dest": "result.csv"},
+                "expected": {"type": "cloud_file", "path": url, "dest": "gold.csv"},
+            }
+            job = Job(
+                kind="evaluate", guest_url=guest.url, platform="Linux", screen_px=(1280, 800), time_s=300.0,
+                evaluator=evaluator, files=files,
+            )  # fmt: skip
+            return float((await workers.run(job))["score"])
+
+        one_by_one = [await score(number) for number in range(64)]
+        at_once = await asyncio.gather(*map(score, range(64)))
+    await workers.aclose()
+    assert at_once == one_by_one == [1.0 if number % 3 == 0 else 0.0 for number in range(64)]
 
 
 #: OSWorld's own loop, as its runner has it: reset, steps of pyautogui, evaluate, and once more from the start.

@@ -256,6 +256,21 @@ async def test_a_file_opens_in_its_program_and_a_missing_one_does_not(client: Gu
         await client.open_file(f"{path}.no")
 
 
+async def test_a_file_that_no_window_names_in_time_is_told_with_the_windows_there_are(
+    client: GuestdClient, session: Session
+) -> None:
+    await open_terminal(client, "other", "cat")
+    path = session.directory / "late.txt"
+    path.touch()
+    with pytest.raises(GuestError, match=r"late\.txt\. Error: no window names it after 0 s; there are \['other'\]"):
+        await client.open_file(str(path), timeout_s=0)
+    # It comes all the same.
+    while path.name not in [window.title for window in await client.windows()]:
+        await asyncio.sleep(0.05)
+    for name in ("other", path.name):
+        await client.close_window(name, strict=True)
+
+
 async def test_a_session_may_have_to_wait_for_a_panel(
     client: GuestdClient, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

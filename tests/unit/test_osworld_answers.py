@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from envd.errors import GuestError
 from envd.osworld.bridge import verdict_of
-from envd.osworld.workers import WorkerFailed, parse_answer
+from envd.osworld.workers import Job, WorkerFailed, parse_answer
 from envd.tasks.text import Verdict
 
 JSON = st.recursive(
@@ -17,6 +17,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
+JOB = Job(kind="set_up", guest_url="", platform="Linux", screen_px=(1280, 800), time_s=1.0, steps=[{"type": "open"}])
 LINES = st.lists(
     JSON | st.dictionaries(st.sampled_from(["port", "result", "failure", "end"]), JSON, max_size=4), max_size=5
 )
@@ -43,6 +44,16 @@ def test_whatever_a_result_holds_is_a_verdict_or_a_failure(result: dict[str, obj
         verdict = verdict_of(result)
         assert isinstance(verdict.score, float)
         assert isinstance(verdict.evidence, str)
+
+
+@given(line=st.binary(max_size=50) | st.dictionaries(st.just("step"), JSON).map(lambda said: json.dumps(said).encode()))
+def test_whatever_a_worker_says_names_a_step_of_its_job_or_none(line: bytes) -> None:
+    assert JOB.step_name(line) in {"", "config[0] open"}
+
+
+def test_a_step_is_named_by_its_place_and_verb() -> None:
+    assert JOB.step_name(b'{"step": 0}\n') == "config[0] open"
+    assert JOB.step_name(b'{"step": 1}\n') == JOB.step_name(b'{"result": {}}\n') == ""
 
 
 def test_a_verdict_tells_what_each_metric_found() -> None:

@@ -8,7 +8,7 @@ guest's platform is told and not asked for each time, and nothing that acts on t
 import importlib
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -102,9 +102,12 @@ class Part(NamedTuple):
     evidence: str
 
 
-def set_up(context: Context, steps: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """Perform a task's `config`. Raises: JobError."""
+def set_up(
+    context: Context, steps: Sequence[Mapping[str, Any]], *, on_step: Callable[[int], None]
+) -> dict[str, object]:
+    """Perform a task's `config`, telling the index of each step as it begins. Raises: JobError."""
     for index, step in enumerate(steps):
+        on_step(index)
         context.perform(step, where=f"config[{index}]", strict=True)
     return {}
 

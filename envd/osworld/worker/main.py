@@ -5,6 +5,7 @@ Runs with a control socket (SOCK_SEQPACKET) and the directories that jobs must s
 one stream socket. On that socket, a line of JSON each, comes the job and go out
 
 - `{"port": 5000}` with a listening socket of the sandbox's loopback: whoever accepts on it is the guest in there;
+- `{"step": 0}` as each step of a setup begins, from within the sandbox, hence to be mistrusted;
 - `{"result": {}}` or `{"failure": ""}`, from within the sandbox, hence to be mistrusted;
 - `{"end": ""}` from outside of it: empty, or what ended the job.
 
@@ -115,7 +116,7 @@ def _run(
         log = os.open("log", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         for stream in (1, 2):
             os.dup2(log, stream)
-        answer: dict[str, object] = {"result": _do(job, tools)}
+        answer: dict[str, object] = {"result": _do(job, tools, channel)}
     except jobs.JobError as error:
         answer = {"failure": str(error)}
     except BaseException as error:
@@ -124,11 +125,11 @@ def _run(
     os._exit(0)
 
 
-def _do(job: dict[str, Any], tools: jobs.Toolbox) -> dict[str, object]:
+def _do(job: dict[str, Any], tools: jobs.Toolbox, channel: socket.socket) -> dict[str, object]:
     guest = jobs.Guest(GUEST_PORT, job["platform"], tuple(job["screen_px"]), job["password"])
     context = jobs.Context(tools, guest, sandbox.CACHE)
     if job["kind"] == "set_up":
-        return jobs.set_up(context, job["steps"])
+        return jobs.set_up(context, job["steps"], on_step=lambda index: _tell(channel, {"step": index}))
     return jobs.evaluate(context, tools, job["evaluator"])
 
 
