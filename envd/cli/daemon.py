@@ -179,6 +179,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
         server = ApiServer(service, listen=config.listen, metrics=metrics, security=config.security)
         stack.push_async_callback(server.stop, grace=_STOP_GRACE)
         metrics.build_info.labels(version=envd_version(), accelerator=hypervisor.accelerator.value).set(1)
+        metrics.hypervisor_up.set_function(lambda: not hypervisor.problem)
         metrics.watch_pools(lambda: _gauges(pools, runs=runs))
         lag = asyncio.create_task(metrics.measure_loop_lag(), name="metrics:lag")
         stack.push_async_callback(_cancel, lag)
@@ -249,6 +250,7 @@ async def _open_hypervisor(config: Config) -> Hypervisor:
         template_memory_dir=config.hypervisor.template_memory_dir,
         template_limit_bytes=config.hypervisor.template_limit_bytes,
         tcg_cache_mib=config.hypervisor.tcg_cache_mib,
+        qemu_user=config.hypervisor.qemu_user,
     )
 
 

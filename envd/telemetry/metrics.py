@@ -133,6 +133,11 @@ class Metrics:
             "envd_leftovers_total", "Things that belonged to nothing and were found by the audit, by kind.", "kind"
         )
 
+        self.hypervisor_up = Gauge(
+            "envd_hypervisor_up",
+            "1 while machines can be made, 0 while libvirt cannot be reached.",
+            registry=self.registry,
+        )
         self.security_files_stale = self._gauge(
             "envd_security_files_stale",
             "1 while a file of tokens or certificates cannot be used and what it said before still holds, else 0.",
