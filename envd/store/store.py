@@ -3,7 +3,8 @@
 Always true:
 
 * The statements of one `commit` or `note` are executed together or not at all, after those of every earlier one.
-* What waits when the thread comes round is committed at once, so many steps cost one commit.
+* What waits when the thread comes round is committed at once, so many steps cost one commit. The thread is woken once
+  for all that one turn of the event loop asks for.
 * A commit survives a killed daemon at once (the kernel has it), and a power cut only once SQLite has checkpointed:
   `synchronous=NORMAL` in WAL mode waits for the disk at no commit but the first after a checkpoint.
 * Checkpoints, which do wait for the disk, have a thread of their own: on a busy disk that can take a second.
@@ -36,8 +37,8 @@ _APPLICATION_ID = 0x656E7664
 class Books(Protocol):
     """Where what must survive is written."""
 
-    async def commit(self, *statements: Statement) -> None:
-        """Write, and return when it is committed. Raises: StoreError: nothing was written."""
+    def commit(self, *statements: Statement) -> "asyncio.Future[None]":
+        """Write; the future is done once that is committed. Raises: StoreError, here or there: nothing was written."""
 
     def note(self, *statements: Statement) -> None:
         """Write soon; a failure is logged, and made good by the next audit."""
@@ -49,8 +50,11 @@ class Books(Protocol):
 class NoBooks:
     """Remembers nothing: for a service that need not survive its process."""
 
-    async def commit(self, *statements: Statement) -> None:
+    def commit(self, *statements: Statement) -> "asyncio.Future[None]":  # noqa: ARG002 -- the protocol's
         """See `Books`."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
 
     def note(self, *statements: Statement) -> None:
         """See `Books`."""
@@ -89,7 +93,9 @@ class Store:
         self.path = path
         self._loop = asyncio.get_running_loop()
         self._connection = _open(path)
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._gathered: list[_Job] = []
+        """What the thread is to be given next."""
+        self._jobs: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="envd-store", daemon=True)
         self._unmoved_count = 0
@@ -101,14 +107,14 @@ class Store:
     def __repr__(self) -> str:
         return f"<Store {self.path}{' closed' if self._closed else f' | {self._jobs.qsize()} waiting'}>"
 
-    async def commit(self, *statements: Statement) -> None:
+    def commit(self, *statements: Statement) -> "asyncio.Future[None]":
         """See `Books`."""
-        await self._ask(_Job(self._loop.create_future(), statements=statements))
+        return self._ask(statements=statements)
 
     def note(self, *statements: Statement) -> None:
         """See `Books`."""
         if not self._closed:
-            self._jobs.put(_Job(None, statements=statements))
+            self._gather(_Job(None, statements=statements))
 
     async def rows(self, kind: type[Row]) -> list[Row]:
         """See `Books`."""
@@ -118,32 +124,48 @@ class Store:
             found = connection.execute(f"SELECT {', '.join(names)} FROM {TABLES[kind]}")  # noqa: S608 -- our own names
             return [kind(**dict(zip(names, values, strict=True))) for values in found]
 
-        return await self._ask(_Job(self._loop.create_future(), question=read))  # type: ignore[no-any-return]
+        return await self._ask(question=read)  # type: ignore[no-any-return]
 
     async def aclose(self) -> None:
         """Write what waits, and let go of the file. Idempotent."""
         if not self._closed:
             self._closed = True
+            self._give()
             self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    async def _ask(self, job: _Job) -> Any:
+    def _ask(
+        self,
+        *,
+        statements: tuple[Statement, ...] = (),
+        question: Callable[[sqlite3.Connection], Any] | None = None,
+    ) -> "asyncio.Future[Any]":
         if self._closed:
             raise StoreError(f"{self.path} was closed; the daemon is stopping")
-        assert job.done is not None  # noqa: S101 -- whoever asks waits
-        self._jobs.put(job)
-        return await job.done
+        done: asyncio.Future[Any] = self._loop.create_future()
+        self._gather(_Job(done, statements=statements, question=question))
+        return done
+
+    def _gather(self, job: _Job) -> None:
+        if not self._gathered:
+            self._loop.call_soon(self._give)
+        self._gathered.append(job)
+
+    def _give(self) -> None:
+        """Give the thread what was gathered."""
+        jobs, self._gathered = self._gathered, []
+        self._jobs.put(jobs)
 
     # -- on the thread -------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         ended = False
         while not ended:
-            batch = [self._jobs.get()]
+            batches = [self._jobs.get()]
             while not self._jobs.empty():
-                batch.append(self._jobs.get())
-            ended = None in batch
-            self._do([job for job in batch if job is not None])
+                batches.append(self._jobs.get())
+            ended = None in batches
+            self._do([job for batch in batches if batch is not None for job in batch])
             if self._unmoved_count >= _CHECKPOINT_EVERY or ended:
                 self._unmoved_count = 0
                 self._should_checkpoint.set()

@@ -88,9 +88,9 @@ async def test_what_waits_together_is_committed_at_once(store: Store, path: Path
             may_go_on.wait(10)
             return "slow"
 
-    first = asyncio.create_task(store.commit(Statement("DELETE FROM machines WHERE machine_id = ?", (Slow(),))))
+    first = store.commit(Statement("DELETE FROM machines WHERE machine_id = ?", (Slow(),)))
     await asyncio.to_thread(began.wait, 10)
-    others = [asyncio.create_task(store.commit(put(machine(f"m{n}")))) for n in range(50)]
+    others = [store.commit(put(machine(f"m{n}"))) for n in range(50)]
     await asyncio.sleep(0)
     commits: list[str] = []
     store._connection.set_trace_callback(lambda sql: commits.append(sql) if sql == "COMMIT" else None)
@@ -98,6 +98,19 @@ async def test_what_waits_together_is_committed_at_once(store: Store, path: Path
     await asyncio.gather(first, *others)
     assert len(commits) == 2, "the slow one, and all that waited for it"
     assert len(seen_from_outside(path)) == 50
+
+
+async def test_what_one_turn_of_the_event_loop_asks_for_is_one_commit(store: Store, path: Path) -> None:
+    commits: list[str] = []
+    store._connection.set_trace_callback(lambda sql: commits.append(sql) if sql == "COMMIT" else None)
+    store.note(put(machine("one")))
+    store.note(put(machine("two")))
+    await store.commit(put(machine("three")))
+    assert len(commits) == 1
+    store.note(forget_machine("two"))
+    while seen_from_outside(path) != ["one", "three"]:
+        await asyncio.sleep(0.01)
+    assert len(commits) == 2
 
 
 async def test_closing_writes_what_waits_and_refuses_the_rest(path: Path) -> None:
@@ -112,7 +125,7 @@ async def test_closing_writes_what_waits_and_refuses_the_rest(path: Path) -> Non
 
 
 async def test_a_cancelled_caller_does_not_undo_its_commit(store: Store) -> None:
-    task = asyncio.create_task(store.commit(put(machine("one"))))
+    task = store.commit(put(machine("one")))
     await asyncio.sleep(0)
     task.cancel()
     assert await store.rows(MachineRow) == [machine("one")]
