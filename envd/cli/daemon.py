@@ -134,7 +134,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
         store = Store(config.state_dir / FILE_NAME)
         stack.push_async_callback(store.aclose)
         metrics_address = await stack.enter_async_context(serve_metrics(metrics, config.metrics_listen))
-        hypervisor = await _open_hypervisor(config)
+        hypervisor = await _open_hypervisor(config, [image for image, _ in images.values()])
         stack.push_async_callback(hypervisor.close)
         logger.info("hypervisor: %s", hypervisor.description)
         recollection = await recall(store, clock=SystemClock(), pools=config.pools, tasks=tasks)
@@ -238,7 +238,7 @@ async def _warm(workers: Workers) -> None:
         logger.warning("resets of OSWorld's tasks will fail: %s", error)
 
 
-async def _open_hypervisor(config: Config) -> Hypervisor:
+async def _open_hypervisor(config: Config, images: Iterable[DiskImage]) -> Hypervisor:
     if config.hypervisor_uri == "fake":
         return FakeHypervisor()
     return await LibvirtHypervisor.open(
@@ -251,6 +251,7 @@ async def _open_hypervisor(config: Config) -> Hypervisor:
         template_limit_bytes=config.hypervisor.template_limit_bytes,
         tcg_cache_mib=config.hypervisor.tcg_cache_mib,
         qemu_user=config.hypervisor.qemu_user,
+        images=images,
     )
 
 

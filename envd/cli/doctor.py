@@ -304,8 +304,14 @@ def check_qemu_user(config: Config) -> Check:
         return Check(name="qemu_user", status=Status.OK, detail="QEMU is not run by envd's embedded driver")
     memory_dir = config.hypervisor.template_memory_dir
     places = [config.state_dir, config.template_dir, *([memory_dir] if memory_dir else [])]
+    catalogue = ImageCatalogue(config.cache_dir)
     try:
-        chosen = choose_qemu_user(config.hypervisor.qemu_user, qemu_needs(places, cache_dir=config.cache_dir))
+        names = {pool.image for pool in config.pools.values()} or {image.name for image in catalogue.list()}
+        needs = qemu_needs(places, [catalogue.disk_image(name) for name in sorted(names)])
+    except EnvdError as error:
+        return Check(name="qemu_user", status=Status.WARN, detail=f"not known: {error}", fix="see images")
+    try:
+        chosen = choose_qemu_user(config.hypervisor.qemu_user, needs)
     except ConfigError as error:
         return Check(name="qemu_user", status=Status.FAIL, detail=str(error), fix="as it says; docs/operators.md")
     if chosen.account is not None:

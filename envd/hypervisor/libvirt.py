@@ -48,6 +48,7 @@ from envd.hypervisor.libvirt_xml import (
 )
 from envd.hypervisor.machine import (
     Accelerator,
+    DiskImage,
     Firmware,
     Leftover,
     LeftoverKind,
@@ -145,6 +146,7 @@ class LibvirtHypervisor:
         template_limit_bytes: int = 40 << 30,
         tcg_cache_mib: int = 64,
         qemu_user: str = "",
+        images: Iterable[DiskImage] = (),
     ) -> "LibvirtHypervisor":
         """Connect to libvirt.
 
@@ -158,6 +160,7 @@ class LibvirtHypervisor:
             template_limit_bytes: Most that templates may occupy.
             tcg_cache_mib: Bound of each machine's translation cache under TCG.
             qemu_user: Who is to run an embedded driver's QEMU; see `choose_qemu_user`.
+            images: What machines will be made of, which that user must be able to read.
 
         Raises:
             ConfigError: The accelerator does not work here, a path is too long, or the user cannot run QEMU.
@@ -177,7 +180,7 @@ class LibvirtHypervisor:
         user = QemuUser(account=None, why="as libvirtd is told")
         if urlsplit(uri).path == "/embed":
             places = (state_dir, store.directory, store.memory_dir)
-            user = choose_qemu_user(qemu_user, qemu_needs(places, cache_dir=cache_dir))
+            user = choose_qemu_user(qemu_user, qemu_needs(places, images))
         elif qemu_user:
             raise ConfigError(f"hypervisor.qemu_user is for the embedded driver; {uri} runs QEMU as envd's user")
         link = await LibvirtLink.open(uri, prepare=partial(_prepare_embedded, uri, cache_dir, user))
@@ -523,14 +526,12 @@ def _owner_id(state_dir: Path) -> str:
         return owner
 
 
-def qemu_needs(places: Iterable[Path], *, cache_dir: Path | None) -> Needs:
-    """Return what QEMU has to reach: directories of machines and templates, and what images and templates hold."""
-    images = list(cache_dir.glob("images/*/*/*")) if cache_dir else []
-    templates = [path for place in places for path in place.glob("*/*.qcow2")]
+def qemu_needs(places: Iterable[Path], images: Iterable[DiskImage]) -> Needs:
+    """Return what QEMU has to reach: directories of machines and templates, what is in those, and images' files."""
+    files = [path for place in places for path in place.glob("*/*.qcow2")]
+    files += [path for image in images for path in (image.disk, image.kernel, image.initrd) if path is not None]
     # KVM under TCG as well: for a user that may not open it, libvirt probes QEMU anew for every machine, some 10 s.
-    return Needs(
-        directories=list(places), files=[*images, *templates], devices=[path for path in _DEVICES if path.exists()]
-    )
+    return Needs(directories=list(places), files=files, devices=[path for path in _DEVICES if path.exists()])
 
 
 def _prepare_embedded(uri: str, cache_dir: Path | None, user: QemuUser) -> None:
