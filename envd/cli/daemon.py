@@ -100,9 +100,9 @@ class Daemon:
 def spare_collections() -> None:
     """Have the garbage collector stop a process that is to serve for shorter.
 
-    What was imported stays for good and need not be looked through again: it is more than half of all there is, with 128
-    drawn desktops too. Rarer collections would save nothing: one after ten times as many new objects took 40 ms, not 1 to
-    2, for it goes through the coroutines of all calls that run.
+    What was imported stays for good and need not be looked through again: it is more than half of all there is, with
+    128 drawn desktops too. Rarer collections would save nothing: one after ten times as many new objects took 40 ms,
+    not 1 or 2, for it goes through the coroutines of all calls that run.
     """
     gc.collect()
     gc.freeze()
