@@ -99,9 +99,12 @@ def _region(value: str) -> str:
 
 
 def _hypervisor_uri(value: str) -> str:
-    if value in {"", "fake", "qemu:///system"} or re.fullmatch(r"qemu:///embed\?root=/.+", value):
+    with_path = r"qemu:///embed\?root=/.+|qemu\+unix:///system\?socket=/.+"
+    if value in {"", "fake", "qemu:///system"} or re.fullmatch(with_path, value):
         return value
-    raise ValueError(f"{value!r} is none of qemu:///system, qemu:///embed?root=/DIR, fake")
+    raise ValueError(
+        f"{value!r} is none of qemu:///system, qemu+unix:///system?socket=/PATH, qemu:///embed?root=/DIR, fake"
+    )
 
 
 Listen = Annotated[str, AfterValidator(_listen)]
@@ -223,10 +226,13 @@ class HypervisorConfig(_Section):
     """What runs the machines."""
 
     uri: Annotated[str, AfterValidator(_hypervisor_uri)] = ""
-    """`qemu:///embed?root=/DIR` (QEMU driver inside the daemon), `qemu:///system` (a libvirtd), or `fake` (a drawn
-    desktop, no guest). Left out, embed under `state_dir`."""
+    """`qemu:///embed?root=/DIR` (QEMU driver inside the daemon), `qemu:///system` (a libvirtd; one with another socket
+    is `qemu+unix:///system?socket=/PATH`), or `fake` (a drawn desktop, no guest). Left out, embed under `state_dir`."""
     accelerator: Literal["auto", "kvm", "tcg"] = "auto"
     """`kvm`, `tcg`, or `auto`: KVM where a probe shows that it truly runs guest code, else TCG."""
+    qemu_user: str = ""
+    """User that the embedded driver of a root's envd has run QEMU. Left out, `libvirt-qemu` or `qemu` if that one can
+    reach all that machines need, else root; `envd doctor` says which, and why."""
     template_dir: Directory | None = None
     """Directory of the stored templates, kept when the daemon ends. Left out, `templates` under `state_dir`."""
     template_memory_dir: Directory | None = None

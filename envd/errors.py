@@ -28,6 +28,7 @@ EnvdError
 ├── EvaluatorFailed        a checker broke; there is no score
 ├── NotForkable            the machine has something that a fork cannot have too
 ├── HypervisorError        libvirt or QEMU refused
+│   ├── HypervisorUnavailable  libvirt cannot be reached now; wait and retry
 │   └── TemplateCorrupt    a stored template is not what was stored; it is never used
 ├── StoreError             the daemon's database cannot be used; nothing was done
 ├── ImageError             an image cannot be built, imported or read
@@ -226,6 +227,16 @@ class HypervisorError(EnvdError):
     """libvirt or QEMU refused."""
 
     reason = "HYPERVISOR_ERROR"
+
+
+class HypervisorUnavailable(HypervisorError):
+    """A libvirtd does not answer: what needs one was not done, or ended half way and was undone."""
+
+    reason = "HYPERVISOR_UNAVAILABLE"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class TemplateCorrupt(HypervisorError):

@@ -9,7 +9,7 @@ The code says what the client should do, the reason says why:
 | FAILED_PRECONDITION | EPISODE_ENDED, GROUP_TOO_LARGE, GUEST_REFUSED, NOT_FORKABLE | stop |
 | ABORTED | STEP_INDEX_MISMATCH | abandon the episode |
 | RESOURCE_EXHAUSTED | POOL_EXHAUSTED, TOKEN_QUOTA, RATE_LIMITED | wait, retry, same request_id |
-| UNAVAILABLE | DRAINING, POOL_FAILING | another host, or wait and retry |
+| UNAVAILABLE | DRAINING, POOL_FAILING, HYPERVISOR_UNAVAILABLE | another host, or wait and retry |
 | UNAUTHENTICATED | UNAUTHENTICATED | send a token that the daemon knows |
 | PERMISSION_DENIED | ACCESS_DENIED, SCOPE_TOO_SMALL | ask the operator |
 | UNIMPLEMENTED | UNIMPLEMENTED | do without |
@@ -48,6 +48,7 @@ CODES: Final[Mapping[type[errors.EnvdError], grpc.StatusCode]] = {
     errors.PoolExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.PoolFailing: grpc.StatusCode.UNAVAILABLE,
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
+    errors.HypervisorUnavailable: grpc.StatusCode.UNAVAILABLE,
     errors.AccessDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.RateLimited: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -56,6 +57,15 @@ CODES: Final[Mapping[type[errors.EnvdError], grpc.StatusCode]] = {
     errors.GuestUnresponsive: grpc.StatusCode.DATA_LOSS,
     errors.GuestError: grpc.StatusCode.DATA_LOSS,
 }
+
+#: These tell when another try makes sense.
+_TO_BE_RETRIED = (
+    errors.PoolExhausted,
+    errors.PoolFailing,
+    errors.Draining,
+    errors.RateLimited,
+    errors.HypervisorUnavailable,
+)
 
 # All details travel in HTTP/2 headers, of which peers take 8 KiB, and the message travels there twice: percent-encoded
 # and in base64.
@@ -89,7 +99,7 @@ def status_of(error: Exception, *, metadata: Mapping[str, str]) -> status_pb2.St
             metadata={key: value[:_MAX_METADATA_CHARS] for key, value in metadata.items()},
         )
     ]
-    if isinstance(error, errors.PoolExhausted | errors.PoolFailing | errors.Draining | errors.RateLimited):
+    if isinstance(error, _TO_BE_RETRIED):
         details.append(error_details_pb2.RetryInfo(retry_delay=duration_of(error.retry_after_s)))
     if isinstance(error, errors.InvalidRequest):
         violation = error_details_pb2.BadRequest.FieldViolation(

@@ -36,7 +36,8 @@ from envd.config import Config
 from envd.errors import ConfigError, EnvdError
 from envd.hypervisor.accel import probe_kvm
 from envd.hypervisor.images.catalogue import ImageCatalogue
-from envd.hypervisor.libvirt import LibvirtHypervisor
+from envd.hypervisor.libvirt import LibvirtHypervisor, qemu_needs
+from envd.hypervisor.qemu_user import choose_qemu_user
 from envd.osworld.environment import Environment, sandbox_problem
 
 _GIB = 1 << 30
@@ -297,6 +298,34 @@ async def check_libvirt(config: Config) -> Check:
     return Check(name="libvirt", status=Status.OK, detail=f"{library}, {binding}; {config.hypervisor_uri} opens")
 
 
+def check_qemu_user(config: Config) -> Check:
+    """Judge as whom QEMU runs: root's could do anything to the host if a guest took it over."""
+    if not config.hypervisor_uri.startswith("qemu:///embed"):
+        return Check(name="qemu_user", status=Status.OK, detail="QEMU is not run by envd's embedded driver")
+    memory_dir = config.hypervisor.template_memory_dir
+    places = [config.state_dir, config.template_dir, *([memory_dir] if memory_dir else [])]
+    catalogue = ImageCatalogue(config.cache_dir)
+    try:
+        names = {pool.image for pool in config.pools.values()} or {image.name for image in catalogue.list()}
+        needs = qemu_needs(places, [catalogue.disk_image(name) for name in sorted(names)])
+    except EnvdError as error:
+        return Check(name="qemu_user", status=Status.WARN, detail=f"not known: {error}", fix="see images")
+    try:
+        chosen = choose_qemu_user(config.hypervisor.qemu_user, needs)
+    except ConfigError as error:
+        return Check(name="qemu_user", status=Status.FAIL, detail=str(error), fix="as it says; docs/operators.md")
+    if chosen.account is not None:
+        return Check(name="qemu_user", status=Status.OK, detail=f"QEMU runs as {chosen.account.name}: {chosen.why}")
+    if os.geteuid() != 0:
+        return Check(name="qemu_user", status=Status.OK, detail=f"QEMU runs as {chosen.why}")
+    return Check(
+        name="qemu_user",
+        status=Status.WARN,
+        detail=f"QEMU runs as root: {chosen.why}",
+        fix="what it names; state_dir and cache_dir may be /var/lib/envd and /var/cache/envd",
+    )
+
+
 async def examine(config: Config) -> list[Check]:
     """Run every check."""
     pid = holder(config.state_dir)
@@ -309,6 +338,7 @@ async def examine(config: Config) -> list[Check]:
         check_tool("qemu-img", package="qemu-utils", purpose="it makes the machines' disks", version_of=tool),
         await _guarded("libvirt", check_libvirt(config)),
         await _guarded("kvm", check_kvm(config)),
+        check_qemu_user(config),
         check_tool(
             "mmdebstrap", package="mmdebstrap", purpose="`envd image build` needs it", version_of=tool, needed=False
         ),

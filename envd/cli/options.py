@@ -15,9 +15,7 @@ StateDir = Annotated[Path | None, typer.Option("--state-dir", metavar="DIR", hel
 CacheDir = Annotated[Path | None, typer.Option("--cache-dir", metavar="DIR", help="Images; may be shared.")]
 Hypervisor = Annotated[
     str | None,
-    typer.Option(
-        "--hypervisor", metavar="URI", help="qemu:///embed?root=/DIR, qemu:///system, qemu:///session or fake."
-    ),
+    typer.Option("--hypervisor", metavar="URI", help="qemu:///embed?root=/DIR, qemu:///system or fake."),
 ]
 Accelerator = Annotated[str | None, typer.Option("--accelerator", help="auto, kvm or tcg.")]
 TaskFiles = Annotated[

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import typer
 import uvloop
 
+from envd.cli.daemon import spare_collections
 from envd.cli.image import stop_on_sigterm
 from envd.cli.output import progress
 from envd.config import DEFAULT_IMAGE, Config, PoolConfig, SecurityConfig
@@ -75,6 +76,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 
+    spare_collections()
     try:
         return uvloop.run(until_told())
     except asyncio.CancelledError as cancelled:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 import uvloop
 
-from envd.cli.daemon import Daemon, open_daemon
+from envd.cli.daemon import Daemon, open_daemon, spare_collections
 from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, StateDir, TaskFiles, load_config
 from envd.cli.output import friendly, out
 from envd.cli.version import envd_version
@@ -61,6 +61,7 @@ def serve(
         log_level=log_level,
     )
     logs.setup(log_format=settings.log_format, level=settings.log_level)
+    spare_collections()
     uvloop.run(serve_until_told(settings, say=lambda line: out.print(line, markup=False, soft_wrap=True)))
 
 

@@ -7,6 +7,7 @@ Always true, whenever the daemon dies:
 * An answer and how its episode stands after it are written together.
 """
 
+import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -57,10 +58,14 @@ class Journal:
         """Tell whether the books are to have an episode."""
         return episode_id in self._written
 
-    async def begin(self, request: Request) -> None:
-        """Write that a guest is about to be acted on. Raises: StoreError: it must not be."""
-        if self.knows(request.scope):  # else it was closed this instant, and its calls are cut short
-            await self._books.commit(put(self._answer(request, "")))
+    def begin(self, request: Request) -> "asyncio.Future[None]":
+        """Write that a guest is about to be acted on. Raises: StoreError, here or in the future: it must not be."""
+        if self.knows(request.scope):
+            return self._books.commit(put(self._answer(request, "")))
+        # It was closed this instant, and its calls are cut short.
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
 
     async def opened(self, request: Request, result: ResetResult | ForkResult, episodes: Iterable[Episode]) -> None:
         """Write new episodes and the answer that tells of them. Raises: StoreError: nobody may be told."""

@@ -13,7 +13,14 @@ from envd.episodes.members import AT_REST, Member, blamed_on, fork_all, look_at_
 from envd.episodes.step import Stopwatch, check_region
 from envd.episodes.task_states import StateKey, TaskState, TaskStates
 from envd.episodes.types import ResetCommand
-from envd.errors import HypervisorError, InvalidRequest, MachineLost, PoolNotFound, TemplateCorrupt
+from envd.errors import (
+    HypervisorError,
+    HypervisorUnavailable,
+    InvalidRequest,
+    MachineLost,
+    PoolNotFound,
+    TemplateCorrupt,
+)
 from envd.guest.actions import Done, Fail
 from envd.guest.desktop import Desktop
 from envd.guest.observation import SettleResult
@@ -112,6 +119,8 @@ async def open_group(
         with states.borrow(key) as state:
             try:
                 return await opening.open(state, deadline_s=deadline_s)
+            except HypervisorUnavailable:
+                raise  # says nothing about the state
             except (MachineLost, HypervisorError) as error:
                 # Whatever it was, another try that begins with the setup may fare better.
                 if key is not None and state is not None:

@@ -565,13 +565,15 @@ class EpisodeService:
             StoreError: The books could not be written: the block must not be entered.
             MachineLost, GuestUnresponsive, GuestError: See `LeasedMachine.running`.
         """
-        writing = asyncio.create_task(self._journal.begin(request), name=f"begin:{request.request_id}")
+        writing = self._journal.begin(request)
         try:
             async with episode.machine.running() as resume_ms:
                 await writing
                 yield resume_ms
-        finally:
+        except BaseException:
+            # Where the guest did not go on, nobody else asks how the writing went.
             await asyncio.gather(writing, return_exceptions=True)
+            raise
 
     @asynccontextmanager
     async def _awake(self, episode: Episode, watch: Stopwatch) -> AsyncIterator[None]:

@@ -189,20 +189,17 @@ def _with_pointer(image: TileImage, pointer: PointerImage) -> TileImage:
     right, bottom = min(left + shape_HWC.shape[1], image.width_px), min(top + shape_HWC.shape[0], image.height_px)
     if x >= right or y >= bottom:
         return image
-    # Colours are multiplied by alpha; both rounded as in 8 bits.
     covered = Region(x_px=x, y_px=y, width_px=right - x, height_px=bottom - y)
-    over_HWC = shape_HWC[y - top : bottom - top, x - left : right - left].astype(np.uint16)
-    below_HWC = image.part(covered).astype(np.uint16)
-    mixed_HWC = over_HWC[..., :3] + (below_HWC * (255 - over_HWC[..., 3:]) + 127) // 255
-    painted_HWC = np.minimum(mixed_HWC, 255).astype(np.uint8)
     tiles: dict[int, bytes] = {}
     for index in image.tiles_in([covered]):
         tile = image.tile_region(index)
         tile_HWC = image.tile_HWC(index).copy()
         x0, y0 = max(x, tile.x_px), max(y, tile.y_px)
         x1, y1 = min(right, tile.x_px + tile.width_px), min(bottom, tile.y_px + tile.height_px)
-        tile_HWC[y0 - tile.y_px : y1 - tile.y_px, x0 - tile.x_px : x1 - tile.x_px] = painted_HWC[
-            y0 - y : y1 - y, x0 - x : x1 - x
-        ]
+        over_HWC = shape_HWC[y0 - top : y1 - top, x0 - left : x1 - left]
+        below_HWC = tile_HWC[y0 - tile.y_px : y1 - tile.y_px, x0 - tile.x_px : x1 - tile.x_px]
+        # Colours are multiplied by alpha; both rounded as in 8 bits.
+        mixed_HWC = over_HWC[..., :3] + (below_HWC * (255 - over_HWC[..., 3:].astype(np.uint16)) + 127) // 255
+        below_HWC[...] = np.minimum(mixed_HWC, 255)
         tiles[index] = tile_HWC.tobytes()
     return image.with_tiles(tiles)

@@ -313,7 +313,7 @@ class Input:
                 case Pause(duration_s):
                     await self._sleep(duration_s)
                 case KeyEvent(key, down):
-                    await self._sleep(self._keyboard_pace.take(2, self._monotonic()))
+                    await self._paced(self._keyboard_pace.take(2, self._monotonic()))
                     if down:
                         self._held[key.scancode] = key
                     client.key(keysym=key.keysym, scancode=key.scancode, down=down)
@@ -323,10 +323,14 @@ class Input:
                     await self._sleep(_KEY_REST_S)
                 case PointerEvent(at, buttons):
                     cost = 3 + (self._buttons ^ buttons).bit_count()
-                    await self._sleep(self._pointer_pace.take(cost, self._monotonic()))
+                    await self._paced(self._pointer_pace.take(cost, self._monotonic()))
                     self._pointer, self._buttons = at, buttons
                     client.pointer(at.x_px, at.y_px, buttons=buttons)
                     await client.drain()
+
+    async def _paced(self, wait_s: float) -> None:
+        if wait_s:  # else what is sent next goes out together with what was sent before
+            await self._sleep(wait_s)
 
     async def let_go(self, client: RfbClient, screen_size: tuple[int, int]) -> None:
         """Release every key and button that is down. Raises: MachineLost."""

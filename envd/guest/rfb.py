@@ -23,6 +23,8 @@ _MAX_TEXT_BYTES = 1 << 20
 #: Pseudo-rectangles (cursor, resize, ...) one update may carry beside its pixels.
 _MAX_PSEUDO_RECTS = 64
 _CLOSE_TIMEOUT_S = 1.0
+#: Taken from the stream at once; whatever is longer is read as a whole.
+_CHUNK_BYTES = 1 << 16
 
 _VERSION = b"RFB 003.008\n"
 _SECURITY_NONE = 1
@@ -133,6 +135,9 @@ class RfbClient:
     ) -> None:
         self._reader = reader
         self._writer = writer
+        self._arrived = b""
+        """What was taken from the stream; used up to `_used`."""
+        self._used = 0
         # QEMU scales a place x of a screen w wide to floor(x * 32767 / w), guests scale back to v * w / 32768 and cut
         # the fraction off: x comes out as x - 1, and (0, 0) not at all, because a tablet's axes start at 0. Of 65
         # places on a Linux guest 64 were off by exactly that; x + 1 comes out as x, up to the last column.
@@ -249,7 +254,17 @@ class RfbClient:
         _write(self._writer, message)
 
     async def _read(self, count: int) -> bytes:
-        return await _read(self._reader, count)
+        # An update is a dozen reads of a few bytes: nearly always they are here, and nothing has to be waited for.
+        begin, self._used = self._used, self._used + count
+        if self._used <= len(self._arrived):
+            return self._arrived[begin : self._used]
+        begun = self._arrived[begin:]
+        missing_count = count - len(begun)
+        if missing_count > _CHUNK_BYTES:
+            self._arrived, self._used = b"", 0
+            return begun + await _read(self._reader, missing_count)
+        self._arrived, self._used = begun + await _read_some(self._reader, missing_count), count
+        return self._arrived[:count]
 
     async def _read_rects(self) -> tuple[Rect, ...]:
         (count,) = struct.unpack(">xH", await self._read(3))
@@ -375,6 +390,20 @@ async def _read(reader: asyncio.StreamReader, count: int) -> bytes:
         return await reader.readexactly(count)
     except (asyncio.IncompleteReadError, OSError) as error:
         raise MachineLost("the display closed its connection") from error
+
+
+async def _read_some(reader: asyncio.StreamReader, least_count: int) -> bytes:
+    """Return what has arrived of the next chunk, and at least so many bytes."""
+    some = b""
+    while len(some) < least_count:
+        try:
+            more = await reader.read(_CHUNK_BYTES)
+        except OSError as error:
+            raise MachineLost("the display closed its connection") from error
+        if not more:
+            raise MachineLost("the display closed its connection")
+        some += more
+    return some
 
 
 async def _read_reason(reader: asyncio.StreamReader) -> str:

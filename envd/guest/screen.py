@@ -22,7 +22,7 @@ from envd.guest.change import around
 from envd.guest.frames import Frame
 from envd.guest.observation import Region
 from envd.guest.rfb import CursorShape, KeyboardLeds, PixelRect, Rect, Resize, RfbClient
-from envd.guest.tiles import TileImage, columns_of, touched_tiles
+from envd.guest.tiles import TileImage, bounds_of, columns_of, touched_tiles
 
 _RECENT_CHANGES = 256
 _MAX_RECTS_PER_CHANGE = 64
@@ -339,17 +339,11 @@ class Screen:
             if not self._missing_pixels:
                 self._whole.set()
                 self._last_change_s = self._known_s = self._monotonic()  # before, it may have changed unseen
-        differs_HW = target != rect.bgrx_HW
-        rows = np.flatnonzero(differs_HW.any(axis=1))
-        if not rows.size:
+        box = bounds_of(target != rect.bgrx_HW)
+        if box is None:
             return None
-        columns = np.flatnonzero(differs_HW.any(axis=0))
-        return Region(
-            x_px=rect.x_px + int(columns[0]),
-            y_px=rect.y_px + int(rows[0]),
-            width_px=int(columns[-1] - columns[0]) + 1,
-            height_px=int(rows[-1] - rows[0]) + 1,
-        )
+        top, bottom, left, right = box
+        return Region(x_px=rect.x_px + left, y_px=rect.y_px + top, width_px=right - left, height_px=bottom - top)
 
     def _is_blink(self, region: Region, rect: PixelRect) -> bool:
         top, left = region.y_px - rect.y_px, region.x_px - rect.x_px

@@ -57,7 +57,8 @@ class Sight:
 
 def decide(policy: SettlePolicy, sight: Sight) -> bool | float:
     """Return whether the screen has settled, once that is known, else for how many seconds to wait before looking."""
-    quiet_at_s = max(sight.input_s, sight.change_s) + policy.quiet_ms / 1000
+    # A change that came with the answer to a look is younger than the look: only who wants quiet has to look again.
+    quiet_at_s = max(sight.input_s, sight.change_s) + policy.quiet_ms / 1000 if policy.quiet_ms else sight.input_s
     rested_at_s = min(sight.busy_s + _REST_S, quiet_at_s + _BUSY_PATIENCE * policy.quiet_ms / 1000)
     settled_at_s = max(quiet_at_s, rested_at_s, sight.input_s + policy.min_ms / 1000)
     if sight.seen_s >= settled_at_s:

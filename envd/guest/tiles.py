@@ -6,6 +6,8 @@ memory than one, the way from one to another is known without touching a pixel, 
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import compress
+from operator import ne
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +27,7 @@ class TileImage:
     its pixels' R, G, B bytes, row by row. Equal ids look the same.
     """
 
-    __slots__ = ("_digests", "_tiles", "height_px", "image_id", "width_px")
+    __slots__ = ("_digests", "_regions", "_tiles", "height_px", "image_id", "width_px")
 
     def __init__(
         self, width_px: int, height_px: int, tiles: tuple[bytes, ...], *, digests: tuple[bytes, ...] | None = None
@@ -34,6 +36,7 @@ class TileImage:
         self.width_px = width_px
         self.height_px = height_px
         self._tiles = tiles
+        self._regions = tile_regions(width_px, height_px)
         self._digests = tuple(map(xxhash.xxh3_128_digest, tiles)) if digests is None else digests
         whole = xxhash.xxh3_128(f"{width_px}x{height_px}".encode())
         whole.update(b"".join(self._digests))
@@ -78,8 +81,7 @@ class TileImage:
 
     def tile_region(self, index: int) -> Region:
         """Return where a tile lies."""
-        row, column = divmod(index, columns_of(self.width_px))
-        return _tile_region(row, column, self.width_px, self.height_px)
+        return self._regions[index]
 
     def with_tiles(self, tiles: Mapping[int, bytes]) -> "TileImage":
         """Return an image with other pixels in some tiles; the others are shared."""
@@ -90,11 +92,8 @@ class TileImage:
 
     def changed_tiles(self, base: "TileImage") -> list[int]:
         """Return the indices of the tiles that differ from those of an image of the same size, in ascending order."""
-        return [
-            index
-            for index, (ours, theirs) in enumerate(zip(self._digests, base._digests, strict=True))
-            if ours != theirs
-        ]
+        differ = map(ne, self._digests, base._digests)
+        return list(compress(range(len(self._digests)), differ))
 
     def difference(self, base: "TileImage", index: int) -> tuple[Region, npt.NDArray[np.bool_]]:
         """Compare a tile that is not equal to that of an image of the same size.
@@ -103,12 +102,14 @@ class TileImage:
         """
         differs_HWC = self.tile_HWC(index) != base.tile_HWC(index)
         # Not `any(axis=2)`: over so short an axis that takes seven times as long, and this is done in every step.
-        differs_HW = differs_HWC[..., 0] | differs_HWC[..., 1] | differs_HWC[..., 2]
-        rows, columns = np.flatnonzero(differs_HW.any(axis=1)), np.flatnonzero(differs_HW.any(axis=0))
-        top, bottom, left, right = int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
+        box = bounds_of(differs_HWC.reshape(differs_HWC.shape[0], -1))
+        if box is None:
+            raise ValueError(f"tile {index} of {self!r} equals that of {base!r}")
+        top, bottom, left, right = box[0], box[1], box[2] // 3, -(-box[3] // 3)
         tile = self.tile_region(index)
         region = Region(x_px=tile.x_px + left, y_px=tile.y_px + top, width_px=right - left, height_px=bottom - top)
-        return region, differs_HW[top:bottom, left:right]
+        red_HW, green_HW, blue_HW = (differs_HWC[top:bottom, left:right, channel] for channel in range(3))
+        return region, red_HW | green_HW | blue_HW
 
     def within_tile(self, index: int, region: Region) -> bytes:
         """Return the pixels of a region within one tile: R, G, B bytes, row by row."""
@@ -157,11 +158,25 @@ def columns_of(width_px: int) -> int:
     return -(-width_px // TILE_PX)
 
 
-def tile_regions(width_px: int, height_px: int) -> Iterator[Region]:
-    """Yield the tiles of an image, row by row."""
-    for row in range(-(-height_px // TILE_PX)):
-        for column in range(columns_of(width_px)):
-            yield _tile_region(row, column, width_px, height_px)
+@lru_cache(maxsize=64)
+def tile_regions(width_px: int, height_px: int) -> tuple[Region, ...]:
+    """Return where the tiles of an image lie, row by row."""
+    return tuple(
+        Region(x_px=x_px, y_px=y_px, width_px=min(TILE_PX, width_px - x_px), height_px=min(TILE_PX, height_px - y_px))
+        for y_px in range(0, height_px, TILE_PX)
+        for x_px in range(0, width_px, TILE_PX)
+    )
+
+
+def bounds_of(marked_HW: npt.NDArray[np.bool_]) -> tuple[int, int, int, int] | None:
+    """Return (top, bottom, left, right) around all that is True, bottom and right beyond it; None if nothing is."""
+    # As bytes: to have numpy list the places takes three times as long.
+    rows = marked_HW.any(axis=1).tobytes()
+    top, bottom = rows.find(1), rows.rfind(1) + 1
+    if not bottom:
+        return None
+    columns = marked_HW[top:bottom].any(axis=0).tobytes()
+    return top, bottom, columns.find(1), columns.rfind(1) + 1
 
 
 def touched_tiles(region: Region) -> Iterator[tuple[int, int]]:
@@ -169,14 +184,3 @@ def touched_tiles(region: Region) -> Iterator[tuple[int, int]]:
     for row in range(region.y_px // TILE_PX, -(-(region.y_px + region.height_px) // TILE_PX)):
         for column in range(region.x_px // TILE_PX, -(-(region.x_px + region.width_px) // TILE_PX)):
             yield row, column
-
-
-@lru_cache(maxsize=8192)
-def _tile_region(row: int, column: int, width_px: int, height_px: int) -> Region:
-    x_px, y_px = column * TILE_PX, row * TILE_PX
-    return Region(
-        x_px=x_px,
-        y_px=y_px,
-        width_px=min(TILE_PX, width_px - x_px),
-        height_px=min(TILE_PX, height_px - y_px),
-    )

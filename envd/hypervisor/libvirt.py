@@ -11,14 +11,12 @@ import os
 import pwd
 import secrets
 import shutil
-import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Coroutine, Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 from urllib.parse import parse_qs, urlsplit
 from uuid import uuid4
 from weakref import WeakSet
@@ -33,6 +31,7 @@ from envd.errors import ConfigError, EnvdError, HypervisorError, MachineLost
 from envd.hypervisor.accel import AcceleratorChoice, choose_accelerator
 from envd.hypervisor.libvirt_adoption import Foundations, take_over
 from envd.hypervisor.libvirt_fork import Freezer, bring_to_state, capture
+from envd.hypervisor.libvirt_link import LibvirtLink
 from envd.hypervisor.libvirt_machine import LibvirtMachine, destroy_domain, to_the_end
 from envd.hypervisor.libvirt_snapshot import LibvirtSnapshot
 from envd.hypervisor.libvirt_xml import (
@@ -49,6 +48,7 @@ from envd.hypervisor.libvirt_xml import (
 )
 from envd.hypervisor.machine import (
     Accelerator,
+    DiskImage,
     Firmware,
     Leftover,
     LeftoverKind,
@@ -58,14 +58,15 @@ from envd.hypervisor.machine import (
 )
 from envd.hypervisor.machine_records import MachineRecord, write_record
 from envd.hypervisor.overlays import copy_file, create_overlay
+from envd.hypervisor.qemu_user import Needs, QemuUser, choose_qemu_user
 from envd.hypervisor.templates import TemplateStore
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 #: Unix socket paths end at 107 bytes; this is what stands below the state directory at most.
 _LONGEST_SOCKET = len("/machines/") + 32 + len("/agent.sock")
 _MAX_SOCKET_PATH = 107
+_DEVICES = (Path("/dev/kvm"),)
 #: libvirt adds this to an embedded root for its monitor: lib/domain-N-<20 characters of the name>/monitor.sock
 _LONGEST_MONITOR = len("/lib/domain-99999-12345678901234567890/monitor.sock")
 
@@ -88,51 +89,36 @@ group = "{group}"
 """
 
 
-@lru_cache(maxsize=1)
-def _start_event_loop() -> None:
-    """Run libvirt's own event loop in a thread, once a process: the embedded driver and domain events need it."""
-    libvirt.virEventRegisterDefaultImpl()
-    libvirt.registerErrorHandler(lambda _context, _error: None, None)
-
-    def run() -> None:
-        while True:
-            libvirt.virEventRunDefaultImpl()
-
-    threading.Thread(target=run, name="libvirt-events", daemon=True).start()
-
-
 class LibvirtHypervisor:
     """Machines on this host's QEMU."""
 
     def __init__(
         self,
-        connection: Any,
+        link: LibvirtLink,
         *,
         uri: str,
         state_dir: Path,
         owner: str,
         choice: AcceleratorChoice,
-        executor: ThreadPoolExecutor,
         store: TemplateStore,
         tcg_cache_mib: int,
+        qemu_user: QemuUser,
     ) -> None:
-        self._connection = connection
-        self._uri = uri
+        self._link = link
         self._owner = owner
         self._choice = choice
-        self._executor = executor
         self._tcg_cache_mib = tcg_cache_mib
+        self._qemu_user = qemu_user
         self._confinement = None
-        if urlsplit(uri).path != "/embed":
-            capabilities = connection.getCapabilities()
+        if not link.is_embedded:
+            capabilities = link.connection.getCapabilities()
             self._confinement = read_confinement(capabilities, user_id=os.geteuid(), group_id=os.getegid())
         self._machines_dir = state_dir / "machines"
         self._machines: dict[str, LibvirtMachine] = {}
-        self._loop = asyncio.get_running_loop()
         self._store = store
         self._captures_dir = state_dir / "captures"
         self._captures: WeakSet[LibvirtSnapshot] = WeakSet()
-        libvirt_version, qemu_version = _dotted(libvirt.getVersion()), _dotted(connection.getVersion())
+        libvirt_version, qemu_version = _dotted(libvirt.getVersion()), _dotted(link.connection.getVersion())
         self._freezer = Freezer(
             store,
             accelerator=choice.accelerator,
@@ -143,9 +129,9 @@ class LibvirtHypervisor:
             f"libvirt {libvirt_version} at {uri}, QEMU {qemu_version}, "
             f"accelerator {choice.accelerator.value} ({choice.why})"
         )
-        self._event_id = connection.domainEventRegisterAny(
-            None, libvirt.VIR_DOMAIN_EVENT_ID_LIFECYCLE, self._on_lifecycle, None
-        )
+        if qemu_user.account is not None:
+            self._description += f", QEMU run by {qemu_user.account.name}"
+        link.follow(self)
 
     @classmethod
     async def open(
@@ -159,6 +145,8 @@ class LibvirtHypervisor:
         template_memory_dir: Path | None = None,
         template_limit_bytes: int = 40 << 30,
         tcg_cache_mib: int = 64,
+        qemu_user: str = "",
+        images: Iterable[DiskImage] = (),
     ) -> "LibvirtHypervisor":
         """Connect to libvirt.
 
@@ -171,9 +159,11 @@ class LibvirtHypervisor:
             template_memory_dir: Where their memory files lie, such as on a tmpfs; None for beside the rest.
             template_limit_bytes: Most that templates may occupy.
             tcg_cache_mib: Bound of each machine's translation cache under TCG.
+            qemu_user: Who is to run an embedded driver's QEMU; see `choose_qemu_user`.
+            images: What machines will be made of, which that user must be able to read.
 
         Raises:
-            ConfigError: The accelerator does not work here, or a path is too long.
+            ConfigError: The accelerator does not work here, a path is too long, or the user cannot run QEMU.
             HypervisorError: libvirt refused.
         """
         state_dir = state_dir.resolve()
@@ -187,27 +177,22 @@ class LibvirtHypervisor:
             limit_bytes=template_limit_bytes,
         )
         choice = await choose_accelerator(accelerator)
-        executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="libvirt")
-
-        def connect() -> Any:
-            _start_event_loop()
-            _prepare_embedded(uri, cache_dir)
-            return libvirt.open(uri)
-
-        try:
-            connection = await asyncio.get_running_loop().run_in_executor(executor, connect)
-        except libvirt.libvirtError as error:
-            executor.shutdown(wait=False)
-            raise HypervisorError(f"libvirt cannot open {uri}: {error}") from error
+        user = QemuUser(account=None, why="as libvirtd is told")
+        if urlsplit(uri).path == "/embed":
+            places = (state_dir, store.directory, store.memory_dir)
+            user = choose_qemu_user(qemu_user, qemu_needs(places, images))
+        elif qemu_user:
+            raise ConfigError(f"hypervisor.qemu_user is for the embedded driver; {uri} runs QEMU as envd's user")
+        link = await LibvirtLink.open(uri, prepare=partial(_prepare_embedded, uri, cache_dir, user))
         return cls(
-            connection,
+            link,
             uri=uri,
             state_dir=state_dir,
             owner=owner,
             choice=choice,
-            executor=executor,
             store=store,
             tcg_cache_mib=tcg_cache_mib,
+            qemu_user=user,
         )
 
     @property
@@ -220,12 +205,19 @@ class LibvirtHypervisor:
         """One line for operators."""
         return self._description
 
+    @property
+    def problem(self) -> str:
+        """Why libvirt cannot be reached now; empty while it can."""
+        return self._link.problem
+
     async def create(self, spec: MachineSpec) -> LibvirtMachine:
         """Make a machine and boot it; on failure or cancellation nothing is left behind.
 
         Raises:
+            HypervisorUnavailable: libvirt cannot be reached, and does not come back soon.
             HypervisorError: libvirt, QEMU or qemu-img refused; the message says why.
         """
+        await self._link.available()
         return await self._or_nothing(self._start(spec, None))
 
     async def fork(self, snapshot: Snapshot, machine_id: str) -> LibvirtMachine:
@@ -233,17 +225,19 @@ class LibvirtHypervisor:
 
         Raises:
             TemplateCorrupt: See `require_whole`.
+            HypervisorUnavailable: libvirt cannot be reached, and does not come back soon.
             HypervisorError: libvirt or QEMU refused; the message says why.
         """
         frozen = _own(snapshot)
         if frozen.is_discarded:
             raise HypervisorError(f"machine {machine_id}: {frozen!r} was given up; nothing more is forked from it")
         await self.require_whole(frozen)
+        await self._link.available()
         return await self._or_nothing(self._start(replace(frozen.spec, machine_id=machine_id), frozen))
 
     async def require_whole(self, snapshot: Snapshot) -> None:
         """Pass if the template that a snapshot stands on is still there. Raises: TemplateCorrupt."""
-        await self.call(_own(snapshot).require_whole)
+        await self._link.call(_own(snapshot).require_whole)
 
     async def freeze(self, machine: Machine, *, notes: Mapping[str, str]) -> LibvirtSnapshot:
         """Turn a booted machine into a stored template; the machine is gone afterwards.
@@ -259,7 +253,7 @@ class LibvirtHypervisor:
             raise HypervisorError(f"machine {machine.machine_id} is a fork; only a booted machine becomes a template")
         try:
             await machine.pause()
-            return await self.call(self._freezer.freeze, machine, dict(notes))
+            return await self._link.call(self._freezer.freeze, machine, dict(notes))
         except OSError as error:
             raise HypervisorError(f"machine {machine.machine_id} could not be frozen: {error}") from error
         finally:
@@ -271,7 +265,7 @@ class LibvirtHypervisor:
         Raises:
             TemplateCorrupt: It was damaged, and has been removed.
         """
-        return await self.call(self._freezer.find, spec)
+        return await self._link.call(self._freezer.find, spec)
 
     async def capture(self, machine: Machine) -> LibvirtSnapshot:
         """Freeze the state of a fork, which stands still meanwhile and then goes on as it was.
@@ -279,9 +273,11 @@ class LibvirtHypervisor:
         Raises:
             NotForkable: The machine has something that a fork cannot have too.
             MachineLost: The machine is gone.
+            HypervisorUnavailable: libvirt cannot be reached, and does not come back soon.
             HypervisorError: libvirt or QEMU refused; a full disk, for one.
         """
-        capturing = asyncio.ensure_future(capture(_own_machine(machine), self._captures_dir, call=self.call))
+        await self._link.available()
+        capturing = asyncio.ensure_future(capture(_own_machine(machine), self._captures_dir, call=self._link.call))
         try:
             captured = await to_the_end(capturing)
         except asyncio.CancelledError:
@@ -310,6 +306,7 @@ class LibvirtHypervisor:
         files = MachineFiles(directory=self._machines_dir / spec.machine_id)
         try:
             files.directory.mkdir()
+            self._qemu_user.hand_over(files.directory)
         except FileExistsError as error:
             raise HypervisorError(f"machine {spec.machine_id} exists already in {files.directory}") from error
         except OSError as error:  # a full disk, for one
@@ -319,18 +316,21 @@ class LibvirtHypervisor:
             files,
             memory_path=snapshot.memory_path if snapshot else self._store.memory_file(spec.machine_id),
             snapshot=snapshot,
-            call=self.call,
+            call=self._link.call,
             on_destroyed=self._forget,
         )
         self._machines[domain_name(self._owner, spec.machine_id)] = machine
         try:
             firmware = _prepare_firmware(spec, files, snapshot)
+            self._qemu_user.hand_over_memory(machine.memory_path)
             if snapshot is None:
-                await self.call(create_overlay, files.overlay, spec.image.disk, spec.image.disk_format)
+                await self._link.call(create_overlay, files.overlay, spec.image.disk, spec.image.disk_format)
             else:
-                await self.call(copy_file, snapshot.files.seed, files.overlay)
+                await self._link.call(copy_file, snapshot.files.seed, files.overlay)
                 record = MachineRecord(spec=spec, stands_on=snapshot.foundation)
-                await self.call(write_record, files.directory, record)
+                await self._link.call(write_record, files.directory, record)
+            for own in (files.overlay, files.firmware_vars) if firmware else (files.overlay,):
+                self._qemu_user.hand_over(own)
             xml = domain_xml(
                 spec,
                 owner=self._owner,
@@ -344,8 +344,8 @@ class LibvirtHypervisor:
                 confinement=self._confinement,
             )
             flags = 0 if snapshot is None else libvirt.VIR_DOMAIN_START_PAUSED
-            machine.started(await self.call(self._connection.createXML, xml, flags))
-            await self.call(bring_to_state, machine, snapshot)
+            machine.started(await self._link.call(self._link.connection.createXML, xml, flags))
+            await self._link.call(bring_to_state, machine, snapshot)
         except BaseException as error:
             await machine.destroy()
             if isinstance(error, libvirt.libvirtError | OSError):
@@ -362,15 +362,15 @@ class LibvirtHypervisor:
         adopted: dict[str, Machine] = {}
         if self._confinement is None:
             return adopted
-        foundations = Foundations(self._freezer, self._captures_dir, call=self.call)
+        foundations = Foundations(self._freezer, self._captures_dir, call=self._link.call)
         for machine_id in sorted(machine_ids):
             name = domain_name(self._owner, machine_id)
             try:
                 machine = await take_over(
-                    await self.call(self._connection.lookupByName, name),
+                    await self._link.call(self._link.connection.lookupByName, name),
                     self._machines_dir / machine_id,
                     foundations=foundations,
-                    call=self.call,
+                    call=self._link.call,
                     on_destroyed=self._forget,
                 )
             except EnvdError as error:
@@ -385,7 +385,7 @@ class LibvirtHypervisor:
     async def leftovers(self) -> list[Leftover]:
         """Return what carries our mark and belongs to no machine or capture of this daemon. Raises: HypervisorError."""
         try:
-            return await self.call(self._look_for_leftovers)
+            return await self._link.call(self._look_for_leftovers)
         except OSError as error:
             raise HypervisorError(f"{self._machines_dir} cannot be looked at: {error}") from error
 
@@ -394,7 +394,9 @@ class LibvirtHypervisor:
 
     def _look_for_leftovers(self) -> list[Leftover]:
         # First what is there, then whose it is: what was made meanwhile is known by then.
-        domains = {mark.machine_id for mark in map(_mark_of, self._connection.listAllDomains(0)) if self._is_ours(mark)}
+        domains = {
+            mark.machine_id for mark in map(_mark_of, self._link.connection.listAllDomains(0)) if self._is_ours(mark)
+        }
         processes = {machine_id for _, machine_id in _stray_processes(self._owner)} - domains
         directories = list(self._machines_dir.iterdir())
         captures = {path.name for path in self._captures_dir.glob("*")}
@@ -416,22 +418,22 @@ class LibvirtHypervisor:
         name = leftover.name
         match leftover.kind:
             case LeftoverKind.DOMAIN:
-                await self.call(self._end_stray_domain, name)
+                await self._link.call(self._end_stray_domain, name)
             case LeftoverKind.PROCESS:
                 for pid, machine_id in _stray_processes(self._owner):
                     if machine_id == name:
                         _kill(pid)
             case LeftoverKind.OVERLAY | LeftoverKind.SOCKET:
-                await self.call(shutil.rmtree, self._machines_dir / name, True)
+                await self._link.call(shutil.rmtree, self._machines_dir / name, True)
             case LeftoverKind.CAPTURE:
-                await self.call(shutil.rmtree, self._captures_dir / name, True)
+                await self._link.call(shutil.rmtree, self._captures_dir / name, True)
             case LeftoverKind.MEMORY_FILE:
                 (self._store.memory_dir / name).unlink(missing_ok=True)
             case LeftoverKind.DATABASE_ROW:
                 raise ValueError(f"{leftover} is no hypervisor's")
 
     def _end_stray_domain(self, machine_id: str) -> None:
-        for domain in self._connection.listAllDomains(0):
+        for domain in self._link.connection.listAllDomains(0):
             mark = _mark_of(domain)
             if mark is not None and self._is_ours(mark) and mark.machine_id == machine_id:
                 destroy_domain(domain)
@@ -443,14 +445,14 @@ class LibvirtHypervisor:
         """Destroy what earlier daemons with this state directory left; returns the machines' ids."""
         found: set[str] = set()
         live = {machine.spec.machine_id for machine in self._machines.values()}
-        for domain in await self.call(self._connection.listAllDomains, 0):
+        for domain in await self._link.call(self._link.connection.listAllDomains, 0):
             try:
-                mark = read_mark(await self.call(domain.XMLDesc, 0))
+                mark = read_mark(await self._link.call(domain.XMLDesc, 0))
             except HypervisorError:
                 continue  # It ended between the list and the question.
             if mark is None or mark.owner != self._owner or mark.machine_id in live:
                 continue
-            await self.call(destroy_domain, domain)
+            await self._link.call(destroy_domain, domain)
             found.add(mark.machine_id)
         for pid, machine_id in _stray_processes(self._owner):
             if machine_id not in live:
@@ -460,54 +462,41 @@ class LibvirtHypervisor:
                 found.add(machine_id)
         if not live:
             # Nobody stands on a capture or makes a template: what there is of them was left half made, or half removed.
-            await self.call(shutil.rmtree, self._captures_dir, True)
-            await self.call(self._store.sweep)
+            await self._link.call(shutil.rmtree, self._captures_dir, True)
+            await self._link.call(self._store.sweep)
         for directory in self._machines_dir.iterdir():
             if directory.name not in live:
-                await self.call(shutil.rmtree, directory, True)
+                await self._link.call(shutil.rmtree, directory, True)
                 found.add(directory.name)
         return sorted(found)
 
     async def close(self) -> None:
         """Let go of libvirt. Machines must have been destroyed before."""
 
-        def close() -> None:
-            self._connection.domainEventDeregisterAny(self._event_id)
-            self._connection.close()
+        await self._link.aclose()
 
-        await self.call(close)
-        self._executor.shutdown(wait=False)
-
-    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a blocking libvirt call on the executor. Raises: HypervisorError."""
-        try:
-            return await self._loop.run_in_executor(self._executor, function, *arguments)
-        except libvirt.libvirtError as error:
-            raise HypervisorError(str(error)) from error
-
-    def _forget(self, machine: LibvirtMachine) -> None:
-        self._machines.pop(domain_name(self._owner, machine.machine_id), None)
-
-    def _on_lifecycle(self, _connection: Any, domain: Any, event: int, detail: int, _opaque: Any) -> None:
-        """libvirt's thread: hand a domain's end to the event loop."""
-        if event in {libvirt.VIR_DOMAIN_EVENT_STOPPED, libvirt.VIR_DOMAIN_EVENT_CRASHED}:
-            reason = _STOP_REASONS.get(detail, f"detail {detail}")
-            try:
-                self._loop.call_soon_threadsafe(self._stopped, domain.name(), reason)
-            except RuntimeError:
-                log.debug("a domain ended after the event loop did")
-
-    def _stopped(self, name: str, reason: str) -> None:
+    def domain_ended(self, name: str, reason: str) -> None:
+        """Note that a machine is gone."""
         if machine := self._machines.get(name):
             machine.mark_lost(f"its QEMU ended: {reason}")
 
+    async def meet_again(self) -> None:
+        """Find our machines on a new connection. Raises: HypervisorError."""
+        were_there = {name for name, machine in self._machines.items() if machine.domain is not None}
+        domains = {domain.name(): domain for domain in await self._link.call(self._link.connection.listAllDomains, 0)}
+        for name, machine in list(self._machines.items()):
+            if name in domains:
+                machine.started(domains.pop(name))
+            elif name in were_there:
+                machine.mark_lost("its QEMU ended while libvirt could not be reached")
+        # What libvirt made for us and could not say so any more.
+        for name, domain in domains.items():
+            if name.startswith(domain_name(self._owner, "")):
+                log.warning("ending a machine that nobody heard of: %s", name)
+                await self._link.call(destroy_domain, domain)
 
-_STOP_REASONS = {
-    libvirt.VIR_DOMAIN_EVENT_STOPPED_SHUTDOWN: "the guest shut down",
-    libvirt.VIR_DOMAIN_EVENT_STOPPED_DESTROYED: "destroyed",
-    libvirt.VIR_DOMAIN_EVENT_STOPPED_CRASHED: "crashed",
-    libvirt.VIR_DOMAIN_EVENT_STOPPED_FAILED: "failed",
-}
+    def _forget(self, machine: LibvirtMachine) -> None:
+        self._machines.pop(domain_name(self._owner, machine.machine_id), None)
 
 
 def _dotted(version: int) -> str:
@@ -537,7 +526,15 @@ def _owner_id(state_dir: Path) -> str:
         return owner
 
 
-def _prepare_embedded(uri: str, cache_dir: Path | None) -> None:
+def qemu_needs(places: Iterable[Path], images: Iterable[DiskImage]) -> Needs:
+    """Return what QEMU has to reach: directories of machines and templates, what is in those, and images' files."""
+    files = [path for place in places for path in place.glob("*/*.qcow2")]
+    files += [path for image in images for path in (image.disk, image.kernel, image.initrd) if path is not None]
+    # KVM under TCG as well: for a user that may not open it, libvirt probes QEMU anew for every machine, some 10 s.
+    return Needs(directories=list(places), files=files, devices=[path for path in _DEVICES if path.exists()])
+
+
+def _prepare_embedded(uri: str, cache_dir: Path | None, user: QemuUser) -> None:
     """Write the embedded driver's configuration, and lend it the cache of what it learnt of QEMU before."""
     parts = urlsplit(uri)
     roots = parse_qs(parts.query).get("root", [])
@@ -545,9 +542,9 @@ def _prepare_embedded(uri: str, cache_dir: Path | None) -> None:
         return
     root = Path(roots[0])
     (root / "etc").mkdir(parents=True, exist_ok=True)
-    account = pwd.getpwuid(os.geteuid())
-    group = str(os.getegid())
-    (root / "etc" / "qemu.conf").write_text(_EMBED_CONF.format(user=account.pw_name, group=f"+{group}"))
+    name = user.account.name if user.account else pwd.getpwuid(os.geteuid()).pw_name
+    group_id = user.account.group_id if user.account else os.getegid()
+    (root / "etc" / "qemu.conf").write_text(_EMBED_CONF.format(user=name, group=f"+{group_id}"))
     cache = root / "cache"
     if cache_dir is not None and not cache.exists():
         shared = cache_dir / "libvirt"

@@ -8,6 +8,7 @@ them, which is why only machines whose memory blocks are known can be captured.
 """
 
 import asyncio
+import os
 import secrets
 import shutil
 import time
@@ -253,6 +254,8 @@ class Freezer:
             shutil.move(machine.files.overlay, files.disk)
             if spec.image.firmware is Firmware.UEFI:
                 shutil.move(machine.files.firmware_vars, files.firmware_vars)
+            # Forks stand on it, and it may have been another user's.
+            os.chown(files.disk, os.geteuid(), os.getegid(), follow_symlinks=False)
             machine.memory_path.rename(memory_path)
             create_overlay(files.seed, files.disk, "qcow2")
             manifest = Manifest(

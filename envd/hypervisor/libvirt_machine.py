@@ -18,6 +18,8 @@ from PIL import Image as PillowImage
 
 from envd.errors import GuestUnresponsive, HypervisorError, MachineLost
 from envd.hypervisor.agent_channel import AgentChannel
+from envd.hypervisor.console import Console
+from envd.hypervisor.libvirt_link import is_alive
 from envd.hypervisor.libvirt_snapshot import LibvirtSnapshot
 from envd.hypervisor.libvirt_xml import MachineFiles
 from envd.hypervisor.machine import JsonValue, MachineSpec, MachineState, MachineUsage
@@ -29,6 +31,8 @@ T = TypeVar("T")
 _LOSS_IS_TOLD_WITHIN_S = 3.0
 #: How much later than its monitor's end a process may end.
 _ENDS_WITHIN_S = 0.5
+#: How long a process that was killed may take to give its memory back.
+_DIES_WITHIN_S = 10.0
 
 
 class Caller(Protocol):
@@ -91,6 +95,7 @@ class LibvirtMachine:
         self._lost_reason = ""
         self._agent = AgentChannel(files.agent_socket, machine_id=spec.machine_id)
         self._switch = RunSwitch(files.monitor_socket, machine_id=spec.machine_id)
+        self._console = Console(files.console_log)
         self._guestd_url: str | None = None
         self._pid: int | None = None
         self._pid_handle: int | None = None
@@ -137,7 +142,7 @@ class LibvirtMachine:
         return self._lost_reason
 
     def started(self, domain: Any) -> None:
-        """Take over the domain that libvirt made."""
+        """Take over the domain that libvirt made, or the same one by another connection."""
         self.domain = domain
 
     def found(self, domain: Any) -> None:
@@ -190,10 +195,13 @@ class LibvirtMachine:
             raise
 
     async def _explained_by_loss(self, error: Exception) -> None:
-        """Raise `MachineLost` in place of `error` if the machine has ended: libvirt tells of it a moment later."""
+        """Raise `MachineLost` in place of `error` if the machine has ended: libvirt tells of it a moment later.
+
+        A libvirt that cannot be reached tells nothing; then its process does.
+        """
         with suppress(TimeoutError):
             await asyncio.wait_for(self._lost.wait(), _LOSS_IS_TOLD_WITHIN_S)
-        self._require_alive(error)
+        await self.require_present(error)
 
     async def screendump(self) -> bytes:
         """Return the true screen as PNG, straight from the display device. Raises: MachineLost."""
@@ -229,6 +237,9 @@ class LibvirtMachine:
                 raise
             if self._state is not MachineState.GONE:
                 self._state = wanted
+            if not running and (panic := self._console.panic()):
+                self.mark_lost(f"its kernel panicked: {panic}")
+                self._require_alive()
 
     async def usage(self) -> MachineUsage:
         """Measure what it costs now. Raises: MachineLost."""
@@ -272,7 +283,7 @@ class LibvirtMachine:
 
     async def destroy(self) -> None:
         """End it and remove its overlay, sockets and directory. Idempotent; runs to its end when cancelled."""
-        if self._destroying is None:
+        if self._destroying is None or _has_failed(self._destroying):
             self._destroying = asyncio.ensure_future(self._destroy())
         await to_the_end(self._wait_destroyed(self._destroying))
 
@@ -283,8 +294,7 @@ class LibvirtMachine:
     async def _destroy(self) -> None:
         self.mark_lost("destroyed by envd")
         await self._agent.close()
-        if self.domain is not None:
-            await self._call(self._end_domain)
+        await self._call(self._end)
         await self._switch.close()
         await self._call(shutil.rmtree, self._files.directory, True)
         if self._snapshot is None:
@@ -293,18 +303,36 @@ class LibvirtMachine:
             await self._snapshot.let_go()
         self._on_destroyed(self)
 
-    def _end_domain(self) -> None:
+    def _end(self) -> None:
         # libvirt asks QEMU to end and looks again five times a second: 1.3 s. Nothing of the machine is to be kept, so
         # it is killed; what is left for libvirt to do is to notice.
-        with suppress(HypervisorError, OSError):
+        has_ended = self._kill()
+        if self.domain is None:
+            return
+        try:
+            destroy_domain(self.domain)
+        except libvirt.libvirtError:
+            # A libvirtd that is away finds out when it is back.
+            if not has_ended or is_alive(self.domain.connect()):
+                raise
+
+    def _kill(self) -> bool:
+        """End its QEMU, wherever libvirt is; return whether there is none any more."""
+        try:
             _ = self.pid
-        if self._pid_handle is not None:
-            # By handle: the number alone may by now be another process's.
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pid_handle, signal.SIGKILL)
-            os.close(self._pid_handle)
-            self._pid_handle = None
-        destroy_domain(self.domain)
+        except OSError:
+            return True  # nobody listens at its display
+        except HypervisorError:
+            return False
+        if self._pid_handle is None:
+            return True  # killed before
+        # By handle: the number alone may by now be another process's.
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pid_handle, signal.SIGKILL)
+        has_ended = _process_ended(self._pid_handle, within_s=_DIES_WITHIN_S)
+        os.close(self._pid_handle)
+        self._pid_handle = None
+        return has_ended
 
     async def _domain_call(self, function: Callable[[], T]) -> T:
         """Run a blocking call on the domain; a failure because it just ended is a lost machine."""
@@ -333,12 +361,7 @@ class LibvirtMachine:
             return True  # nobody listens at its display
         except HypervisorError:
             return False
-        if self._pid_handle is None:
-            return False
-        # Readable once the process has ended; its files are closed an instant before.
-        watch = select.poll()
-        watch.register(self._pid_handle, select.POLLIN)
-        return bool(watch.poll(_ENDS_WITHIN_S * 1000))
+        return self._pid_handle is not None and _process_ended(self._pid_handle, within_s=_ENDS_WITHIN_S)
 
     async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`, or raise `MachineLost` the moment that the machine is gone."""
@@ -372,11 +395,23 @@ def destroy_domain(domain: Any) -> None:
             raise
 
 
+def _has_failed(work: "asyncio.Future[None]") -> bool:
+    return work.done() and (work.cancelled() or work.exception() is not None)
+
+
 def _is_active(domain: Any) -> bool:
+    """Tell what libvirt thinks; one that cannot be reached knows of no end."""
     try:
         return bool(domain.isActive())
     except libvirt.libvirtError:
-        return False
+        return not is_alive(domain.connect())
+
+
+def _process_ended(pid_handle: int, *, within_s: float) -> bool:
+    # Readable once the process has ended; its files are closed an instant before.
+    watch = select.poll()
+    watch.register(pid_handle, select.POLLIN)
+    return bool(watch.poll(within_s * 1000))
 
 
 def _peer_pid(socket_path: Path, machine_id: str) -> int:
@@ -386,6 +421,9 @@ def _peer_pid(socket_path: Path, machine_id: str) -> int:
         pid, _uid, _gid = unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if pid <= 0:
         raise HypervisorError(f"machine {machine_id}: the process behind {socket_path} is not visible")
+    # Its QEMU may put something else there, once a guest has taken it over; this process is soon to be killed.
+    if machine_id.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
+        raise HypervisorError(f"machine {machine_id}: process {pid} listens at {socket_path}, and is not its QEMU")
     return int(pid)
 
 

@@ -240,6 +240,10 @@ class Hypervisor(Protocol):
     def description(self) -> str:
         """One line for operators: driver, URI, QEMU version, accelerator and why it was chosen."""
 
+    @property
+    def problem(self) -> str:
+        """Why it can make no machines now, though it will again by itself; empty while it can."""
+
     async def create(self, spec: MachineSpec) -> Machine:
         """Make a machine and boot it. Readiness of the guest is the caller's to wait for.
 

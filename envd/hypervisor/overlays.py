@@ -52,8 +52,14 @@ def set_backing_file(overlay: Path, backing: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file, to another file system too: sharing its blocks where the kernel can, else keeping its holes."""
-    with source.open("rb") as read, target.open("xb") as write:
+    """Copy a file, to another file system too: sharing its blocks where the kernel can, else keeping its holes.
+
+    Not what a link leads to: a machine's disk lies where its QEMU may put one.
+    """
+    with (
+        os.fdopen(os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as read,
+        target.open("xb") as write,
+    ):
         size = os.fstat(read.fileno()).st_size
         os.truncate(write.fileno(), size)
         at = 0

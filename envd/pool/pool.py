@@ -161,7 +161,7 @@ class Pool:
         states = Counter(record.state for record in self._roster)
         usages = [record.usage for record in self._roster if record.usage is not None]
         totals = self._roster.totals
-        failure = self._backoff.problem or self._roster.problem
+        failure = self._hypervisor.problem or self._backoff.problem or self._roster.problem
         if self._backoff.is_failing:
             failure = (
                 f"{self._backoff.failure_count} failures in a row, so resets are refused until a machine comes up:"

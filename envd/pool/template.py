@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from envd.errors import Draining, EnvdError, TemplateCorrupt
+from envd.errors import Draining, EnvdError, HypervisorUnavailable, TemplateCorrupt
 from envd.guest.view import DesktopView
 from envd.hypervisor.machine import Hypervisor, MachineSpec, Snapshot
 from envd.pool.frozen import FrozenDesktop
@@ -88,8 +88,8 @@ class TemplateShelf:
         try:
             snapshot = await self._hypervisor.find_template(spec)
             return None if snapshot is None else await _try_out(snapshot, bench)
-        except Draining:
-            raise
+        except (Draining, HypervisorUnavailable):
+            raise  # neither says anything about the template
         except EnvdError as error:
             # Whatever stands in its way, it may do so for ever: a new one is some minutes' work, and takes its place.
             logger.error(  # noqa: TRY400 -- the message says it all

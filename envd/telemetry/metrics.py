@@ -69,6 +69,7 @@ class Metrics:
 
     def __init__(self, *, process: bool = True) -> None:
         self.registry = CollectorRegistry()
+        self._phases: dict[tuple[Histogram, str, str], Histogram] = {}
         if process:
             ProcessCollector(registry=self.registry)
         self.build_info = self._gauge("envd_build_info", "1, labelled with what runs.", "version", "accelerator")
@@ -132,6 +133,11 @@ class Metrics:
             "envd_leftovers_total", "Things that belonged to nothing and were found by the audit, by kind.", "kind"
         )
 
+        self.hypervisor_up = Gauge(
+            "envd_hypervisor_up",
+            "1 while machines can be made, 0 while libvirt cannot be reached.",
+            registry=self.registry,
+        )
         self.security_files_stale = self._gauge(
             "envd_security_files_stale",
             "1 while a file of tokens or certificates cannot be used and what it said before still holds, else 0.",
@@ -145,7 +151,10 @@ class Metrics:
     def observe_phases(self, histogram: Histogram, pool: str, timings_ms: Mapping[str, float]) -> None:
         """Record a call's phases, in milliseconds by name, in a histogram labelled by pool and phase."""
         for phase, duration_ms in timings_ms.items():
-            histogram.labels(pool=pool, phase=phase).observe(duration_ms / 1000)
+            key = (histogram, pool, phase)
+            if key not in self._phases:  # to find a series by its labels takes as long as to record in it
+                self._phases[key] = histogram.labels(pool=pool, phase=phase)
+            self._phases[key].observe(duration_ms / 1000)
 
     def render(self) -> bytes:
         """Return all series in Prometheus' text format."""

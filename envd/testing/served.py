@@ -5,19 +5,23 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 
 class ServedDaemon:
     """One `envd serve` process on free ports."""
 
-    def __init__(self, state_dir: Path, config_text: str, *, listen: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self, state_dir: Path, config_text: str, *, listen: str = "127.0.0.1:0", within: Sequence[str] = ()
+    ) -> None:
         """Start it.
 
         Args:
             state_dir: Its state directory; its configuration and log lie beside it.
             config_text: TOML.
             listen: Its address, for one that takes another's place.
+            within: A command that ends by becoming the one that follows it.
         """
         config = state_dir.parent / f"{state_dir.name}.toml"
         config.write_text(config_text, encoding="utf-8")
@@ -26,7 +30,7 @@ class ServedDaemon:
         addresses = ["--listen", listen, "--metrics-listen", "127.0.0.1:0"]
         self._log = self.log_file.open("a", encoding="utf-8")
         self.process = subprocess.Popen(
-            [*command, *addresses], stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
+            [*within, *command, *addresses], stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
         )
         self.said: list[str] = []
         self._heard = threading.Condition()

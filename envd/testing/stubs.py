@@ -196,6 +196,8 @@ class StubHypervisor:
 
     def __init__(self) -> None:
         """Have no machine, and nothing in the way of one."""
+        self.problem = ""
+        """What it says of itself."""
         self.machines: dict[str, StubMachine] = {}
         """Every machine that was made and not destroyed, those that died included."""
         self.made: list[StubMachine] = []

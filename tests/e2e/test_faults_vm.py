@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import os
+import re
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -14,17 +17,18 @@ from typing import Any
 import pytest
 
 from envd.hypervisor.images.catalogue import Image
-from envd.hypervisor.leftovers import daemon_leftovers
+from envd.hypervisor.leftovers import daemon_leftovers, machine_processes
+from envd.testing.libvirtd import Libvirtd
 from envd.testing.served import ServedDaemon
 from trainer.client import (
     AsyncEnvClient,
     AsyncEpisode,
     EnvError,
     GuestUnresponsive,
+    MachineLost,
     Move,
     NotForkable,
     PoolExhausted,
-    SampleVoid,
     ServiceFault,
     TypeText,
     View,
@@ -210,7 +214,8 @@ def test_guestd_that_was_killed_is_started_again_in_its_session(short_dir: Path,
 
 
 def test_a_guest_whose_kernel_panics_voids_its_episode_and_nothing_else(short_dir: Path, template_dir: Path) -> None:
-    limits = "\n[limits]\nheartbeat_interval_s = 1\nhang_timeout_s = 20\n"
+    # Long before anybody would ask it for a sign of life.
+    limits = "\n[limits]\nheartbeat_interval_s = 3600\n"
 
     async def run(address: str) -> None:
         async with (
@@ -223,15 +228,78 @@ def test_a_guest_whose_kernel_panics_voids_its_episode_and_nothing_else(short_di
             panic = ("sh", "-c", "echo 1 > /proc/sys/kernel/sysrq; echo c > /proc/sysrq-trigger")
             with suppress(EnvError):
                 await episode.run_command(panic, as_root=True, timeout=timedelta(seconds=5))
-            await asyncio.sleep(2)
 
-            async def step() -> None:
-                await episode.step(Move(200, 200), timeout=PATIENT)
-
-            await refused(step, SampleVoid)
-            await refused(step, SampleVoid)
+            for _ in range(2):
+                with pytest.raises(MachineLost, match="its kernel panicked: sysrq triggered crash"):
+                    await episode.step(Move(200, 200), timeout=PATIENT)
             assert (await other.step(Move(200, 200), timeout=PATIENT)).step_count == 1
             async with client.reset(NO_SETUP, view=NO_PICTURE, timeout=PATIENT) as anew:
                 assert (await anew.step(Move(200, 200), timeout=PATIENT)).step_count == 1
 
     serve_while(run, short_dir / "s", CONFIG.format(template_dir=template_dir) + limits)
+
+
+@pytest.fixture
+def libvirtd(short_dir: Path) -> Iterator[Libvirtd]:
+    short_dir.chmod(0o755)  # libvirt looks into it as a user of its own
+    libvirtd = Libvirtd(short_dir / "l")
+    yield libvirtd
+    libvirtd.close()
+
+
+def test_a_libvirtd_that_is_restarted_ends_no_episode_and_is_used_again(
+    short_dir: Path, template_dir: Path, libvirtd: Libvirtd
+) -> None:
+    state_dir = short_dir / "s"
+    config = CONFIG.format(template_dir=template_dir) + f'uri = "{libvirtd.uri}"\n'
+    served = ServedDaemon(state_dir, config)
+    address = served.wait_for(r"listening on (\S+)")
+
+    def machine_of(episode: AsyncEpisode) -> str:
+        found = re.search(rf"episode {episode.episode_id}: opened.*, machine (\S+),", served.log_file.read_text())
+        assert found is not None
+        return found[1]
+
+    async def told_of(client: AsyncEnvClient, problem: str) -> None:
+        async with asyncio.timeout(60):
+            while problem not in (await client.list_pools())[0].problem:
+                await asyncio.sleep(0.1)
+
+    async def run() -> None:
+        async with (
+            AsyncEnvClient(address) as client,
+            client.reset(NO_SETUP, view=NO_PICTURE, timeout=PATIENT) as episode,
+            client.reset(NO_SETUP, view=NO_PICTURE, timeout=PATIENT) as doomed,
+        ):
+            for number, count in ((signal.SIGTERM, 1), (signal.SIGKILL, 3)):
+                libvirtd.end(number)
+                await told_of(client, "libvirt at qemu+unix")
+                assert (await episode.step(Move(100 * count, 200), timeout=PATIENT)).step_count == count
+
+                async def branch(count: int = count) -> None:
+                    async with client.fork(episode, count=1, timeout=PATIENT) as (copy,):
+                        assert (await copy.step(Move(50, 50), timeout=PATIENT)).step_count == count + 1
+
+                branching = asyncio.create_task(branch())
+                if number is signal.SIGKILL:
+                    # Its end is told by nobody.
+                    (pid,) = machine_processes(state_dir, machine_of(doomed))
+                    os.kill(pid, signal.SIGKILL)
+                await asyncio.sleep(1)
+                libvirtd.start()
+                await branching
+                assert (await episode.step(Move(100 * count, 300), timeout=PATIENT)).step_count == count + 1
+                async with client.reset(NO_SETUP, view=NO_PICTURE, timeout=PATIENT) as anew:
+                    assert (await anew.step(Move(50, 50), timeout=PATIENT)).step_count == 1
+                async with asyncio.timeout(60):
+                    while (await client.list_pools())[0].problem:
+                        await asyncio.sleep(0.1)
+            with pytest.raises(MachineLost):
+                await doomed.step(Move(100, 100), timeout=PATIENT)
+
+    try:
+        asyncio.run(run())
+    finally:
+        status = served.end()
+    assert status == 0
+    assert daemon_leftovers(state_dir) == []

@@ -3,9 +3,7 @@
 import shutil
 import signal
 import socket
-import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -15,6 +13,7 @@ import pytest
 
 from envd.hypervisor.images.catalogue import Image
 from envd.hypervisor.leftovers import machine_leftovers
+from envd.testing.libvirtd import Libvirtd
 from envd.testing.served import ServedDaemon
 from trainer.client import Done, EnvClient, PressKeys, Settle, TypeText, View
 
@@ -23,7 +22,6 @@ pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
 TASK = "desktop/type-greeting"
 SAVE = PressKeys(["ctrl", "s"])
 SLOWLY = Settle(quiet=timedelta(seconds=2), max=timedelta(seconds=20))
-LIBVIRTD_SOCKET = Path("/run/libvirt/libvirt-sock")
 CONFIG = """\
 [pools.desktop]
 image = "desktop"
@@ -34,49 +32,34 @@ capacity = 4
 lease_ttl_s = 120
 
 [hypervisor]
-uri = "qemu:///system"
+uri = "{uri}"
 template_dir = "{template_dir}"
 """
 
 
-def answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(str(path)) == 0
-
-
 @pytest.fixture
-def libvirtd() -> Iterator[None]:
-    """The host's libvirtd, or one of our own while the test lasts."""
-    if answers(LIBVIRTD_SOCKET):
-        yield
-        return
-    with ExitStack() as stack:
-        for program in ("virtlogd", "libvirtd"):
-            process = stack.enter_context(
-                subprocess.Popen([f"/usr/sbin/{program}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            )
-            stack.callback(process.terminate)
-        deadline_s = time.monotonic() + 60
-        while not answers(LIBVIRTD_SOCKET):
-            assert time.monotonic() < deadline_s, "libvirtd does not come up"
-            time.sleep(0.2)
-        yield
-
-
-@pytest.fixture
-def state_dir(desktop_image: Image) -> Iterator[Path]:
+def short_dir(desktop_image: Image) -> Iterator[Path]:
     assert desktop_image.name == "desktop"
-    parent = Path(tempfile.mkdtemp(prefix="envd-r-", dir="/tmp"))
-    parent.chmod(0o755)  # QEMU runs as a user of its own there
-    yield parent / "s"
-    shutil.rmtree(parent)
+    directory = Path(tempfile.mkdtemp(prefix="envd-r-", dir="/tmp"))
+    directory.chmod(0o755)  # libvirt looks into it as a user of its own
+    yield directory
+    shutil.rmtree(directory)
 
 
-@pytest.mark.usefixtures("libvirtd")
-def test_episodes_and_branches_go_on_under_the_next_daemon(state_dir: Path, template_dir: Path) -> None:
+@pytest.fixture
+def libvirtd(short_dir: Path) -> Iterator[Libvirtd]:
+    libvirtd = Libvirtd(short_dir / "l")
+    yield libvirtd
+    libvirtd.close()
+
+
+def test_episodes_and_branches_go_on_under_the_next_daemon(
+    short_dir: Path, template_dir: Path, libvirtd: Libvirtd
+) -> None:
+    state_dir = short_dir / "s"
     with socket.create_server(("127.0.0.1", 0)) as free:
         listen = f"127.0.0.1:{free.getsockname()[1]}"
-    config = CONFIG.format(template_dir=template_dir)
+    config = CONFIG.format(template_dir=template_dir, uri=libvirtd.uri)
     first = ServedDaemon(state_dir, config, listen=listen)
     first.wait_for(r"listening on (\S+)")
     with ExitStack() as stack:

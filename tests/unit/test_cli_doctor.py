@@ -17,6 +17,7 @@ from envd.cli.doctor import Check, Status
 from envd.config import Config, load
 from envd.hypervisor.accel import KvmProbe
 from envd.hypervisor.fake import Faults
+from envd.hypervisor.qemu_user import Account, QemuUser
 from envd.testing.server import serve_fake
 
 GIB = 1 << 30
@@ -195,3 +196,36 @@ async def test_a_failing_pool_of_a_daemon_that_runs_fails_with_its_problem(tmp_p
     assert "no memory left" in check.detail
     assert "no memory left" in report.problem
     assert report.health is PoolHealth.FAILING
+
+
+@pytest.mark.parametrize(
+    ("chosen", "status", "told"),
+    [
+        (
+            QemuUser(account=None, why="qemu cannot get through /root"),
+            Status.WARN,
+            "root: qemu cannot get through /root",
+        ),
+        (
+            QemuUser(account=Account(name="qemu", user_id=7, group_id=7, group_ids=frozenset()), why="it can"),
+            Status.OK,
+            "QEMU runs as qemu: it can",
+        ),
+    ],
+)
+def test_as_whom_qemu_runs_is_told_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: QemuUser, status: Status, told: str
+) -> None:
+    monkeypatch.setattr(doctor, "choose_qemu_user", lambda wanted, needs: chosen)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    check = doctor.check_qemu_user(config_with(tmp_path))
+    assert check.status is status
+    assert told in check.detail
+    assert bool(check.fix) == (status is Status.WARN)
+
+
+def test_a_user_that_cannot_run_qemu_is_a_failure_by_name(tmp_path: Path) -> None:
+    check = doctor.check_qemu_user(config_with(tmp_path, **{"hypervisor.qemu_user": "no-such-user"}))
+    assert check.status is Status.FAIL
+    assert "no-such-user" in check.detail
+    assert doctor.check_qemu_user(config_with(tmp_path, **{"hypervisor.uri": "fake"})).status is Status.OK

@@ -117,7 +117,9 @@ def test_every_loopback_form_is_taken(listen: str) -> None:
     assert load(flags={"listen": listen}).listen == listen
 
 
-@pytest.mark.parametrize("uri", ["fake", "qemu:///system", "qemu:///embed?root=/srv/envd"])
+@pytest.mark.parametrize(
+    "uri", ["fake", "qemu:///system", "qemu+unix:///system?socket=/run/a/sock", "qemu:///embed?root=/srv/envd"]
+)
 def test_known_hypervisors_are_taken(uri: str) -> None:
     assert load(flags={"hypervisor.uri": uri}).hypervisor_uri == uri
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,19 +60,43 @@ class Picture:
         self.input.append(("closed",))
 
 
+class Look(asyncio.TimerHandle):
+    """A look at the screen that is due."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self.look = look
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
 class Viewer:
     """A client that has shaken hands."""
 
     def __init__(self, *encodings: int) -> None:
         self.screen = Picture()
         self.transport = Transport()
-        self.server = RfbConnection(self.screen, name="fake")
+        self.looks: list[Look] = []
+        self.server = RfbConnection(self.screen, name="fake", call_later=self._call_later)
         self.server.connection_made(self.transport)
         self.greeting = b""
         for message in (b"RFB 003.008\n", b"\x01", b"\x01"):
             self.server.data_received(message)
         self.greeting = self.transport.take()
         self.send(struct.pack(f">BxH{len(encodings)}i", 2, len(encodings), *encodings))
+
+    def _call_later(self, delay_s: float, look: Callable[[], None]) -> Look:
+        assert 0 < delay_s < 0.1
+        self.looks.append(Look(look))
+        return self.looks[-1]
+
+    def time_passes(self) -> None:
+        """Have the server look at its screen, if it is to."""
+        looks, self.looks = self.looks, []
+        for due in looks:
+            if not due.is_cancelled:
+                due.look()
 
     def send(self, data: bytes) -> None:
         self.server.data_received(data)
@@ -133,11 +158,45 @@ def test_pixels_are_sent_on_request_only_and_only_what_changed() -> None:
     viewer.request(incremental=True)
     assert viewer.rects() == []
     viewer.server.changed([Rect(1, 1, 2, 1)])
+    viewer.time_passes()
     assert viewer.rects() == [(1, 1, 2, 1, RAW)]
     viewer.server.changed([Rect(3, 3, 1, 1)])
+    viewer.time_passes()
     assert viewer.rects() == []
     viewer.request(incremental=True)
+    viewer.time_passes()
     assert viewer.rects() == [(3, 3, 1, 1, RAW)]
+
+
+def test_what_changes_in_quick_succession_is_one_update() -> None:
+    viewer = Viewer(RAW)
+    viewer.request(incremental=False)
+    viewer.request(incremental=True)
+    viewer.rects()
+    for rect in (Rect(1, 1, 2, 1), Rect(3, 3, 1, 1), Rect(1, 1, 2, 1)):
+        viewer.server.changed([rect])
+    assert viewer.rects() == []
+    assert len(viewer.looks) == 1
+    viewer.time_passes()
+    assert viewer.rects() == [(1, 1, 2, 1, RAW), (3, 3, 1, 1, RAW)]
+
+
+def test_a_forced_request_is_answered_at_once_with_what_has_changed() -> None:
+    viewer = Viewer(RAW)
+    viewer.request(incremental=False)
+    viewer.request(incremental=True)
+    viewer.rects()
+    viewer.server.changed([Rect(1, 1, 2, 1)])
+    viewer.request(incremental=False, area=(0, 0, 4, 1))
+    assert viewer.rects() == [(1, 1, 2, 1, RAW), (0, 0, 4, 1, RAW)]
+    assert viewer.looks[0].is_cancelled
+
+
+def test_a_connection_that_is_gone_looks_no_more() -> None:
+    viewer = Viewer(RAW)
+    viewer.server.changed([Rect(1, 1, 2, 1)])
+    viewer.server.connection_lost(None)
+    assert viewer.looks[0].is_cancelled
 
 
 def test_a_forced_request_is_answered_with_its_area_though_nothing_changed() -> None:

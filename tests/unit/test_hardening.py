@@ -10,6 +10,7 @@ import pytest
 
 import envd
 from envd.hypervisor.libvirt import _prepare_embedded
+from envd.hypervisor.qemu_user import Account, QemuUser
 
 SOURCE = Path(envd.__file__).parent
 #: Between the wire and the hypervisor: whatever a request or a guest reaches.
@@ -57,8 +58,18 @@ def test_what_starts_programs_would_be_found(text: str) -> None:
 
 
 def test_the_embedded_driver_runs_qemu_as_this_user_in_its_seccomp_filter(tmp_path: Path) -> None:
-    _prepare_embedded(f"qemu:///embed?root={tmp_path}", None)
+    own = QemuUser(account=None, why="a test")
+    _prepare_embedded(f"qemu:///embed?root={tmp_path}", None, own)
     told = (tmp_path / "etc" / "qemu.conf").read_text().splitlines()
     assert "seccomp_sandbox = 1" in told
     assert f'user = "{pwd.getpwuid(os.geteuid()).pw_name}"' in told
     assert f'group = "+{os.getegid()}"' in told
+
+
+def test_the_embedded_driver_runs_qemu_as_the_user_that_was_chosen(tmp_path: Path) -> None:
+    account = Account(name="somebody", user_id=64055, group_id=107, group_ids=frozenset({107}))
+    _prepare_embedded(f"qemu:///embed?root={tmp_path}", None, QemuUser(account=account, why="a test"))
+    told = (tmp_path / "etc" / "qemu.conf").read_text().splitlines()
+    assert "seccomp_sandbox = 1" in told
+    assert 'user = "somebody"' in told
+    assert 'group = "+107"' in told

@@ -93,3 +93,12 @@ def test_a_copy_has_the_same_content_and_keeps_the_holes(tmp_path: Path) -> None
     assert target.stat().st_blocks * 512 < 1 << 20
     with pytest.raises(FileExistsError):
         copy_file(source, target)
+
+
+def test_what_a_link_leads_to_is_not_copied(tmp_path: Path) -> None:
+    secret, link = tmp_path / "secret", tmp_path / "disk.qcow2"
+    secret.write_text("root's")
+    link.symlink_to(secret)
+    with pytest.raises(OSError, match="symbolic link"):
+        copy_file(link, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()

@@ -120,6 +120,17 @@ async def test_then_whoever_waits_and_whoever_comes_hears_why_and_when_the_next_
     assert pool.statistics().waiting_count == 0
 
 
+async def test_a_hypervisor_that_cannot_be_reached_is_the_pools_problem_while_it_cannot(
+    make_pool: MakePool, hypervisor: StubHypervisor
+) -> None:
+    pool = await started(make_pool(capacity=4, idle_target=1))
+    hypervisor.problem = "libvirt cannot be reached"
+    assert (pool.statistics().healthy, pool.statistics().problem) == (False, "libvirt cannot be reached")
+    assert len((await pool.lease(1, timeout_s=0.0)).machines) == 1, "what stands ready can be used"
+    hypervisor.problem = ""
+    assert (pool.statistics().healthy, pool.statistics().problem) == (True, "")
+
+
 async def test_one_at_a_time_tries_though_nobody_asks_and_the_first_that_comes_up_ends_it(
     make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from envd.errors import Draining, GuestUnresponsive, HypervisorError, PoolExhausted
+from envd.errors import Draining, GuestUnresponsive, HypervisorError, HypervisorUnavailable, PoolExhausted
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.pool.template import TemplateShelf
@@ -270,6 +270,21 @@ async def test_a_template_that_cannot_be_made_is_tried_again_ever_more_slowly(
     await clock.advance(1.5)
     assert idle_count(pool) == 1
     assert pool.statistics().healthy
+
+
+async def test_a_hypervisor_that_cannot_be_reached_says_nothing_about_a_stored_template(
+    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
+) -> None:
+    pool = make_pool("one", capacity=1)
+    await started(pool)
+    await pool.close()
+    hypervisor.errors["fork"] = [HypervisorUnavailable("libvirt cannot be reached", retry_after_s=5.0)]
+    pool = make_pool("other", capacity=1)
+    await started(pool)
+    assert "libvirt cannot be reached" in pool.statistics().problem
+    await clock.advance(1.0)
+    assert idle_count(pool) == 1
+    assert hypervisor.counts["create"] == 1, "the stored one is used"
 
 
 async def test_a_guest_that_does_not_get_ready_leaves_no_machine_behind(

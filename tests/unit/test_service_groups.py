@@ -10,6 +10,7 @@ from envd.errors import (
     Draining,
     GuestUnresponsive,
     HypervisorError,
+    HypervisorUnavailable,
     InvalidRequest,
     MachineLost,
     NotForkable,
@@ -190,6 +191,19 @@ async def test_a_kept_start_that_cannot_be_forked_is_given_up_and_a_retry_begins
     world.check_books()
     await world.service.reset(command)
     assert world.tasks.setups == 2
+
+
+async def test_a_kept_start_is_kept_while_the_hypervisor_cannot_be_reached(world: World) -> None:
+    await world.service.close(await world.open(task_id=FROZEN[0].task_id))
+    await run_ready()
+    command = world.reset_command(task_id=FROZEN[0].task_id, group_size=2)
+    world.hypervisor.errors["fork"] = [HypervisorUnavailable("libvirt cannot be reached", retry_after_s=5.0)]
+    with pytest.raises(HypervisorUnavailable):
+        await world.service.reset(command)
+    await run_ready()
+    world.check_books()
+    await world.service.reset(command)
+    assert world.tasks.setups == 1
 
 
 async def test_a_kept_start_whose_forks_die_is_given_up_and_the_setup_performed_again(world: World) -> None:

@@ -39,6 +39,10 @@ def sight(
         (POLICY, sight(now=9.01, began=9.0, seen=9.0), True),
         (POLICY, sight(now=9.01, began=9.0, seen=9.0, change=8.9), 0.05),
         (SettlePolicy(quiet_ms=0), sight(now=0.001, seen=0.0), True),
+        # Whoever wants no quiet wants one look after the input, whatever it found.
+        (SettlePolicy(quiet_ms=0), sight(now=0.02, seen=0.0, change=0.01), True),
+        (SettlePolicy(quiet_ms=0), sight(now=0.02, seen=0.0, after_input=0.01), 0.0),
+        (SettlePolicy(quiet_ms=1), sight(now=0.02, seen=0.0, change=0.01), 0.0),
         (SettlePolicy(quiet_ms=0, min_ms=200), sight(now=0.1, seen=0.1), 0.05),
         (SettlePolicy(quiet_ms=0, min_ms=200), sight(now=0.21, seen=0.2), True),
         (SettlePolicy(quiet_ms=300, max_ms=0), sight(now=0.01, seen=0.0), False),

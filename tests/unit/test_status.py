@@ -39,6 +39,7 @@ TABLE: list[tuple[errors.EnvdError, Code, str]] = [
     (errors.SetupFailed("x"), Code.INTERNAL, "SETUP_FAILED"),
     (errors.EvaluatorFailed("x"), Code.INTERNAL, "EVALUATOR_FAILED"),
     (errors.HypervisorError("x"), Code.INTERNAL, "HYPERVISOR_ERROR"),
+    (errors.HypervisorUnavailable("x", retry_after_s=5.0), Code.UNAVAILABLE, "HYPERVISOR_UNAVAILABLE"),
     (errors.TemplateCorrupt("x"), Code.INTERNAL, "TEMPLATE_CORRUPT"),
     (errors.StoreError("x"), Code.INTERNAL, "STORE_ERROR"),
     (errors.ImageError("x"), Code.INTERNAL, "IMAGE_ERROR"),
@@ -46,6 +47,15 @@ TABLE: list[tuple[errors.EnvdError, Code, str]] = [
     (errors.OsworldError("x"), Code.INTERNAL, "OSWORLD_ERROR"),
     (errors.EnvdError("x"), Code.INTERNAL, "BUG"),
 ]
+
+
+RETRIED = (
+    errors.PoolExhausted,
+    errors.PoolFailing,
+    errors.Draining,
+    errors.RateLimited,
+    errors.HypervisorUnavailable,
+)
 
 
 def unpacked(status: status_pb2.Status) -> dict[str, object]:
@@ -77,7 +87,7 @@ def test_the_table_has_every_error() -> None:
 @pytest.mark.parametrize(("error", "code", "reason"), TABLE, ids=lambda value: type(value).__name__)
 def test_only_what_is_worth_retrying_says_when(error: errors.EnvdError, code: Code, reason: str) -> None:
     retry = unpacked(status_of(error, metadata={})).get("RetryInfo")
-    if isinstance(error, errors.PoolExhausted | errors.PoolFailing | errors.Draining | errors.RateLimited):
+    if isinstance(error, RETRIED):
         assert isinstance(retry, error_details_pb2.RetryInfo)
         assert retry.retry_delay.ToTimedelta().total_seconds() == error.retry_after_s
     else:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envd.guest.observation import Region
-from envd.guest.tiles import TILE_PX, TileImage
+from envd.guest.tiles import TILE_PX, TileImage, bounds_of
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -82,3 +82,15 @@ def test_a_pixel_that_differs_in_one_colour_alone_is_found(channel: int) -> None
     region, differs_HW = TileImage.from_rgb(after_HWC).difference(TileImage.from_rgb(before_HWC), 0)
     assert region == Region(x_px=9, y_px=7, width_px=1, height_px=1)
     assert differs_HW.tolist() == [[True]]
+
+
+@given(st.sets(st.tuples(st.integers(0, 9), st.integers(0, 14)), max_size=6))
+def test_bounds_are_the_smallest_that_hold_all_marks(marks: set[tuple[int, int]]) -> None:
+    marked_HW = np.zeros((10, 15), np.bool_)
+    for row, column in marks:
+        marked_HW[row, column] = True
+    if not marks:
+        assert bounds_of(marked_HW) is None
+        return
+    rows, columns = [row for row, _ in marks], [column for _, column in marks]
+    assert bounds_of(marked_HW) == (min(rows), max(rows) + 1, min(columns), max(columns) + 1)

@@ -10,6 +10,7 @@ import io
 import mmap
 import tempfile
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 Pixels = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint32]
+"""The same pixels as (height, width) words."""
 Colour = tuple[int, int, int]
 """Red, green, blue."""
 
@@ -45,7 +48,7 @@ class Rect(NamedTuple):
     @property
     def area(self) -> int:
         """Pixels inside; 0 when empty."""
-        return max(0, self.w) * max(0, self.h)
+        return self.w * self.h if self.w > 0 and self.h > 0 else 0
 
     @property
     def center(self) -> tuple[int, int]:
@@ -56,15 +59,29 @@ class Rect(NamedTuple):
         """Whether the pixel lies inside."""
         return self.x <= x < self.right and self.y <= y < self.bottom
 
+    def covers(self, other: "Rect") -> bool:
+        """Whether all of another one lies inside."""
+        x, y, w, h = self
+        left, top, width, height = other
+        return x <= left and y <= top and left + width <= x + w and top + height <= y + h
+
     def intersect(self, other: "Rect") -> "Rect":
         """The common part; its area is 0 when there is none."""
-        x, y = max(self.x, other.x), max(self.y, other.y)
-        return Rect(x, y, min(self.right, other.right) - x, min(self.bottom, other.bottom) - y)
+        x, y, w, h = self
+        left, top, width, height = other
+        right = x + w if x + w < left + width else left + width
+        bottom = y + h if y + h < top + height else top + height
+        x, y = (x if x > left else left), (y if y > top else top)
+        return Rect(x, y, right - x, bottom - y)
 
     def union(self, other: "Rect") -> "Rect":
         """The smallest rectangle around both."""
-        x, y = min(self.x, other.x), min(self.y, other.y)
-        return Rect(x, y, max(self.right, other.right) - x, max(self.bottom, other.bottom) - y)
+        x, y, w, h = self
+        left, top, width, height = other
+        right = x + w if x + w > left + width else left + width
+        bottom = y + h if y + h > top + height else top + height
+        x, y = (x if x < left else left), (y if y < top else top)
+        return Rect(x, y, right - x, bottom - y)
 
 
 class Damage:
@@ -123,6 +140,9 @@ class Framebuffer:
     def __init__(self, pixels: Pixels, *, shared: bool) -> None:
         """Take `pixels`; `shared` says that unwritten rows cost this screen nothing."""
         self.pixels = pixels
+        self.bounds = Rect(0, 0, pixels.shape[1], pixels.shape[0])
+        """The whole screen."""
+        self._words = pixels.view(np.uint32)[:, :, 0]
         self._own_rows = np.full(pixels.shape[0], not shared)
         self._picture: Picture | None = None
 
@@ -143,11 +163,6 @@ class Framebuffer:
         return self._picture
 
     @property
-    def bounds(self) -> Rect:
-        """The whole screen."""
-        return Rect(0, 0, self.pixels.shape[1], self.pixels.shape[0])
-
-    @property
     def private_bytes(self) -> int:
         """Bytes in rows that were written to: within a page a row, what the kernel had to copy."""
         return int(np.count_nonzero(self._own_rows)) * int(self.pixels.shape[1]) * 4
@@ -163,7 +178,7 @@ class Framebuffer:
         if inside.area:
             self._own_rows[inside.y : inside.bottom] = True
             self._picture = None
-        return Canvas(self.pixels, inside)
+        return Canvas(self._words, inside)
 
     def png(self) -> bytes:
         """Encode as PNG. Takes milliseconds: not for the event loop."""
@@ -178,56 +193,75 @@ def encode_png(pixels: Pixels) -> bytes:
 
 
 class Canvas:
-    """Draws on pixels inside a clip rectangle."""
+    """Draws on pixels inside a clip rectangle.
 
-    def __init__(self, pixels: Pixels, clip: Rect) -> None:
-        self._pixels = pixels
-        self._words = pixels.view(np.uint32)[:, :, 0]
-        self._edges = (clip.x, clip.y, clip.x + clip.w, clip.y + clip.h)
+    A drawn desktop asks it a hundred times per event, mostly about what lies elsewhere: hence plain numbers inside.
+    """
+
+    def __init__(self, words: Words, clip: Rect) -> None:
+        self._words = words
+        self._left, self._top, self._right, self._bottom = clip.x, clip.y, clip.right, clip.bottom
         self.clip = clip
 
     def shows(self, rect: Rect) -> bool:
         """Whether any of `rect` would be drawn."""
-        # By numbers: most of what is asked about lies elsewhere, and a drawn desktop asks a hundred times per event.
         x, y, w, h = rect
-        left, top, right, bottom = self._edges
-        return x < right and x + w > left and y < bottom and y + h > top and w > 0 and h > 0
+        return x < self._right and x + w > self._left and y < self._bottom and y + h > self._top and w > 0 and h > 0
 
     def fill(self, rect: Rect, colour: Colour) -> None:
         """Fill a rectangle."""
-        self._fill(rect.x, rect.y, rect.x + rect.w, rect.y + rect.h, colour)
+        if self.shows(rect):
+            x, y, right, bottom = self._clipped(rect)
+            self._words[y:bottom, x:right] = _word(colour)
 
     def outline(self, rect: Rect, colour: Colour) -> None:
         """Draw a border one pixel wide just inside a rectangle."""
-        if not self.shows(rect):
-            return
         x, y, w, h = rect
-        self._fill(x, y, x + w, y + 1, colour)
-        self._fill(x, y + h - 1, x + w, y + h, colour)
-        self._fill(x, y, x + 1, y + h, colour)
-        self._fill(x + w - 1, y, x + w, y + h, colour)
+        if x < self._left and y < self._top and x + w > self._right and y + h > self._bottom:
+            return  # all of the clip is inside of it
+        for edge in (Rect(x, y, w, 1), Rect(x, y + h - 1, w, 1), Rect(x, y, 1, h), Rect(x + w - 1, y, 1, h)):
+            self.fill(edge, colour)
 
-    def _fill(self, x: int, y: int, right: int, bottom: int, colour: Colour) -> None:
-        clip_left, clip_top, clip_right, clip_bottom = self._edges
-        x, y = max(x, clip_left), max(y, clip_top)
-        right, bottom = min(right, clip_right), min(bottom, clip_bottom)
-        if x < right and y < bottom:
-            self._words[y:bottom, x:right] = colour[0] << 16 | colour[1] << 8 | colour[2]
-
-    def paste_rows(self, colours: Pixels) -> None:
+    def paste_rows(self, colours: Words) -> None:
         """Fill the clip with one colour a row, taken from `colours[y]`."""
-        clip = self.clip
-        if clip.area:
-            self._pixels[clip.y : clip.bottom, clip.x : clip.right] = colours[clip.y : clip.bottom, None]
+        self._words[self._top : self._bottom, self._left : self._right] = colours[self._top : self._bottom, None]
+
+    def paste(self, x: int, y: int, picture: Words) -> None:
+        """Draw a picture with its top left corner at (x, y)."""
+        height, width = picture.shape
+        rect = Rect(x, y, width, height)
+        if self.shows(rect):
+            left, top, right, bottom = self._clipped(rect)
+            self._words[top:bottom, left:right] = picture[top - y : bottom - y, left - x : right - x]
 
     def text(self, x: int, y: int, text: str, *, ink: Colour, paper: Colour) -> None:
         """Draw text in cells of `CELL_WIDTH_PX` by `CELL_HEIGHT_PX` from the top left corner (x, y)."""
-        whole = Rect(x, y, len(text) * CELL_WIDTH_PX, CELL_HEIGHT_PX)
-        if self.shows(whole):
-            part = whole.intersect(self.clip)
-            self._pixels[part.y : part.bottom, part.x : part.right] = _line(text, ink, paper)[
-                part.y - y : part.bottom - y, part.x - x : part.right - x
-            ]
+        if self.shows(Rect(x, y, len(text) * CELL_WIDTH_PX, CELL_HEIGHT_PX)):
+            self.paste(x, y, _line(text, ink, paper))
+
+    def _clipped(self, rect: Rect) -> tuple[int, int, int, int]:
+        """Return left, top, right and bottom of what the clip leaves of a rectangle that it shows."""
+        x, y, w, h = rect
+        right, bottom = x + w, y + h
+        return (
+            x if x > self._left else self._left,
+            y if y > self._top else self._top,
+            right if right < self._right else self._right,
+            bottom if bottom < self._bottom else self._bottom,
+        )
+
+
+def picture_of(width_px: int, height_px: int, draw: Callable[[Canvas], None]) -> Words:
+    """Return what is drawn on a canvas of its own."""
+    words = np.zeros((height_px, width_px), np.uint32)
+    draw(Canvas(words, Rect(0, 0, width_px, height_px)))
+    return words
+
+
+@functools.lru_cache(maxsize=64)
+def _word(colour: Colour) -> int:
+    red, green, blue = colour
+    return red << 16 | green << 8 | blue
 
 
 @functools.lru_cache(maxsize=1)
@@ -237,12 +271,12 @@ def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 @functools.lru_cache(maxsize=256)
-def _line(text: str, ink: Colour, paper: Colour) -> Pixels:
+def _line(text: str, ink: Colour, paper: Colour) -> Words:
     return np.concatenate([_glyph(char, ink, paper) for char in text], axis=1)
 
 
 @functools.lru_cache(maxsize=8192)
-def _glyph(char: str, ink: Colour, paper: Colour) -> Pixels:
+def _glyph(char: str, ink: Colour, paper: Colour) -> Words:
     cell = Image.new("RGB", (CELL_WIDTH_PX, CELL_HEIGHT_PX), paper)
     if char.isprintable() and char != " ":
         draw = ImageDraw.Draw(cell)
@@ -250,4 +284,4 @@ def _glyph(char: str, ink: Colour, paper: Colour) -> Pixels:
         draw.text((left, 0), char, fill=ink, font=_font())
     glyph = np.zeros((CELL_HEIGHT_PX, CELL_WIDTH_PX, 4), np.uint8)
     glyph[:, :, 2::-1] = np.asarray(cell)
-    return glyph
+    return glyph.view(np.uint32)[:, :, 0]

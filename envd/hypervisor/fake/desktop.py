@@ -5,11 +5,11 @@ and reports those rectangles.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from envd.hypervisor.fake.canvas import Damage, Framebuffer, Pixels, Rect
+from envd.hypervisor.fake.canvas import Damage, Framebuffer, Rect, Words
 from envd.hypervisor.fake.files import GuestFiles
 from envd.hypervisor.fake.keyboard import Keyboard
 from envd.hypervisor.fake.programs import OpenWindow
@@ -76,7 +76,10 @@ class DrawnDesktop:
     @property
     def active(self) -> Window | None:
         """The window that has the keyboard focus: the topmost open one."""
-        return next((window for window in reversed(self._stack) if window.is_open), None)
+        for window in reversed(self._stack):
+            if window.is_open:
+                return window
+        return None
 
     @property
     def windows(self) -> list[Window]:
@@ -99,7 +102,8 @@ class DrawnDesktop:
 
     def elements(self) -> list[Element]:
         """Everything with a name, panel first, then windows from the lowest up, each followed by what it holds."""
-        found = [Element(name=name, role="push-button", rect=rect) for name, rect in self._launchers().items()]
+        launchers = _launchers(self.framebuffer.bounds)
+        found = [Element(name=name, role="push-button", rect=rect) for name, rect in launchers.items()]
         for window in self.windows:
             states = ("active",) if window is self.active else ()
             found.append(Element(name=window.title, role="frame", rect=window.rect, states=states))
@@ -230,38 +234,31 @@ class DrawnDesktop:
 
     def _draw(self, rect: Rect) -> None:
         canvas = self.framebuffer.canvas(rect)
-        active = self.active
-        if not any(_covers(window.rect, rect) for window in self.windows):
+        active, windows = self.active, self.windows
+        covering = [index for index, window in enumerate(windows) if window.rect.covers(rect)]
+        if not covering:
             canvas.paste_rows(_wallpaper(self.framebuffer.bounds.h))
-        for window in self.windows:
+        for window in windows[covering[-1] if covering else 0 :]:  # what lies below cannot be seen
             if canvas.shows(window.rect):
                 window.draw(canvas, active=window is active)
-        panel = self._panel()
+        panel = _panel(self.framebuffer.bounds)
         if canvas.shows(panel):
             canvas.fill(panel, FACE)
             canvas.outline(panel, EDGE)
-            for name, launcher in self._launchers().items():
+            for name, launcher in _launchers(self.framebuffer.bounds).items():
                 draw_button(canvas, launcher, name)
             if self._animation_count:
                 shade = self._animation_count * 37 % 256
                 canvas.fill(self._animation(), (shade, 255 - shade, shade // 2))
 
-    def _panel(self) -> Rect:
-        bounds = self.framebuffer.bounds
-        return Rect(0, bounds.h - _PANEL_HEIGHT_PX, bounds.w, _PANEL_HEIGHT_PX)
-
-    def _launchers(self) -> dict[str, Rect]:
-        panel = self._panel()
-        return {name: Rect(6 + index * 106, panel.y + 4, 100, 24) for index, name in enumerate(_LAUNCHERS)}
-
     def _animation(self) -> Rect:
-        panel = self._panel()
+        panel = _panel(self.framebuffer.bounds)
         return Rect(panel.right - 24, panel.y + 8, 16, 16)
 
     # Windows
 
     def _press(self, window: Window | None, x: int, y: int) -> None:
-        for name, rect in self._launchers().items():
+        for name, rect in _launchers(self.framebuffer.bounds).items():
             if rect.contains(x, y):
                 self.launch(name)
                 return
@@ -299,12 +296,18 @@ class DrawnDesktop:
             self.damage(old.union(window.rect))
 
 
-def _covers(outer: Rect, inner: Rect) -> bool:
-    return outer.intersect(inner) == inner
+def _panel(screen: Rect) -> Rect:
+    return Rect(0, screen.h - _PANEL_HEIGHT_PX, screen.w, _PANEL_HEIGHT_PX)
 
 
 @functools.lru_cache(maxsize=8)
-def _wallpaper(height_px: int) -> Pixels:
+def _launchers(screen: Rect) -> Mapping[str, Rect]:
+    panel = _panel(screen)
+    return {name: Rect(6 + index * 106, panel.y + 4, 100, 24) for index, name in enumerate(_LAUNCHERS)}
+
+
+@functools.lru_cache(maxsize=8)
+def _wallpaper(height_px: int) -> Words:
     fade = np.linspace(0, 1, height_px)[:, None]
     top, bottom = np.array([150, 96, 52, 0]), np.array([84, 60, 40, 0])
-    return np.asarray(top + (bottom - top) * fade, np.uint8)
+    return np.asarray(top + (bottom - top) * fade, np.uint8).view(np.uint32)[:, 0]

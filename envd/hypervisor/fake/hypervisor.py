@@ -105,6 +105,11 @@ class FakeHypervisor:
         return "fake: drawn desktops in this process, no guest code runs"
 
     @property
+    def problem(self) -> str:
+        """Never any."""
+        return ""
+
+    @property
     def machines(self) -> dict[str, FakeMachine]:
         """Machines on the host by id, for tests that reach into one."""
         return self.host.machines

@@ -159,8 +159,8 @@ class FakeMachine:
         """Connect to its RFB server. Raises: MachineLost."""
         self.require_present("open its display")
         ours, theirs = socket.socketpair()
-        connection = RfbConnection(self, name=f"envd ({self.machine_id})")
         loop = asyncio.get_running_loop()
+        connection = RfbConnection(self, name=f"envd ({self.machine_id})", call_later=loop.call_later)
         try:
             await loop.create_unix_connection(lambda: connection, sock=ours)
             self._displays.add(connection)

@@ -1,12 +1,14 @@
 """The server side of one RFB 3.8 connection, as QEMU speaks it: no authentication, raw rectangles, scancodes.
 
 It holds no frames: what changed since the last update is a short list of rectangles, and pixels are copied when
-they are sent, so a slow reader gets the newest picture and costs at most one update of memory.
+they are sent, so a slow reader gets the newest picture and costs at most one update of memory. As QEMU it sends what
+changed when it looks, and not at once: soon by itself, and when it is asked for pixels as they are.
 """
 
 import asyncio
 import logging
 import struct
+from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple, Protocol, cast
 
@@ -24,9 +26,16 @@ _CURSOR = -239
 _POINTER_TYPE_CHANGE = -257
 _EXTENDED_KEY = -258
 _MAX_CUT_TEXT_BYTES = 1 << 20
+# QEMU looks after 30 to 80 ms while there is something to see (ui/vnc.c). A click, which takes 60 ms, is one update to
+# those who then ask for a look.
+_REFRESH_S = 0.08
 
 # An arrow of 8x12 pixels; its rows, the leftmost pixel in the highest bit.
 _CURSOR_ROWS = (0x80, 0xC0, 0xE0, 0xF0, 0xF8, 0xFC, 0xFE, 0xF8, 0xD8, 0x8C, 0x0C, 0x06)
+
+
+#: Calls something after so many seconds, unless it is cancelled before.
+CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 
 
 class Screen(Protocol):
@@ -92,8 +101,10 @@ class _Stage(Enum):
 class RfbConnection(asyncio.Protocol):
     """One client of one screen."""
 
-    def __init__(self, screen: Screen, *, name: str) -> None:
+    def __init__(self, screen: Screen, *, name: str, call_later: CallLater) -> None:
+        """Serve a screen on the transport that it is given; `call_later` is the event loop's."""
         self._screen = screen
+        self._call_later = call_later
         self._name = name
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
@@ -105,6 +116,7 @@ class RfbConnection(asyncio.Protocol):
         self._damage = Damage()
         self._is_requested = False
         self._is_clogged = False
+        self._refresh: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
         """Drop the connection at once, as when QEMU exits."""
@@ -115,7 +127,7 @@ class RfbConnection(asyncio.Protocol):
         """The screen changed there."""
         for rect in rects:
             self._damage.add(rect)
-        self._send_update()
+        self._send_soon()
 
     def resized(self) -> None:
         """The screen has another size now."""
@@ -134,6 +146,7 @@ class RfbConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """Tell the screen."""
         self._transport = None
+        self._look_no_more()
         self._screen.display_closed(self)
 
     def pause_writing(self) -> None:
@@ -201,10 +214,12 @@ class RfbConnection(asyncio.Protocol):
                 self._set_encodings(frozenset(struct.unpack_from(f">{(len(message) - 4) // 4}i", message, 4)))
             case 3:
                 incremental, x, y, w, h = struct.unpack_from(">BHHHH", message, 1)
-                if not incremental:
-                    self._damage.add(Rect(x, y, w, h).intersect(self._screen.framebuffer.bounds))
                 self._is_requested = True
-                self._send_update()
+                if incremental:
+                    self._send_soon()
+                else:
+                    self._damage.add(Rect(x, y, w, h).intersect(self._screen.framebuffer.bounds))
+                    self._send_update()
             case 4:
                 down, keysym = struct.unpack_from(">BxxI", message, 1)
                 self._screen.keysym_input(keysym, down=bool(down))
@@ -230,7 +245,17 @@ class RfbConnection(asyncio.Protocol):
 
     # Updates
 
+    def _send_soon(self) -> None:
+        if self._damage.rects and self._refresh is None and self._transport is not None:
+            self._refresh = self._call_later(_REFRESH_S, self._send_update)
+
+    def _look_no_more(self) -> None:
+        if self._refresh is not None:
+            self._refresh.cancel()
+            self._refresh = None
+
     def _send_update(self) -> None:
+        self._look_no_more()
         if self._transport is None or self._is_clogged or self._stage is not _Stage.MESSAGES:
             return
         # QEMU sends sizes and what it announces unasked, pixels only on request.

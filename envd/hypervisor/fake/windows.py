@@ -4,10 +4,11 @@ A window draws itself inside a clip, takes input in screen pixels, and tells its
 match. What it does leaves a trace in the guest's files, so that checkers can see it.
 """
 
+import functools
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from envd.hypervisor.fake.canvas import CELL_HEIGHT_PX, CELL_WIDTH_PX, Canvas, Colour, Rect
+from envd.hypervisor.fake.canvas import CELL_HEIGHT_PX, CELL_WIDTH_PX, Canvas, Colour, Rect, Words, picture_of
 from envd.hypervisor.fake.files import HOME, GuestFiles
 from envd.hypervisor.fake.keyboard import Stroke
 from envd.hypervisor.fake.text_area import TextArea
@@ -53,11 +54,20 @@ class Surroundings(Protocol):
 def draw_button(canvas: Canvas, rect: Rect, label: str, *, pressed: bool = False, focused: bool = False) -> None:
     """Draw a push button with its label in the middle."""
     if canvas.shows(rect):
-        face = PRESSED if pressed else FACE
+        canvas.paste(rect.x, rect.y, _button(rect.w, rect.h, label, pressed, focused))
+
+
+@functools.lru_cache(maxsize=64)
+def _button(width: int, height: int, label: str, pressed: bool, focused: bool) -> Words:
+    rect, face = Rect(0, 0, width, height), PRESSED if pressed else FACE
+
+    def draw(canvas: Canvas) -> None:
         canvas.fill(rect, face)
         canvas.outline(rect, _TITLE_ACTIVE if focused else EDGE)
-        x = rect.x + (rect.w - len(label) * CELL_WIDTH_PX) // 2
-        canvas.text(x, rect.y + (rect.h - CELL_HEIGHT_PX) // 2, label, ink=INK, paper=face)
+        x = (width - len(label) * CELL_WIDTH_PX) // 2
+        canvas.text(x, (height - CELL_HEIGHT_PX) // 2, label, ink=INK, paper=face)
+
+    return picture_of(width, height, draw)
 
 
 class Window:
@@ -123,6 +133,8 @@ class Window:
 
     def release(self, x: int, y: int) -> None:
         """The left button came up here."""
+        if not self.armed:
+            return
         name, self.armed = self.armed, ""
         rect = self.buttons().get(name)
         if rect is not None:
@@ -308,6 +320,19 @@ class _TextDamage:
         return whole, len(text.lines), text.row, text.column, text.lines[text.row]
 
 
+class _ControlsLayout(NamedTuple):
+    button: Rect
+    label: Rect
+    checkbox: Rect
+
+
+@functools.lru_cache(maxsize=64)
+def _controls_layout(window: Rect) -> _ControlsLayout:
+    button = Rect(window.x + 16, window.y + TITLE_HEIGHT_PX + 16, 90, 32)
+    label = Rect(window.x + 16, button.bottom + 10, window.w - 32, CELL_HEIGHT_PX)
+    return _ControlsLayout(button, label, Rect(window.x + 16, label.bottom + 14, 96, CELL_HEIGHT_PX))
+
+
 class ControlsWindow(Window):
     """A button that counts its clicks, and a checkbox. Tab moves the focus, space and Enter activate."""
 
@@ -320,42 +345,35 @@ class ControlsWindow(Window):
         self._focused = "Count"
 
     @property
-    def _count_button(self) -> Rect:
-        return Rect(self.rect.x + 16, self.rect.y + TITLE_HEIGHT_PX + 16, 90, 32)
-
-    @property
-    def _count_label(self) -> Rect:
-        return Rect(self.rect.x + 16, self._count_button.bottom + 10, self.rect.w - 32, CELL_HEIGHT_PX)
-
-    @property
-    def _checkbox(self) -> Rect:
-        return Rect(self.rect.x + 16, self._count_label.bottom + 14, 96, CELL_HEIGHT_PX)
+    def _layout(self) -> "_ControlsLayout":
+        return _controls_layout(self.rect)
 
     def buttons(self) -> dict[str, Rect]:
-        return {**super().buttons(), "Count": self._count_button, "Enabled": self._checkbox}
+        return {**super().buttons(), "Count": self._layout.button, "Enabled": self._layout.checkbox}
 
     def elements(self) -> list[Element]:
         focus = {name: ("focused",) if name == self._focused else () for name in ("Count", "Enabled")}
         checked = ("checked",) if self.is_checked else ()
+        button, label, checkbox = self._layout
         return [
             *super().elements(),
-            Element(name="Count", role="push-button", rect=self._count_button, states=focus["Count"]),
-            Element(name="Clicks", role="label", rect=self._count_label, text=f"Clicks: {self.click_count}"),
-            Element(name="Enabled", role="check-box", rect=self._checkbox, states=focus["Enabled"] + checked),
+            Element(name="Count", role="push-button", rect=button, states=focus["Count"]),
+            Element(name="Clicks", role="label", rect=label, text=f"Clicks: {self.click_count}"),
+            Element(name="Enabled", role="check-box", rect=checkbox, states=focus["Enabled"] + checked),
         ]
 
     def focus_rects(self) -> list[Rect]:
-        return [self.title_bar, self._count_button, self._checkbox]
+        return [self.title_bar, self._layout.button, self._layout.checkbox]
 
     def activate(self, name: str) -> None:
         if name == "Count":
             self.click_count += 1
             self._desktop.files[CLICKS_PATH] = b"%d\n" % self.click_count
-            self._desktop.damage(self._count_label)
+            self._desktop.damage(self._layout.label)
         elif name == "Enabled":
             self.is_checked = not self.is_checked
             self._desktop.files[CHECKBOX_PATH] = b"on\n" if self.is_checked else b"off\n"
-            self._desktop.damage(self._checkbox)
+            self._desktop.damage(self._layout.checkbox)
         super().activate(name)
 
     def press(self, x: int, y: int) -> None:
@@ -371,11 +389,10 @@ class ControlsWindow(Window):
 
     def draw_body(self, canvas: Canvas, *, active: bool) -> None:
         focused = self._focused if active else ""
-        draw_button(canvas, self._count_button, "Count", pressed=self.armed == "Count", focused=focused == "Count")
-        label = self._count_label
+        button, label, box = self._layout
+        draw_button(canvas, button, "Count", pressed=self.armed == "Count", focused=focused == "Count")
         if canvas.shows(label):
             canvas.text(label.x, label.y, f"Clicks: {self.click_count}", ink=INK, paper=FACE)
-        box = self._checkbox
         if canvas.shows(box):
             mark = Rect(box.x, box.y + 1, 16, 16)
             canvas.fill(mark, PRESSED if self.armed == "Enabled" else PAPER)
@@ -387,5 +404,5 @@ class ControlsWindow(Window):
     def _focus(self, name: str) -> None:
         if name != self._focused:
             self._focused = name
-            for rect in (self._count_button, self._checkbox):
+            for rect in (self._layout.button, self._layout.checkbox):
                 self._desktop.damage(rect)

@@ -1,0 +1,404 @@
+"""A libvirtd that ends under envd: machines are not lost with it, and everything goes on when it is back."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import libvirt
+import pytest
+import pytest_asyncio
+
+from envd.errors import HypervisorError, HypervisorUnavailable, MachineLost
+from envd.hypervisor.accel import AcceleratorChoice
+from envd.hypervisor.libvirt import LibvirtHypervisor
+from envd.hypervisor.libvirt_link import LibvirtLink
+from envd.hypervisor.libvirt_machine import LibvirtMachine
+from envd.hypervisor.libvirt_xml import MachineFiles
+from envd.hypervisor.machine import Accelerator, DiskImage, MachineSpec
+from envd.hypervisor.qemu_user import QemuUser
+from envd.hypervisor.templates import TemplateStore
+
+CAPABILITIES = "<capabilities><host/></capabilities>"
+#: Stands for QEMU: something that listens at a machine's display.
+LISTENER = """
+import socket, sys, time
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen(16)
+print("listening", flush=True)
+time.sleep(300)
+"""
+
+
+class Domain:
+    """One of a libvirtd's, as one connection to it sees it."""
+
+    def __init__(self, name: str, connection: "Connection") -> None:
+        self._name = name
+        self._connection = connection
+
+    def name(self) -> str:
+        return self._name
+
+    def connect(self) -> "Connection":
+        return self._connection
+
+    def isActive(self) -> int:
+        self._connection.reach()
+        return int(self._name in self._connection.libvirtd.domains)
+
+    def destroy(self) -> None:
+        self._connection.reach()
+        self._connection.libvirtd.domains.discard(self._name)
+
+    def screenshot(self, *_: object) -> None:
+        self._connection.reach()
+
+
+class Connection:
+    """To a libvirtd that can end."""
+
+    def __init__(self, libvirtd: "Libvirtd") -> None:
+        self.libvirtd = libvirtd
+        self.alive = True
+        self.lifecycle: Callable[..., None] | None = None
+        self.closed: Callable[..., None] | None = None
+        self.let_go = False
+
+    def reach(self) -> None:
+        if not self.alive:
+            raise libvirt.libvirtError("client socket is closed")
+
+    def isAlive(self) -> int:
+        return int(self.alive)
+
+    def getVersion(self) -> int:
+        return 7_002_000
+
+    def getCapabilities(self) -> str:
+        return CAPABILITIES
+
+    def domainEventRegisterAny(self, _domain: None, _kind: int, callback: Callable[..., None], _opaque: None) -> int:
+        self.reach()
+        self.lifecycle = callback
+        return 1
+
+    def domainEventDeregisterAny(self, _id: int) -> None:
+        self.lifecycle = None
+        self.reach()
+
+    def registerCloseCallback(self, callback: Callable[..., None], _opaque: None) -> None:
+        self.reach()
+        self.closed = callback
+
+    def unregisterCloseCallback(self) -> None:
+        self.closed = None
+        self.reach()
+
+    def listAllDomains(self, _flags: int) -> list[Domain]:
+        if self.libvirtd.ends_when_listed:
+            self.libvirtd.ends_when_listed = False
+            self.alive = False
+        self.reach()
+        return [Domain(name, self) for name in sorted(self.libvirtd.domains)]
+
+    def newStream(self, _flags: int) -> None:
+        self.reach()
+
+    def close(self) -> None:
+        self.let_go = True
+
+
+class Libvirtd:
+    """Domains, and whether anybody answers for them."""
+
+    def __init__(self) -> None:
+        self.domains: set[str] = set()
+        self.refusals = 0
+        """How many more connections are refused."""
+        self.ends_when_listed = False
+        self.connections: list[Connection] = []
+
+    def dial(self) -> Connection:
+        if self.refusals:
+            self.refusals -= 1
+            raise libvirt.libvirtError("Failed to connect socket")
+        self.connections.append(Connection(self))
+        return self.connections[-1]
+
+    def end(self, *, is_told: bool = True) -> None:
+        """Break the newest connection; libvirt tells of it by its callback, or only who uses it finds out."""
+        connection = self.connections[-1]
+        connection.alive = False
+        if is_told and connection.closed is not None:
+            connection.closed(connection, libvirt.VIR_CONNECT_CLOSE_REASON_EOF, None)
+
+
+class Follower:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[str, str]] = []
+        self.met: list[Connection] = []
+        self.link: LibvirtLink | None = None
+
+    def domain_ended(self, name: str, reason: str) -> None:
+        self.ended.append((name, reason))
+
+    async def meet_again(self) -> None:
+        assert self.link is not None
+        with pytest.raises(HypervisorUnavailable):
+            await asyncio.wait_for(self.link.available(), 5)  # nobody else comes first
+        await self.link.call(self.link.connection.listAllDomains, 0)
+        self.met.append(self.link.connection)
+
+
+def linked(libvirtd: Libvirtd, *, patience_s: float = 30.0) -> LibvirtLink:
+    return LibvirtLink(
+        libvirtd.dial(),
+        uri="qemu:///system",
+        dial=libvirtd.dial,
+        executor=ThreadPoolExecutor(max_workers=2),
+        first_pause_s=0.001,
+        patience_s=patience_s,
+    )
+
+
+@pytest.fixture
+def libvirtd() -> Libvirtd:
+    return Libvirtd()
+
+
+@pytest_asyncio.fixture
+async def link(libvirtd: Libvirtd) -> AsyncIterator[LibvirtLink]:
+    link = linked(libvirtd)
+    yield link
+    await link.aclose()
+    assert all(connection.let_go for connection in libvirtd.connections)
+
+
+@pytest_asyncio.fixture
+async def follower(libvirtd: Libvirtd) -> AsyncIterator[Follower]:
+    """One that asks in vain whether anybody else may use the connection while it meets its domains."""
+    link, follower = linked(libvirtd, patience_s=0.001), Follower()
+    follower.link = link
+    link.follow(follower)
+    yield follower
+    await link.aclose()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_connection_that_breaks_is_made_anew_and_its_domains_are_met_first(
+    libvirtd: Libvirtd, follower: Follower
+) -> None:
+    link = follower.link
+    assert link is not None
+    libvirtd.refusals = 3
+    libvirtd.end()
+    await until(lambda: len(libvirtd.connections) == 2 and link.problem == "")
+    first, second = libvirtd.connections
+    assert follower.met == [second] == [link.connection]
+    assert first.let_go
+    assert second.lifecycle is not None
+    crashed = libvirt.VIR_DOMAIN_EVENT_STOPPED_CRASHED
+    second.lifecycle(second, Domain("d", second), libvirt.VIR_DOMAIN_EVENT_STOPPED, crashed, None)
+    await until(lambda: follower.ended == [("d", "crashed")])
+
+
+async def test_a_connection_that_breaks_as_domains_are_met_is_replaced_by_another(
+    libvirtd: Libvirtd, follower: Follower
+) -> None:
+    link = follower.link
+    assert link is not None
+    libvirtd.ends_when_listed = True
+    libvirtd.end()
+    await until(lambda: link.problem == "" and len(libvirtd.connections) == 3)
+    assert follower.met == [libvirtd.connections[2]]
+    assert [connection.let_go for connection in libvirtd.connections] == [True, True, False]
+
+
+async def test_a_call_that_is_cut_off_is_unavailable_and_has_the_connection_made_anew(
+    libvirtd: Libvirtd, link: LibvirtLink
+) -> None:
+    libvirtd.end(is_told=False)
+    with pytest.raises(HypervisorUnavailable, match="client socket is closed") as caught:
+        await link.call(link.connection.listAllDomains, 0)
+    assert caught.value.retry_after_s > 0
+    await link.available()
+    assert await link.call(link.connection.listAllDomains, 0) == []
+
+
+async def test_what_libvirt_refuses_is_no_break(libvirtd: Libvirtd, link: LibvirtLink) -> None:
+    def refuse() -> None:
+        raise libvirt.libvirtError("no such domain")
+
+    with pytest.raises(HypervisorError, match="no such domain") as caught:
+        await link.call(refuse)
+    assert not isinstance(caught.value, HypervisorUnavailable)
+    assert link.problem == ""
+    assert len(libvirtd.connections) == 1
+
+
+async def test_who_needs_libvirt_waits_for_it_for_a_while_and_is_told_why_it_does_not_come(libvirtd: Libvirtd) -> None:
+    link = linked(libvirtd, patience_s=0.05)
+    await link.available()
+    libvirtd.refusals = 1_000_000
+    libvirtd.end(is_told=False)
+    with pytest.raises(HypervisorUnavailable):
+        await link.call(link.connection.listAllDomains, 0)
+    with pytest.raises(HypervisorUnavailable, match="qemu:///system cannot be reached: Failed to connect"):
+        await link.available()
+    await link.aclose()
+
+
+# -- machines ---------------------------------------------------------------------------------------------------
+
+
+class Host:
+    """A hypervisor on a libvirtd, with machines that were forked before."""
+
+    def __init__(self, libvirtd: Libvirtd, link: LibvirtLink, directory: Path) -> None:
+        self.libvirtd = libvirtd
+        self.link = link
+        self.directory = directory
+        self.hypervisor = LibvirtHypervisor(
+            link,
+            uri="qemu:///system",
+            state_dir=directory,
+            owner="o",
+            choice=AcceleratorChoice(accelerator=Accelerator.TCG, why="a test"),
+            store=TemplateStore(directory / "templates", limit_bytes=1 << 30),
+            tcg_cache_mib=64,
+            qemu_user=QemuUser(account=None, why="a test"),
+        )
+        self.qemus: list[subprocess.Popen[str]] = []
+
+    def machine(self, machine_id: str) -> LibvirtMachine:
+        """Return one whose QEMU listens at its display."""
+        files = MachineFiles(directory=self.directory / "machines" / machine_id)
+        files.directory.mkdir(parents=True)
+        files.overlay.touch()
+        machine = LibvirtMachine(
+            MachineSpec(machine_id=machine_id, image=DiskImage(name="d", digest="0" * 64, disk=Path("/nowhere"))),
+            files,
+            memory_path=self.directory / "ram",
+            snapshot=None,
+            call=self.link.call,
+            on_destroyed=self.hypervisor._forget,
+        )
+        name = f"envd-o-{machine_id}"
+        self.libvirtd.domains.add(name)
+        machine.started(Domain(name, self.link.connection))
+        self.hypervisor._machines[name] = machine
+        qemu = subprocess.Popen(
+            [sys.executable, "-c", LISTENER, str(files.display_socket)], stdout=subprocess.PIPE, text=True
+        )
+        self.qemus.append(qemu)
+        assert qemu.stdout is not None
+        assert qemu.stdout.readline() == "listening\n"
+        qemu.stdout.close()
+        return machine
+
+    async def away(self) -> None:
+        """Have libvirt be away, for longer than a test takes."""
+        self.libvirtd.refusals = 1_000_000
+        self.libvirtd.end()
+        await until(lambda: self.hypervisor.problem != "")
+
+    async def back(self) -> None:
+        self.libvirtd.refusals = 0
+        await until(lambda: self.hypervisor.problem == "")
+
+
+@pytest.fixture
+def host(libvirtd: Libvirtd, link: LibvirtLink, tmp_path: Path) -> Iterator[Host]:
+    host = Host(libvirtd, link, tmp_path)
+    yield host
+    for qemu in host.qemus:
+        qemu.kill()
+        qemu.wait()
+
+
+async def test_a_machine_is_not_lost_because_its_libvirtd_is(host: Host) -> None:
+    machine = host.machine("m")
+    await host.away()
+    assert (await machine.usage()).rss_bytes > 0
+    with pytest.raises(HypervisorUnavailable):
+        await machine.screendump()
+    assert not machine.lost.is_set()
+    await host.back()
+    assert machine.domain.connect() is host.libvirtd.connections[-1]
+    assert not machine.lost.is_set()
+
+
+async def test_a_machine_that_dies_while_libvirt_is_away_is_lost_at_its_next_use(host: Host) -> None:
+    machine = host.machine("m")
+    await host.away()
+    host.qemus[0].kill()
+    host.qemus[0].wait()
+    with pytest.raises(MachineLost):
+        await machine.usage()
+
+
+async def test_what_ended_meanwhile_is_lost_and_what_nobody_heard_of_is_ended(host: Host) -> None:
+    stays, ends = host.machine("stays"), host.machine("ends")
+    await host.away()
+    host.libvirtd.domains -= {"envd-o-ends"}
+    host.libvirtd.domains |= {"envd-o-unheard-of", "envd-another-daemons", "somebody's"}
+    await host.back()
+    assert not stays.lost.is_set()
+    assert ends.lost_reason == "its QEMU ended while libvirt could not be reached"
+    assert host.libvirtd.domains == {"envd-o-stays", "envd-another-daemons", "somebody's"}
+
+
+async def test_a_machine_can_be_given_back_while_libvirt_is_away(host: Host) -> None:
+    machine = host.machine("m")
+    await host.away()
+    await machine.destroy()
+    assert host.qemus[0].wait() == -9
+    assert list((host.directory / "machines").iterdir()) == []
+
+
+async def test_a_process_that_is_not_the_machines_qemu_is_not_killed_for_it(host: Host) -> None:
+    machine, other = host.machine("one"), host.machine("other")
+    machine.files.display_socket.unlink()
+    machine.files.display_socket.symlink_to(other.files.display_socket)
+    with pytest.raises(HypervisorError, match="is not its QEMU"):
+        await machine.usage()
+    await machine.destroy()
+    assert host.qemus[1].poll() is None
+
+
+async def test_a_machine_that_could_not_be_destroyed_is_destroyed_when_it_is_tried_again(host: Host) -> None:
+    machine = host.machine("m")
+
+    class Refusing(Domain):
+        def destroy(self) -> None:
+            raise libvirt.libvirtError("busy")
+
+    domain, machine.domain = machine.domain, Refusing("envd-o-m", host.link.connection)
+    with pytest.raises(HypervisorError, match="busy"):
+        await machine.destroy()
+    machine.domain = domain
+    await machine.destroy()
+    assert host.libvirtd.domains == set()
+    assert list((host.directory / "machines").iterdir()) == []
+
+
+async def test_nothing_is_forked_without_libvirt(libvirtd: Libvirtd, tmp_path: Path) -> None:
+    link = linked(libvirtd, patience_s=0.01)
+    host = Host(libvirtd, link, tmp_path)
+    await host.away()
+    spec = MachineSpec(machine_id="m", image=DiskImage(name="d", digest="0" * 64, disk=Path("/nowhere")))
+    with pytest.raises(HypervisorUnavailable):
+        await host.hypervisor.create(spec)
+    assert list((tmp_path / "machines").glob("*")) == []
+    await host.hypervisor.close()

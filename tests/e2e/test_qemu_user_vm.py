@@ -1,0 +1,107 @@
+"""A root's envd whose QEMUs run as libvirt's own user, without a right of root's: whole lives of machines."""
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from envd.hypervisor.images.catalogue import Image
+from envd.hypervisor.leftovers import daemon_leftovers, machine_processes
+from envd.hypervisor.qemu_user import Account
+from envd.testing.served import ServedDaemon
+from trainer.client import Done, EnvClient, PressKeys, Settle, TypeText, View
+
+pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
+
+TASK = "desktop/type-greeting"
+SAVE = PressKeys(["ctrl", "s"])
+SLOWLY = Settle(quiet=timedelta(seconds=2), max=timedelta(seconds=20))
+CONFIG = """\
+cache_dir = "{cache_dir}"
+
+[pools.desktop]
+image = "desktop"
+size = 1
+capacity = 3
+
+[hypervisor]
+qemu_user = "libvirt-qemu"
+"""
+
+
+@pytest.fixture
+def open_dir(cache_dir: Path, desktop_image: Image) -> Iterator[Path]:
+    """A directory that every user gets through, with the desktop image in it."""
+    directory = Path(tempfile.mkdtemp(prefix="envd-u-", dir="/tmp"))
+    directory.chmod(0o755)
+    image = cache_dir / "images" / "desktop" / desktop_image.digest[:16]
+    copy = directory / "c" / "images" / "desktop"
+    copy.mkdir(parents=True)
+    shutil.copytree(image, copy / image.name, copy_function=_linked)
+    (copy / "current").symlink_to(image.name)
+    yield directory
+    shutil.rmtree(directory)
+
+
+def with_kvm_for(account: Account, directory: Path) -> list[str]:
+    """Return a command under which the user may open /dev/kvm, if there is one, as on hosts set up for it."""
+    kvm = Path("/dev/kvm")
+    if not kvm.exists():
+        return []
+    own = directory / "kvm"
+    os.mknod(own, 0o660 | stat.S_IFCHR, kvm.stat().st_rdev)
+    os.chown(own, account.user_id, account.group_id)
+    program = 'mount --bind "$0" /dev/kvm && exec "$@"'
+    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", program, str(own)]
+
+
+def _linked(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy(source, target)
+
+
+def ids_of(pid: int, name: str) -> set[int]:
+    """Return real, effective, saved and file-system id of a process (proc(5), status)."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return {int(number) for number in line.split()[1:]}
+
+
+def test_machines_are_booted_forked_branched_and_scored_without_a_right_of_roots(open_dir: Path) -> None:
+    account = Account.of("libvirt-qemu")
+    assert account is not None
+    state_dir = open_dir / "s"
+    within = with_kvm_for(account, open_dir)
+    served = ServedDaemon(state_dir, CONFIG.format(cache_dir=open_dir / "c"), within=within)
+    address = served.wait_for(r"listening on (\S+)")
+    try:
+        with EnvClient(address) as client:
+            opening = client.reset(TASK, timeout=timedelta(minutes=10), view=View(encoding="none"), settle=SLOWLY)
+            with opening as parent:
+                parent.step(TypeText("Hello, "))
+                with client.fork(parent, count=1) as (branch,):
+                    qemus = machine_processes(state_dir)
+                    assert len(qemus) >= 2
+                    for pid in qemus:
+                        assert ids_of(pid, "Uid") == {account.user_id}
+                        assert ids_of(pid, "Gid") == {account.group_id}
+                        assert "\nCapEff:\t0000000000000000\n" in Path(f"/proc/{pid}/status").read_text()
+                        assert "\nSeccomp:\t2\n" in Path(f"/proc/{pid}/status").read_text()
+                    branch.step(TypeText("desktop!"), SAVE)
+                    parent.step(TypeText("world!"), SAVE)
+                    for episode in (branch, parent):
+                        episode.step(Done())
+                    assert [episode.evaluate().score for episode in (branch, parent)] == [1.0, 0.0]
+    finally:
+        status = served.end()
+    assert status == 0
+    assert daemon_leftovers(state_dir) == []
+    # What other machines stand on is root's, but for the memory, which QEMU opens for writing.
+    (template,) = (state_dir / "templates").glob("*/disk.qcow2")
+    assert template.stat().st_uid == 0
