@@ -28,9 +28,7 @@ from envd.errors import ConfigError, OsworldError
 from envd.guest.allow_list import AllowList
 from envd.guest.desktop import Desktop
 from envd.guest.observation import Region, SettlePolicy
-from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.images.catalogue import ImageCatalogue
-from envd.hypervisor.libvirt import LibvirtHypervisor
 from envd.hypervisor.machine import Accelerator, DiskImage, Hypervisor
 from envd.osworld.bridge import WorkerBridge
 from envd.osworld.catalogue import IMAGE
@@ -236,8 +234,13 @@ async def _warm(workers: Workers) -> None:
 
 
 async def _open_hypervisor(config: Config, images: Iterable[DiskImage]) -> Hypervisor:
+    # Neither needs what the other imports.
     if config.hypervisor_uri == "fake":
+        from envd.hypervisor.fake import FakeHypervisor  # noqa: PLC0415
+
         return FakeHypervisor()
+    from envd.hypervisor.libvirt import LibvirtHypervisor  # noqa: PLC0415
+
     return await LibvirtHypervisor.open(
         uri=config.hypervisor_uri,
         state_dir=config.state_dir,
@@ -254,13 +257,15 @@ async def _open_hypervisor(config: Config, images: Iterable[DiskImage]) -> Hyper
 
 def _images(config: Config) -> Iterator[tuple[str, tuple[DiskImage, tuple[int, int]]]]:
     """Yield each pool's image and its screen's (width, height) in pixels. Raises: ImageNotFound, ImageError."""
+    if config.hypervisor_uri == "fake":
+        from envd.hypervisor.fake import fake_image  # noqa: PLC0415
+
+        yield from ((name, (fake_image(pool.image), _FAKE_SCREEN_PX)) for name, pool in config.pools.items())
+        return
     catalogue = ImageCatalogue(config.cache_dir)
     for name, pool in config.pools.items():
-        if config.hypervisor_uri == "fake":
-            yield name, (fake_image(pool.image), _FAKE_SCREEN_PX)
-        else:
-            image = catalogue.get(pool.image)
-            yield name, (catalogue.disk_image(pool.image), (image.screen_width_px, image.screen_height_px))
+        image = catalogue.get(pool.image)
+        yield name, (catalogue.disk_image(pool.image), (image.screen_width_px, image.screen_height_px))
 
 
 def run_shares(runs: Mapping[str, RunConfig]) -> RunShares:
