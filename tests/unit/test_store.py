@@ -123,7 +123,7 @@ async def test_the_event_loop_writes_itself_until_that_is_slow_and_again_a_hundr
         await store.commit(value.statement)
         return value.thread is loop_thread
 
-    assert await is_written_by_the_loop(takes_s=0.004)
+    assert await is_written_by_the_loop(takes_s=0.015)
     assert await is_written_by_the_loop(takes_s=0.5)
     assert not await is_written_by_the_loop(takes_s=30)
     clock.now_s += 19
