@@ -128,9 +128,7 @@ def default_cache_dir() -> Path:
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class SettleConfig(_Section):
@@ -472,15 +470,15 @@ def load(
         raise ConfigError("; ".join(_complaints(error, origin))) from error
 
 
-def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, description) of every setting; pools appear as `pools.NAME`, runs as `limits.runs.NAME`."""
+def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted key of every setting; pools appear as `pools.NAME`, runs as `limits.runs.NAME`."""
     for name, info in model.model_fields.items():
         section = _NAMED.get(f"{prefix}{name}", info.annotation)
         path = f"{prefix}{name}.NAME" if f"{prefix}{name}" in _NAMED else f"{prefix}{name}"
         if isinstance(section, type) and issubclass(section, BaseModel):
             yield from fields(section, f"{path}.")
         else:
-            yield path, " ".join((info.description or "").split())
+            yield path
 
 
 def _read_toml(file: Path) -> Raw:
@@ -498,7 +496,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, .
     Variables near to no setting are left alone: Kubernetes, for one, puts `ENVD_SERVICE_HOST` into every
     container beside a service called envd.
     """
-    names = {path.upper().replace(".", "__"): path for path, _ in fields() if ".NAME." not in path}
+    names = {path.upper().replace(".", "__"): path for path in fields() if ".NAME." not in path}
     named = tuple(f"{section.upper().replace('.', '__')}__" for section in _NAMED)
     for variable in sorted(environ):
         if not variable.startswith(ENV_PREFIX):
@@ -547,5 +545,5 @@ def _complaints(error: ValidationError, origin: Mapping[tuple[str, ...], str]) -
 def _siblings(path: tuple[str, ...]) -> list[str]:
     """Return the keys that are allowed where `path` ends."""
     shape = tuple("NAME" if ".".join(path[:at]) in _NAMED else part for at, part in enumerate(path[:-1]))
-    keys = [tuple(key.split(".")) for key, _ in fields()]
+    keys = [tuple(key.split(".")) for key in fields()]
     return sorted({key[len(shape)] for key in keys if key[: len(shape)] == shape and len(key) > len(shape)})

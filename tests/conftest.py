@@ -12,16 +12,23 @@ from hypothesis import HealthCheck, settings
 
 # Imported before libvirt is used: gRPC's fork handlers and the embedded driver do not go together.
 import envd.api
+
+# Imported before libvirt is loaded: it says where libvirt logs.
+import envd.hypervisor
 from envd.config import load
 from envd.hypervisor.images.catalogue import Image, ImageCatalogue
 from envd.testing.soak import SoakProcess, SoakRun
 
 assert envd.api
+assert envd.hypervisor
 # A script's shell has what it starts in the background ignore it, and so would every process that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # A busy machine may stop for seconds amid an example: how long one takes says nothing about the code.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Examples are new in each run, and a failing one is kept: every run need not look as long as a thorough one.
+settings.register_profile("usual", untimed, max_examples=40)
+settings.register_profile("thorough", untimed, max_examples=200)
+settings.load_profile("usual")
 # So that a failed assertion in a shipped contract suite says what it compared.
 for module in ("fork_contract", "machine_contract", "machine_fixtures"):
     pytest.register_assert_rewrite(f"envd.testing.{module}")
@@ -29,6 +36,12 @@ for module in ("fork_contract", "machine_contract", "machine_fixtures"):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the soak and the faults on real machines as well")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Look longer for counterexamples where a run may take its time; tests, which are read later, take what is set."""
+    if config.getoption("--long"):
+        settings.load_profile("thorough")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Self
 import grpc
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 
+from envd.api.channel import CHANNEL_OPTIONS
 from envd.api.convert_actions import action_to_proto
-from envd.api.server import MAX_MESSAGE_BYTES
 from envd.errors import EnvdError
 from envd.guest.actions import Action
 
@@ -28,13 +28,6 @@ WireFrame = env_pb2.Frame
 
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
-
-_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # We dial loopback: a proxy that is set for other traffic must not see it.
-    ("grpc.enable_http_proxy", 0),
-)
 
 
 class CallError(EnvdError):
@@ -59,7 +52,7 @@ class EpisodeDriver:
     """
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self.stub: CUAEnvAsyncStub = env_pb2_grpc.CUAEnvStub(self._channel)  # type: ignore[assignment]
 
     async def __aenter__(self) -> Self:

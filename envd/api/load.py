@@ -20,16 +20,12 @@ import uvloop
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from google.protobuf.duration_pb2 import Duration
 
-from envd.api.server import MAX_MESSAGE_BYTES
+from envd.api.channel import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
 
 _ECHO = "/envd.bench.Echo/Echo"
-_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),
-)
 #: Of one connection the server's side is one stream of bytes; real clients are several processes.
 _CHANNELS = 4
 _LENGTH_BYTES = 4
@@ -216,7 +212,7 @@ async def _echoes(plan: LoadPlan, request_bytes: int, response_bytes: int) -> Lo
 
 def _unshared(number: int) -> tuple[tuple[str, int], ...]:
     # Channels with equal options would share one connection.
-    return (*_OPTIONS, ("envd.channel_number", number))
+    return (*CHANNEL_OPTIONS, ("envd.channel_number", number))
 
 
 def _say(told: dict[str, Any]) -> None:

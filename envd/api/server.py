@@ -20,6 +20,7 @@ from cuaenv.v1 import env_pb2, env_pb2_grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from envd.api.channel import MAX_MESSAGE_BYTES
 from envd.api.guard import Guard
 from envd.api.interceptors import CallInterceptor
 from envd.api.rate import RateLimiter
@@ -35,7 +36,6 @@ from envd.telemetry.metrics import Metrics
 _logger = logging.getLogger(__name__)
 
 SERVICE_NAME = env_pb2.DESCRIPTOR.services_by_name["CUAEnv"].full_name
-MAX_MESSAGE_BYTES = 64 << 20
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

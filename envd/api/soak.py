@@ -24,15 +24,11 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
-from envd.api.server import MAX_MESSAGE_BYTES
+from envd.api.channel import CHANNEL_OPTIONS
 
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
 
-_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),
-)
 OK = "OK"
 REUSED = "INVALID_ARGUMENT/REQUEST_ID_REUSED"
 MISMATCH = "ABORTED/STEP_INDEX_MISMATCH"
@@ -571,7 +567,7 @@ def _key_of(error: grpc.aio.AioRpcError) -> str:
 
 async def _main(plan: SoakPlan) -> None:
     loop = asyncio.get_running_loop()
-    async with grpc.aio.insecure_channel(plan.address, options=_OPTIONS) as channel:
+    async with grpc.aio.insecure_channel(plan.address, options=CHANNEL_OPTIONS) as channel:
         stub: Any = env_pb2_grpc.CUAEnvStub(channel)
         client = SoakClient(stub, plan)
 

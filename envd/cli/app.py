@@ -4,35 +4,50 @@ from typing import Annotated
 
 import typer
 
-from envd.cli import certs, demo, doctor, image, osworld, serve, tokens
-from envd.cli.bench.commands import app as bench_app
-from envd.cli.output import out
-from envd.cli.soak.commands import soak_command
-from envd.cli.tasks.commands import app as tasks_app
+from envd.cli.late import late_group
 from envd.cli.version import envd_version
+
+_COMMANDS = {
+    "serve": (
+        "envd.cli.serve:serve",
+        "Serve pools of desktops over gRPC. SIGTERM or Ctrl-C drains; a second one does not wait for episodes.",
+    ),
+    "doctor": ("envd.cli.doctor:doctor", "Tell what works on this host, why the rest does not, and how to mend it."),
+    "certs": (
+        "envd.cli.certs:certs",
+        "Make a development authority, and certificates of it for a server and a client.",
+    ),
+    "demo": (
+        "envd.cli.demo:demo",
+        "Fork a group of four desktops from one task state, branch two of them, and check every reward.",
+    ),
+    "soak": (
+        "envd.cli.soak.commands:soak_command",
+        "Play random episodes under random faults; fail on a lost or doubled action, a false score, or a leftover.",
+    ),
+    "image": ("envd.cli.image:app", "Build, import and look at guest images."),
+    "tasks": ("envd.cli.tasks.commands:app", "Look at the tasks that clients may ask for."),
+    "osworld": ("envd.cli.osworld:app", "OSWorld's tasks, with its own setup and evaluators."),
+    "tokens": ("envd.cli.tokens:app", "Make the tokens that clients show to a daemon."),
+    "bench": (
+        "envd.cli.bench.commands:app",
+        "Measure forks, branches, standby machines, frames and steps on this host.",
+    ),
+}
 
 app = typer.Typer(
     name="envd",
+    cls=late_group(_COMMANDS),
     no_args_is_help=True,
     # A traceback with local variables may hold a secret, and is no way to tell an operator what went wrong.
     pretty_exceptions_show_locals=False,
     help="Run pools of virtual desktops and serve them over gRPC.",
 )
-app.command("serve")(serve.serve)
-app.command("doctor")(doctor.doctor)
-app.add_typer(image.app, name="image")
-app.add_typer(tasks_app, name="tasks")
-app.add_typer(osworld.app, name="osworld")
-app.command("certs")(certs.certs)
-app.add_typer(tokens.app, name="tokens")
-app.command("demo")(demo.demo)
-app.add_typer(bench_app, name="bench")
-app.command("soak")(soak_command)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        out.print(f"envd {envd_version()}")
+        typer.echo(f"envd {envd_version()}")
         raise typer.Exit
 
 

@@ -28,9 +28,7 @@ from envd.errors import ConfigError, OsworldError
 from envd.guest.allow_list import AllowList
 from envd.guest.desktop import Desktop
 from envd.guest.observation import Region, SettlePolicy
-from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.images.catalogue import ImageCatalogue
-from envd.hypervisor.libvirt import LibvirtHypervisor
 from envd.hypervisor.machine import Accelerator, DiskImage, Hypervisor
 from envd.osworld.bridge import WorkerBridge
 from envd.osworld.catalogue import IMAGE
@@ -59,9 +57,6 @@ logger = logging.getLogger(__name__)
 
 #: For answers that are on their way when serving ends, such as that of the last `Close`.
 _STOP_GRACE = timedelta(seconds=2)
-#: Of the cyclic garbage collector. The youngest generation is looked through after ten times as many new objects as by
-#: default, and mostly finds the coroutines of calls that run; all that is there as often as by default.
-_COLLECTION_THRESHOLDS = (7000, 5, 2)
 #: Longer than anything takes to be made or removed, the largest template included.
 _AUDIT_GRACE_S = 300.0
 _FAKE_SCREEN_PX = (1280, 800)
@@ -101,14 +96,14 @@ class Daemon:
 
 
 def spare_collections() -> None:
-    """Have the garbage collector stop a process that is to serve less often, and for shorter.
+    """Have the garbage collector stop a process that is to serve for shorter.
 
-    What was imported stays for good and need not be looked through again: it is more than half of all there is. With
-    128 drawn desktops that step all the time, collections took 10 % of the processor, and half of it is left.
+    What was imported stays for good and need not be looked through again: it is more than half of all there is, with
+    128 drawn desktops too. Rarer collections would save nothing: one after ten times as many new objects took 40 ms,
+    not 1 or 2, for it goes through the coroutines of all calls that run.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_COLLECTION_THRESHOLDS)
 
 
 @asynccontextmanager
@@ -239,8 +234,13 @@ async def _warm(workers: Workers) -> None:
 
 
 async def _open_hypervisor(config: Config, images: Iterable[DiskImage]) -> Hypervisor:
+    # Neither needs what the other imports.
     if config.hypervisor_uri == "fake":
+        from envd.hypervisor.fake import FakeHypervisor  # noqa: PLC0415
+
         return FakeHypervisor()
+    from envd.hypervisor.libvirt import LibvirtHypervisor  # noqa: PLC0415
+
     return await LibvirtHypervisor.open(
         uri=config.hypervisor_uri,
         state_dir=config.state_dir,
@@ -257,13 +257,15 @@ async def _open_hypervisor(config: Config, images: Iterable[DiskImage]) -> Hyper
 
 def _images(config: Config) -> Iterator[tuple[str, tuple[DiskImage, tuple[int, int]]]]:
     """Yield each pool's image and its screen's (width, height) in pixels. Raises: ImageNotFound, ImageError."""
+    if config.hypervisor_uri == "fake":
+        from envd.hypervisor.fake import fake_image  # noqa: PLC0415
+
+        yield from ((name, (fake_image(pool.image), _FAKE_SCREEN_PX)) for name, pool in config.pools.items())
+        return
     catalogue = ImageCatalogue(config.cache_dir)
     for name, pool in config.pools.items():
-        if config.hypervisor_uri == "fake":
-            yield name, (fake_image(pool.image), _FAKE_SCREEN_PX)
-        else:
-            image = catalogue.get(pool.image)
-            yield name, (catalogue.disk_image(pool.image), (image.screen_width_px, image.screen_height_px))
+        image = catalogue.get(pool.image)
+        yield name, (catalogue.disk_image(pool.image), (image.screen_width_px, image.screen_height_px))
 
 
 def run_shares(runs: Mapping[str, RunConfig]) -> RunShares:

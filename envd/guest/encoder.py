@@ -23,7 +23,7 @@ from envd.guest.observation import (
     TileDelta,
     Unchanged,
 )
-from envd.guest.tiles import TILE_PX, TileImage
+from envd.guest.tiles import TileImage
 
 T = TypeVar("T")
 
@@ -35,7 +35,6 @@ _KEPT_RESULTS = 8
 _ZSTD_LEVEL = 1
 #: Up to 5 tiles are packed in 0.1 ms: what handing them to a thread and back costs as well.
 _INLINE_TILES = 5
-_INLINE_BYTES = _INLINE_TILES * TILE_PX * TILE_PX * 3
 
 
 class FrameEncoder:

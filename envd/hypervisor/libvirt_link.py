@@ -116,8 +116,12 @@ class LibvirtLink:
 
     async def available(self) -> None:
         """Wait a little for a connection, if there is none. Raises: HypervisorUnavailable."""
+        if self._is_up.is_set():
+            return
+        # Not `wait_for`, which may forget that its caller was cancelled.
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._is_up.wait(), self._patience_s)
+            async with asyncio.timeout(self._patience_s):
+                await self._is_up.wait()
         if not self._is_up.is_set():
             raise self._unavailable()
 

@@ -33,8 +33,9 @@ async def relayed(listener: socket.socket, guest_url: str) -> AsyncIterator[None
             running.discard(task)
             writer.close()
 
-    server = await asyncio.start_server(carry, sock=listener)
+    server = await asyncio.start_server(carry, sock=listener, start_serving=False)
     try:
+        await server.start_serving()
         yield
     finally:
         server.close()

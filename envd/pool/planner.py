@@ -207,6 +207,8 @@ def _ready_wanted(queue: Sequence[Wanted], *, idle_target: int, budget: int) -> 
     """
     wanted = 0
     for group in queue:
-        wanted += min(group.ready, max(0, budget))
+        if budget <= 0:
+            break
+        wanted += min(group.ready, budget)
         budget -= group.machine_count
     return wanted + min(idle_target, max(0, budget))

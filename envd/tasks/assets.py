@@ -12,9 +12,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-import aiohttp
 from pydantic import ValidationError
 
 from envd.errors import EnvdError
@@ -23,6 +22,9 @@ from envd.tasks.checkers.osworld import OsworldEvaluator
 from envd.tasks.fields import Model, Sha256
 from envd.tasks.model import Task
 from envd.tasks.verbs import Download, OsworldSetup
+
+if TYPE_CHECKING:
+    import aiohttp
 
 MAX_ASSET_BYTES = 1 << 30
 _CHUNK_BYTES = 1 << 20
@@ -109,7 +111,7 @@ class AssetCache:
             raise AssetMissing(f"{ref.url}: {path} was changed; remove it and run `envd tasks fetch`")
         return data
 
-    async def fetch(self, ref: AssetRef, http: aiohttp.ClientSession) -> int:
+    async def fetch(self, ref: AssetRef, http: "aiohttp.ClientSession") -> int:
         """Download a file, unless it is there; return its size in bytes.
 
         On failure the cache is as it was.
@@ -135,8 +137,11 @@ class AssetCache:
 
 
 @asynccontextmanager
-async def open_http(*, timeout_s: float) -> AsyncIterator[aiohttp.ClientSession]:
+async def open_http(*, timeout_s: float) -> AsyncIterator["aiohttp.ClientSession"]:
     """Yield what downloads; the host's proxy settings hold. `timeout_s` bounds each download."""
+    # Imported by what downloads alone: it takes a quarter of a second, and most only look at what is here.
+    import aiohttp  # noqa: PLC0415
+
     async with aiohttp.ClientSession(trust_env=True, timeout=aiohttp.ClientTimeout(total=timeout_s)) as http:
         yield http
 
@@ -150,8 +155,10 @@ def _keep(part: IO[bytes], path: Path) -> None:
     os.replace(linked, path)
 
 
-async def _download(url: str, file: IO[bytes], http: aiohttp.ClientSession) -> tuple[str, int]:
+async def _download(url: str, file: IO[bytes], http: "aiohttp.ClientSession") -> tuple[str, int]:
     """Write what is at a URL to a file; return its digest and size. Raises: AssetMissing."""
+    import aiohttp  # noqa: PLC0415
+
     digest, size_bytes = hashlib.sha256(), 0
     try:
         async with http.get(url, raise_for_status=True) as answer:

@@ -18,7 +18,7 @@ BOM = "bom"
 class Model(BaseModel):
     """Base of all task data: immutable, and unknown fields are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 def _checked_path(path: str) -> str:

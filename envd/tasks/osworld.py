@@ -3,13 +3,16 @@
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import JsonValue
 
-from envd.guest.desktop import Desktop
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.text import Verdict
+
+if TYPE_CHECKING:
+    # As in `checkers.scene`: tasks are read where no desktop is.
+    from envd.guest.desktop import Desktop
 
 #: A setup step or an evaluator, in OSWorld's form.
 OsworldObject = Mapping[str, JsonValue]
@@ -21,11 +24,11 @@ class OsworldBridge(Protocol):
     """Runs OSWorld's setup and evaluators."""
 
     async def set_up(
-        self, desktop: Desktop, steps: Sequence[OsworldObject], *, os: GuestOs, on_step: Callable[[str], None]
+        self, desktop: "Desktop", steps: Sequence[OsworldObject], *, os: GuestOs, on_step: Callable[[str], None]
     ) -> None:
         """Perform setup steps, telling the name of each as it begins. Raises: GuestError, MachineLost."""
 
-    async def evaluate(self, desktop: Desktop, evaluator: OsworldObject, *, os: GuestOs) -> Verdict:
+    async def evaluate(self, desktop: "Desktop", evaluator: OsworldObject, *, os: GuestOs) -> Verdict:
         """Score the state that the guest is in. Raises: GuestError, MachineLost."""
 
 

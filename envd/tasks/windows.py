@@ -2,10 +2,14 @@
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from envd.errors import GuestError
-from envd.guest.desktop import Desktop
 from envd.tasks.fields import WindowMatch
+
+if TYPE_CHECKING:
+    # As in `checkers.scene`: tasks are read where no desktop is.
+    from envd.guest.desktop import Desktop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +23,7 @@ class OpenWindow:
     title: str
 
 
-async def list_windows(desktop: Desktop, *, timeout_s: float) -> tuple[OpenWindow, ...]:
+async def list_windows(desktop: "Desktop", *, timeout_s: float) -> tuple[OpenWindow, ...]:
     """Return every open window, oldest first.
 
     Raises:

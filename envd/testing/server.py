@@ -9,6 +9,7 @@ async with serve_fake(size=4) as server:
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from envd.api.server import ApiServer
@@ -63,8 +64,9 @@ class FakeServer:
         await self.server.stop()
 
 
+@cache
 def load_fake_tasks() -> TaskCatalogue:
-    """Return the tasks of the drawn desktop, suite `fake`."""
+    """Return the tasks of the drawn desktop, suite `fake`; read once, as many servers of a test run have them."""
     return TaskCatalogue.load([Path(__file__).parent / "suites"], include_builtin=False)
 
 

@@ -19,8 +19,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
+from envd.api.channel import MAX_MESSAGE_BYTES
 from envd.api.driver import EpisodeDriver
-from envd.api.server import MAX_MESSAGE_BYTES, SERVICE_NAME, ApiServer, parse_listen
+from envd.api.server import SERVICE_NAME, ApiServer, parse_listen
 from envd.episodes.types import PoolInfo
 from envd.errors import AccessDenied, ConfigError, EpisodeEnded, GuestError, MachineLost, NotForkable, PoolExhausted
 from envd.guest.actions import Click, Done, Point, TypeText

@@ -1,8 +1,11 @@
 """The fake's guestd, asked by the real client over a real socket."""
 
 import asyncio
+import gc
 import io
+import os
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Any
 from xml.etree import ElementTree
 
@@ -178,3 +181,33 @@ async def test_a_call_under_way_fails_when_the_machine_is_killed(guestd: GuestdC
     async with asyncio.timeout(60):
         with pytest.raises(MachineLost):
             await asking
+
+
+async def test_a_machine_cut_short_as_it_opens_its_port_leaves_none_open() -> None:
+    gc.collect()  # what earlier tests left for it
+    before, finished = open_sockets(), False
+    hypervisor = FakeHypervisor()
+    for turns in range(100):
+        spec = MachineSpec(machine_id=f"cut-{turns}", image=fake_image(), screen_width_px=640, screen_height_px=400)
+        creating = asyncio.create_task(hypervisor.create(spec))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        finished = creating.done()
+        creating.cancel()
+        await asyncio.gather(creating, return_exceptions=True)
+        for machine in list(hypervisor.machines.values()):
+            await machine.destroy()
+        assert open_sockets() == before, f"cut short after {turns} turns of the loop"
+        if finished:
+            break
+    assert finished, "some were cut short, the last one was complete"
+    await hypervisor.close()
+
+
+def open_sockets() -> set[str]:
+    """The sockets of this process."""
+    links = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing's own
+            links.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return {link for link in links if link.startswith("socket:")}

@@ -119,12 +119,14 @@ class Libvirtd:
         self.domains: set[str] = set()
         self.refusals = 0
         """How many more connections are refused."""
+        self.is_away = False
+        """Whether all are."""
         self.ends_when_listed = False
         self.connections: list[Connection] = []
 
     def dial(self) -> Connection:
-        if self.refusals:
-            self.refusals -= 1
+        if self.refusals or self.is_away:
+            self.refusals = max(0, self.refusals - 1)
             raise libvirt.libvirtError("Failed to connect socket")
         self.connections.append(Connection(self))
         return self.connections[-1]
@@ -250,13 +252,33 @@ async def test_what_libvirt_refuses_is_no_break(libvirtd: Libvirtd, link: Libvir
 async def test_who_needs_libvirt_waits_for_it_for_a_while_and_is_told_why_it_does_not_come(libvirtd: Libvirtd) -> None:
     link = linked(libvirtd, patience_s=0.05)
     await link.available()
-    libvirtd.refusals = 1_000_000
+    libvirtd.is_away = True
     libvirtd.end(is_told=False)
     with pytest.raises(HypervisorUnavailable):
         await link.call(link.connection.listAllDomains, 0)
     with pytest.raises(HypervisorUnavailable, match="qemu:///system cannot be reached: Failed to connect"):
         await link.available()
     await link.aclose()
+
+
+async def test_who_is_cancelled_is_cancelled_whether_or_not_libvirt_is_there(
+    libvirtd: Libvirtd, link: LibvirtLink
+) -> None:
+    async def use() -> None:
+        await link.available()
+        await asyncio.sleep(0)
+
+    for is_away in (False, True):
+        if is_away:
+            libvirtd.is_away = True
+            libvirtd.end(is_told=False)
+            with pytest.raises(HypervisorUnavailable):
+                await link.call(link.connection.listAllDomains, 0)
+        using = asyncio.create_task(use())
+        await asyncio.sleep(0)
+        using.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await using
 
 
 # -- machines ---------------------------------------------------------------------------------------------------
@@ -309,12 +331,12 @@ class Host:
 
     async def away(self) -> None:
         """Have libvirt be away, for longer than a test takes."""
-        self.libvirtd.refusals = 1_000_000
+        self.libvirtd.is_away = True
         self.libvirtd.end()
         await until(lambda: self.hypervisor.problem != "")
 
     async def back(self) -> None:
-        self.libvirtd.refusals = 0
+        self.libvirtd.is_away = False
         await until(lambda: self.hypervisor.problem == "")
 
 

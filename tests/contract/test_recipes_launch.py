@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
@@ -70,11 +71,20 @@ def typed(value: str) -> object:
 
 
 @cache
-def dry_run(name: str, stage: str) -> dict[str, str]:
-    done = launch(name, "--dry-run", stage)
-    assert done.returncode == 0, done.stderr
-    assert "canary" not in done.stdout + done.stderr
-    return dict(flags_of(shlex.split(done.stdout.splitlines()[-1])))
+def dry_run(name: str, stage: str) -> str:
+    """Return what it prints, for all tests of it: each run starts a shell and an interpreter."""
+    with TemporaryDirectory() as directory:
+        run_dir = Path(directory) / "run"
+        done = launch(name, "--dry-run", stage, RUN_DIR=str(run_dir))
+        assert done.returncode == 0, done.stderr
+        assert "canary" not in done.stdout + done.stderr
+        assert not run_dir.exists()
+    return done.stdout
+
+
+def slime_flags(name: str, stage: str) -> dict[str, str]:
+    """Return what slime would be given."""
+    return dict(flags_of(shlex.split(dry_run(name, stage).splitlines()[-1])))
 
 
 @pytest.mark.parametrize("name", names())
@@ -85,17 +95,14 @@ def test_launchers_are_bash(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_stage_has_a_dry_run_that_needs_no_gpu(name: str, tmp_path: Path) -> None:
-    for stage in STAGES:
-        done = launch(name, "--dry-run", stage, RUN_DIR=str(tmp_path / "run"))
-        assert done.returncode == 0, done.stderr
-        assert done.stdout
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_has_a_dry_run_that_needs_no_gpu_and_leaves_nothing(name: str, stage: str) -> None:
+    assert dry_run(name, stage)
 
 
 @pytest.mark.parametrize("name", SLIME)
 def test_what_is_learnt_by_is_as_the_recipe_had_it(name: str) -> None:
-    flags = dry_run(name, "full")
+    flags = slime_flags(name, "full")
     for flag, value in flags_of(GOLDEN[name].split()):
         assert (flag, flags.get(flag)) == (flag, value)
 
@@ -103,7 +110,7 @@ def test_what_is_learnt_by_is_as_the_recipe_had_it(name: str) -> None:
 @pytest.mark.parametrize("name", SLIME)
 @pytest.mark.parametrize("stage", ["smoke", "full"])
 def test_batches_add_up(name: str, stage: str) -> None:
-    flags = dry_run(name, stage)
+    flags = slime_flags(name, stage)
     batch, per_prompt, update = (
         int(flags[flag]) for flag in ("--rollout-batch-size", "--n-samples-per-prompt", "--global-batch-size")
     )
@@ -128,7 +135,7 @@ def test_batches_add_up(name: str, stage: str) -> None:
 @pytest.mark.parametrize("name", SLIME)
 @pytest.mark.parametrize("stage", ["smoke-text", "smoke", "full"])
 def test_the_plug_in_refuses_nothing_and_warns_of_nothing(name: str, stage: str) -> None:
-    flags = dry_run(name, stage)
+    flags = slime_flags(name, stage)
     # As slime's own arguments would hold them.
     args = SimpleNamespace(**{flag[2:].replace("-", "_"): typed(value) for flag, value in flags.items()})
     args.use_tis = "--use-tis" in flags

@@ -20,6 +20,7 @@ import pytest
 from PIL import Image
 
 from envd.api.driver import EpisodeDriver
+from envd.testing.command import Ended, run_envd
 from trainer.client import Done, Draining, EnvClient, MachineLost, Tls, TypeText, Unauthenticated, Wait
 
 
@@ -92,8 +93,9 @@ def test_an_episode_runs_against_a_served_pool_and_metrics_tell_of_it(daemon: En
 
 def command(*args: str) -> dict[str, Any]:
     """Run an `envd` command to its end and return what it says as JSON."""
-    run = subprocess.run([sys.executable, "-m", "envd", *args, "--json"], capture_output=True, check=True, timeout=240)
-    told: dict[str, Any] = json.loads(run.stdout)
+    done = run_envd(*args, "--json")
+    assert done.status == 0, done.err
+    told: dict[str, Any] = json.loads(done.out)
     return told
 
 
@@ -133,11 +135,11 @@ def test_a_daemon_that_other_hosts_can_reach_serves_who_has_a_token_over_tls(
 
 
 def test_a_daemon_that_other_hosts_could_reach_without_tls_does_not_start(state_dir: Path) -> None:
-    envd = Envd(state_dir, "--pool", "1", listen="0.0.0.0:0")
-    _, err = envd.process.communicate(timeout=120)
-    assert envd.process.returncode == 2
-    assert "can be reached from other hosts" in err
-    assert "set security.tls_cert and security.tls_key" in err
+    where = ("--hypervisor", "fake", "--state-dir", str(state_dir), "--listen", "0.0.0.0:0")
+    done = run_envd("serve", "--pool", "1", *where)
+    assert done.status == 2
+    assert "can be reached from other hosts" in done.err
+    assert "set security.tls_cert and security.tls_key" in done.err
     assert not state_dir.exists()
 
 
@@ -242,29 +244,24 @@ def test_a_client_of_a_killed_daemon_hears_of_the_restart_and_scores_are_kept(tm
     assert stat.S_IMODE((state_dir / "envd.db").stat().st_mode) == 0o600
 
 
-def run(*args: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("ENVD_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "envd", *args], capture_output=True, text=True, timeout=240, check=False, env=environment
-    )
-    assert done.returncode == status, done.stderr
-    return done
-
-
 def test_mistakes_are_one_line_with_the_status_of_wrong_usage(tmp_path: Path) -> None:
     state = ["--hypervisor", "fake", "--state-dir", str(tmp_path)]
-    assert run("serve", *state, status=2).stderr.startswith("error: no pool is configured; pass --pool 2")
-    assert "only loopback is served" in run("serve", *state, "--pool", "1", "--listen", "0.0.0.0:1", status=2).stderr
+    without_pool = run_envd("serve", *state)
+    assert without_pool.status == 2
+    assert without_pool.err.startswith("error: no pool is configured; pass --pool 2")
+    for_all = run_envd("serve", *state, "--pool", "1", "--listen", "0.0.0.0:1")
+    assert for_all.status == 2
+    assert "only loopback is served" in for_all.err
     config = tmp_path / "envd.toml"
     config.write_text("[pools.desktop]\nsise = 1\n", encoding="utf-8")
     message = f"error: {config}: pools.desktop.sise: unknown key; did you mean 'size'?\n"
-    assert run("serve", *state, "--config", str(config), status=2).stderr == message
+    assert run_envd("serve", *state, "--config", str(config)) == Ended(status=2, out="", err=message)
 
 
 def test_a_demo_on_drawn_desktops_prints_one_json_object_and_leaves_its_evidence(tmp_path: Path) -> None:
     out = tmp_path / "demo"
-    flags = ["--hypervisor", "fake", "--state-dir", str(tmp_path / "state"), "--out", str(out), "--json"]
-    told = json.loads(run("demo", *flags).stdout)
+    flags = ["--hypervisor", "fake", "--state-dir", str(tmp_path / "state"), "--out", str(out)]
+    told = command("demo", *flags)
     assert told == json.loads((out / "episode.json").read_text(encoding="utf-8"))
     assert [(episode["policy"], episode["reward"]) for episode in told["episodes"]] == [
         ("oracle", 1.0),

@@ -2,15 +2,14 @@
 
 import http.server
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from envd.testing.command import run_envd
 
 SOLVABLE = """
 version: 1
@@ -56,11 +55,10 @@ tasks:
 
 
 def envd(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    command = [sys.executable, "-m", "envd", "tasks", *arguments, "--hypervisor", "fake", "--json"]
     places = ["--cache-dir", str(tmp_path / "cache")]
-    done = subprocess.run([*command, *places], capture_output=True, text=True, check=False)
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
+    done = run_envd("tasks", *arguments, "--hypervisor", "fake", "--json", *places)
+    assert done.out, done.err
+    return done.status, json.loads(done.out)
 
 
 def written(tmp_path: Path, text: str) -> str:
@@ -148,33 +146,22 @@ def test_fetched_files_are_there_for_episodes_and_those_that_cannot_be_had_are_t
     assert envd(tmp_path, "lint", "--tasks", file)[0] == 0
 
 
+SERVE = ("serve", "--hypervisor", "fake", "--pool", "1")
+
+
 def test_serve_refuses_a_wrong_file_before_anything_starts(tmp_path: Path) -> None:
     file = written(tmp_path, SOLVABLE.replace("file_text", "file_txt"))
-    command = [sys.executable, "-m", "envd", "serve", "--hypervisor", "fake", "--pool", "1", "--tasks", file]
-    done = subprocess.run([*command, "--state-dir", str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert f"{file}:8: task mine/note: checker: Input tag 'file_txt'" in done.stderr
-    assert "listening" not in done.stdout
+    done = run_envd(*SERVE, "--tasks", file, "--state-dir", str(tmp_path))
+    assert done.status == 2
+    assert f"{file}:8: task mine/note: checker: Input tag 'file_txt'" in done.err
+    assert "listening" not in done.out
 
 
 def test_serve_refuses_a_password_that_everyone_may_read(tmp_path: Path) -> None:
     secret = tmp_path / "password"
     secret.write_text("s3cret")
     secret.chmod(0o644)
-    command = [
-        sys.executable,
-        "-m",
-        "envd",
-        "serve",
-        "--hypervisor",
-        "fake",
-        "--pool",
-        "1",
-        "--state-dir",
-        str(tmp_path),
-    ]
-    env = {**os.environ, "ENVD_TASKS__CLIENT_PASSWORD_FILE": str(secret)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 2
-    assert f"tasks.client_password_file: {secret} has mode 0644" in done.stderr
-    assert "s3cret" not in done.stdout + done.stderr
+    done = run_envd(*SERVE, "--state-dir", str(tmp_path), ENVD_TASKS__CLIENT_PASSWORD_FILE=str(secret))
+    assert done.status == 2
+    assert f"tasks.client_password_file: {secret} has mode 0644" in done.err
+    assert "s3cret" not in done.out + done.err

@@ -475,7 +475,7 @@ async def test_an_answer_is_written_before_it_is_sent(embed: Home) -> None:
             await asyncio.sleep(0.05)
             order.append("written")
 
-        server.store.commit = slow  # type: ignore[method-assign]
+        server.store.commit = slow  # type: ignore[method-assign, assignment]
         await server.service.step(step_command(episode_id, 0))
         order.append("answered")
         assert order == ["written", "written", "answered"], "that it is begun, and what it came to"

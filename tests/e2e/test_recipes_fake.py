@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import sys
 from asyncio.subprocess import PIPE
 from pathlib import Path
@@ -12,22 +13,30 @@ from envd.testing.server import serve_fake
 from trainer.recipes.catalogue import launcher, names
 
 
-async def smoke_env(name: str, target: str, run_dir: Path, *, task: str = "fake/enable") -> tuple[int | None, str]:
+async def smoke_env(
+    name: str, target: str, run_dir: Path, *, task: str = "fake/enable", flags: tuple[str, ...] = ()
+) -> tuple[int | None, str]:
     variables = {"ENVD_TARGET": target, "SMOKE_TASK": task, "PYTHON": sys.executable, "RUN_DIR": str(run_dir)}
     process = await asyncio.create_subprocess_exec(
-        "bash", str(launcher(name)), "smoke-env", stdout=PIPE, stderr=PIPE, env={**os.environ, **variables}
+        "bash", str(launcher(name)), *flags, "smoke-env", stdout=PIPE, stderr=PIPE, env={**os.environ, **variables}
     )
     out, err = await process.communicate()
     return process.returncode, out.decode() + err.decode()
 
 
-@pytest.mark.parametrize("name", names())
-async def test_desktops_answer_before_anything_else_is_started(name: str, tmp_path: Path) -> None:
+async def test_desktops_answer_before_anything_else_is_started(tmp_path: Path) -> None:
     async with serve_fake(size=1) as server:
-        status, said = await smoke_env(name, server.address, tmp_path / "run")
+        status, said = await smoke_env("smoke_text", server.address, tmp_path / "run")
     assert status == 0, said
     assert "score 0.00 after 1 turns (done)" in said
     assert (tmp_path / "run" / "fake.enable-0.html").is_file()
+
+
+@pytest.mark.parametrize("name", names())
+async def test_every_recipe_begins_with_the_same_episode(name: str, tmp_path: Path) -> None:
+    status, said = await smoke_env(name, "127.0.0.1:1", tmp_path, flags=("--dry-run",))
+    words = [sys.executable, "-m", "trainer", "play", "fake/enable", "--by", "null", "--envd", "127.0.0.1:1"]
+    assert (status, shlex.split(said)) == (0, [*words, "--out", str(tmp_path)])
 
 
 async def test_a_task_that_is_not_there_ends_it_with_the_reason(tmp_path: Path) -> None:

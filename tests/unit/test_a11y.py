@@ -244,7 +244,7 @@ def test_whatever_a_guest_sends_is_elements_or_a_typed_refusal(xml: str) -> None
 def trees(draw: st.DrawFn, depth: int = 0) -> str:
     role = draw(st.sampled_from(["frame", "panel", "push-button", "text", "_"]))
     box = draw(st.tuples(*[st.integers(-(10**9), 10**9) | st.integers(0, 900)] * 4))
-    children = draw(st.lists(trees(depth=depth + 1), max_size=3)) if depth < 4 else []
+    children = draw(st.lists(trees(depth=depth + 1), max_size=3)) if depth < 3 else []
     name = draw(st.text(st.characters(exclude_categories=["Cc", "Cs"], exclude_characters="\ufffe\uffff"), max_size=20))
     states = draw(st.sampled_from(["", "active", "focused showing", "checked modal"]))
     return node(role, name, *children, box=",".join(map(str, box)), states=states)

@@ -81,7 +81,8 @@ class Simulation:
 
     @property
     def held(self) -> Counter[str]:
-        return Counter(m.owner.run for m in self.machines.values() if m.state is MachineState.LEASED and m.owner)
+        # Who leased a machine owns it until it dies.
+        return Counter([m.owner.run for m in self.machines.values() if m.owner])
 
     def arrive(self, run: str, *, ready: int = 1, places: int = 0, stay: int = 5) -> Group:
         group = Group(wanted=Wanted(ready=ready, places=places, run=run), arrival=self.now, stay=stay)
@@ -154,8 +155,8 @@ class Simulation:
         first: dict[str, Group] = {}
         for group in self.line:
             first.setdefault(group.run, group)
-        held = self.held
-        return [group for run, group in first.items() if held[run] == 0]
+        holding = {m.owner.run for m in self.machines.values() if m.owner}
+        return [group for run, group in first.items() if run not in holding]
 
     def _note_passing(self, entitled: Iterable[Group], admitted: list[Group], before: list[Group]) -> None:
         for group in entitled:
@@ -301,7 +302,9 @@ def backlogged(
 ) -> None:
     """Let time pass while each run waits for half a pool at all times."""
     for _ in range(ticks):
-        waiting = Counter(run for group in simulation.line for run in [group.run] * group.size)
+        waiting: Counter[str] = Counter()
+        for group in simulation.line:
+            waiting[group.run] += group.size
         for run, size in sizes.items():
             while waiting[run] < simulation.capacity / 2:
                 group = simulation.arrive(run, ready=size(), stay=stay(run))

@@ -33,6 +33,7 @@ from envd.guest.actions import Click, Drag, Move, Point, PressKeys
 from envd.guest.observation import EncodedFrame, Unchanged
 from envd.hypervisor.processes import memory_of, processor_ns, written_guest_bytes
 from envd.hypervisor.raw_fork import raw_arguments
+from envd.testing.command import Ended, run_envd
 
 MIB = 1 << 20
 REAL: dict[str, object] = {"accelerator": "tcg", "machines": 8, "guest_memory_mib": 1024}
@@ -354,22 +355,14 @@ def test_a_process_is_measured_by_its_own_clock_and_memory() -> None:
     assert written_guest_bytes(own) == 0
 
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("ENVD_")}
-    return subprocess.run(
-        [sys.executable, "-m", "envd", "bench", *args, "--hypervisor", "fake"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=environment,
-    )
+def run(*args: str) -> Ended:
+    return run_envd("bench", *args, "--hypervisor", "fake")
 
 
 def test_forks_of_drawn_desktops_are_measured_and_one_json_object_says_that_no_guest_ran(tmp_path: Path) -> None:
     done = run("fork", "--n", "2", "--repetitions", "2", "--json", "--state-dir", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    assert done.status == 0, done.err
+    told = json.loads(done.out)
     assert told["conditions"]["accelerator"] == "fake"
     assert told["conditions"]["repetitions"] == 2
     assert len(told["samples"]["acquire_ms"]) == 2
@@ -380,15 +373,15 @@ def test_forks_of_drawn_desktops_are_measured_and_one_json_object_says_that_no_g
         "target": "<= 1.6",
         "unless": "drawn desktops: no guest runs",
     }
-    assert "bench fork" in done.stderr
+    assert "bench fork" in done.err
 
 
 def test_a_branch_of_a_drawn_desktop_is_measured_checked_and_told_as_tables(tmp_path: Path) -> None:
     done = run("branch", "--repetitions", "2", "--state-dir", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert "branch_ms_p50" in done.stdout
-    assert "passed a child types on from its parent's text" in done.stdout
-    assert "milk\\nbread\\n-2 -1 0 1 and the child" in done.stdout
+    assert done.status == 0, done.err
+    assert "branch_ms_p50" in done.out
+    assert "passed a child types on from its parent's text" in done.out
+    assert "milk\\nbread\\n-2 -1 0 1 and the child" in done.out
 
 
 def test_standby_sets_of_drawn_desktops_are_measured_one_after_the_other(tmp_path: Path) -> None:
@@ -458,8 +451,8 @@ async def test_a_client_does_not_make_up_a_frame_that_it_was_not_told(capfd: pyt
 
 def test_frames_of_drawn_desktops_are_recorded_measured_and_told_as_one_json_object(tmp_path: Path) -> None:
     done = run("frames", "--repetitions", "1", "--json", "--state-dir", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    assert done.status == 0, done.err
+    told = json.loads(done.out)
     assert told["conditions"]["tasks"] == ["fake/save-note", "fake/move-and-count"]
     assert told["checks"][0]["name"] == "lossless"
     assert told["checks"][0]["passed"] is True
@@ -472,8 +465,8 @@ def test_frames_of_drawn_desktops_are_recorded_measured_and_told_as_one_json_obj
 
 def test_steps_of_drawn_desktops_are_measured_without_peers(tmp_path: Path) -> None:
     done = run("step", "--repetitions", "9", "--json", "--state-dir", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    assert done.status == 0, done.err
+    told = json.loads(done.out)
     assert told["results"]["peer_step_ms_p50"] is None
     assert told["samples"]["peer_step_ms"] == []
     assert len(told["samples"]["overhead_ms"]) == 9

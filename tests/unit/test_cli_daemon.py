@@ -7,11 +7,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from envd.cli.daemon import open_daemon, run_shares
+from envd.cli.daemon import Daemon, open_daemon, run_shares
 from envd.config import Config, PoolConfig, RunConfig, load
 from envd.episodes.types import ResetCommand
 from envd.errors import GroupTooLarge
 from envd.guest.observation import Encoding, ObservationOptions
+from envd.hypervisor.fake import FakeHypervisor
 from envd.pool.backoff import FAILING_AFTER
 from envd.pool.fairness import RunShare, RunShares
 
@@ -30,6 +31,15 @@ def drawn(directory: Path, flags: Mapping[str, object]) -> Config:
             **flags,
         }
     )
+
+
+async def scraped(daemon: Daemon) -> set[str]:
+    """The lines of its metrics."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://{daemon.metrics_address}/metrics") as response,
+    ):
+        return set((await response.text()).splitlines())
 
 
 def test_default_is_for_every_run_that_is_not_named() -> None:
@@ -79,11 +89,7 @@ async def test_a_served_pool_keeps_the_quotas_of_its_settings_and_tells_of_its_r
         await daemon.service.reset(command(2, 1, "invented"))
         with pytest.raises(GroupTooLarge, match="run 'main' may hold at most 1"):
             await daemon.service.reset(command(3, 2, "main"))
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(f"http://{daemon.metrics_address}/metrics") as response,
-        ):
-            series = (await response.text()).splitlines()
+        series = await scraped(daemon)
     assert {
         'envd_admissions_total{pool="desktop",run="main"} 1.0',
         'envd_admissions_total{pool="desktop",run="other"} 1.0',
@@ -93,4 +99,15 @@ async def test_a_served_pool_keeps_the_quotas_of_its_settings_and_tells_of_its_r
         'envd_queue_groups{pool="desktop",run="main"} 0.0',
         'envd_pool_breaker{pool="desktop",state="closed"} 1.0',
         'envd_pool_breaker{pool="desktop",state="half_open"} 0.0',
-    } <= set(series)
+    } <= series
+
+
+async def test_a_hypervisor_that_cannot_be_reached_shows_in_the_metrics_and_the_pools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_daemon(drawn(tmp_path, {"pools": {"desktop": {"size": 1}}})) as daemon:
+        assert "envd_hypervisor_up 1.0" in await scraped(daemon)
+        monkeypatch.setattr(FakeHypervisor, "problem", "libvirt cannot be reached")
+        assert {"envd_hypervisor_up 0.0", 'envd_pool_healthy{pool="desktop"} 0.0'} <= await scraped(daemon)
+        (pool,) = daemon.service.list_pools()
+        assert (pool.healthy, pool.problem) == (False, "libvirt cannot be reached")

@@ -1,9 +1,12 @@
 """Where settings come from, which source wins, and how mistakes are told."""
 
+import ast
+import inspect
 from pathlib import Path
 
 import pytest
 
+from envd import config
 from envd.config import Config, PoolConfig, RunConfig, fields, load, parse_pool_flags
 from envd.errors import ConfigError
 
@@ -216,14 +219,27 @@ def test_a_config_cannot_be_changed_once_loaded() -> None:
 
 
 def test_every_setting_says_what_it_is() -> None:
-    described = dict(fields())
-    assert {"listen", "limits.max_steps", "pools.NAME.settle.quiet_ms"} <= described.keys()
-    assert [key for key, text in described.items() if not text.endswith(".")] == []
+    assert {"listen", "limits.max_steps", "pools.NAME.settle.quiet_ms"} <= set(fields())
+    sections = [each for each in ast.parse(inspect.getsource(config)).body if isinstance(each, ast.ClassDef)]
+    described = [
+        (f"{section.name}.{ast.unparse(field.target)}", following)
+        for section in sections
+        for field, following in zip(section.body, [*section.body[1:], None], strict=True)
+        if isinstance(field, ast.AnnAssign)
+    ]
+    assert {"Config.listen", "LimitsConfig.max_steps", "SettleConfig.quiet_ms"} <= dict(described).keys()
+    assert [name for name, following in described if not is_sentence(following)] == []
+
+
+def is_sentence(node: ast.stmt | None) -> bool:
+    """Whether it is the text that describes the field before it."""
+    text = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else ""
+    return isinstance(text, str) and text.endswith(".")
 
 
 def test_every_setting_is_in_the_operators_page() -> None:
     page = (Path(__file__).parents[2] / "docs" / "operators.md").read_text(encoding="utf-8")
-    assert [key for key, _ in fields() if f"`{key.replace('NAME', '*')}`" not in page] == []
+    assert [key for key in fields() if f"`{key.replace('NAME', '*')}`" not in page] == []
 
 
 TLS = {"tls_cert": "/c/server.pem", "tls_key": "/c/server.key"}

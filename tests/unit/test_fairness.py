@@ -238,7 +238,7 @@ def quota_of(of: RunShares, run: str) -> int:
     memory_room=st.integers(0, CAPACITY),
     passed_count=st.none() | st.integers(0, CAPACITY),
 )
-@settings(max_examples=600)
+@settings(max_examples=200)
 def test_every_plan_keeps_the_rules_between_runs(
     *,
     waiting: list[Wanted],

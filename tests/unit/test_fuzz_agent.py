@@ -153,6 +153,9 @@ async def exchange(directory: str, replies: list[bytes]) -> None:
     finally:
         await channel.close()
         server.close()
+        # What was accepted last is served a few turns of the loop later.
+        for _ in range(5):
+            await asyncio.sleep(0)
         await asyncio.gather(*served)
 
 

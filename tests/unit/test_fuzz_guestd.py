@@ -181,6 +181,9 @@ async def answering(raw: bytes) -> AsyncIterator[tuple[str, list[bytes]]]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", seen
     finally:
         server.close()
+        # What was accepted last is served a few turns of the loop later.
+        for _ in range(5):
+            await asyncio.sleep(0)
         await asyncio.gather(*served)
 
 

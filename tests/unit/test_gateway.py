@@ -136,8 +136,14 @@ class _Guest:
 @pytest.fixture
 def guest() -> Iterator[_Guest]:
     guest = _Guest()
+    before = set(threading.enumerate())
     yield guest
     guest.server.shutdown()
+    # Connections of the host that still wait for a program hold their sockets until they are dropped.
+    for thread in set(threading.enumerate()) - before:
+        while "process_request" in thread.name and thread.is_alive():
+            guest.guest.gateway.reopen()
+            thread.join(0.01)
     guest.server.server_close()
     guest.thread.join()
 

@@ -208,7 +208,7 @@ groups = st.builds(Wanted, ready=st.integers(0, 4), places=st.integers(0, 4)).fi
     memory_room=st.integers(0, 9),
     max_starting=st.integers(0, 8),
 )
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_every_plan_keeps_the_rules(
     *,
     states: list[tuple[MachineState, int]],

@@ -27,9 +27,45 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "envd.db"
 
 
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Value:
+    """Something to write; it tells who wrote it, and takes a while of the clock."""
+
+    def __init__(self, clock: Clock, *, takes_s: float = 0.0, hold: threading.Event | None = None) -> None:
+        self.clock, self.takes_s, self.hold = clock, takes_s, hold
+        self.begun = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def __conform__(self, _protocol: object) -> str:
+        self.thread = threading.current_thread()
+        self.clock.now_s += self.takes_s
+        self.begun.set()
+        if self.hold is not None:
+            self.hold.wait(10)
+        return "value"
+
+    @property
+    def statement(self) -> Statement:
+        return Statement("DELETE FROM machines WHERE machine_id = ?", (self,))
+
+
 @pytest.fixture
-async def store(path: Path) -> AsyncIterator[Store]:
-    store = Store(path)
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def store(path: Path, clock: Clock) -> AsyncIterator[Store]:
+    store = Store(path, monotonic=clock)
     yield store
     await store.aclose()
 
@@ -77,19 +113,54 @@ async def test_everything_is_executed_in_the_order_of_asking(store: Store) -> No
     assert await store.rows(MachineRow) == [machine("one", pool="p199")]
 
 
-async def test_what_waits_together_is_committed_at_once(store: Store, path: Path) -> None:
-    began, may_go_on = threading.Event(), threading.Event()
+async def test_the_event_loop_writes_itself_until_that_is_slow_and_again_a_hundred_times_as_long_after(
+    store: Store, clock: Clock
+) -> None:
+    loop_thread = threading.current_thread()
 
-    class Slow:
-        """Holds up the thread, as a disk would."""
+    async def is_written_by_the_loop(*, takes_s: float = 0.0) -> bool:
+        value = Value(clock, takes_s=takes_s)
+        await store.commit(value.statement)
+        return value.thread is loop_thread
 
-        def __conform__(self, _protocol: object) -> str:
-            began.set()
-            may_go_on.wait(10)
-            return "slow"
+    assert await is_written_by_the_loop(takes_s=0.015)
+    assert await is_written_by_the_loop(takes_s=0.5)
+    assert not await is_written_by_the_loop(takes_s=30)
+    clock.now_s += 19
+    assert not await is_written_by_the_loop()
+    clock.now_s += 2
+    assert await is_written_by_the_loop()
 
-    first = store.commit(Statement("DELETE FROM machines WHERE machine_id = ?", (Slow(),)))
-    await asyncio.to_thread(began.wait, 10)
+
+async def test_the_first_writes_after_a_checkpoint_are_not_the_event_loops(store: Store, clock: Clock) -> None:
+    await store.commit(*(put(machine("one")) for _ in range(2000)))
+    value = Value(clock)
+    await store.commit(value.statement)
+    assert value.thread is not threading.current_thread()
+
+
+async def test_nothing_overtakes_what_the_thread_has_to_write(store: Store, clock: Clock, path: Path) -> None:
+    may_go_on = threading.Event()
+    await store.commit(Value(clock, takes_s=0.1).statement)
+    slow = Value(clock, hold=may_go_on)
+    first = store.commit(put(machine("one")), slow.statement)
+    await asyncio.to_thread(slow.begun.wait, 10)
+    clock.now_s += 1000  # as far as the disk goes, the event loop might write again
+    last = store.commit(forget_machine("one"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not last.done()
+    may_go_on.set()
+    await asyncio.gather(first, last)
+    assert seen_from_outside(path) == []
+
+
+async def test_what_waits_together_is_committed_at_once(store: Store, clock: Clock, path: Path) -> None:
+    may_go_on = threading.Event()
+    await store.commit(Value(clock, takes_s=1.0).statement)
+    slow = Value(clock, hold=may_go_on)
+    first = store.commit(slow.statement)
+    await asyncio.to_thread(slow.begun.wait, 10)
     others = [store.commit(put(machine(f"m{n}"))) for n in range(50)]
     await asyncio.sleep(0)
     commits: list[str] = []
@@ -126,7 +197,6 @@ async def test_closing_writes_what_waits_and_refuses_the_rest(path: Path) -> Non
 
 async def test_a_cancelled_caller_does_not_undo_its_commit(store: Store) -> None:
     task = store.commit(put(machine("one")))
-    await asyncio.sleep(0)
     task.cancel()
     assert await store.rows(MachineRow) == [machine("one")]
     assert task.cancelled()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envd.cli.tasks.commands import choose
+from envd.cli.tasks.verification import choose
 from envd.cli.tasks.verify import Played, Policy, Verification, verify_config
 from envd.config import load
 from envd.errors import TaskNotFound

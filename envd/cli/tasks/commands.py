@@ -1,7 +1,7 @@
 """The commands of `envd tasks`, about the tasks that a daemon with this configuration serves."""
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Annotated
 
@@ -9,21 +9,27 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, Json, StateDir, TaskFiles, load_config
-from envd.cli.output import EXIT_FAILED, emit_json, err, friendly, out
-from envd.cli.private import ensure_image, run_to_end
+from envd.cli.late import late_group
+from envd.cli.options import CacheDir, ConfigFile, Hypervisor, Json, TaskFiles, load_config
+from envd.cli.output import EXIT_FAILED, emit_json, friendly, out
 from envd.cli.suites import load_tasks, look_at_tasks
 from envd.cli.tasks.fetch import fetch_all, tell_fetched
 from envd.cli.tasks.oracles import oracles
-from envd.cli.tasks.verify import tell, verify, verify_config
 from envd.tasks.assets import AssetCache, AssetMissing, assets_of
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.formats.entries import Problem
 from envd.tasks.model import Task
 from envd.tasks.templates import split_of, template_id_of
-from envd.telemetry import logs
 
-app = typer.Typer(no_args_is_help=True, help="Look at the tasks that clients may ask for.")
+# What plays tasks serves a daemon, and needs all that one does.
+_PLAYING = {
+    "verify": (
+        "envd.cli.tasks.verification:verify_command",
+        "Play each task's oracle, which must score 1, and do nothing in it, which must score 0, on forks of one state.",
+    )
+}
+
+app = typer.Typer(cls=late_group(_PLAYING), no_args_is_help=True, help="Look at the tasks that clients may ask for.")
 app.command("oracles")(oracles)
 
 
@@ -123,56 +129,6 @@ def fetch(
     tell_fetched(refs, failures, as_json=as_json)
     if failures:
         raise typer.Exit(EXIT_FAILED)
-
-
-@app.command("verify")
-@friendly
-def verify_command(
-    *,
-    task_ids: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[TASK]...", help="Tasks' ids, or SUITE/ for a whole suite; all that have an oracle."),
-    ] = None,
-    parallel_count: Annotated[int, typer.Option("--parallel", min=1, max=256, help="Tasks played at once.")] = 2,
-    tasks: TaskFiles = None,
-    state_dir: StateDir = None,
-    cache_dir: CacheDir = None,
-    config: ConfigFile = None,
-    hypervisor: Hypervisor = None,
-    accelerator: Accelerator = None,
-    as_json: Json = False,
-) -> None:
-    """Play each task's oracle, which must score 1, and do nothing in it, which must score 0, on forks of one state."""
-    settings = load_config(
-        config, state_dir=state_dir, cache_dir=cache_dir, hypervisor=hypervisor, accelerator=accelerator, tasks=tasks
-    )
-    logs.setup(log_format=settings.log_format, level="warning" if settings.log_level == "info" else settings.log_level)
-    # OSWorld's come without oracles.
-    catalogue = load_tasks(settings, include_osworld=False)
-    chosen = choose(catalogue, task_ids or [])
-    if not task_ids and (rest := len(catalogue) - len(chosen)):
-        err.print(f"{rest} tasks have no oracle and are not played; name them, and they fail")
-    ensure_image(settings)
-    own = verify_config(settings, parallel_count=parallel_count)
-    verification = run_to_end(verify(own, chosen, parallel_count=parallel_count))
-    tell(verification, as_json=as_json)
-    if verification.failures:
-        raise typer.Exit(EXIT_FAILED)
-
-
-def choose(catalogue: TaskCatalogue, wanted: Sequence[str]) -> list[Task]:
-    """Return tasks by id, and whole suites by `SUITE/`; all that have an oracle where nothing is named.
-
-    Raises:
-        TaskNotFound: There is none of that name.
-    """
-    if not wanted:
-        return [task for task in catalogue.list() if task.oracle]
-    chosen: dict[str, Task] = {}
-    for name in wanted:
-        of_suite = [task for task in catalogue.list() if name.endswith("/") and task.task_id.startswith(name)]
-        chosen |= {task.task_id: task for task in of_suite or [catalogue.get(name)]}
-    return list(chosen.values())
 
 
 def missing_assets(tasks: Iterable[Task], cache: AssetCache) -> Iterator[Problem]:

@@ -108,7 +108,9 @@ class Guestd:
         loop = asyncio.get_running_loop()
         request = functools.partial(web.BaseRequest, loop=loop, client_max_size=_MAX_BODY_BYTES)
         self._server = web.Server(self._serve, request_factory=request, handler_cancellation=True, access_log=None)
-        self._listener = await loop.create_server(self._server, "127.0.0.1", 0)
+        # In two steps: whoever is cancelled while a server begins to serve never gets it, and could not close it.
+        self._listener = await loop.create_server(self._server, "127.0.0.1", 0, start_serving=False)
+        await self._listener.start_serving()
         self.url = f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
 
     def cut(self) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from envd.errors import GuestError
-from envd.guest.desktop import CommandResult
+from envd.guest.command import CommandResult
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import LeafCheck
 from envd.tasks.checkers.scene import LOOK_TIMEOUT_S, Scene

@@ -6,15 +6,19 @@ directory or a pipe where a file should be, a file of any size) stops one from b
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from envd.errors import GuestError
 from envd.guest.actions import Done
-from envd.guest.desktop import CommandResult, Desktop
+from envd.guest.command import CommandResult
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.osworld import OsworldBridge
 from envd.tasks.powershell import powershell
 from envd.tasks.text import quote
+
+if TYPE_CHECKING:
+    # A task's data is read without what acts on a desktop, which takes half a second to import.
+    from envd.guest.desktop import Desktop
 
 #: Limit of the commands that look at the guest for us; each ends at once in a healthy guest.
 LOOK_TIMEOUT_S = 30.0
@@ -58,7 +62,7 @@ class FoundFile(NamedTuple):
 class Scene:
     """A guest to look at, and how the agent left it. Every method may also raise `MachineLost`."""
 
-    desktop: Desktop
+    desktop: "Desktop"
     os: GuestOs
     last_action: Done | None = None
     """How the agent ended the episode; None where it did not."""

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from envd.guest.desktop import CommandResult
+from envd.guest.command import CommandResult
 from envd.guest.observation import Element, Elements, Encoding, ObservationOptions
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import LeafCheck

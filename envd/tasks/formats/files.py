@@ -9,7 +9,6 @@ from envd.tasks.formats.documents import Document, Place, parse_json, read_docum
 from envd.tasks.formats.entries import Found, Problem, Source, make_task
 from envd.tasks.formats.native import is_suite, read_suite
 from envd.tasks.formats.rows import read_row
-from envd.tasks.formats.tables import read_rows
 
 #: The suite of tasks whose format has no suites.
 DEFAULT_SUITE = "imported"
@@ -45,6 +44,8 @@ def read_tasks(path: Traversable, *, suite: str = DEFAULT_SUITE) -> Found:
 
 def _read_file(path: Traversable, source: Source) -> Found:
     if path.name.endswith(".parquet"):
+        from envd.tasks.formats.tables import read_rows  # noqa: PLC0415 -- only such files are worth pyarrow's import
+
         yield from _read_rows(read_rows(Path(str(path))), source)
         return
     if path.name.endswith(".jsonl"):
