@@ -12,11 +12,15 @@ from hypothesis import HealthCheck, settings
 
 # Imported before libvirt is used: gRPC's fork handlers and the embedded driver do not go together.
 import envd.api
+
+# Imported before libvirt is loaded: it says where libvirt logs.
+import envd.hypervisor
 from envd.config import load
 from envd.hypervisor.images.catalogue import Image, ImageCatalogue
 from envd.testing.soak import SoakProcess, SoakRun
 
 assert envd.api
+assert envd.hypervisor
 # A script's shell has what it starts in the background ignore it, and so would every process that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # A busy machine may stop for seconds amid an example: how long one takes says nothing about the code.

@@ -21,10 +21,6 @@ from urllib.parse import parse_qs, urlsplit
 from uuid import uuid4
 from weakref import WeakSet
 
-# Read when the library is loaded. The embedded driver would tell our standard error about every tainted domain and
-# every cgroup that is not there; what fails reaches us as exceptions. Set it to 1:stderr to see what libvirt does.
-os.environ.setdefault("LIBVIRT_LOG_OUTPUTS", "4:file:/dev/null")
-
 import libvirt
 
 from envd.errors import ConfigError, EnvdError, HypervisorError, MachineLost
