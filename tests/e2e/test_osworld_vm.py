@@ -105,13 +105,9 @@ COMMANDS = {
         " && sed -i 's/Comic Sans MS/Times New Roman/g' word/document.xml"
         " && python3 -m zipfile -c ~/Desktop/Dublin_Zoo_Intro.docx *"
     ),
-    # Chromium writes its settings as it ends, and its wrapper ends last.
-    "af630914-714e-4a24-a7bb-f9af687d3b91": (
-        "pkill chrome; while pgrep -x google-chrome; do sleep 1; done; mkdir -p ~/.config/google-chrome/Default;"
-        ' echo \'{"webkit":{"webprefs":{"default_font_size":32}}}\' > ~/.config/google-chrome/Default/Preferences'
-    ),
+    # Not in peace: Chromium writes its settings as it ends.
     "030eeff7-b492-4218-b312-701ec99ee0cc": (
-        "pkill chrome; while pgrep -x google-chrome; do sleep 1; done; mkdir -p ~/.config/google-chrome/Default;"
+        "pkill -9 chrom; mkdir -p ~/.config/google-chrome/Default;"
         " echo '{\"enable_do_not_track\":true}' > ~/.config/google-chrome/Default/Preferences"
     ),
     "2cd43775-7085-45d8-89fa-9e35c0a915cf": (
