@@ -83,14 +83,16 @@ demo: deps $(STAMP) ## Fork and branch episodes on real machines, check their re
 serve: deps $(STAMP) image ## Serve a pool of 2 desktops in the foreground
 	@$(BIN)/envd serve --pool 2
 
+# Two tests at once, and those of a file in one process, which share what is dear to make.
+BY_TWO := -n 2 --dist loadfile
+
 # The tests on real machines often wait for guests, so the others run beside them, as does mypy for its half a minute, and
 # are told of at the end. They give way: emulated guests that starve take minutes for what takes seconds.
-# Two at once, and the tests of a file in one process, which share what is dear to make.
 test: deps $(STAMP) lint imports proto image ## Everything: static checks, then all tests, real machines included
-	@log=$$(mktemp); set -m; { $(MYPY) && nice -n 5 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not vm" tests; } \
+	@log=$$(mktemp); set -m; { $(MYPY) && nice -n 5 $(BIN)/python -m pytest $(BY_TWO) -m "not vm" tests; } \
 		>"$$log" 2>&1 & others=$$!; set +m; \
 	trap 'kill -INT -- -$$others 2>/dev/null || true; wait $$others || true; rm -f "$$log"' EXIT; trap 'exit 130' INT TERM; \
-	status=0; $(BIN)/python -m pytest -m vm tests || status=$$?; \
+	status=0; $(BIN)/python -m pytest $(BY_TWO) -m vm tests || status=$$?; \
 	wait $$others || status=$$?; cat "$$log"; exit $$status
 
 test-full: deps $(STAMP) lint types imports proto image osworld ## The same and more: every task, the soak and the faults on real machines
@@ -139,7 +141,7 @@ unit: $(STAMP) ## Unit tests: milliseconds each, no machines
 	@$(BIN)/python -m pytest tests/unit
 
 vm-test: deps $(STAMP) image ## Only the tests that need real machines
-	@$(BIN)/python -m pytest -m vm tests
+	@$(BIN)/python -m pytest $(BY_TWO) -m vm tests
 
 docs: $(STAMP) ## Write docs/api.md and the table of docs/suite.md
 	@$(BIN)/python docs/generate_api.py && $(BIN)/python docs/generate_suite.py

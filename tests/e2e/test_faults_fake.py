@@ -148,7 +148,7 @@ async def test_a_full_disk_refuses_new_machines_by_name_harms_no_old_one_and_pas
                     pass
             assert failure.value.reason == "HYPERVISOR_ERROR"
             with pytest.raises(wire.PoolExhausted):
-                async with client.reset_group(TASK, size=3, view=NOTHING, timeout=timedelta(seconds=1)):
+                async with client.reset_group(TASK, size=3, view=NOTHING, timeout=timedelta(seconds=6)):
                     pass
             (pool,) = await client.list_pools()
             assert "no space left on device" in pool.problem

@@ -166,8 +166,8 @@ class AsyncEnvClient:
         """
         fleet = self._fleet
         several = len(self.targets) > 1 or is_name(self.targets[0])
-        # Shorter than our own deadline, so that the service can still say what stood in the way.
-        ready_timeout = max(timeout - timedelta(seconds=1), timeout / 2)
+        # Shorter than our own deadline, so that the service can still say what stood in the way, also on a busy host.
+        ready_timeout = max(timeout - timedelta(seconds=5), timeout / 2)
 
         def request() -> env_pb2.ResetRequest:
             return env_pb2.ResetRequest(

@@ -14,7 +14,15 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 from trainer.client.connection import Connection
-from trainer.client.errors import Draining, EnvError, PoolExhausted, RateLimited, SampleVoid, Unavailable
+from trainer.client.errors import (
+    DeadlineExceeded,
+    Draining,
+    EnvError,
+    PoolExhausted,
+    RateLimited,
+    SampleVoid,
+    Unavailable,
+)
 from trainer.client.gate import Gate
 from trainer.client.host import Host, HostState, HostStatistics
 from trainer.client.opening import OpeningRequest
@@ -140,6 +148,9 @@ class Fleet:
                     request, size=order.size, deadline_s=order.deadline_s, may_leave=not self._is_sole(order)
                 )
             except EnvError as error:
+                if isinstance(error, DeadlineExceeded) and order.error is not None:
+                    # What stood in the way before says more than that time ran out while it was asked again.
+                    raise order.error from error
                 order.error = error
                 self._note_refusal(order, host, error)
             else:
