@@ -29,6 +29,7 @@ from envd.guest.allow_list import AllowList
 from envd.guest.desktop import Desktop
 from envd.guest.observation import Region, SettlePolicy
 from envd.hypervisor.images.catalogue import ImageCatalogue
+from envd.hypervisor.libvirt import LibvirtHypervisor
 from envd.hypervisor.machine import Accelerator, DiskImage, Hypervisor
 from envd.osworld.bridge import WorkerBridge
 from envd.osworld.catalogue import IMAGE
@@ -239,7 +240,6 @@ async def _open_hypervisor(config: Config, images: Iterable[DiskImage]) -> Hyper
         from envd.hypervisor.fake import FakeHypervisor  # noqa: PLC0415
 
         return FakeHypervisor()
-    from envd.hypervisor.libvirt import LibvirtHypervisor  # noqa: PLC0415
 
     return await LibvirtHypervisor.open(
         uri=config.hypervisor_uri,

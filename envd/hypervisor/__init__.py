@@ -2,8 +2,7 @@
 
 import os
 
-# Before libvirt is loaded, by whichever module, for it reads this then. A daemon that set it later was seen to start no
-# QEMU at all (`Unable to notify child process: Bad file descriptor` in QEMU's log). The embedded driver would tell our
-# standard error about every tainted domain and every cgroup that is not there; what fails reaches us as exceptions.
+# Before libvirt is loaded, by whichever module, for it reads this then. The embedded driver would tell our standard
+# error about every tainted domain and every cgroup that is not there; what fails reaches us as exceptions.
 # Set it to 1:stderr to see what libvirt does.
 os.environ.setdefault("LIBVIRT_LOG_OUTPUTS", "4:file:/dev/null")

@@ -390,7 +390,7 @@ async def test_a_machine_can_be_given_back_while_libvirt_is_away(host: Host) -> 
 
 
 async def test_a_process_that_is_not_the_machines_qemu_is_not_killed_for_it(host: Host) -> None:
-    machine, other = host.machine("one"), host.machine("other")
+    machine, other = host.machine("machine-a1"), host.machine("machine-b2")
     machine.files.display_socket.unlink()
     machine.files.display_socket.symlink_to(other.files.display_socket)
     with pytest.raises(HypervisorError, match="is not its QEMU"):
