@@ -1,5 +1,7 @@
 """Whatever a model says is read or is its mistake: nothing raises, nothing is evaluated, nothing takes long."""
 
+import ast
+import gc
 import json
 from collections.abc import Iterator
 from datetime import timedelta
@@ -10,7 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainer.agent.grammars import FALLBACKS, GRAMMARS, Parsed, Seen, grammar
-from trainer.agent.grammars.grammar import MAX_ACTION_COUNT, MAX_REPLY_CHARS
+from trainer.agent.grammars.grammar import MAX_ACTION_COUNT, MAX_REPLY_CHARS, Unreadable
+from trainer.agent.grammars.pyautogui_calls import read_calls
 from trainer.client import Click, PressKeys, Scroll, TypeText, Wait
 
 SEEN = Seen(1001, 1001, pointer=(100, 200))
@@ -146,3 +149,21 @@ def test_any_arguments_of_a_call_are_read_or_are_a_mistake(arguments: dict[str, 
     for name in ("qwen3-vl", "tool-call"):
         call = json.dumps({"name": "computer_use", "arguments": arguments})
         holds_together(grammar(name).parse(f"<tool_call>{call}</tool_call>", SEEN))
+
+
+def test_a_collection_that_parses_amid_a_reply_does_not_spoil_it() -> None:
+    parsed_count = 0
+
+    def parse_once(phase: str, _info: dict[str, int]) -> None:
+        nonlocal parsed_count
+        if phase == "start" and parsed_count == 0:
+            parsed_count = 1
+            ast.parse("f(x)")
+
+    gc.callbacks.append(parse_once)
+    try:
+        with pytest.raises(Unreadable, match="there are 4000 calls"):
+            read_calls("pyautogui.press('a')\n" * 4000, SEEN)
+    finally:
+        gc.callbacks.remove(parse_once)
+    assert parsed_count == 1

@@ -84,7 +84,7 @@ def read_calls(source: str, seen: Seen, *, max_calls: int = MAX_ACTION_COUNT) ->
         with warnings.catch_warnings():
             # The parser warns of escapes such as '\d', which are the model's affair.
             warnings.simplefilter("ignore")
-            statements = ast.parse(source.strip()).body
+            statements = _parsed(source.strip())
     except (SyntaxError, ValueError) as error:
         raise Unreadable(f"the code is not valid Python: {str(error)[:80]}") from error
     statements = [statement for statement in statements if not _is_import(statement)]
@@ -97,6 +97,15 @@ def read_calls(source: str, seen: Seen, *, max_calls: int = MAX_ACTION_COUNT) ->
             intents.append(one)
             pointer = next(reversed(places_of(one.action)), pointer)
     return intents
+
+
+def _parsed(source: str) -> list[ast.stmt]:
+    try:
+        return ast.parse(source).body
+    except SystemError:
+        # CPython 3.11 has one place for the depth of every tree that is being made. A garbage collection amid this one
+        # that has a traceback written, which parses as well, leaves a wrong number there, and nothing else.
+        return ast.parse(source).body
 
 
 def _is_import(statement: ast.stmt) -> bool:
