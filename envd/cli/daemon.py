@@ -235,12 +235,12 @@ async def _warm(workers: Workers) -> None:
 
 
 async def _open_hypervisor(config: Config, images: Iterable[DiskImage]) -> Hypervisor:
-    # Neither needs what the other imports.
+    # Real machines need nothing of it. libvirt, the other way round, is loaded with the program: a daemon that loaded
+    # it when its event loop ran started no QEMU (`Unable to notify child process: Bad file descriptor`, in QEMU's log).
     if config.hypervisor_uri == "fake":
         from envd.hypervisor.fake import FakeHypervisor  # noqa: PLC0415
 
         return FakeHypervisor()
-
     return await LibvirtHypervisor.open(
         uri=config.hypervisor_uri,
         state_dir=config.state_dir,
