@@ -43,6 +43,7 @@ from envd.guest.observation import (
     SettleResult,
 )
 from envd.guest.tiles import TileImage
+from envd.pool.tasks import Changes
 from envd.tasks.evaluation import CheckResult
 from envd.tasks.model import Task
 
@@ -100,7 +101,7 @@ class FakeEpisodes:
         self.files: dict[str, bytes] = {}
         self.pools: list[PoolInfo] = []
         self.screen = (SCREEN_WIDTH_PX, SCREEN_HEIGHT_PX)
-        self.changed = asyncio.Condition()
+        self.changes = Changes()
         """Notified after each change of the lists here."""
         self._infos: dict[str, EpisodeInfo] = {}
         self._ledger: dict[str, tuple[bytes, asyncio.Task[object]]] = {}
@@ -168,7 +169,7 @@ class FakeEpisodes:
         await self._enter("close")
         self._infos.pop(episode_id, None)
         self.closed.append(episode_id)
-        await self._notify()
+        self.changes.notify()
 
     async def keep_alive(self, episode_ids: Sequence[str], lease_ttl_s: float | None) -> list[EpisodeInfo]:
         """Return those that there are."""
@@ -180,11 +181,11 @@ class FakeEpisodes:
         return list(self.pools)
 
     async def watch_pools(self) -> AsyncGenerator[list[PoolInfo], None]:
-        """Yield `pools`, at once and whenever `changed` is notified."""
+        """Yield `pools`, at once and whenever `changes` is notified."""
         while True:
+            changed = self.changes.next
             yield list(self.pools)
-            async with self.changed:
-                await self.changed.wait()
+            await changed.wait()
 
     def owner_of(self, episode_id: str) -> str | None:
         """Return who opened an episode that is open."""
@@ -214,18 +215,14 @@ class FakeEpisodes:
 
     async def wait_for_call(self, name: str, *, count: int = 1) -> None:
         """Return once `name` has been called `count` times."""
-        async with self.changed:
-            await self.changed.wait_for(lambda: self.calls.count(name) >= count)
+        while self.calls.count(name) < count:
+            await self.changes.next.wait()
 
     async def _enter(self, name: str) -> None:
         self.calls.append(name)
-        await self._notify()
+        self.changes.notify()
         if self.failures:
             raise self.failures.pop(0)
-
-    async def _notify(self) -> None:
-        async with self.changed:
-            self.changed.notify_all()
 
     def _task_of(
         self, command: StepCommand | ForkCommand, start: Callable[[], Coroutine[Any, Any, object]]
@@ -278,7 +275,7 @@ class FakeEpisodes:
             )
         )
         self.performed.append(command)
-        await self._notify()
+        self.changes.notify()
         return StepResult(
             episode=info,
             observation=self._observation(command.observe, settled=True),

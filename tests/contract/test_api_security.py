@@ -460,8 +460,7 @@ async def test_a_token_that_is_taken_back_ends_what_it_watches(tokens: Tokens) -
         watch = aiter(stub.WatchPools(env_pb2.WatchPoolsRequest(), timeout=TIMEOUT_S))
         await anext(watch)
         tokens.write(tokens.admin.line)
-        async with episodes.changed:
-            episodes.changed.notify_all()
+        episodes.changes.notify()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(watch)
     assert refusal_of(caught.value).reason == "UNAUTHENTICATED"

@@ -482,8 +482,7 @@ async def test_a_watch_tells_pools_at_once_and_on_change_until_the_server_drains
     watch = aiter(stub.WatchPools(env_pb2.WatchPoolsRequest(), timeout=TIMEOUT_S))
     assert (await anext(watch)).pools[0].idle_count == 1
     episodes.pools = [pool(2)]
-    async with episodes.changed:
-        episodes.changed.notify_all()
+    episodes.changes.notify()
     assert (await anext(watch)).pools[0].idle_count == 2
     await server.drain()
     assert [message async for message in watch] == []
