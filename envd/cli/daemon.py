@@ -39,6 +39,7 @@ from envd.pool.audit import Audit, MachineRows
 from envd.pool.backoff import BreakerState
 from envd.pool.clock import SystemClock
 from envd.pool.fairness import RunShare, RunShares
+from envd.pool.leased import LINGER_S
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
 from envd.pool.register import strike_all
@@ -288,6 +289,7 @@ def _pool_settings(name: str, pool: PoolConfig, *, screen_px: tuple[int, int], s
         memory_mib=pool.memory_mib,
         expected_memory_mib=pool.expected_memory_mib,
         always_running=pool.always_running,
+        linger_s=LINGER_S,
         task_templates=pool.task_templates,
         vcpu_count=pool.vcpu_count,
         screen_width_px=width_px,

@@ -87,7 +87,7 @@ async def look(
     """
     settled = None
     if settle is not None:
-        settled = await desktop.settle(settle)
+        settled = await desktop.settle(settle, upcoming=options)
         watch.lap("settle")
     observation = await desktop.observe(options, refresh=refresh, since=since)
     watch.lap("observe")

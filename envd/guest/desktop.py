@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from envd.errors import EnvdError, GuestError, GuestUnresponsive, MachineLost
+from envd.errors import EnvdError, GuestError, GuestUnresponsive, InvalidRequest, MachineLost
 from envd.guest.a11y import MalformedTree, elements_of, marked, outline
 from envd.guest.actions import Action, ActionOutcome, Done, Fail, KeyDown, KeyUp, PressKeys, TypeText, Wait
 from envd.guest.agent import GuestAgent
@@ -119,6 +119,7 @@ class Desktop:
         self._display_task: asyncio.Task[None] | None = None
         # Ends the calls that wait when the machine is gone.
         self._watch_task: asyncio.Task[None] | None = None
+        self._encoding: asyncio.Task[None] | None = None
         self._scopes: set[asyncio.Timeout] = set()
         self._closed = False
         # OSWorld's service cannot type; which one it is, is known once the session has answered.
@@ -219,9 +220,14 @@ class Desktop:
         """
         await self._alive(self._rest(_REST_S, patience_s=patience_s))
 
-    async def settle(self, policy: SettlePolicy) -> SettleResult:
-        """Wait until the screen is quiet. What is seen afterwards is newer than the last input, settled or not."""
-        return await self._alive(self._settle(policy))
+    async def settle(self, policy: SettlePolicy, *, upcoming: ObservationOptions | None = None) -> SettleResult:
+        """Wait until the screen is quiet. What is seen afterwards is newer than the last input, settled or not.
+
+        Args:
+            policy: What counts as quiet.
+            upcoming: What will be asked of `observe` then: encoded meanwhile, from what likely stays.
+        """
+        return await self._alive(self._settle(policy, upcoming=upcoming))
 
     async def frame(self, *, refresh: bool = False) -> Frame:
         """Return the newest frame; with `refresh`, force the display to send what it has."""
@@ -344,7 +350,7 @@ class Desktop:
     async def close(self) -> None:
         """Close the connections. Idempotent; never fails."""
         self._closed = True
-        owned = [task for task in (self._display_task, self._watch_task) if task is not None]
+        owned = [task for task in (self._display_task, self._watch_task, self._encoding) if task is not None]
         for task in owned:
             task.cancel()
         await asyncio.gather(*owned, return_exceptions=True)
@@ -508,16 +514,36 @@ class Desktop:
             encoder=self._encoder.branch(),
         )
 
-    async def _settle(self, policy: SettlePolicy) -> SettleResult:
+    async def _settle(self, policy: SettlePolicy, *, upcoming: ObservationOptions | None = None) -> SettleResult:
         if self._view is not None:  # nothing has moved since the instant of the view
             return SettleResult(settled=True, settle_ms=0.0, change_count=0)
         result = await self._looking(
-            lambda: settle(self._screen, policy, input_s=self._input_s, processor_s=self._channels.processor_s),
+            lambda: settle(
+                self._screen,
+                policy,
+                input_s=self._input_s,
+                processor_s=self._channels.processor_s,
+                likely_settled=lambda: self._encode_ahead(upcoming),
+            ),
             timeout_s=max(policy.max_ms, policy.min_ms) / 1000 + _DISPLAY_TIMEOUT_S,
         )
         if result.settled:
             self._quiet_s = time.monotonic()
         return result
+
+    def _encode_ahead(self, options: ObservationOptions | None) -> None:
+        """Begin to encode what the screen shows; who asks for the same gets it, or joins."""
+        # What is drawn over it is not known yet.
+        if options is None or options.draw_marks or not self._screen.is_whole:
+            return
+        if self._encoding is not None and not self._encoding.done():
+            return
+
+        async def encode() -> None:
+            with suppress(InvalidRequest):  # the one who asked is told, when it is done
+                await self.encode(self._screen.frame(), options)
+
+        self._encoding = asyncio.create_task(encode(), name=f"encode:{self._channels.machine_id}")
 
     async def _newest_frame(self, *, refresh: bool) -> Frame:
         async def look() -> Frame:

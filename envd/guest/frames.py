@@ -79,6 +79,11 @@ class Picture:
         """Whether it is not of the region's size."""
         return (self.width_px, self.height_px) != (self.region.width_px, self.region.height_px)
 
+    def is_as_seen(self, frame: Frame) -> bool:
+        """Whether it is the frame itself, but for the pointer: then drawing it is a matter of microseconds."""
+        is_whole = (self.region.width_px, self.region.height_px) == frame.image.size_px
+        return is_whole and not self.is_scaled and not self.marks
+
 
 def picture_of(
     frame: Frame,
@@ -145,11 +150,11 @@ def fit(
 
 
 def draw(frame: Frame, picture: Picture) -> TileImage:
-    """Make the image. Slow where it is scaled, cropped or marked, else a matter of microseconds."""
+    """Make the image. Slow where it is not as seen."""
     image = frame.image if picture.pointer is None else _with_pointer(frame.image, picture.pointer)
-    is_whole = (picture.region.width_px, picture.region.height_px) == image.size_px
-    if is_whole and not picture.is_scaled and not picture.marks:
+    if picture.is_as_seen(frame):
         return image
+    is_whole = (picture.region.width_px, picture.region.height_px) == image.size_px
     rgb_HWC = image.rgb_HWC() if is_whole else image.part(picture.region)
     if picture.is_scaled:
         size = (picture.width_px, picture.height_px)

@@ -33,6 +33,8 @@ _REST_S = 0.1
 _BUSY_PATIENCE = 5.0
 # Two readings must be so far apart to tell a share.
 _SHORTEST_READING_S = 0.02
+#: A screen that has been quiet for this part of `quiet_ms` likely stays as it is.
+_LIKELY_QUIET = 0.5
 #: What changed so lately still moves.
 _MOVING_MS = 500
 _MAX_MOVING_REGIONS = 16
@@ -75,6 +77,7 @@ async def settle(
     *,
     input_s: float,
     processor_s: Callable[[], float | None] = lambda: None,
+    likely_settled: Callable[[], None] = lambda: None,
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> SettleResult:
@@ -85,6 +88,7 @@ async def settle(
         policy: What counts as quiet.
         input_s: Monotonic time of the last input.
         processor_s: CPU seconds that the guest has used; None where unknown, and then only the screen counts.
+        likely_settled: Told of each picture that likely stays, while it is not known yet: time to make use of.
         monotonic: The clock.
         sleep: Waits.
 
@@ -94,6 +98,7 @@ async def settle(
     began_s = monotonic()
     change_count = screen.change_count
     busy_s = -math.inf
+    told: asyncio.Event | None = None
     read_s, used_s = began_s, processor_s()
     while True:
         seen_s = await screen.look()
@@ -103,17 +108,9 @@ async def settle(
             if used_s is not None and before_s is not None and used_s - before_s > _BUSY_SHARE * (now_s - read_s):
                 busy_s = now_s
             read_s = now_s
-        verdict = decide(
-            policy,
-            Sight(
-                now_s=now_s,
-                began_s=began_s,
-                input_s=input_s,
-                change_s=screen.last_change_outside_s(policy.ignored),
-                seen_s=seen_s,
-                busy_s=busy_s,
-            ),
-        )
+        change_s = screen.last_change_outside_s(policy.ignored)
+        sight = Sight(now_s=now_s, began_s=began_s, input_s=input_s, change_s=change_s, seen_s=seen_s, busy_s=busy_s)
+        verdict = decide(policy, sight)
         if isinstance(verdict, bool):
             moving = (
                 [] if verdict else screen.moving_since(now_s - max(policy.quiet_ms, _MOVING_MS) / 1000, policy.ignored)
@@ -124,4 +121,8 @@ async def settle(
                 change_count=screen.change_count - change_count,
                 moving=merged(moving, limit=_MAX_MOVING_REGIONS),
             )
+        quiet_s = seen_s - max(input_s, change_s)
+        if told is not screen.changed and quiet_s >= policy.quiet_ms / 1000 * _LIKELY_QUIET:
+            told = screen.changed
+            likely_settled()
         await sleep(verdict)

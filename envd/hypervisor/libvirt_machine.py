@@ -162,6 +162,7 @@ class LibvirtMachine:
             self._lost_reason = reason
             self._state = MachineState.GONE
             self._lost.set()
+            self._switch.close()  # whoever waits for it is told at once
 
     def processor_s(self) -> float | None:
         """CPU seconds that the guest's processors have used so far; None where that cannot be told. Never fails."""
@@ -231,7 +232,7 @@ class LibvirtMachine:
         self._require_alive()
         if self._state is not wanted:
             try:
-                await self._unless_lost(self._switch.go() if running else self._switch.stop())
+                await (self._switch.go() if running else self._switch.stop())
             except HypervisorError as error:
                 await self._explained_by_loss(error)
                 raise
@@ -277,7 +278,6 @@ class LibvirtMachine:
         """Let go of it and of what it stands on, and leave the domain alone."""
         self.mark_lost("left to itself")
         await self._agent.close()
-        await self._switch.close()
         if self._snapshot is not None:
             await self._snapshot.let_go()
 
@@ -295,7 +295,6 @@ class LibvirtMachine:
         self.mark_lost("destroyed by envd")
         await self._agent.close()
         await self._call(self._end)
-        await self._switch.close()
         await self._call(shutil.rmtree, self._files.directory, True)
         if self._snapshot is None:
             self._memory_path.unlink(missing_ok=True)

@@ -20,12 +20,22 @@ from envd.pool.tasks import OwnedTasks, uncancelled
 
 logger = logging.getLogger(__name__)
 
+#: How long a guest is to run on after its last user left. Writing an answer down and sending it takes 2 ms, and 3 where
+#: the machine is paused amid that; and who comes back at once, as one who sends steps ahead does, finds it running.
+LINGER_S = 0.005
+
 
 class LeasedMachine:
     """A machine in the hands of one user, until `Pool.release`. It stands still, asleep, until it is first used."""
 
     def __init__(
-        self, *, machine: Machine, desktop: Desktop, frozen: FrozenDesktop | None, always_running: bool = False
+        self,
+        *,
+        machine: Machine,
+        desktop: Desktop,
+        frozen: FrozenDesktop | None,
+        always_running: bool = False,
+        linger_s: float = 0.0,
     ) -> None:
         """Hand out a machine that was forked and has not run since.
 
@@ -34,12 +44,14 @@ class LeasedMachine:
             desktop: Its desktop, asleep.
             frozen: What it was forked from; None where that was an earlier daemon's.
             always_running: Whether the guest runs on after its first use.
+            linger_s: How long it runs on after each use, where it does not always.
         """
         self.machine = machine
         self.desktop = desktop
         self._frozen = frozen
         self._always_running = always_running
-        self._user_count = 0
+        self._linger_s = linger_s
+        self._user_count = self._use_count = 0
         self._wake_error: Exception | None = None
         # Held while the machine changes between running and standing still, and while it has to stand still.
         self._turn = asyncio.Lock()
@@ -70,20 +82,21 @@ class LeasedMachine:
         """Let the guest run while the block lasts; yields the milliseconds that this took, 0 where it ran already.
 
         Uses nest and overlap: the first one in resumes the machine, and wakes a desktop that is asleep; the last one
-        out has it paused, unless the pool's machines always run. Leaving neither fails, whatever became of the machine,
-        nor waits for the two milliseconds that a pause takes: what comes next does.
+        out has it paused a few milliseconds later, unless the pool's machines always run. Leaving neither fails,
+        whatever became of the machine, nor waits for that.
 
         Raises:
             GuestUnresponsive, GuestError: The desktop did not wake up, now or before: the machine is of no use.
             MachineLost: The machine is gone.
         """
         self._user_count += 1
+        self._use_count += 1
         try:
             yield await self._run()
         finally:
             self._user_count -= 1
             if not self._should_run:
-                self._pausing.spawn(self._stop(), name=f"pause:{self.machine_id}")
+                self._pausing.spawn(self._stop(after=self._use_count), name=f"pause:{self.machine_id}")
 
     @asynccontextmanager
     async def standing_still(self) -> AsyncIterator[None]:
@@ -124,9 +137,11 @@ class LeasedMachine:
                 raise
             return (time.monotonic() - begin_s) * 1000
 
-    async def _stop(self) -> None:
+    async def _stop(self, *, after: int) -> None:
+        if self._linger_s:
+            await asyncio.sleep(self._linger_s)
         async with self._turn:
-            if self._should_run:  # someone came in meanwhile
+            if self._use_count > after:  # someone came in meanwhile
                 return
             try:
                 await self.machine.pause()

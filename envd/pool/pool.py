@@ -429,6 +429,7 @@ class Pool:
             desktop=record.desktop,
             frozen=record.frozen,
             always_running=self.settings.always_running,
+            linger_s=self.settings.linger_s,
         )
 
     def _take_back(self, group: WaitingGroup) -> None:

@@ -45,6 +45,8 @@ class PoolSettings:
     """What a machine is expected to hold alone when it has been used; the host's memory bounds machines by it."""
     always_running: bool = False
     """Whether a guest runs on between uses, once it has been used."""
+    linger_s: float = 0.0
+    """How long a guest runs on after each use, where it does not always."""
     task_templates: int = 8
     """Most states of tasks that are kept frozen; 0 for none."""
     vcpu_count: int = 2

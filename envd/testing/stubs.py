@@ -415,7 +415,7 @@ class StubDesktop(Desktop):
         """None: the guest was heard of just now."""
         return 0.0
 
-    async def settle(self, policy: SettlePolicy) -> SettleResult:
+    async def settle(self, policy: SettlePolicy, *, upcoming: ObservationOptions | None = None) -> SettleResult:
         """Be quiet at once."""
         await self._enter("settle")
         return SettleResult(settled=True, settle_ms=float(policy.quiet_ms), change_count=0)

@@ -1,9 +1,9 @@
-"""The switch against a monitor whose first words are wrong: a real socket, and what QEMU was seen to send over it."""
+"""The switch against a monitor that says what it should not: a real socket, and what QEMU was seen to send over it."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -12,50 +12,190 @@ from envd.errors import HypervisorError
 from envd.hypervisor.run_switch import RunSwitch
 
 GREETING = {"QMP": {"version": {"qemu": {"micro": 0, "minor": 0, "major": 9}, "package": ""}, "capabilities": []}}
-EVENT = {"event": "VNC_CONNECTED", "data": {}, "timestamp": {"seconds": 1, "microseconds": 2}}
+STAMP = {"timestamp": {"seconds": 1, "microseconds": 2}}
+CONNECTED = {"event": "VNC_CONNECTED", "data": {}, **STAMP}
+RESUME = {"event": "RESUME", **STAMP}
+REFUSAL = {"error": {"class": "GenericError", "desc": "Resetting the Virtual Machine is required"}}
+
+#: What a monitor says to a command, told its id.
+Answers = Callable[[str, int], list[object]]
+
+
+def obliging(_command: str, number: int) -> list[object]:
+    return [{"return": {}, "id": number}]
+
+
+class Monitor:
+    """A monitor on a real socket."""
+
+    def __init__(self, path: Path, answers: Answers, first_words: list[object]) -> None:
+        self.path = path
+        self.told: list[str] = []
+        self.switch = RunSwitch(path, machine_id="m1")
+        self.connection_count = 0
+        self._answers = answers
+        self._first_words = first_words
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connection_count += 1
+        self._writers.append(writer)
+        self.say(*self._first_words)
+        while line := await reader.readline():
+            request = json.loads(line)
+            self.told.append(request["execute"])
+            self.say(*self._answers(request["execute"], request["id"]))
+
+    def say(self, *messages: object) -> None:
+        self._writers[-1].write(b"".join(json.dumps(message).encode() + b"\r\n" for message in messages))
+
+    def hang_up(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+    async def wait_told(self, *commands: str) -> None:
+        async with asyncio.timeout(30):
+            while self.told != list(commands):
+                await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
-async def monitor(path: Path, first_words: Callable[[int], object]) -> AsyncIterator[list[str]]:
-    """Serve a monitor that says `first_words(number of the connection)` and then answers; yields what it was told."""
-    told: list[str] = []
-    connections = 0
-    over: list[asyncio.Task[None]] = []
+async def monitor(
+    directory: Path, answers: Answers = obliging, *, first_words: tuple[object, ...] = (GREETING,)
+) -> AsyncIterator[Monitor]:
+    served = Monitor(directory / "qmp", answers, list(first_words))
+    server = await asyncio.start_unix_server(served.serve, served.path)
+    try:
+        yield served
+    finally:
+        served.switch.close()
+        served.hang_up()
+        server.close()
+        await server.wait_closed()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal connections
-        connections += 1
-        over.append(asyncio.create_task(writer.wait_closed()))
-        writer.write(json.dumps(first_words(connections)).encode() + b"\r\n")
-        while received := await reader.read(65536):  # one whole request, which no line end follows
-            request = json.loads(received)
-            told.append(request["execute"])
-            echoed = {"id": request["id"]} if "id" in request else {}  # qmp_capabilities has none
-            writer.write(json.dumps({"return": {}, **echoed}).encode() + b"\r\n")
-        writer.close()
 
-    server = await asyncio.start_unix_server(serve, path)
-    async with server:
-        yield told
-        await asyncio.gather(*over)
+def cont_told_by_event(command: str, number: int) -> list[object]:
+    """Tell of `cont` by the event alone: its answer is yet to come."""
+    return [RESUME] if command == "cont" else obliging(command, number)
 
 
 async def test_an_event_before_the_greeting_is_put_up_with(tmp_path: Path) -> None:
-    async with monitor(tmp_path / "qmp", lambda number: EVENT if number < 3 else GREETING) as told:
-        switch = RunSwitch(tmp_path / "qmp", machine_id="m1")
-        await switch.stop()
-        await switch.go()
-        await switch.close()
-    assert told == ["qmp_capabilities", "stop", "cont"]
+    async with monitor(tmp_path, first_words=(CONNECTED, CONNECTED, GREETING)) as qemu:
+        await qemu.switch.stop()
+        await qemu.switch.go()
+        assert qemu.told == ["qmp_capabilities", "stop", "cont"]
+        assert qemu.connection_count == 1
 
 
 async def test_a_monitor_that_never_greets_is_an_error_that_names_the_machine(tmp_path: Path) -> None:
-    async with monitor(tmp_path / "qmp", lambda _number: EVENT) as told:
-        with pytest.raises(HypervisorError, match=r"machine m1: its monitor does not answer: .*Greeting"):
-            await RunSwitch(tmp_path / "qmp", machine_id="m1").stop()
-    assert told == []
+    async with monitor(tmp_path, first_words=(CONNECTED,)) as qemu:
+        with pytest.raises(HypervisorError, match=r"machine m1: its monitor does not answer: nothing for 0\.2 s"):
+            await RunSwitch(qemu.path, machine_id="m1", timeout_s=0.2).stop()
+        assert qemu.told == []
 
 
-async def test_a_monitor_that_is_not_there_is_not_called_again(tmp_path: Path) -> None:
+async def test_a_monitor_that_is_not_there_is_an_error_that_says_so(tmp_path: Path) -> None:
     with pytest.raises(HypervisorError, match=r"machine m1: its monitor does not answer: .*No such file"):
         await RunSwitch(tmp_path / "qmp", machine_id="m1").go()
+
+
+async def test_a_machine_goes_on_when_its_event_says_so(tmp_path: Path) -> None:
+    async with monitor(tmp_path, cont_told_by_event) as qemu:
+        await qemu.switch.go()
+        assert qemu.told == ["qmp_capabilities", "cont"]
+
+
+async def test_an_answer_that_comes_after_its_event_is_not_taken_for_the_next_commands(tmp_path: Path) -> None:
+    def silent_to_stop(command: str, number: int) -> list[object]:
+        return [] if command == "stop" else cont_told_by_event(command, number)
+
+    async with monitor(tmp_path, silent_to_stop) as qemu:
+        await qemu.switch.go()
+        stopping = asyncio.create_task(qemu.switch.stop())
+        await qemu.wait_told("qmp_capabilities", "cont", "stop")
+        qemu.say({"return": {}, "id": 2}, RESUME)  # of `cont`
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(stopping), 0.1)
+        qemu.say({"return": {}, "id": 3})
+        await stopping
+
+
+async def test_an_event_does_not_tell_that_a_machine_has_stopped(tmp_path: Path) -> None:
+    def refuse_stop(command: str, number: int) -> list[object]:
+        return [RESUME, {**REFUSAL, "id": number}] if command == "stop" else obliging(command, number)
+
+    async with monitor(tmp_path, refuse_stop) as qemu:
+        with pytest.raises(HypervisorError, match="QEMU refused stop"):
+            await qemu.switch.stop()
+
+
+async def test_a_refusal_is_an_error_in_qemus_words_and_the_next_command_is_heard(tmp_path: Path) -> None:
+    def refuse_cont(command: str, number: int) -> list[object]:
+        return [{**REFUSAL, "id": number}] if command == "cont" else obliging(command, number)
+
+    async with monitor(tmp_path, refuse_cont) as qemu:
+        with pytest.raises(HypervisorError, match="machine m1: QEMU refused cont: Resetting the Virtual Machine"):
+            await qemu.switch.go()
+        await qemu.switch.stop()
+        assert qemu.connection_count == 1
+
+
+@pytest.mark.parametrize("words", ["no JSON", [1, 2], {"error": "no object", "id": 2}], ids=str)
+async def test_what_is_no_qmp_is_an_error_and_the_next_command_calls_anew(tmp_path: Path, words: object) -> None:
+    garbled = True
+
+    def answer(command: str, number: int) -> list[object]:
+        return [words] if garbled and command == "stop" else obliging(command, number)
+
+    async with monitor(tmp_path, answer) as qemu:
+        with pytest.raises(HypervisorError, match="machine m1: its monitor does not answer: what came is not QMP"):
+            await qemu.switch.stop()
+        garbled = False
+        await qemu.switch.stop()
+        assert qemu.connection_count == 2
+
+
+async def test_a_line_without_end_is_refused(tmp_path: Path) -> None:
+    async with monitor(tmp_path, lambda command, number: ["x" * 3_000_000]) as qemu:
+        with pytest.raises(HypervisorError, match="a line of more than 1048576 bytes"):
+            await qemu.switch.stop()
+
+
+async def test_a_monitor_that_hangs_up_is_called_again_at_the_next_command(tmp_path: Path) -> None:
+    async with monitor(tmp_path) as qemu:
+        await qemu.switch.stop()
+        qemu.hang_up()
+        with suppress(HypervisorError):  # told of it, if the switch has not heard yet
+            await qemu.switch.go()
+        await qemu.switch.go()
+        assert qemu.told[-1] == "cont"
+        assert qemu.connection_count == 2
+
+
+async def test_closing_ends_a_command_that_waits(tmp_path: Path) -> None:
+    async with monitor(
+        tmp_path, lambda command, number: [] if command == "stop" else obliging(command, number)
+    ) as qemu:
+        stopping = asyncio.create_task(qemu.switch.stop())
+        await qemu.wait_told("qmp_capabilities", "stop")
+        qemu.switch.close()
+        with pytest.raises(HypervisorError, match="machine m1: its monitor does not answer: the connection was closed"):
+            await stopping
+
+
+async def test_a_command_whose_caller_left_leaves_its_answer_to_nobody(tmp_path: Path) -> None:
+    late = True
+
+    def answer(command: str, number: int) -> list[object]:
+        return [] if late and command == "stop" else obliging(command, number)
+
+    async with monitor(tmp_path, answer) as qemu:
+        stopping = asyncio.create_task(qemu.switch.stop())
+        await qemu.wait_told("qmp_capabilities", "stop")
+        stopping.cancel()
+        await asyncio.gather(stopping, return_exceptions=True)
+        late = False
+        qemu.say({**REFUSAL, "id": 2})
+        await qemu.switch.go()
+        assert qemu.told == ["qmp_capabilities", "stop", "cont"]
+        assert qemu.connection_count == 1

@@ -181,6 +181,21 @@ async def test_what_several_ask_for_at_once_is_made_once(monkeypatch: pytest.Mon
     assert all(one.content is sent[0].content for one in sent)
 
 
+async def test_a_small_change_is_made_once_however_late_it_is_asked_for_again() -> None:
+    encoder, before, after = FrameEncoder(), noise(), noise()
+    after[0, 0] ^= 255
+    shape = np.full((8, 8, 4), 255, np.uint8)
+    pointer = PointerImage(at=Point(20, 20), shape=CursorShape(hot_x_px=0, hot_y_px=0, rgba_HWC=shape))
+    first = await encoder.encode(shown(before), RAW, pointer=pointer)
+    options = replace(RAW, known_image_id=first.image_id)
+    ahead = await encoder.encode(shown(after), options, pointer=pointer)
+    later = replace(shown(after), capture_time=datetime(2026, 1, 3, tzinfo=UTC))
+    told = await encoder.encode(later, options, pointer=pointer)
+    assert isinstance(told.content, TileDelta)
+    assert told.content is ahead.content
+    assert told.capture_time == later.capture_time
+
+
 async def test_one_who_goes_away_does_not_take_the_others_answer_along() -> None:
     encoder, frame = FrameEncoder(), shown(noise(1280, 800))
     leaver = asyncio.create_task(encoder.encode(frame, RAW))

@@ -27,7 +27,9 @@ async def machine(hypervisor: StubHypervisor) -> StubMachine:
     return await hypervisor.fork(StubSnapshot(spec, shows="frozen", notes={}, hypervisor=hypervisor), "fork")
 
 
-def lease(machine: StubMachine, hypervisor: StubHypervisor, *, always_running: bool = False) -> LeasedMachine:
+def lease(
+    machine: StubMachine, hypervisor: StubHypervisor, *, always_running: bool = False, linger_s: float = 0.0
+) -> LeasedMachine:
     view = blank_view(64, 48, frame_id="frozen")
     assert machine.snapshot is not None
     return LeasedMachine(
@@ -35,6 +37,7 @@ def lease(machine: StubMachine, hypervisor: StubHypervisor, *, always_running: b
         desktop=hypervisor.desktop(machine, view=view),
         frozen=FrozenDesktop(snapshot=machine.snapshot, view=view),
         always_running=always_running,
+        linger_s=linger_s,
     )
 
 
@@ -75,6 +78,31 @@ async def test_a_desktop_is_woken_once_and_resumed_each_time(leased: LeasedMachi
         await run_ready()
     assert desktop_of(leased).calls == ["wake"]
     assert machine.calls == ["resume", "pause"] * 3
+
+
+async def test_a_guest_that_is_used_again_at_once_ran_on(machine: StubMachine, hypervisor: StubHypervisor) -> None:
+    leased = lease(machine, hypervisor, linger_s=0.05)
+    for _ in range(3):
+        async with leased.running():
+            pass
+        await run_ready()
+        assert runs(machine)
+    async with asyncio.timeout(60):
+        while runs(machine):
+            await asyncio.sleep(0.01)
+    assert machine.calls == ["resume", "pause"]
+
+
+async def test_a_guest_that_runs_on_stands_still_when_it_has_to(
+    machine: StubMachine, hypervisor: StubHypervisor
+) -> None:
+    leased = lease(machine, hypervisor, linger_s=3600.0)
+    async with leased.running():
+        pass
+    async with leased.standing_still():
+        assert not runs(machine)
+    assert not runs(machine)
+    await leased._pausing.cancel()
 
 
 async def test_uses_that_nest_resume_and_pause_once(leased: LeasedMachine, machine: StubMachine) -> None:

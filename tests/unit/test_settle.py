@@ -70,6 +70,15 @@ class DrawnScreen:
     now_s: float = 0.0
     busy_until_s: float = 0.0
     looks_s: list[float] = field(default_factory=list)
+    likely_s: list[float] = field(default_factory=list)
+    seen_changes: dict[int, object] = field(default_factory=dict)
+
+    @property
+    def changed(self) -> object:
+        return self.seen_changes.setdefault(self.change_count, object())
+
+    def likely_settled(self) -> None:
+        self.likely_s.append(self.now_s)
 
     def monotonic(self) -> float:
         return self.now_s
@@ -113,6 +122,7 @@ async def result_of(screen: DrawnScreen, policy: SettlePolicy) -> SettleResult:
         policy,
         input_s=0.0,
         processor_s=screen.processor_s,
+        likely_settled=screen.likely_settled,
         monotonic=screen.monotonic,
         sleep=screen.sleep,
     )
@@ -179,3 +189,18 @@ async def test_no_patience_still_means_one_look() -> None:
     is_settled, _, _ = await settled(screen, SettlePolicy(max_ms=0))
     assert not is_settled
     assert screen.looks_s == [0.0]
+
+
+async def test_what_likely_stays_is_told_once_and_again_after_a_change() -> None:
+    screen = DrawnScreen([0.1, 0.35])
+    _, settle_ms, _ = await settled(screen)
+    assert 650 <= settle_ms <= 680
+    first, second = screen.likely_s
+    assert 0.25 <= first < 0.35, "half of the quiet time after the first change"
+    assert 0.5 <= second < 0.65
+
+
+async def test_nothing_is_told_of_a_screen_that_settles_at_the_first_look() -> None:
+    screen = DrawnScreen([])
+    await settled(screen, SettlePolicy(quiet_ms=0))
+    assert screen.likely_s == []

@@ -33,6 +33,8 @@ PEER_PAUSE_S = 2.0
 #: The first step wakes a machine up, and the first of each kind loads code on both sides.
 _WARM_UPS = 6
 _PEER_WARM_UPS = 3
+#: Between two steps a policy thinks, and the machine stands still.
+_THINK_S = 0.05
 _STEP_TIMEOUT = timedelta(minutes=5)
 _COMMAND_TIMEOUT_S = 60.0
 _SETUP_TIMEOUT_S = 300.0
@@ -142,6 +144,7 @@ async def _play(bench: Bench, task_id: str, actions: Sequence[Action], *, steps:
             image_id = taken.image_id
             times.append(taken.times)
             steps.done("stepping")
+            await asyncio.sleep(_THINK_S)
     await bench.driver.close(episode_id)
     return times
 
