@@ -12,6 +12,7 @@ from envd.guest.desktop import Desktop
 from envd.guest.frames import Frame
 from envd.guest.observation import Observation, ObservationOptions, SettlePolicy
 from envd.pool.clock import Clock
+from envd.pool.tasks import Turnstile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +79,9 @@ async def look(
     refresh: bool = False,
     since: Frame | None = None,
     watch: Stopwatch,
+    turnstile: Turnstile,
 ) -> Observation:
-    """Wait until the screen is quiet, if asked to, then return what it shows.
+    """Wait until the screen is quiet, if asked to, then return what it shows, when `turnstile` lets it.
 
     Raises:
         GuestUnresponsive, GuestError: A part that was asked for cannot be had.
@@ -89,6 +91,7 @@ async def look(
     if settle is not None:
         settled = await desktop.settle(settle, upcoming=options)
         watch.lap("settle")
+    await turnstile.pass_through()
     observation = await desktop.observe(options, refresh=refresh, since=since)
     watch.lap("observe")
     return replace(observation, settle=settled, timings_ms={**observation.timings_ms, **watch.timings_ms})
@@ -117,8 +120,9 @@ async def perform(
     options: ObservationOptions,
     clock: Clock,
     limits: EpisodeLimits,
+    turnstile: Turnstile,
 ) -> Performed:
-    """Perform actions in order, up to the first `Done` or `Fail`, then settle and look.
+    """Perform actions in order, up to the first `Done` or `Fail`, then settle and look, when `turnstile` lets it.
 
     Meanwhile a guest that has not been heard of for a while is asked for a sign of life.
 
@@ -140,7 +144,9 @@ async def perform(
         outcomes.append(await desktop.act(action))
     watch.lap("input")
     async with _living(desktop, limits):
-        observation = await look(desktop, settle=settle, options=options, since=before, watch=watch)
+        observation = await look(
+            desktop, settle=settle, options=options, since=before, watch=watch, turnstile=turnstile
+        )
     return Performed(
         outcomes=tuple(outcomes), last_action=last_action, observation=observation, timings_ms=watch.timings_ms
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -71,6 +72,44 @@ class Changes:
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` at every `notify`, for ever. It must not wait or change what it is told about."""
         self._listeners.append(listener)
+
+
+class Turnstile:
+    """Lets so many through in each turn of the event loop, in the order of coming.
+
+    Of many that come at once, each begun and each taking turn and turn about, all would be done last: the fewer are
+    under way, the shorter is a turn for whoever else needs one, and nothing is lost where the processor is busy anyway.
+    """
+
+    def __init__(self, width: int) -> None:
+        """Let `width` through in each turn."""
+        self._width = self._left = width
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def __repr__(self) -> str:
+        return f"<Turnstile {self._width} wide | {len(self._waiting)} waiting>"
+
+    async def pass_through(self) -> None:
+        """Return when it is the caller's turn, at once where few come."""
+        loop = asyncio.get_running_loop()
+        if self._left == self._width:
+            loop.call_soon(self._turn)
+        if self._left:
+            self._left -= 1
+            return
+        admitted: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(admitted)
+        await admitted
+
+    def _turn(self) -> None:
+        self._left = self._width
+        while self._waiting and self._left:
+            admitted = self._waiting.popleft()
+            if not admitted.done():  # nor cancelled
+                admitted.set_result(None)
+                self._left -= 1
+        if self._left < self._width:
+            asyncio.get_running_loop().call_soon(self._turn)
 
 
 async def run_unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
