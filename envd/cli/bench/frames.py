@@ -21,7 +21,7 @@ from envd.api.convert_results import frame_message
 from envd.cli.bench.client import ClientProcess, open_client
 from envd.cli.bench.report import BenchReport, Check, Figure, Target, kib, p50
 from envd.cli.bench.session import Bench, BenchFailed, Steps
-from envd.guest.actions import Action
+from envd.guest.actions import Action, Wait
 from envd.guest.encoder import FrameEncoder
 from envd.guest.frames import Frame
 from envd.guest.observation import Encoding, ObservationOptions
@@ -124,13 +124,20 @@ async def _record(bench: Bench, task: Task, *, steps: Steps) -> Recording:
     episode_id = opened.episodes[0].episode_id
     first = opened.observations[0].frame
     frames_HWC = [_read_png(first.keyframe.data)]
+    taken = 0
+    frame_id = first.frame_id
 
     async def step(actions: tuple[Action, ...]) -> str:
-        answer = await bench.driver.step(episode_id, *actions, step_index=len(frames_HWC) - 1)
+        nonlocal taken, frame_id
+        answer = await bench.driver.step(episode_id, *actions, step_index=taken)
+        taken += 1
         frame = answer.observation.frame
-        frames_HWC.append(_read_png(frame.keyframe.data))
+        # The player looks again until two looks agree: that second one is no policy's step, and costs nothing to send.
+        if frame.frame_id != frame_id or not all(isinstance(action, Wait) for action in actions):
+            frames_HWC.append(_read_png(frame.keyframe.data))
+        frame_id = frame.frame_id
         steps.done(f"playing {task.task_id}")
-        return frame.frame_id
+        return frame_id
 
     if bench.is_fake:  # a drawn desktop has drawn before its input returns
         await replay(task.oracle, first_frame_id=first.frame_id, step=step, patience_s=())
