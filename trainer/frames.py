@@ -67,30 +67,35 @@ class TiledImage:
         return cls(width_px, height_px, tiles, tuple(map(xxhash.xxh3_128_digest, tiles)), image_id)
 
     def patched(self, boxes: Sequence[Box], data: bytes, *, image_id: str) -> "TiledImage":
-        """Return this image with other pixels in some boxes, each within one tile.
+        """Return this image with other pixels in some boxes.
 
         Args:
-            boxes: At most one in each tile.
+            boxes: Within the image, and disjoint.
             data: Their RGB bytes one after the other, as one zstd frame whose dictionary is what is here now.
             image_id: What the result must be.
 
         Raises:
-            FrameMismatch: A box is not within a tile, or the result is not the image of that id.
+            FrameMismatch: A box is not within the image, or the result is not the image of that id.
         """
-        places = [self._place(box) for box in boxes]
-        before = b"".join(self._array(index)[rows, columns].tobytes() for index, rows, columns in places)
+        self._check(boxes)
+        before = b"".join(self._part(box).tobytes() for box in boxes)
         pixels = _unpacked(data, len(before), before=before)
-        tiles, digests = list(self._tiles), list(self._digests)
+        painted: dict[int, npt.NDArray[np.uint8]] = {}
         at = 0
-        for (_, _, width, height), (index, rows, columns) in zip(boxes, places, strict=True):
-            tile_HWC = self._array(index).copy()
-            part = np.frombuffer(pixels, np.uint8, count=width * height * 3, offset=at)
-            tile_HWC[rows, columns] = part.reshape(height, width, 3)
+        for box in boxes:
+            _, _, width, height = box
+            part = np.frombuffer(pixels, np.uint8, count=width * height * 3, offset=at).reshape(height, width, 3)
+            for index, in_tile, in_box in self._covered(box):
+                if index not in painted:
+                    painted[index] = self._array(index).copy()
+                painted[index][in_tile] = part[in_box]
+            at += width * height * 3
+        tiles, digests = list(self._tiles), list(self._digests)
+        for index, tile_HWC in painted.items():
             tiles[index] = tile_HWC.tobytes()
             digests[index] = xxhash.xxh3_128_digest(tiles[index])
-            at += width * height * 3
         image = TiledImage(self.width_px, self.height_px, tuple(tiles), tuple(digests), image_id)
-        image._base, image._changed = self._rgb, tuple(index for index, _, _ in places)
+        image._base, image._changed = self._rgb, tuple(painted)
         return image
 
     def rgb_HWC(self) -> npt.NDArray[np.uint8]:  # noqa: N802 -- the array's axes
@@ -128,16 +133,33 @@ class TiledImage:
         _, _, width, height = self._box(index)
         return np.frombuffer(self._tiles[index], np.uint8).reshape(height, width, 3)
 
-    def _place(self, box: Box) -> tuple[int, slice, slice]:
-        """Return the index of the tile that a box lies within, and where in it. Raises: FrameMismatch."""
+    def _check(self, boxes: Sequence[Box]) -> None:
+        """Raise FrameMismatch unless boxes lie within the image, and have no more pixels than it."""
+        for box in boxes:
+            x, y, width, height = box
+            if min(x, y) < 0 or min(width, height) < 1 or x + width > self.width_px or y + height > self.height_px:
+                raise FrameMismatch(f"{box} is not within an image of {self.width_px}x{self.height_px}")
+        if sum(width * height for _, _, width, height in boxes) > self.width_px * self.height_px:
+            raise FrameMismatch(f"{len(boxes)} boxes of an image of {self.width_px}x{self.height_px} overlap")
+
+    def _covered(self, box: Box) -> Iterator[tuple[int, tuple[slice, slice], tuple[slice, slice]]]:
+        """Yield the index of each tile that a box covers a part of, and that part's (rows, columns) in tile and box."""
         x, y, width, height = box
-        index = y // _TILE_PX * -(-self.width_px // _TILE_PX) + x // _TILE_PX
-        if 0 <= index < len(self._tiles) and min(x, y) >= 0 < min(width, height):
-            left, top, tile_width, tile_height = self._box(index)
-            x, y = x - left, y - top
-            if x >= 0 and x + width <= tile_width and y >= 0 and y + height <= tile_height:
-                return index, slice(y, y + height), slice(x, x + width)
-        raise FrameMismatch(f"{box} is not within a tile of an image of {self.width_px}x{self.height_px}")
+        columns = -(-self.width_px // _TILE_PX)
+        for row in range(y // _TILE_PX, -(-(y + height) // _TILE_PX)):
+            for column in range(x // _TILE_PX, -(-(x + width) // _TILE_PX)):
+                left, top, tile_width, tile_height = self._box(row * columns + column)
+                x0, x1 = max(x, left), min(x + width, left + tile_width)
+                y0, y1 = max(y, top), min(y + height, top + tile_height)
+                in_tile = slice(y0 - top, y1 - top), slice(x0 - left, x1 - left)
+                yield row * columns + column, in_tile, (slice(y0 - y, y1 - y), slice(x0 - x, x1 - x))
+
+    def _part(self, box: Box) -> npt.NDArray[np.uint8]:
+        """Return a box's pixels as a new array of shape (height, width, 3)."""
+        part_HWC = np.empty((box[3], box[2], 3), np.uint8)
+        for index, in_tile, in_box in self._covered(box):
+            part_HWC[in_box] = self._array(index)[in_tile]
+        return part_HWC
 
     def _box(self, index: int) -> Box:
         row, column = divmod(index, -(-self.width_px // _TILE_PX))

@@ -7,7 +7,7 @@ and what two ask for at once is made once. Slow work runs in threads, and what t
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar, cast
 
 import zstandard
@@ -23,7 +23,7 @@ from envd.guest.observation import (
     TileDelta,
     Unchanged,
 )
-from envd.guest.tiles import TileImage
+from envd.guest.tiles import TileImage, joined
 
 T = TypeVar("T")
 
@@ -115,9 +115,10 @@ class FrameEncoder:
         base = self._recent.get(options.known_image_id)
         if base is None or base.size_px != image.size_px:
             return await self._keyframe(image, options)
-        delta = await self._delta(image, base)
+        changed = image.changed_tiles(base)
+        delta = await self._delta(image, base, changed)
         # Half of an image hardly ever takes more bytes than all of it.
-        if len(delta.tiles) * 2 <= image.tile_count:
+        if len(changed) * 2 <= image.tile_count:
             return delta
         keyframe = await self._keyframe(image, options)
         return keyframe if len(keyframe.data) < len(delta.data) else delta
@@ -133,17 +134,15 @@ class FrameEncoder:
             key, lambda: Keyframe(encoding=encoding, data=compress(image, encoding, quality=quality))
         )
 
-    async def _delta(self, image: TileImage, base: TileImage) -> TileDelta:
-        changed = image.changed_tiles(base)
-
+    async def _delta(self, image: TileImage, base: TileImage, changed: Sequence[int]) -> TileDelta:
         def pack() -> TileDelta:
-            parts = [(index, image.difference(base, index)[0]) for index in changed]
+            parts = joined(image.difference(base, index)[0] for index in changed)
             return TileDelta(
                 base_image_id=base.image_id,
-                tiles=tuple(region for _, region in parts),
+                tiles=tuple(parts),
                 data=_patched(
-                    b"".join(image.within_tile(index, region) for index, region in parts),
-                    b"".join(base.within_tile(index, region) for index, region in parts),
+                    b"".join(image.part(region).tobytes() for region in parts),
+                    b"".join(base.part(region).tobytes() for region in parts),
                 ),
             )
 

@@ -146,7 +146,7 @@ class TileDelta:
 
     base_image_id: str
     tiles: tuple[Region, ...]
-    """Around the pixels that differ: at most one in each tile, and within it."""
+    """Around the pixels that differ; disjoint."""
     data: bytes
     """R, G, B bytes of each part, row by row, part after part, as one zstd frame whose dictionary is the same parts of
     the base."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envd.guest.observation import Region
-from envd.guest.tiles import TILE_PX, TileImage, bounds_of
+from envd.guest.tiles import TILE_PX, TileImage, bounds_of, joined
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -94,3 +94,28 @@ def test_bounds_are_the_smallest_that_hold_all_marks(marks: set[tuple[int, int]]
         return
     rows, columns = [row for row, _ in marks], [column for _, column in marks]
     assert bounds_of(marked_HW) == (min(rows), max(rows) + 1, min(columns), max(columns) + 1)
+
+
+def region(x_px: int, y_px: int, width_px: int, height_px: int) -> Region:
+    return Region(x_px=x_px, y_px=y_px, width_px=width_px, height_px=height_px)
+
+
+@pytest.mark.parametrize(
+    ("apart", "together"),
+    [
+        # A line of text over three tiles, and what is left of its letters in the last.
+        ([(10, 70, 54, 16), (64, 70, 64, 16), (128, 72, 30, 12)], [(10, 70, 148, 16)]),
+        # They do not touch.
+        ([(10, 70, 54, 16), (65, 70, 64, 16)], [(10, 70, 54, 16), (65, 70, 64, 16)]),
+        # Side by side, but one far higher: together they would take in much that is as it was.
+        ([(0, 0, 64, 4), (64, 40, 64, 4)], [(0, 0, 64, 4), (64, 40, 64, 4)]),
+        # The end of one row of tiles and the beginning of the next.
+        ([(64, 0, 64, 64), (0, 64, 64, 64)], [(64, 0, 64, 64), (0, 64, 64, 64)]),
+        ([(0, 60, 64, 4), (64, 64, 64, 4)], [(0, 60, 64, 4), (64, 64, 64, 4)]),
+        ([], []),
+    ],
+)
+def test_regions_side_by_side_are_joined_where_that_takes_in_little(
+    apart: list[tuple[int, int, int, int]], together: list[tuple[int, int, int, int]]
+) -> None:
+    assert joined(region(*box) for box in apart) == [region(*box) for box in together]
