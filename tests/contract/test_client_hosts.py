@@ -83,7 +83,7 @@ class HeldEpisodes(FakeEpisodes):
     async def tell(self, *pools: PoolInfo) -> None:
         """Tell watchers that the pools stand otherwise."""
         self.pools = list(pools)
-        await self._notify()
+        self.changes.notify()
 
 
 @dataclass
