@@ -71,8 +71,8 @@ from envd.tasks.setup import run_setup as run_task_setup
 
 logger = logging.getLogger(__name__)
 
-#: Times that steps may begin, or look, in one turn of the event loop: each is up to a millisecond's work. With 256
-#: clients that ask at once (`envd bench scale`) 2 make turns of 8 ms of 100, for 3 of 100 steps a second.
+#: How often a step may begin or look in one turn of the event loop: each is up to a millisecond's work. With 256
+#: clients at once (`envd bench scale`) 2 make the longest turns 11 ms instead of 100, and cost 3 of 100 steps a second.
 _STEPS_PER_TURN = 2
 
 

@@ -345,6 +345,8 @@ class StubDesktop(Desktop):
         self.calls: list[str] = []
         """Methods that were called, in order."""
         self.actions: list[Action] = []
+        self.upcoming: list[ObservationOptions | None] = []
+        """What was to be asked for after each settling."""
         """Actions that were performed to their end."""
         self.files: dict[str, bytes] = {}
         self.closed = False
@@ -418,6 +420,7 @@ class StubDesktop(Desktop):
     async def settle(self, policy: SettlePolicy, *, upcoming: ObservationOptions | None = None) -> SettleResult:
         """Be quiet at once."""
         await self._enter("settle")
+        self.upcoming.append(upcoming)
         return SettleResult(settled=True, settle_ms=float(policy.quiet_ms), change_count=0)
 
     async def observe(

@@ -12,6 +12,7 @@ from PIL import Image
 
 from envd.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost
 from envd.guest import desktop as desktop_module
+from envd.guest import frames
 from envd.guest import input as input_module
 from envd.guest.actions import (
     Action,
@@ -41,6 +42,7 @@ from envd.guest.observation import (
     SettleResult,
 )
 from envd.guest.settle import settle
+from envd.guest.tiles import TileImage
 from envd.testing.display import FakeDisplay, pseudo_rect
 
 QUICK = SettlePolicy(quiet_ms=20, max_ms=60_000)
@@ -458,6 +460,30 @@ async def test_the_pointer_is_drawn_where_we_put_it(desk: Desktop, channels: Fak
     image = png_of(await desk.observe(ObservationOptions()))
     assert image.getpixel((31, 41)) == (255, 255, 255)
     assert image.getpixel((29, 41)) == (0, 0, 0)
+
+
+async def test_what_a_screen_shows_is_encoded_while_it_settles(desk: Desktop, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Encoding] = []
+
+    def compress(image: TileImage, encoding: Encoding, *, quality: int) -> bytes:
+        made.append(encoding)
+        return frames.compress(image, encoding, quality=quality)
+
+    monkeypatch.setattr("envd.guest.encoder.compress", compress)
+    policy = SettlePolicy(quiet_ms=300, max_ms=60_000)
+    assert (await desk.settle(policy, upcoming=ObservationOptions())).settled
+    assert desk._encoding is not None
+    await desk._encoding
+    assert made == [Encoding.PNG]
+    assert png_of(await desk.observe(ObservationOptions())).size == (640, 480)
+    assert made == [Encoding.PNG], "it was made already"
+
+
+async def test_what_cannot_be_encoded_spoils_no_settling(desk: Desktop) -> None:
+    nowhere = ObservationOptions(region=Region(x_px=700, y_px=0, width_px=5, height_px=5))
+    assert (await desk.settle(SettlePolicy(quiet_ms=300, max_ms=60_000), upcoming=nowhere)).settled
+    assert desk._encoding is not None
+    await desk._encoding
 
 
 async def test_a_senseless_region_is_a_bad_request(desk: Desktop) -> None:

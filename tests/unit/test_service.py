@@ -210,6 +210,7 @@ async def test_a_step_acts_in_order_settles_then_looks(world: World) -> None:
     desktop = world.desktop(episode_id)
     assert desktop.actions == list(actions)
     assert desktop.calls[-4:] == ["act", "act", "settle", "observe"]
+    assert desktop.upcoming[-1] == ObservationOptions(), "it may be encoded while the screen settles"
     assert len(result.outcomes) == 2
     assert result.episode.step_count == 1
     assert result.observation.settle is not None
