@@ -224,6 +224,8 @@ async def test_a_forks_host_drops_what_the_templates_host_left(guest: _Guest, or
         connection.request("POST", "/envd/gateway/wait")
         assert connection.sock.recv(1000).startswith(b"HTTP/1.1 101 ")
         left.append(connection)
+    while len(guest.guest.gateway._waiting) < len(left):  # it answers first, and lends then
+        await asyncio.sleep(0.001)
     way = gateway(guest, f"127.0.0.1:{origin}")
     await way.open()
     try:
