@@ -293,6 +293,15 @@ def test_what_a_killed_client_left_is_known_to_the_last_request() -> None:
     assert told.books.client_kill_count == 2
 
 
+def test_nobody_goes_on_with_an_episode_whose_killed_client_had_asked_for_its_score() -> None:
+    told = Told()
+    told.open("a")
+    told.open("b")
+    told.say("evaluating", episode="a")
+    assert [orphan.episode_id for orphan in told.books.client_died(1)[0]] == ["b"]
+    assert told.books.accounts["a"].is_over
+
+
 # -- the rest ----------------------------------------------------------------------------------------------------
 
 

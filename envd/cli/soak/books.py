@@ -126,6 +126,8 @@ class Account:
     is_over: bool = False
     is_void: bool = False
     is_scored: bool = False
+    is_ending: bool = False
+    """Its client has asked for a score, after which it only closes it."""
     unheard_count: int = 0
     """Evaluations whose client did not live to hear the score that may have been reached."""
 
@@ -186,6 +188,7 @@ class Books:
             case "closing" | "abandoned" if account is not None:
                 account.is_over = True
             case "evaluating" | "evaluated" if account is not None:
+                account.is_ending = True
                 account.unheard_count += 1 if told["event"] == "evaluating" else -1
             case "status":
                 self._note_status(account, told)
@@ -197,7 +200,11 @@ class Books:
         self.client_kill_count += 1
         orphans = []
         for account in self.accounts.values():
-            if account.client == client and not account.is_over:
+            if account.client != client or account.is_over:
+                continue
+            if account.is_ending:
+                account.is_over = True  # nobody could go on with it: its lease lapses
+            else:
                 pending = next(iter(account.pending.values()), None)
                 orphans.append(
                     Orphan(
