@@ -112,6 +112,7 @@ def region(x_px: int, y_px: int, width_px: int, height_px: int) -> Region:
         # The end of one row of tiles and the beginning of the next.
         ([(64, 0, 64, 64), (0, 64, 64, 64)], [(64, 0, 64, 64), (0, 64, 64, 64)]),
         ([(0, 60, 64, 4), (64, 64, 64, 4)], [(0, 60, 64, 4), (64, 64, 64, 4)]),
+        ([(0, 0, 64, 64), (64, 64, 1, 1)], [(0, 0, 64, 64), (64, 64, 1, 1)]),
         ([], []),
     ],
 )
