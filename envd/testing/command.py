@@ -23,14 +23,14 @@ class CommandOutput:
 def run_envd(*words: str, **variables: str) -> CommandOutput:
     """Run a command to its end. Environment variables named ENVD_* are unset unless given."""
     unset = dict.fromkeys(name for name in os.environ if name.startswith("ENVD_"))
-    with _restored_logging():
+    with restored_logging():
         done = CliRunner().invoke(app, words, prog_name="envd", env={**unset, **variables}, catch_exceptions=False)
     return CommandOutput(status=done.exit_code, out=done.stdout, err=done.stderr)
 
 
 @contextmanager
-def _restored_logging() -> Iterator[None]:
-    """Restore the logging configuration that a command changes."""
+def restored_logging() -> Iterator[None]:
+    """Restore the logging configuration that the block changes, as a command does."""
     root, own = logging.getLogger(), logging.getLogger("envd")
     handlers, levels = root.handlers[:], (root.level, own.level)
     try:

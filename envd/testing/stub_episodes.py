@@ -9,13 +9,16 @@ async with StubEpisodes() as episodes:
 import asyncio
 import functools
 import itertools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from cuaenv.actions import Action
 
 from envd.aio import Changes
+from envd.api.server import ApiServer
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import (
     EpisodeInfo,
@@ -37,6 +40,7 @@ from envd.pool.settings import PoolSettings
 from envd.pool.status import PoolStatus
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
+from envd.telemetry.metrics import Metrics
 from envd.testing.episode_world import SETUP, StubTasks
 from envd.testing.stubs import IMAGE, StubDesktop, StubHypervisor
 
@@ -231,3 +235,26 @@ class StubEpisodes(EpisodeService):
     def list_pools(self) -> list[PoolStatus]:
         """Return `pools`."""
         return list(self.pools)
+
+
+@dataclass(frozen=True, slots=True)
+class StubHost:
+    """A served `StubEpisodes`."""
+
+    episodes: StubEpisodes
+    server: ApiServer
+    address: str
+
+
+@asynccontextmanager
+async def stub_hosts(*capacities: int) -> AsyncIterator[list[StubHost]]:
+    """Serve hosts with one pool each, of these capacities."""
+    async with AsyncExitStack() as stack:
+        hosts = []
+        for capacity in capacities:
+            episodes = await stack.enter_async_context(StubEpisodes())
+            episodes.report_pools(pool_info(capacity))
+            server = ApiServer(episodes, listen="127.0.0.1:0", metrics=Metrics())
+            stack.push_async_callback(server.stop)
+            hosts.append(StubHost(episodes, server, await server.start()))
+        yield hosts

@@ -4,15 +4,12 @@ from importlib.util import find_spec
 
 import pytest
 
+from envd.testing.proofs import deselect_proof
+
 #: The environment of all other tests has neither, and needs none.
 CAN_RUN = find_spec("areal") is not None and find_spec("torch") is not None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without AReaL the proof cannot run: deselected and said so, never counted as passed."""
-    proof = [item for item in items if item.get_closest_marker("areal")]
-    if CAN_RUN or not proof:
-        return
-    items[:] = [item for item in items if item not in proof]
-    config.hook.pytest_deselected(items=proof)
-    print(f"\nNOT RUN: {len(proof)} tests on AReaL's real code. Run: make areal-proof")
+    deselect_proof(config, items, marker="areal", can_run=CAN_RUN, message="AReaL's real code. Run: make areal-proof")

@@ -5,7 +5,7 @@ import random
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from cuaenv.client import AsyncEnvClient, HostState, RetryPolicy, TypeText, View
 from envd import errors
 from envd.api.server import ApiServer
 from envd.telemetry.metrics import Metrics
-from envd.testing.stub_episodes import StubEpisodes, pool_info
+from envd.testing.stub_episodes import StubEpisodes, StubHost, pool_info, stub_hosts
 
 TASK = "desktop/note"
 NOTHING = View(encoding="none")
@@ -30,31 +30,9 @@ QUICK = RetryPolicy(
 )
 
 
-@dataclass
-class Served:
-    """A host."""
-
-    episodes: StubEpisodes
-    server: ApiServer
-    address: str
-
-
-@asynccontextmanager
-async def hosts(*capacities: int) -> AsyncIterator[list[Served]]:
-    async with AsyncExitStack() as stack:
-        served = []
-        for capacity in capacities:
-            episodes = await stack.enter_async_context(StubEpisodes())
-            episodes.report_pools(pool_info(capacity))
-            server = ApiServer(episodes, listen="127.0.0.1:0", metrics=Metrics())
-            stack.push_async_callback(server.stop)
-            served.append(Served(episodes, server, await server.start()))
-        yield served
-
-
 @asynccontextmanager
 async def client_of(
-    served: list[Served], *, retry: RetryPolicy = QUICK, **options: object
+    served: list[StubHost], *, retry: RetryPolicy = QUICK, **options: object
 ) -> AsyncIterator[AsyncEnvClient]:
     """Connect to hosts; if there are several, wait until all have reported their pools."""
     targets = ",".join(host.address for host in served)
@@ -84,7 +62,7 @@ def unserved_address() -> Iterator[str]:
 
 
 async def test_unequal_hosts_are_filled_in_proportion_by_resets_sent_all_at_once() -> None:
-    async with hosts(16, 8) as (large, small), client_of([large, small]) as client, AsyncExitStack() as stack:
+    async with stub_hosts(16, 8) as (large, small), client_of([large, small]) as client, AsyncExitStack() as stack:
         opening = [stack.enter_async_context(client.reset(TASK, view=NOTHING)) for _ in range(12)]
         await asyncio.gather(*opening)
         assert (len(large.episodes.resets), len(small.episodes.resets)) == (8, 4)
@@ -92,7 +70,7 @@ async def test_unequal_hosts_are_filled_in_proportion_by_resets_sent_all_at_once
 
 async def test_a_group_is_on_one_host_and_all_calls_of_its_episodes_go_there() -> None:
     async with (
-        hosts(8, 8) as served,
+        stub_hosts(8, 8) as served,
         client_of(served) as client,
         client.reset_group(TASK, size=3, view=NOTHING) as group,
     ):
@@ -110,7 +88,7 @@ async def test_a_group_is_on_one_host_and_all_calls_of_its_episodes_go_there() -
 
 
 async def test_a_group_is_opened_on_the_host_that_can_hold_it() -> None:
-    async with hosts(4, 16) as (small, large):
+    async with stub_hosts(4, 16) as (small, large):
         large.episodes.report_pools(pool_info(16, leased=14))
         async with client_of([small, large]) as client:
             for _ in range(5):
@@ -120,7 +98,7 @@ async def test_a_group_is_opened_on_the_host_that_can_hold_it() -> None:
 
 
 async def test_only_room_in_the_pool_of_the_task_counts_once_it_is_known() -> None:
-    async with hosts(8, 8) as (a, b):
+    async with stub_hosts(8, 8) as (a, b):
         # a has more room, but none in the pool of the task, which the first reset reveals.
         a.episodes.report_pools(pool_info(64, name="windows"), pool_info(8, leased=8))
         b.episodes.report_pools(pool_info(8, leased=4))
@@ -149,7 +127,7 @@ async def test_only_room_in_the_pool_of_the_task_counts_once_it_is_known() -> No
     ids=lambda rejection: type(rejection).__name__,
 )
 async def test_after_a_rejection_another_host_is_tried_at_once(rejection: Exception) -> None:
-    async with hosts(64, 1) as (preferred, other), client_of([preferred, other]) as client:
+    async with stub_hosts(64, 1) as (preferred, other), client_of([preferred, other]) as client:
         preferred.episodes.failures = [rejection]
         async with asyncio.timeout(60), client.reset(TASK, view=NOTHING) as episode:
             assert episode.host.target == other.address
@@ -159,7 +137,7 @@ async def test_after_a_rejection_another_host_is_tried_at_once(rejection: Except
 
 async def test_a_host_that_fails_fast_does_not_attract_all_openings() -> None:
     patient = RetryPolicy(max_pause=timedelta(hours=1))
-    async with hosts(64, 8) as (broken, sound):
+    async with stub_hosts(64, 8) as (broken, sound):
         async with client_of([broken, sound], retry=patient) as client:
             broken.episodes.failures = [errors.StoreError("no space left on device") for _ in range(100)]
             for task in ("desktop/note", "desktop/menu", "other/note"):
@@ -169,7 +147,7 @@ async def test_a_host_that_fails_fast_does_not_attract_all_openings() -> None:
 
 
 async def test_an_error_that_every_host_returns_for_good_is_raised_at_once() -> None:
-    async with hosts(4, 4) as served, client_of(served) as client:
+    async with stub_hosts(4, 4) as served, client_of(served) as client:
         with pytest.raises(trainer.TaskNotFound):
             async with asyncio.timeout(60), client.reset("desktop/none", view=NOTHING):
                 pass
@@ -177,7 +155,7 @@ async def test_an_error_that_every_host_returns_for_good_is_raised_at_once() -> 
 
 
 async def test_an_error_that_no_other_host_can_avoid_is_raised_after_the_first() -> None:
-    async with hosts(4, 4) as served, client_of(served) as client:
+    async with stub_hosts(4, 4) as served, client_of(served) as client:
         for host in served:
             host.episodes.failures = [errors.SetupFailed("the task is broken")]
         with pytest.raises(trainer.SetupFailed) as caught:
@@ -188,7 +166,7 @@ async def test_an_error_that_no_other_host_can_avoid_is_raised_after_the_first()
 
 
 async def test_when_all_hosts_reject_they_are_retried_after_their_suggested_pause() -> None:
-    async with hosts(4, 4) as served, client_of(served) as client:
+    async with stub_hosts(4, 4) as served, client_of(served) as client:
         for host in served:
             host.episodes.failures = [errors.PoolExhausted("full", retry_after_s=0.2)]
         async with asyncio.timeout(60), client.reset(TASK, view=NOTHING):
@@ -197,7 +175,7 @@ async def test_when_all_hosts_reject_they_are_retried_after_their_suggested_paus
 
 
 async def test_full_hosts_are_retried_long_before_their_suggested_pause_to_queue_again() -> None:
-    async with hosts(4, 4) as served, client_of(served) as client:
+    async with stub_hosts(4, 4) as served, client_of(served) as client:
         for host in served:
             host.episodes.failures = [errors.PoolExhausted("full", retry_after_s=60.0)]
         async with asyncio.timeout(60), client.reset(TASK, view=NOTHING):
@@ -205,7 +183,7 @@ async def test_full_hosts_are_retried_long_before_their_suggested_pause_to_queue
 
 
 async def test_when_all_hosts_reject_until_the_deadline_the_last_error_is_raised() -> None:
-    async with hosts(4, 4) as served, client_of(served) as client:
+    async with stub_hosts(4, 4) as served, client_of(served) as client:
         for host in served:
             host.episodes.failures = [errors.PoolFailing("no memory", retry_after_s=60.0)]
         with pytest.raises(trainer.PoolFailing, match="no memory"):
@@ -214,7 +192,7 @@ async def test_when_all_hosts_reject_until_the_deadline_the_last_error_is_raised
 
 
 async def test_a_rejected_reset_on_a_single_host_does_not_delay_the_next() -> None:
-    async with hosts(4) as (host,), client_of([host]) as client:
+    async with stub_hosts(4) as (host,), client_of([host]) as client:
         host.episodes.failures = [errors.PoolExhausted("full", retry_after_s=600.0)]
         waiting = asyncio.create_task(client.reset(TASK, view=NOTHING).__aenter__())
         await until(lambda: len(host.episodes.resets) == 1)
@@ -229,7 +207,7 @@ async def test_a_rejected_reset_on_a_single_host_does_not_delay_the_next() -> No
 
 async def test_a_host_that_is_down_gets_no_episodes_until_it_is_up_again(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/late"
-    async with hosts(4) as (up,), AsyncEnvClient([address, up.address], retry=QUICK) as client:
+    async with stub_hosts(4) as (up,), AsyncEnvClient([address, up.address], retry=QUICK) as client:
         await client.list_pools()
         await until(lambda: [host.state.value for host in client.statistics().hosts] == ["down", "up"])
         for _ in range(3):
@@ -268,7 +246,7 @@ async def test_when_no_host_is_available_the_error_names_the_problem_of_each() -
 
 async def test_lists_come_from_the_available_hosts() -> None:
     with unserved_address() as down:
-        async with hosts(4, 2) as (a, b), AsyncEnvClient([a.address, down, b.address], retry=QUICK) as client:
+        async with stub_hosts(4, 2) as (a, b), AsyncEnvClient([a.address, down, b.address], retry=QUICK) as client:
             await client.list_pools()
             await until(lambda: [host.state.value for host in client.statistics().hosts] == ["up", "down", "up"])
             tasks = await client.list_tasks()
@@ -282,7 +260,7 @@ async def test_lists_come_from_the_available_hosts() -> None:
 
 async def test_a_slow_reset_is_joined_and_not_sent_to_another_host() -> None:
     hasty = replace(QUICK, attempt_timeout=timedelta(milliseconds=100))
-    async with hosts(64, 1) as (slow, other), client_of([slow, other], retry=hasty) as client:
+    async with stub_hosts(64, 1) as (slow, other), client_of([slow, other], retry=hasty) as client:
         slow.episodes.reset_gate.clear()
         opening = client.reset(TASK, view=NOTHING)
         entering = asyncio.create_task(opening.__aenter__())
@@ -297,7 +275,7 @@ async def test_a_slow_reset_is_joined_and_not_sent_to_another_host() -> None:
 
 
 async def test_a_host_that_dies_during_a_reset_is_retried_before_another_opens_it() -> None:
-    async with hosts(64, 1) as (dying, other), client_of([dying, other]) as client:
+    async with stub_hosts(64, 1) as (dying, other), client_of([dying, other]) as client:
         dying.episodes.reset_gate.clear()
         opening = client.reset(TASK, view=NOTHING)
         entering = asyncio.create_task(opening.__aenter__())
@@ -312,7 +290,7 @@ async def test_a_host_that_dies_during_a_reset_is_retried_before_another_opens_i
 
 async def test_a_host_that_is_back_soon_completes_the_reset_and_no_other_gets_it() -> None:
     patient = replace(QUICK, reconnect_timeout=timedelta(seconds=120))
-    async with hosts(64, 1) as (flaky, other), client_of([flaky, other], retry=patient) as client:
+    async with stub_hosts(64, 1) as (flaky, other), client_of([flaky, other], retry=patient) as client:
         flaky.episodes.reset_gate.clear()
         opening = client.reset(TASK, view=NOTHING)
         entering = asyncio.create_task(opening.__aenter__())
@@ -332,7 +310,7 @@ async def test_a_host_that_is_back_soon_completes_the_reset_and_no_other_gets_it
 
 
 async def test_a_host_that_is_retried_after_another_rejected_joins_the_running_reset() -> None:
-    async with hosts(64, 1) as (flaky, full), client_of([flaky, full]) as client:
+    async with stub_hosts(64, 1) as (flaky, full), client_of([flaky, full]) as client:
         full.episodes.failures = [errors.PoolExhausted("full", retry_after_s=60.0) for _ in range(1000)]
         flaky.episodes.reset_gate.clear()
         opening = client.reset(TASK, view=NOTHING)
@@ -354,7 +332,7 @@ async def test_a_host_that_is_retried_after_another_rejected_joins_the_running_r
 
 
 async def test_a_cancelled_reset_is_closed_once_it_opens() -> None:
-    async with hosts(4, 4) as served:
+    async with stub_hosts(4, 4) as served:
         async with client_of(served) as client:
             for host in served:
                 host.episodes.reset_gate.clear()
@@ -371,7 +349,7 @@ async def test_a_cancelled_reset_is_closed_once_it_opens() -> None:
 
 
 async def test_a_reset_past_its_deadline_is_closed_once_it_opens() -> None:
-    async with hosts(4) as (host,):
+    async with stub_hosts(4) as (host,):
         async with client_of([host]) as client:
             host.episodes.reset_gate.clear()
             with pytest.raises(trainer.DeadlineExceeded):
@@ -387,7 +365,7 @@ async def test_a_reset_past_its_deadline_is_closed_once_it_opens() -> None:
 
 async def test_one_call_per_host_renews_the_leases_of_all_its_episodes() -> None:
     async with (
-        hosts(8, 8) as served,
+        stub_hosts(8, 8) as served,
         client_of(served, keep_alive_interval=timedelta(milliseconds=50)) as client,
         AsyncExitStack() as stack,
     ):
@@ -401,7 +379,7 @@ async def test_one_call_per_host_renews_the_leases_of_all_its_episodes() -> None
 
 
 async def test_resets_over_max_episodes_wait_in_the_client() -> None:
-    async with hosts(64) as (host,), client_of([host], max_episodes=3) as client:
+    async with stub_hosts(64) as (host,), client_of([host], max_episodes=3) as client:
         leave = asyncio.Event()
 
         async def rollout() -> None:
@@ -417,7 +395,7 @@ async def test_resets_over_max_episodes_wait_in_the_client() -> None:
 
 
 async def test_repr_shows_the_state_of_each_host() -> None:
-    async with hosts(8) as (up,), AsyncEnvClient([up.address, "127.0.0.1:1"], retry=QUICK) as client:
+    async with stub_hosts(8) as (up,), AsyncEnvClient([up.address, "127.0.0.1:1"], retry=QUICK) as client:
         async with client.reset(TASK, view=NOTHING):
             shown = repr(client)
         assert f"<Host {up.address} up" in shown
@@ -426,7 +404,7 @@ async def test_repr_shows_the_state_of_each_host() -> None:
 
 
 async def test_an_episode_of_another_event_loop_raises_an_error_with_a_remedy() -> None:
-    async with hosts(8) as (host,), client_of([host]) as client, client.reset(TASK, view=NOTHING) as episode:
+    async with stub_hosts(8) as (host,), client_of([host]) as client, client.reset(TASK, view=NOTHING) as episode:
 
         async def use() -> None:
             await episode.observe()
@@ -436,7 +414,7 @@ async def test_an_episode_of_another_event_loop_raises_an_error_with_a_remedy() 
 
 
 async def test_calls_of_a_closed_client_raise_client_closed() -> None:
-    async with hosts(8) as (host,):
+    async with stub_hosts(8) as (host,):
         client = AsyncEnvClient(host.address, retry=QUICK)
         opening = client.reset(TASK, view=NOTHING)
         episode = await opening.__aenter__()

@@ -45,6 +45,12 @@ async def slime_step(world: CompatWorld, episode_id: str, action: str) -> dict[s
     return content
 
 
+async def until_one_waits(world: CompatWorld) -> None:
+    async for pools in world.server.service.watch_pools():
+        if pools[0].waiting_count:
+            return
+
+
 async def test_an_episode_of_slime_osworld_is_stepped_scored_and_closed(world: CompatWorld) -> None:
     opened = await slime_reset(world, provider_name="docker", headless=True, os_type="Ubuntu")
     episode_id = opened["episode_id"]
@@ -165,9 +171,7 @@ async def test_a_reset_waits_for_a_machine_and_no_live_episode_is_closed_for_it(
     async with compat_world(capacity=1) as world:
         first = (await slime_reset(world))["episode_id"]
         waiting = asyncio.create_task(slime_reset(world))
-        async for pools in world.server.service.watch_pools():
-            if pools[0].waiting_count:
-                break
+        await until_one_waits(world)
         assert (await slime_step(world, first, COUNT))["step"] == 1
         await world.ok("slime-osworld", "/close", {"episode_id": first})
         assert (await waiting)["episode_id"] != first
@@ -177,9 +181,7 @@ async def test_a_client_that_leaves_during_its_reset_leaves_no_episode() -> None
     async with compat_world(capacity=1) as world:
         first = (await slime_reset(world))["episode_id"]
         waiting = asyncio.create_task(slime_reset(world))
-        async for pools in world.server.service.watch_pools():
-            if pools[0].waiting_count:
-                break
+        await until_one_waits(world)
         waiting.cancel()
         await asyncio.wait({waiting})
         await world.ok("slime-osworld", "/close", {"episode_id": first})

@@ -14,9 +14,7 @@ from cuaenv.client.errors import Unavailable
 from cuaenv.client.ray_cluster import HostReport, Reservation
 
 from envd import errors
-from envd.api.server import ApiServer
-from envd.telemetry.metrics import Metrics
-from envd.testing.stub_episodes import StubEpisodes, pool_info
+from envd.testing.stub_episodes import StubHost, stub_hosts
 
 TASK = "desktop/note"
 NOTHING = View(encoding="none")
@@ -83,17 +81,10 @@ class FakeCluster:
 
 
 @dataclass
-class Served:
-    episodes: StubEpisodes
-    server: ApiServer
-    address: str
-
-
-@dataclass
 class World:
     """Hosts, and a client that places episodes on them."""
 
-    hosts: list[Served]
+    hosts: list[StubHost]
     client: AsyncEnvClient
     cluster: FakeCluster | None
 
@@ -106,21 +97,8 @@ class World:
 
 
 @asynccontextmanager
-async def served(*capacities: int) -> AsyncIterator[list[Served]]:
-    async with AsyncExitStack() as stack:
-        hosts = []
-        for capacity in capacities:
-            episodes = await stack.enter_async_context(StubEpisodes())
-            episodes.report_pools(pool_info(capacity))
-            server = ApiServer(episodes, listen="127.0.0.1:0", metrics=Metrics())
-            stack.push_async_callback(server.stop)
-            hosts.append(Served(episodes, server, await server.start()))
-        yield hosts
-
-
-@asynccontextmanager
 async def drawn(*capacities: int) -> AsyncIterator[World]:
-    async with served(*capacities) as hosts:
+    async with stub_hosts(*capacities) as hosts:
         targets = [host.address for host in hosts]
         async with AsyncEnvClient(targets, retry=QUICK, rng=random.Random(1)) as client:
             await client.list_pools()
@@ -132,7 +110,7 @@ async def drawn(*capacities: int) -> AsyncIterator[World]:
 @asynccontextmanager
 async def ray(*capacities: int) -> AsyncIterator[World]:
     cluster = FakeCluster()
-    async with served(*capacities) as hosts:
+    async with stub_hosts(*capacities) as hosts:
         for index, host in enumerate(hosts):
             cluster.totals[f"n{index}"] = {"fake": capacities[index]}
             cluster.reports[f"n{index}"] = HostReport(

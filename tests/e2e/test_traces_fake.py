@@ -3,7 +3,6 @@
 import asyncio
 import io
 import json
-import logging
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -26,6 +25,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from envd.config import load
 from envd.errors import ConfigError
 from envd.telemetry import logs, traces
+from envd.testing.command import restored_logging
 from envd.testing.server import serve_fake
 from trainer.agent.attempts import run_task
 from trainer.agent.grammars import grammar
@@ -188,15 +188,9 @@ async def test_logs_of_a_failed_call_carry_the_trace(recorded: InMemorySpanExpor
 
 @contextmanager
 def logged(stream: io.StringIO) -> Iterator[None]:
-    root, own = logging.getLogger(), logging.getLogger("envd")
-    handlers, levels = root.handlers[:], (root.level, own.level)
-    logs.setup(log_format="json", stream=stream)
-    try:
+    with restored_logging():
+        logs.setup(log_format="json", stream=stream)
         yield
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(levels[0])
-        own.setLevel(levels[1])
 
 
 async def test_a_collector_that_hangs_costs_spans_and_no_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from envd.testing.proofs import deselect_proof
+
 if TYPE_CHECKING:
     from trainer.testing.ray_hosts import RayHosts
 
@@ -15,12 +17,7 @@ CAN_RUN = find_spec("ray") is not None
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect these tests without Ray, with a message."""
-    proof = [item for item in items if item.get_closest_marker("ray")]
-    if CAN_RUN or not proof:
-        return
-    items[:] = [item for item in items if item not in proof]
-    config.hook.pytest_deselected(items=proof)
-    print(f"\nNOT RUN: {len(proof)} tests on a Ray cluster. Run: make hosts-proof")
+    deselect_proof(config, items, marker="ray", can_run=CAN_RUN, message="a Ray cluster. Run: make hosts-proof")
 
 
 @pytest.fixture(scope="module")

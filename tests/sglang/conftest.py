@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from cuaenv.client import Click, Done
 
+from envd.testing.proofs import deselect_proof
 from envd.testing.served import ServedDaemon
 from trainer.agent.grammars import grammar
 from trainer.testing import stand_ins
@@ -34,12 +35,13 @@ capacity = 8
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect these tests without SGLang, with a message."""
-    proof = [item for item in items if item.get_closest_marker("sglang")]
-    if CAN_RUN or not proof:
-        return
-    items[:] = [item for item in items if item not in proof]
-    config.hook.pytest_deselected(items=proof)
-    print(f"\nNOT RUN: {len(proof)} tests on SGLang. Set SLIME_HOME to a checkout of slime, and: make sglang-proof")
+    deselect_proof(
+        config,
+        items,
+        marker="sglang",
+        can_run=CAN_RUN,
+        message="SGLang. Set SLIME_HOME to a checkout of slime, and: make sglang-proof",
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

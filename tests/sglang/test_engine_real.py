@@ -22,7 +22,7 @@ from trainer.slime.samples import facts_of, flatten, is_void
 from trainer.testing.engine_contract import TOLERANCE, EngineContract, picture, post, request_for
 from trainer.testing.sglang import SglangServer
 from trainer.testing.sglang_process import ROOT, SglangProcess, router_of
-from trainer.testing.slime_job import SlimeJob, check_train_data, slime_args, write_tasks
+from trainer.testing.slime_job import SlimeJob, check_train_data, log_prob_gaps, slime_args, write_tasks
 from trainer.tokens.chat import Chat
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(2400)]
@@ -84,18 +84,6 @@ def job_of(
 def make_job(checkpoint: Path, engine: SglangProcess, daemon: str, tmp_path: Path) -> Iterator[Any]:
     with ExitStack() as stack:
         yield lambda **changed: stack.enter_context(job_of(tmp_path, checkpoint, engine, daemon, **changed))
-
-
-def log_prob_gaps(sample: Any, model: SglangServer) -> list[float]:
-    """Return how far the trained log-probabilities of a sample are from the model's."""
-    prompt_length = len(sample.tokens) - sample.response_length
-    prompt, response = sample.tokens[:prompt_length], sample.tokens[prompt_length:]
-    recomputed = model.log_probs(prompt, response, sample.multimodal_train_inputs)
-    return [
-        abs(mine - reported)
-        for mine, reported, mask in zip(recomputed, sample.rollout_log_probs, sample.loss_mask, strict=True)
-        if mask
-    ]
 
 
 def test_trained_rows_have_the_models_log_probabilities(make_job: Any, model: SglangServer) -> None:

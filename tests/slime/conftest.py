@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from cuaenv.client import Click, Done
 
+from envd.testing.proofs import deselect_proof
 from envd.testing.served import ServedDaemon
 from trainer.agent.grammars import grammar
 from trainer.testing.slime_job import use_slime
@@ -28,12 +29,13 @@ capacity = 8
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect these tests without slime, with a message."""
-    proof = [item for item in items if item.get_closest_marker("slime")]
-    if CAN_RUN or not proof:
-        return
-    items[:] = [item for item in items if item not in proof]
-    config.hook.pytest_deselected(items=proof)
-    print(f"\nNOT RUN: {len(proof)} tests on slime's real code. Set SLIME_HOME to a checkout, and: make slime-proof")
+    deselect_proof(
+        config,
+        items,
+        marker="slime",
+        can_run=CAN_RUN,
+        message="slime's real code. Set SLIME_HOME to a checkout, and: make slime-proof",
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,7 +17,14 @@ from trainer.slime.guard import Halted
 from trainer.slime.metrics import log_rollout
 from trainer.slime.samples import facts_of, flatten, is_void
 from trainer.testing.sglang import SglangServer
-from trainer.testing.slime_job import SlimeJob, check_sample, check_train_data, slime_args, write_tasks
+from trainer.testing.slime_job import (
+    SlimeJob,
+    check_sample,
+    check_train_data,
+    log_prob_gaps,
+    slime_args,
+    write_tasks,
+)
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(900)]
 
@@ -347,14 +354,3 @@ def sampled_turns(sample: Any) -> Iterator[tuple[tuple[int, ...], tuple[float, .
         if trained:
             run_of = list(run)
             yield tuple(response[i] for i in run_of), tuple(sample.rollout_log_probs[i] for i in run_of)
-
-
-def log_prob_gaps(sample: Any, server: SglangServer) -> list[float]:
-    prompt_length = len(sample.tokens) - sample.response_length
-    prompt, response = sample.tokens[:prompt_length], sample.tokens[prompt_length:]
-    recomputed = server.log_probs(prompt, response, sample.multimodal_train_inputs)
-    return [
-        abs(mine - reported)
-        for mine, reported, mask in zip(recomputed, sample.rollout_log_probs, sample.loss_mask, strict=True)
-        if mask
-    ]

@@ -10,11 +10,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from trainer.learn import slime_job
 from trainer.slime.samples import flatten, is_void
 from trainer.testing import stand_ins
+
+if TYPE_CHECKING:
+    from trainer.testing.sglang import SglangServer
 
 
 def use_slime(home: Path) -> None:
@@ -117,6 +120,18 @@ def check_train_data(job: SlimeJob, groups: Sequence[Any]) -> dict[str, Any]:
     assert {len(column) for column in data.values()} == {len(samples)}
     assert all(math.isfinite(reward) for reward in data["rewards"])
     return data
+
+
+def log_prob_gaps(sample: Any, model: "SglangServer") -> list[float]:
+    """Return how far the trained log-probabilities of a sample are from the model's."""
+    prompt_length = len(sample.tokens) - sample.response_length
+    prompt, response = sample.tokens[:prompt_length], sample.tokens[prompt_length:]
+    recomputed = model.log_probs(prompt, response, sample.multimodal_train_inputs)
+    return [
+        abs(mine - reported)
+        for mine, reported, mask in zip(recomputed, sample.rollout_log_probs, sample.loss_mask, strict=True)
+        if mask
+    ]
 
 
 def write_tasks(path: Path, task_ids: Sequence[str]) -> Path:

@@ -16,6 +16,8 @@ from pathlib import Path
 _PR_SET_CHILD_SUBREAPER = 36
 #: How long another part of this process may take to collect a child of its own before the next look.
 _PAUSE_S = 0.05
+#: The next look while there are no children; a machine's start takes longer.
+_IDLE_S = 1.0
 #: A program that we started leaves orphans that look like our own children; their parent collects those sooner.
 _LINGER_S = 60.0
 
@@ -36,9 +38,12 @@ def collect_orphans() -> None:
 def _run() -> None:
     seen: dict[int, float] = {}
     while True:
-        # Returns at once while any child has ended and is not collected.
-        with suppress(ChildProcessError):
+        try:
+            # Returns at once while any child has ended and is not collected.
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:
+            time.sleep(_IDLE_S)
+            continue
         ended = _ended_children()
         now_s = time.monotonic()
         seen = {pid: seen.get(pid, now_s) for pid in ended}

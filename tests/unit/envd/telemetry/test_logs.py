@@ -9,18 +9,15 @@ from collections.abc import Iterator
 import pytest
 
 from envd.telemetry import logs
+from envd.testing.command import restored_logging
 
 logger = logging.getLogger("envd.test")
 
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    root, ours = logging.getLogger(), logging.getLogger("envd")
-    levels, handlers = (root.level, ours.level), list(root.handlers)
-    yield io.StringIO()
-    root.setLevel(levels[0])
-    ours.setLevel(levels[1])
-    root.handlers[:] = handlers
+    with restored_logging():
+        yield io.StringIO()
 
 
 def test_json_lines_carry_bound_ids(stream: io.StringIO) -> None:
