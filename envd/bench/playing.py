@@ -7,17 +7,17 @@ from datetime import timedelta
 from cuaenv.actions import Action, Wait
 from cuaenv.client import AsyncEpisode, GuestFailed, GuestUnresponsive, StepResult
 
+from envd import errors
 from envd.hypervisor.machine import GuestOs
-from envd.tasks.conditions import query_of, unmet
+from envd.tasks.conditions import Result, query_of, unmet
 from envd.tasks.oracle import OracleAction, WaitFor
+from envd.tasks.queries import Query
 from envd.tasks.replay import replay
 
 Steps = Sequence[tuple[OracleAction, ...]]
 
 #: A guest runs only during calls, so it gets a second between two queries.
 _LET_RUN = (Wait(timedelta(seconds=1)),)
-
-
 _QUERY_TIMEOUT = timedelta(minutes=2)
 
 
@@ -53,8 +53,11 @@ async def play(
         on_step(actions, result)
         return result.observation.frame_id
 
+    async def run(query: Query) -> Result:
+        return await episode.run_command(query.argv, as_root=query.as_root, timeout=_QUERY_TIMEOUT)
+
     async def wait_for(condition: WaitFor) -> str:
-        await _wait_for(episode, condition, os=os, let_run=lambda: step(_LET_RUN))
+        await wait_until_met(condition, os=os, run=run, let_run=lambda: step(_LET_RUN))
         return (await episode.observe(refresh=True)).frame_id
 
     first_frame_id = episode.observation.frame_id
@@ -64,19 +67,34 @@ async def play(
         await replay(steps, first_frame_id=first_frame_id, step=step, wait_for=wait_for, patience_s=())
 
 
-async def _wait_for(
-    episode: AsyncEpisode, condition: WaitFor, *, os: GuestOs, let_run: Callable[[], Awaitable[object]]
+async def wait_until_met(
+    condition: WaitFor,
+    *,
+    os: GuestOs,
+    run: Callable[[Query], Awaitable[Result]],
+    let_run: Callable[[], Awaitable[object]],
 ) -> None:
-    """Return once a condition holds; `let_run` runs the guest for a while. Raises: ConditionNotMet, EnvError."""
-    argv, as_root = query_of(condition, os)
+    """Return once a condition holds.
+
+    Args:
+        condition: What to wait for.
+        os: The system that the query is for.
+        run: Runs a query in the guest.
+        let_run: Runs the guest for a while.
+
+    Raises:
+        ConditionNotMet: It does not hold in time.
+        EnvError, EnvdError: A call failed for another reason than a busy guest.
+    """
+    query = query_of(condition, os)
     problem = "the query did not end"
     try:
         async with asyncio.timeout(condition.timeout_s):
             while True:
                 # A guest that starts a program may be too busy to answer.
                 try:
-                    problem = unmet(condition, await episode.run_command(argv, as_root=as_root, timeout=_QUERY_TIMEOUT))
-                except (GuestUnresponsive, GuestFailed) as error:
+                    problem = unmet(condition, await run(query))
+                except (GuestUnresponsive, GuestFailed, errors.GuestUnresponsive, errors.GuestError) as error:
                     problem = str(error)
                 if not problem:
                     return

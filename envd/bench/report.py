@@ -104,6 +104,8 @@ class BenchReport:
     checks: Sequence[Check] = ()
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """The samples behind the figures, in the order of measuring."""
+    tables: Mapping[str, Sequence[Mapping[str, str | float]]] = field(default_factory=dict)
+    """Further results, by the table's name: rows of columns."""
 
     @property
     def targets(self) -> list[Figure]:
@@ -134,6 +136,13 @@ class BenchReport:
             "checks": [asdict(check) for check in self.checks],
             "method": {figure.name: figure.meaning for figure in self.figures},
             "samples": {name: [_rounded(value) for value in values] for name, values in self.samples.items()},
+            **{
+                name: [
+                    {column: value if isinstance(value, str) else _rounded(value) for column, value in row.items()}
+                    for row in rows
+                ]
+                for name, rows in self.tables.items()
+            },
         }
 
     def print(self, console: Console) -> None:
@@ -155,6 +164,12 @@ class BenchReport:
             table.columns[1].justify = "right"
             console.print()
             console.print(table)
+        for rows in self.tables.values():
+            shown = Table(*rows[0], box=None, pad_edge=False)
+            for row in rows:
+                shown.add_row(*(escape(value) if isinstance(value, str) else _text(value) for value in row.values()))
+            console.print()
+            console.print(shown)
         for check in self.checks:
             console.print(f"\n{'[green]passed[/]' if check.passed else '[bold red]failed[/]'} {check.name}: ", end="")
             console.print(check.evidence, markup=False, soft_wrap=True)
@@ -173,6 +188,11 @@ def p50(samples: Sequence[float]) -> float:
 def p50_or_none(samples: Sequence[float]) -> float | None:
     """Return the median, or None without samples."""
     return median(samples) if samples else None
+
+
+def p90(samples: Sequence[float]) -> float:
+    """Return the least sample that 90 of 100 do not exceed; with fewer than 10 samples, the largest."""
+    return sorted(samples)[math.ceil(0.9 * len(samples)) - 1]
 
 
 def p95(samples: Sequence[float]) -> float:

@@ -8,13 +8,14 @@ from typing import Annotated, Any
 import typer
 from cuaenv.cli.terminal import Json, progress
 
-from envd.bench import branch, fork, frames, growth, scale, step
+from envd.bench import branch, fork, frames, growth, scale, settle, step
 from envd.bench.branch_parents import BranchParent, EditorParent, WritingParent
 from envd.bench.default_tasks import DEFAULT_TASKS, TASKS_WITHOUT_SETUP, DefaultTasks
 from envd.bench.report import BenchReport
 from envd.bench.session import Steps, bench_config, open_bench
 from envd.cli.options import runs_own_daemon
 from envd.cli.result import print_result
+from envd.cli.tasks_verify import choose
 from envd.config import DEFAULT_IMAGE, Config
 from envd.daemon.ephemeral import ensure_image, run_until_signal
 from envd.daemon.suites import load_tasks, with_suites
@@ -25,7 +26,7 @@ from envd.images.catalogue import ImageCatalogue
 from envd.terminal import reports_errors
 
 app = typer.Typer(
-    no_args_is_help=True, help="Measure forks, branches, standby machines, frames and steps on this host."
+    no_args_is_help=True, help="Measure forks, branches, standby machines, frames, steps and settling on this host."
 )
 
 #: A parent, its child, earlier children that are still being destroyed, and a standby machine.
@@ -188,6 +189,35 @@ async def bench_step(
             has_console=console,
             steps=steps,
         )
+
+
+@bench("settle")
+async def bench_settle(
+    settings: Config,
+    report: Report,
+    *,
+    task_ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="TASK", help="Task ids, or SUITE/ for a whole suite.", show_default="six tasks"),
+    ] = None,
+    watch_s: Annotated[
+        float, typer.Option(metavar="S", min=0.1, max=10, help="How long after a step's frame a change is late.")
+    ] = 3.0,
+    image: OtherImage = "",
+) -> BenchReport:
+    """Measure how long steps wait for the screen to settle, and how often it changes after the returned frame.
+
+    Plays the oracles of tasks. All policies are compared on the same recorded steps.
+    """
+    if image not in {"", DEFAULT_IMAGE}:
+        settings, default_id = _task_without_setup(settings, image)
+        wanted = task_ids or [default_id]
+    else:
+        wanted = task_ids or list(_default_tasks(settings).frames)
+    tasks = choose(load_tasks(settings), wanted)
+    steps = Steps(report, sum(len(task.oracle) for task in tasks))
+    async with open_bench(bench_config(settings, standby_count=1, capacity=2, image=image), steps=steps) as session:
+        return await settle.measure_settle(session, tasks, watch_s=watch_s, steps=steps)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

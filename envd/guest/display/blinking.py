@@ -14,7 +14,7 @@ import xxhash
 from cuaenv.region import Region
 
 #: Larger changes are content.
-_MAX_PIXELS = 1024
+MAX_BLINK_PIXELS = 1024
 #: Alternations of one region: 3 are a caret that disappeared, appeared and disappeared.
 _LEARNED_AFTER = 3
 _MAX_KNOWN = 64
@@ -43,7 +43,7 @@ class Blinking:
 
     def note(self, region: Region, before_HW: npt.NDArray[np.uint32], after_HW: npt.NDArray[np.uint32]) -> bool:
         """Record that a region changed from one picture to another; return whether that is a known blink."""
-        if region.width_px * region.height_px > _MAX_PIXELS:
+        if region.width_px * region.height_px > MAX_BLINK_PIXELS:
             return False
         before, after = _digest(before_HW), _digest(after_HW)
         states = (region.width_px, region.height_px, frozenset((before, after)))

@@ -56,6 +56,17 @@ def around(regions: list[Region]) -> Region:
     return Region(x_px=left, y_px=top, width_px=right - left, height_px=bottom - top)
 
 
+def is_within(region: Region, parts: tuple[Region, ...]) -> bool:
+    """Return whether a region lies within one of `parts`."""
+    return any(
+        part.x_px <= region.x_px
+        and part.y_px <= region.y_px
+        and region.x_px + region.width_px <= part.x_px + part.width_px
+        and region.y_px + region.height_px <= part.y_px + part.height_px
+        for part in parts
+    )
+
+
 def _fits(one: Region, other: Region) -> bool:
     right = max(one.x_px + one.width_px, other.x_px + other.width_px)
     bottom = max(one.y_px + one.height_px, other.y_px + other.height_px)

@@ -21,7 +21,7 @@ from cuaenv.region import Region
 
 from envd.errors import MachineLost
 from envd.guest.display.blinking import Blinking
-from envd.guest.display.change import around
+from envd.guest.display.change import around, is_within
 from envd.guest.display.frames import Frame
 from envd.guest.display.rfb import CursorShape, KeyboardLeds, PixelRect, Rect, Resize, RfbClient
 
@@ -131,7 +131,7 @@ class Screen:
         if not ignored:
             return self._last_change_s
         for change in reversed(self._changes):
-            if any(not _is_within(region, ignored) for region in change.regions):
+            if any(not is_within(region, ignored) for region in change.regions):
                 return change.time_s
         if len(self._changes) == _RECENT_CHANGES:
             return self._changes[0].time_s
@@ -144,7 +144,7 @@ class Screen:
             for change in self._changes
             if change.time_s >= since_s
             for region in change.regions
-            if not _is_within(region, ignored)
+            if not is_within(region, ignored)
         ]
 
     @property
@@ -402,16 +402,6 @@ def _rgb_of(bgrx_HW: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
     for channel in range(3):  # by channel: a fifth of the time of one reversed slice
         rgb_HWC[..., channel] = bgrx_HWC[..., 2 - channel]
     return rgb_HWC
-
-
-def _is_within(region: Region, parts: tuple[Region, ...]) -> bool:
-    return any(
-        part.x_px <= region.x_px
-        and part.y_px <= region.y_px
-        and region.x_px + region.width_px <= part.x_px + part.width_px
-        and region.y_px + region.height_px <= part.y_px + part.height_px
-        for part in parts
-    )
 
 
 def _contains(rect: PixelRect, part: Region) -> bool:

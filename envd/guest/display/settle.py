@@ -16,9 +16,11 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Protocol
+
+from cuaenv.region import Region
 
 from envd.guest.display.change import merged
-from envd.guest.display.screen import Screen
 from envd.guest.observation import SettlePolicy, SettleResult
 
 # Bounds how late a change is dated: when asked, QEMU compares at once, or 30 ms after its last comparison. A refresh
@@ -56,6 +58,27 @@ class SettleState:
     """When the guest was last found busy."""
 
 
+class FollowedScreen(Protocol):
+    """The part of `Screen` that settling needs."""
+
+    @property
+    def change_count(self) -> int:
+        """Updates with changed pixels so far, other than blinking."""
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change."""
+
+    def last_change_outside_s(self, ignored: tuple[Region, ...]) -> float:
+        """Return the monotonic time of the last change that is not within ignored regions."""
+
+    def moving_since(self, since_s: float, ignored: tuple[Region, ...]) -> list[Region]:
+        """Return the regions that changed since a monotonic time, without those within ignored ones."""
+
+    async def refresh(self) -> float:
+        """Bring the shadow up to date; return the monotonic time that it is no older than. Raises: MachineLost."""
+
+
 def decide(policy: SettlePolicy, state: SettleState) -> bool | float:
     """Return True or False once the outcome is known, else the seconds to wait before the next refresh."""
     # A change that arrives with a refresh is newer than its request, so only a policy with `quiet_ms` refreshes again.
@@ -71,7 +94,7 @@ def decide(policy: SettlePolicy, state: SettleState) -> bool | float:
 
 
 async def settle(
-    screen: Screen,
+    screen: FollowedScreen,
     policy: SettlePolicy,
     *,
     input_s: float,

@@ -1,0 +1,194 @@
+"""Measures how long steps wait for the screen, and how often it changes after the frame that they return.
+
+Plays the oracles of tasks on machines that run throughout and records every step for seconds longer than any policy
+waits. All policies are then replayed over the same recordings. A *late change* is content that changes after the frame
+which a step returns as settled; a caret that blinks is not content.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cuaenv.actions import Action, Done, Fail, Wait
+
+from envd.bench.playing import wait_until_met
+from envd.bench.report import BenchReport, figure, figures_of, p50, p90
+from envd.bench.session import BenchFailed, BenchSession, Steps
+from envd.bench.settle_recording import RecordedStep, Recorder, replay_settling
+from envd.guest.observation import SettlePolicy
+from envd.pool.leased import LeasedMachine
+from envd.tasks.conditions import Result
+from envd.tasks.model import Task
+from envd.tasks.oracle import WaitFor
+from envd.tasks.queries import Query
+from envd.tasks.replay import replay
+from envd.tasks.setup import run_setup
+
+_LEASE_TIMEOUT_S = 300.0
+_SETUP_TIMEOUT_S = 300.0
+_QUERY_TIMEOUT_S = 120.0
+_QUERY_INTERVAL_S = 0.5
+_QUIET_MS = (50, 100, 150, 200, 300, 500, 1000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettleFigures:
+    """Figures of the pool's policy, and of the fixed quiet time on the same steps."""
+
+    steps: float = figure("Steps with input, each recorded once")
+    late_change_rate: float = figure(
+        "Share of the steps in which content changed within the time watched after the frame that the pool's policy"
+        " returned; blinking and ignored regions do not count"
+    )
+    fixed_late_change_rate: float = figure("The same with the fixed quiet time, on the same recordings")
+    settle_ms_p50: float = figure("From the last input until the pool's policy returned")
+    settle_ms_p90: float = figure("The same")
+    fixed_settle_ms_p50: float = figure("The same with the fixed quiet time")
+    fixed_settle_ms_p90: float = figure("The same")
+    unsettled_rate: float = figure("Share of the steps in which time ran out before the screen was quiet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyResult:
+    """One policy on all recordings."""
+
+    settle_ms: Sequence[float]
+    is_late: Sequence[bool]
+    is_settled: Sequence[bool]
+
+    @property
+    def late_change_rate(self) -> float:
+        """Share of the steps with a late change."""
+        return sum(self.is_late) / len(self.is_late)
+
+
+async def measure_settle(bench: BenchSession, tasks: Sequence[Task], *, watch_s: float, steps: Steps) -> BenchReport:
+    """Record the oracles of tasks, each on a machine of its own, and replay the policies.
+
+    Args:
+        bench: Its pool holds one machine at a time.
+        tasks: Tasks with an oracle.
+        watch_s: For how long after a step's frame changes count as late.
+        steps: Receives one step per step of an oracle.
+
+    Raises:
+        BenchFailed: No step was recorded.
+        ConditionNotMet, MachineLost, GuestError, GuestUnresponsive, SetupFailed: A task could not be played.
+    """
+    recorded: list[RecordedStep] = []
+    for task in tasks:
+        recorded += await record_task(bench, task, watch_s=watch_s, steps=steps)
+    if not recorded:
+        raise BenchFailed("none of the tasks has a step with input; name tasks with an oracle")
+    conditions = bench.conditions(tasks=[task.task_id for task in tasks], watch_s=watch_s)
+    return await settle_report(conditions, recorded, policy=bench.pool.settings.settle, watch_s=watch_s)
+
+
+async def record_task(bench: BenchSession, task: Task, *, watch_s: float, steps: Steps) -> list[RecordedStep]:
+    """Play a task's oracle on a new machine; return the recordings of its steps with input."""
+    steps.begin(f"setting up {task.task_id}")
+    granted = await bench.pool.lease(timeout_s=_LEASE_TIMEOUT_S)
+    [leased] = granted.machines
+    try:
+        async with leased.running():
+            await run_setup(task, leased.desktop, timeout_s=_SETUP_TIMEOUT_S)
+            recorder = Recorder(
+                leased.desktop, leased.machine, watch_s=watch_s, ignored=bench.pool.settings.settle.ignored
+            )
+            await _play(leased, task, recorder, steps=steps)
+            return recorder.steps()
+    finally:
+        await bench.pool.release([leased])
+
+
+async def _play(leased: LeasedMachine, task: Task, recorder: Recorder, *, steps: Steps) -> None:
+    desktop = leased.desktop
+
+    async def run(query: Query) -> Result:
+        return await desktop.run(query.argv, as_root=query.as_root, timeout_s=_QUERY_TIMEOUT_S)
+
+    async def wait_for(condition: WaitFor) -> str:
+        await wait_until_met(condition, os=task.os, run=run, let_run=lambda: asyncio.sleep(_QUERY_INTERVAL_S))
+        return (await desktop.frame(refresh=True)).frame_id
+
+    async def step(actions: tuple[Action, ...]) -> str:
+        steps.done(f"recording {task.task_id}")
+        before = (await desktop.frame(refresh=True)).image
+        inputs = _without_last_waits(actions)
+        for action in inputs or actions:
+            outcome = await desktop.act(action)
+            if outcome.error:
+                raise BenchFailed(f"task {task.task_id}: {action}: {outcome.error}")
+        if not inputs:
+            return (await desktop.frame(refresh=True)).frame_id
+        return (await recorder.record(input_s=time.monotonic(), before=before)).image_id
+
+    first_frame_id = (await desktop.frame(refresh=True)).frame_id
+    if leased.machine.processor_s() is None:
+        await replay(task.oracle, first_frame_id=first_frame_id, step=step, wait_for=wait_for, patience_s=())
+    else:
+        await replay(task.oracle, first_frame_id=first_frame_id, step=step, wait_for=wait_for)
+
+
+def _without_last_waits(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+    """Return the actions up to the last input: a wait after it would hide how the screen settles."""
+    inputs = [index for index, action in enumerate(actions) if not isinstance(action, Wait | Done | Fail)]
+    return actions[: inputs[-1] + 1] if inputs else ()
+
+
+async def judge(recorded: Sequence[RecordedStep], policy: SettlePolicy, *, watch_s: float) -> PolicyResult:
+    """Replay one policy over all recordings."""
+    settle_ms, is_late, is_settled = [], [], []
+    for step in recorded:
+        result, at_s = await replay_settling(step, policy)
+        settle_ms.append(result.settle_ms)
+        is_settled.append(result.settled)
+        is_late.append(result.settled and step.has_change_after(at_s, watch_s=watch_s))
+    return PolicyResult(settle_ms=settle_ms, is_late=is_late, is_settled=is_settled)
+
+
+async def settle_report(
+    conditions: Mapping[str, object], recorded: Sequence[RecordedStep], *, policy: SettlePolicy, watch_s: float
+) -> BenchReport:
+    """Replay the policies over the recordings and return the report.
+
+    Args:
+        conditions: Of the recording.
+        recorded: All recorded steps.
+        policy: The policy of the pool.
+        watch_s: For how long after a step's frame changes count as late.
+    """
+    own = await judge(recorded, policy, watch_s=watch_s)
+    curve = {
+        f"fixed {quiet_ms} ms": await judge(recorded, replace(policy, quiet_ms=quiet_ms), watch_s=watch_s)
+        for quiet_ms in _QUIET_MS
+    }
+    fixed = curve["fixed 300 ms"]
+    values = SettleFigures(
+        steps=len(recorded),
+        late_change_rate=own.late_change_rate,
+        fixed_late_change_rate=fixed.late_change_rate,
+        settle_ms_p50=p50(own.settle_ms),
+        settle_ms_p90=p90(own.settle_ms),
+        fixed_settle_ms_p50=p50(fixed.settle_ms),
+        fixed_settle_ms_p90=p90(fixed.settle_ms),
+        unsettled_rate=1 - sum(own.is_settled) / len(recorded),
+    )
+    return BenchReport(
+        benchmark="settle",
+        conditions=dict(conditions),
+        figures=figures_of(values),
+        samples={"settle_ms": own.settle_ms, "fixed_settle_ms": fixed.settle_ms},
+        tables={
+            "curve": [
+                {
+                    "policy": name,
+                    "late_change_rate": each.late_change_rate,
+                    "settle_ms_p50": p50(each.settle_ms),
+                    "settle_ms_p90": p90(each.settle_ms),
+                }
+                for name, each in {"pool": own, **curve}.items()
+            ]
+        },
+    )
