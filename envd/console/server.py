@@ -5,6 +5,7 @@ a token as a header; a token in a URL would appear in the logs of proxies.
 """
 
 import asyncio
+import logging
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -27,15 +28,20 @@ from envd.recording.records import RecordingUnreadable
 from envd.telemetry.endpoint import serve_app
 from envd.version import envd_version
 
+logger = logging.getLogger(__name__)
+
 #: Returns whether a request's caller may see the episodes of an owner.
 MaySee = Callable[[web.Request, str], bool]
 
-#: Pages that are open at the same time.
+#: Pages that are open at the same time: of all callers, and of one.
 MAX_VIEWERS = 64
+MAX_VIEWERS_OF_CALLER = 16
 #: Recordings in a list.
 MAX_LISTED = 500
 #: A page that receives nothing for longer considers the connection lost.
 _PING_S = 5.0
+#: A page that takes no bytes for longer is disconnected.
+_STALL_S = 60.0
 _BODY_BYTES = 1 << 16
 
 _PAGE = {
@@ -48,8 +54,10 @@ PUBLIC_PATHS = tuple(_PAGE)
 
 _HEADERS = {
     # No inline scripts, no resources of other hosts: a text of a guest that were taken for HTML could do nothing.
+    # Trusted types: the browser refuses to take any text for HTML.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:;"
-    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+    " require-trusted-types-for 'script'; trusted-types 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -68,6 +76,7 @@ async def serve_console(
     middlewares: Sequence[Middleware] = (),
     is_admitted: Callable[[web.Request], bool] = lambda _request: True,
     may_see: MaySee = lambda _request, _owner: True,
+    caller_name: Callable[[web.Request], str] = lambda _request: "",
     clock: Clock | None = None,
 ) -> AsyncIterator[str]:
     """Serve the console of an episode service and yield the bound address.
@@ -80,13 +89,21 @@ async def serve_console(
         middlewares: Check requests.
         is_admitted: Whether a request that the middlewares admitted would be admitted now; a stream ends if not.
         may_see: Which episodes a caller may see.
+        caller_name: Identifies the caller, whose open pages are limited; empty if callers have no names.
         clock: Source of time; by default the host's.
 
     Raises:
         ConfigError: The address cannot be bound.
     """
-    console = Console(episodes, library, is_admitted=is_admitted, may_see=may_see, clock=clock or SystemClock())
-    app = web.Application(middlewares=[_with_headers, *middlewares], client_max_size=_BODY_BYTES)
+    console = Console(
+        episodes,
+        library,
+        is_admitted=is_admitted,
+        may_see=may_see,
+        caller_name=caller_name,
+        clock=clock or SystemClock(),
+    )
+    app = web.Application(middlewares=[_with_headers, _own_page_only, *middlewares], client_max_size=_BODY_BYTES)
     console.add_routes(app.router)
     try:
         async with serve_app(app, listen, setting="console_listen", tls=tls) as address:
@@ -110,6 +127,19 @@ async def _with_headers(request: web.Request, handler: Handler) -> web.StreamRes
     return response
 
 
+@web.middleware
+async def _own_page_only(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse requests that pages of other origins make: they could not read the response, but cause the work."""
+    if request.path not in PUBLIC_PATHS and request.headers.get("Sec-Fetch-Site", "none") not in (
+        "same-origin",
+        "none",
+    ):
+        raise web.HTTPForbidden(
+            text=f"{request.path}: requested by a page of another origin; open the console's page\n"
+        )
+    return await handler(request)
+
+
 class Console:
     """The console's routes and what their viewers share."""
 
@@ -120,11 +150,13 @@ class Console:
         *,
         is_admitted: Callable[[web.Request], bool],
         may_see: MaySee,
+        caller_name: Callable[[web.Request], str],
         clock: Clock,
     ) -> None:
         self._episodes = episodes
         self._is_admitted = is_admitted
         self._may_see = may_see
+        self._caller_name = caller_name
         self._history = EpisodeHistory()
         episodes.events.add(self._history)
         self._replays = None if library is None else Replays(library)
@@ -159,37 +191,48 @@ class Console:
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Stream episodes, pools and pictures until the page is closed. A slow page skips pictures."""
-        if len(self._viewers) >= MAX_VIEWERS:
-            raise web.HTTPServiceUnavailable(
-                text=f"the console already has {MAX_VIEWERS} open pages, its maximum; close one\n"
-            )
+        viewer = self._open_viewer(request)
         response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
         # Proxies such as nginx would otherwise hold events back.
         response.headers["X-Accel-Buffering"] = "no"
-        await response.prepare(request)
-        viewer = Viewer(self._board, self._pictures, may_see=lambda owner: self._may_see(request, owner))
-        self._viewers[viewer.view_id] = viewer
         # The page was closed.
         with suppress(ConnectionResetError):
             try:
-                await response.write(
-                    event(
-                        "hello",
-                        {"view": viewer.view_id, "version": envd_version(), "records": self._replays is not None},
-                    )
-                )
+                await response.prepare(request)
+                hello = {"view": viewer.view_id, "version": envd_version(), "records": self._replays is not None}
+                await _write(response, event("hello", hello))
                 while not self._stopping.is_set() and self._is_admitted(request):
                     is_silent = True
                     for message in viewer.updates():
-                        await response.write(message)
+                        await _write(response, message)
                         is_silent = False
                     if is_silent:
-                        await response.write(event("ping", {}))
+                        await _write(response, event("ping", {}))
                     await viewer.wait(timeout_s=_PING_S)
+            except TimeoutError:
+                logger.info("console: a page took no bytes for %.0f s and was disconnected", _STALL_S)
+                if request.transport is not None:
+                    request.transport.abort()
             finally:
                 del self._viewers[viewer.view_id]
                 viewer.close()
         return response
+
+    def _open_viewer(self, request: web.Request) -> Viewer:
+        """Register a page. Raises: HTTPServiceUnavailable, HTTPTooManyRequests: too many are open."""
+        caller = self._caller_name(request)
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise web.HTTPServiceUnavailable(
+                text=f"the console already has {MAX_VIEWERS} open pages, its maximum; close one\n"
+            )
+        of_caller = sum(viewer.caller == caller for viewer in self._viewers.values())
+        if caller and of_caller >= MAX_VIEWERS_OF_CALLER:
+            raise web.HTTPTooManyRequests(
+                text=f"token {caller}: has {MAX_VIEWERS_OF_CALLER} open pages, its maximum; close one\n"
+            )
+        viewer = Viewer(self._board, self._pictures, caller=caller, may_see=lambda owner: self._may_see(request, owner))
+        self._viewers[viewer.view_id] = viewer
+        return viewer
 
     async def _select(self, request: web.Request) -> web.Response:
         """Select the episodes whose pictures a stream carries."""
@@ -242,6 +285,12 @@ class Console:
         if not self._may_see(request, owner):
             raise _not_found(f"recording {episode_id}: not found")
         return self._replays, episode_id
+
+
+async def _write(response: web.StreamResponse, message: bytes) -> None:
+    """Write to a page. Raises: TimeoutError: it takes no bytes; ConnectionResetError: it was closed."""
+    async with asyncio.timeout(_STALL_S):
+        await response.write(message)
 
 
 def _selection(body: bytes) -> tuple[list[str], str]:

@@ -17,8 +17,9 @@ MAX_TILES = 512
 class Viewer:
     """The state of one stream. Nothing is queued: the next update is made from what has changed since the last."""
 
-    def __init__(self, board: Board, pictures: Pictures, *, may_see: Callable[[str], bool]) -> None:
+    def __init__(self, board: Board, pictures: Pictures, *, caller: str, may_see: Callable[[str], bool]) -> None:
         self.view_id = secrets.token_urlsafe(16)
+        self.caller = caller
         self._board = board
         self._pictures = pictures
         self._may_see = may_see

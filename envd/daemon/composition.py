@@ -19,7 +19,14 @@ from pydantic import BaseModel
 
 from envd.aio import run_unless
 from envd.api.security.access import Scope
-from envd.api.security.http import is_admitted, may_list, require_local_host_name, require_token, tls_context
+from envd.api.security.http import (
+    caller_name,
+    is_admitted,
+    may_list,
+    require_local_host_name,
+    require_token,
+    tls_context,
+)
 from envd.api.security.secret_files import read_secret
 from envd.api.server import ApiServer, read_token_table
 from envd.clock import SystemClock
@@ -300,6 +307,7 @@ def _serve_console(
         middlewares=checks,
         is_admitted=is_admitted,
         may_see=may_list,
+        caller_name=caller_name,
     )
 
 

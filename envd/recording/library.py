@@ -4,14 +4,14 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from cuaenv.frames import FrameMismatch, TiledImage
 from cuaenv.region import Region
 
-from envd.recording.records import Kind, RecordingUnreadable, end_of, open_file, read_records
+from envd.recording.records import Kind, RecordingUnreadable, end_of, open_file, read_records, record_at
 from envd.recording.writer import SUFFIX
 
 _EPISODE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -33,11 +33,12 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedFrame:
-    """One frame, not decoded."""
+    """One frame. Its pixels stay in the file."""
 
     time_s: float
     head: dict[str, Any]
-    pixels: bytes = field(repr=False)
+    position: int
+    """Of its record in the file."""
 
     @property
     def is_key(self) -> bool:
@@ -52,11 +53,12 @@ class RecordedFrame:
 
 
 class Recording:
-    """A recording that was read; its frames are decoded on demand."""
+    """A recording that was read; its frames' pixels, which may be gigabytes, are read and decoded on demand."""
 
     def __init__(self, path: Path) -> None:
         """Read a file, as far as it is undamaged. Raises: RecordingUnreadable."""
         self.name = path.stem
+        self._path = path
         self.meta: dict[str, Any] = {}
         self.end: dict[str, Any] | None = None
         self.score: dict[str, Any] | None = None
@@ -69,8 +71,8 @@ class Recording:
                     case Kind.META:
                         self.meta = self.meta or record.json()
                     case Kind.FRAME:
-                        head, pixels = record.frame()
-                        self.frames.append(RecordedFrame(time_s=record.time_s, head=head, pixels=pixels))
+                        head, _ = record.frame()
+                        self.frames.append(RecordedFrame(time_s=record.time_s, head=head, position=record.position))
                     case Kind.STEP:
                         self.steps.append({**record.json(), "time": record.time_s})
                     case Kind.SCORE:
@@ -84,7 +86,7 @@ class Recording:
         """Return a frame's pixels. Quick for the frame after the last one asked for.
 
         Raises:
-            RecordingUnreadable: There is no such frame, or it is damaged.
+            RecordingUnreadable: There is no such frame, it is damaged, or the file was dropped.
         """
         if not 0 <= index < len(self.frames):
             raise RecordingUnreadable(
@@ -96,8 +98,9 @@ class Recording:
         at, image = self._image or (-1, None)
         if image is None or not first <= at <= index:
             at, image = first - 1, None
-        for i in range(at + 1, index + 1):
-            image = self._next_image(self.frames[i], image)
+        with open_file(self._path) as file:
+            for i in range(at + 1, index + 1):
+                image = self._next_image(file, self.frames[i], image)
         if image is None:
             raise AssertionError("the loop starts at a whole image")
         self._image = (index, image)
@@ -108,19 +111,22 @@ class Recording:
         for index, frame in enumerate(self.frames):
             yield frame, self.image(index)
 
-    def _next_image(self, frame: RecordedFrame, before: TiledImage | None) -> TiledImage:
+    def _next_image(self, file: BinaryIO, frame: RecordedFrame, before: TiledImage | None) -> TiledImage:
         head = frame.head
+        if (record := record_at(file, frame.position)) is None:
+            raise RecordingUnreadable(f"recording {self.name}: a frame is damaged")
+        _, pixels = record.frame()
         try:
             if frame.is_key:
                 return TiledImage.unpack(
-                    frame.pixels, width_px=head["width"], height_px=head["height"], image_id=head["image"]
+                    pixels, width_px=head["width"], height_px=head["height"], image_id=head["image"]
                 )
             if before is None:
                 raise AssertionError("a change follows a whole image")
             if "tiles" not in head:
                 return before
             tiles = [Region(x_px=x, y_px=y, width_px=w, height_px=h) for x, y, w, h in head["tiles"]]
-            return before.patched(tiles, frame.pixels, image_id=head["image"])
+            return before.patched(tiles, pixels, image_id=head["image"])
         except (FrameMismatch, KeyError, TypeError, ValueError) as error:
             raise RecordingUnreadable(f"recording {self.name}: a frame is damaged: {error}") from error
 

@@ -60,6 +60,8 @@ class Record:
     time_s: float
     """Unix time."""
     payload: bytes
+    position: int
+    """Position in the file."""
     end: int
     """Position in the file after it."""
 
@@ -101,6 +103,12 @@ def read_records(file: BinaryIO, *, name: str) -> Iterator[Record]:
         yield record
 
 
+def record_at(file: BinaryIO, position: int) -> Record | None:
+    """Return the record at a position; None if it is cut or damaged."""
+    file.seek(position)
+    return _next(file)
+
+
 def end_of(file: BinaryIO) -> Record | None:
     """Return the END record by means of the trailer; None if the recording is not complete."""
     size = file.seek(0, os.SEEK_END)
@@ -110,8 +118,7 @@ def end_of(file: BinaryIO) -> Record | None:
     position, magic = _TRAILER.unpack(file.read(_TRAILER.size))
     if magic != _END_MAGIC or position >= size:
         return None
-    file.seek(position)
-    record = _next(file)
+    record = record_at(file, position)
     return record if record is not None and record.kind is Kind.END else None
 
 
@@ -128,6 +135,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def _next(file: BinaryIO) -> Record | None:
+    position = file.tell()
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:
         return None
@@ -137,7 +145,7 @@ def _next(file: BinaryIO) -> Record | None:
     payload = file.read(size)
     if len(payload) < size or _crc(number, time_s, payload) != crc:
         return None
-    return Record(kind=Kind(number), time_s=time_s, payload=payload, end=file.tell())
+    return Record(kind=Kind(number), time_s=time_s, payload=payload, position=position, end=file.tell())
 
 
 def _crc(kind: int, time_s: float, payload: bytes) -> int:

@@ -3,6 +3,8 @@
 It runs on the daemon's event loop, so a scrape sees pools between two changes, and a hanging loop fails the scrape.
 """
 
+import asyncio
+import resource
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,6 +14,8 @@ from aiohttp.typedefs import Middleware
 
 from envd.errors import ConfigError
 from envd.telemetry.metrics import CONTENT_TYPE, Metrics
+
+_TLS_HANDSHAKE_S = 10.0
 
 
 @asynccontextmanager
@@ -49,6 +53,8 @@ async def serve_app(
 ) -> AsyncIterator[str]:
     """Serve an HTTP application and yield the bound address. A request is cancelled when its client disconnects.
 
+    Connections beyond a quarter of the process's file descriptors are closed at once.
+
     Args:
         app: The application.
         listen: HOST:PORT, port 0 for a free one.
@@ -60,15 +66,46 @@ async def serve_app(
     """
     runner = web.AppRunner(app, access_log=None, handle_signals=False, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
+    handlers = runner.server
+    if handlers is None:
+        raise AssertionError("setup() makes the server")
+
+    max_connections = _max_connections()
+
+    def protocol() -> asyncio.Protocol:
+        return _Refused() if len(handlers.connections) >= max_connections else handlers()
+
     try:
         host, _, port = listen.rpartition(":")
         try:
-            await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=tls).start()
+            server = await asyncio.get_running_loop().create_server(
+                protocol,
+                host.strip("[]"),
+                int(port),
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else _TLS_HANDSHAKE_S,
+            )
         except OSError as error:
             raise ConfigError(
                 f"{setting} {listen} cannot be bound: {error.strerror or error}; choose another address"
             ) from error
-        bound = runner.addresses[0][1]
-        yield f"{host}:{bound}"
+        try:
+            yield f"{host}:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
     finally:
         await runner.cleanup()
+
+
+def _max_connections() -> int:
+    """Return a bound that leaves the daemon most of its file descriptors: idle connections need no token."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+
+
+class _Refused(asyncio.Protocol):
+    """A connection too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Close it."""
+        if isinstance(transport, asyncio.Transport):
+            transport.abort()

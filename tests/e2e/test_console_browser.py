@@ -209,6 +209,12 @@ async def test_a_token_is_asked_for_and_a_lost_connection_is_shown(tmp_path: Pat
         await other.goto(f"{shown.url}#token={token.secret}")
         await expect(other.locator(".tile")).to_have_count(1)
         assert "token" not in other.url
+        # Also in a page that is open already.
+        await other.evaluate("sessionStorage.clear()")
+        await other.evaluate(f"location.hash = 'token={token.secret}'")
+        await other.wait_for_function("sessionStorage.length === 1 && location.hash === ''")
+        await expect(other.locator(".tile")).to_have_count(1)
+        assert "token" not in other.url
         await page.route("**/api/events", lambda route: route.abort())
         await page.evaluate("lastMessage = 0")
         await expect(page.locator("#banner")).to_contain_text("Connection lost")

@@ -91,6 +91,12 @@ def may_list(request: web.Request, owner: str) -> bool:
     return caller.may_list(owner)
 
 
+def caller_name(request: web.Request) -> str:
+    """Return the name of the caller's token; empty where every caller is trusted."""
+    caller: Caller = request.get(_CALLER, TRUSTED)
+    return caller.name
+
+
 def require_local_host_name() -> Middleware:
     """Return a middleware that answers 421 unless the request names this host by a loopback name.
 

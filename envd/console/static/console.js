@@ -53,11 +53,13 @@ $("login").addEventListener("submit", (event) => {
   follow();
 });
 
+// Returns whether there was one. The address bar and the history lose it.
 function takeTokenFromFragment() {
   const token = new URLSearchParams(location.hash.slice(1)).get("token");
-  if (token === null) return;
+  if (token === null) return false;
   sessionStorage.setItem(TOKEN_KEY, token);
   history.replaceState(null, "", location.pathname);
+  return true;
 }
 
 // ---- the stream --------------------------------------------------------------------------------------------
@@ -736,5 +738,6 @@ $("zoom").addEventListener("input", zoom);
 for (const id of ["filter-text", "filter-pool", "filter-run", "filter-task", "filter-state"]) $(id).addEventListener("input", render);
 
 takeTokenFromFragment();
+window.addEventListener("hashchange", () => { if (takeTokenFromFragment()) location.reload(); });
 render();
 follow();

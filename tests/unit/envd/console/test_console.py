@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import aiohttp.web
 import pytest
 from cuaenv.actions import Click, Move, TypeText
 from PIL import Image
 
 from envd.api.security.tokens import new_token
 from envd.config import load
-from envd.console import pictures
+from envd.console import pictures, server
 from envd.console.pictures import Size
 from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes.episode import Episode
@@ -334,6 +335,70 @@ async def test_tokens_decide_who_sees_which_episodes(tmp_path: Path) -> None:
         assert seen == {"read": {own, other}, "run": {own}}
         assert (await served.get(f"/api/episodes/{own}"))[0] == 200
         assert (await served.get(f"/api/episodes/{other}"))[0] == 404
+
+
+async def test_requests_of_other_origins_pages_are_refused(tmp_path: Path) -> None:
+    async with console(tmp_path) as served:
+        (episode_id,) = await served.open()
+        path = f"/api/episodes/{episode_id}"
+        for site in ("cross-site", "same-site"):
+            status, text = await served.get(path, **{"Sec-Fetch-Site": site})
+            assert (status, text) == (403, f"{path}: requested by a page of another origin; open the console's page\n")
+            # A link to the page may be on any page.
+            assert (await served.get("/", **{"Sec-Fetch-Site": site}))[0] == 200
+        for site in ("same-origin", "none"):
+            assert (await served.get(path, **{"Sec-Fetch-Site": site}))[0] == 200
+
+
+async def test_errors_too_forbid_scripts_and_frames(tmp_path: Path) -> None:
+    async with console(tmp_path) as served:
+        for path, headers in (("/nothing", {}), ("/api/episodes/x", {}), ("/", {"Host": "attacker.example"})):
+            async with served.session.get(served.url + path, headers=headers) as response:
+                assert response.status in (404, 421)
+                policy = response.headers["Content-Security-Policy"]
+                assert "frame-ancestors 'none'" in policy
+                assert "require-trusted-types-for 'script'; trusted-types 'none'" in policy
+                assert response.headers["X-Content-Type-Options"] == "nosniff"
+                assert response.headers["Content-Type"].startswith("text/plain")
+
+
+async def test_one_token_cannot_take_all_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_VIEWERS_OF_CALLER", 1)
+    monkeypatch.setattr(server, "MAX_VIEWERS", 2)
+    tokens = [new_token(name, "read") for name in ("greedy", "other", "third")]
+    file = tmp_path / "tokens"
+    file.touch(mode=0o600)
+    file.write_text("".join(f"{token.line}\n" for token in tokens))
+    greedy, other, third = ({"Authorization": f"Bearer {token.secret}"} for token in tokens)
+    async with (
+        console(tmp_path, {"security.tokens_file": str(file)}) as served,
+        served.session.get(f"{served.url}/api/events", headers=greedy) as first,
+    ):
+        assert first.status == 200
+        problem = "token greedy: has 1 open pages, its maximum; close one\n"
+        assert await served.get("/api/events", **greedy) == (429, problem)
+        async with served.session.get(f"{served.url}/api/events", headers=other) as second:
+            assert second.status == 200
+            problem = "the console already has 2 open pages, its maximum; close one\n"
+            assert await served.get("/api/events", **third) == (503, problem)
+
+
+async def test_a_page_that_takes_no_bytes_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stall(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async with console(tmp_path) as served:
+        monkeypatch.setattr(server, "_STALL_S", 0.01)
+        monkeypatch.setattr(server, "MAX_VIEWERS", 1)
+        with monkeypatch.context() as stalled:
+            stalled.setattr(aiohttp.web.StreamResponse, "write", stall)
+            with pytest.raises(aiohttp.ClientPayloadError):
+                async with served.session.get(f"{served.url}/api/events") as response:
+                    await response.read()
+        monkeypatch.undo()
+        # Its place is free again.
+        async with aclosing(served.events()) as events:
+            await until(events, "hello")
 
 
 async def test_revoking_a_token_ends_its_console_stream(tmp_path: Path) -> None:

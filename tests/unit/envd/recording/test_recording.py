@@ -126,6 +126,20 @@ async def test_frames_are_rebuilt_in_any_order(directory: Path) -> None:
         recording.image(999)
 
 
+async def test_a_frame_of_a_file_that_was_dropped_or_damaged_after_it_was_opened_is_an_error(directory: Path) -> None:
+    async with recorded(directory) as running:
+        episode_id = await running.play(Click(379, 311), TypeText("Hi"))
+    recording = Library(directory).read(episode_id)
+    path = directory / f"{episode_id}.rec"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:200])
+    with pytest.raises(RecordingUnreadable, match=rf"recording {episode_id}: a frame is damaged"):
+        recording.image(0)
+    path.unlink()
+    with pytest.raises(RecordingUnreadable, match=rf"recording {episode_id}: not found; .* dropped for newer ones"):
+        recording.image(0)
+
+
 async def test_a_torn_or_damaged_file_is_read_up_to_the_damage(directory: Path) -> None:
     async with recorded(directory) as running:
         episode_id = await running.play(Click(379, 311), TypeText("Hi"))

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from envd.errors import ConfigError
 from envd.loop_lag import LoopLag
 from envd.pool.backoff import BreakerState
 from envd.pool.status import POOL_SERIES, PoolStatus
+from envd.telemetry import endpoint
 from envd.telemetry.endpoint import serve_metrics
 from envd.telemetry.host import HostCollector
 from envd.telemetry.metrics import TOTAL, Metrics
@@ -187,6 +189,28 @@ async def test_the_endpoint_serves_metrics_and_liveness_and_frees_its_port() -> 
                 assert await response.text() == "ok\n"
         async with serve_metrics(Metrics(), address) as again:
             assert again == address
+
+
+async def test_connections_beyond_the_limit_are_closed_and_the_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint, "_max_connections", lambda: 2)
+    async with serve_metrics(Metrics(), "127.0.0.1:0") as address:
+        host, port = address.split(":")
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://{address}/healthz") as response:
+                assert await response.text() == "ok\n"
+            idle_reader, idle = await asyncio.open_connection(host, int(port))
+            idle.write(f"GET /healthz HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
+            assert b"200 OK" in await idle_reader.readuntil(b"ok\n")
+            reader, refused = await asyncio.open_connection(host, int(port))
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            # On the first connection, which is kept.
+            async with session.get(f"http://{address}/healthz") as response:
+                assert await response.text() == "ok\n"
+            refused.close()
+            idle.close()
 
 
 async def test_a_taken_port_is_a_configuration_error() -> None:
