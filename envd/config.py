@@ -284,6 +284,15 @@ class HypervisorConfig(_Section):
     """Most disk space in GiB for stored templates; the least recently used are removed first."""
     tcg_cache_mib: int = Field(default=64, ge=1, le=4096)
     """Most memory in MiB for each machine's translated code, if guests run without KVM."""
+    reaction_ms: int = Field(default=0, ge=0, le=10_000)
+    """Drawn desktops only: their programs react to each input after up to this many milliseconds, as slow programs
+    do."""
+
+    @model_validator(mode="after")
+    def _only_drawn_desktops_react_late(self) -> Self:
+        if self.reaction_ms and self.uri != "fake":
+            raise ValueError(f"reaction_ms is {self.reaction_ms}, but uri is {self.uri!r}; it needs uri 'fake'")
+        return self
 
     @property
     def template_limit_bytes(self) -> int:

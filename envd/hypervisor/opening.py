@@ -29,9 +29,9 @@ async def open_hypervisor(config: Config, *, images: Iterable[DiskImage] = ()) -
     """
     if config.hypervisor_uri == "fake":
         # Imported lazily: a daemon with real machines does not need it.
-        from envd.hypervisor.fake import FakeHypervisor  # noqa: PLC0415
+        from envd.hypervisor.fake import FakeHypervisor, Faults  # noqa: PLC0415
 
-        return FakeHypervisor()
+        return FakeHypervisor(faults=Faults(reaction_s=config.hypervisor.reaction_ms / 1000))
     if not _HAS_LIBVIRT:
         raise ConfigError(
             f"hypervisor {config.hypervisor_uri}: the Python module libvirt is missing; install envd with"

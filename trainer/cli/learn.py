@@ -13,6 +13,7 @@ import typer
 from cuaenv.cli.terminal import err, out
 
 from trainer.cli.output import UsageError, reports_errors
+from trainer.config import ConfigError
 from trainer.learn.daemons import print_oracles, started_daemons
 from trainer.learn.errors import LearnError
 from trainer.learn.settings import SMOKE, Settings
@@ -29,14 +30,21 @@ class Stage(StrEnum):
     ALL = "all"
 
 
-@reports_errors(LearnError, Halted, OSError)
+@reports_errors(LearnError, ConfigError, Halted, OSError)
 def learn_command(
     *,
     stage: Annotated[Stage, typer.Argument(help="What to do; `all` runs the stages in this order.")],
     run: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("out/learn"),
-    config: Annotated[Path | None, typer.Option(help="YAML file of settings; see docs/learning.md.")] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny settings that run everything on a CPU.")] = False,
-    name: Annotated[str, typer.Option(help="Directory of the stage rl in the run; default: rl-SEED.")] = "",
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(help="YAML file of settings; see docs/learning.md. Repeat it: later files override earlier ones."),
+    ] = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Tiny settings that run everything on a CPU; --config overrides them.")
+    ] = False,
+    name: Annotated[
+        str, typer.Option(help="Directory of the stage rl in the run; default: ABLATION-ARM-SEED, or rl-SEED.")
+    ] = "",
     seed: Annotated[int, typer.Option(help="Of sampling and the order of tasks.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the saved state.")] = False,
     envd: Annotated[
@@ -47,14 +55,16 @@ def learn_command(
     ] = None,
 ) -> None:
     """Learn on one GPU from drawn desktops: demonstrations, cloning, reinforcement, report."""
-    if smoke and config is not None:
-        raise UsageError("--smoke has its own settings; leave out --config")
-    settings = SMOKE if smoke else Settings.read(config) if config else Settings()
+    settings = (SMOKE if smoke else Settings()).changed(*config or [])
+    settings.plugin("127.0.0.1:1")
+    if envd and settings.desktops.model_fields_set:
+        raise UsageError("--envd: `desktops` is for daemons that this command starts; leave out one of them")
     if slime_home is None and stage in (Stage.RL, Stage.ALL):
         raise UsageError("--slime-home: give a checkout of slime, or set SLIME_HOME; docs/train.md names the commit")
     # Bars of slime and transformers would hide the lines of progress.
     os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
-    work = _Work(settings, run, seed=seed, name=name or f"rl-{seed}", resume=resume)
+    default = f"{'-'.join(filter(None, (settings.ablation, settings.arm))) or 'rl'}-{seed}"
+    work = _Work(settings, run, seed=seed, name=name or default, resume=resume)
     wanted = [each for each in Stage if each is not Stage.ALL] if stage is Stage.ALL else [stage]
     with ExitStack() as running:
         needs_hosts = any(each in (Stage.DEMOS, Stage.RL) for each in wanted)
@@ -92,10 +102,8 @@ class _Work:
         if given:
             yield given
             return
-        settings = self.settings
-        with started_daemons(
-            self.run / "daemons", count=settings.workers, machines=settings.machines, screen_px=settings.screen_px
-        ) as hosts:
+        # Each run has its own, because several may share the demonstrations and the cloned policy.
+        with started_daemons(self.run / "daemons" / self.name, self.settings) as hosts:
             yield hosts
 
     def demos(self, hosts: list[str]) -> None:
@@ -137,7 +145,7 @@ class _Work:
                 log=log,
             ) as learning,
         ):
-            reinforce(learning, self.settings, resume=self.resume)
+            reinforce(learning, self.settings, seed=self.seed, resume=self.resume)
 
     def report(self) -> None:
         """Write the results."""

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from trainer.learn.errors import LearnError
+from trainer.learn.settings import Settings
 
 _START_S = 120.0
 _STOP_S = 30.0
@@ -18,23 +19,35 @@ log_level = "warning"
 
 [hypervisor]
 uri = "fake"
+reaction_ms = {reaction_ms}
 
 [pools.desktop]
 image = "desktop"
 screen = "{width}x{height}"
 size = {size}
 capacity = {machines}
-settle = {{ quiet_ms = 0 }}
+allow_guest_access = {guest_access}
+settle = {{ quiet_ms = {quiet_ms}, min_ms = {pause_ms} }}
 """
 
 
 @contextmanager
-def started_daemons(directory: Path, *, count: int, machines: int, screen_px: tuple[int, int]) -> Iterator[list[str]]:
-    """Yield the addresses of `count` new daemons, which end with the block. Raises: LearnError: One does not start."""
+def started_daemons(directory: Path, settings: Settings) -> Iterator[list[str]]:
+    """Yield the addresses of new daemons, which end with the block. Raises: LearnError: One does not start."""
     directory.mkdir(parents=True, exist_ok=True)
-    width, height = screen_px
+    (width, height), desktops, count = settings.screen_px, settings.desktops, settings.workers
     config = directory / "envd.toml"
-    config.write_text(_CONFIG.format(width=width, height=height, size=max(1, machines // 3), machines=machines))
+    config.write_text(
+        _CONFIG.format(
+            **desktops.model_dump(),
+            width=width,
+            height=height,
+            size=max(1, settings.machines // 3),
+            machines=settings.machines,
+            # Only faults need it.
+            guest_access="true" if settings.rl.fault_share else "false",
+        )
+    )
     with ExitStack() as running:
         daemons = [running.enter_context(_daemon(directory, config, index)) for index in range(count)]
         yield [daemon.address() for daemon in daemons]

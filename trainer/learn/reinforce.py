@@ -18,7 +18,8 @@ from trainer.learn.errors import LearnError
 from trainer.learn.loss import Row, policy_loss
 from trainer.learn.metrics import MetricsLog
 from trainer.learn.policy import Policy
-from trainer.learn.settings import Settings
+from trainer.learn.record import recorded
+from trainer.learn.settings import Reinforce, Settings
 from trainer.learn.slime_job import use_slime
 from trainer.learn.states import RunState, load_state, make_optimizer, save_state, train_step
 from trainer.learn.workers import Rollout, Score, Workers, WorkerSpec, exchange_directory, task_ids, write_tasks
@@ -42,17 +43,19 @@ class Learner:
         self._engine = engine
         self._workers = workers
         self._settings = settings
-        self._directory = directory
+        self.directory = directory
         self._log = log
         self._micro_rows = settings.rl.micro_rows
         self._optimizer = make_optimizer(policy.model, learning_rate=settings.rl.learning_rate)
         self._guard = Guard(Halt(**settings.rl.envd.get("halt", {"above": {"void_frac": 0.5}})))
         self.done = 0
         """Updates."""
+        self.env_steps = 0
+        """Turns of all training episodes, also of void ones."""
 
     def restore(self, *, resume: bool) -> None:
         """Continue from the saved state, if there is one. Raises: LearnError."""
-        state = load_state(self._directory, self._settings, stage="rl", resume=resume)
+        state = load_state(self.directory, self._settings, stage="rl", resume=resume)
         if state is None:
             return
         self.policy.model.load_state_dict(state.model)
@@ -60,6 +63,7 @@ class Learner:
         self._engine.generator.set_state(state.more["generator"])
         self._micro_rows = state.more["micro_rows"]
         self._workers.load(state.done - 1)
+        self.env_steps = state.more.get("env_steps", 0)
         self.done = self._engine.weight_version = state.done
 
     def save(self) -> None:
@@ -67,7 +71,7 @@ class Learner:
         self._workers.save(self.done - 1)
         generator = self._engine.generator.get_state()
         save_state(
-            self._directory,
+            self.directory,
             RunState.of(
                 self.policy.model,
                 self._optimizer,
@@ -76,6 +80,7 @@ class Learner:
                 done=self.done,
                 generator=generator,
                 micro_rows=self._micro_rows,
+                env_steps=self.env_steps,
             ),
         )
 
@@ -92,17 +97,24 @@ class Learner:
         self.done += 1
         self._engine.weight_version = self.done
         seconds = time.monotonic() - started_s
-        turns = sum(record.facts.get("turns", 0) for record in rollout.records)
-        speed = {"rollout_s": rolled_s, "s": seconds, "env_steps": float(turns), "steps_per_s": turns / seconds}
+        # In a tree, a shared turn was taken once.
+        turns = sum(record.facts.get("turns", 0) - record.facts.get("shared_turns", 0) for record in rollout.records)
+        self.env_steps += turns
+        speed = {
+            "rollout_s": rolled_s,
+            "s": seconds,
+            "env_steps": float(self.env_steps),
+            "steps_per_s": turns / seconds,
+        }
         self._log.write("rl", self.done, {**metrics, **trained, **speed, "rows_trained": float(len(rollout.rows))})
 
     def evaluate(self, *, temperature: float) -> list[Score]:
         """Play the held-out tasks and add the scores to `evaluations.jsonl`. Raises: LearnError."""
         scores = self._workers.evaluate(self.done, temperature=temperature)
         self._engine.check()
-        with (self._directory / "evaluations.jsonl").open("a", encoding="utf-8") as file:
-            line = {"update": self.done, "temperature": temperature, "scores": [asdict(score) for score in scores]}
-            file.write(json.dumps(line) + "\n")
+        with (self.directory / "evaluations.jsonl").open("a", encoding="utf-8") as file:
+            line = {"update": self.done, "env_steps": self.env_steps, "temperature": temperature}
+            file.write(json.dumps({**line, "scores": [asdict(score) for score in scores]}) + "\n")
         valid = [score.score for score in scores if score.score is not None]
         kind = "sampled" if temperature else "greedy"
         values = {"success_frac": fmean(score >= 1 for score in valid) if valid else 0.0}
@@ -248,21 +260,28 @@ def learner(
         yield Learner(policy, engine, workers, settings=settings, directory=directory, log=log)
 
 
-def reinforce(learning: Learner, settings: Settings, *, resume: bool) -> None:
+def reinforce(learning: Learner, settings: Settings, *, seed: int, resume: bool) -> None:
     """Run the updates, with evaluations at the start, in between and at the end. Raises: LearnError, Halted."""
-    options, started_s = settings.rl, time.monotonic()
     learning.restore(resume=resume)
-    if learning.done == 0:
-        learning.evaluate(temperature=0.0)
-        learning.evaluate(temperature=1.0)
+    with recorded(learning.directory, settings, seed=seed):
+        if learning.done == 0:
+            learning.evaluate(temperature=0.0)
+            learning.evaluate(temperature=1.0)
+        if settings.rl.updates:
+            _update(learning, settings.rl)
+            learning.save()
+            learning.evaluate(temperature=0.0)
+            learning.evaluate(temperature=1.0)
+
+
+def _update(learning: Learner, options: Reinforce) -> None:
+    started_s = time.monotonic()
     while learning.done < options.updates:
-        if options.seconds and time.monotonic() - started_s > options.seconds:
+        is_late = options.seconds and time.monotonic() - started_s > options.seconds
+        if is_late or (options.env_steps and learning.env_steps >= options.env_steps):
             break
         learning.update()
         if learning.done % options.save_every == 0:
             learning.save()
         if learning.done % options.evaluate_every == 0 and learning.done < options.updates:
             learning.evaluate(temperature=0.0)
-    learning.save()
-    learning.evaluate(temperature=0.0)
-    learning.evaluate(temperature=1.0)

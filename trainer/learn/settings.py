@@ -10,7 +10,9 @@ from pydantic import BaseModel, Field
 from trainer.agent.settings import AgentSettings
 from trainer.config import STRICT, parse
 from trainer.learn.errors import LearnError
+from trainer.slime.config import SlimeConfig
 
+_NAME = r"^[a-z0-9_.-]*$"
 #: First seed of the held-out variants of trained templates; demonstrations and training use seeds from 0.
 HELD_OUT_SEED = 1_000_000_000
 
@@ -41,14 +43,30 @@ class Clone(BaseModel):
     """Stop once this share of replies in rows of unseen variants is right: reinforcement needs room and signal."""
 
 
+class Desktops(BaseModel):
+    """Desktops of the daemons that `trainer learn` starts."""
+
+    model_config = STRICT
+
+    reaction_ms: int = Field(default=0, ge=0, le=10_000)
+    """Programs react to each input after up to this many milliseconds."""
+    quiet_ms: int = Field(default=0, ge=0, le=5000)
+    """A step returns once the screen has not changed for this long: 0 for the first frame after the input."""
+    pause_ms: int = Field(default=0, ge=0, le=5000)
+    """A step never returns sooner than this after its last input."""
+
+
 class Reinforce(BaseModel):
     """Stage `rl`."""
 
     model_config = STRICT
 
-    updates: int = Field(default=150, ge=1)
+    updates: int = Field(default=150, ge=0)
+    """0 to evaluate the cloned policy and end."""
     seconds: float = Field(default=0.0, ge=0)
     """Stop after this time even if updates are left; 0 for never."""
+    env_steps: int = Field(default=0, ge=0)
+    """Stop after this many turns of training episodes even if updates are left; 0 for never."""
     groups: int = Field(default=32, ge=1)
     """Groups per update, of all workers."""
     members: int = Field(default=8, ge=2)
@@ -64,10 +82,12 @@ class Reinforce(BaseModel):
     """Rows of one forward pass; halved while no GPU memory is left."""
     save_every: int = Field(default=25, ge=1)
     evaluate_every: int = Field(default=50, ge=1)
+    group_start: Literal["forked", "drawn"] = "forked"
+    """`forked`: as `envd.group` says. `drawn`: each member starts alone, with another seed of its template."""
     fault_share: float = Field(default=0.0, ge=0, lt=1)
-    """Share of episodes that fail by an injected fault."""
+    """Share of training episodes whose machine powers off."""
     faults_as_zero: bool = False
-    """Count injected faults as reward 0 instead of void: what this project refuses to do, to measure its cost."""
+    """Count those episodes as reward 0 instead of void: what this project refuses to do, to measure its cost."""
     envd: dict[str, Any] = Field(default_factory=dict)
     """Further keys of `trainer.slime.config.SlimeConfig`, such as `group`, `reward` or `halt`."""
 
@@ -77,6 +97,10 @@ class Settings(BaseModel):
 
     model_config = STRICT
 
+    ablation: str = Field(default="", pattern=_NAME)
+    """Name of the comparison that this run belongs to; `baseline` and `control` belong to all of them."""
+    arm: str = Field(default="", pattern=_NAME)
+    """What differs in this run."""
     suite: str = "drawn"
     screen_px: tuple[int, int] = Field(default=(512, 320), strict=False)
     size: Literal["tiny", "small"] = "small"
@@ -92,20 +116,30 @@ class Settings(BaseModel):
     """Unseen variants of each training template in an evaluation."""
     held_out_template_variants: int = Field(default=24, ge=0)
     """Variants of each held-out template in an evaluation."""
+    desktops: Desktops = Field(default_factory=Desktops)
     demos: Demos = Field(default_factory=Demos)
     clone: Clone = Field(default_factory=Clone)
     rl: Reinforce = Field(default_factory=Reinforce)
 
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a YAML file. Raises: ConfigError, LearnError: It cannot be read."""
+    def changed(self, *paths: Path) -> Self:
+        """Return these settings with those of YAML files; a later file overrides an earlier one.
+
+        Raises:
+            ConfigError: A key is unknown or a value invalid.
+            LearnError: A file cannot be read.
+        """
         import yaml  # noqa: PLC0415 -- for this alone
 
-        try:
-            mapping = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (OSError, yaml.YAMLError) as error:
-            raise LearnError(f"{path}: cannot be read: {error}; give a YAML file of settings") from error
-        return parse(cls, mapping)
+        mapping = self.model_dump(mode="json", exclude_unset=True)
+        for path in paths:
+            try:
+                changes = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            except (OSError, yaml.YAMLError) as error:
+                raise LearnError(f"{path}: cannot be read: {error}; give a YAML file of settings") from error
+            if not isinstance(changes, dict):
+                raise LearnError(f"{path}: not a mapping; give a YAML file of settings")
+            mapping = _merged(mapping, changes)
+        return parse(type(self), mapping)
 
     @property
     def agent(self) -> AgentSettings:
@@ -127,6 +161,21 @@ class Settings(BaseModel):
             "context_tokens": 8192,
             "timeout_s": 300.0,
         }
+
+    def plugin(self, host: str) -> dict[str, Any]:
+        """Return the mapping `envd:` of the plug-in for one daemon. Raises: ConfigError: `rl.envd` is invalid."""
+        mapping = {
+            "hosts": [host],
+            "engine_timeout_s": 120.0,
+            "engine_retries": 3,
+            "group_wait_s": 30.0,
+            **self.rl.envd,
+            "agent": self.agent_mapping,
+        }
+        if self.rl.group_start == "drawn":
+            mapping["group"] = "off"
+        SlimeConfig.from_mapping(mapping)
+        return mapping
 
     @property
     def torch_device(self) -> str:
@@ -152,12 +201,23 @@ SMOKE = Settings(
 """Every stage on a CPU in about two minutes; learns nothing."""
 
 
-def fingerprint(settings: Settings) -> Mapping[str, Any]:
-    """Return the settings that must be equal for a resumed run, as JSON values."""
+def fingerprint(settings: Settings, *, stage: str) -> Mapping[str, Any]:
+    """Return the settings that must be equal for a resumed stage, as JSON values."""
     mapping: dict[str, Any] = json.loads(settings.model_dump_json())
-    for key in ("device", "workers", "machines"):
-        del mapping[key]
-    for stage, keys in {"clone": ("steps", "seconds"), "rl": ("updates", "seconds", "micro_rows")}.items():
+    if stage == "clone":
+        mapping = {key: mapping[key] for key in ("suite", "screen_px", "size", "max_turns", "demos", "clone")}
+    free = {"": ("device", "workers", "machines"), "clone": ("steps", "seconds")}
+    free["rl"] = ("updates", "seconds", "env_steps", "micro_rows")
+    for name, keys in free.items():
+        part = mapping.get(name, {}) if name else mapping
         for key in keys:
-            del mapping[stage][key]
+            part.pop(key, None)
     return mapping
+
+
+def _merged(mapping: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    def value(key: str, new: Any) -> Any:
+        old = mapping.get(key)
+        return _merged(old, new) if isinstance(old, Mapping) and isinstance(new, Mapping) else new
+
+    return {**mapping, **{key: value(key, new) for key, new in changes.items()}}

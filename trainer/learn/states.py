@@ -78,7 +78,7 @@ class RunState:
             optimizer=optimizer.state_dict(),
             stage=stage,
             done=done,
-            settings=fingerprint(settings),
+            settings=fingerprint(settings, stage=stage),
             more=more,
         )
 
@@ -112,7 +112,7 @@ def load_state(directory: Path, settings: Settings | None, *, stage: str, resume
         state = RunState(**torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
         raise LearnError(f"stage {stage} {path}: the state cannot be read: {error}; restore or remove it") from error
-    if settings is not None and (changed := _changes(state.settings, fingerprint(settings))):
+    if settings is not None and (changed := _changes(state.settings, fingerprint(settings, stage=stage))):
         raise LearnError(f"stage {stage} {directory}: other settings than its state's: {changed}; use the old ones")
     return state
 

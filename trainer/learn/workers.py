@@ -65,6 +65,8 @@ class WorkerSpec:
     """Of the files with patches."""
     settings: Settings
     seed: int
+    generate: str = ""
+    """Name of another generate function; empty for the settings' own."""
 
 
 def task_ids(splits: Mapping[str, str], *, settings: Settings) -> tuple[list[str], list[str]]:
@@ -224,10 +226,10 @@ class _Worker:
         use_slime(spec.slime_home)
         self._spec, settings = spec, spec.settings
         rl = settings.rl
-        envd = {"hosts": [spec.host], "engine_timeout_s": 120.0, "engine_retries": 3, "group_wait_s": 30.0, **rl.envd}
+        changes_rollouts = rl.fault_share or rl.group_start == "drawn"
         self._rollouts = SlimeRollouts(
             slime_args(
-                {**envd, "agent": settings.agent_mapping},
+                settings.plugin(spec.host),
                 hf_checkpoint=str(spec.checkpoint),
                 prompt_data=str(spec.directory / "train.jsonl"),
                 sglang_router_ip=spec.engine_host,
@@ -244,9 +246,10 @@ class _Worker:
                 load=str(spec.directory),
                 fault_share=rl.fault_share,
                 faults_as_zero=rl.faults_as_zero,
-                custom_generate_function_path=(
-                    "trainer.learn.faults.generate" if rl.fault_share else "trainer.slime.generate.generate"
-                ),
+                group_start=rl.group_start,
+                train_seeds=rl.train_seeds,
+                custom_generate_function_path=spec.generate
+                or ("trainer.learn.ablations.generate" if changes_rollouts else "trainer.slime.generate.generate"),
             )
         )
 

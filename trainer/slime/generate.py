@@ -18,7 +18,7 @@ from trainer.slime.guard import Halted
 from trainer.slime.monitor import monitor_of
 from trainer.slime.replay import keep_success
 from trainer.slime.rollout import Rollout
-from trainer.slime.samples import StatusName, make_void, reset_sample, row_samples
+from trainer.slime.samples import StatusName, make_void, note, reset_sample, row_samples
 from trainer.slime.slime_compat import Sample
 
 __all__ = ["generate"]
@@ -35,6 +35,18 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         ConfigError: The configuration is invalid; no episode was opened.
         Halted: The run cannot go well: see `envd.halt`, `envd.max_lost_groups` and `envd.daemon_timeout_s`.
     """
+    return await run_sample(args, sample, sampling_params, evaluation=evaluation)
+
+
+async def run_sample(
+    args: Any,
+    sample: Any,
+    sampling_params: dict[str, Any],
+    *,
+    evaluation: bool = False,
+    rollout_type: type[Rollout] = Rollout,
+) -> Any:
+    """Do as `generate`, with another type of rollout."""
     config = SlimeConfig.from_args(args)
     check(args, config)
     task = task_of(sample, config.task_key)
@@ -51,7 +63,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         return _void(args, sample, multiple, status="FAILED", reason="halted")
     try:
         async with asyncio.timeout(config.limit_s):
-            rollout = Rollout(args, sample, sampling_params, config=config)
+            rollout = rollout_type(args, sample, sampling_params, config=config)
             result = await _run(args, rollout, task, group_size, multiple, evaluation=evaluation)
     except Halted as error:
         monitor.halt(str(error))
@@ -74,7 +86,10 @@ async def _run(
         return _void(args, sample, multiple, status="ABORTED", reason="aborted")
     if trajectory.outcome is Outcome.FAILED:
         error = str(trajectory.error or "")
-        return _void(args, sample, multiple, status="FAILED", reason=trajectory.reason, error=error)
+        result = _void(args, sample, multiple, status="FAILED", reason=trajectory.reason, error=error)
+        # They were taken in the environment, although nothing of them is trained.
+        note(sample, {"turns": len(trajectory.turns), "shared_turns": trajectory.shared_turn_count})
+        return result
     rows = rollout.rows[-1:] if evaluation else rollout.rows
     samples = _spread(args, sample, len(rows), multiple)
     await rollout.write(trajectory, rows, samples)

@@ -42,7 +42,7 @@ class Rollout:
         """Prepare; `args`, `sample` and `sampling_params` are those that slime passes to generate."""
         self.sample = sample
         self.config = config
-        self._args = args
+        self.args = args
         self._sampling_params = dict(sampling_params)  # the samples of an evaluation share one dict
         self._state: GenerateState = slime_compat.generate_state(args)
         options = getattr(args, "apply_chat_template_kwargs", None)
@@ -54,7 +54,7 @@ class Rollout:
         """Run the task. Returns None if slime aborted the rollout. Raises: Halted: no daemon answers."""
         config = self.config
         client = shared_client(config.client)
-        await warn_of_capacity(self._args, config, client)
+        await warn_of_capacity(self.args, config, client)
         await warn_of_engine(self._call_engine, self._engine_url, self._chat)
         slots = GroupSlots(
             client,
@@ -89,12 +89,16 @@ class Rollout:
         if context is not None:
             await conversation.continue_from(context.prefix)
         return await run_episode(
-            episode,
+            self.wrap(slots, episode),
             conversation,
             settings=self.config.agent,
             branch_point=None if context is None else replace(context.point, history=context.point.history.copy()),
             between=between,
         )
+
+    def wrap(self, slots: GroupSlots, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002 -- for subclasses
+        """Return the episode to run in place of a new one that `slots` opened; called once per attempt."""
+        return episode
 
     @property
     def rows(self) -> list[Row]:
@@ -119,7 +123,7 @@ class Rollout:
             "prompt_hash": prompt_hash(config.agent),
         }
         for sample, row in zip(samples, rows, strict=False):
-            fill(sample, row, self._args)
+            fill(sample, row, self.args)
             # Built last, in a thread: an episode does not carry its tensors.
             sample.multimodal_train_inputs = await asyncio.to_thread(
                 self._chat.tensors, row.trained_images, sample.tokens
@@ -133,7 +137,7 @@ class Rollout:
 
     @property
     def _engine_url(self) -> str:
-        return f"http://{self._args.sglang_router_ip}:{self._args.sglang_router_port}/generate"
+        return f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}/generate"
 
     def _new_conversation(self) -> SglangConversation:
         agent, sampling_params = self.config.agent, self._sampling_params
@@ -148,13 +152,13 @@ class Rollout:
             ),
             sampling_params=sampling_params,
             is_aborted=lambda: self._state.aborted,
-            extras={"return_routed_experts": True} if getattr(self._args, "use_rollout_routing_replay", False) else {},
+            extras={"return_routed_experts": True} if getattr(self.args, "use_rollout_routing_replay", False) else {},
         )
         return self._conversation
 
     async def _call_engine(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
         """Call the engine by slime's client. Raises: BudgetExhausted, ModelFailed."""
-        args, sample, url = self._args, self.sample, self._engine_url
+        args, sample, url = self.args, self.sample, self._engine_url
         headers = None
         if sample.session_id and getattr(args, "router_policy", None) == "consistent_hashing":
             headers = {"X-SMG-Routing-Key": sample.session_id}

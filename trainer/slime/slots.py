@@ -55,7 +55,8 @@ class GroupSlots:
         """The history with which the latest episode started; None at the beginning of its task."""
         self._branch_ways = branch_ways
         self._tree: Tree[BranchContext] | None = None
-        self._episode: AsyncEpisode | None = None
+        self.episode: AsyncEpisode | None = None
+        """The latest episode."""
         self._client = client
         self._sample = sample
         self._group_size = group_size
@@ -72,14 +73,14 @@ class GroupSlots:
         async with AsyncExitStack() as stack:
             with span(self._sample, "env_reset", {"task": task, "attempt": self.reset_count}):
                 episode, self.context = await stack.enter_async_context(opening)
-            self._episode = episode
+            self.episode = episode
             yield [_Traced(episode, self._sample)]
 
     async def branch(self, context: BranchContext) -> None:
         """In a tree, let waiting members continue from the current episode."""
-        if self._tree is None or self._episode is None:
+        if self._tree is None or self.episode is None:
             return
-        episode, wait = self._episode, timedelta(seconds=self._group_wait_s)
+        episode, wait = self.episode, timedelta(seconds=self._group_wait_s)
         with span(self._sample, "env_branch", {"waiting": self._tree.waiting_count}):
             await self._tree.branch(
                 lambda count: self._client.fork(episode, count=count, lease_ttl=self._lease_ttl, timeout=wait),

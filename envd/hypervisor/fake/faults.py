@@ -41,6 +41,8 @@ class Faults:
     """The machine is lost at the command that follows this many agent and guestd commands."""
     die_after_inputs: int | None = None
     """The machine is lost at the input event that follows this many key and pointer events."""
+    reaction_s: float = 0.0
+    """Programs react to each input event after up to this long, in order. A fork has none that are still due."""
     fork_delay_s: float = 0.0
     """Duration of `Hypervisor.fork`."""
     fork_error: str = ""

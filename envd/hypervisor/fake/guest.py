@@ -22,7 +22,9 @@ class Guest:
     def __init__(self, *, width_px: int, height_px: int) -> None:
         self.clock = GuestClock()
         self.files = GuestFiles()
-        self.programs = Programs(self.files, windows=self._window_manager, clock=self.clock)
+        self.programs = Programs(
+            self.files, windows=self._window_manager, clock=self.clock, power_off=self._powered_off
+        )
         self.agent = GuestAgent(self.files, self.programs, clock=self.clock)
         self.desktop: DrawnDesktop | None = None
         self.framebuffer = Framebuffer(
@@ -32,6 +34,8 @@ class Guest:
         )
         self.on_change: Callable[[list[Rect]], None] = _ignore
         """Called with the changed rectangles of the screen. A copy starts without a callback."""
+        self.on_power_off: Callable[[], None] = _do_nothing
+        """Called when the guest powers off. A copy starts without a callback."""
 
     def show_desktop(self, start: Picture) -> None:
         """End the boot and start the session. `start` is its first picture, used if it has the screen's size."""
@@ -50,7 +54,7 @@ class Guest:
 
     def copy(self) -> "Guest":
         """Return a guest in the same state. Pixels and files are shared until one of them writes to them."""
-        return copy.deepcopy(self, {id(self.on_change): _ignore})
+        return copy.deepcopy(self, {id(self.on_change): _ignore, id(self.on_power_off): _do_nothing})
 
     def release(self) -> None:
         """Free its pixels at once.
@@ -66,9 +70,16 @@ class Guest:
     def _changed(self, rects: list[Rect]) -> None:
         self.on_change(rects)
 
+    def _powered_off(self) -> None:
+        self.on_power_off()
+
     def _window_manager(self) -> DrawnDesktop | None:
         return self.desktop
 
 
 def _ignore(_rects: list[Rect]) -> None:
+    pass
+
+
+def _do_nothing() -> None:
     pass

@@ -7,10 +7,13 @@ paused, in the state of its snapshot.
 
 import asyncio
 import itertools
+import random
 import socket
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pydantic import JsonValue
@@ -60,6 +63,7 @@ class FakeMachine:
             guest.files.share()
             snapshot.acquire()
         guest.on_change = self._screen_changed
+        guest.on_power_off = partial(self.kill, "its guest powered off")
         self.spec = spec
         self.machine_id = spec.machine_id
         self.snapshot = snapshot
@@ -77,6 +81,9 @@ class FakeMachine:
         self._command_count = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._animation_task: asyncio.Task[None] | None = None
+        self._due_inputs: deque[tuple[float, Callable[[], None]]] = deque()
+        """Input events that programs have not reacted to: times of the guest's clock, in order."""
+        self._reaction_rng = random.Random(spec.machine_id)  # noqa: S311 -- not a secret
         self._destroy_task: asyncio.Task[None] | None = None
         # Both are also set once the machine is gone, so that no waiter hangs.
         self._booted = asyncio.Event()
@@ -308,6 +315,9 @@ class FakeMachine:
 
     def key_input(self, scancode: int, *, down: bool) -> None:
         """Press or release a key."""
+        self._deliver(partial(self._key, scancode, down=down))
+
+    def _key(self, scancode: int, *, down: bool) -> None:
         # QEMU drops the release of a key that is not down (ui/kbd-state.c).
         if not down and self.desktop and not self.desktop.holds_key(scancode):
             return
@@ -323,6 +333,9 @@ class FakeMachine:
 
     def pointer_input(self, x: int, y: int, buttons: int) -> None:
         """Move the pointer or change its buttons."""
+        self._deliver(partial(self._point, x, y, buttons))
+
+    def _point(self, x: int, y: int, buttons: int) -> None:
         desktop = self._take_input()
         if desktop:
             desktop.pointer(x, y, buttons)
@@ -361,6 +374,29 @@ class FakeMachine:
         """Check that the machine is not gone. Raises: MachineLost."""
         if self.lost.is_set():
             raise MachineLost(f"machine {self.machine_id} is gone ({self.lost_reason}): cannot {purpose}")
+
+    def _deliver(self, react: Callable[[], None]) -> None:
+        if not self.faults.reaction_s:
+            react()
+            return
+        if self.state is not MachineState.RUNNING:
+            return
+        clock = self.guest.clock
+        due_s = clock.monotonic_s() + self._reaction_rng.uniform(0, self.faults.reaction_s)
+        self._due_inputs.append((max(due_s, self._due_inputs[-1][0]) if self._due_inputs else due_s, react))
+        if len(self._due_inputs) == 1:
+            self._spawn(self._react_late(), "reactions")
+
+    async def _react_late(self) -> None:
+        """React to input events when they are due; the guest's clock stops while it is paused."""
+        while self._due_inputs:
+            await self.wait_running()
+            due_s, react = self._due_inputs[0]
+            if (left_s := due_s - self.guest.clock.monotonic_s()) > 0:
+                await asyncio.sleep(left_s)
+                continue
+            react()
+            self._due_inputs.popleft()
 
     def _take_input(self) -> DrawnDesktop | None:
         # QEMU drops input events while the guest is paused (qemu_input_event_send in ui/input.c).

@@ -56,11 +56,17 @@ class Programs:
     """Runs programs in one guest."""
 
     def __init__(
-        self, files: GuestFiles, *, windows: Callable[[], WindowManager | None], clock: GuestClock | None = None
+        self,
+        files: GuestFiles,
+        *,
+        windows: Callable[[], WindowManager | None],
+        clock: GuestClock | None = None,
+        power_off: Callable[[], None] = lambda: None,
     ) -> None:
         self._files = files
         self._windows = windows
         self._clock = clock or GuestClock()
+        self._power_off = power_off
         self._clipboard = b""
         self._programs: dict[str, Callable[[list[str], bytes], Outcome]] = {
             "cat": self._cat,
@@ -68,6 +74,7 @@ class Programs:
             "echo": lambda arguments, _: Outcome(stdout=f"{' '.join(arguments)}\n".encode()),
             "false": lambda *_: Outcome(exit_code=1),
             "mkdir": self._mkdir,
+            "poweroff": self._poweroff,
             "ps": self._ps,
             "rm": self._rm,
             "sh": self._sh,
@@ -166,6 +173,10 @@ class Programs:
                 return Outcome()
             case _:
                 return _usage_error("date", "-u -s @SECONDS")
+
+    def _poweroff(self, _arguments: list[str], _stdin: bytes) -> Outcome:
+        self._power_off()
+        return Outcome()
 
     def _ps(self, _arguments: list[str], _stdin: bytes) -> Outcome:
         windows = self._windows()

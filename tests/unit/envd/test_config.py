@@ -205,6 +205,12 @@ def test_settle_and_lease_bounds_must_be_in_order() -> None:
         load(flags={"limits.lease_ttl_s": 600, "limits.lease_ttl_max_s": 60})
 
 
+def test_only_drawn_desktops_react_late() -> None:
+    assert load(flags={"hypervisor.uri": "fake", "hypervisor.reaction_ms": 50}).hypervisor.reaction_ms == 50
+    with pytest.raises(ConfigError, match="reaction_ms is 50, but uri is ''; it needs uri 'fake'"):
+        load(flags={"hypervisor.reaction_ms": 50})
+
+
 def test_runs_have_weights_and_quotas_by_name(tmp_path: Path) -> None:
     file = write(tmp_path, "[limits.runs.main]\nweight = 2.0\n[limits.runs.default]\nquota = 8\n")
     runs = load(file=file, environ={"ENVD_LIMITS__RUNS__SWEEP__QUOTA": "4"}).limits.runs

@@ -8,7 +8,6 @@ import pytest
 
 from trainer.learn.errors import LearnError
 from trainer.learn.report import interval, plot, write_report
-from trainer.learn.settings import SMOKE, Settings, fingerprint
 
 
 def scores(**by_template: list[float | None]) -> list[dict[str, object]]:
@@ -86,22 +85,3 @@ def test_an_interval_is_wide_where_templates_differ() -> None:
 
 def test_a_plot_of_nothing_is_an_empty_frame() -> None:
     assert "<polyline" in plot({"rl-0": []}, title="success")
-
-
-def test_more_updates_are_the_same_run_and_another_rate_is_not() -> None:
-    def changed(**rl: object) -> Settings:
-        return SMOKE.model_copy(update={"rl": SMOKE.rl.model_copy(update=rl)})
-
-    assert fingerprint(changed(updates=50)) == fingerprint(SMOKE)
-    assert fingerprint(changed(learning_rate=1.0)) != fingerprint(SMOKE)
-
-
-def test_settings_are_read_strictly(tmp_path: Path) -> None:
-    path = tmp_path / "learn.yaml"
-    path.write_text("screen_px: [480, 320]\nrl: {updates: 3}\n")
-    assert (Settings.read(path).rl.updates, Settings.read(path).agent.image_max_pixels) == (3, 153_600)
-    path.write_text("rl: {upgrades: 3}\n")
-    with pytest.raises(Exception, match="upgrades"):
-        Settings.read(path)
-    with pytest.raises(LearnError, match="give a YAML file of settings"):
-        Settings.read(tmp_path / "missing.yaml")

@@ -139,6 +139,34 @@ async def test_input_to_a_paused_machine_is_dropped(hypervisor: FakeHypervisor) 
     assert machine.desktop.editor.text_area.text == ""
 
 
+async def test_programs_can_react_late_and_in_order_but_not_while_the_machine_is_paused(
+    hypervisor: FakeHypervisor,
+) -> None:
+    hypervisor.faults = Faults(reaction_s=0.02)
+    machine = await hypervisor.create(SPEC)
+    assert machine.desktop is not None
+    for scancode in (30, 48, 46):
+        machine.key_input(scancode, down=True)
+        machine.key_input(scancode, down=False)
+    assert machine.desktop.editor.text_area.text == ""
+    await machine.pause()
+    await asyncio.sleep(0.05)
+    assert machine.desktop.editor.text_area.text == ""
+    machine.key_input(30, down=True)
+    await machine.resume()
+    while machine.input_count < 6:
+        await asyncio.sleep(0.005)
+    assert machine.desktop.editor.text_area.text == "abc"
+
+
+async def test_a_guest_that_powers_off_is_lost_and_its_forks_are_not(hypervisor: FakeHypervisor) -> None:
+    snapshot = await hypervisor.freeze(await hypervisor.create(SPEC), notes={})
+    machine, other = [await hypervisor.fork(snapshot, name) for name in ("two", "three")]
+    machine.programs.run(["poweroff"])
+    assert (machine.state, machine.lost_reason) == (MachineState.GONE, "its guest powered off")
+    assert other.state is MachineState.PAUSED
+
+
 async def test_the_release_of_a_key_that_is_up_is_not_an_input(hypervisor: FakeHypervisor) -> None:
     machine = await hypervisor.create(SPEC)
     machine.key_input(0xE6, down=False)

@@ -1,0 +1,87 @@
+"""Ablations of `trainer learn` on served drawn desktops: machines that are lost, and groups drawn from other seeds."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from cuaenv.client import Action, Click, Done
+
+from envd.testing.server import FakeServer, serve_fake
+from trainer.agent.grammars import grammar
+from trainer.learn.ablations import generate
+from trainer.slime.group import normalize_rewards
+from trainer.slime.samples import facts_of, is_void
+from trainer.testing.slime import Sample, ScriptedEngine, stand_in_slime
+from trainer.testing.slime_job import slime_args
+
+TASK = "fake/count-to-five"
+SAY = grammar("qwen3-vl").render
+AGENT = {"max_turns": 4, "prompt_tokens": 8192, "reply_tokens": 400, "image_max_pixels": 65_536, "timeout_s": 60.0}
+PARAMS = {"temperature": 1.0, "max_new_tokens": 400}
+
+
+def counting(prompt: str) -> str:
+    """Solve the task in three turns."""
+    plan: list[list[Action]] = [[Click(640, 125, count=3)], [Click(640, 125, count=2)], [Done()]]
+    return SAY(plan[prompt.count("<|im_start|>assistant\n") - 1])
+
+
+@asynccontextmanager
+async def world() -> AsyncIterator[FakeServer]:
+    async with serve_fake(size=4, capacity=8) as server:
+        with stand_in_slime(ScriptedEngine(counting)):
+            yield server
+
+
+def args_of(server: FakeServer, **changed: Any) -> Any:
+    envd = {"hosts": [server.address], "engine_timeout_s": 20.0, "engine_retries": 1, "attempts": 1, "agent": AGENT}
+    args = slime_args(envd, n_samples_per_prompt=1, rollout_seed=1)
+    options = {"group_start": "forked", "train_seeds": 1000, "fault_share": 0.0, "faults_as_zero": False}
+    for name, value in {**options, **changed}.items():
+        setattr(args, name, value)
+    return args
+
+
+def samples_of(count: int, *, task: str = TASK) -> list[Sample]:
+    return [Sample(group_index=index, index=index, metadata={"task_id": task}) for index in range(count)]
+
+
+@pytest.mark.parametrize("as_zero", [False, True])
+async def test_a_lost_machine_is_void_or_by_request_a_zero(as_zero: bool) -> None:
+    """Of eight samples some fail, at different turns; the same ones in both ways of counting."""
+    async with world() as server:
+        args, samples = args_of(server, fault_share=0.6, faults_as_zero=as_zero), samples_of(8)
+        await asyncio.gather(*(generate(args, sample, PARAMS) for sample in samples))
+    if as_zero:
+        lost = [index for index, sample in enumerate(samples) if sample.reward == 0]
+        assert not any(map(is_void, samples))
+        assert {facts_of(samples[index])["reason"] for index in lost} == {"injected"}
+        assert all(any(samples[index].loss_mask or ()) for index in lost), "its replies are trained"
+    else:
+        lost = [index for index, sample in enumerate(samples) if is_void(sample)]
+        assert {facts_of(samples[index])["void"] for index in lost} == {"MachineLost"}
+        assert normalize_rewards(args, samples)[1] == [0.0] * 8
+    assert lost == [1, 2, 3, 5, 7]
+    assert {facts_of(samples[index])["turns"] for index in lost} == {1, 2, 3}
+    assert all(sample.reward == 1 for sample in samples if sample.index not in lost)
+
+
+async def test_an_evaluation_loses_no_machine() -> None:
+    async with world() as server:
+        (sample,) = samples_of(1)
+        await generate(args_of(server, fault_share=0.999), sample, PARAMS, evaluation=True)
+    assert sample.reward == 1.0
+
+
+async def test_members_of_a_drawn_group_have_other_seeds_of_their_template() -> None:
+    samples = samples_of(4, task="drawn/press?seed=7")
+    async with world() as server:
+        args = args_of(server, group_start="drawn")
+        await asyncio.gather(*(generate(args, sample, PARAMS) for sample in samples))
+        first = [sample.metadata["task_id"] for sample in samples]
+        await asyncio.gather(*(generate(args, sample, PARAMS) for sample in samples))
+    assert [sample.metadata["task_id"] for sample in samples] == first, "a repeated sample has the same task"
+    assert len(set(first)) == 4
+    assert {task.partition("?")[0] for task in first} == {"drawn/press"}

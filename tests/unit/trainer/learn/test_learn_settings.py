@@ -1,0 +1,71 @@
+"""Settings of `trainer learn`, and the files of the ablations."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config import ConfigError
+from trainer.learn.errors import LearnError
+from trainer.learn.settings import SMOKE, Settings, fingerprint
+
+FILES = sorted((Path(__file__).parents[4] / "docs/learning/settings").glob("*.yaml"))
+
+
+def changed(**rl: object) -> Settings:
+    return SMOKE.model_copy(update={"rl": SMOKE.rl.model_copy(update=rl)})
+
+
+def test_more_updates_are_the_same_run_and_another_rate_is_not() -> None:
+    same, other = changed(updates=50, env_steps=9), changed(learning_rate=1.0)
+    assert fingerprint(same, stage="rl") == fingerprint(SMOKE, stage="rl")
+    assert fingerprint(other, stage="rl") != fingerprint(SMOKE, stage="rl")
+
+
+def test_cloning_continues_with_other_settings_of_reinforcement() -> None:
+    control = SMOKE.changed(next(path for path in FILES if path.stem == "control"))
+    assert fingerprint(control, stage="clone") == fingerprint(SMOKE, stage="clone")
+
+
+def test_settings_are_read_strictly(tmp_path: Path) -> None:
+    path = tmp_path / "learn.yaml"
+    path.write_text("screen_px: [480, 320]\nrl: {updates: 3}\n")
+    settings = Settings().changed(path)
+    assert (settings.rl.updates, settings.agent.image_max_pixels) == (3, 153_600)
+    path.write_text("rl: {upgrades: 3}\n")
+    with pytest.raises(ConfigError, match=r"rl.upgrades: unknown key; did you mean updates\?"):
+        Settings().changed(path)
+    path.write_text("rl\n")
+    with pytest.raises(LearnError, match="not a mapping"):
+        Settings().changed(path)
+    with pytest.raises(LearnError, match="give a YAML file of settings"):
+        Settings().changed(tmp_path / "missing.yaml")
+
+
+def test_a_later_file_overrides_an_earlier_one_key_by_key(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
+    first.write_text("rl: {updates: 3, envd: {attempts: 1, group: tree}}\n")
+    second.write_text("rl: {envd: {attempts: 2}}\n")
+    settings = SMOKE.changed(first, second)
+    assert (settings.size, settings.rl.updates, settings.rl.members) == ("tiny", 3, SMOKE.rl.members)
+    assert settings.rl.envd == {"attempts": 2, "group": "tree"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_settings_of_an_ablation_name_it_and_are_valid(path: Path) -> None:
+    settings = Settings().changed(path)
+    names = [name.replace("_", "-") for name in (settings.ablation, settings.arm) if name]
+    assert path.stem == "-".join(names)
+    assert settings.plugin("127.0.0.1:1")["hosts"] == ["127.0.0.1:1"]
+
+
+def test_a_wrong_key_of_the_plug_in_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"envd.groop: unknown key; did you mean group\?"):
+        changed(envd={"groop": "tree"}).plugin("127.0.0.1:1")
+    assert changed(group_start="drawn", envd={"group": "tree"}).plugin("127.0.0.1:1")["group"] == "off"
+
+
+def test_all_ablations_have_the_same_budget() -> None:
+    budgets = {path.stem: Settings().changed(path).rl.env_steps for path in FILES}
+    assert budgets.pop("control") == 0
+    assert len(set(budgets.values())) == 1
+    assert {"baseline", "tree", "group-start-drawn", "settle-first", "fake-zeros-30-zero"} <= set(budgets)

@@ -1,0 +1,86 @@
+"""What an ablation changes in a rollout: machines that are lost, and groups whose members start in other states.
+
+A machine is lost by a `poweroff` of its guest, between two turns or before the evaluation, so the daemon and the loop
+handle it as any lost machine. `faults_as_zero` then counts the episode as a failure of the policy.
+"""
+
+import random
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from cuaenv.client import Action, AsyncEpisode, Evaluation, MachineLost, StepResult, View
+
+from trainer.agent.loop import AgentEpisode
+from trainer.agent.types import Outcome, Trajectory
+from trainer.data.split import template_id
+from trainer.slime.generate import run_sample
+from trainer.slime.rollout import Rollout
+from trainer.slime.slots import GroupSlots
+
+__all__ = ["generate"]
+
+#: A machine is lost before one of so many first steps, or before the evaluation.
+_STEPS = 3
+
+
+async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
+    """Run a sample as the settings of the ablation say; evaluations run unchanged."""
+    if evaluation:
+        return await run_sample(args, sample, sampling_params, evaluation=True)
+    if args.group_start == "drawn":
+        seed = _rng(args, sample).randrange(args.train_seeds)
+        sample.metadata["task_id"] = f"{template_id(sample.metadata['task_id'])}?seed={seed}"
+    return await run_sample(args, sample, sampling_params, rollout_type=_FaultyRollout)
+
+
+class _FaultyRollout(Rollout):
+    """A rollout whose machine is lost with a probability of `args.fault_share`."""
+
+    async def run(self, task: str, *, group_size: int) -> Trajectory | None:
+        trajectory = await super().run(task, group_size=group_size)
+        is_lost = trajectory is not None and isinstance(trajectory.error, MachineLost)
+        if trajectory is None or not is_lost or not self.args.faults_as_zero or not self.rows:
+            return trajectory
+        zero = Evaluation(score=0.0, checks=(), timings_ms={})
+        return replace(trajectory, outcome=Outcome.TRUNCATED, reason="injected", error=None, evaluation=zero)
+
+    def wrap(self, slots: GroupSlots, episode: AgentEpisode) -> AgentEpisode:
+        rng = _rng(self.args, self.sample)
+        if rng.random() >= self.args.fault_share or slots.episode is None:
+            return episode
+        return _LostEpisode(episode, slots.episode, steps=rng.randrange(_STEPS + 1))
+
+
+class _LostEpisode:
+    """An episode whose guest powers off before a step, or before the evaluation if there are fewer."""
+
+    def __init__(self, episode: AgentEpisode, machine: AsyncEpisode, *, steps: int) -> None:
+        self._episode = episode
+        self._machine = machine
+        self._steps_left = steps if steps < _STEPS else -1
+        self.episode_id = episode.episode_id
+        self.task_id = episode.task_id
+        self.instruction = episode.instruction
+        self.observation = episode.observation
+        self.origin = episode.origin
+
+    async def step(
+        self, *actions: Action, view: View | None = None, timeout: timedelta = timedelta(minutes=3)
+    ) -> StepResult:
+        if self._steps_left == 0:
+            await self._power_off()
+        self._steps_left -= 1
+        return await self._episode.step(*actions, view=view, timeout=timeout)
+
+    async def evaluate(self, *, timeout: timedelta = timedelta(minutes=5)) -> Evaluation:
+        await self._power_off()
+        return await self._episode.evaluate(timeout=timeout)
+
+    async def _power_off(self) -> None:
+        await self._machine.run_command(["poweroff"], as_root=True)
+
+
+def _rng(args: Any, sample: Any) -> random.Random:
+    # Not a secret; the same samples fail in both ways of counting.
+    return random.Random(f"{args.rollout_seed}/{sample.index}")  # noqa: S311
