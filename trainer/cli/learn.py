@@ -50,6 +50,9 @@ def learn_command(
     envd: Annotated[
         list[str] | None, typer.Option(help="Address of a daemon; repeat it. Default: start daemons on this host.")
     ] = None,
+    runs: Annotated[
+        list[Path] | None, typer.Option(help="Further run directories for the stage report; repeat it.")
+    ] = None,
     slime_home: Annotated[
         Path | None, typer.Option(envvar="SLIME_HOME", help="Checkout of slime, for the stage rl.")
     ] = None,
@@ -79,7 +82,7 @@ def learn_command(
                 case Stage.RL:
                     work.reinforce(hosts, (slime_home or Path()).expanduser().resolve())
                 case Stage.REPORT:
-                    work.report()
+                    work.report(runs or [])
 
 
 @dataclass(slots=True)
@@ -147,9 +150,12 @@ class _Work:
         ):
             reinforce(learning, self.settings, seed=self.seed, resume=self.resume)
 
-    def report(self) -> None:
-        """Write the results."""
+    def report(self, more: list[Path]) -> None:
+        """Write the results of this run directory and others."""
         from trainer.learn.report import write_report  # noqa: PLC0415
 
-        results = write_report(self.run)
-        out.print_json(json.dumps(results["grpo"]))
+        runs = [self.run, *(path.expanduser().resolve() for path in more)]
+        results = write_report(list(dict.fromkeys(runs)), self.run / "report")
+        shown = {name: value for name, value in results["grpo"].items() if name.startswith(("held", "seeds", "incom"))}
+        out.print_json(json.dumps(shown))
+        err.print(f"{self.run / 'report'} has results.json and plots", markup=False, soft_wrap=True)

@@ -1,8 +1,9 @@
-"""The record `run.json` of one run of the stage `rl`: what it was, and how it ended."""
+"""What one run of the stage `rl` leaves in its directory: `run.json`, how it ended, and `evaluations.jsonl`."""
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,32 @@ from typing import Any
 from trainer.learn.settings import Settings
 
 _FILE = "run.json"
+_EVALUATIONS = "evaluations.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The result of one episode of an evaluation."""
+
+    task_id: str
+    score: float | None
+    """None if it is void."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One evaluation on the held-out tasks."""
+
+    update: int
+    temperature: float
+    scores: list[Score]
+    env_steps: int = 0
+    """Of training until then."""
+
+    def add_to(self, directory: Path) -> None:
+        """Append it to a run's evaluations."""
+        with (directory / _EVALUATIONS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(self)) + "\n")
 
 
 @contextmanager
@@ -47,7 +74,14 @@ def read_record(directory: Path) -> Mapping[str, Any]:
 
 def run_directories(run: Path) -> list[Path]:
     """Return the directories of the stage `rl` in a run."""
-    return sorted({path.parent for name in (_FILE, "evaluations.jsonl") for path in run.glob(f"*/{name}")})
+    return sorted({path.parent for name in (_FILE, _EVALUATIONS) for path in run.glob(f"*/{name}")})
+
+
+def read_evaluations(directory: Path) -> list[Evaluation]:
+    """Return a run's evaluations, in order."""
+    path = directory / _EVALUATIONS
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
+    return [Evaluation(**{**line, "scores": [Score(**score) for score in line["scores"]]}) for line in lines]
 
 
 def _write(directory: Path, record: Mapping[str, Any]) -> None:

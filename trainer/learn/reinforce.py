@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
@@ -18,11 +17,11 @@ from trainer.learn.errors import LearnError
 from trainer.learn.loss import Row, policy_loss
 from trainer.learn.metrics import MetricsLog
 from trainer.learn.policy import Policy
-from trainer.learn.record import recorded
+from trainer.learn.record import Evaluation, Score, recorded
 from trainer.learn.settings import Reinforce, Settings
 from trainer.learn.slime_job import use_slime
 from trainer.learn.states import RunState, load_state, make_optimizer, save_state, train_step
-from trainer.learn.workers import Rollout, Score, Workers, WorkerSpec, exchange_directory, task_ids, write_tasks
+from trainer.learn.workers import Rollout, Workers, WorkerSpec, exchange_directory, task_ids, write_tasks
 from trainer.slime.guard import Guard, Halt
 from trainer.slime.records import metrics_of
 
@@ -112,9 +111,8 @@ class Learner:
         """Play the held-out tasks and add the scores to `evaluations.jsonl`. Raises: LearnError."""
         scores = self._workers.evaluate(self.done, temperature=temperature)
         self._engine.check()
-        with (self.directory / "evaluations.jsonl").open("a", encoding="utf-8") as file:
-            line = {"update": self.done, "env_steps": self.env_steps, "temperature": temperature}
-            file.write(json.dumps({**line, "scores": [asdict(score) for score in scores]}) + "\n")
+        evaluation = Evaluation(update=self.done, env_steps=self.env_steps, temperature=temperature, scores=scores)
+        evaluation.add_to(self.directory)
         valid = [score.score for score in scores if score.score is not None]
         kind = "sampled" if temperature else "greedy"
         values = {"success_frac": fmean(score >= 1 for score in valid) if valid else 0.0}

@@ -1,152 +1,272 @@
-"""Stage `report`: success on held-out tasks before and after, with intervals, and the curves as SVG.
-
-Variants of a template are alike, so intervals are bootstrapped over templates, each with all its variants.
-"""
+"""Stage `report`: success on held-out tasks before and after, of all runs in some run directories, and plots."""
 
 import json
-import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 from trainer.data.split import template_id
 from trainer.learn.errors import LearnError
 from trainer.learn.metrics import read_metrics
+from trainer.learn.plots import Line, bars, intervals, lines
+from trainer.learn.record import Evaluation, read_evaluations, read_record, run_directories
+from trainer.learn.statistics import ByTemplate, Rate, gain, rate
 
-_RESAMPLES = 2000
-_CURVES = ("success_frac", "sampled_entropy", "void_frac")
+_BASELINE, _CONTROL = "baseline", "control"
+#: Evaluations by the temperature of their replies.
+_KINDS = ("greedy", "sampled")
+_PARTS = {"all": None, "unseen_seeds": "train", "unseen_templates": "held_out"}
+_CURVES = {"success_frac": "success", "sampled_entropy": "entropy (nats)", "void_frac": "share of void episodes"}
 
 
-def write_report(run: Path) -> dict[str, Any]:
-    """Write `report/results.json` and a plot of each curve; return the results.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of the stage `rl`."""
 
-    A run that ended before its last evaluation is listed, with None for its success afterwards, and not summed up.
+    name: str
+    record: Mapping[str, Any]
+    splits: Mapping[str, str]
+    """The split of each template."""
+    evaluations: Sequence[Evaluation]
+    updates: Sequence[Mapping[str, Any]]
+    """Metrics of each update."""
 
-    Raises:
-        LearnError: No `rl` run was evaluated.
-    """
-    runs = sorted(path.parent for path in run.glob("*/evaluations.jsonl"))
-    if not runs:
-        raise LearnError(f"run {run}: nothing was evaluated; run the stage `rl` first")
-    splits = json.loads((run / "demos" / "splits.json").read_text(encoding="utf-8"))
-    listed = {path.name: _results_of(path, splits) for path in runs}
-    plain = [result for name, result in listed.items() if name.startswith("rl-")] or list(listed.values())
-    complete = [result["greedy"]["all"] for result in plain if result["greedy"]["all"]["held_out_after"] is not None]
-    summary: dict[str, Any] = {"seeds": len(complete), "incomplete": len(plain) - len(complete)}
-    for key in ("held_out_before", "held_out_after"):
-        summary[key] = fmean(each[key] for each in complete) if complete else None
-        summary[f"{key}_ci"] = (
-            [fmean(each[f"{key}_ci"][side] for each in complete) for side in (0, 1)] if complete else None
+    @classmethod
+    def read(cls, directory: Path, *, name: str, splits: Mapping[str, str]) -> Self:
+        """Read what a run left."""
+        return cls(
+            name=name,
+            record=read_record(directory),
+            splits=splits,
+            evaluations=read_evaluations(directory),
+            updates=[each for each in read_metrics(directory) if each["stage"] == "rl"],
         )
-    results = {"grpo": summary, "runs": listed}
-    directory = run / "report"
-    directory.mkdir(exist_ok=True)
-    (directory / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    for curve in _CURVES:
-        lines = {path.name: _curve(path, curve) for path in runs}
-        (directory / f"{curve}.svg").write_text(plot(lines, title=f"{curve} of training rollouts"), encoding="utf-8")
-    return results
 
+    @property
+    def ablation(self) -> str:
+        """Name of its comparison; empty for a plain run."""
+        return str(self.record["ablation"])
 
-def _curve(path: Path, name: str) -> list[tuple[float, float]]:
-    return [(each["step"], each[name]) for each in read_metrics(path) if each["stage"] == "rl" and name in each]
+    @property
+    def arm(self) -> str:
+        """Name of its arm."""
+        return str(self.record["arm"] or self.ablation or "rl")
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether it was evaluated at its end."""
+        return bool(self.after("greedy"))
 
-def _results_of(path: Path, splits: Mapping[str, str]) -> dict[str, Any]:
-    lines = list(map(json.loads, (path / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()))
-    updates = [each for each in read_metrics(path) if each["stage"] == "rl"]
-    found: dict[str, Any] = {
-        "updates": len(updates),
-        "seconds_per_update": fmean(each["s"] for each in updates) if updates else None,
-        "steps_per_s": fmean(each["steps_per_s"] for each in updates) if updates else None,
-        "void_frac": fmean(each["void_frac"] for each in updates) if updates else None,
-    }
-    for kind in ("greedy", "sampled"):
-        chosen = [line for line in lines if (line["temperature"] > 0) == (kind == "sampled")]
-        if not chosen:
-            continue
-        first = _by_template(chosen[0]["scores"])
-        # One evaluation is that of the start: the run ended early.
-        last = _by_template(chosen[-1]["scores"]) if len(chosen) > 1 else None
-        found[kind] = {"updates": [chosen[0]["update"], chosen[-1]["update"]]}
-        for part, split in (("all", None), ("unseen_seeds", "train"), ("unseen_templates", "held_out")):
-            names = [name for name in first if split is None or splits[name] == split]
-            if names:
-                found[kind][part] = {
-                    **_rate("held_out_before", {name: first[name] for name in names}),
-                    **_rate("held_out_after", None if last is None else {name: last.get(name, []) for name in names}),
-                }
-        found[kind]["by_template"] = {
-            name: [fmean(first[name]), fmean(last[name]) if last and last.get(name) else None] for name in sorted(first)
+    def before(self, kind: str, part: str = "all") -> ByTemplate:
+        """Return the results of its first evaluation; empty for a control, which is evaluated once."""
+        return {} if self.ablation == _CONTROL else self._results(kind, part, first=True)
+
+    def after(self, kind: str, part: str = "all") -> ByTemplate:
+        """Return the results of its last evaluation; empty if the run ended before that."""
+        return self._results(kind, part, first=False)
+
+    def _results(self, kind: str, part: str, *, first: bool) -> ByTemplate:
+        found = [each for each in self.evaluations if (each.temperature > 0) == (kind == "sampled")]
+        if not found or (not first and len(found) < 2 and self.ablation != _CONTROL):
+            return {}
+        split = _PARTS[part]
+        results = by_template(found[0 if first else -1])
+        return {name: each for name, each in results.items() if split is None or self.splits.get(name) == split}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return its entry in the list of all runs."""
+        entry: dict[str, Any] = {
+            **{key: self.record[key] for key in ("ablation", "arm", "seed", "status", "error")},
+            "updates": len(self.updates),
+            "env_steps": self.updates[-1].get("env_steps", 0.0) if self.updates else 0.0,
         }
-    return found
+        for key in ("s", "steps_per_s", "void_frac"):
+            name = "seconds_per_update" if key == "s" else key
+            entry[name] = fmean(each[key] for each in self.updates) if self.updates else None
+        return entry | ({kind: _summary([self], kind) for kind in _KINDS} if self.evaluations else {})
 
 
-def _by_template(scores: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return whether each valid episode succeeded, by template."""
+def by_template(evaluation: Evaluation) -> dict[str, list[float]]:
+    """Return whether each valid episode succeeded."""
     found: dict[str, list[float]] = defaultdict(list)
-    for each in scores:
-        if each["score"] is not None:
-            found[template_id(each["task_id"])].append(float(each["score"] >= 1))
+    for each in evaluation.scores:
+        if each.score is not None:
+            found[template_id(each.task_id)].append(float(each.score >= 1))
     return dict(found)
 
 
-def _rate(name: str, by_template: Mapping[str, Sequence[float]] | None) -> dict[str, Any]:
-    if by_template is None:
-        return {name: None, f"{name}_ci": None, f"{name}_count": 0}
-    values = [value for each in by_template.values() for value in each]
+def write_report(runs: Sequence[Path], directory: Path) -> dict[str, Any]:
+    """Write `results.json` and plots to `directory`; return the results.
+
+    Runs that ended before their last evaluation are listed and not summed up.
+
+    Args:
+        runs: Run directories; each may have many runs of the stage `rl`.
+        directory: Target; created if it is missing.
+
+    Raises:
+        LearnError: There is no run, or a run has no demonstrations.
+    """
+    found = [run for path in runs for run in _read_runs(path, prefix=f"{path.name}/" if len(runs) > 1 else "")]
+    if not any(run.evaluations for run in found):
+        names = ", ".join(map(str, runs))
+        raise LearnError(f"run {names}: nothing was evaluated; run the stage `rl` first")
+    plain = [run for run in found if not run.ablation] or [run for run in found if run.ablation == _BASELINE]
+    results = {
+        "grpo": {**_grpo(plain), "by_template": _templates(plain)},
+        "control": _arm([run for run in found if run.ablation == _CONTROL]),
+        "ablations": _ablations(found),
+        "runs": {run.name: run.as_json() for run in found},
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for name, svg in _plots(plain, results).items():
+        (directory / f"{name}.svg").write_text(svg, encoding="utf-8")
+    return results
+
+
+def _read_runs(path: Path, *, prefix: str) -> list[Run]:
+    try:
+        splits = json.loads((path / "demos" / "splits.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LearnError(f"run {path}: no demonstrations: {error}; name a directory of `trainer learn`") from error
+    return [Run.read(each, name=f"{prefix}{each.name}", splits=splits) for each in run_directories(path)]
+
+
+# Sums
+
+
+def _pooled(runs: Iterable[ByTemplate]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        for name, values in run.items():
+            found[name] += values
+    return dict(found)
+
+
+def _part(runs: Sequence[Run], kind: str, part: str) -> dict[str, Any]:
+    before = _pooled(run.before(kind, part) for run in runs)
+    after = _pooled(run.after(kind, part) for run in runs)
     return {
-        name: fmean(values) if values else 0.0,
-        f"{name}_ci": interval([each for each in by_template.values() if each]),
-        f"{name}_count": len(values),
+        **rate(before).as_fields("held_out_before"),
+        **rate(after).as_fields("held_out_after"),
+        **gain(before, after).as_fields("held_out_gain"),
     }
 
 
-def interval(clusters: Sequence[Sequence[float]], *, seed: int = 0) -> list[float]:
-    """Return the 95 % interval of the mean over all values, by resampling clusters."""
-    rng = random.Random(seed)  # noqa: S311 - not a secret
-    if not clusters:
-        return [0.0, 1.0]
-    means = sorted(
-        fmean(value for each in rng.choices(clusters, k=len(clusters)) for value in each) for _ in range(_RESAMPLES)
+def _summary(runs: Sequence[Run], kind: str) -> dict[str, Any]:
+    return {part: _part(runs, kind, part) for part in _PARTS}
+
+
+def _grpo(runs: Sequence[Run]) -> dict[str, Any]:
+    complete = [run for run in runs if run.is_complete]
+    greedy = _summary(complete, "greedy")
+    return {
+        "seeds": len(complete),
+        "incomplete": len(runs) - len(complete),
+        **greedy.pop("all"),
+        **greedy,
+        "sampled": _summary(complete, "sampled"),
+    }
+
+
+def _templates(runs: Sequence[Run]) -> dict[str, Any]:
+    complete = [run for run in runs if run.is_complete]
+    before = {kind: _pooled(run.before(kind) for run in complete) for kind in _KINDS}
+    after = {kind: _pooled(run.after(kind) for run in complete) for kind in _KINDS}
+    splits = {name: split for run in complete for name, split in run.splits.items()}
+    return {
+        name: {
+            "split": splits.get(name, ""),
+            **{
+                kind: {
+                    "before": _mean(before[kind].get(name)),
+                    "after": _mean(after[kind].get(name)),
+                    "count": len(after[kind].get(name, ())),
+                }
+                for kind in _KINDS
+            },
+        }
+        for name in sorted({name for kind in _KINDS for name in before[kind]})
+    }
+
+
+def _mean(values: Sequence[float] | None) -> float | None:
+    return fmean(values) if values else None
+
+
+def _arm(runs: Sequence[Run]) -> dict[str, Any] | None:
+    if not runs:
+        return None
+    complete = [run for run in runs if run.is_complete]
+    return {
+        "runs": [run.name for run in runs],
+        "complete": len(complete),
+        "env_steps": [run.as_json()["env_steps"] for run in complete],
+        **_part(complete, "greedy", "all"),
+        "sampled": _part(complete, "sampled", "all"),
+    }
+
+
+def _ablations(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the arms of each comparison; the baseline is an arm of all."""
+    named: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        if run.ablation not in ("", _BASELINE, _CONTROL):
+            named[run.ablation][run.arm].append(run)
+    baseline = [run for run in runs if run.ablation == _BASELINE]
+    shared = {_BASELINE: baseline} if baseline else {}
+    return {name: {arm: _arm(each) for arm, each in {**shared, **arms}.items()} for name, arms in sorted(named.items())}
+
+
+# Plots
+
+
+def _plots(runs: Sequence[Run], results: Mapping[str, Any]) -> dict[str, str]:
+    plots = {
+        name: lines(
+            [Line(run.name, [(_x(each), each[name]) for each in run.updates if name in each]) for run in runs],
+            title=f"Training: {title}",
+            x_title="environment steps",
+        )
+        for name, title in _CURVES.items()
+    }
+    held_out = [Line(run.name, _held_out(run)) for run in runs]
+    plots["held_out"] = lines(held_out, title="Held-out tasks: greedy success", x_title="environment steps")
+    plots["templates"] = bars(
+        {
+            name: (each["greedy"]["before"], each["greedy"]["after"])
+            for name, each in results["grpo"]["by_template"].items()
+        },
+        title="Greedy success on held-out tasks by template",
+        names=("before", "after"),
     )
-    return [means[round(0.025 * _RESAMPLES)], means[round(0.975 * _RESAMPLES) - 1]]
+    if results["ablations"]:
+        plots["ablations"] = intervals(
+            {
+                f"{name}: {arm}": _shown(each)
+                for name, arms in results["ablations"].items()
+                for arm, each in arms.items()
+                if each["held_out_after"] is not None
+            },
+            title="Greedy success on held-out tasks at equal environment steps, 95 % intervals",
+        )
+    return plots
 
 
-_COLOURS = ("#2563a8", "#b4491f", "#2e7d4f", "#7a4a9c", "#8a6d1a", "#4a5560")
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 360, 56, 40, 36, 16
+def _x(update: Mapping[str, Any]) -> float:
+    return float(update.get("env_steps", update["step"]))
 
 
-def plot(lines: Mapping[str, Sequence[tuple[float, float]]], *, title: str) -> str:
-    """Return a line plot as SVG; values from 0 to at least 1."""
-    points = [point for line in lines.values() for point in line] or [(0.0, 0.0)]
-    x_max = max(x for x, _ in points) or 1.0
-    y_max = max(1.0, *(y for _, y in points))
+def _held_out(run: Run) -> list[tuple[float, float]]:
+    greedy = [each for each in run.evaluations if each.temperature == 0]
+    rates: list[tuple[float, Rate]] = [(float(each.env_steps), rate(by_template(each))) for each in greedy]
+    return [(x, found.mean) for x, found in rates if found.mean is not None]
 
-    def place(x: float, y: float) -> str:
-        across = _LEFT + x / x_max * (_WIDTH - _LEFT - _RIGHT)
-        return f"{across:.1f},{_HEIGHT - _BOTTOM - y / y_max * (_HEIGHT - _BOTTOM - _TOP):.1f}"
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif"'
-        ' font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
-        f'<text x="{_LEFT}" y="20" font-size="14">{title}</text>',
-    ]
-    for index in range(6):
-        y = y_max * index / 5
-        x_px, y_px = place(0, y).split(",")
-        parts.append(f'<line x1="{x_px}" y1="{y_px}" x2="{_WIDTH - _RIGHT}" y2="{y_px}" stroke="#dddddd"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y_px}" text-anchor="end" dominant-baseline="middle">{y:.2g}</text>')
-    for index in range(5):
-        x = x_max * index / 4
-        x_px = place(x, 0).split(",")[0]
-        parts.append(f'<text x="{x_px}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{x:.0f}</text>')
-    for index, (name, line) in enumerate(lines.items()):
-        colour = _COLOURS[index % len(_COLOURS)]
-        path = " ".join(place(x, y) for x, y in line)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts.append(f'<text x="{_LEFT + 8}" y="{_TOP + 14 + 16 * index}" fill="{colour}">{name}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+def _shown(arm: Mapping[str, Any]) -> tuple[float, float, float]:
+    low, high = arm["held_out_after_ci"]
+    return arm["held_out_after"], low, high

@@ -20,19 +20,11 @@ from typing import Any, Self
 
 from trainer.learn.errors import LearnError
 from trainer.learn.loss import Row, rows_of, trained_rows
+from trainer.learn.record import Score
 from trainer.learn.settings import HELD_OUT_SEED, Settings
 
 logger = logging.getLogger(__name__)
 _STOP_S = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """The result of one episode of an evaluation."""
-
-    task_id: str
-    score: float | None
-    """None if it is void."""
 
 
 @dataclass(slots=True)

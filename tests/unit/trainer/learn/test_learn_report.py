@@ -1,87 +1,165 @@
-"""The report of `trainer learn`: rates before and after, intervals over templates, and plots."""
+"""The report of `trainer learn`, over made-up runs: rates before and after, intervals over templates, and plots."""
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 
 from trainer.learn.errors import LearnError
-from trainer.learn.report import interval, plot, write_report
+from trainer.learn.metrics import MetricsLog
+from trainer.learn.plots import Line, lines
+from trainer.learn.record import Evaluation, Score, read_record, recorded
+from trainer.learn.report import write_report
+from trainer.learn.settings import SMOKE, Settings
+from trainer.learn.statistics import gain, rate
+
+SPLITS = {"drawn/press": "train", "drawn/close": "held_out"}
+Results = dict[str, Sequence[float | None]]
+BEFORE: Results = {"press": [1, 0, 0, None], "close": [0, 0]}
+AFTER: Results = {"press": [1, 1, 1, 1], "close": [1, 0]}
 
 
-def scores(**by_template: list[float | None]) -> list[dict[str, object]]:
-    return [
-        {"task_id": f"drawn/{name}?seed={seed}", "score": score}
-        for name, values in by_template.items()
-        for seed, score in enumerate(values)
-    ]
+def made_up_run(
+    run: Path, name: str, *greedy: Results, settings: Settings = SMOKE, seed: int = 0, updates: int = 2
+) -> None:
+    """Write a run with these greedy evaluations, one before and the others after its updates."""
+    (run / "demos").mkdir(parents=True, exist_ok=True)
+    (run / "demos" / "splits.json").write_text(json.dumps(SPLITS))
+    directory = run / name
+    with recorded(directory, settings, seed=seed), MetricsLog(directory) as log:
+        for step in range(1, updates + 1):
+            speed = {"s": 2.0, "steps_per_s": 30.0, "env_steps": 60.0 * step}
+            log.write("rl", step, {**speed, "void_frac": 0.1, "success_frac": 0.5})
+        for index, results in enumerate(greedy):
+            scores = [
+                Score(task_id=f"drawn/{template}?seed={seed}", score=score)
+                for template, values in results.items()
+                for seed, score in enumerate(values)
+            ]
+            at = {"update": 2 * bool(index), "env_steps": 120 * bool(index)}
+            Evaluation(**at, temperature=0.0, scores=scores).add_to(directory)
+            Evaluation(**at, temperature=1.0, scores=scores[:1]).add_to(directory)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    (tmp_path / "demos").mkdir()
-    splits = {"drawn/press": "train", "drawn/close": "held_out"}
-    (tmp_path / "demos" / "splits.json").write_text(json.dumps(splits))
-    rl = tmp_path / "rl-0"
-    rl.mkdir()
-    lines = [
-        {"update": 0, "temperature": 0.0, "scores": scores(press=[1, 0, 0, None], close=[0, 0])},
-        {"update": 0, "temperature": 1.0, "scores": scores(press=[0, 0], close=[0])},
-        {"update": 9, "temperature": 0.0, "scores": scores(press=[1, 1, 1, 1], close=[1, 0])},
-    ]
-    (rl / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    metrics = {"stage": "rl", "s": 2.0, "steps_per_s": 30.0, "void_frac": 0.1, "success_frac": 0.5}
-    (rl / "metrics.jsonl").write_text("".join(json.dumps({**metrics, "step": step}) + "\n" for step in (1, 2)))
-    return tmp_path
+def fail(directory: Path, error: BaseException, *, settings: Settings = SMOKE) -> None:
+    with recorded(directory, settings, seed=1):
+        raise error
 
 
-def test_void_episodes_count_neither_way(run: Path) -> None:
-    greedy = write_report(run)["runs"]["rl-0"]["greedy"]
-    assert greedy["all"]["held_out_before"] == 0.2
-    assert greedy["all"]["held_out_after"] == pytest.approx(5 / 6)
-    assert greedy["unseen_seeds"]["held_out_before_count"] == 3
-    assert greedy["unseen_templates"]["held_out_after"] == 0.5
-    assert greedy["by_template"]["drawn/press"] == [pytest.approx(1 / 3), 1.0]
+def named(ablation: str, arm: str = "") -> Settings:
+    return SMOKE.model_copy(update={"ablation": ablation, "arm": arm})
 
 
-def test_the_report_has_results_and_plots(run: Path) -> None:
-    results = write_report(run)
-    assert json.loads((run / "report" / "results.json").read_text()) == results
-    assert set(results["grpo"]) == {
-        *("seeds", "incomplete", "held_out_before", "held_out_after", "held_out_before_ci", "held_out_after_ci")
-    }
-    assert results["runs"]["rl-0"]["seconds_per_update"] == 2.0
-    picture = (run / "report" / "success_frac.svg").read_text()
-    assert [len(points.split()) for points in re.findall('<polyline points="([^"]*)"', picture)] == [2]
+def test_void_episodes_count_neither_way(tmp_path: Path) -> None:
+    made_up_run(tmp_path, "rl-0", BEFORE, AFTER)
+    grpo = write_report([tmp_path], tmp_path / "report")["grpo"]
+    assert (grpo["held_out_before"], grpo["held_out_before_count"]) == (0.2, 5)
+    assert grpo["held_out_after"] == pytest.approx(5 / 6)
+    assert grpo["held_out_gain"] == pytest.approx(5 / 6 - 0.2)
+    assert grpo["unseen_seeds"]["held_out_before_count"] == 3
+    assert grpo["unseen_templates"]["held_out_after"] == 0.5
+    assert grpo["sampled"]["all"]["held_out_before"] == 1.0
+    press = grpo["by_template"]["drawn/press"]
+    assert press["greedy"] == {"before": pytest.approx(1 / 3), "after": 1.0, "count": 4}
+    assert (press["split"], press["sampled"]["count"]) == ("train", 1)
 
 
-def test_a_run_that_ended_early_has_no_success_afterwards_and_does_not_count(run: Path) -> None:
-    ended = run / "rl-1"
-    ended.mkdir()
-    line = {"update": 0, "temperature": 0.0, "scores": scores(press=[1, 1], close=[1, 1])}
-    (ended / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
-    (ended / "metrics.jsonl").write_text("")
-    results = write_report(run)
-    assert results["runs"]["rl-1"]["greedy"]["all"]["held_out_after"] is None
+def test_seeds_are_pooled_and_the_report_has_plots_that_are_xml(tmp_path: Path) -> None:
+    made_up_run(tmp_path, "rl-0", BEFORE, AFTER)
+    made_up_run(tmp_path, "rl-1", BEFORE, BEFORE, AFTER, seed=1, updates=40)
+    results = write_report([tmp_path], tmp_path / "report")
+    assert json.loads((tmp_path / "report" / "results.json").read_text()) == results
+    assert (results["grpo"]["seeds"], results["grpo"]["held_out_after_count"]) == (2, 12)
+    assert results["runs"]["rl-1"]["seconds_per_update"] == 2.0
+    assert (results["runs"]["rl-1"]["env_steps"], results["runs"]["rl-1"]["status"]) == (2400.0, "ended")
+    names = {path.stem for path in (tmp_path / "report").glob("*.svg")}
+    assert names == {"success_frac", "sampled_entropy", "void_frac", "held_out", "templates"}
+    for name in names:
+        ET.fromstring((tmp_path / "report" / f"{name}.svg").read_text())  # noqa: S314 -- ours
+    curves = re.findall('<polyline points="([^"]*)"', (tmp_path / "report" / "success_frac.svg").read_text())
+    assert [len(points.split()) for points in curves] == [2, 40]
+
+
+def test_a_run_that_failed_is_listed_with_its_error_and_does_not_count(tmp_path: Path) -> None:
+    made_up_run(tmp_path, "rl-0", BEFORE, AFTER)
+    with pytest.raises(LearnError):
+        fail(tmp_path / "rl-1", LearnError("engine: device lost"))
+    scores = [Score(task_id="drawn/press?seed=0", score=1.0)]
+    Evaluation(update=0, temperature=0.0, scores=scores).add_to(tmp_path / "rl-1")
+    results = write_report([tmp_path], tmp_path / "report")
     assert (results["grpo"]["seeds"], results["grpo"]["incomplete"]) == (1, 1)
     assert results["grpo"]["held_out_before"] == 0.2
-    (run / "rl-0" / "evaluations.jsonl").unlink()
-    assert write_report(run)["grpo"]["held_out_after"] is None
+    failed = results["runs"]["rl-1"]
+    assert (failed["status"], failed["error"], failed["updates"]) == ("failed", "engine: device lost", 0)
+    assert failed["greedy"]["all"]["held_out_after"] is None
+    (tmp_path / "rl-0" / "evaluations.jsonl").unlink()
+    assert write_report([tmp_path], tmp_path / "report")["grpo"]["held_out_after"] is None
 
 
-def test_a_run_without_evaluations_has_no_report(tmp_path: Path) -> None:
+def test_a_record_says_whether_a_run_still_runs_or_was_interrupted(tmp_path: Path) -> None:
+    with recorded(tmp_path, SMOKE, seed=0):
+        assert read_record(tmp_path)["status"] == "running"
+    assert read_record(tmp_path)["status"] == "ended"
+    with pytest.raises(KeyboardInterrupt):
+        fail(tmp_path, KeyboardInterrupt(), settings=named("tree", "wide"))
+    record = read_record(tmp_path)
+    assert (record["status"], record["error"]) == ("interrupted", "")
+    assert (record["ablation"], record["arm"], record["seed"]) == ("tree", "wide", 1)
+    assert record["settings"]["rl"]["members"] == SMOKE.rl.members
+
+
+def test_arms_are_compared_with_the_baseline_over_several_run_directories(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    made_up_run(one, "baseline-0", BEFORE, AFTER, settings=named("baseline"))
+    made_up_run(one, "tree-0", BEFORE, BEFORE, settings=named("tree"))
+    made_up_run(one, "fake_zeros-30-zero-0", BEFORE, settings=named("fake_zeros", "30-zero"))
+    made_up_run(two, "tree-1", BEFORE, AFTER, settings=named("tree"), seed=1)
+    made_up_run(two, "control-0", BEFORE, settings=named("control"))
+    results = write_report([one, two], tmp_path / "report")
+    assert set(results["ablations"]) == {"fake_zeros", "tree"}
+    tree = results["ablations"]["tree"]
+    assert set(tree) == {"baseline", "tree"}
+    assert (tree["tree"]["runs"], tree["tree"]["complete"]) == (["one/tree-0", "two/tree-1"], 2)
+    assert tree["tree"]["held_out_after"] == pytest.approx((1 + 5) / (5 + 6))
+    assert tree["tree"]["env_steps"] == [120.0, 120.0]
+    assert results["ablations"]["fake_zeros"]["30-zero"]["held_out_after"] is None
+    assert (results["control"]["held_out_before"], results["control"]["held_out_after"]) == (None, 0.2)
+    assert results["grpo"]["seeds"] == 1, "without plain runs, the baseline"
+    picture = (tmp_path / "report" / "ablations.svg").read_text()
+    assert ("tree: tree" in picture, "30-zero" in picture) == (True, False)
+
+
+def test_without_an_evaluation_or_demonstrations_there_is_no_report(tmp_path: Path) -> None:
+    with pytest.raises(LearnError, match="no demonstrations"):
+        write_report([tmp_path], tmp_path / "report")
+    made_up_run(tmp_path, "rl-0")
     with pytest.raises(LearnError, match="run the stage `rl` first"):
-        write_report(tmp_path)
+        write_report([tmp_path], tmp_path / "report")
 
 
 def test_an_interval_is_wide_where_templates_differ() -> None:
-    alike = interval([[1, 0]] * 20)
-    different = interval([[1, 1]] * 10 + [[0, 0]] * 10)
-    assert alike == [0.5, 0.5]
-    assert different[0] < 0.4
-    assert different[1] > 0.6
+    alike = rate({str(index): [1, 0] for index in range(20)})
+    different = rate({str(index): [index < 10] * 2 for index in range(20)})
+    assert (alike.mean, alike.interval, alike.count) == (0.5, (0.5, 0.5), 40)
+    assert different.interval is not None
+    assert different.interval[0] < 0.4
+    assert different.interval[1] > 0.6
+
+
+def test_a_gain_is_compared_template_by_template() -> None:
+    """Every template gains a half, so that the gain is certain although the rates differ."""
+    before = {str(index): [index < 10, 0] for index in range(20)}
+    after = {str(index): [index < 10, 1] for index in range(20)}
+    found = gain(before, {**after, "new": [1]})
+    assert (found.mean, found.count) == (0.5, 40)
+    assert found.interval == pytest.approx((0.5, 0.5))
+    assert gain(before, {}).mean is None
 
 
 def test_a_plot_of_nothing_is_an_empty_frame() -> None:
-    assert "<polyline" in plot({"rl-0": []}, title="success")
+    picture = lines([Line("rl-0", [])], title="a < b", x_title="steps")
+    assert "<polyline" not in picture
+    assert "a &lt; b" in picture
