@@ -316,11 +316,34 @@ class Hypervisor(Protocol):
 
         It shares memory and disk with the snapshot copy-on-write. Nothing in it has run since, so its clock,
         its random numbers and its machine id are the snapshot's: see `docs/fork-correctness.md`.
+        On failure or cancellation nothing is left behind. The same as `prepare` and then `load`.
+
+        Raises:
+            TemplateCorrupt: See `check_intact`.
+            HypervisorError: libvirt or QEMU failed; the message has the reason.
+        """
+
+    async def prepare(self, snapshot: Snapshot, machine_id: str) -> Machine:
+        """Make a machine that waits for a state: PAUSED, with all devices, on the memory and disk of a template.
+
+        It can `load` the snapshot, or any other snapshot of the same template, and cannot run before.
         On failure or cancellation nothing is left behind.
 
         Raises:
             TemplateCorrupt: See `check_intact`.
             HypervisorError: libvirt or QEMU failed; the message has the reason.
+        """
+
+    async def load(self, machine: Machine, snapshot: Snapshot) -> None:
+        """Load a snapshot into a machine that waits for a state; the machine is then a fork of it.
+
+        On failure the machine is lost. Cancellation does not interrupt it; a cancelled caller gets its CancelledError
+        after the work is done.
+
+        Raises:
+            TemplateCorrupt: See `check_intact`.
+            MachineLost: The machine has ended.
+            HypervisorError: It does not wait for a state of this template, or QEMU failed.
         """
 
     async def check_intact(self, snapshot: Snapshot) -> None:

@@ -173,6 +173,71 @@ class ForkContract(MachineFixtures):
             own_id = guest_machine_id(machine.machine_id)
             assert await self.read_file(machine, "/etc/machine-id") == f"{own_id}\n".encode()
 
+    # Machines that wait for a state
+
+    async def test_a_waiting_machine_cannot_run_before_it_has_loaded_its_template(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        async with self.waiting(hypervisor, template) as machine:
+            assert machine.state is MachineState.PAUSED
+            with pytest.raises(HypervisorError, match="has no state yet"):
+                await machine.resume()
+            assert (await machine.usage()).pss_bytes > 0
+            await hypervisor.load(machine, template)
+            async with self.fork(hypervisor, template) as sibling:
+                assert np.array_equal(await self.screen(machine), await self.screen(sibling))
+            await machine.resume()
+            await self.wait_agent(machine)
+            assert await self.run(machine, "echo", "alive") == b"alive\n"
+
+    async def test_a_waiting_machine_can_load_a_capture_that_is_younger_than_it(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        async with (
+            self.waiting(hypervisor, template) as child,
+            self.waiting(hypervisor, template) as grandchild,
+            self.running_fork(hypervisor, template) as parent,
+        ):
+            for path in _PATHS:
+                await self.write_file(parent, path, b"parent")
+            async with self.capture(hypervisor, parent) as snapshot:
+                await hypervisor.load(child, snapshot)
+            await child.resume()
+            await self.wait_agent(child)
+            for path in _PATHS:
+                assert await self.read_file(child, path) == b"parent"
+                await self.write_file(child, path, b"child")
+            async with self.capture(hypervisor, child) as snapshot:
+                await hypervisor.load(grandchild, snapshot)
+            await grandchild.resume()
+            await self.wait_agent(grandchild)
+            for path in _PATHS:
+                assert await self.read_file(grandchild, path) == b"child"
+                await self.write_file(grandchild, path, b"grandchild")
+                assert await self.read_file(child, path) == b"child"
+                assert await self.read_file(parent, path) == b"parent"
+        assert self.snapshot_leftovers(hypervisor) == []
+
+    async def test_a_machine_loads_one_state_only_and_is_lost_by_another(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        async with self.fork(hypervisor, template) as machine:
+            with pytest.raises(HypervisorError, match="does not wait for a state"):
+                await hypervisor.load(machine, template)
+            assert machine.lost.is_set()
+        assert self.leftovers(hypervisor, machine.machine_id) == []
+
+    async def test_a_machine_killed_while_it_waits_is_lost_and_leaves_nothing(
+        self, hypervisor: Hypervisor, template: Snapshot
+    ) -> None:
+        async with self.waiting(hypervisor, template) as machine:
+            await self.kill(machine)
+            async with asyncio.timeout(self.prompt_s):
+                await machine.lost.wait()
+            with pytest.raises((MachineLost, HypervisorError)):
+                await hypervisor.load(machine, template)
+        assert self.leftovers(hypervisor, machine.machine_id) == []
+
     # Captures
 
     async def test_a_capture_includes_earlier_writes_and_no_later_ones(

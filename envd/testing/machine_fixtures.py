@@ -154,6 +154,17 @@ class MachineFixtures:
 
     @classmethod
     @asynccontextmanager
+    async def waiting(cls, hypervisor: Hypervisor, snapshot: Snapshot) -> AsyncIterator[Machine]:
+        """Prepare a machine that waits for a state; destroys it at the end."""
+        async with asyncio.timeout(cls.fork_timeout_s):
+            machine = await hypervisor.prepare(snapshot, new_machine_id())
+        try:
+            yield machine
+        finally:
+            await machine.destroy()
+
+    @classmethod
+    @asynccontextmanager
     async def running_fork(cls, hypervisor: Hypervisor, snapshot: Snapshot) -> AsyncIterator[Machine]:
         """Fork a machine, resume it and wait for its agent; destroys it at the end."""
         async with cls.fork(hypervisor, snapshot) as machine:

@@ -105,6 +105,7 @@ class StubMachine:
         self.frame_id = snapshot.frame_id if snapshot else spec.machine_id
         """Id of the frame on its screen."""
         self.paused = snapshot is not None
+        self.is_loaded = snapshot is None
         self.calls: list[str] = []
         """Calls of `pause` and `resume`, in order."""
         self.pause_gate = _open_gate()
@@ -124,6 +125,13 @@ class StubMachine:
         if self.lost.is_set():
             return MachineState.GONE
         return MachineState.PAUSED if self.paused else MachineState.RUNNING
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Show a snapshot's frame. Raises: HypervisorError, MachineLost."""
+        self._check_not_lost()
+        if not isinstance(snapshot, StubSnapshot) or snapshot.discarded or self.is_loaded:
+            raise HypervisorError(f"{snapshot!r} cannot be loaded into {self.machine_id}")
+        self.snapshot, self.frame_id, self.is_loaded = snapshot, snapshot.frame_id, True
 
     def die(self, reason: str = "QEMU was killed") -> None:
         """Lose the machine, as if QEMU exited. It still needs `destroy`."""
@@ -155,6 +163,8 @@ class StubMachine:
     async def resume(self) -> None:
         """Resume."""
         self.calls.append("resume")
+        if not self.is_loaded:
+            raise HypervisorError(f"machine {self.machine_id}: has no state yet")
         await asyncio.sleep(0)
         self._check_not_lost()
         self.paused = False
@@ -209,7 +219,7 @@ class StubHypervisor:
         self.removed: set[str] = set()
         """Digests of removed templates."""
         self.errors: defaultdict[str, list[Exception]] = defaultdict(list)
-        """By method name (create, freeze, find_template, fork, capture): raised by its next calls, one each."""
+        """By method name (create, freeze, find_template, fork, load, capture): raised by its next calls, one each."""
         self.gates: defaultdict[str, asyncio.Event] = defaultdict(_open_gate)
         """By method name: cleared, it blocks the method."""
         self.counts: defaultdict[str, int] = defaultdict(int)
@@ -254,11 +264,28 @@ class StubHypervisor:
 
     async def fork(self, snapshot: Snapshot, machine_id: str) -> StubMachine:
         """Create a paused machine that shows the snapshot's frame."""
+        machine = await self.prepare(snapshot, machine_id)
+        await self.load(machine, snapshot)
+        return machine
+
+    async def prepare(self, snapshot: Snapshot, machine_id: str) -> StubMachine:
+        """Create a paused machine that waits for a state. Counted, blocked and failed as `fork`."""
         if not isinstance(snapshot, StubSnapshot) or snapshot.discarded:
             raise HypervisorError(f"{snapshot!r} cannot be forked: not a stub snapshot, or discarded")
         await self.check_intact(snapshot)
         await self._enter("fork")
         return self._add(StubMachine(replace(snapshot.spec, machine_id=machine_id), self, snapshot=snapshot))
+
+    async def load(self, machine: Machine, snapshot: Snapshot) -> None:
+        """Show the snapshot's frame."""
+        stub = self.own(machine)
+        try:
+            await self._enter("load")
+            await self.check_intact(snapshot)
+            stub.load(snapshot)
+        except Exception as error:
+            stub.die(f"its state could not be loaded: {error}")
+            raise
 
     async def check_intact(self, snapshot: Snapshot) -> None:
         """Raise TemplateCorrupt if the snapshot was removed."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -196,3 +197,34 @@ async def test_the_response_to_a_cancelled_command_is_ignored(tmp_path: Path) ->
         await qemu.run_control.cont()
         assert qemu.commands == ["qmp_capabilities", "stop", "cont"]
         assert qemu.connection_count == 1
+
+
+async def test_a_command_returns_its_result(tmp_path: Path) -> None:
+    async with monitor(tmp_path, lambda command, number: [{"return": {"status": "paused"}, "id": number}]) as qemu:
+        assert await qemu.run_control.execute("query-status") == {"status": "paused"}
+
+
+async def test_a_file_is_passed_with_its_command(tmp_path: Path) -> None:
+    (tmp_path / "state").write_bytes(b"the state")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "qmp"))
+        listener.listen()
+
+        def serve() -> tuple[dict[str, object], bytes]:
+            with listener.accept()[0] as connection:
+                connection.sendall(json.dumps(GREETING).encode() + b"\r\n")
+                connection.recv(4096)
+                connection.sendall(b'{"return": {}, "id": 1}\r\n')
+                data, [received], _, _ = socket.recv_fds(connection, 4096, 1)
+                with open(received, "rb") as file:
+                    content = file.read()
+                connection.sendall(b'{"return": {}, "id": 2}\r\n')
+                return json.loads(data), content
+
+        serving = asyncio.create_task(asyncio.to_thread(serve))
+        run_control = RunControl(tmp_path / "qmp", machine_id="m1")
+        with (tmp_path / "state").open("rb") as file:
+            assert await run_control.execute("getfd", {"fdname": "state"}, file=file.fileno()) == {}
+        request, content = await serving
+        run_control.close()
+    assert (request["execute"], request["arguments"], content) == ("getfd", {"fdname": "state"}, b"the state")

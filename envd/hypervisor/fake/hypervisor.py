@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from envd.errors import HypervisorError, NotForkable, TemplateCorrupt
+from envd.errors import EnvdError, HypervisorError, NotForkable, TemplateCorrupt
 from envd.hypervisor.capabilities import FAKE
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
@@ -182,13 +182,22 @@ class FakeHypervisor:
             TemplateCorrupt: See `check_intact`.
             HypervisorError: The snapshot is discarded, the id is in use, or a fault is injected.
         """
+        machine = await self.prepare(snapshot, machine_id)
+        try:
+            await self.load(machine, snapshot)
+        except BaseException:
+            await machine.destroy()
+            raise
+        return machine
+
+    async def prepare(self, snapshot: Snapshot, machine_id: str) -> FakeMachine:
+        """Create a paused machine that waits for a state. Raises: TemplateCorrupt, HypervisorError."""
         self._require_new(machine_id)
-        frozen = _own_snapshot(snapshot)
-        if frozen.is_discarded:
-            raise HypervisorError(f"machine {machine_id}: {frozen!r} was discarded; it cannot be forked any more")
-        await self.check_intact(frozen)
+        frozen = await self._forkable(snapshot, machine_id)
         spec = replace(snapshot.spec, machine_id=machine_id)
-        machine = self._enter(FakeMachine(spec, snapshot=frozen, faults=self.faults, on_destroyed=self._forget))
+        machine = self._enter(
+            FakeMachine(spec, snapshot=frozen.template, faults=self.faults, on_destroyed=self._forget)
+        )
         try:
             await machine.open_wires()
         except BaseException:
@@ -196,11 +205,27 @@ class FakeHypervisor:
             raise
         return machine
 
+    async def load(self, machine: Machine, snapshot: Snapshot) -> None:
+        """Put a machine into a snapshot's state. Raises: TemplateCorrupt, MachineLost, HypervisorError."""
+        waiting = _own_machine(machine)
+        try:
+            frozen = await self._forkable(snapshot, waiting.machine_id)
+            waiting.check_present("load a state")
+            waiting.load(frozen)
+        except EnvdError as error:
+            waiting.kill(f"its state could not be loaded: {error}")
+            raise
+
+    async def _forkable(self, snapshot: Snapshot, machine_id: str) -> FakeSnapshot:
+        frozen = _own_snapshot(snapshot)
+        if frozen.is_discarded:
+            raise HypervisorError(f"machine {machine_id}: {frozen!r} was discarded; it cannot be forked any more")
+        await self.check_intact(frozen)
+        return frozen
+
     async def check_intact(self, snapshot: Snapshot) -> None:
         """Check that the template under a snapshot is still the stored one. Raises: TemplateCorrupt."""
-        template = _own_snapshot(snapshot)
-        while template.parent is not None:
-            template = template.parent
+        template = _own_snapshot(snapshot).template
         stored = self.host.templates.get(template_key(template.spec))
         if stored is None or stored.frozen is not template.frozen:
             raise TemplateCorrupt(f"template {template.digest:.12} was removed or replaced while it was in use")

@@ -54,6 +54,7 @@ class FakeMachine:
             guest: An existing guest, which already holds its snapshot.
         """
         self._orphaned = False
+        is_forked = guest is None and snapshot is not None
         if guest is not None:
             pass
         elif snapshot is None:
@@ -62,14 +63,11 @@ class FakeMachine:
             guest = snapshot.frozen.guest.copy()
             guest.files.share()
             snapshot.acquire()
-        guest.on_change = self._screen_changed
-        guest.on_power_off = partial(self.kill, "its guest powered off")
         self.spec = spec
         self.machine_id = spec.machine_id
         self.snapshot = snapshot
-        self.guest = guest
-        self.files = guest.files
-        self.programs = guest.programs
+        self._set_guest(guest)
+        self._waits_for_state = is_forked
         self.lost = asyncio.Event()
         self.lost_reason = ""
         self.faults = faults
@@ -153,6 +151,28 @@ class FakeMachine:
             await self._guestd.start()
         self._update_animation()
 
+    def load(self, snapshot: FakeSnapshot) -> None:
+        """Put a machine that waits for a state into that of a snapshot. Raises: HypervisorError: it does not wait."""
+        if not self._waits_for_state or self.snapshot is None or self.snapshot.template is not snapshot.template:
+            raise HypervisorError(f"machine {self.machine_id}: does not wait for a state of {snapshot!r}")
+        former, self.snapshot = self.snapshot, snapshot
+        if snapshot is not former:
+            snapshot.acquire()
+            self.guest.release()
+            guest = snapshot.frozen.guest.copy()
+            guest.files.share()
+            self._set_guest(guest)
+            former.release()
+        self._waits_for_state = False
+        self._update_animation()
+
+    def _set_guest(self, guest: Guest) -> None:
+        guest.on_change = self._screen_changed
+        guest.on_power_off = partial(self.kill, "its guest powered off")
+        self.guest = guest
+        self.files = guest.files
+        self.programs = guest.programs
+
     # The protocol
 
     def processor_s(self) -> float | None:
@@ -219,6 +239,8 @@ class FakeMachine:
     async def resume(self) -> None:
         """Resume the guest. Raises: MachineLost."""
         self.check_present("resume it")
+        if self._waits_for_state:
+            raise HypervisorError(f"machine {self.machine_id}: has no state yet; load one first")
         self._running.set()
         self.guest.clock.start()
 
@@ -435,6 +457,7 @@ class FakeMachine:
     def _update_animation(self) -> None:
         if (
             self.desktop
+            and not self._waits_for_state
             and self.faults.animation_interval_s
             and self._animation_task is None
             and not self.lost.is_set()

@@ -83,6 +83,11 @@ class FakeSnapshot:
         kind = "template" if self.parent is None else "capture"
         return f"<FakeSnapshot {kind} {self.digest[:12]} of {self.spec.machine_id!r} | {self.holder_count} holders>"
 
+    @property
+    def template(self) -> "FakeSnapshot":
+        """The template that it descends from, or itself."""
+        return self if self.parent is None else self.parent.template
+
     def acquire(self) -> None:
         """Add a dependent."""
         self.holder_count += 1

@@ -12,8 +12,9 @@ from typing import Any
 from envd.hypervisor.machine import MachineSpec
 from envd.hypervisor.qemu.domain_xml import MachineFiles
 from envd.hypervisor.qemu.machine import Caller, LibvirtMachine
-from envd.hypervisor.qemu.snapshots.capture import Freezer, captured_snapshot, find_guestd_port
+from envd.hypervisor.qemu.snapshots.capture import Freezer, captured_snapshot
 from envd.hypervisor.qemu.snapshots.files import SnapshotFiles
+from envd.hypervisor.qemu.snapshots.loading import find_guestd_port
 from envd.hypervisor.qemu.snapshots.records import SnapshotRef, read_capture, read_machine
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
 
@@ -77,7 +78,7 @@ async def adopt(
     try:
         machine.attach_adopted(domain)
         await machine.pause()
-        await call(find_guestd_port, machine)
+        await find_guestd_port(machine)
     except BaseException:
         await machine.detach()
         raise

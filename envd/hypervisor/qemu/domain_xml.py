@@ -97,19 +97,8 @@ class Memory(Enum):
 
     #: Writes go to the file: a machine that becomes a template.
     SHARED = "on"
-    #: Writes stay private to the process: a fork.
+    #: Writes stay private to the process: a fork, which waits for a state to load instead of booting.
     PRIVATE = "off"
-
-
-class Incoming(Enum):
-    """State that a machine loads instead of booting."""
-
-    #: None: it boots.
-    NOTHING = "nothing"
-    #: The state of a template (`Monitor.save_state`).
-    STATE = "state"
-    #: The devices of a captured machine (`Monitor.save_devices`).
-    DEVICES = "devices"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +141,6 @@ def domain_xml(
     accelerator: Accelerator,
     memory: MemoryFile,
     generation: UUID,
-    incoming: Incoming = Incoming.NOTHING,
     firmware: FirmwareFiles | None = None,
     tcg_cache_mib: int = 0,
     confinement: Confinement | None = None,
@@ -166,7 +154,6 @@ def domain_xml(
         accelerator: KVM or TCG.
         memory: File of the guest's memory.
         generation: Unique per fork: a guest that sees it change reseeds its random number generator.
-        incoming: State that it loads instead of booting.
         firmware: Required for UEFI images.
         tcg_cache_mib: Limit of the translation cache under TCG; 0 for QEMU's default.
         confinement: How a libvirtd confines it; None for the embedded driver, which envd configures.
@@ -235,11 +222,8 @@ def domain_xml(
             *("-netdev", f"user,id={_NETDEV},restrict=on,ipv6=off,{forward}"),
             *("-device", f"{card},netdev={_NETDEV},bus=pcie.0,addr=0x1e,romfile="),
         ]
-    if incoming is not Incoming.NOTHING:
+    if memory.mode is Memory.PRIVATE:
         arguments += ["-incoming", "defer"]
-    if incoming is Incoming.DEVICES:
-        # A device state has no section with the machine's configuration.
-        arguments += ["-global", "migration.send-configuration=off"]
     for argument in arguments:
         etree.SubElement(command, f"{{{QEMU_NS}}}arg", {"value": argument})
     # With this capability libvirt queries about 480 processor features one by one, 0.35 s per start; without it, all at

@@ -27,7 +27,6 @@ from envd.hypervisor.qemu.accelerator import AcceleratorChoice, choose_accelerat
 from envd.hypervisor.qemu.adoption import BackingSnapshots, adopt
 from envd.hypervisor.qemu.connection import LibvirtLink
 from envd.hypervisor.qemu.domain_xml import (
-    Incoming,
     MachineFiles,
     Memory,
     MemoryFile,
@@ -45,10 +44,11 @@ from envd.hypervisor.qemu.host import (
     required_access,
 )
 from envd.hypervisor.qemu.machine import LibvirtMachine, destroy_domain
+from envd.hypervisor.qemu.monitor import Monitor
 from envd.hypervisor.qemu.reaper import Reaper
-from envd.hypervisor.qemu.snapshots.capture import Freezer, capture, load_state
+from envd.hypervisor.qemu.snapshots.capture import Freezer, capture
+from envd.hypervisor.qemu.snapshots.loading import find_guestd_port, load_state
 from envd.hypervisor.qemu.snapshots.overlays import copy_file, create_overlay
-from envd.hypervisor.qemu.snapshots.records import MachineRecord, write_record
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
 from envd.hypervisor.qemu.snapshots.templates import TemplateStore
 from envd.hypervisor.qemu.tpm import Tpm
@@ -189,12 +189,43 @@ class LibvirtHypervisor:
 
     async def fork(self, snapshot: Snapshot, machine_id: str) -> LibvirtMachine:
         """See `Hypervisor.fork`. Raises: TemplateCorrupt, HypervisorUnavailable, HypervisorError."""
+        machine = await self.prepare(snapshot, machine_id)
+        try:
+            await self.load(machine, snapshot)
+        except BaseException as error:
+            await machine.destroy()
+            if isinstance(error, MachineLost):
+                raise HypervisorError(f"machine {machine_id}: ended while it was starting: {error}") from error
+            raise
+        return machine
+
+    async def prepare(self, snapshot: Snapshot, machine_id: str) -> LibvirtMachine:
+        """See `Hypervisor.prepare`. Raises: TemplateCorrupt, HypervisorUnavailable, HypervisorError."""
+        own = await self._forkable(snapshot, machine_id)
+        await self._link.available()
+        return await self._destroy_if_cancelled(self._start(replace(own.spec, machine_id=machine_id), own.template))
+
+    async def load(self, machine: Machine, snapshot: Snapshot) -> None:
+        """See `Hypervisor.load`. Raises: TemplateCorrupt, MachineLost, HypervisorError."""
+        waiting = _own_machine(machine)
+        try:
+            own = await self._forkable(snapshot, waiting.machine_id)
+            await shielded(load_state(waiting, own, call=self._link.call))
+        except (EnvdError, OSError) as error:
+            waiting.mark_lost(f"its state could not be loaded: {error}")
+            if isinstance(error, OSError):
+                raise HypervisorError(
+                    f"machine {waiting.machine_id}: its state could not be loaded: {error}"
+                ) from error
+            raise
+        logger.info("machine %s: forked from %r", waiting.machine_id, own)
+
+    async def _forkable(self, snapshot: Snapshot, machine_id: str) -> LibvirtSnapshot:
         own = _own_snapshot(snapshot)
         if own.is_discarded:
             raise HypervisorError(f"machine {machine_id}: {own!r} was discarded; no more forks are allowed")
         await self.check_intact(own)
-        await self._link.available()
-        return await self._destroy_if_cancelled(self._start(replace(own.spec, machine_id=machine_id), own))
+        return own
 
     async def check_intact(self, snapshot: Snapshot) -> None:
         """See `Hypervisor.check_intact`. Raises: TemplateCorrupt."""
@@ -209,7 +240,7 @@ class LibvirtHypervisor:
             raise HypervisorError(f"machine {machine.machine_id}: a fork cannot become a template; freeze a booted one")
         try:
             await machine.pause()
-            return await self._link.call(self._freezer.freeze, machine, dict(notes))
+            return await self._freezer.freeze(machine, dict(notes), call=self._link.call)
         except OSError as error:
             raise HypervisorError(f"machine {machine.machine_id}: could not be frozen: {error}") from error
         finally:
@@ -332,8 +363,6 @@ class LibvirtHypervisor:
             else:
                 for overlay, seed in zip(overlays, snapshot.files.seeds(len(overlays)), strict=True):
                     await self._link.call(copy_file, seed, overlay)
-                record = MachineRecord(spec=spec, backing=snapshot.ref)
-                await self._link.call(write_record, files.directory, record)
             for path in (*overlays, files.firmware_vars) if firmware else overlays:
                 self._qemu_user.chown(path)
             if spec.image.has_tpm:
@@ -345,14 +374,15 @@ class LibvirtHypervisor:
                 accelerator=self.accelerator,
                 memory=MemoryFile(path=machine.memory_path, mode=Memory.SHARED if snapshot is None else Memory.PRIVATE),
                 generation=uuid4(),
-                incoming=Incoming.NOTHING if snapshot is None else snapshot.incoming,
                 firmware=firmware,
                 tcg_cache_mib=self._tcg_cache_mib,
                 confinement=self._confinement,
             )
             flags = 0 if snapshot is None else libvirt.VIR_DOMAIN_START_PAUSED
             machine.attach(await self._link.call(self._link.connection.createXML, xml, flags))
-            await self._link.call(load_state, machine, snapshot)
+            await find_guestd_port(machine)
+            if snapshot is not None:
+                await Monitor(machine.run_control).expect_state()
         except BaseException as error:
             await machine.destroy()
             if isinstance(error, libvirt.libvirtError | OSError):
@@ -360,8 +390,8 @@ class LibvirtHypervisor:
             if isinstance(error, MachineLost):
                 raise HypervisorError(f"machine {spec.machine_id}: ended while it was starting: {error}") from error
             raise
-        state = "booting" if snapshot is None else "forked"
-        logger.info("machine %s: %s from image %s", spec.machine_id, state, spec.image.name)
+        state = "booting" if snapshot is None else "waiting for a state"
+        logger.info("machine %s: %s, image %s", spec.machine_id, state, spec.image.name)
         return machine
 
     def _start_tpm(self, machine: LibvirtMachine) -> Tpm:

@@ -84,7 +84,9 @@ class LibvirtMachine:
         self.lost = asyncio.Event()
         self.lost_reason = ""
         self._agent = AgentChannel(files.agent_socket, machine_id=spec.machine_id)
-        self._run_control = RunControl(files.monitor_socket, machine_id=spec.machine_id)
+        self.run_control = RunControl(files.monitor_socket, machine_id=spec.machine_id)
+        self.is_loaded = snapshot is None
+        """Whether it has booted or loaded a state, so that it can run."""
         self._console = Console(files.console_log)
         self.guestd_url: str | None = None
         self._pid: int | None = None
@@ -113,6 +115,14 @@ class LibvirtMachine:
         """Use a previous daemon's domain, whose run state is unknown; the caller pauses it."""
         self.domain = domain
         self.state = MachineState.RUNNING
+        self.is_loaded = True
+
+    async def set_snapshot(self, snapshot: LibvirtSnapshot) -> None:
+        """Use another snapshot of the same template, whose state it loads next."""
+        snapshot.acquire()
+        former, self.snapshot = self.snapshot, snapshot
+        if former is not None:
+            await former.release()
 
     def set_guestd_port(self, port: int | None) -> None:
         """Set the host port that forwards to guestd. Raises: HypervisorError: it is None."""
@@ -126,7 +136,7 @@ class LibvirtMachine:
             self.lost_reason = reason
             self.state = MachineState.GONE
             self.lost.set()
-            self._run_control.close()  # Fails a command in flight immediately.
+            self.run_control.close()  # Fails a command in flight immediately.
 
     def processor_s(self) -> float | None:
         """Return the CPU seconds used by the guest's processors so far; None if unknown. Never raises."""
@@ -201,8 +211,10 @@ class LibvirtMachine:
         wanted = MachineState.RUNNING if running else MachineState.PAUSED
         self._require_alive()
         if self.state is not wanted:
+            if not self.is_loaded:
+                raise HypervisorError(f"machine {self.machine_id}: has no state yet; load one first")
             try:
-                await (self._run_control.cont() if running else self._run_control.stop())
+                await (self.run_control.cont() if running else self.run_control.stop())
             except HypervisorError as error:
                 await self._raise_if_lost(error)
                 raise

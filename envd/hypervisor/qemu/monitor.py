@@ -1,19 +1,22 @@
-"""QEMU monitor commands, sent through libvirt, for what forking needs and libvirt has no call for.
+"""QEMU monitor commands for what forking needs.
 
-Blocking; for the libvirt executor. Files are passed to QEMU as descriptors: libvirt starts it with a seccomp filter
-that forbids a migration to `exec:`, and on some hosts confines it to paths that libvirt knows.
+Files are passed to QEMU as descriptors: libvirt starts it with a seccomp filter that forbids a migration to `exec:`,
+and on some hosts confines it to paths that libvirt knows.
 """
 
+import asyncio
 import json
 import re
 import time
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import libvirt_qemu
 from pydantic import JsonValue
 
 from envd.errors import HypervisorError
+from envd.hypervisor.qemu.run_control import RunControl
 
 _TIMEOUT_S = 120.0
 _POLL_S = 0.002
@@ -32,95 +35,96 @@ class Drives(NamedTuple):
 
 
 class Monitor:
-    """The monitor of one domain. Every method may raise `libvirt.libvirtError`."""
+    """The monitor of one machine. Every method raises `HypervisorError` if QEMU fails or returns an error."""
 
-    def __init__(self, domain: Any) -> None:
-        self._domain = domain
+    def __init__(self, run_control: RunControl) -> None:
+        self._execute = run_control.execute
 
-    def human(self, command: str) -> str:
+    async def human(self, command: str) -> str:
         """Run a command of the human monitor and return its output."""
-        flag = libvirt_qemu.VIR_DOMAIN_QEMU_MONITOR_COMMAND_HMP
-        return str(libvirt_qemu.qemuMonitorCommand(self._domain, command, flag))
+        return str(await self._execute("human-monitor-command", {"command-line": command}))
 
-    def execute(self, command: str, arguments: dict[str, JsonValue] | None = None, *, file: int = -1) -> Any:
-        """Run a QMP command, with a file descriptor if `file` is given; returns the value of `return`.
-
-        Raises:
-            HypervisorError: QEMU returned an error.
-        """
-        request = json.dumps({"execute": command, "arguments": arguments or {}})
-        if file >= 0:
-            # libvirt also returns the descriptors in QEMU's response; there are none.
-            text, _files = libvirt_qemu.qemuMonitorCommandWithFiles(self._domain, request, [file], 0)
-        else:
-            text = libvirt_qemu.qemuMonitorCommand(self._domain, request, 0)
-        response = json.loads(text)
-        if "error" in response:
-            raise HypervisorError(f"QEMU rejected {command}: {response['error'].get('desc', response['error'])}")
-        return response["return"]
-
-    def save_state(self, path: Path) -> None:
+    async def save_state(self, path: Path) -> None:
         """Write the state of a stopped machine, except its memory, which is a shared file.
 
         The machine cannot run afterwards: QEMU has closed its disk.
         """
-        self.execute("migrate-set-capabilities", IGNORE_SHARED_MEMORY)
+        await self._execute("migrate-set-capabilities", IGNORE_SHARED_MEMORY)
         with path.open("xb") as file:
-            self.execute("getfd", {"fdname": "state"}, file=file.fileno())
-            self.execute("migrate", {"uri": "fd:state"})
-            self._wait_migrated("the state could not be saved")
+            await self._execute("getfd", {"fdname": "state"}, file=file.fileno())
+            await self._execute("migrate", {"uri": "fd:state"})
+            await self._migrated("the state could not be saved")
 
-    def save_devices(self, path: Path) -> None:
-        """Write the device state of a stopped machine, which can run afterwards. Omits a VGA card's video memory."""
+    async def save_devices(self, path: Path, *, offset: int) -> None:
+        """Write the device state of a stopped machine, which can run afterwards. Omits a VGA card's video memory.
+
+        Args:
+            path: A new file.
+            offset: Where in the file the state begins.
+        """
         with path.open("xb") as file:
-            self.execute("add-fd", {"fdset-id": _FILE_SET}, file=file.fileno())
+            file.seek(offset)  # QEMU writes at the descriptor's position.
+            await self._execute("add-fd", {"fdset-id": _FILE_SET}, file=file.fileno())
             try:
                 # `live`, the default, releases the disk to another QEMU until the machine runs again. Saving twice
                 # before that fails an assertion (bdrv_inactivate_recurse).
-                self.execute("xen-save-devices-state", {"filename": f"/dev/fdset/{_FILE_SET}", "live": False})
+                await self._execute("xen-save-devices-state", {"filename": f"/dev/fdset/{_FILE_SET}", "live": False})
             finally:
-                self.execute("remove-fd", {"fdset-id": _FILE_SET})
+                await self._execute("remove-fd", {"fdset-id": _FILE_SET})
 
-    def load(self, path: Path, *, with_memory_list: bool) -> None:
-        """Load a state into a machine that was started with `-incoming defer`; it is then paused.
+    async def expect_state(self) -> None:
+        """Prepare a machine that was started with `-incoming defer` for `load`."""
+        await self._execute("migrate-set-capabilities", IGNORE_SHARED_MEMORY)
+
+    async def set_backing(self, overlay: "OverlayNode", disks: Sequence[Path]) -> None:
+        """Put an overlay that is not in use yet on other disks.
 
         Args:
-            path: Written by `save_state` or `save_devices`.
-            with_memory_list: Whether by `save_state`.
+            overlay: The overlay; it is on the template's disk.
+            disks: qcow2 files; the first is an overlay on the template's disk, each other one on its predecessor.
         """
-        if with_memory_list:
-            self.execute("migrate-set-capabilities", IGNORE_SHARED_MEMORY)
+        backing = overlay.template_node
+        for index, disk in enumerate(disks):
+            node = f"{overlay.node}-{index}"
+            file: dict[str, JsonValue] = {"driver": "file", "filename": str(disk)}
+            options: dict[str, JsonValue] = {"driver": "qcow2", "node-name": node, "read-only": True, "file": file}
+            await self._execute("blockdev-add", {**options, "backing": backing})
+            backing = node
+        await self._execute("blockdev-reopen", {"options": [{**overlay.options, "backing": backing}]})
+
+    async def load(self, path: Path) -> None:
+        """Load a state, once, after `expect_state`; the machine is then paused."""
         with path.open("rb") as file:
-            self.execute("getfd", {"fdname": "state"}, file=file.fileno())
-            self.execute("migrate-incoming", {"uri": "fd:state"})
-            self._wait_migrated("the state could not be loaded")
+            await self._execute("getfd", {"fdname": "state"}, file=file.fileno())
+            await self._execute("migrate-incoming", {"uri": "fd:state"})
+            await self._migrated("the state could not be loaded")
 
-    def memory_blocks(self) -> dict[str, int]:
+    async def memory_blocks(self) -> dict[str, int]:
         """Return the machine's memory blocks: used bytes by name. Blocks without a name are not part of its state."""
-        return parse_memory_blocks(self.human("info ramblock"))
+        return parse_memory_blocks(await self.human("info ramblock"))
 
-    def drives(self) -> "Drives":
+    async def drives(self) -> "Drives":
         """Return the files of the machine's drives."""
-        drives = [drive for drive in self.execute("query-block") if drive.get("inserted")]
+        drives = [drive for drive in await self._execute("query-block") if drive.get("inserted")]
         return Drives(
             written=frozenset(_file(drive) for drive in drives if not drive["inserted"].get("ro")),
             removable=frozenset(_file(drive) for drive in drives if drive.get("removable")),
         )
 
-    def has_driver(self, alias: str) -> bool:
+    async def has_driver(self, alias: str) -> bool:
         """Return whether the guest's driver of a virtio device runs.
 
         Args:
             alias: libvirt's name of the device.
         """
         path = f"/machine/peripheral/{alias}/virtio-backend"
-        status = self.execute("x-query-virtio-status", {"path": path})
+        status = await self._execute("x-query-virtio-status", {"path": path})
         return any(text.startswith("VIRTIO_CONFIG_S_DRIVER_OK") for text in status["status"]["statuses"])
 
-    def _wait_migrated(self, failure: str) -> None:
+    async def _migrated(self, failure: str) -> None:
         deadline_s = time.monotonic() + _TIMEOUT_S
         while True:
-            migration = self.execute("query-migrate")
+            migration = await self._execute("query-migrate")
             status = migration.get("status", "none")
             if status == "completed":
                 return
@@ -128,7 +132,27 @@ class Monitor:
                 raise HypervisorError(f"{failure}: {migration.get('error-desc', status)}")
             if time.monotonic() > deadline_s:
                 raise HypervisorError(f"{failure}: still {status} after {_TIMEOUT_S:g} s")
-            time.sleep(_POLL_S)
+            await asyncio.sleep(_POLL_S)
+
+
+class OverlayNode(NamedTuple):
+    """A machine's overlay among QEMU's block devices."""
+
+    node: str
+    template_node: str
+    """The disk of its template."""
+    options: dict[str, JsonValue]
+    """All of its options; QEMU resets those that are missing when it opens a block device again."""
+
+
+def overlay_node(arguments: Sequence[str], overlay: Path) -> OverlayNode:
+    """Find an overlay on the command line of its QEMU. Raises: HypervisorError: not there, or not on another disk."""
+    nodes = [json.loads(value) for name, value in pairwise(arguments) if name == "-blockdev"]
+    files = {node["node-name"] for node in nodes if node.get("filename") == str(overlay)}
+    for node in nodes:
+        if node.get("file") in files and node.get("backing"):
+            return OverlayNode(node=node["node-name"], template_node=node["backing"], options=node)
+    raise HypervisorError(f"disk {overlay}: QEMU was not started with it as an overlay")
 
 
 def _file(drive: dict[str, Any]) -> str:

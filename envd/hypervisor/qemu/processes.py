@@ -62,6 +62,11 @@ def machine_pids(state_dir: Path) -> dict[str, int]:
     return {machine_id: pid for pid, machine_id in marked_processes(owner).items()}
 
 
+def command_line(pid: int) -> list[str]:
+    """Return the arguments of a process, the program first. Raises: OSError: it has ended."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+
+
 def memory_of(pid: int) -> ProcessMemory:
     """Measure a process. Raises: OSError: it has ended."""
     lines = (line.partition(":") for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
@@ -74,10 +79,9 @@ def written_guest_bytes(pid: int) -> int:
 
     Written pages of its private mapping of the template's memory file are anonymous; all others are still the file's.
     """
-    arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     paths = {
         option.removeprefix("mem-path=").replace("\0", ",")
-        for argument in arguments
+        for argument in command_line(pid)
         if argument.startswith("memory-backend-file,")
         for option in argument.replace(",,", "\0").split(",")
         if option.startswith("mem-path=")

@@ -1,4 +1,4 @@
-"""Freezes machines and loads frozen states into forks: templates by migration, live forks by copying what differs.
+"""Freezes machines: templates by migration, live forks by copying what differs.
 
 Tested on QEMU 7.2 and libvirt 9.0. A template's memory is a shared file, so its saved state needs no memory
 (`x-ignore-shared`), and a fork maps that file privately. To capture a live fork, its written pages are read from its
@@ -29,7 +29,6 @@ from envd.hypervisor.qemu.domain_xml import (
     MachineFiles,
     MemoryFile,
     domain_xml,
-    parse_forwarded_port,
 )
 from envd.hypervisor.qemu.machine import Caller, LibvirtMachine
 from envd.hypervisor.qemu.monitor import Monitor
@@ -38,6 +37,7 @@ from envd.hypervisor.qemu.snapshots.overlays import copy_file, create_overlay, s
 from envd.hypervisor.qemu.snapshots.pages import MemoryMap, Pages, prefaulted, size_bytes
 from envd.hypervisor.qemu.snapshots.records import CaptureRecord, write_record
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot, MemoryPatch
+from envd.hypervisor.qemu.snapshots.stream import HEADER_BYTES, state_prefix
 from envd.hypervisor.qemu.snapshots.templates import StoredTemplate, TemplateStore
 
 #: Copied with the guest's memory and the UEFI variables; the firmware's code is the same file in every fork.
@@ -45,26 +45,6 @@ _COPIED_BLOCKS = {MEMORY, "system.flash0", "system.flash1"}
 #: ROMs of firmware and cards are equal in every process of one QEMU version. Video memory has at least 8 MiB.
 _LARGEST_ROM_BYTES = 2 << 20
 _NO_REPORT = CaptureReport(memory_bytes=0, paused_ms=0.0, total_ms=0.0)
-
-
-def load_state(machine: LibvirtMachine, snapshot: LibvirtSnapshot | None) -> None:
-    """Load the snapshot's state into a fork, and look up the machine's guestd port. Blocks.
-
-    Raises:
-        HypervisorError, libvirt.libvirtError, OSError: It failed.
-    """
-    if snapshot is not None:
-        if snapshot.patch is not None:
-            patch = snapshot.patch
-            MemoryMap.of(machine.pid, snapshot.memory_path).write(patch.extents, patch.pages)
-        Monitor(machine.domain).load(snapshot.files.devices, with_memory_list=snapshot.patch is None)
-    find_guestd_port(machine)
-
-
-def find_guestd_port(machine: LibvirtMachine) -> None:
-    """Ask QEMU for the host port that forwards to guestd, if the image has it. Blocks. Raises: see `load_state`."""
-    if machine.spec.image.has_guestd:
-        machine.set_guestd_port(parse_forwarded_port(Monitor(machine.domain).human("info usernet")))
 
 
 async def capture(machine: LibvirtMachine, captures_dir: Path, *, call: Caller) -> LibvirtSnapshot:
@@ -81,9 +61,9 @@ async def capture(machine: LibvirtMachine, captures_dir: Path, *, call: Caller) 
     begin_s = time.monotonic()
     files = SnapshotFiles(directory=captures_dir / secrets.token_hex(6))
     try:
-        await call(_require_forkable, machine, parent)
+        await _require_forkable(machine, parent, call=call)
         files.directory.mkdir(parents=True)
-        patch, paused_ms = await _copy(machine, files, call=call)
+        patch, paused_ms = await _copy(machine, files, parent.template.files.devices, call=call)
         digest, disk_digest = await call(_store, files, parent, patch)
         record = CaptureRecord(spec=machine.spec, digest=digest, disk_digest=disk_digest, backing=parent.ref)
         await call(write_record, files.directory, record)
@@ -125,10 +105,14 @@ def captured_snapshot(
     )
 
 
-async def _copy(machine: LibvirtMachine, files: SnapshotFiles, *, call: Caller) -> tuple[MemoryPatch, float]:
+async def _copy(
+    machine: LibvirtMachine, files: SnapshotFiles, template_state: Path, *, call: Caller
+) -> tuple[MemoryPatch, float]:
     """Copy the state that a fork cannot share; return the pages, and the duration of the pause in milliseconds."""
     memory = await call(MemoryMap.of, machine.pid, machine.memory_path)
-    monitor = Monitor(machine.domain)
+    monitor = Monitor(machine.run_control)
+    vars_bytes = machine.files.firmware_vars.stat().st_size if machine.spec.image.firmware is Firmware.UEFI else 0
+    prefix_bytes = len(state_prefix(template_state, bytes(vars_bytes)))
     was_running = machine.state is MachineState.RUNNING
     buffer: Pages | None = None
     if was_running:
@@ -140,7 +124,8 @@ async def _copy(machine: LibvirtMachine, files: SnapshotFiles, *, call: Caller) 
         # Concurrent, so that the pause is only as long as the slowest copy.
         pages = asyncio.ensure_future(call(_written_pages, memory, buffer))
         others = (
-            asyncio.ensure_future(call(monitor.save_devices, files.devices)),
+            # The prefix, written below, ends with these first bytes of the state.
+            asyncio.ensure_future(monitor.save_devices(files.devices, offset=prefix_bytes - HEADER_BYTES)),
             *(
                 asyncio.ensure_future(call(copy_file, source, target))
                 for source, target in _copied_files(machine, files)
@@ -153,44 +138,50 @@ async def _copy(machine: LibvirtMachine, files: SnapshotFiles, *, call: Caller) 
     paused_ms = (time.monotonic() - stopped_s) * 1000
     for copy in others:
         copy.result()
+    with files.devices.open("r+b") as file:
+        file.write(state_prefix(template_state, files.firmware_vars.read_bytes() if vars_bytes else b""))
     return pages.result(), paused_ms
 
 
-def _require_forkable(machine: LibvirtMachine, parent: LibvirtSnapshot) -> None:
+async def _require_forkable(machine: LibvirtMachine, parent: LibvirtSnapshot, *, call: Caller) -> None:
     """Check that all of a machine's state can be copied. Raises: NotForkable: names what cannot."""
     image = machine.spec.image
-    monitor = Monitor(machine.domain)
+    monitor = Monitor(machine.run_control)
     prefix = f"machine {machine.machine_id} cannot be forked in its current state"
     try:
-        parent.check_intact()
+        await call(parent.check_intact)
     except TemplateCorrupt as error:
         raise NotForkable(f"{prefix}: {error}") from error
-    blocks = monitor.memory_blocks()
+    blocks = await monitor.memory_blocks()
     for name, block_bytes in blocks.items():
         # Firmware, boot loaders and systems without a driver use a virtio card's VGA memory; its driver displays guest
         # memory.
         is_unused = name.replace("vga.vram", "virtio-vga.rom") in blocks.keys() - {name}
-        if is_unused and not monitor.has_driver(VIDEO_ALIAS):
+        if is_unused and not await monitor.has_driver(VIDEO_ALIAS):
             raise NotForkable(f"{prefix}: no driver of its virtio display runs; install it (Windows: viogpudo)")
         if name not in _COPIED_BLOCKS and block_bytes > _LARGEST_ROM_BYTES and not is_unused:
             raise NotForkable(f"{prefix}: {block_bytes >> 20} MiB of {name} are not part of the guest's memory")
     # A machine whose firmware is not UEFI has no such file, and so no such drive.
     own = {str(path) for path in (*machine.files.overlays(image), machine.files.firmware_vars)}
     removable = {str(drive.path) for drive in image.cdroms}
-    drives = monitor.drives()
+    drives = await monitor.drives()
     if stray := sorted((drives.written - own) | (drives.removable - removable)):
         raise NotForkable(f"{prefix}: it has {stray[0]} in addition to its image's drives")
     if machine.tpm is not None and machine.tpm.has_ended:
         raise NotForkable(f"{prefix}: the process of its TPM (swtpm) has ended")
     try:
-        MemoryMap.of(machine.pid, machine.memory_path).read(np.zeros((0, 2), dtype=np.int64))
-        with open(f"/proc/{machine.pid}/pagemap", "rb"):
-            pass
+        await call(_try_reading_memory, machine)
     except OSError as error:
         raise NotForkable(
             f"{prefix}: the memory of its QEMU cannot be read ({error}); run envd as root, or as QEMU's user with"
             " kernel.yama.ptrace_scope=0"
         ) from error
+
+
+def _try_reading_memory(machine: LibvirtMachine) -> None:
+    MemoryMap.of(machine.pid, machine.memory_path).read(np.zeros((0, 2), dtype=np.int64))
+    with open(f"/proc/{machine.pid}/pagemap", "rb"):
+        pass
 
 
 def _written_pages(memory: MemoryMap, buffer: Pages | None) -> MemoryPatch:
@@ -222,7 +213,7 @@ def _copied_files(machine: LibvirtMachine, files: SnapshotFiles) -> list[tuple[P
 
 
 class Freezer:
-    """Makes and finds templates. Blocking; for the libvirt executor."""
+    """Makes and finds templates. Finding blocks; for the libvirt executor."""
 
     def __init__(self, store: TemplateStore, *, accelerator: Accelerator, versions: str, cpu: str) -> None:
         """Configure what templates depend on in addition to their image and settings.
@@ -269,7 +260,7 @@ class Freezer:
             raise HypervisorError(f"template {key}: not found; it was removed")
         return self._snapshot(spec, stored, begin_s)
 
-    def freeze(self, machine: LibvirtMachine, notes: dict[str, str]) -> LibvirtSnapshot:
+    async def freeze(self, machine: LibvirtMachine, notes: dict[str, str], *, call: Caller) -> LibvirtSnapshot:
         """Store a paused machine as a template; ends its QEMU.
 
         Raises:
@@ -278,42 +269,48 @@ class Freezer:
         begin_s = time.monotonic()
         spec = machine.spec
         key = self.key(spec)
-        files = self._store.begin(key)
-        memory_path = self._store.memory_file(key)
+        files = await call(self._store.begin, key)
         try:
-            Monitor(machine.domain).save_state(files.devices)
-            machine.domain.destroy()
-            moved = _copied_files(machine, files)
-            for source, target in moved:
-                shutil.move(source, target)
-                # Forks are backed by it, and it may belong to QEMU's user.
-                os.chown(target, os.geteuid(), os.getegid(), follow_symlinks=False)
-            machine.memory_path.rename(memory_path)
-            disk_count = len(spec.image.disks)
-            for seed, disk in zip(files.seeds(disk_count), files.disks(disk_count), strict=True):
-                create_overlay(seed, disk, "qcow2")
-            manifest = Manifest(
-                key=key,
-                image=spec.image.name,
-                image_digest=spec.image.digest,
-                memory_mib=spec.memory_mib,
-                vcpu_count=spec.vcpu_count,
-                screen=f"{spec.screen_width_px}x{spec.screen_height_px}",
-                accelerator=self._accelerator.value,
-                hypervisor=self._versions,
-                memory_path=str(memory_path),
-                memory_digest=digest_file(memory_path),
-                devices_digest=digest_file(files.devices),
-                disk_digest=digest_file(files.disk),
-                more_digests={target.name: digest_file(target) for _, target in moved[1:]},
-                create_time=datetime.now(UTC).isoformat(timespec="seconds"),
-                notes=notes,
-            )
-            stored = self._store.complete(files, manifest)
+            await Monitor(machine.run_control).save_state(files.devices)
+            stored = await call(self._store_machine, machine, files, key, notes)
         except BaseException:
-            self._store.remove(key)
+            await call(self._store.remove, key)
             raise
         return self._snapshot(spec, stored, begin_s)
+
+    def _store_machine(
+        self, machine: LibvirtMachine, files: SnapshotFiles, key: str, notes: dict[str, str]
+    ) -> StoredTemplate:
+        spec = machine.spec
+        memory_path = self._store.memory_file(key)
+        machine.domain.destroy()
+        moved = _copied_files(machine, files)
+        for source, target in moved:
+            shutil.move(source, target)
+            # Forks are backed by it, and it may belong to QEMU's user.
+            os.chown(target, os.geteuid(), os.getegid(), follow_symlinks=False)
+        machine.memory_path.rename(memory_path)
+        disk_count = len(spec.image.disks)
+        for seed, disk in zip(files.seeds(disk_count), files.disks(disk_count), strict=True):
+            create_overlay(seed, disk, "qcow2")
+        manifest = Manifest(
+            key=key,
+            image=spec.image.name,
+            image_digest=spec.image.digest,
+            memory_mib=spec.memory_mib,
+            vcpu_count=spec.vcpu_count,
+            screen=f"{spec.screen_width_px}x{spec.screen_height_px}",
+            accelerator=self._accelerator.value,
+            hypervisor=self._versions,
+            memory_path=str(memory_path),
+            memory_digest=digest_file(memory_path),
+            devices_digest=digest_file(files.devices),
+            disk_digest=digest_file(files.disk),
+            more_digests={target.name: digest_file(target) for _, target in moved[1:]},
+            create_time=datetime.now(UTC).isoformat(timespec="seconds"),
+            notes=notes,
+        )
+        return self._store.complete(files, manifest)
 
     @staticmethod
     def _snapshot(spec: MachineSpec, stored: StoredTemplate, begin_s: float) -> LibvirtSnapshot:

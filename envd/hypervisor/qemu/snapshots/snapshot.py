@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from envd.errors import TemplateCorrupt
 from envd.hypervisor.machine import CaptureReport, Firmware, MachineSpec
-from envd.hypervisor.qemu.domain_xml import Incoming
 from envd.hypervisor.qemu.snapshots.files import SnapshotFiles
 from envd.hypervisor.qemu.snapshots.pages import Extents, Pages
 from envd.hypervisor.qemu.snapshots.records import SnapshotRef
@@ -96,9 +95,14 @@ class LibvirtSnapshot:
         return (self.files.devices, *variables, *self.files.disks(count), *self.files.seeds(count))
 
     @property
-    def incoming(self) -> Incoming:
-        """How its state is loaded."""
-        return Incoming.STATE if self.patch is None else Incoming.DEVICES
+    def captures(self) -> "list[LibvirtSnapshot]":
+        """The captures that it descends from, oldest first, and itself; empty for a template."""
+        return [] if self._parent is None else [*self._parent.captures, self]
+
+    @property
+    def template(self) -> "LibvirtSnapshot":
+        """The template that it descends from, or itself."""
+        return self if self._parent is None else self._parent.template
 
     @property
     def ref(self) -> SnapshotRef:

@@ -12,7 +12,6 @@ from envd.hypervisor.machine import Accelerator, DiskImage, Drive, Firmware, Gue
 from envd.hypervisor.qemu.domain_xml import (
     Confinement,
     FirmwareFiles,
-    Incoming,
     MachineFiles,
     Memory,
     MemoryFile,
@@ -55,7 +54,6 @@ def xml(
     files: MachineFiles = FILES,
     accelerator: Accelerator = Accelerator.TCG,
     memory: MemoryFile | None = None,
-    incoming: Incoming = Incoming.NOTHING,
     firmware: FirmwareFiles | None = OVMF,
     tcg_cache_mib: int = 0,
     confinement: Confinement | None = None,
@@ -68,7 +66,6 @@ def xml(
         accelerator=accelerator,
         memory=memory or MemoryFile(path=Path("/templates/m1.ram")),
         generation=GENERATION,
-        incoming=incoming,
         firmware=firmware,
         tcg_cache_mib=tcg_cache_mib,
         confinement=confinement,
@@ -124,15 +121,9 @@ def test_a_booting_machine_writes_to_its_memory_file_and_a_fork_maps_it_privatel
     assert "memory-backend=env.ram" in booting
     assert "-incoming" not in booting
     frozen = MemoryFile(path=Path("/templates/a,b.ram"), mode=Memory.PRIVATE)
-    fork = qemu_arguments(xml(memory=frozen, incoming=Incoming.STATE))
+    fork = qemu_arguments(xml(memory=frozen))
     assert "mem-path=/templates/a,,b.ram,share=off" in fork
     assert "-incoming defer" in fork
-    assert "send-configuration" not in fork
-
-
-def test_a_captured_device_state_loads_without_the_machine_configuration() -> None:
-    fork = qemu_arguments(xml(incoming=Incoming.DEVICES))
-    assert "-incoming defer -global migration.send-configuration=off" in fork
 
 
 def test_the_guest_can_read_its_generation_id() -> None:
