@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,19 +22,23 @@ from trainer.slime.guard import Halted
 
 
 class Stage(StrEnum):
-    """The stages, in order."""
+    """The stages; `replay` is not part of `all`."""
 
     DEMOS = "demos"
     CLONE = "clone"
     RL = "rl"
     REPORT = "report"
     ALL = "all"
+    REPLAY = "replay"
+
+
+_ALL = (Stage.DEMOS, Stage.CLONE, Stage.RL, Stage.REPORT)
 
 
 @reports_errors(LearnError, ConfigError, Halted, OSError)
 def learn_command(
     *,
-    stage: Annotated[Stage, typer.Argument(help="What to do; `all` runs the stages in this order.")],
+    stage: Annotated[Stage, typer.Argument(help="What to do; `all` runs the stages before it.")],
     run: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("out/learn"),
     config: Annotated[
         list[Path] | None,
@@ -53,24 +58,29 @@ def learn_command(
     runs: Annotated[
         list[Path] | None, typer.Option(help="Further run directories for the stage report; repeat it.")
     ] = None,
+    task: Annotated[
+        str, typer.Option(help="Task of the stage replay; default: one that the run failed first and solved last.")
+    ] = "",
     slime_home: Annotated[
-        Path | None, typer.Option(envvar="SLIME_HOME", help="Checkout of slime, for the stage rl.")
+        Path | None, typer.Option(envvar="SLIME_HOME", help="Checkout of slime, for the stages rl and replay.")
     ] = None,
 ) -> None:
     """Learn on one GPU from drawn desktops: demonstrations, cloning, reinforcement, report."""
     settings = (SMOKE if smoke else Settings()).changed(*config or [])
     settings.plugin("127.0.0.1:1")
+    if stage is Stage.REPLAY:
+        settings = settings.model_copy(update={"workers": 1, "machines": 2})
     if envd and settings.desktops.model_fields_set:
         raise UsageError("--envd: `desktops` is for daemons that this command starts; leave out one of them")
-    if slime_home is None and stage in (Stage.RL, Stage.ALL):
+    if slime_home is None and stage in (Stage.RL, Stage.ALL, Stage.REPLAY):
         raise UsageError("--slime-home: give a checkout of slime, or set SLIME_HOME; docs/train.md names the commit")
     # Bars of slime and transformers would hide the lines of progress.
     os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
     default = f"{'-'.join(filter(None, (settings.ablation, settings.arm))) or 'rl'}-{seed}"
     work = _Work(settings, run, seed=seed, name=name or default, resume=resume)
-    wanted = [each for each in Stage if each is not Stage.ALL] if stage is Stage.ALL else [stage]
+    wanted = _ALL if stage is Stage.ALL else (stage,)
     with ExitStack() as running:
-        needs_hosts = any(each in (Stage.DEMOS, Stage.RL) for each in wanted)
+        needs_hosts = any(each in (Stage.DEMOS, Stage.RL, Stage.REPLAY) for each in wanted)
         hosts = running.enter_context(work.hosts(envd or [])) if needs_hosts else []
         for each in wanted:
             err.print(f"stage {each.value}", markup=False)
@@ -83,6 +93,8 @@ def learn_command(
                     work.reinforce(hosts, (slime_home or Path()).expanduser().resolve())
                 case Stage.REPORT:
                     work.report(runs or [])
+                case Stage.REPLAY:
+                    work.replay(hosts[0], (slime_home or Path()).expanduser().resolve(), task)
 
 
 @dataclass(slots=True)
@@ -159,3 +171,16 @@ class _Work:
         shown = {name: value for name, value in results["grpo"].items() if name.startswith(("held", "seeds", "incom"))}
         out.print_json(json.dumps(shown))
         err.print(f"{self.run / 'report'} has results.json and plots", markup=False, soft_wrap=True)
+
+    def replay(self, host: str, slime_home: Path, task: str) -> None:
+        """Play one task before and after reinforcement, and draw it."""
+        from trainer.learn.gif import draw  # noqa: PLC0415
+        from trainer.learn.replay import choose_task, play  # noqa: PLC0415
+
+        task = task or choose_task(self.run / self.name)
+        before, after = play(
+            self.settings, run=self.run, name=self.name, task=task, host=host, slime_home=slime_home, seed=self.seed
+        )
+        path = self.run / "report" / f"replay-{re.sub('[^a-z0-9]+', '-', task)}.gif"
+        draw(path, [("cloned", before), ("after reinforcement", after)])
+        out.print(str(path), markup=False, soft_wrap=True)

@@ -1,5 +1,6 @@
 """Plots as SVG files that read well on a light and on a dark page. Pure."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import zip_longest
@@ -51,16 +52,14 @@ class _Frame:
 
     def x_axis(self, title: str) -> None:
         floor = self.height - self.bottom
-        for index in range(6):
-            value = self._x_max * index / 5
+        for value in _ticks(self._x_max):
             at = self.x(value)
             self.add(f'<line class="grid" x1="{at:.1f}" y1="{_TOP}" x2="{at:.1f}" y2="{floor}"/>')
             self.text(at, floor + 14, _number(value), anchor="middle")
         self.text((self.left + _WIDTH - _RIGHT) / 2, floor + 34, title, anchor="middle")
 
     def y_axis(self) -> None:
-        for index in range(6):
-            value = self._y_max * index / 5
+        for value in _ticks(self._y_max):
             at = self.y(value)
             self.add(f'<line class="grid" x1="{self.left}" y1="{at:.1f}" x2="{_WIDTH - _RIGHT}" y2="{at:.1f}"/>')
             self.text(self.left - 8, at, _number(value), anchor="end")
@@ -116,7 +115,7 @@ def bars(rows: Mapping[str, tuple[float | None, float | None]], *, title: str, n
 def intervals(rows: Mapping[str, tuple[float, float, float]], *, title: str) -> str:
     """Return a point with an interval from low to high for each row."""
     height = _TOP + 10 + 26 * len(rows) + 52
-    x_max = min(1.0, max((high for _, _, high in rows.values()), default=1.0) * 1.1)
+    x_max = min(1.0, max((high for _, _, high in rows.values()), default=1.0) + 0.05)
     frame = _Frame(title, height=height, left=_label_room(rows), bottom=52, x_max=x_max)
     frame.x_axis("success")
     for row, (name, (value, low, high)) in enumerate(rows.items()):
@@ -137,6 +136,14 @@ def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 def _path(frame: _Frame, points: Iterable[tuple[float, float]]) -> str:
     return " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
+
+
+def _ticks(end: float) -> list[float]:
+    """Return about five round values from 0 to `end`."""
+    rough = end / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * each for each in (1, 2, 5, 10) if power * each >= rough * 0.999)
+    return [step * index for index in range(math.floor(end / step * 1.001) + 1)]
 
 
 def _label_room(rows: Iterable[str]) -> int:

@@ -87,8 +87,8 @@ class Learner:
         """Roll out once and train on it. Raises: LearnError, Halted."""
         started_s = time.monotonic()
         self.policy.model.eval()
-        rollout = self._workers.rollout(self.done)
-        self._engine.check()
+        with self._engine_checked():
+            rollout = self._workers.rollout(self.done)
         rolled_s = time.monotonic() - started_s
         metrics = metrics_of(rollout.records)
         self._guard.check(self.done, metrics)
@@ -109,8 +109,8 @@ class Learner:
 
     def evaluate(self, *, temperature: float) -> list[Score]:
         """Play the held-out tasks and add the scores to `evaluations.jsonl`. Raises: LearnError."""
-        scores = self._workers.evaluate(self.done, temperature=temperature)
-        self._engine.check()
+        with self._engine_checked():
+            scores = self._workers.evaluate(self.done, temperature=temperature)
         evaluation = Evaluation(update=self.done, env_steps=self.env_steps, temperature=temperature, scores=scores)
         evaluation.add_to(self.directory)
         valid = [score.score for score in scores if score.score is not None]
@@ -118,6 +118,14 @@ class Learner:
         values = {"success_frac": fmean(score >= 1 for score in valid) if valid else 0.0}
         self._log.write(f"held_out_{kind}", self.done, {**values, "void_frac": 1 - len(valid) / len(scores)})
         return scores
+
+    @contextmanager
+    def _engine_checked(self) -> Iterator[None]:
+        """Report that the engine failed rather than what rollout processes made of it. Raises: LearnError."""
+        try:
+            yield
+        finally:
+            self._engine.check()
 
     # Training
 

@@ -1,8 +1,10 @@
-"""Ablations of `trainer learn` on served drawn desktops: machines that are lost, and groups drawn from other seeds."""
+"""Rollouts of `trainer learn` on served drawn desktops: lost machines, groups of other seeds, and recorded episodes."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from cuaenv.client import Action, Click, Done
 
 from envd.testing.server import FakeServer, serve_fake
 from trainer.agent.grammars import grammar
+from trainer.learn import replay
 from trainer.learn.ablations import generate
 from trainer.slime.group import normalize_rewards
 from trainer.slime.samples import facts_of, is_void
@@ -85,3 +88,16 @@ async def test_members_of_a_drawn_group_have_other_seeds_of_their_template() -> 
     assert [sample.metadata["task_id"] for sample in samples] == first, "a repeated sample has the same task"
     assert len(set(first)) == 4
     assert {task.partition("?")[0] for task in first} == {"drawn/press"}
+
+
+async def test_a_recorded_episode_has_a_frame_before_each_reply_and_one_at_the_end(tmp_path: Path) -> None:
+    (sample,) = samples_of(1)
+    async with world() as server:
+        await replay.generate(args_of(server, save=str(tmp_path)), sample, PARAMS, evaluation=True)
+    episode = json.loads((tmp_path / "played" / "episode.json").read_text())
+    assert (episode["task_id"], episode["score"], episode["error"]) == (TASK, 1.0, "")
+    assert [turn["frame"] for turn in episode["turns"]] == [0, 1, 2]
+    assert episode["turns"][0]["text"] == counting("<|im_start|>assistant\n")
+    assert episode["turns"][0]["point"] == pytest.approx([0.64, 0.125], abs=0.01)
+    assert episode["turns"][2]["point"] is None
+    assert len(list((tmp_path / "played").glob("*.png"))) == 4

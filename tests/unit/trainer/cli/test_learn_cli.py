@@ -1,0 +1,47 @@
+"""`trainer learn`: what it refuses before anything starts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cuaenv.cli import terminal
+from typer.testing import CliRunner
+
+from trainer.cli.app import app
+from trainer.learn.demos import read_rows
+from trainer.learn.errors import LearnError
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["rl"], terminal.EXIT_USAGE, "--slime-home: give a checkout of slime"),
+        (["replay"], terminal.EXIT_USAGE, "--slime-home: give a checkout of slime"),
+        (["demos", "--envd", "127.0.0.1:1", "--config", "slow.yaml"], terminal.EXIT_USAGE, "leave out one of them"),
+        (["demos", "--config", "wrong.yaml"], terminal.EXIT_FAILED, "rl.upgrades: unknown key; did you mean updates?"),
+        (["demos", "--config", "plugin.yaml"], terminal.EXIT_FAILED, "envd.groop: unknown key; did you mean group?"),
+        (["demos", "--config", "missing.yaml"], terminal.EXIT_FAILED, "give a YAML file of settings"),
+        (["report"], terminal.EXIT_FAILED, "no demonstrations"),
+    ],
+)
+def test_wrong_input_is_refused_with_the_remedy(
+    words: list[str], status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLIME_HOME", raising=False)
+    Path("slow.yaml").write_text("desktops: {reaction_ms: 5}\n")
+    Path("wrong.yaml").write_text("rl: {upgrades: 3}\n")
+    Path("plugin.yaml").write_text("rl: {envd: {groop: tree}}\n")
+    result = CliRunner().invoke(app, ["learn", *words])
+    assert result.exit_code == status, result.output
+    assert message in " ".join(result.output.split())
+    assert {path.name for path in tmp_path.iterdir()} == {"slow.yaml", "wrong.yaml", "plugin.yaml"}
+
+
+def test_demonstrations_without_a_row_to_measure_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LearnError, match="run the stage `demos` first"):
+        read_rows(tmp_path)
+    (tmp_path / "frames.bin").write_bytes(b"")
+    np.savez(tmp_path / "rows.npz", is_checked=np.zeros(3, bool))
+    with pytest.raises(LearnError, match=r"no row is held out to measure cloning; play more seeds \(demos.seeds\)"):
+        read_rows(tmp_path)
