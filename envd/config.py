@@ -287,6 +287,9 @@ class HypervisorConfig(_Section):
     reaction_ms: int = Field(default=0, ge=0, le=10_000)
     """Drawn desktops only: their programs react to each input after up to this many milliseconds, as slow programs
     do."""
+    drawing_processes: int | None = Field(default=None, ge=0, le=1024)
+    """Worker processes that draw the desktops of `fake`; 0 draws them in the daemon. Default: one per 16 machines, at
+    most one per core."""
 
     @model_validator(mode="after")
     def _only_drawn_desktops_react_late(self) -> Self:

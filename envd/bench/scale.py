@@ -1,6 +1,7 @@
 """Measures how many steps per second one daemon serves to many concurrent clients, compared with bare gRPC."""
 
 import asyncio
+import os
 import time
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from envd.bench.load_client import MAX_STEPS, EchoServer, LoadPlan, LoadResult
 from envd.bench.report import BenchReport, Check, Target, figure, figures_of, p50, p99
 from envd.bench.session import BenchSession, Steps, bench_config
 from envd.config import Config
+from envd.hypervisor.fake.workers.hypervisor import DrawingWorkers
 
 #: A counting button and a check box of the fake desktop: every click changes the screen.
 _POINTS = ((819, 100), (822, 167))
@@ -31,7 +33,8 @@ class ScaleFigures:
     steps_share: float = figure("steps_per_s / bare_rpc_per_s", Target(">=", 0.5))
     p50_ms: float = figure("of a step, as its client sees it")
     p99_ms: float = figure("the same", Target("<=", 250))
-    server_cpu_ms_per_step: float = figure("CPU time of the daemon's process, which also draws the desktops")
+    server_cpu_ms_per_step: float = figure("CPU time of the daemon's process")
+    drawing_cpu_ms_per_step: float | None = figure("CPU time of the processes that draw the desktops")
     client_cpu_ms_per_step: float = figure("CPU time of the clients' process")
     loop_lag_ms_p99: float = figure(
         f"how late the daemon's event loop wakes a task that sleeps for {_LAG_INTERVAL_S * 1000:g} ms, during the"
@@ -48,7 +51,14 @@ def step_count() -> int:
 def scale_config(settings: Config, *, machine_count: int) -> Config:
     """Return settings for this number of machines, with long episodes."""
     own = bench_config(settings, standby_count=machine_count, capacity=machine_count)
-    return own.model_copy(update={"limits": own.limits.model_copy(update={"max_steps": MAX_STEPS})})
+    # The daemon's process must not draw: its CPU time is measured.
+    drawing_processes = settings.hypervisor.drawing_processes or os.cpu_count() or 1
+    return own.model_copy(
+        update={
+            "limits": own.limits.model_copy(update={"max_steps": MAX_STEPS}),
+            "hypervisor": own.hypervisor.model_copy(update={"drawing_processes": drawing_processes}),
+        }
+    )
 
 
 async def measure_scale(
@@ -59,6 +69,8 @@ async def measure_scale(
     Raises:
         LoadFailed: The clients' process failed.
     """
+    hypervisor = bench.daemon.hypervisor
+    workers = hypervisor if isinstance(hypervisor, DrawingWorkers) else None
     echo = EchoServer()
     try:
         plan = LoadPlan(
@@ -76,9 +88,11 @@ async def measure_scale(
             steps.done("stepping")
             lags_ms: list[float] = []
             watching = asyncio.create_task(_watch_lag(lags_ms), name="bench:lag")
+            drawing_cpu_s = await workers.cpu_s() if workers else 0.0
             cpu_s = time.process_time()
             stepped = await load.run()
             cpu_s = time.process_time() - cpu_s
+            drawing_cpu_s = await workers.cpu_s() - drawing_cpu_s if workers else 0.0
             watching.cancel()
             steps.done("calling an echo")
             bare = await load.run()
@@ -91,6 +105,7 @@ async def measure_scale(
         bare=bare,
         opened_count=opened_count,
         server_cpu_s=cpu_s,
+        drawing_cpu_s=drawing_cpu_s if workers else None,
         lags_ms=lags_ms,
     )
 
@@ -109,6 +124,7 @@ def scale_report(
     bare: LoadResult,
     opened_count: int,
     server_cpu_s: float,
+    drawing_cpu_s: float | None,
     lags_ms: list[float],
 ) -> BenchReport:
     """Return the report. Pure."""
@@ -121,6 +137,7 @@ def scale_report(
         p50_ms=p50(stepped.latencies_ms),
         p99_ms=p99(stepped.latencies_ms),
         server_cpu_ms_per_step=server_cpu_s * 1000 / stepped.call_count,
+        drawing_cpu_ms_per_step=None if drawing_cpu_s is None else drawing_cpu_s * 1000 / stepped.call_count,
         client_cpu_ms_per_step=stepped.client_cpu_s * 1000 / stepped.call_count,
         loop_lag_ms_p99=p99(lags_ms),
     )

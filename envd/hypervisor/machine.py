@@ -1,6 +1,6 @@
 """Protocols of a hypervisor backend: machines, the snapshots they are forked from, and the hypervisor that makes them.
 
-Implementations: `envd.hypervisor.qemu` (QEMU through libvirt) and `envd.hypervisor.fake` (desktops drawn by the daemon,
+Implementations: `envd.hypervisor.qemu` (QEMU through libvirt) and `envd.hypervisor.fake` (drawn desktops,
 for load and fault tests). Both pass the contract suite `envd.testing.machine_contract`.
 """
 
@@ -140,8 +140,8 @@ class Capabilities:
     """What a backend's machines can do and need, so that no caller asks which backend it has."""
 
     runs_guests: bool
-    """Guest code runs, in a QEMU process per machine: programs take time to react and memory grows. Otherwise the
-    daemon draws the desktops itself, and a desktop has reacted before its input call returns."""
+    """Guest code runs, in a QEMU process per machine: programs take time to react and memory grows. Otherwise envd
+    draws the desktops, and a desktop has reacted before its input call returns."""
     stand_in_image: DiskImage | None = None
     """Image used by every pool in place of one from the image catalogue; None if the backend boots real images."""
     task_suite: str
@@ -256,7 +256,7 @@ class Machine(GuestChannels, Protocol):
     def enforce_disk_quota(self, quota_bytes: int) -> None:
         """Declare it lost if its own files use more of the host's disk than `quota_bytes`; the owner destroys it.
 
-        Also keeps the log of its serial console small. Does not wait; never raises.
+        Also keeps the log of its serial console small. Does not wait, also not for `lost` to be set; never raises.
         """
 
     async def destroy(self) -> None:

@@ -134,13 +134,13 @@ class ForkContract(MachineFixtures):
                 assert usage.pss_bytes >= usage.private_dirty_bytes > 0
             return word
 
-        before = self.snapshot_leftovers(hypervisor)
+        before = await self.snapshot_leftovers(hypervisor)
         used: list[str] = []
         while len(used) < self.fork_count:
             count = min(self.forks_at_once, self.fork_count - len(used))
             used += await asyncio.gather(*(use() for _ in range(count)))
         assert [left for machine_id in used for left in self.leftovers(hypervisor, machine_id)] == []
-        assert self.snapshot_leftovers(hypervisor) == before
+        assert await self.snapshot_leftovers(hypervisor) == before
 
     async def test_a_cancelled_fork_leaves_nothing(self, hypervisor: Hypervisor, template: Snapshot) -> None:
         for delay_s in self.cancel_after_s:
@@ -216,7 +216,7 @@ class ForkContract(MachineFixtures):
                 await self.write_file(grandchild, path, b"grandchild")
                 assert await self.read_file(child, path) == b"child"
                 assert await self.read_file(parent, path) == b"parent"
-        assert self.snapshot_leftovers(hypervisor) == []
+        assert await self.snapshot_leftovers(hypervisor) == []
 
     async def test_a_machine_loads_one_state_only_and_is_lost_by_another(
         self, hypervisor: Hypervisor, template: Snapshot
@@ -301,12 +301,12 @@ class ForkContract(MachineFixtures):
             for generation in (1, 2):
                 assert await self.read_file(machine, f"{_DISK_PATH}-{generation}") == b"disk"
                 assert await self.read_file(machine, f"{_MEMORY_PATH}-{generation}") == b"memory"
-        assert self.snapshot_leftovers(hypervisor) == []
+        assert await self.snapshot_leftovers(hypervisor) == []
 
     async def test_a_captures_files_exist_until_it_is_discarded_and_its_last_fork_destroyed(
         self, hypervisor: Hypervisor, template: Snapshot
     ) -> None:
-        assert self.snapshot_leftovers(hypervisor) == []
+        assert await self.snapshot_leftovers(hypervisor) == []
         async with (
             self.running_fork(hypervisor, template) as parent,
             self.capture(hypervisor, parent) as unused,
@@ -319,12 +319,12 @@ class ForkContract(MachineFixtures):
                 await unused.discard()
                 await snapshot.discard()
                 await snapshot.discard()
-                assert self.snapshot_leftovers(hypervisor) != []
+                assert await self.snapshot_leftovers(hypervisor) != []
                 with pytest.raises(HypervisorError):
                     await hypervisor.fork(snapshot, new_machine_id())
                 await child.resume()
                 await self.wait_agent(child)
-            assert self.snapshot_leftovers(hypervisor) == []
+            assert await self.snapshot_leftovers(hypervisor) == []
 
     async def test_a_cancelled_capture_leaves_nothing_and_the_machine_continues(
         self, hypervisor: Hypervisor, machine: Machine
@@ -338,7 +338,7 @@ class ForkContract(MachineFixtures):
             else:
                 await (await capturing).discard()
             assert machine.state is MachineState.RUNNING, f"cancelled after {delay_s} s"
-            assert self.snapshot_leftovers(hypervisor) == [], f"cancelled after {delay_s} s"
+            assert await self.snapshot_leftovers(hypervisor) == [], f"cancelled after {delay_s} s"
         assert await self.run(machine, "echo", "alive") == b"alive\n"
 
     async def test_a_booted_machine_is_not_forkable_and_continues(self, hypervisor: Hypervisor) -> None:
@@ -348,7 +348,7 @@ class ForkContract(MachineFixtures):
             assert machine.state is MachineState.RUNNING
             assert not machine.lost.is_set()
             assert (await machine.usage()).pss_bytes > 0
-        assert self.snapshot_leftovers(hypervisor) == []
+        assert await self.snapshot_leftovers(hypervisor) == []
 
     async def test_capturing_a_killed_machine_raises_machine_lost(
         self, hypervisor: Hypervisor, template: Snapshot
@@ -359,7 +359,7 @@ class ForkContract(MachineFixtures):
                 await machine.lost.wait()
             with pytest.raises(MachineLost):
                 await hypervisor.capture(machine)
-        assert self.snapshot_leftovers(hypervisor) == []
+        assert await self.snapshot_leftovers(hypervisor) == []
 
     async def test_a_machine_killed_during_its_capture_raises_only_machine_lost(
         self, hypervisor: Hypervisor, template: Snapshot
@@ -373,7 +373,7 @@ class ForkContract(MachineFixtures):
                     await (await capturing).discard()
                 except MachineLost:
                     assert machine.lost.is_set(), f"killed after {delay_s} s"
-            assert self.snapshot_leftovers(hypervisor) == [], f"killed after {delay_s} s"
+            assert await self.snapshot_leftovers(hypervisor) == [], f"killed after {delay_s} s"
 
     async def test_a_removed_template_allows_no_forks_and_its_machines_continue(
         self, hypervisor: Hypervisor, template: Snapshot

@@ -85,6 +85,6 @@ class LibvirtFixtures(MachineFixtures):
         return machine_leftovers(cls.state_dir, machine_id)
 
     @classmethod
-    def snapshot_leftovers(cls, hypervisor: Hypervisor) -> list[str]:
+    async def snapshot_leftovers(cls, hypervisor: Hypervisor) -> list[str]:
         """List the directories of captures."""
         return [str(path) for path in (cls.state_dir / "captures").glob("*")]

@@ -15,7 +15,7 @@ class TestMachineContractOnFake(MachineContract):
     @classmethod
     def leftovers(cls, hypervisor: Hypervisor, machine_id: str) -> list[str]: ...
     @classmethod
-    def snapshot_leftovers(cls, hypervisor: Hypervisor) -> list[str]: ...
+    async def snapshot_leftovers(cls, hypervisor: Hypervisor) -> list[str]: ...
 ```
 
 Each class boots one machine and freezes it, because a boot under emulation can take a minute. Machines are tested on
@@ -207,6 +207,7 @@ class MachineContract(ForkContract):
         machine.enforce_disk_quota(1 << 40)
         assert not machine.lost.is_set()
         machine.enforce_disk_quota(4095)
+        await machine.lost.wait()
         assert machine.state is MachineState.GONE
         assert "over its quota of 0 MiB" in machine.lost_reason
         with pytest.raises(MachineLost, match="over its quota"):

@@ -85,7 +85,7 @@ class MachineFixtures:
         raise NotImplementedError
 
     @classmethod
-    def snapshot_leftovers(cls, hypervisor: Hypervisor) -> list[str]:
+    async def snapshot_leftovers(cls, hypervisor: Hypervisor) -> list[str]:
         """List the files of captures on the host, without stored templates."""
         raise NotImplementedError
 

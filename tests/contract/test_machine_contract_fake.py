@@ -57,7 +57,7 @@ class TestMachineContractOnFake(MachineContract):
         return [left for left in hypervisor.leftover_ids if left == machine_id]
 
     @classmethod
-    def snapshot_leftovers(cls, hypervisor: Hypervisor) -> list[str]:
+    async def snapshot_leftovers(cls, hypervisor: Hypervisor) -> list[str]:
         assert isinstance(hypervisor, FakeHypervisor)
         return sorted(hypervisor.leftover_captures)
 

@@ -268,7 +268,7 @@ class TestForkContractOnWindowsHardware(LibvirtFixtures, ForkContract):
         async with self.fork(hypervisor, early) as machine:
             with pytest.raises(NotForkable, match="no driver of its virtio display runs"):
                 await hypervisor.capture(machine)
-        assert self.snapshot_leftovers(hypervisor) == []
+        assert await self.snapshot_leftovers(hypervisor) == []
 
     async def test_additional_disks_are_each_forks_own_and_are_copied_to_its_branches(
         self, hypervisor: LibvirtHypervisor, template: Snapshot

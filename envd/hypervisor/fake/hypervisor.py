@@ -264,13 +264,12 @@ class FakeHypervisor:
             if was_running and not fork.lost.is_set():
                 await fork.resume()
         took_ms = (time.monotonic() - begin_s) * 1000
-        capture = FakeSnapshot(
-            frozen,
-            spec=fork.spec,
-            report=CaptureReport(memory_bytes=own_bytes, paused_ms=took_ms, total_ms=took_ms),
-            parent=fork.snapshot,
-            on_gone=self._forget_capture,
-        )
+        report = CaptureReport(memory_bytes=own_bytes, paused_ms=took_ms, total_ms=took_ms)
+        return self.add_capture(frozen, parent=fork.snapshot, report=report)
+
+    def add_capture(self, frozen: FrozenGuest, *, parent: FakeSnapshot, report: CaptureReport) -> FakeSnapshot:
+        """Return a new capture that depends on `parent`."""
+        capture = FakeSnapshot(frozen, spec=frozen.spec, report=report, parent=parent, on_gone=self._forget_capture)
         self.host.captures[capture.name] = capture
         self._own_captures.add(capture.name)
         return capture

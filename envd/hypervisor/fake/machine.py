@@ -183,18 +183,24 @@ class FakeMachine:
         """Connect to its RFB server. Raises: MachineLost."""
         self.check_present("open its display")
         ours, theirs = socket.socketpair()
-        loop = asyncio.get_running_loop()
-        connection = RfbConnection(self, name=f"envd ({self.machine_id})", call_later=loop.call_later)
+        connection = self.connect_display()
         try:
-            await loop.create_unix_connection(lambda: connection, sock=ours)
-            self._displays.add(connection)
-            connection.attack(self.faults.display_attack)
+            await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
             return await asyncio.open_unix_connection(sock=theirs)
         except BaseException:
             connection.close()
             ours.close()
             theirs.close()
             raise
+
+    def connect_display(self) -> RfbConnection:
+        """Return the RFB server of a new connection, to be used as the protocol of a transport. Raises: MachineLost."""
+        self.check_present("open its display")
+        call_later = asyncio.get_running_loop().call_later
+        connection = RfbConnection(self, name=f"envd ({self.machine_id})", call_later=call_later)
+        self._displays.add(connection)
+        connection.attack(self.faults.display_attack)
+        return connection
 
     async def agent_command(
         self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float

@@ -68,19 +68,20 @@ class Programs:
         self._clock = clock or GuestClock()
         self._power_off = power_off
         self._clipboard = b""
+        # Bound methods, not closures, which can be neither copied nor pickled with the guest.
         self._programs: dict[str, Callable[[list[str], bytes], Outcome]] = {
             "cat": self._cat,
             "date": self._date,
-            "echo": lambda arguments, _: Outcome(stdout=f"{' '.join(arguments)}\n".encode()),
-            "false": lambda *_: Outcome(exit_code=1),
+            "echo": self._echo,
+            "false": self._false,
             "mkdir": self._mkdir,
             "poweroff": self._poweroff,
             "ps": self._ps,
             "rm": self._rm,
             "sh": self._sh,
-            "sleep": lambda arguments, _: Outcome(duration_s=float(arguments[0])),
+            "sleep": self._sleep,
             "test": self._test,
-            "true": lambda *_: Outcome(),
+            "true": self._true,
             "wmctrl": self._wmctrl,
             "xclip": self._xclip,
         }
@@ -95,6 +96,18 @@ class Programs:
         if name not in self._programs:
             raise FileNotFoundError(argv[0])
         return self._programs[name](list(argv[1:]), stdin)
+
+    def _echo(self, arguments: list[str], _stdin: bytes) -> Outcome:
+        return Outcome(stdout=f"{' '.join(arguments)}\n".encode())
+
+    def _false(self, _arguments: list[str], _stdin: bytes) -> Outcome:
+        return Outcome(exit_code=1)
+
+    def _true(self, _arguments: list[str], _stdin: bytes) -> Outcome:
+        return Outcome()
+
+    def _sleep(self, arguments: list[str], _stdin: bytes) -> Outcome:
+        return Outcome(duration_s=float(arguments[0]))
 
     def _sh(self, arguments: list[str], stdin: bytes) -> Outcome:
         match arguments:

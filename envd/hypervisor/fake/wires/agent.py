@@ -50,7 +50,7 @@ class GuestAgent:
             "guest-file-read": self._file_read,
             "guest-file-write": self._file_write,
             "guest-get-time": self._clock.date_ns,
-            "guest-ping": lambda: {},
+            "guest-ping": self._ping,
             "guest-set-time": self._set_time,
         }
 
@@ -64,6 +64,9 @@ class GuestAgent:
             return method(**names)
         except TypeError as error:
             raise GuestError(f"guest agent: {command} does not take these arguments: {error}") from error
+
+    def _ping(self) -> JsonValue:
+        return {}
 
     def _exec(
         self,

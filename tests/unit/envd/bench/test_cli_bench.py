@@ -145,6 +145,7 @@ def scale_found(
         bare=LoadResult(call_count=4000, elapsed_s=4.0, latencies_ms=[1.0]),
         opened_count=opened_count,
         server_cpu_s=1.5,
+        drawing_cpu_s=0.5,
         lags_ms=[1.0] * 95 + [30.0] * 5,
     )
 
@@ -154,6 +155,7 @@ def test_steps_are_compared_with_bare_calls_of_the_same_run() -> None:
     found = results(report)
     assert (found["steps_per_s"], found["bare_rpc_per_s"], found["steps_share"]) == (500.0, 1000.0, 0.5)
     assert (found["p50_ms"], found["p99_ms"], found["server_cpu_ms_per_step"]) == (100.0, 200.0, 1.5)
+    assert found["drawing_cpu_ms_per_step"] == 0.5
     assert verdicts(report) == {"steps_share": True, "p99_ms": True, "loop_lag_ms_p99": False}
     assert verdicts(scale_found(p99_ms=300.0))["p99_ms"] is False
     assert set(verdicts(scale_found(machine_count=64, opened_count=64)).values()) == {None}
