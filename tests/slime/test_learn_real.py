@@ -378,6 +378,64 @@ def test_tasks_need_a_held_out_split() -> None:
         task_ids({"drawn/press": "train"}, settings=none)
 
 
+# Processes that roll out
+
+
+def test_a_process_that_cannot_start_or_is_killed_is_named_with_the_remedy(tmp_path: Path) -> None:
+    from multiprocessing import active_children
+
+    from trainer.learn.errors import LearnError
+    from trainer.learn.settings import SMOKE
+    from trainer.learn.workers import Workers, WorkerSpec
+
+    spec = WorkerSpec(
+        index=0,
+        slime_home=tmp_path,
+        checkpoint=tmp_path,
+        host="127.0.0.1:1",
+        engine_host="127.0.0.1",
+        engine_port=1,
+        groups=1,
+        directory=tmp_path / "worker-0",
+        exchange=tmp_path,
+        settings=SMOKE,
+        seed=0,
+    )
+    with Workers([spec]) as workers:
+        with pytest.raises(LearnError, match=r"rollout process 0: .*not a checkout of slime; .*continue with --resume"):
+            workers.save(0)
+        with pytest.raises(LearnError, match=r"rollout process 0: it ended; see .*worker-0/log"):
+            workers.save(0)
+    with Workers([spec]) as workers:
+        (process,) = active_children()
+        process.kill()
+        process.join()
+        with pytest.raises(LearnError, match=r"rollout process 0: it ended; see .*worker-0/log"):
+            workers.save(0)
+
+
+def test_a_failed_engine_is_reported_and_not_the_episodes_that_it_left() -> None:
+    from types import SimpleNamespace
+
+    from trainer.learn.errors import LearnError
+    from trainer.learn.reinforce import Learner
+    from trainer.learn.settings import SMOKE
+
+    def fail(*_: object, **__: object) -> None:
+        raise LearnError("rollout process 0: 32 groups were lost")
+
+    def check() -> None:
+        raise LearnError("engine: device lost; continue from the last checkpoint with `--resume`")
+
+    parts: Any = SimpleNamespace(rollout=fail, evaluate=fail, check=check, model=SimpleNamespace(eval=lambda: None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.learn.reinforce.make_optimizer", lambda *_, **__: None)
+        learner = Learner(parts, parts, parts, settings=SMOKE, directory=Path(), log=parts)
+    for act in (learner.update, lambda: learner.evaluate(temperature=0.0)):
+        with pytest.raises(LearnError, match="engine: device lost"):
+            act()
+
+
 # All stages
 
 
@@ -408,3 +466,13 @@ def test_every_stage_runs_and_a_second_start_resumes(tmp_path: Path) -> None:
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     updates = [json.loads(line)["update"] for line in (run / "rl-0" / "evaluations.jsonl").read_text().splitlines()]
     assert updates == [0, 0, 2, 2, 2, 2]
+    assert json.loads((run / "rl-0" / "run.json").read_text())["status"] == "ended"
+    replay = learn("replay", "--task", "drawn/press?seed=1000000000")
+    assert replay.returncode == 0, replay.stderr[-3000:]
+    assert (run / "report" / "replay-drawn-press-seed-1000000000.gif").read_bytes().startswith(b"GIF")
+    unknown = learn("replay", "--task", "drawn/nothing")
+    assert (unknown.returncode, "task drawn/nothing: its episode is void" in unknown.stderr) == (1, True)
+    other = run.parent / "other.yaml"
+    other.write_text("rl: {learning_rate: 1.0}\n")
+    changed = learn("rl", "--resume", "--config", str(other))
+    assert (changed.returncode, "rl.learning_rate was 5e-05 and is 1.0" in changed.stderr) == (1, True)

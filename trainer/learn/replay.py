@@ -59,10 +59,13 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
 
 
 class _RecordedRollout(Rollout):
+    _recorder: "_Recorder | None" = None
+
     async def run(self, task: str, *, group_size: int) -> Trajectory | None:
         trajectory = await super().run(task, group_size=group_size)
         if trajectory is not None:
-            _write(Path(self.args.save) / _DIRECTORY, trajectory, self._recorder.observations)
+            observations = self._recorder.observations if self._recorder else []
+            _write(Path(self.args.save) / _DIRECTORY, trajectory, observations)
         return trajectory
 
     def wrap(self, slots: GroupSlots, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002 -- only the episode
@@ -96,7 +99,6 @@ class _Recorder:
 def _write(directory: Path, trajectory: Trajectory, observations: Sequence[Observation]) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    screen = observations[0].screen_width_px, observations[0].screen_height_px
     for index, observation in enumerate(observations):
         observation.image.save(directory / f"{index:03}.png")
     is_void = trajectory.outcome is Outcome.FAILED or trajectory.evaluation is None
@@ -105,17 +107,18 @@ def _write(directory: Path, trajectory: Trajectory, observations: Sequence[Obser
         "instruction": trajectory.instruction,
         "score": None if is_void or trajectory.evaluation is None else trajectory.evaluation.score,
         "error": str(trajectory.error or ""),
-        "turns": [asdict(turn) for turn in _turns(trajectory, screen)],
+        "turns": [asdict(turn) for turn in _turns(trajectory, observations)],
     }
     (directory / _FILE).write_text(json.dumps(episode), encoding="utf-8")
 
 
-def _turns(trajectory: Trajectory, screen_px: tuple[int, int]) -> Iterator[PlayedTurn]:
+def _turns(trajectory: Trajectory, observations: Sequence[Observation]) -> Iterator[PlayedTurn]:
     frame = 0
     for turn in trajectory.turns:
         points = [point for action in turn.actions for point in points_of(action)]
         x, y = points[-1] if points else (0, 0)
-        place = (x / screen_px[0], y / screen_px[1]) if points else None
+        seen = observations[frame]
+        place = (x / seen.screen_width_px, y / seen.screen_height_px) if points else None
         yield PlayedTurn(frame=frame, text=turn.reply.text, point=place)
         # A reply without a valid action makes no step, and so no frame.
         frame += bool(turn.actions)
@@ -176,13 +179,12 @@ def play(
 
 
 def _read(directory: Path, task: str) -> Played:
-    try:
-        episode = json.loads((directory / _FILE).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise LearnError(f"task {task}: its episode could not be opened: {error}; name a task of the suite") from error
+    episode = json.loads((directory / _FILE).read_text(encoding="utf-8"))
     if episode["score"] is None:
-        raise LearnError(f"task {task}: its episode is void: {episode['error']}; repeat the command")
+        raise LearnError(f"task {task}: its episode is void: {episode['error']}; repeat the command or change --task")
     frames = [Image.open(path).convert("RGB") for path in sorted(directory.glob("*.png"))]
+    # The next episode must not find these files if it records none.
+    shutil.rmtree(directory)
     return Played(**{**episode, "turns": [PlayedTurn(**turn) for turn in episode["turns"]]}, frames=frames)
 
 

@@ -157,7 +157,7 @@ class Workers:
         for pipe, spec in zip(self._pipes, self._specs, strict=True):
             try:
                 is_good, answer = pipe.recv()
-            except EOFError as error:
+            except (EOFError, OSError) as error:
                 raise LearnError(_ended(spec)) from error
             if not is_good:
                 raise LearnError(f"rollout process {spec.index}: {answer}; continue with --resume")
