@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Final, Protocol
 
 from cuaenv.client.placement import HostLoad, choose, load_of
@@ -208,8 +209,9 @@ class Ray:
 
     def _reuse(self, group: Group) -> bool:
         ledger = self._ledger(group.run)
-        usable = [host for host in ledger.nodes() if host.is_up and not host.is_draining]
-        host = ledger.find(group.size, among=usable, now_s=self._events.now_s)
+        host = ledger.find(
+            group.size, accepts=lambda host: host.is_up and not host.is_draining, now_s=self._events.now_s
+        )
         if host is None:
             return False
         ledger.take(host, group.size)
@@ -255,7 +257,7 @@ class Ray:
 
     def _give(self, run: str, host: SimHost, count: int) -> None:
         self._ledger(run).give(host, count, now_s=self._events.now_s)
-        for group in list(self._waiting.get(run, ()))[:_MAX_LOOKED_AT]:
+        for group in list(islice(self._waiting.get(run, ()), _MAX_LOOKED_AT)):
             self._reuse(group)
         if run not in self._freeing:
             self._freeing.add(run)

@@ -130,14 +130,13 @@ class RayPlacement:
         unusable: set[str] = set(reasons)
         count, now_s = opening.machine_count, asyncio.get_running_loop().time()
         while True:
-            among = [key for key in self._slots.nodes() if key[1] == pool and key[0] not in unusable]
-            key = self._slots.find(count, among=among, now_s=now_s)
+            key = self._slots.find(count, accepts=lambda key: key[1] == pool and key[0] not in unusable, now_s=now_s)
             if key is None:
                 return None
             host, _ = await self._usable_host(opening, key[0])
             if host is None:
                 unusable.add(key[0])
-            elif self._slots.find(count, among=[key], now_s=now_s) is not None:  # still unused
+            elif self._slots.find(count, accepts=key.__eq__, now_s=now_s) is not None:  # still unused
                 self._slots.take(key, count)
                 return Place(host, slot_count=count, free=partial(self._give, key))
 
