@@ -1,9 +1,9 @@
 """One `envd serve` process that outlives the process that starts it, and is adopted by the next one.
 
-Its pid and start time are in `daemon.json`, its standard output in `daemon.out`, its log in `daemon.log`.
+Its pid and start time are in `daemon.pid`, its standard output in `daemon.out`, its log in `daemon.log`.
 """
 
-import json
+import fcntl
 import os
 import re
 import signal
@@ -14,8 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-#: Writes its pid, which the program keeps.
-_LAUNCH: Final = 'echo $$ >"$0.new" && mv "$0.new" "$0" && exec "$@"'
+#: Writes its pid and start time, which the program keeps, and then releases the lock, its standard input.
+_LAUNCH: Final = """
+echo $$ $(cut -d" " -f22 /proc/$$/stat) >"$0.new" && mv "$0.new" "$0" && exec "$@" </dev/null
+"""
 _LISTENING: Final = re.compile(r"^listening on (\S+)$", re.MULTILINE)
 _LAUNCH_TIMEOUT_S: Final = 30.0
 
@@ -27,10 +29,7 @@ class DaemonProcess:
         """Adopt the daemon that an earlier process started in `directory`, if it still runs."""
         self._directory = directory
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._pid, self._start_ticks = 0, 0
-        with suppress(OSError, ValueError, KeyError):
-            known = json.loads(self._file("json").read_text())
-            self._pid, self._start_ticks = known["pid"], known["start_ticks"]
+        self._pid, self._start_ticks = self._known()
 
     @property
     def pid(self) -> int:
@@ -54,25 +53,30 @@ class DaemonProcess:
         return ""
 
     def start(self, command: Sequence[str], *, environ: Mapping[str, str]) -> None:
-        """Start it. Blocks for milliseconds. Raises: OSError, subprocess.SubprocessError: It could not be started."""
-        pid_file = self._file("pid")
-        pid_file.unlink(missing_ok=True)
-        with self._file("out").open("wb") as out, self._file("log").open("ab") as log:
-            # In a session of its own and not our child: Ray kills the children of a worker that exits.
-            subprocess.run(
-                ["setsid", "--fork", "sh", "-c", _LAUNCH, str(pid_file), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=log,
-                env=dict(environ),
-                check=True,
-                timeout=_LAUNCH_TIMEOUT_S,
-            )
-        self._pid = _wait_for_pid(pid_file)
-        self._start_ticks = _start_ticks(self._pid)
-        known = self._file("json.new")
-        known.write_text(json.dumps({"pid": self._pid, "start_ticks": self._start_ticks}))
-        known.replace(self._file("json"))
+        """Start it, or adopt the one that a killed process was starting. Blocks for milliseconds.
+
+        Raises:
+            OSError, subprocess.SubprocessError: It could not be started.
+        """
+        # The launching shell has the lock, too, until it has written its pid: no kill leaves an unknown daemon.
+        with self._file("lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._pid, self._start_ticks = self._known()
+            if self.pid:
+                return
+            self._file("pid").unlink(missing_ok=True)
+            with self._file("out").open("wb") as out, self._file("log").open("ab") as log:
+                # In a session of its own and not our child: Ray kills the children of a worker that exits.
+                subprocess.run(
+                    ["setsid", "--fork", "sh", "-c", _LAUNCH, str(self._file("pid")), *command],
+                    stdin=lock,
+                    stdout=out,
+                    stderr=log,
+                    env=dict(environ),
+                    check=True,
+                    timeout=_LAUNCH_TIMEOUT_S,
+                )
+            self._pid, self._start_ticks = self._wait_for_pid()
 
     def stop(self) -> None:
         """Ask it to drain and exit. Does not wait."""
@@ -80,17 +84,23 @@ class DaemonProcess:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
+    def _known(self) -> tuple[int, int]:
+        """Return the pid and start time of the last daemon, which may have ended; zeros if there was none."""
+        with suppress(OSError, ValueError):
+            pid, start_ticks = map(int, self._file("pid").read_text().split())
+            return pid, start_ticks
+        return 0, 0
+
+    def _wait_for_pid(self) -> tuple[int, int]:
+        until_s = time.monotonic() + _LAUNCH_TIMEOUT_S
+        while not (known := self._known())[0]:
+            if time.monotonic() > until_s:
+                raise subprocess.SubprocessError(f"{self._file('pid')}: no pid appeared; see daemon.log next to it")
+            time.sleep(0.005)
+        return known
+
     def _file(self, suffix: str) -> Path:
         return self._directory / f"daemon.{suffix}"
-
-
-def _wait_for_pid(file: Path) -> int:
-    until_s = time.monotonic() + _LAUNCH_TIMEOUT_S
-    while time.monotonic() < until_s:
-        with suppress(OSError, ValueError):
-            return int(file.read_text())
-        time.sleep(0.005)
-    raise subprocess.SubprocessError(f"{file}: no pid appeared; see daemon.log next to it")
 
 
 def _start_ticks(pid: int) -> int:
