@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import sys
 import time
@@ -10,15 +11,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+# Time to start and to answer on a busy machine. Ray reads these when it is imported, and in its processes.
+os.environ.update(
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_DEDUP_LOGS="0",
+    RAY_raylet_start_wait_time_s="300",
+    RAY_agent_register_timeout_ms="300000",
+    RAY_worker_register_timeout_seconds="300",
+    # Of one probe. A process that has ended refuses the connection, and is found at once.
+    RAY_health_check_timeout_ms="60000",
+    RAY_gcs_rpc_server_reconnect_timeout_s="20",
+)
+
 import ray
-from cuaenv.client.ray_cluster import NAMESPACE, HostReport, actor_of
+from cuaenv.client.ray_cluster import HostReport
 from ray.cluster_utils import Cluster
 
 from trainer.hosts.actor import HostSettings
 from trainer.hosts.supervisor import ClusterStatus, status, up
 
-_TIMEOUT_S = 120.0
-_START_ATTEMPTS = 4
+_TIMEOUT_S = 300.0
 _STORE_BYTES = 80 << 20
 CONFIG = """\
 listen = "127.0.0.1:0"
@@ -57,7 +69,8 @@ async def main():
                     for episode in group:
                         await episode.step(Done(), timeout=timedelta(seconds=15))
                     for episode in group:
-                        print((await episode.evaluate(timeout=timedelta(seconds=15))).score, flush=True)
+                        score = await episode.evaluate(timeout=timedelta(seconds=15))
+                        print("score", score.score, flush=True)
             except EnvError as error:
                 print("void", type(error).__name__, flush=True)
 
@@ -79,22 +92,14 @@ class RayHosts:
         self.settings = HostSettings(
             command=(*envd, "--state-dir", f"{directory}/state-{{node}}"), directory=f"{directory}/host-{{node}}"
         )
-        os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
         self.cluster = Cluster(
             initialize_head=True,
-            head_node_args={"num_cpus": 4, "object_store_memory": _STORE_BYTES, "include_dashboard": False},
+            head_node_args={"num_cpus": 8, "object_store_memory": _STORE_BYTES, "include_dashboard": False},
         )
         self.target = f"ray://{self.cluster.address}"
 
     def add(self, name: str) -> None:
-        """Add a host. Ray gives a raylet 30 s to start, which is not always enough on a busy machine."""
-        for _ in range(_START_ATTEMPTS - 1):
-            with suppress(Exception):
-                self._add(name)
-                return
-        self._add(name)
-
-    def _add(self, name: str) -> None:
+        """Add a host. Only in the main thread: Ray sets a signal handler."""
         self._nodes[name] = self.cluster.add_node(
             num_cpus=0,
             node_name=name,
@@ -147,10 +152,8 @@ class RayHosts:
 
     def actor_pids(self) -> set[int]:
         """Return the processes of the hosts' actors and of their supervisor."""
-        names = [actor_of(node.node_id) for node in self.status().nodes] + ["envd_hosts"]
-        actors = [ray.get_actor(name, namespace=NAMESPACE) for name in names]
-        known = ray._private.state.actors()
-        return {known[actor._actor_id.hex()]["Pid"] for actor in actors}
+        known = ray._private.state.actors().values()
+        return {one["Pid"] for one in known if one["State"] == "ALIVE" and one["Name"].startswith("envd_host")}
 
     def kill_actors(self) -> set[int]:
         """Kill all of them; return their processes."""
@@ -158,6 +161,32 @@ class RayHosts:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         return pids
+
+    def kill_one(self, kind: str, rng: random.Random) -> None:
+        """Kill a random process: a daemon, one of its helpers, or an actor."""
+        pids: set[int] = set()
+
+        def has_found() -> bool:
+            nonlocal pids
+            match kind:
+                case "actor":
+                    pids = self.actor_pids()
+                case "daemon":
+                    pids = self.daemon_pids()
+                case _:
+                    pids = {child for pid in self.daemon_pids() for child in _children(pid)}
+            return bool(pids)
+
+        self.wait(has_found)
+        with suppress(ProcessLookupError):
+            os.kill(rng.choice(sorted(pids)), signal.SIGKILL)
+
+    def kill_head(self) -> None:
+        """Kill the head's processes, and wait until the hosts' raylets have ended for want of a head."""
+        ray.shutdown()  # or Ray would end this process, too
+        self.cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+        raylets = [node.all_processes["raylet"][0].process for node in self._nodes.values()]
+        self.wait(lambda: all(raylet.poll() is not None for raylet in raylets))
 
     def daemon_pids(self) -> set[int]:
         """Return the daemons that run on this cluster's directories, of whatever parent."""
@@ -171,7 +200,7 @@ class RayHosts:
         return found
 
     async def start_trainer(self, *, size: int) -> asyncio.subprocess.Process:
-        """Start a process that opens groups of drawn desktops and prints their scores, until it is ended."""
+        """Start a process that opens groups of drawn desktops and prints lines `score 1.0`, until it is ended."""
         return await asyncio.create_subprocess_exec(
             sys.executable, "-c", _TRAINER, self.target, str(size), stdout=asyncio.subprocess.PIPE
         )
@@ -194,3 +223,12 @@ class RayHosts:
         for pid in self.daemon_pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _children(pid: int) -> list[int]:
+    """Return the child processes of all threads of a process."""
+    found: list[int] = []
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return found
