@@ -28,7 +28,7 @@ class GuestChannels(Protocol):
         """Why the machine ended; empty until it has."""
 
     def processor_s(self) -> float | None:
-        """Return the CPU seconds used by the guest's processors so far; None if unknown. Never raises."""
+        """Return the processor seconds that the guest used or, runnable, waited for; None if unknown. Never raises."""
 
     async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to the machine's RFB 3.8 server (no authentication).

@@ -178,6 +178,9 @@ class SettleConfig(_Section):
 
     quiet_ms: int = Field(default=300, ge=0, le=60_000)
     """The screen must not have changed for this long."""
+    idle_ms: int = Field(default=40, ge=0, le=60_000)
+    """Or only for this long, if the guest's processors handled the input and were then idle as long; 0 for a fixed
+    quiet time. Not after keys that activate a button, which some programs delay."""
     min_ms: int = Field(default=0, ge=0, le=60_000)
     """A step never returns sooner than this after its last input."""
     max_ms: int = Field(default=5_000, ge=0, le=60_000)

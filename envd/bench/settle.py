@@ -29,6 +29,7 @@ _LEASE_TIMEOUT_S = 300.0
 _SETUP_TIMEOUT_S = 300.0
 _QUERY_TIMEOUT_S = 120.0
 _QUERY_INTERVAL_S = 0.5
+_IDLE_MS = (25, 50, 75, 100, 150, 200)
 _QUIET_MS = (50, 100, 150, 200, 300, 500, 1000)
 
 
@@ -122,7 +123,7 @@ async def _play(leased: LeasedMachine, task: Task, recorder: Recorder, *, steps:
                 raise BenchFailed(f"task {task.task_id}: {action}: {outcome.error}")
         if not inputs:
             return (await desktop.frame(refresh=True)).frame_id
-        return (await recorder.record(input_s=time.monotonic(), before=before)).image_id
+        return (await recorder.record(inputs, input_s=time.monotonic(), before=before)).image_id
 
     first_frame_id = (await desktop.frame(refresh=True)).frame_id
     if leased.machine.processor_s() is None:
@@ -161,10 +162,14 @@ async def settle_report(
     """
     own = await judge(recorded, policy, watch_s=watch_s)
     curve = {
-        f"fixed {quiet_ms} ms": await judge(recorded, replace(policy, quiet_ms=quiet_ms), watch_s=watch_s)
+        f"fixed {quiet_ms} ms": await judge(recorded, replace(policy, quiet_ms=quiet_ms, idle_ms=0), watch_s=watch_s)
         for quiet_ms in _QUIET_MS
     }
     fixed = curve["fixed 300 ms"]
+    curve |= {
+        f"idle {idle_ms} ms": await judge(recorded, replace(policy, idle_ms=idle_ms), watch_s=watch_s)
+        for idle_ms in _IDLE_MS
+    }
     values = SettleFigures(
         steps=len(recorded),
         late_change_rate=own.late_change_rate,

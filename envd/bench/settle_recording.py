@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
+from cuaenv.actions import Action
 from cuaenv.frames import TiledImage
 from cuaenv.region import Region
 
+from envd.guest.acting import may_act_late
 from envd.guest.desktop import Desktop
 from envd.guest.display.blinking import MAX_BLINK_PIXELS, Blinking
 from envd.guest.display.change import around, is_within
@@ -59,6 +61,8 @@ class RecordedStep:
     """The reaction of a screen to the input of one step. Monotonic times in seconds."""
 
     input_s: float
+    may_act_late: bool
+    """See `envd.guest.acting.may_act_late`."""
     refreshes: Sequence[Refresh]
     changes: Sequence[Change]
     content_s: Sequence[float] = ()
@@ -82,10 +86,11 @@ class Recorder:
     _blinking: Blinking = field(default_factory=Blinking)
     _steps: list[RecordedStep] = field(default_factory=list)
 
-    async def record(self, *, input_s: float, before: TiledImage) -> TiledImage:
+    async def record(self, inputs: Sequence[Action], *, input_s: float, before: TiledImage) -> TiledImage:
         """Record until the screen has not changed for long; return what it shows then.
 
         Args:
+            inputs: The input.
             input_s: When its last event was sent.
             before: The screen before the input.
 
@@ -108,7 +113,8 @@ class Recorder:
             if now_s > min(content_s + self.watch_s + _LONGEST_QUIET_S, input_s + _LONGEST_RECORDING_S):
                 break
             await asyncio.sleep(_REFRESH_INTERVAL_S)
-        self._steps.append(RecordedStep(input_s=input_s, refreshes=refreshes, changes=changes))
+        late = any(map(may_act_late, inputs))
+        self._steps.append(RecordedStep(input_s=input_s, may_act_late=late, refreshes=refreshes, changes=changes))
         return shown
 
     def steps(self) -> list[RecordedStep]:
@@ -182,6 +188,8 @@ class _RecordedScreen:
 async def replay_settling(step: RecordedStep, policy: SettlePolicy) -> tuple[SettleResult, float]:
     """Return how a recorded screen settles under a policy, and when. Does not wait."""
     screen = _RecordedScreen(step)
+    if step.may_act_late:
+        policy = replace(policy, idle_ms=0)
     result = await settle(
         screen,
         policy,

@@ -11,6 +11,7 @@ from envd.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest.display.connection import DisplayConnection
 from envd.guest.display.screen import Screen
 from envd.guest.guestd import GuestdClient
+from envd.guest.input.keysyms import named_key
 from envd.guest.input.outcome import ActionOutcome
 from envd.guest.input.plan import (
     ActionRejected,
@@ -29,6 +30,8 @@ from envd.guest.session import GuestSession
 # a window only after the window manager has handled it, and keys sent at once would go to the old one; and guestd's
 # connection to the X server is not the keyboard's, so text could overtake keys.
 _INPUT_SETTLE = SettlePolicy(quiet_ms=100, max_ms=1500)
+#: Enter, space, and Alt with a mnemonic.
+_ACTIVATING_KEYSYMS = frozenset({0xFF0D, 0xFF8D, 0x0020, 0xFFE9, 0xFFEA})
 _POINTER_TIMEOUT_S = 2.0
 _POINTER_POLL_S = 0.1
 _POINTER_TOLERANCE_PX = 2
@@ -58,11 +61,14 @@ class Actor:
         self._settle = settle
         self.input_s = time.monotonic()
         """Monotonic time of the last input."""
+        self.may_act_late = False
+        """Whether a key since the screen last settled can activate a button; see `may_act_late`."""
         self._key_s = self._pointer_s = self._quiet_s = self.input_s
 
     def note_quiet(self) -> None:
         """Record that the screen has settled: all input so far has had its effect."""
         self._quiet_s = time.monotonic()
+        self.may_act_late = False
 
     def note_woken(self) -> None:
         """Record that the guest has just started to run: what it shows is newer than all earlier input."""
@@ -73,6 +79,7 @@ class Actor:
         if isinstance(action, Done | Fail):
             return ActionOutcome()
         began_s = time.monotonic()
+        self.may_act_late |= may_act_late(action)
         try:
             if isinstance(action, Wait):
                 plan(action, self._input.state(self._screen.size))  # rejects an invalid duration
@@ -150,6 +157,25 @@ class Actor:
                     if max(abs(actual.x_px - expected.x_px), abs(actual.y_px - expected.y_px)) <= _POINTER_TOLERANCE_PX:
                         return
                     await asyncio.sleep(_POINTER_POLL_S)
+
+
+def may_act_late(action: Action) -> bool:
+    """Return whether a key of an action can activate a button. The guest may then sleep before it acts.
+
+    GTK shows such a button as pressed for 250 ms first (gtkbutton.c, `ACTIVATE_TIMEOUT`). Spaces and Enter within a
+    text are typing.
+    """
+    match action:
+        case PressKeys(keys=keys):
+            names: Sequence[str] = keys
+        case KeyDown(key=key) | KeyUp(key=key):
+            names = (key,)
+        case TypeText(text=text):
+            return text.endswith("\n")
+        case _:
+            return False
+    strokes = (named_key(name) for name in names)
+    return any(stroke is not None and stroke.key.keysym in _ACTIVATING_KEYSYMS for stroke in strokes)
 
 
 def _ms_since(began_s: float) -> float:

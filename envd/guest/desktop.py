@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import urlsplit
@@ -254,6 +255,8 @@ class Desktop:
     async def _settle(self, policy: SettlePolicy, *, upcoming: ObservationOptions | None = None) -> SettleResult:
         if self._view is not None:  # nothing has moved since the view was taken
             return SettleResult(settled=True, settle_ms=0.0, change_count=0)
+        if self._actor.may_act_late:
+            policy = replace(policy, idle_ms=0)
         result = await self._display.read(
             lambda: settle(
                 self._screen,

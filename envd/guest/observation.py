@@ -58,6 +58,8 @@ class SettlePolicy:
 
     quiet_ms: int = 300
     """The screen must not have changed for this long."""
+    idle_ms: int = 0
+    """Or only for this long, if the guest has worked since the input and has then been idle as long; 0 for never."""
     min_ms: int = 0
     """Shortest wait after the last input."""
     max_ms: int = 5000

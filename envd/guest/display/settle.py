@@ -9,6 +9,9 @@ Blinking and changes in ignored regions do not count.
 
 A busy guest may be about to draw: an editor that opens a dialog, a page that loads. So a quiet screen settles only once
 the guest's processors are idle too, after at most `_MAX_BUSY_FACTOR` times `quiet_ms` more: some guests never are.
+
+The reverse holds as well: a guest that worked after the input and is idle again has nothing left to draw, unless a
+program sleeps. With `idle_ms` that is evidence enough, and `quiet_ms` is the rule where there is none.
 """
 
 import asyncio
@@ -26,11 +29,19 @@ from envd.guest.observation import SettlePolicy, SettleResult
 # Bounds how late a change is dated: when asked, QEMU compares at once, or 30 ms after its last comparison. A refresh
 # costs QEMU one comparison, and us one strip of 16 pixels.
 _REFRESH_INTERVAL_S = 0.05
+# With `idle_ms`, that is two readings of the processors.
+_IDLE_REFRESH_INTERVAL_S = 0.025
 # A guest whose processors used more than this share of one host core since the last refresh is busy. An idle desktop
 # uses a few hundredths; one that opens a window uses a core or more.
 _BUSY_SHARE = 0.35
 # It must be idle for about two refreshes.
 _IDLE_S = 0.1
+# With `idle_ms`, one that used more than this share still works: programs that load or draw use 0.4 of a core and more
+# in each 25 ms under TCG, an idle desktop 0.05, with bursts.
+_WORKING_SHARE = 0.1
+# A guest has handled the input once it used this much more processor time. An input event is an interrupt, and costs
+# milliseconds under TCG.
+_HANDLED_S = 0.0005
 _MAX_BUSY_FACTOR = 5.0
 # Shortest interval of two readings that gives a usable share.
 _SHORTEST_READING_S = 0.02
@@ -56,6 +67,8 @@ class SettleState:
     """The shadow is no older than this."""
     busy_s: float = -math.inf
     """When the guest was last found busy."""
+    working_s: float | None = None
+    """When the guest was last found working on the input; None if it is unknown whether it handled the input."""
 
 
 class FollowedScreen(Protocol):
@@ -84,13 +97,18 @@ def decide(policy: SettlePolicy, state: SettleState) -> bool | float:
     # A change that arrives with a refresh is newer than its request, so only a policy with `quiet_ms` refreshes again.
     quiet_at_s = max(state.input_s, state.change_s) + policy.quiet_ms / 1000 if policy.quiet_ms else state.input_s
     rested_at_s = min(state.busy_s + _IDLE_S, quiet_at_s + _MAX_BUSY_FACTOR * policy.quiet_ms / 1000)
-    settled_at_s = max(quiet_at_s, rested_at_s, state.input_s + policy.min_ms / 1000)
+    settled_at_s, interval_s = max(quiet_at_s, rested_at_s), _REFRESH_INTERVAL_S
+    if policy.idle_ms and state.working_s is not None:
+        interval_s = _IDLE_REFRESH_INTERVAL_S
+        idle_at_s = max(state.input_s, state.change_s, state.working_s) + policy.idle_ms / 1000
+        settled_at_s = min(settled_at_s, idle_at_s)
+    settled_at_s = max(settled_at_s, state.input_s + policy.min_ms / 1000)
     if state.seen_s >= settled_at_s:
         return True
     deadline_s = state.began_s + policy.max_ms / 1000
     if state.now_s >= deadline_s and state.seen_s >= state.input_s:
         return False
-    return max(0.0, min(settled_at_s, deadline_s, state.now_s + _REFRESH_INTERVAL_S) - state.now_s)
+    return max(0.0, min(settled_at_s, deadline_s, state.now_s + interval_s) - state.now_s)
 
 
 async def settle(
@@ -109,7 +127,7 @@ async def settle(
         screen: The screen, being followed.
         policy: When the screen counts as quiet.
         input_s: Monotonic time of the last input.
-        processor_s: CPU seconds used by the guest so far; None if unknown, then only the screen counts.
+        processor_s: Processor seconds that the guest has wanted so far; None if unknown, then only the screen counts.
         likely_settled: Called once per picture that will likely be the settled one, before that is known.
         monotonic: The monotonic clock.
         sleep: Sleeps for seconds.
@@ -119,20 +137,21 @@ async def settle(
     """
     began_s = monotonic()
     change_count = screen.change_count
-    busy_s = -math.inf
     notified: asyncio.Event | None = None
-    read_s, used_s = began_s, processor_s()
+    processors = _Processors(processor_s, began_s)
     while True:
         seen_s = await screen.refresh()
         now_s = monotonic()
-        if now_s - read_s >= _SHORTEST_READING_S:
-            before_s, used_s = used_s, processor_s()
-            if used_s is not None and before_s is not None and used_s - before_s > _BUSY_SHARE * (now_s - read_s):
-                busy_s = now_s
-            read_s = now_s
+        processors.read(now_s)
         change_s = screen.last_change_outside_s(policy.ignored)
         state = SettleState(
-            now_s=now_s, began_s=began_s, input_s=input_s, change_s=change_s, seen_s=seen_s, busy_s=busy_s
+            now_s=now_s,
+            began_s=began_s,
+            input_s=input_s,
+            change_s=change_s,
+            seen_s=seen_s,
+            busy_s=processors.busy_s,
+            working_s=processors.working_s,
         )
         decision = decide(policy, state)
         if isinstance(decision, bool):
@@ -146,7 +165,43 @@ async def settle(
                 moving=merged(moving, limit=_MAX_MOVING_REGIONS),
             )
         quiet_s = seen_s - max(input_s, change_s)
-        if notified is not screen.changed and quiet_s >= policy.quiet_ms / 1000 * _LIKELY_QUIET:
+        likely_ms = policy.quiet_ms
+        if policy.idle_ms and processors.working_s is not None and processors.working_s < now_s:
+            likely_ms = min(policy.idle_ms, likely_ms)
+        if notified is not screen.changed and quiet_s >= likely_ms / 1000 * _LIKELY_QUIET:
             notified = screen.changed
             likely_settled()
         await sleep(decision)
+
+
+class _Processors:
+    """Readings of the guest's processor time during one wait."""
+
+    def __init__(self, processor_s: Callable[[], float | None], now_s: float) -> None:
+        self._processor_s = processor_s
+        self._read_s = now_s
+        self._first_s = self._used_s = processor_s()
+        self.busy_s = -math.inf
+        self._working_s = -math.inf
+
+    @property
+    def working_s(self) -> float | None:
+        """See `SettleState`."""
+        if self._first_s is None or self._used_s is None or self._used_s - self._first_s < _HANDLED_S:
+            return None
+        return self._working_s
+
+    def read(self, now_s: float) -> None:
+        """Read the processor time, unless the last reading is too recent for a usable share."""
+        interval_s = now_s - self._read_s
+        if interval_s < _SHORTEST_READING_S:
+            return
+        before_s, self._used_s = self._used_s, self._processor_s()
+        self._read_s = now_s
+        if self._used_s is None or before_s is None:
+            return
+        share = (self._used_s - before_s) / interval_s
+        if share > _BUSY_SHARE:
+            self.busy_s = now_s
+        if share > _WORKING_SHARE:
+            self._working_s = now_s

@@ -139,12 +139,14 @@ class LibvirtMachine:
             self.run_control.close()  # Fails a command in flight immediately.
 
     def processor_s(self) -> float | None:
-        """Return the CPU seconds used by the guest's processors so far; None if unknown. Never raises."""
+        """Return the processor seconds that the guest used or waited for; None if unknown. Never raises."""
         try:
             if self._processors is None:
                 self._processors = _processor_threads(self.pid)
-            # schedstat, first field: nanoseconds on a processor (Documentation/scheduler/sched-stats.rst).
-            return sum(int(thread.read_text().split()[0]) for thread in self._processors) / 1e9
+            # schedstat: nanoseconds on a processor, nanoseconds runnable without one, time slices
+            # (Documentation/scheduler/sched-stats.rst). On a loaded host a guest that works mostly waits.
+            rows = (thread.read_text().split() for thread in self._processors)
+            return sum(int(row[0]) + int(row[1]) for row in rows) / 1e9
         except (OSError, HypervisorError, ValueError):
             return None
 

@@ -12,10 +12,10 @@ from cuaenv.wire import wire_duration, wire_rect
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settle:
-    """When a screen counts as settled after input."""
+    """When a screen counts as settled after input. Replaces the pool's policy, which waits less for an idle guest."""
 
     quiet: timedelta = timedelta(milliseconds=300)
-    """The screen must not have changed for this long."""
+    """The screen must not have changed for this long, also if the guest is idle."""
     min: timedelta = timedelta(0)
     """Shortest wait after the last input."""
     max: timedelta = timedelta(seconds=5)

@@ -18,12 +18,15 @@ QUIET = SettlePolicy(quiet_ms=300)
 INPUT_S = 50.0
 
 
-def recorded(*changes_s: float, until_s: float = 6.0) -> RecordedStep:
-    """Return a step with an idle guest, refreshed every 10 ms, whose changes are given in seconds after the input."""
-    refreshes = [Refresh(INPUT_S + n / 100, INPUT_S + n / 100 + 0.005, 7.0) for n in range(int(until_s * 100))]
+def recorded(*changes_s: float, until_s: float = 6.0, works_until_s: float = 0.0) -> RecordedStep:
+    """Return a step, refreshed every 10 ms, whose changes are given in seconds after the input."""
+    refreshes = [
+        Refresh(INPUT_S + n / 100, INPUT_S + n / 100 + 0.005, 7.0 + min(n / 100, works_until_s))
+        for n in range(int(until_s * 100))
+    ]
     times_s = [INPUT_S + time_s for time_s in changes_s]
     changes = [Change(time_s, MENU, is_blink=False, pixels=None) for time_s in times_s]
-    return RecordedStep(input_s=INPUT_S, refreshes=refreshes, changes=changes, content_s=times_s)
+    return RecordedStep(input_s=INPUT_S, may_act_late=False, refreshes=refreshes, changes=changes, content_s=times_s)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,14 @@ async def test_a_recording_that_ends_while_its_screen_moves_does_not_settle() ->
     assert not result.settled
     judged = await judge([step], QUIET, watch_s=0.5)
     assert (judged.is_settled, judged.is_late) == ([False], [False])
+
+
+async def test_an_idle_guest_settles_early_in_a_recording_unless_a_key_may_act_late() -> None:
+    step, policy = recorded(0.1, works_until_s=0.2), replace(QUIET, idle_ms=50)
+    _, at_s = await replay_settling(step, policy)
+    assert at_s - INPUT_S == pytest.approx(0.27, abs=0.04)
+    _, at_s = await replay_settling(replace(step, may_act_late=True), policy)
+    assert at_s - INPUT_S == pytest.approx(0.4, abs=0.02)
 
 
 async def test_the_report_compares_policies_on_the_same_steps() -> None:

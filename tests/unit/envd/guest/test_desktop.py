@@ -16,9 +16,11 @@ from PIL import Image
 from pydantic import JsonValue
 
 from envd.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost
+from envd.guest.acting import may_act_late
 from envd.guest.command import CommandResult
 from envd.guest.desktop import Desktop
 from envd.guest.display import frames
+from envd.guest.display.screen import Screen
 from envd.guest.display.settle import settle
 from envd.guest.guestd import PointerState, SessionInfo, TypedText
 from envd.guest.observation import (
@@ -378,6 +380,48 @@ async def test_text_waits_until_the_click_before_it_has_arrived(desk: Desktop, c
     assert guestd.calls[before:] == [("pointer",)] * 3 + [("type_text", "é")]
     await desk.act(TypeText(text="é"))
     assert guestd.calls[before + 4 :] == [("type_text", "é")]
+
+
+@pytest.mark.parametrize(
+    ("action", "expected"),
+    [
+        (PressKeys(keys=("enter",)), True),
+        (PressKeys(keys=("ctrl", "Return")), True),
+        (PressKeys(keys=("space",)), True),
+        (PressKeys(keys=(" ",)), True),
+        (PressKeys(keys=("alt", "r")), True),
+        (KeyDown(key="alt"), True),
+        (KeyUp(key="enter"), True),
+        (TypeText(text="name\n"), True),
+        (PressKeys(keys=("a",)), False),
+        (PressKeys(keys=("ctrl", "s")), False),
+        (PressKeys(keys=("bogus",)), False),
+        (TypeText(text="two words\nand a line"), False),
+        (Click(1, 1), False),
+        (Wait(timedelta(seconds=1)), False),
+    ],
+)
+def test_keys_that_can_activate_a_button_may_act_late(action: Action, expected: bool) -> None:
+    assert may_act_late(action) is expected
+
+
+async def test_the_quiet_time_is_fixed_until_the_effect_of_an_activating_key_has_settled(
+    desk: Desktop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle_ms: list[int] = []
+
+    async def settling(screen: Screen, policy: SettlePolicy, **others: Any) -> SettleResult:
+        idle_ms.append(policy.idle_ms)
+        return await settle(screen, policy, **others)
+
+    monkeypatch.setattr("envd.guest.desktop.settle", settling)
+    quick = SettlePolicy(quiet_ms=20, idle_ms=10, max_ms=2000)
+    rounds: list[list[Action]] = [[Move(1, 1)], [PressKeys(keys=("enter",)), Move(2, 2)], [Move(3, 3)]]
+    for actions in rounds:
+        for action in actions:
+            await desk.act(action)
+        await desk.settle(quick)
+    assert idle_ms == [10, 0, 10]
 
 
 async def test_keys_after_a_click_wait_for_a_quiet_screen(

@@ -1,6 +1,6 @@
 """When a screen counts as settled."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
@@ -14,6 +14,7 @@ from envd.guest.observation import (
 
 SPINNER = Region(x_px=9, y_px=9, width_px=8, height_px=8)
 POLICY = SettlePolicy(quiet_ms=300, min_ms=0, max_ms=5000)
+IDLE = SettlePolicy(quiet_ms=300, idle_ms=50)
 
 
 def state(
@@ -24,8 +25,11 @@ def state(
     began: float = 0.0,
     after_input: float = 0.0,
     busy: float = -10.0,
+    working: float | None = None,
 ) -> SettleState:
-    return SettleState(now_s=now, began_s=began, input_s=after_input, change_s=change, seen_s=seen, busy_s=busy)
+    return SettleState(
+        now_s=now, began_s=began, input_s=after_input, change_s=change, seen_s=seen, busy_s=busy, working_s=working
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,6 +59,18 @@ def state(
         (POLICY, state(now=0.43, seen=0.42, busy=0.31), True),
         (POLICY, state(now=1.79, seen=1.78, busy=1.79), 0.01),
         (POLICY, state(now=1.81, seen=1.80, busy=1.81), True),
+        # With idle_ms, a guest that handled the input and is idle again has settled.
+        (IDLE, state(now=0.08, seen=0.07, working=0.02), True),
+        (IDLE, state(now=0.06, seen=0.05, working=0.02), 0.01),
+        (IDLE, state(now=0.06, seen=0.05, working=0.06), 0.025),
+        (IDLE, state(now=0.09, seen=0.08, change=0.06, working=0.02), 0.02),
+        (replace(IDLE, min_ms=200), state(now=0.08, seen=0.07, working=0.02), 0.025),
+        # It is not known whether the guest handled the input.
+        (IDLE, state(now=0.08, seen=0.07), 0.05),
+        (IDLE, state(now=0.31, seen=0.30), True),
+        # A guest that always works, a little, is waited for no longer than with a fixed quiet time.
+        (IDLE, state(now=0.31, seen=0.30, working=0.31), True),
+        (POLICY, state(now=0.08, seen=0.07, working=0.02), 0.05),
         # Even after max_ms the shadow must be newer than the input.
         (SettlePolicy(quiet_ms=300, max_ms=0), state(now=0.2, seen=0.0, after_input=0.1), 0.0),
     ],
@@ -73,6 +89,7 @@ class DrawnScreen:
     refresh_takes_s: float = 0.01
     now_s: float = 0.0
     busy_until_s: float = 0.0
+    has_processors: bool = True
     refreshes_s: list[float] = field(default_factory=list)
     likely_s: list[float] = field(default_factory=list)
     seen_changes: dict[int, object] = field(default_factory=dict)
@@ -97,7 +114,7 @@ class DrawnScreen:
         return sent_s
 
     def processor_s(self) -> float | None:
-        return min(self.now_s, self.busy_until_s)
+        return min(self.now_s, self.busy_until_s) if self.has_processors else None
 
     @property
     def last_change_s(self) -> float:
@@ -155,6 +172,36 @@ async def test_a_guest_that_is_always_busy_is_waited_for_a_bounded_time() -> Non
     is_settled, settle_ms, _ = await settled(DrawnScreen([], busy_until_s=100.0))
     assert is_settled
     assert 1800 <= settle_ms <= 1840
+
+
+@pytest.mark.parametrize(
+    ("screen", "settle_ms"),
+    [
+        (DrawnScreen([0.05], busy_until_s=0.08), (130, 190)),
+        (DrawnScreen([0.05, 0.4], busy_until_s=0.4), (450, 510)),
+        (DrawnScreen([0.05, 0.09], busy_until_s=0.001), (140, 190)),
+        # A guest whose processors did nothing may not have got the input yet, so the quiet time counts.
+        (DrawnScreen([]), (300, 330)),
+        (DrawnScreen([0.2]), (500, 530)),
+    ],
+)
+async def test_an_idle_guest_settles_without_the_quiet_time(screen: DrawnScreen, settle_ms: tuple[int, int]) -> None:
+    result = await result_of(screen, IDLE)
+    assert result.settled
+    assert settle_ms[0] <= result.settle_ms <= settle_ms[1]
+
+
+async def test_a_backend_without_processor_times_keeps_the_quiet_time() -> None:
+    screen = DrawnScreen([0.05], has_processors=False)
+    result = await result_of(screen, IDLE)
+    assert 350 <= result.settle_ms <= 380
+
+
+async def test_the_picture_of_an_idle_guest_is_reported_as_likely_settled_before_it_settles() -> None:
+    screen = DrawnScreen([0.05], busy_until_s=0.06)
+    result = await result_of(screen, IDLE)
+    [likely_s] = screen.likely_s
+    assert 0.06 < likely_s < result.settle_ms / 1000
 
 
 async def test_a_screen_that_always_moves_ends_the_wait_after_max_ms() -> None:
