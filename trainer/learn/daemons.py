@@ -20,6 +20,8 @@ log_level = "warning"
 [hypervisor]
 uri = "fake"
 reaction_ms = {reaction_ms}
+# There are several daemons already.
+drawing_processes = 0
 
 [pools.desktop]
 image = "desktop"
@@ -27,6 +29,7 @@ screen = "{width}x{height}"
 size = {size}
 capacity = {machines}
 allow_guest_access = {guest_access}
+always_running = {always_running}
 settle = {{ quiet_ms = {quiet_ms}, min_ms = {pause_ms} }}
 """
 
@@ -39,13 +42,16 @@ def started_daemons(directory: Path, settings: Settings) -> Iterator[list[str]]:
     config = directory / "envd.toml"
     config.write_text(
         _CONFIG.format(
-            **desktops.model_dump(),
+            reaction_ms=desktops.reaction_ms,
+            quiet_ms=desktops.quiet_ms,
+            pause_ms=desktops.pause_ms,
+            always_running=str(desktops.always_running).lower(),
             width=width,
             height=height,
             size=max(1, settings.machines // 3),
             machines=settings.machines,
             # Only faults need it.
-            guest_access="true" if settings.rl.fault_share else "false",
+            guest_access=str(settings.rl.fault_share > 0).lower(),
         )
     )
     with ExitStack() as running:

@@ -50,6 +50,8 @@ class Desktops(BaseModel):
 
     reaction_ms: int = Field(default=0, ge=0, le=10_000)
     """Programs react to each input after up to this many milliseconds."""
+    always_running: bool = False
+    """Do not pause machines between steps, so that programs react while the model replies."""
     quiet_ms: int = Field(default=0, ge=0, le=5000)
     """A step returns once the screen has not changed for this long: 0 for the first frame after the input."""
     pause_ms: int = Field(default=0, ge=0, le=5000)
