@@ -34,7 +34,7 @@ class _Frame:
         self._parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
             f"<style>{_STYLE}</style><title>{escape(title)}</title>",
-            f'<text class="title" x="{left}" y="20">{escape(title)}</text>',
+            f'<text class="title" x="12" y="20">{escape(title)}</text>',
         ]
 
     def x(self, value: float) -> float:

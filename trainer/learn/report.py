@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
@@ -212,14 +213,26 @@ def _arm(runs: Sequence[Run]) -> dict[str, Any] | None:
 
 
 def _ablations(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the arms of each comparison; the baseline is an arm of all."""
+    """Return the arms of each comparison, and the differences between them; the baseline is an arm of all."""
     named: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         if run.ablation not in ("", _BASELINE, _CONTROL):
             named[run.ablation][run.arm].append(run)
     baseline = [run for run in runs if run.ablation == _BASELINE]
     shared = {_BASELINE: baseline} if baseline else {}
-    return {name: {arm: _arm(each) for arm, each in {**shared, **arms}.items()} for name, arms in sorted(named.items())}
+    compared = {name: {**shared, **arms} for name, arms in sorted(named.items())}
+    return {
+        name: {"arms": {arm: _arm(each) for arm, each in arms.items()}, "differences": _differences(arms)}
+        for name, arms in compared.items()
+    }
+
+
+def _differences(arms: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+    after = {arm: _pooled(run.after("greedy") for run in runs) for arm, runs in arms.items()}
+    return {
+        f"{second} - {first}": gain(after[first], after[second]).as_fields("held_out_difference")
+        for first, second in combinations([arm for arm in after if after[arm]], 2)
+    }
 
 
 # Plots
@@ -248,8 +261,8 @@ def _plots(runs: Sequence[Run], results: Mapping[str, Any]) -> dict[str, str]:
         plots["ablations"] = intervals(
             {
                 f"{name}: {arm}": _shown(each)
-                for name, arms in results["ablations"].items()
-                for arm, each in arms.items()
+                for name, found in results["ablations"].items()
+                for arm, each in found["arms"].items()
                 if each["held_out_after"] is not None
             },
             title="Greedy success on held-out tasks at equal environment steps, 95 % intervals",

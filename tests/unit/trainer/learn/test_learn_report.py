@@ -120,12 +120,15 @@ def test_arms_are_compared_with_the_baseline_over_several_run_directories(tmp_pa
     made_up_run(two, "control-0", BEFORE, settings=named("control"))
     results = write_report([one, two], tmp_path / "report")
     assert set(results["ablations"]) == {"fake_zeros", "tree"}
-    tree = results["ablations"]["tree"]
+    tree = results["ablations"]["tree"]["arms"]
     assert set(tree) == {"baseline", "tree"}
     assert (tree["tree"]["runs"], tree["tree"]["complete"]) == (["one/tree-0", "two/tree-1"], 2)
     assert tree["tree"]["held_out_after"] == pytest.approx((1 + 5) / (5 + 6))
     assert tree["tree"]["env_steps"] == [120.0, 120.0]
-    assert results["ablations"]["fake_zeros"]["30-zero"]["held_out_after"] is None
+    difference = results["ablations"]["tree"]["differences"]["tree - baseline"]
+    assert difference["held_out_difference"] == pytest.approx(6 / 11 - 5 / 6)
+    zeros = results["ablations"]["fake_zeros"]
+    assert (zeros["arms"]["30-zero"]["held_out_after"], zeros["differences"]) == (None, {})
     assert (results["control"]["held_out_before"], results["control"]["held_out_after"]) == (None, 0.2)
     assert results["grpo"]["seeds"] == 1, "without plain runs, the baseline"
     picture = (tmp_path / "report" / "ablations.svg").read_text()
