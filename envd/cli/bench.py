@@ -25,9 +25,7 @@ from envd.hypervisor.machine import GuestOs
 from envd.images.catalogue import ImageCatalogue
 from envd.terminal import reports_errors
 
-app = typer.Typer(
-    no_args_is_help=True, help="Measure forks, branches, standby machines, frames, steps and settling on this host."
-)
+app = typer.Typer(no_args_is_help=True, help="Measure forks, branches, standby machines, frames, steps and settling.")
 
 #: A parent, its child, earlier children that are still being destroyed, and a standby machine.
 _BRANCH_CAPACITY = 6
