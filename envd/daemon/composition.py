@@ -32,7 +32,8 @@ from envd.api.server import ApiServer, read_token_table
 from envd.clock import SystemClock
 from envd.compat.server import serve_compat
 from envd.compat.sessions import Sessions
-from envd.config import DEFAULT_RUN, Config, PoolConfig, RecordingConfig, RunConfig, is_local
+from envd.config import DEFAULT_RUN, Config, PoolConfig, RecordingConfig, RunConfig
+from envd.config_values import is_local
 from envd.console.server import PUBLIC_PATHS, serve_console
 from envd.daemon.state_lock import locked
 from envd.daemon.suites import load_tasks

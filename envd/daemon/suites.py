@@ -7,7 +7,8 @@ from importlib.resources import files as resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from envd.config import BUILTIN_TASKS, CUA_GYM_TASKS, Config
+from envd.config import Config
+from envd.config_values import BUILTIN_TASKS, CUA_GYM_TASKS
 from envd.errors import ConfigError, ImageNotFound
 from envd.hypervisor.capabilities import capabilities_of
 from envd.hypervisor.machine import GuestOs

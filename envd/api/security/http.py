@@ -2,16 +2,17 @@
 
 import ssl
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from envd.api.security.access import TRUSTED, Caller, Scope, bearer_token
-from envd.api.security.secret_files import Reloaded, read_file, read_secret
+from envd.api.security.secret_files import Reloaded
+from envd.api.security.tls import server_context
 from envd.api.security.tokens import TokenTable
-from envd.config import SecurityConfig, is_local
-from envd.errors import ConfigError, Unauthenticated
+from envd.config import SecurityConfig
+from envd.config_values import is_local
+from envd.errors import Unauthenticated
 
 _CALLER = web.RequestKey("envd_caller", Caller)
 _ADMIT = web.RequestKey[Callable[[], Caller]]("envd_admit")
@@ -31,7 +32,12 @@ def tls_context(security: SecurityConfig, *, on_stale: Callable[[bool], None]) -
     if cert is None or key is None:
         return None
     paths = [cert, key] + ([client_ca] if client_ca else [])
-    contexts = Reloaded("security.tls_cert", paths, lambda: _context(cert, key, client_ca), on_stale=on_stale)
+    contexts = Reloaded(
+        "security.tls_cert",
+        paths,
+        lambda: server_context(cert=cert, key=key, client_ca=client_ca),
+        on_stale=on_stale,
+    )
     first = contexts.get()
 
     def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
@@ -39,19 +45,6 @@ def tls_context(security: SecurityConfig, *, on_stale: Callable[[bool], None]) -
 
     first.sni_callback = renew
     return first
-
-
-def _context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
-    read_secret(key, setting="security.tls_key")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(cert, key, password="")
-        if client_ca is not None:
-            context.load_verify_locations(cadata=read_file(client_ca, setting="security.client_ca").decode("ascii"))
-            context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"security.tls_cert, tls_key, client_ca: not usable for HTTP: {error}") from error
-    return context
 
 
 def require_token(tokens: Reloaded[TokenTable] | None, scope: Scope, *, exempt: Iterable[str] = ()) -> Middleware:

@@ -1,4 +1,4 @@
-"""TLS credentials of the server, with optional client certificates. Changed files apply to the next connection."""
+"""TLS of the gRPC and HTTP servers, with optional client certificates. Changed files apply to the next connection."""
 
 import ssl
 from collections.abc import Callable
@@ -40,11 +40,15 @@ def server_credentials(
     return grpc.dynamic_ssl_server_credentials(used, newer, client_ca is not None)  # type: ignore[arg-type]
 
 
-def _read(*, cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCertificateConfiguration:
-    cert_pem = read_file(cert, setting="security.tls_cert")
-    key_pem = read_secret(key, setting="security.tls_key")
-    ca_pem = read_file(client_ca, setting="security.client_ca") if client_ca else None
-    # grpc accepts invalid files here, and fails each connection later without a reason.
+def server_context(*, cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
+    """Return a server's context, which requires client certificates if there is a CA of theirs.
+
+    Raises:
+        ConfigError: A file cannot be read or is not PEM, or certificate and key do not match.
+    """
+    # Errors of a file that is missing or not private are clearer than those of OpenSSL.
+    read_file(cert, setting="security.tls_cert")
+    read_secret(key, setting="security.tls_key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key, password="")
@@ -53,9 +57,19 @@ def _read(*, cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCertif
             f"security.tls_cert, security.tls_key: {cert} and {key} are not a PEM certificate and its key"
             f" without a passphrase: {error}"
         ) from error
-    if ca_pem is not None:
+    if client_ca is not None:
         try:
-            context.load_verify_locations(cadata=ca_pem.decode("ascii"))
+            context.load_verify_locations(cadata=read_file(client_ca, setting="security.client_ca").decode("ascii"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"security.client_ca: {client_ca} is not a PEM certificate: {error}") from error
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _read(*, cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCertificateConfiguration:
+    # grpc accepts invalid files, and then fails each connection without a reason.
+    server_context(cert=cert, key=key, client_ca=client_ca)
+    cert_pem = read_file(cert, setting="security.tls_cert")
+    key_pem = read_secret(key, setting="security.tls_key")
+    ca_pem = read_file(client_ca, setting="security.client_ca") if client_ca else None
     return grpc.ssl_server_certificate_configuration([(key_pem, cert_pem)], root_certificates=ca_pem)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envd import config
+from envd import config, config_values
 from envd.config import Config, PoolConfig, RunConfig, fields, load, parse_pool_flags
 from envd.errors import ConfigError
 
@@ -42,7 +42,7 @@ def test_under_sudo_the_cache_is_that_of_the_invoking_user(monkeypatch: pytest.M
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     for name, owner in (("ada", "ada"), ("root", "root"), ("", "root"), ("gone", "root")):
         monkeypatch.setenv("SUDO_USER", name)
-        assert config.default_cache_dir() == tmp_path / owner / ".cache/envd"
+        assert config_values.default_cache_dir() == tmp_path / owner / ".cache/envd"
 
 
 def test_the_environment_wins_over_the_file_and_flags_win_over_both(tmp_path: Path) -> None:

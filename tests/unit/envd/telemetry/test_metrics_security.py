@@ -92,5 +92,5 @@ async def test_a_new_certificate_applies_to_the_next_connection(tmp_path: Path) 
 def test_a_key_of_another_certificate_is_a_configuration_error(tmp_path: Path) -> None:
     security = write(tmp_path, CERTS)
     (tmp_path / "server.key").write_bytes(CERTS.client.key_pem)
-    with pytest.raises(ConfigError, match="not usable for HTTP"):
+    with pytest.raises(ConfigError, match="are not a PEM certificate and its key"):
         tls_context(security, on_stale=lambda _: None)

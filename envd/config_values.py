@@ -1,0 +1,167 @@
+"""Types of the settings' values: each checks and normalises one, and its error says what is expected.
+
+Also the directories that are used by default, which depend on the user.
+"""
+
+import os
+import pwd
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator
+
+#: Prefix of a suite that is part of envd but served only on request.
+BUILTIN_TASKS = "builtin:"
+#: Prefix of a directory of CUA-Gym bundles.
+CUA_GYM_TASKS = "cua-gym:"
+
+
+#: The protocols of `compat`, and their ports on loopback, which are those of the servers that they replace.
+COMPAT_PORTS: Mapping[str, int] = {"slime-osworld": 8100, "areal": 8000, "areal-sandbox": 8001, "windows-vm": 8765}
+
+_LOOPBACK = re.compile(r"(127(?:\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5})")
+_ADDRESS = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
+#: The colons of `builtin:` and `cua-gym:` are not separators.
+_PATH_SEPARATOR = re.compile(r"(?<!\bbuiltin)(?<!\bcua-gym):")
+#: Prefix of a task file that assigns its tasks to a suite.
+_SUITE_PREFIX = re.compile(r"[a-z0-9][a-z0-9_-]*=")
+_SCREEN = re.compile(r"(\d{3,5})x(\d{3,5})")
+_REGION = re.compile(r"(\d{1,5})x(\d{1,5})\+(\d{1,5})\+(\d{1,5})")
+_ALLOWED_HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?(?:\.[A-Za-z0-9-]+)*(?::(\d{1,5}))?")
+
+
+def _loopback(value: str) -> str:
+    match = _LOOPBACK.fullmatch(value)
+    if match is None:
+        raise ValueError(f"{value!r} is not a loopback HOST:PORT; without TLS and tokens only loopback is served")
+    if int(match[2]) > 65535:
+        raise ValueError(f"port {match[2]} is above 65535")
+    return value
+
+
+def is_local(address: str) -> bool:
+    """Return whether only this host can reach an address."""
+    return address.startswith("unix:") or _LOOPBACK.fullmatch(address) is not None
+
+
+def _listen(value: str) -> str:
+    return value if re.fullmatch(r"unix:.+", value) else _host_port(value)
+
+
+def _host_port(value: str) -> str:
+    match = _ADDRESS.fullmatch(value)
+    if match is None or int(match[2]) > 65535:
+        return _loopback(value)
+    # `Config` checks against `security` whether other hosts may reach it.
+    return value
+
+
+def _compat(value: str) -> str:
+    name, equals, address = value.partition("=")
+    if name not in COMPAT_PORTS:
+        raise ValueError(f"{name!r} is not a protocol; use {', '.join(COMPAT_PORTS)}, each NAME or NAME=HOST:PORT")
+    return f"{name}={_host_port(address)}" if equals else f"{name}=127.0.0.1:{COMPAT_PORTS[name]}"
+
+
+def _comma_list(value: object) -> object:
+    return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+
+def _expanded(value: Path) -> Path:
+    return Path(os.path.abspath(value.expanduser()))
+
+
+def _task_file(value: str) -> str:
+    if value.startswith(BUILTIN_TASKS):
+        return value
+    if value.startswith(CUA_GYM_TASKS):
+        return f"{CUA_GYM_TASKS}{_expanded(Path(value.removeprefix(CUA_GYM_TASKS)))}"
+    suite, equals, path = value.partition("=") if _SUITE_PREFIX.match(value) else ("", "", value)
+    return f"{suite}{equals}{_expanded(Path(path))}"
+
+
+def _path_list(value: object) -> object:
+    return [part for part in re.split(_PATH_SEPARATOR, value) if part] if isinstance(value, str) else value
+
+
+def _screen(value: str) -> str:
+    match = _SCREEN.fullmatch(value)
+    if match is None or not (320 <= int(match[1]) <= 7680 and 200 <= int(match[2]) <= 4320):
+        raise ValueError(f"{value!r} is not WIDTHxHEIGHT in pixels, from 320x200 to 7680x4320")
+    return value
+
+
+def _region(value: str) -> str:
+    match = _REGION.fullmatch(value)
+    if match is None or not int(match[1]) or not int(match[2]):
+        raise ValueError(f"{value!r} is not WIDTHxHEIGHT+X+Y in pixels, such as 120x24+1160+0")
+    return value
+
+
+def _hypervisor_uri(value: str) -> str:
+    with_path = r"qemu:///embed\?root=/.+|qemu\+unix:///system\?socket=/.+"
+    if value in {"", "fake", "qemu:///system"} or re.fullmatch(with_path, value):
+        return value
+    raise ValueError(
+        f"{value!r} is not one of qemu:///system, qemu+unix:///system?socket=/PATH, qemu:///embed?root=/DIR, fake"
+    )
+
+
+def _allowed_host(entry: str) -> str:
+    match = _ALLOWED_HOST.fullmatch(entry)
+    if match is None or not 1 <= int(match[1] or 80) <= 65535:
+        raise ValueError(f"expected a host name, *.NAME or an IPv4 address, with :PORT or without, not {entry!r}")
+    return entry.lower()
+
+
+def _http_url(value: str) -> str:
+    if value and not re.fullmatch(r"https?://[^/\s@?#]+(/[^\s?#]*)?", value):
+        raise ValueError(f"{value!r} is not a URL; write http://HOST:PORT or https://HOST:PORT")
+    return value
+
+
+Listen = Annotated[str, AfterValidator(_listen)]
+HostPort = Annotated[str, AfterValidator(_host_port)]
+ConsoleListen = Annotated[str, AfterValidator(lambda value: value and _host_port(value))]
+CompatEndpoint = Annotated[str, AfterValidator(_compat)]
+Directory = Annotated[Path, AfterValidator(_expanded)]
+TaskFile = Annotated[str, AfterValidator(_task_file)]
+Screen = Annotated[str, AfterValidator(_screen)]
+ScreenRegion = Annotated[str, AfterValidator(_region)]
+AllowedHost = Annotated[str, AfterValidator(_allowed_host)]
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
+HypervisorUri = Annotated[str, AfterValidator(_hypervisor_uri)]
+#: A list in TOML, or its entries in a variable: separated by commas, or as in PATH by colons.
+CommaList = BeforeValidator(_comma_list)
+PathList = BeforeValidator(_path_list)
+
+
+def default_state_dir() -> Path:
+    """Return `/var/lib/envd` for root, else `envd` in the user's XDG state directory."""
+    if os.geteuid() == 0:
+        return Path("/var/lib/envd")
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "envd"
+
+
+def default_cache_dir() -> Path:
+    """Return `envd` in the user's XDG cache directory; under sudo, in that of the user who runs sudo.
+
+    So an image that `sudo envd image build` makes is where the user's own daemon looks for it.
+    """
+    home = Path.home()
+    if (user := sudo_user()) is not None:
+        home = Path(user.pw_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "envd"
+
+
+def sudo_user() -> pwd.struct_passwd | None:
+    """Return the user who runs this process by sudo; None without sudo."""
+    name = os.environ.get("SUDO_USER", "")
+    if os.geteuid() != 0 or name in {"", "root"}:
+        return None
+    with suppress(KeyError):
+        return pwd.getpwnam(name)
+    return None
