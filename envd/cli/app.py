@@ -35,7 +35,7 @@ _COMMANDS = {
     ),
     "osworld": ("envd.cli.osworld:app", "OSWorld's tasks, with its own setup and evaluators."),
     "tokens": ("envd.cli.tokens:app", "Create tokens that clients authenticate with."),
-    "bench": ("envd.cli.bench:app", "Measure forks, branches, standby machines, frames, steps and settling."),
+    "bench": ("envd.cli.bench:app", "Measure forks, branches, standby machines, frames, steps and episodes."),
 }
 
 app = typer.Typer(

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 from cuaenv.cli.terminal import Json, progress
 
-from envd.bench import branch, fork, frames, growth, scale, settle, step
+from envd.bench import branch, episodes, fork, frames, growth, scale, settle, step
 from envd.bench.branch_parents import BranchParent, EditorParent, WritingParent
 from envd.bench.default_tasks import DEFAULT_TASKS, TASKS_WITHOUT_SETUP, DefaultTasks
+from envd.bench.episodes_peer import PeerPauses
 from envd.bench.report import BenchReport
 from envd.bench.session import Steps, bench_config, open_bench
 from envd.cli.options import runs_own_daemon
@@ -25,7 +26,7 @@ from envd.hypervisor.machine import GuestOs
 from envd.images.catalogue import ImageCatalogue
 from envd.terminal import reports_errors
 
-app = typer.Typer(no_args_is_help=True, help="Measure forks, branches, standby machines, frames, steps and settling.")
+app = typer.Typer(no_args_is_help=True, help="Measure forks, branches, standby machines, frames, steps and episodes.")
 
 #: A parent, its child, earlier children that are still being destroyed, and a standby machine.
 _BRANCH_CAPACITY = 6
@@ -139,6 +140,43 @@ async def bench_scale(
         return await scale.measure_scale(
             session, task_id=task_id, machine_count=machines, duration_s=seconds, steps=steps
         )
+
+
+@bench("episodes")
+async def bench_episodes(
+    settings: Config,
+    report: Report,
+    *,
+    episode_count: Annotated[
+        int, typer.Option("--episodes", metavar="N", min=1, max=10_000, help="Our episodes.")
+    ] = 16,
+    peer_episode_count: Annotated[
+        int, typer.Option("--peer-episodes", metavar="N", min=1, max=10_000, help="Episodes of OSWorld's DesktopEnv.")
+    ] = 4,
+    concurrency: Annotated[
+        int, typer.Option(metavar="N", min=1, max=_MAX_MACHINES, help="Episodes at a time, on both sides.")
+    ] = 2,
+    think: Annotated[float, typer.Option(metavar="S", min=0, max=600, help="Time before each step.")] = 2.0,
+    peer_step_pause: Annotated[
+        float, typer.Option(metavar="S", min=0, max=600, help="Pause of DesktopEnv after each action.")
+    ] = 2.0,
+    image: Annotated[str, typer.Option(metavar="NAME", help="Image of the machines.")] = "osworld",
+) -> BenchReport:
+    """Measure whole episodes per hour of OSWorld's tasks, and of OSWorld's own DesktopEnv on the same machines."""
+    if not capabilities_of(settings.hypervisor_uri).runs_guests:
+        raise ConfigError("bench episodes: drawn desktops run no guests; leave out --hypervisor fake")
+    python, tasks = episodes.require_osworld(settings.cache_dir)
+    plan = episodes.EpisodesPlan(
+        concurrency=concurrency,
+        episode_count=episode_count,
+        peer_episode_count=peer_episode_count,
+        think_s=think,
+        pauses=PeerPauses(pause_after_step_s=peer_step_pause),
+    )
+    steps = Steps(report, plan.step_count)
+    own = bench_config(settings, standby_count=concurrency, capacity=2 * concurrency, image=image)
+    async with open_bench(own, steps=steps) as session:
+        return await episodes.measure_episodes(session, plan, python=python, tasks=tasks, steps=steps)
 
 
 @bench("frames")

@@ -21,6 +21,7 @@ from cuaenv.actions import Action, Done, Fail, PressKeys, TypeText, Wait
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, View
 
 from envd.api.server import ApiServer
+from envd.bench.episodes import SCRIPTS
 from envd.episodes.service import EpisodeService
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.leftovers import machine_leftovers
@@ -69,14 +70,11 @@ text.save("Dublin_Zoo_Intro.docx")
 
 #: Tasks without other downloads, and a line for the guest's terminal that solves each.
 ORACLES = {
+    **SCRIPTS,
     "e0df059f-28a6-4169-924f-b9623e7184cc": "mv ~/Desktop/todo_list_Jan_1 ~/Desktop/todo_list_Jan_2",
     "ec4e3f68-9ea4-4c18-a5c9-69f89d1178b3": (
         "gsettings set org.gnome.shell favorite-apps \"['thunderbird.desktop', 'google-chrome.desktop']\""
     ),
-    "a4d98375-215b-4a4d-aee9-3d4370fccc41": "gsettings set org.gnome.desktop.screensaver lock-enabled true",
-    "bedcedc4-4d72-425e-ad62-21960b11fe0d": "gsettings set org.gnome.settings-daemon.plugins.power idle-dim false",
-    "f9be0997-4b7c-45c5-b05c-4612b44a6118": "gsettings set org.gnome.desktop.notifications show-banners false",
-    "3ce045a0-877b-42aa-8d2c-b4a863336ab8": "gsettings set org.gnome.desktop.interface text-scaling-factor 1.5",
     "215dfd39-f493-4bc3-a027-8a97d72c61bf": "echo 'qt-bgcone=0' >> ~/.config/vlc/vlcrc",
     "9195653c-f4aa-453d-aa95-787f6ccfaae9": "echo 'qt-max-volume=200' >> ~/.config/vlc/vlcrc",
     # GIMP overwrites its settings on exit.

@@ -1,0 +1,297 @@
+"""Measures whole episodes per hour on one host, against OSWorld's own flow on the same QEMU and image.
+
+Both sides play the same tasks of OSWorld with the same script and think time: open a terminal, type a line that
+solves the task, press Enter, finish. Ours opens groups on standby machines and waits until the screen has settled; the
+peer is `envd.bench.episodes_peer`.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from cuaenv.actions import Action, Done, PressKeys, TypeText, Wait
+from cuaenv.client import AsyncEpisode
+
+from envd.bench.episodes_peer import PeerEpisode, PeerPauses, PlayedEpisode, play_as_peer
+from envd.bench.process_tree import tree_cpu_s, tree_pss_bytes
+from envd.bench.report import BenchReport, Check, figure, figures_of, mib, p50, p99
+from envd.bench.session import BenchSession, Steps
+from envd.errors import ConfigError
+from envd.osworld.environment import Environment
+
+#: OSWorld's tasks by id, with a line for the guest's terminal that solves each. They need no network.
+SCRIPTS = {
+    "a4d98375-215b-4a4d-aee9-3d4370fccc41": "gsettings set org.gnome.desktop.screensaver lock-enabled true",
+    "bedcedc4-4d72-425e-ad62-21960b11fe0d": "gsettings set org.gnome.settings-daemon.plugins.power idle-dim false",
+    "f9be0997-4b7c-45c5-b05c-4612b44a6118": "gsettings set org.gnome.desktop.notifications show-banners false",
+    "3ce045a0-877b-42aa-8d2c-b4a863336ab8": "gsettings set org.gnome.desktop.interface text-scaling-factor 1.5",
+}
+_MEMORY_INTERVAL_S = 5.0
+#: Most steps that wait until the screen has changed.
+_MAX_WAITS = 20
+_WAIT = timedelta(seconds=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodesFigures:
+    """Figures of whole episodes."""
+
+    episodes_per_hour: float = figure(
+        "episodes from reset to score, in groups, with think time before each step; all machines of the host's pool"
+    )
+    peer_episodes_per_hour: float = figure(
+        "the same by OSWorld's unmodified DesktopEnv: a boot of the same image for each episode, its runner's pauses,"
+        " pyautogui and screenshots over HTTP"
+    )
+    ratio: float = figure("episodes_per_hour / peer_episodes_per_hour")
+    reset_s_p50: float = figure("Reset of a group, with the task's setup")
+    reset_s_p99: float = figure("the same")
+    step_s_p50: float = figure("a step until its settled frame has arrived, without thinking")
+    step_s_p99: float = figure("the same")
+    evaluate_s_p50: float = figure("Evaluate, by OSWorld's own evaluators")
+    evaluate_s_p99: float = figure("the same")
+    peer_reset_s_p50: float = figure("boot, DesktopEnv.reset, and the pause after it")
+    peer_reset_s_p99: float = figure("the same")
+    peer_step_s_p50: float = figure("DesktopEnv.step with its pause, without thinking")
+    peer_step_s_p99: float = figure("the same")
+    peer_evaluate_s_p50: float = figure("the pause before DesktopEnv.evaluate, and that")
+    peer_evaluate_s_p99: float = figure("the same")
+    memory_mib_per_episode: float = figure(
+        "most memory (Pss of all processes) beyond that before the first episode, per concurrent episode"
+    )
+    peer_memory_mib_per_episode: float = figure("the same")
+    cpu_s_per_episode: float = figure("CPU time of all processes")
+    peer_cpu_s_per_episode: float = figure("the same")
+
+
+@dataclass(slots=True, kw_only=True)
+class Side:
+    """What one side played and used."""
+
+    episodes: list[PlayedEpisode] = field(default_factory=list)
+    elapsed_s: float = 0.0
+    cpu_s: float = 0.0
+    memory_bytes: int = 0
+    """Peak, beyond that at the beginning."""
+
+    @property
+    def steps_s(self) -> list[float]:
+        """Times of all steps."""
+        return [step_s for episode in self.episodes for step_s in episode.steps_s]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodesPlan:
+    """What both sides play."""
+
+    concurrency: int
+    """Episodes at a time."""
+    episode_count: int
+    """Of ours; rounded up to whole groups."""
+    peer_episode_count: int
+    """Of the peer; rounded up to the same number for each of its environments."""
+    think_s: float
+    pauses: PeerPauses
+
+    @property
+    def group_count(self) -> int:
+        """Number of our groups."""
+        return -(-self.episode_count // self.concurrency)
+
+    @property
+    def peer_turn_count(self) -> int:
+        """Episodes of each of the peer's environments."""
+        return -(-self.peer_episode_count // self.concurrency)
+
+    @property
+    def step_count(self) -> int:
+        """Number of progress steps of `measure_episodes`."""
+        return (self.group_count + self.peer_turn_count) * self.concurrency
+
+
+def require_osworld(cache_dir: Path) -> tuple[Path, Path]:
+    """Return OSWorld's Python and its directory of tasks. Raises: ConfigError: one is not installed."""
+    environment = Environment(cache_dir)
+    if not environment.is_installed or environment.tasks is None:
+        raise ConfigError("bench episodes: OSWorld is not installed; run envd osworld install --tasks DIR")
+    return environment.python, environment.tasks
+
+
+async def measure_episodes(
+    bench: BenchSession, plan: EpisodesPlan, *, python: Path, tasks: Path, steps: Steps
+) -> BenchReport:
+    """Play our episodes, then the peer's.
+
+    Raises:
+        BenchFailed: OSWorld's process ended.
+        EnvError, HypervisorError: A call or a machine failed.
+    """
+    conditions = bench.conditions(
+        concurrency=plan.concurrency,
+        think_s=plan.think_s,
+        peer_pauses_s=[
+            plan.pauses.pause_after_reset_s,
+            plan.pauses.pause_after_step_s,
+            plan.pauses.pause_before_evaluate_s,
+        ],
+        tasks=list(SCRIPTS),
+    )
+    ours, peer = Side(), Side()
+    steps.begin("playing ours")
+    async with _measured(ours):
+        await _play_ours(bench, plan, ours, steps)
+    await bench.refilled()
+    steps.begin("playing the peer's")
+    async with _measured(peer):
+        await _play_peer(bench, plan, peer, python=python, tasks=tasks, steps=steps)
+    return episodes_report(conditions, ours, peer, concurrency=plan.concurrency)
+
+
+async def _play_ours(bench: BenchSession, plan: EpisodesPlan, side: Side, steps: Steps) -> None:
+    names = list(SCRIPTS)
+    for index in range(plan.group_count):
+        name = names[index % len(names)]
+        begin_s = time.monotonic()
+        async with bench.reset_group(f"osworld/{name}", size=plan.concurrency) as episodes:
+            reset_s = time.monotonic() - begin_s
+
+            async def play(episode: AsyncEpisode, line: str = SCRIPTS[name], reset_s: float = reset_s) -> None:
+                side.episodes.append(await _play(episode, line, think_s=plan.think_s, reset_s=reset_s))
+                steps.done("playing ours")
+
+            async with asyncio.TaskGroup() as playing:
+                for episode in episodes:
+                    playing.create_task(play(episode))
+
+
+async def _play(episode: AsyncEpisode, line: str, *, think_s: float, reset_s: float) -> PlayedEpisode:
+    steps_s: list[float] = []
+
+    async def step(action: Action) -> str:
+        await asyncio.sleep(think_s)
+        begin_s = time.monotonic()
+        result = await episode.step(action)
+        steps_s.append(time.monotonic() - begin_s)
+        return result.observation.frame_id
+
+    before = episode.observation.frame_id
+    shown = await step(PressKeys(keys=("super", "t")))
+    for _ in range(_MAX_WAITS):
+        if shown != before:
+            break
+        shown = await step(Wait(_WAIT))
+    for action in (TypeText(text=line), PressKeys(keys=("enter",)), Done()):
+        await step(action)
+    begin_s = time.monotonic()
+    score = (await episode.evaluate()).score
+    return PlayedEpisode(score=score, reset_s=reset_s, steps_s=steps_s, evaluate_s=time.monotonic() - begin_s)
+
+
+async def _play_peer(
+    bench: BenchSession, plan: EpisodesPlan, side: Side, *, python: Path, tasks: Path, steps: Steps
+) -> None:
+    names = list(SCRIPTS)
+
+    async def play(number: int) -> None:
+        turns = [names[(number + turn) % len(names)] for turn in range(plan.peer_turn_count)]
+        episodes = [PeerEpisode(task=_task_file(tasks, name), actions=pyautogui_calls(SCRIPTS[name])) for name in turns]
+        side.episodes += await play_as_peer(
+            bench,
+            python,
+            episodes,
+            think_s=plan.think_s,
+            pauses=plan.pauses,
+            on_episode=lambda: steps.done("playing the peer's"),
+        )
+
+    async with asyncio.TaskGroup() as playing:
+        for number in range(plan.concurrency):
+            playing.create_task(play(number))
+
+
+def _task_file(tasks: Path, name: str) -> dict[str, object]:
+    [path] = tasks.glob(f"examples/*/{name}.json")
+    task: dict[str, object] = json.loads(path.read_text())
+    return task
+
+
+def pyautogui_calls(line: str) -> list[str]:
+    """Return the peer's form of our script. Pure."""
+    return [
+        "pyautogui.hotkey('win', 't')",
+        f"pyautogui.typewrite({line!r}, interval=0.02)",
+        "pyautogui.press('enter')",
+    ]
+
+
+@asynccontextmanager
+async def _measured(side: Side) -> AsyncIterator[None]:
+    """Measure time, CPU time and memory of the block."""
+    at_begin_bytes = await asyncio.to_thread(tree_pss_bytes)
+
+    async def watch() -> None:
+        while True:
+            used_bytes = await asyncio.to_thread(tree_pss_bytes) - at_begin_bytes
+            side.memory_bytes = max(side.memory_bytes, used_bytes)
+            await asyncio.sleep(_MEMORY_INTERVAL_S)
+
+    cpu_s, begin_s = tree_cpu_s(), time.monotonic()
+    watching = asyncio.create_task(watch(), name="bench:memory")
+    try:
+        yield
+    finally:
+        side.elapsed_s = time.monotonic() - begin_s
+        side.cpu_s = tree_cpu_s() - cpu_s
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+
+
+def episodes_report(conditions: dict[str, object], ours: Side, peer: Side, *, concurrency: int) -> BenchReport:
+    """Return the report. Pure."""
+    per_hour, peer_per_hour = (len(side.episodes) / side.elapsed_s * 3600 for side in (ours, peer))
+    samples = {
+        f"{name}{phase}_s": values
+        for name, side in (("", ours), ("peer_", peer))
+        for phase, values in (
+            ("reset", [episode.reset_s for episode in side.episodes]),
+            ("step", side.steps_s),
+            ("evaluate", [episode.evaluate_s for episode in side.episodes]),
+        )
+    }
+    quantiles = {f"{name}_p50": p50(values) for name, values in samples.items()}
+    quantiles |= {f"{name}_p99": p99(values) for name, values in samples.items()}
+    values = EpisodesFigures(
+        episodes_per_hour=per_hour,
+        peer_episodes_per_hour=peer_per_hour,
+        ratio=per_hour / peer_per_hour,
+        memory_mib_per_episode=mib(ours.memory_bytes) / concurrency,
+        peer_memory_mib_per_episode=mib(peer.memory_bytes) / concurrency,
+        cpu_s_per_episode=ours.cpu_s / len(ours.episodes),
+        peer_cpu_s_per_episode=peer.cpu_s / len(peer.episodes),
+        **quantiles,
+    )
+    solved, peer_solved = (sum(episode.score == 1.0 for episode in side.episodes) for side in (ours, peer))
+    return BenchReport(
+        benchmark="episodes",
+        conditions=conditions,
+        figures=figures_of(values),
+        checks=(
+            Check(
+                name="our episodes scored 1.0",
+                passed=solved == len(ours.episodes),
+                evidence=f"{solved} of {len(ours.episodes)}",
+            ),
+            Check(
+                name="the peer's episodes scored 1.0",
+                passed=peer_solved == len(peer.episodes),
+                evidence=f"{peer_solved} of {len(peer.episodes)}",
+            ),
+        ),
+        samples=samples,
+    )

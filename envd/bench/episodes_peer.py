@@ -1,0 +1,127 @@
+"""The peer of `envd bench episodes`: OSWorld's own `DesktopEnv`, one process per concurrent episode.
+
+Its machines are made by the same hypervisor from the same image, and boot for every episode, as with OSWorld's Docker
+provider. `envd.bench.peer_program` has the flow.
+"""
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from envd.bench.session import BenchFailed, BenchSession, new_machine_id
+from envd.hypervisor.machine import Machine
+
+_PROGRAM = Path(__file__).parent / "peer_program.py"
+_TAIL_CHARS = 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerPauses:
+    """Fixed pauses in seconds. The defaults are those of OSWorld's runner, and of `DesktopEnv.step`."""
+
+    pause_after_reset_s: float = 60.0
+    pause_after_step_s: float = 2.0
+    pause_before_evaluate_s: float = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerEpisode:
+    """An episode to play."""
+
+    task: dict[str, Any]
+    """OSWorld's task file."""
+    actions: Sequence[str]
+    """Calls of pyautogui."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedEpisode:
+    """A finished episode of either side, with its times in seconds."""
+
+    score: float
+    reset_s: float
+    steps_s: Sequence[float]
+    """Without thinking."""
+    evaluate_s: float
+
+
+async def play_as_peer(
+    bench: BenchSession,
+    python: Path,
+    episodes: Sequence[PeerEpisode],
+    *,
+    think_s: float,
+    pauses: PeerPauses,
+    on_episode: Callable[[], None],
+) -> list[PlayedEpisode]:
+    """Play episodes one after another in one `DesktopEnv`; its machines are destroyed afterwards.
+
+    Raises:
+        BenchFailed: Its process ended early.
+        HypervisorError: A machine could not be made.
+    """
+    played: list[PlayedEpisode] = []
+    machine: Machine | None = None
+    spec = bench.template.spec
+    plan = {
+        "episodes": [asdict(episode) for episode in episodes],
+        "screen_px": [spec.screen_width_px, spec.screen_height_px],
+        "think_s": think_s,
+        **asdict(pauses),
+    }
+    try:
+        async with _peer(python) as (process, log):
+            assert process.stdin is not None and process.stdout is not None  # noqa: S101, PT018 -- started with pipes
+            process.stdin.write(json.dumps(plan).encode() + b"\n")
+            while line := await process.stdout.readline():
+                message = json.loads(line)
+                if "episode" in message:
+                    played.append(PlayedEpisode(**message["episode"]))
+                    on_episode()
+                    continue
+                response = ""
+                if message["request"] == "start":
+                    machine = await bench.daemon.hypervisor.create(replace(spec, machine_id=new_machine_id()))
+                    if machine.guestd_url is None:
+                        raise BenchFailed(f"machine {machine.machine_id}: it has no guestd, which OSWorld needs")
+                    response = machine.guestd_url.removeprefix("http://")
+                elif machine is not None:
+                    await machine.destroy()
+                process.stdin.write(response.encode() + b"\n")
+            if len(played) < len(episodes):
+                tail = log.read_text(errors="replace")[-_TAIL_CHARS:]
+                raise BenchFailed(f"OSWorld's DesktopEnv ended after {len(played)} of {len(episodes)} episodes: {tail}")
+    finally:
+        if machine is not None:
+            await machine.destroy()
+    return played
+
+
+@asynccontextmanager
+async def _peer(python: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, Path]]:
+    """Run the program in an empty directory; yield its process and its log. Afterwards it is killed."""
+    with tempfile.TemporaryDirectory(prefix="envd-peer-") as directory:
+        log = Path(directory) / "log"
+        with log.open("w") as errors:
+            process = await asyncio.create_subprocess_exec(
+                *(str(python), "-I", str(_PROGRAM)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                cwd=directory,
+                env={**os.environ, "TMPDIR": directory},
+                # Ctrl-C must reach only this process, which then ends the child.
+                start_new_session=True,
+            )
+        try:
+            yield process, log
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
