@@ -132,7 +132,8 @@ Rect = PixelRect | Resize | CursorShape | PointerMode | KeyboardLeds | ExtendedK
 class RfbClient:
     """One connection to an RFB server, opened by `connect`.
 
-    One task reads (`read_update`); any task may write. Writes are buffered; only `drain` waits.
+    One task reads (`read_update`); any task may write. Messages are sent together by the next `drain` or
+    `read_update`: uvloop makes a system call for each write.
     """
 
     def __init__(
@@ -147,6 +148,8 @@ class RfbClient:
     ) -> None:
         self._reader = reader
         self._writer = writer
+        self._unsent = b""
+        """Messages that `_flush` sends."""
         self._arrived = b""
         """Buffered data of the stream; consumed up to `_used`."""
         self._used = 0
@@ -232,7 +235,8 @@ class RfbClient:
         self.key(keysym=_WAKE_KEYSYM, scancode=_WAKE_SCANCODE, down=False)
 
     async def drain(self) -> None:
-        """Wait until the write buffer is nearly empty. Raises: MachineLost."""
+        """Send all messages so far, and wait until the write buffer is nearly empty. Raises: MachineLost."""
+        self._flush()
         try:
             await self._writer.drain()
         except OSError as error:
@@ -247,6 +251,7 @@ class RfbClient:
             GuestError: The server broke the protocol.
             MachineLost: The stream ended.
         """
+        self._flush()
         while True:
             kind = (await self._read(1))[0]
             match kind:
@@ -268,7 +273,8 @@ class RfbClient:
                     raise GuestError(f"display sent an unknown message of type {kind}")
 
     async def close(self) -> None:
-        """Close the connection after the write buffer is sent, or after 1 s. Idempotent; never fails."""
+        """Close the connection after everything is sent, or after 1 s. Idempotent; never fails."""
+        self._flush()
         self._writer.close()
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
@@ -279,7 +285,12 @@ class RfbClient:
             pass  # closed either way
 
     def _write(self, message: bytes) -> None:
-        _write(self._writer, message)
+        self._unsent += message
+
+    def _flush(self) -> None:
+        if self._unsent:
+            unsent, self._unsent = self._unsent, b""
+            _write(self._writer, unsent)
 
     async def _read(self, count: int) -> bytes:
         # An update takes about twelve reads of a few bytes, nearly always already buffered.

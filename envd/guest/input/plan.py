@@ -318,26 +318,26 @@ class Input:
         for event in events:
             match event:
                 case Pause(duration_s):
-                    await self._sleep(duration_s)
+                    await self._rest(client, duration_s)
                 case KeyEvent(key, down):
-                    await self._paced(self._keyboard_pace.take(2, self._monotonic()))
+                    await self._rest(client, self._keyboard_pace.take(2, self._monotonic()))
                     if down:
                         self._held[key.scancode] = key
                     client.key(keysym=key.keysym, scancode=key.scancode, down=down)
                     if not down:
                         self._held.pop(key.scancode, None)
-                    await client.drain()
-                    await self._sleep(_KEY_PAUSE_S)
+                    await self._rest(client, _KEY_PAUSE_S)
                 case PointerEvent(at, buttons):
                     cost = 3 + (self._buttons ^ buttons).bit_count()
-                    await self._paced(self._pointer_pace.take(cost, self._monotonic()))
+                    await self._rest(client, self._pointer_pace.take(cost, self._monotonic()))
                     self._pointer, self._buttons = at, buttons
                     client.pointer(at.x_px, at.y_px, buttons=buttons)
-                    await client.drain()
+        await client.drain()
 
-    async def _paced(self, wait_s: float) -> None:
-        if wait_s:  # without a wait, events are sent together
-            await self._sleep(wait_s)
+    async def _rest(self, client: RfbClient, duration_s: float) -> None:
+        if duration_s:  # without a wait, events are sent together
+            await client.drain()
+            await self._sleep(duration_s)
 
     async def restore(self, client: RfbClient, screen_size: tuple[int, int]) -> None:
         """Press the held keys and buttons again on a new connection: QEMU releases keys when a viewer disconnects."""
