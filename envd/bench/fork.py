@@ -69,7 +69,7 @@ class ForkFigures:
         "The same by QEMU alone, alternating with the above: libvirt's own command line for a fork, with its own files"
         " and monitor socket, the same state loaded, the same end"
     )
-    fork_over_raw: float | None = figure("fork_ms_p50 / raw_qemu_fork_ms_p50", Target("<=", 1.6))
+    fork_over_raw: float | None = figure("fork_ms_p50 / raw_qemu_fork_ms_p50", Target("<=", 1.3))
     destroy_ms_p50: float = figure("Destroy a fork until nothing of it is left")
     forks_per_min_1: float = figure("Fork and destroy, one at a time")
     forks_per_min_2: float = figure("Fork and destroy, two at a time")

@@ -96,8 +96,8 @@ class BenchSession:
         pids = machine_pids(self.state_dir) if self.runs_guests else {}
         return max(map(written_guest_bytes, pids.values()), default=None)
 
-    async def refilled(self) -> None:
-        """Wait until all standby machines of the pool are ready and it has no other machines.
+    async def refilled(self, *, leased_count: int = 0) -> None:
+        """Wait until all standby machines of the pool are ready and it has no others than `leased_count` leased ones.
 
         Raises:
             GuestUnresponsive: They are not ready in time.
@@ -109,7 +109,7 @@ class BenchSession:
                 while True:
                     changed = self.pool.changes.next
                     now = self.pool.statistics()
-                    others = now.starting_count + now.dying_count + now.leased_count
+                    others = now.starting_count + now.dying_count + now.leased_count - leased_count
                     if now.idle_count == self.pool.settings.idle_target and not others:
                         return
                     await changed.wait()

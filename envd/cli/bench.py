@@ -28,8 +28,8 @@ from envd.terminal import reports_errors
 
 app = typer.Typer(no_args_is_help=True, help="Measure forks, branches, standby machines, frames, steps and episodes.")
 
-#: A parent, its child, earlier children that are still being destroyed, and a standby machine.
-_BRANCH_CAPACITY = 6
+#: A parent, a group of children, and the next standby set.
+_BRANCH_CAPACITY = 1 + 2 * branch.TARGET_GROUP_SIZE
 _MAX_MACHINES = 64
 Repetitions = Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Repetitions of each measurement.")]
 OtherImage = Annotated[
@@ -96,7 +96,7 @@ async def bench_branch(
     """
     steps = Steps(report, branch.step_count(repetitions))
     settings, task_id = _task_without_setup(settings, image)
-    own = bench_config(settings, standby_count=1, capacity=_BRANCH_CAPACITY, image=image)
+    own = bench_config(settings, standby_count=branch.TARGET_GROUP_SIZE, capacity=_BRANCH_CAPACITY, image=image)
     async with open_bench(own, steps=steps) as session:
         parent: BranchParent = EditorParent(_default_tasks(settings).editor)
         if image not in {"", DEFAULT_IMAGE}:

@@ -2,15 +2,17 @@
 
 A guest runs only inside `LeasedMachine.running`, so an unused desktop costs no CPU and does not change behind its
 user's back. One lock orders changes between running and paused: while a machine is resumed, woken, paused or captured,
-no other of these operations runs on it.
+no other of these operations runs on it. A machine may be leased while it still loads its state, because its first frame
+is known; each of these operations waits for that.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from envd.aio import OwnedTasks, shielded
 from envd.errors import EnvdError, GuestUnresponsive, MachineLost
@@ -36,6 +38,7 @@ class LeasedMachine:
         frozen: FrozenDesktop | None,
         always_running: bool = False,
         linger_s: float = 0.0,
+        load: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         """Lease a machine that was forked and has not run since.
 
@@ -45,6 +48,7 @@ class LeasedMachine:
             frozen: The state that it was forked from; None if a previous daemon forked it.
             always_running: Whether the guest keeps running after its first use.
             linger_s: How long it keeps running after each use, unless it always runs.
+            load: Loads its state, or loses the machine; None if it has its state.
         """
         self.machine = machine
         self.desktop = desktop
@@ -56,6 +60,8 @@ class LeasedMachine:
         # Held while the machine changes between running and paused, and while it must stay paused.
         self._turn = asyncio.Lock()
         self._pausing = OwnedTasks()
+        self._load = load
+        self._loading: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<LeasedMachine {self.machine_id} {self.machine.state.value} | {self._user_count} users>"
@@ -76,6 +82,19 @@ class LeasedMachine:
     def lost(self) -> asyncio.Event:
         """Set once the machine is gone; never cleared."""
         return self.machine.lost
+
+    def start_loading(self, tasks: OwnedTasks) -> None:
+        """Load its state in a task, unless it has it."""
+        if self._load is not None:
+            self._loading = tasks.spawn(self._load_state(self._load), name=f"load:{self.machine_id}")
+
+    async def _load_state(self, load: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        with suppress(EnvdError):  # The machine is lost, which its user finds out at the next call.
+            await load()
+
+    async def _loaded(self) -> None:
+        if self._loading is not None:
+            await asyncio.wait({self._loading})
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[float]:
@@ -106,6 +125,7 @@ class LeasedMachine:
             MachineLost: The machine is gone.
         """
         async with self._turn:
+            await self._loaded()
             was_running = self.machine.state is MachineState.RUNNING
             try:
                 await self.machine.pause()
@@ -127,6 +147,7 @@ class LeasedMachine:
             if self.machine.state is MachineState.RUNNING and not self.desktop.is_asleep:
                 return 0.0
             begin_s = time.monotonic()
+            await self._loaded()
             await self.machine.resume()
             try:
                 await self.desktop.wake(windows=not self.machine.spec.image.runs_linux)
@@ -177,9 +198,9 @@ async def freeze(leased: LeasedMachine, *, hypervisor: Hypervisor) -> FrozenDesk
 
 
 class Reservation:
-    """Capacity and memory for one machine that does not exist yet.
+    """Capacity and memory for one machine, which waits for a state or does not exist yet.
 
-    `Pool.fork` fills it; `Pool.release` returns it, with the machine that fills it.
+    `Pool.fork` fills it; `Pool.release` returns it, with its machine.
     """
 
     def __init__(self, pool: str, *, run: str = "") -> None:

@@ -1,6 +1,7 @@
 """The lifecycle of one machine in a pool: created, ready, used once, destroyed. One task, `run_lifecycle`, runs it.
 
-How the machine is created is the `Work` that `run_lifecycle` gets: `forked` and `adopted` here, others in `template`.
+How the machine is created is the `Work` that `run_lifecycle` gets: `prepared` and `adopted` here, others in `template`.
+A prepared machine waits for a state, which `load` gives it once its user is known.
 
 `LifecycleListener` receives each event, and decides what to do about it; its methods never wait.
 """
@@ -69,7 +70,9 @@ class MachineRecord:
     machine: Machine | None = None
     desktop: Desktop | None = None
     frozen: FrozenDesktop | None = None
-    """The state that it was forked from."""
+    """The state that it was forked from; while it waits for one, its template."""
+    is_waiting: bool = False
+    """Whether it waits for a state."""
     usage: MachineUsage | None = None
     is_registered: bool = False
     """Whether it may be in the register."""
@@ -122,17 +125,30 @@ class MachineFactory:
     """Set when the pool closes: then destroying is tried only a few more times."""
 
 
-def forked(frozen: FrozenDesktop, *, factory: MachineFactory) -> Work:
-    """Create a fork, paused and asleep."""
+def prepared(frozen: FrozenDesktop, *, factory: MachineFactory) -> Work:
+    """Create a machine that waits for a state, and can load that of any snapshot with the same template."""
 
     async def work(record: MachineRecord) -> None:
         async with factory.forking:
             # No await between creation and record: a machine that exists is in its record.
-            record.machine = await factory.hypervisor.fork(frozen.snapshot, record.machine_id)
+            record.machine = await factory.hypervisor.prepare(frozen.snapshot, record.machine_id)
         record.frozen = frozen
-        record.desktop = factory.make_desktop(record.machine, view=frozen.view)
+        record.is_waiting = True
 
     return work
+
+
+async def load(record: MachineRecord, frozen: FrozenDesktop, *, factory: MachineFactory) -> None:
+    """Give a machine that waits a state; it is then a fork, paused and asleep. On failure the machine is lost.
+
+    Raises:
+        MachineLost, TemplateCorrupt, HypervisorError: See `Hypervisor.load`.
+    """
+    if record.machine is None:
+        raise RuntimeError(f"machine {record.machine_id} was never created")
+    record.is_waiting = False
+    record.frozen = frozen
+    await factory.hypervisor.load(record.machine, frozen.snapshot)
 
 
 def adopted(machine: Machine, state: ConnectionState, *, factory: MachineFactory) -> Work:

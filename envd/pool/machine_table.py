@@ -6,9 +6,10 @@ Records what happens to machines, and reports every change to the pool, which de
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any
 
-from envd.aio import OwnedTasks
+from envd.aio import OwnedTasks, run_unless
 from envd.errors import MachineLost
 from envd.hypervisor.machine import Machine
 from envd.pool.backoff import Backoff
@@ -76,6 +77,19 @@ class MachineTable:
     def reserved_count(self) -> int:
         """Reservations that have no machine yet."""
         return sum(record is None for record in self._reservations.values())
+
+    def counts(self) -> Counter[LifecycleState]:
+        """Return the number of machines in each state, without those that wait for a reservation's state."""
+        return Counter(record.state for record in self._records.values() if not self._is_promised(record))
+
+    @property
+    def unfilled_count(self) -> int:
+        """Reservations that have no machine with a state, or that is getting one."""
+        return self.reserved_count + sum(map(self._is_promised, self._records.values()))
+
+    def _is_promised(self, record: MachineRecord) -> bool:
+        is_unused = record.claim is None and record.state is not LifecycleState.DYING
+        return is_unused and record.reservation is not None and self._reservations.get(record.reservation) is record
 
     def held(self) -> Mapping[str, int]:
         """Return how many machines and reservations each run holds."""
@@ -160,14 +174,51 @@ class MachineTable:
             raise
         return record
 
-    async def fill(self, reservation: Reservation, work: Work) -> MachineRecord:
-        """Create the machine of a reservation and use the reservation up; on failure it is kept. Raises: as `make`."""
-        if self._reservations.get(reservation, self) is not None:
-            raise RuntimeError(f"{reservation!r} has a machine, or was released")
-        record = await self.make(work, becomes=LifecycleState.LEASED, reservation=reservation)
+    def assign(self, reservation: Reservation, record: MachineRecord) -> None:
+        """Keep an idle machine that waits for a state for a reservation."""
+        record.state = record.becomes = LifecycleState.LEASED
+        record.reservation = reservation
+        self._reservations[reservation] = record
+
+    async def fill(
+        self, reservation: Reservation, work: Work, *, load: Callable[[MachineRecord], Coroutine[Any, Any, None]]
+    ) -> MachineRecord:
+        """Load a state into the machine of a reservation and use the reservation up; on failure it is kept.
+
+        Args:
+            reservation: Not released, and not filled before.
+            work: Creates its machine, if it has none.
+            load: Gives its machine the state.
+
+        Raises:
+            MachineLost: It was retired before.
+            Exception: Any error of `work` and `load`.
+        """
+        while (record := self._unfilled(reservation)) is not None and record.retired.is_set():
+            await record.gone.wait()
+        if record is None:
+            record = self.add(work, becomes=LifecycleState.LEASED, reservation=reservation)
+        claim = record.claim = asyncio.get_running_loop().create_future()
+        if record.state is not LifecycleState.STARTING:
+            claim.set_result(None)
+        self._notify()
+        try:
+            await claim
+            await run_unless(record.retired, load(record))
+        except BaseException:
+            record.retire()
+            self._notify()
+            raise
         if record.retired.is_set():
             raise _retired_error(record)
         record.fills_reservation = True
+        return record
+
+    def _unfilled(self, reservation: Reservation) -> MachineRecord | None:
+        """Return the machine that waits for a reservation's state, if there is one."""
+        record = self._reservations.get(reservation)
+        if reservation not in self._reservations or (record is not None and record.claim is not None):
+            raise RuntimeError(f"{reservation!r} has a machine, or was released")
         return record
 
     def reserve(self, count: int, *, pool: str, run: str) -> tuple[Reservation, ...]:
@@ -182,6 +233,10 @@ class MachineTable:
             return self._reservations.pop(item, None)
         record = self._records.get(item.machine_id)
         return record if record is not None and record.machine is item.machine else None
+
+    def empty_reservations(self) -> list[Reservation]:
+        """Return the reservations that have no machine yet."""
+        return [reservation for reservation, record in self._reservations.items() if record is None]
 
     def cancel_reservations(self) -> None:
         """Remove all reservations."""

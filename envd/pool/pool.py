@@ -14,9 +14,9 @@ machines of the host.
 import asyncio
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 from envd.aio import Changes, OwnedTasks, shielded
 from envd.clock import Clock, SystemClock, wait_until
@@ -30,7 +30,7 @@ from envd.pool.disk import HostDisk
 from envd.pool.fairness import Demand
 from envd.pool.frozen import FrozenDesktop
 from envd.pool.leased import LeasedMachine, MachineLease, Reservation, freeze
-from envd.pool.lifecycle import MachineFactory, MachineRecord, MakeDesktop, Work, adopted, forked
+from envd.pool.lifecycle import MachineFactory, MachineRecord, MakeDesktop, Work, adopted, load, prepared
 from envd.pool.lost_machine import LostMachine
 from envd.pool.machine_table import MachineTable
 from envd.pool.memory import OVERHEAD_MIB, HostMemory, MemoryClaim
@@ -174,7 +174,7 @@ class Pool:
 
     def statistics(self) -> PoolStatus:
         """Return the present counts and the totals since the start."""
-        states = Counter(record.state for record in self._machines)
+        states = self._machines.counts()
         usages = [record.usage for record in self._machines if record.usage is not None]
         totals = self._machines.totals
         failure = self._hypervisor.problem or self._backoff.problem or self._machines.problem
@@ -194,7 +194,7 @@ class Pool:
             leased_count=states[LifecycleState.LEASED],
             starting_count=states[LifecycleState.STARTING],
             dying_count=states[LifecycleState.DYING],
-            reserved_count=self._machines.reserved_count,
+            reserved_count=self._machines.unfilled_count,
             waiting_count=self._queue.machine_count,
             waiting_by_run=self._queue.count_by_run,
             held_by_run=self._machines.held(),
@@ -252,9 +252,9 @@ class Pool:
     ) -> MachineLease:
         """Take `count` ready machines and `reserved` reservations, all or none, when it is the run's turn.
 
-        The machines are forks of the pool's template that have not run yet. A reservation is for one machine that the
-        caller forks from another state, with `fork`. Return everything with `release`. On failure and on cancellation
-        nothing is taken.
+        The machines are forks of the pool's template that have not run yet, and may still load its state. A reservation
+        is for one machine that the caller forks from another state, with `fork`. Return everything with `release`. On
+        failure and on cancellation nothing is taken.
 
         Args:
             count: Machines.
@@ -293,6 +293,8 @@ class Pool:
         self._metrics.group_admitted(
             pool=self.name, run=run, machine_count=demand.machine_count, wait_s=self._clock.monotonic() - now_s
         )
+        for machine in granted.machines:
+            machine.start_loading(self._tasks)
         return granted
 
     async def fork(self, reservation: Reservation, frozen: FrozenDesktop) -> LeasedMachine:
@@ -309,7 +311,11 @@ class Pool:
         if self._closing.is_set():
             raise self._draining_error()
         try:
-            record = await self._machines.fill(reservation, forked(frozen, factory=self.factory))
+            record = await self._machines.fill(
+                reservation,
+                prepared(frozen, factory=self.factory),
+                load=partial(load, frozen=frozen, factory=self.factory),
+            )
         except MachineLost:
             if self._closing.is_set():
                 raise self._draining_error() from None
@@ -442,8 +448,29 @@ class Pool:
         for machine_id in steps.destroy:
             self._machines[machine_id].retire()
         for _ in range(steps.start_count):
-            self._machines.add(self._template.fork(template))
+            self._machines.add(self._template.prepare(template))
         self._note_shortage(is_short=steps.host_is_short)
+        if self._promise_machines(template, now_s):
+            self._follow_plan()
+
+    def _promise_machines(self, template: FrozenDesktop, now_s: float) -> bool:
+        """Let a machine wait for each reservation, so that it only has to load; return whether idle ones were taken.
+
+        Idle machines are left to the groups in the queue.
+        """
+        idle = [
+            record for record in self._machines if record.planned_state is LifecycleState.IDLE and record.is_waiting
+        ]
+        taken = False
+        for reservation in self._machines.empty_reservations():
+            if idle and not len(self._queue):
+                self._machines.assign(reservation, idle.pop())
+                taken = True
+            elif self._backoff.starting_limit(now_s, limit=1):
+                self._machines.add(
+                    self._template.prepare(template), becomes=LifecycleState.LEASED, reservation=reservation
+                )
+        return taken
 
     def _idle_target(self) -> int:
         """Return how many spare machines to keep; in a failing pool one more than there are, so that one tries."""
@@ -459,17 +486,21 @@ class Pool:
         )
 
     def _hand_out(self, record: MachineRecord, *, run: str) -> LeasedMachine:
-        if record.machine is None or record.desktop is None:
+        machine, frozen = record.machine, record.frozen
+        if machine is None:
             raise RuntimeError(f"machine {record.machine_id} is {record.state.value} but was never created")
+        if record.desktop is None:
+            record.desktop = self.factory.make_desktop(machine, view=None if frozen is None else frozen.view)
         record.state = LifecycleState.LEASED
         record.run = run
         self._leased_total += 1
         return LeasedMachine(
-            machine=record.machine,
+            machine=machine,
             desktop=record.desktop,
-            frozen=record.frozen,
+            frozen=frozen,
             always_running=self.settings.always_running,
             linger_s=self.settings.linger_s,
+            load=partial(load, record, frozen, factory=self.factory) if record.is_waiting and frozen else None,
         )
 
     def _take_back(self, group: WaitingGroup) -> None:
@@ -479,7 +510,8 @@ class Pool:
         if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
             granted = admitted.result()
             for reservation in granted.reservations:
-                self._machines.withdraw(reservation)
+                if (promised := self._machines.withdraw(reservation)) is not None:
+                    promised.retire()
             for machine in granted.machines:
                 record = self._machines.withdraw(machine)
                 if record is not None and record.state is LifecycleState.LEASED:

@@ -9,7 +9,7 @@ from envd.errors import Draining, EnvdError, TemplateCorrupt
 from envd.hypervisor.machine import Hypervisor, MachineSpec
 from envd.pool.backoff import Backoff
 from envd.pool.frozen import FrozenDesktop
-from envd.pool.lifecycle import MachineRecord, Work, forked
+from envd.pool.lifecycle import MachineRecord, Work, prepared
 from envd.pool.template import TemplateBuilder, TemplateCache
 
 logger = logging.getLogger(__name__)
@@ -66,9 +66,9 @@ class TemplateKeeper:
             frozen, self.frozen = self.frozen, None
             await self._templates.release(frozen)
 
-    def fork(self, frozen: FrozenDesktop) -> Work:
-        """Create a fork of the template; see `forked`."""
-        create = forked(frozen, factory=self._user.factory)
+    def prepare(self, frozen: FrozenDesktop) -> Work:
+        """Create a machine for a fork of the template; see `prepared`."""
+        create = prepared(frozen, factory=self._user.factory)
 
         async def work(record: MachineRecord) -> None:
             try:

@@ -163,10 +163,10 @@ class StubMachine:
     async def resume(self) -> None:
         """Resume."""
         self.calls.append("resume")
-        if not self.is_loaded:
-            raise HypervisorError(f"machine {self.machine_id}: has no state yet")
         await asyncio.sleep(0)
         self._check_not_lost()
+        if not self.is_loaded:
+            raise HypervisorError(f"machine {self.machine_id}: has no state yet")
         self.paused = False
 
     async def usage(self) -> MachineUsage:

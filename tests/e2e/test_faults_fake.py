@@ -154,7 +154,7 @@ async def test_a_full_disk_rejects_new_machines_spares_existing_ones_and_recover
             await episode.step(COUNT)
             server.hypervisor.faults = Faults(fork_error="no space left on device")
             with pytest.raises(wire.ServiceFault, match="no space left on device") as failure:
-                async with client.fork(episode, count=1):
+                async with client.fork(episode, count=3):
                     pass
             assert failure.value.reason == "HYPERVISOR_ERROR"
             with pytest.raises(grpc.aio.AioRpcError) as full:

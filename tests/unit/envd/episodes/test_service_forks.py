@@ -302,7 +302,7 @@ async def test_if_one_copy_fails_no_copy_is_kept(world: World) -> None:
     world.hypervisor.gates["capture"].clear()
     fork = asyncio.create_task(world.fork(parent_id, 1, fork_count=2))
     await run_ready()
-    world.hypervisor.errors["fork"] = [HypervisorError("QEMU did not start")]
+    world.hypervisor.errors["load"] = [HypervisorError("QEMU did not start")]
     world.hypervisor.gates["capture"].set()
     with pytest.raises(HypervisorError, match="QEMU did not start"):
         await fork
@@ -318,7 +318,7 @@ async def test_the_death_of_a_copy_is_not_attributed_to_its_parent(world: World)
     world.hypervisor.gates["capture"].clear()
     fork = asyncio.create_task(world.fork(parent_id, 1))
     await run_ready()
-    world.hypervisor.errors["fork"] = [MachineLost("QEMU died")]
+    world.hypervisor.errors["load"] = [MachineLost("QEMU died")]
     world.hypervisor.gates["capture"].set()
     with pytest.raises(SetupFailed, match=f"fork of episode {parent_id}: QEMU died"):
         await fork

@@ -146,13 +146,15 @@ async def test_an_evicted_start_is_discarded_after_its_last_fork() -> None:
     async with running_world(task_templates=1) as world:
         await world.service.close(await world.open(task_id=FROZEN[0].task_id))
         await run_ready()
-        world.hypervisor.gates["fork"].clear()
+        gate = world.hypervisor.gates["load"]
+        gate.clear()
         forking = asyncio.create_task(world.reset(task_id=FROZEN[0].task_id))
         await run_ready()
+        del world.hypervisor.gates["load"]  # Later loads do not wait.
         await world.open(task_id=FROZEN[1].task_id)
         await run_ready()
         assert [state.discarded for state in world.captured()] == [False, False]
-        world.hypervisor.gates["fork"].set()
+        gate.set()
         assert len((await forking).episodes) == 1
         await run_ready()
         assert [state.discarded for state in world.captured()] == [True, False]
@@ -181,7 +183,7 @@ async def test_a_cached_start_that_cannot_be_forked_is_evicted_and_a_retry_runs_
     await world.service.close(await world.open(task_id=FROZEN[0].task_id))
     await run_ready()
     command = world.reset_command(task_id=FROZEN[0].task_id, group_size=2)
-    world.hypervisor.errors["fork"] = [HypervisorError("memory file is gone")]
+    world.hypervisor.errors["load"] = [HypervisorError("memory file is gone")]
     with pytest.raises(HypervisorError):
         await world.service.reset(command)
     await run_ready()
@@ -207,7 +209,7 @@ async def test_a_cached_start_is_kept_while_the_hypervisor_is_unreachable(world:
 async def test_a_cached_start_whose_forks_die_is_evicted_and_the_setup_runs_again(world: World) -> None:
     await world.service.close(await world.open(task_id=FROZEN[0].task_id))
     await run_ready()
-    world.hypervisor.errors["fork"] = [MachineLost("QEMU died")]
+    world.hypervisor.errors["load"] = [MachineLost("QEMU died")]
     await world.open(task_id=FROZEN[0].task_id)
     assert world.tasks.setups == 2
     await run_ready()
@@ -253,7 +255,7 @@ async def test_if_one_fork_of_a_group_fails_nothing_is_kept(world: World) -> Non
     world.hypervisor.gates["capture"].clear()
     reset = asyncio.create_task(world.reset(group_size=3))
     await run_ready()
-    world.hypervisor.errors["fork"] = [HypervisorError("QEMU did not start")]
+    world.hypervisor.errors["load"] = [HypervisorError("QEMU did not start")]
     world.hypervisor.gates["capture"].set()
     with pytest.raises(HypervisorError, match="QEMU did not start"):
         await reset

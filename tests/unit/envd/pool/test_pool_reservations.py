@@ -8,7 +8,7 @@ import pytest
 
 from envd.errors import Draining, GroupTooLarge, HypervisorError, MachineLost, PoolExhausted
 from envd.pool.frozen import FrozenDesktop
-from envd.pool.leased import MachineLease, Reservation
+from envd.pool.leased import LeasedMachine, MachineLease, Reservation
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
@@ -175,7 +175,7 @@ async def test_a_fork_cancelled_at_any_await_keeps_its_reservation_and_no_machin
         if not forking.cancelled():
             break
         assert counts(pool)[1:] == (0, 1), f"cancelled after {turns} iterations"
-        assert len(hypervisor.machines) == counts(pool)[0]
+        assert len(hypervisor.machines) == counts(pool)[0] + 1, "one waits for the next attempt"
     else:
         pytest.fail("it never came to its end")
     await pool.release([reservation])
@@ -208,9 +208,10 @@ async def test_granted_reservations_can_be_filled_until_the_pool_closes(
     granted = await pool.lease(0, reserved=2, timeout_s=1.0)
     frozen = template(pool)
     pool.drain()
-    machine = await pool.fork(granted.reservations[0], frozen)
-    assert list(hypervisor.machines) == [machine.machine_id]
-    hypervisor.gates["fork"].clear()
+    await pool.fork(granted.reservations[0], frozen)
+    assert counts(pool) == (0, 1, 1)
+    assert len(hypervisor.machines) == 2
+    hypervisor.gates["load"].clear()
     forking = asyncio.create_task(pool.fork(granted.reservations[1], frozen))
     await run_ready()
     await pool.close()
@@ -267,6 +268,122 @@ async def test_a_dead_machine_of_a_reservation_frees_its_capacity(
 
 async def test_a_reservation_names_its_pool() -> None:
     assert repr(Reservation("desktop")) == "<Reservation of 'desktop'>"
+
+
+# Machines that wait for a state
+
+
+async def test_a_reservation_gets_a_ready_machine_which_only_loads_its_state(
+    make_pool: MakePool, hypervisor: StubHypervisor
+) -> None:
+    pool = await started(make_pool(idle_target=3, capacity=8))
+    ready = set(hypervisor.machines)
+    hypervisor.gates["fork"].clear()
+    granted = await pool.lease(1, reserved=2, timeout_s=1.0)
+    frozen = await pool.freeze(granted.machines[0])
+    forks = [await pool.fork(reservation, frozen) for reservation in granted.reservations]
+    used = {machine.machine_id for machine in (*granted.machines, *forks)}
+    assert len(used & ready) >= 2, "all but at most one, whose state had been loaded to test the template"
+    hypervisor.gates["fork"].set()
+    await run_ready()
+    assert counts(pool) == (3, 3, 0), "others are started in their place"
+    assert all(hypervisor.machines[fork.machine_id].snapshot is frozen.snapshot for fork in forks)
+
+
+async def test_ready_machines_are_left_to_the_groups_in_the_queue(
+    make_pool: MakePool, hypervisor: StubHypervisor
+) -> None:
+    pool = await started(make_pool(idle_target=2, capacity=6))
+    ready = set(hypervisor.machines)
+    large = asyncio.create_task(pool.lease(3, timeout_s=60.0))
+    await asyncio.sleep(0)
+    (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
+    fork = await pool.fork(reservation, template(pool))
+    assert fork.machine_id not in ready
+    assert ready <= {machine.machine_id for machine in (await large).machines}
+
+
+async def test_a_machine_that_dies_while_it_waits_is_replaced_before_its_reservation_is_used(
+    make_pool: MakePool, hypervisor: StubHypervisor
+) -> None:
+    pool = await started(make_pool(idle_target=0))
+    (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
+    await run_ready()
+    first = hypervisor.forks[-1]
+    first.die()
+    hypervisor.destroy_gate.clear()
+    await run_ready()
+    forking = asyncio.create_task(pool.fork(reservation, template(pool)))
+    await run_ready()
+    assert not forking.done()
+    hypervisor.destroy_gate.set()
+    fork = await forking
+    assert fork.machine_id != first.machine_id
+    assert counts(pool)[1:] == (1, 0)
+
+
+async def test_a_failed_load_keeps_the_reservation_for_a_retry(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
+    pool = await started(make_pool())
+    (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
+    hypervisor.errors["load"] = [HypervisorError("the state could not be loaded")]
+    with pytest.raises(HypervisorError, match="could not be loaded"):
+        await pool.fork(reservation, template(pool))
+    await run_ready()
+    assert pool.statistics().reserved_count == 1
+    machine = await pool.fork(reservation, template(pool))
+    assert machine.machine_id in hypervisor.machines
+
+
+async def test_machines_of_reservations_are_not_started_during_a_pause_after_a_failure(
+    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
+) -> None:
+    pool = await started(make_pool(idle_target=0))
+    hypervisor.errors["fork"] = [HypervisorError("no more sockets")]
+    (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
+    await run_ready()
+    before = hypervisor.counts["fork"]
+    await run_ready()
+    assert hypervisor.counts["fork"] == before
+    assert "no more sockets" in pool.statistics().problem
+    await clock.advance(pool.settings.backoff_min_s)
+    await run_ready()
+    assert hypervisor.counts["fork"] == before + 1
+    await pool.fork(reservation, template(pool))
+
+
+async def test_a_lease_does_not_wait_for_the_state_but_its_first_use_does(
+    make_pool: MakePool, hypervisor: StubHypervisor
+) -> None:
+    pool = await started(make_pool(idle_target=4))
+    hypervisor.gates["load"].clear()
+    machines = (await pool.lease(4, timeout_s=1.0)).machines
+    waiting = next(machine for machine in machines if not hypervisor.machines[machine.machine_id].is_loaded)
+    using = asyncio.create_task(use(waiting))
+    freezing = asyncio.create_task(pool.freeze(machines[-1]))
+    await run_ready()
+    assert not using.done()
+    assert hypervisor.machines[waiting.machine_id].calls == []
+    hypervisor.gates["load"].set()
+    await using
+    await (await freezing).snapshot.discard()
+    assert hypervisor.machines[waiting.machine_id].is_loaded
+
+
+async def test_a_machine_whose_state_does_not_load_is_lost_at_its_first_use(
+    make_pool: MakePool, hypervisor: StubHypervisor
+) -> None:
+    pool = await started(make_pool(idle_target=4))
+    hypervisor.errors["load"] = [HypervisorError("no such file")] * 4
+    machines = (await pool.lease(4, timeout_s=1.0)).machines
+    waiting = next(machine for machine in machines if not hypervisor.machines[machine.machine_id].is_loaded)
+    with pytest.raises(MachineLost, match="its state could not be loaded: no such file"):
+        await use(waiting)
+    await pool.release(machines)
+
+
+async def use(machine: LeasedMachine) -> None:
+    async with machine.running():
+        pass
 
 
 # Memory
