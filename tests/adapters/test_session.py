@@ -23,11 +23,11 @@ from cuaenv.client import (
 )
 
 from envd.testing.desktops import DrawnDesktops
+from trainer.adapters.background import blocking
 from trainer.adapters.session import (
     Session,
     SessionSettings,
     SessionVoid,
-    blocking,
     is_fault,
     open_session,
     session,
@@ -229,6 +229,7 @@ async def test_threads_without_an_event_loop_share_a_group(desktops: DrawnDeskto
 
 async def test_a_process_that_ends_closes_its_sessions(desktops: DrawnDesktops) -> None:
     script = (
+        "from trainer.adapters.background import blocking\n"
         "from trainer.adapters.session import *\n"
         f"one = blocking(open_session('{TASK}', settings=SessionSettings.connect()))\n"
         "print(one.instruction)\n"

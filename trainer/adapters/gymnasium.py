@@ -19,7 +19,8 @@ from gymnasium import spaces
 from gymnasium.error import InvalidAction, ResetNeeded
 
 from trainer.adapters.actions import ActionForm, BadAction, Button, read_actions
-from trainer.adapters.session import Session, SessionSettings, SessionVoid, blocking, open_session
+from trainer.adapters.background import blocking
+from trainer.adapters.session import Session, SessionSettings, SessionVoid, open_session
 
 ENV_ID = "envd/Desktop-v0"
 MODIFIERS = ("ctrl", "alt", "shift", "win")

@@ -11,10 +11,8 @@ opens all of them, the others take theirs, and the forks of members that never c
 """
 
 import asyncio
-import atexit
 import os
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -51,7 +49,6 @@ from trainer.agent.forks import forks_of_loop
 from trainer.agent.pacing import pacer_of_loop
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
     from pathlib import Path
 
     from PIL import Image
@@ -409,60 +406,3 @@ async def _own(
 
 
 _owners: set[asyncio.Task[None]] = set()
-
-
-def blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Run a session's coroutine from code without an event loop, and return its result.
-
-    Interrupting the caller cancels the coroutine. See `in_background`.
-    """
-    future = in_background(work)
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
-
-
-def in_background(work: Coroutine[Any, Any, T]) -> "Future[T]":
-    """Start a session's coroutine in this process's loop for sessions, which has a thread of its own.
-
-    Sessions of several threads and loops can join one group there. At the end of the process the loop closes its open
-    sessions.
-    """
-    return _Background.of_process().start(work)
-
-
-class _Background:
-    """An event loop in its own thread."""
-
-    _lock = threading.Lock()
-    _current: "_Background | None" = None
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._loop = asyncio.new_event_loop()
-        self._stopping = asyncio.Event()
-        self._thread = threading.Thread(target=self._serve, name="sessions", daemon=True)
-        self._thread.start()
-        atexit.register(self._stop)
-
-    @classmethod
-    def of_process(cls) -> "_Background":
-        """Return this process's loop; a forked child has none yet, because threads are not forked."""
-        with cls._lock:
-            if cls._current is None or cls._current._pid != os.getpid():
-                cls._current = cls()
-            return cls._current
-
-    def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._stopping.wait())
-
-    def _stop(self) -> None:
-        if self._pid == os.getpid():
-            self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join()

@@ -15,7 +15,8 @@ from typing import Any
 from cuaenv.client import EnvError
 
 from trainer.adapters.actions import read_actions
-from trainer.adapters.session import Session, SessionSettings, SessionVoid, blocking, is_fault, open_session
+from trainer.adapters.background import blocking
+from trainer.adapters.session import Session, SessionSettings, SessionVoid, is_fault, open_session
 
 logger = logging.getLogger(__name__)
 

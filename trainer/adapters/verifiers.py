@@ -14,7 +14,8 @@ import verifiers.v1 as vf
 from cuaenv.client import EnvError, shared_client
 from pydantic import Field
 
-from trainer.adapters.session import SessionSettings, blocking, is_fault, session
+from trainer.adapters.background import blocking
+from trainer.adapters.session import SessionSettings, is_fault, session
 from trainer.agent.loop import run_episode
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import BudgetExhausted, Message, ModelFailed, Reply

@@ -60,6 +60,7 @@ class SglangConversation:
         sampling_params: Mapping[str, Any],
         is_aborted: Callable[[], bool],
         extras: Mapping[str, Any] | None = None,
+        encode_image: "Callable[[Image.Image], Any] | None" = None,
     ) -> None:
         """Create a conversation without a row.
 
@@ -70,6 +71,7 @@ class SglangConversation:
             sampling_params: SGLang's parameters; `max_new_tokens` is set for each reply.
             is_aborted: Whether the trainer needs no more samples.
             extras: Additional fields of each request, such as `return_routed_experts`.
+            encode_image: Converts an image for the engine; by default to a data URI.
         """
         self.rows: list[Row] = []
         """In order; the last one is the current one."""
@@ -80,7 +82,8 @@ class SglangConversation:
         self._is_aborted = is_aborted
         self._extras = dict(extras or {})
         # Each request sends all images of the row; each is encoded once. Keyed by id(): the row keeps them alive.
-        self._encoded: dict[int, str] = {}
+        self._encoded: dict[int, Any] = {}
+        self._encode_image = encode_image or data_uri
 
     async def begin(self, messages: Sequence[Message]) -> None:
         """Start a new row. Raises: BudgetExhausted, GenerationAborted, ModelFailed."""
@@ -169,7 +172,7 @@ class SglangConversation:
     async def _encode(self, images: "Sequence[Image.Image]") -> None:
         for image in images:
             if id(image) not in self._encoded:
-                self._encoded[id(image)] = await asyncio.to_thread(data_uri, image)
+                self._encoded[id(image)] = await asyncio.to_thread(self._encode_image, image)
 
     def _check_abort(self) -> None:
         if self._is_aborted():

@@ -18,8 +18,9 @@ from openenv.core.env_server.mcp_environment import MCPEnvironment
 from openenv.core.env_server.types import EnvironmentMetadata, State
 
 from trainer.adapters.actions import ActionForm
+from trainer.adapters.background import blocking, in_background
 from trainer.adapters.openenv.models import DesktopAction, DesktopObservation
-from trainer.adapters.session import Session, SessionSettings, SessionVoid, blocking, in_background, open_session
+from trainer.adapters.session import Session, SessionSettings, SessionVoid, open_session
 
 
 class DesktopEnvironment(MCPEnvironment):

@@ -1,0 +1,259 @@
+"""`DesktopAgentLoop`: desktops for verl, as an agent loop with the prompts, grammars and limits of `trainer.agent`.
+
+The sessions of a prompt start on forks of one state. The tokens to train on are those that the engine sampled, with its
+log-probabilities; screenshots and other text of the environment have mask 0.
+
+A void episode raises `SessionVoid`. verl's v1 trainer then leaves the session out of its group and out of the batch. It
+is never scored 0. See docs/adapters.md.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cuaenv.client import AsyncEpisode, EnvError, shared_client
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+
+from trainer.adapters.session import SessionVoid, is_fault
+from trainer.agent.attempts import run_task
+from trainer.agent.forks import forks_of_loop
+from trainer.agent.loop import AgentEpisode
+from trainer.agent.pacing import pacer_of_loop
+from trainer.agent.training import TrainingConfig
+from trainer.agent.types import Message, ModelFailed, Trajectory
+from trainer.config import ConfigError
+from trainer.tokens.chat import Chat
+from trainer.tokens.rows import Row
+from trainer.tokens.sglang import SglangConversation, TokenBudget
+
+_GROUP_WAIT_S = 60.0
+
+
+class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
+    """One session of a prompt: an episode on a desktop."""
+
+    def __init__(self, *arguments: Any, envd: Mapping[str, Any], **options: Any) -> None:
+        """Check the configuration.
+
+        Args:
+            arguments: Those of verl's `AgentLoopBase`.
+            envd: See `TrainingConfig`. The row of an episode must not be divided: `agent.images_per_row` is 0.
+            options: Those of verl's `AgentLoopBase`.
+
+        Raises:
+            ConfigError: A key is unknown or a value is invalid.
+        """
+        super().__init__(*arguments, **options)
+        plain = OmegaConf.to_container(envd) if OmegaConf.is_config(envd) else envd
+        self._config = TrainingConfig.from_mapping(plain)
+        if self._config.agent.images_per_row:
+            raise ConfigError(
+                f"envd.agent.images_per_row is {self._config.agent.images_per_row}: verl trains one row per session;"
+                " set it to 0 and limit agent.max_turns"
+            )
+        if self.processor is None and not self._config.agent.text_only:
+            raise ConfigError("the model has no processor for images; use a vision model or set envd.agent.text_only")
+        self._chat = Chat(self.tokenizer, self.processor, template_options=dict(self.apply_chat_template_kwargs))
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        """Run the episode of a data set row.
+
+        Raises:
+            SessionVoid: The episode was lost; it has no score.
+            EnvError: The request was refused, for example because the task is unknown.
+            ConfigError: The row has no task id.
+        """
+        task = row.get(self._config.task_key) or (row.get("extra_info") or {}).get(self._config.task_key)
+        if not isinstance(task, str) or not task:
+            raise ConfigError(f"data set row: no {self._config.task_key} (envd.task_key); it has {', '.join(row)}")
+        conversations: list[_Conversation] = []
+
+        def new_conversation() -> _Conversation:
+            conversations.append(_Conversation(self, self._chat, self._config, sampling_params, row))
+            return conversations[-1]
+
+        group = await _group_of((row.get("uid"), task))
+        trajectory = await run_task(
+            _Environments(self._config, group),
+            task,
+            new_conversation,
+            settings=self._config.agent,
+            pool=self._config.pool,
+            attempts=self._config.attempts,
+        )
+        if trajectory.evaluation is None:
+            if isinstance(trajectory.error, EnvError) and not is_fault(trajectory.error):
+                raise trajectory.error
+            cause = trajectory.error or trajectory.reason
+            raise SessionVoid(f"episode {trajectory.episode_id} of {task}: void: {cause}") from trajectory.error
+        return self._output(conversations[-1], trajectory, row)
+
+    def _output(
+        self, conversation: "_Conversation", trajectory: Trajectory, data: Mapping[str, Any]
+    ) -> AgentLoopOutput:
+        made: Row = conversation.rows[-1]
+        facts = trajectory.facts(max_turns=self._config.agent.max_turns, metadata=data)
+        timings = trajectory.timings_s
+        with_log_probs = conversation.with_log_probs
+        return AgentLoopOutput(
+            prompt_ids=list(made.prompt_ids),
+            response_ids=[token for piece in made.pieces for token in piece.train_ids],
+            response_mask=[int(piece.sampled) for piece in made.pieces for _ in piece.train_ids],
+            response_logprobs=[
+                value for piece in made.pieces for value in piece.log_probs or [0.0] * len(piece.train_ids)
+            ]
+            if with_log_probs
+            else None,
+            multi_modal_data={"images": list(made.trained_images)} if made.trained_images else {},
+            reward_score=self._config.make_recipe()(facts).total,
+            num_turns=1 + 2 * len(trajectory.turns),
+            metrics=AgentLoopMetrics(
+                generate_sequences=timings.get("model", 0.0),
+                tool_calls=timings.get("step", 0.0),
+                compute_score=timings.get("evaluate", 0.0),
+            ),
+            extra_fields={
+                **conversation.extra_fields,
+                "turn_scores": [],
+                "tool_rewards": [],
+                "reward_extra_info": {"task_score": facts.task_score, "truncated": float(facts.truncated)},
+            },
+        )
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """The sessions of one prompt."""
+
+    size: int = 0
+
+
+_arriving: dict[Any, _Group] = {}
+
+
+async def _group_of(key: tuple[Any, str]) -> _Group:
+    """Return the group of the sessions that arrive in the same iteration of the event loop.
+
+    verl creates the tasks of a prompt's sessions at once, and awaits nothing before `run`. Their number differs between
+    training, validation and prompts with a number of their own, and `run` is not told it.
+    """
+    here = (asyncio.get_running_loop(), *key)
+    group = _arriving.setdefault(here, _Group())
+    group.size += 1
+    await asyncio.sleep(0)
+    _arriving.pop(here, None)
+    return group
+
+
+class _Environments:
+    """`trainer.agent.attempts.Environments` of one session: the first episode in its group, repeated ones alone."""
+
+    def __init__(self, config: TrainingConfig, group: _Group) -> None:
+        self._client = shared_client(config.client)
+        self._group: _Group | None = group
+
+    @asynccontextmanager
+    async def reset_group(self, task: str, *, size: int, **options: Any) -> AsyncIterator[Sequence[AgentEpisode]]:
+        group, self._group = self._group or _Group(size), None
+        opening = forks_of_loop().member(
+            group,
+            size=group.size,
+            open_group=lambda count: pacer_of_loop().open(
+                task, lambda: self._client.reset_group(task, size=count, **options)
+            ),
+            wait_s=_GROUP_WAIT_S,
+        )
+        async with opening as episode:
+            made: AsyncEpisode = episode
+            yield [made]
+
+
+class _Conversation(SglangConversation):
+    """A conversation with verl's engine."""
+
+    def __init__(
+        self,
+        loop: DesktopAgentLoop,
+        chat: Chat,
+        config: TrainingConfig,
+        sampling_params: Mapping[str, Any],
+        row: Mapping[str, Any],
+    ) -> None:
+        agent, rollout = config.agent, loop.rollout_config
+        budget = TokenBudget(
+            prompt=rollout.prompt_length,
+            reply=agent.reply_tokens,
+            total=agent.context_tokens,
+            images=agent.row_cost.images,
+        )
+        super().__init__(
+            chat,
+            self._call,
+            budget=budget,
+            sampling_params={},
+            is_aborted=lambda: False,
+            encode_image=lambda image: image,
+        )
+        self.extra_fields: dict[str, Any] = {}
+        """Of the engine's latest response, with the earliest version of the weights."""
+        self.with_log_probs = bool(sampling_params.get("logprobs"))
+        self._server = loop.server_manager
+        self._response_limit = rollout.response_length
+        self._verl_params = dict(sampling_params)
+        self._timeout_s = config.engine_timeout_s
+        self._priority = int(row.get("priority", 0))
+        # verl sends the requests of one id to one server, which has their prefix cached.
+        self._request_id = uuid.uuid4().hex
+
+    async def begin(self, messages: Sequence[Message]) -> None:
+        """Start the row. Raises: BudgetExhausted, GenerationAborted, ModelFailed."""
+        await super().begin(messages)
+        total = min(self._budget.total, self.rows[-1].token_count + self._response_limit)
+        self._budget = replace(self._budget, total=total)
+
+    async def _call(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Call verl's engine for a request to SGLang's `/generate`; return an equivalent response."""
+        limit = payload["sampling_params"]["max_new_tokens"]
+        prompt = list(self.rows[-1].as_prompt().train_ids)
+        started_s = time.monotonic()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._server.generate(
+                    request_id=self._request_id,
+                    # With one placeholder per image token, as verl's own loops; its servers adapt it to their engine.
+                    prompt_ids=prompt,
+                    sampling_params={**self._verl_params, "max_tokens": limit},
+                    image_data=payload.get("image_data"),
+                    priority=self._priority,
+                )
+        except Exception as error:
+            waited_s = time.monotonic() - started_s
+            raise ModelFailed(
+                f"verl's engine: no response after {waited_s:.0f} s: {type(error).__name__}: {error}"
+            ) from error
+        first = self.extra_fields.get("min_global_steps")
+        self.extra_fields = dict(response.extra_fields)
+        if first is not None:
+            self.extra_fields["min_global_steps"] = first
+        ids = list(response.token_ids)
+        aborted = response.stop_reason in ("abort", "aborted")
+        truncated = response.stop_reason == "length" or len(ids) >= limit
+        if self.with_log_probs and not aborted and len(response.log_probs or ()) != len(ids):
+            raise ModelFailed(
+                f"verl's engine returned {len(ids)} ids with {len(response.log_probs or ())} log-probabilities"
+            )
+        log_probs = response.log_probs if self.with_log_probs else [0.0] * len(ids)
+        return {
+            "text": self._chat.decode(ids),
+            "meta_info": {
+                "finish_reason": {"type": "abort" if aborted else "length" if truncated else "stop"},
+                # verl reports no number of prompt tokens.
+                "prompt_tokens": len(prompt),
+                "output_token_logprobs": list(zip(log_probs or (), ids, strict=False)),
+            },
+        }
