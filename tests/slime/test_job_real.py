@@ -87,15 +87,15 @@ class Job:
         directory: Path,
         *flags: str,
         checkpoint: Path,
-        daemon: ServedDaemon,
+        hosts: str,
         engines: Sequence[SglangServer],
         envd: Mapping[str, Any] | None = None,
         script: str = "train",
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         """Start it; `directory` has its configuration, checkpoints and log."""
         directory.mkdir(exist_ok=True)
-        address = daemon.wait_for(r"listening on (\S+)")
-        settings = {"hosts": [address], "engine_timeout_s": 120.0, "record_dir": str(directory), **(envd or {})}
+        settings = {"hosts": hosts, "engine_timeout_s": 120.0, "record_dir": str(directory), **(envd or {})}
         config = directory / "envd.yaml"
         config.write_text(yaml.safe_dump({"envd": {**settings, "agent": AGENT}}), encoding="utf-8")
         hooks = {
@@ -139,7 +139,7 @@ class Job:
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]), **(environ or {})},
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -181,15 +181,30 @@ def trained_indices(job: Job) -> dict[int, list[int]]:
     }
 
 
+def address_of(daemon: ServedDaemon) -> str:
+    return daemon.wait_for(r"listening on (\S+)")
+
+
 def leased_count(daemon: ServedDaemon) -> int:
-    with EnvClient(daemon.wait_for(r"listening on (\S+)")) as client:
+    with EnvClient(address_of(daemon)) as client:
         (pool,) = client.list_pools()
     return pool.leased_count
 
 
+def metrics(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310 -- loopback
+        text: str = answer.read().decode()
+    return text
+
+
+def episodes_started(host: Path) -> float:
+    """Return the episodes that the daemon of a host in a Ray cluster has started."""
+    (url,) = re.findall(r"metrics on (\S+)", (host / "daemon.out").read_text())
+    return sum(map(float, re.findall(r"^envd_episodes_started_total\S* (\S+)$", metrics(url), re.MULTILINE)))
+
+
 def machines_by_run(daemon: ServedDaemon) -> dict[str, float]:
-    with urllib.request.urlopen(daemon.wait_for(r"metrics on (\S+)"), timeout=30) as answer:  # noqa: S310 -- loopback
-        text = answer.read().decode()
+    text = metrics(daemon.wait_for(r"metrics on (\S+)"))
     found = re.findall(r'^envd_run_machines\{.*run="(\w+)".*\} (\S+)$', text, re.MULTILINE)
     return {run: float(count) for run, count in found}
 
@@ -198,7 +213,7 @@ def test_two_jobs_share_a_daemon(
     tmp_path: Path, checkpoint: Path, daemon: ServedDaemon, engines: list[SglangServer]
 ) -> None:
     """A synchronous and a one-step-off job: all batches are complete, and neither takes more than its quota."""
-    common: dict[str, Any] = {"checkpoint": checkpoint, "daemon": daemon, "engines": engines}
+    common: dict[str, Any] = {"checkpoint": checkpoint, "hosts": address_of(daemon), "engines": engines}
     narrow = Job(tmp_path / "narrow", "--router-policy", "round_robin", envd={"run": "narrow"}, **common)
     wide = Job(tmp_path / "wide", envd={"run": "wide"}, script="train_async", **common)
     most: dict[str, float] = {}
@@ -235,7 +250,7 @@ def test_a_killed_trainer_is_resumed(
     """Killed within its second rollout, a job repeats that rollout with the same prompts; each is trained once."""
     common: dict[str, Any] = {
         "checkpoint": checkpoint,
-        "daemon": daemon,
+        "hosts": address_of(daemon),
         "engines": engines,
         "envd": {"lease_s": 10.0},
     }
@@ -273,9 +288,42 @@ def test_partial_rollouts_are_refused(
     tmp_path: Path, checkpoint: Path, daemon: ServedDaemon, engines: list[SglangServer]
 ) -> None:
     job = Job(
-        tmp_path / "job", "--partial-rollout", checkpoint=checkpoint, daemon=daemon, engines=engines, envd={"run": "a"}
+        *(tmp_path / "job", "--partial-rollout"),
+        checkpoint=checkpoint,
+        hosts=address_of(daemon),
+        engines=engines,
+        envd={"run": "a"},
     )
     assert job.wait() != 0
     assert "--partial-rollout: a desktop cannot be resumed in a later rollout; remove the flag" in job.log
     assert not job.trained
     assert leased_count(daemon) == 0
+
+
+def test_a_job_in_a_ray_cluster_opens_its_groups_on_the_three_hosts_of_the_cluster(
+    tmp_path: Path, checkpoint: Path, engines: list[SglangServer]
+) -> None:
+    from trainer.testing.ray_hosts import RayHosts
+
+    (tmp_path / "ray").mkdir()
+    served = RayHosts(tmp_path / "ray", capacity=8)
+    try:
+        for index in range(3):
+            served.add(f"host-{index}")
+        served.up()
+        # Two groups of 6 do not fit on one host, and slime opens three at once.
+        sizes = ("--n-samples-per-prompt", "6", "--rollout-batch-size", "3", "--global-batch-size", "18")
+        job = Job(
+            *(tmp_path / "job", *sizes, "--sglang-server-concurrency", "18"),
+            checkpoint=checkpoint,
+            hosts="ray://auto",
+            engines=engines,
+            environ={"RAY_ADDRESS": served.cluster.address},
+        )
+        assert job.wait() == 0, job.log[-4000:]
+        assert trained_indices(job) == {0: list(range(18)), 1: list(range(18, 36))}
+        assert [sample["status"] for number in (0, 1) for sample in job.records(number)] == ["completed"] * 36
+        served.wait(lambda: not served.reserved() and not served.leased())
+        assert all(episodes_started(tmp_path / "ray" / f"host-host-{index}") >= 6 for index in range(3))
+    finally:
+        served.close()

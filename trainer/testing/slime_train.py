@@ -6,7 +6,7 @@ python -m trainer.testing.slime_train SLIME_HOME train FLAGS     # or train_asyn
 
 Only the model that learns is replaced: `Learner` reads its batches as Megatron's ranks would, writes them to
 `trained.jsonl` in `--save`, and updates the engines' weights from `--hf-checkpoint`. Engines are external
-(`--rollout-external-engine-addrs`).
+(`--rollout-external-engine-addrs`). The job runs in the Ray cluster at `RAY_ADDRESS`; without one it starts its own.
 """
 
 import json
@@ -95,12 +95,15 @@ def run(home: Path, script: str) -> None:
     # Loopback only; no hub is contacted.
     os.environ.update({"SLIME_HOST_IP": "127.0.0.1", "HF_HUB_OFFLINE": "1"})
     ray = import_module("ray")
+    own: dict[str, Any] = {
+        "address": "local",
+        "num_cpus": 8,
+        "include_dashboard": False,
+        "_node_ip_address": "127.0.0.1",
+        "object_store_memory": 1 << 29,
+    }
     ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        object_store_memory=1 << 29,
+        **({} if os.environ.get("RAY_ADDRESS") else own),
         runtime_env={
             "worker_process_setup_hook": setup_worker,
             "env_vars": {"PYTHONPATH": os.pathsep.join([str(home), *sys.path[1:]])},
