@@ -45,6 +45,8 @@ class Fleet:
         self._scenario = scenario
         self._events = EventQueue()
         self._rng = random.Random(scenario.seed)  # noqa: S311 -- a simulation
+        # Apart, so that all placements get the same groups at the same times.
+        self._arrivals = random.Random(scenario.seed)  # noqa: S311
         shares = RunShares(named={run.name: RunShare(weight=run.weight) for run in scenario.runs})
         self._placement: SimPlacement | None = None
         self._hosts = [
@@ -64,9 +66,11 @@ class Fleet:
             case "drawn":
                 self._placement = Drawn(self._hosts, events=self._events, rng=self._rng)
             case "ray":
-                self._placement = Ray(self._hosts, events=self._events, reuses=True)
+                self._placement = self._ray(gathers=True)
+            case "ray-no-gathering":
+                self._placement = self._ray()
             case "ray-whole":
-                self._placement = Ray(self._hosts, events=self._events, reuses=False)
+                self._placement = self._ray(reuses=False)
             case _:
                 self._placement = Ideal(self._hosts, events=self._events, shares=shares)
         self._begin_s = 60.0 * scenario.warmup_minutes
@@ -79,6 +83,9 @@ class Fleet:
         self._lost_s = 0.0
         self._episode_count = 0
         self._fragments: list[float] = []
+
+    def _ray(self, *, reuses: bool = True, gathers: bool = False) -> Ray:
+        return Ray(self._hosts, events=self._events, rng=self._rng, reuses=reuses, gathers=gathers)
 
     def run(self) -> Outcome:
         """Simulate, and return what was measured."""
@@ -112,11 +119,11 @@ class Fleet:
         mean_size = sum(run.sizes) / len(run.sizes)
         assert self._scenario.load is not None  # noqa: S101 -- for mypy
         rate = part * self._scenario.load * self._scenario.capacity / (mean_size * self._mean_episode_s)
-        self._events.after(self._rng.expovariate(rate), self._arrive, run)
+        self._events.after(self._arrivals.expovariate(rate), self._arrive, run)
 
     def _submit(self, run: RunLoad) -> None:
-        size = self._rng.choice(run.sizes)
-        durations_s = tuple(self._scenario.durations.episode_s(self._rng) for _ in range(size))
+        size = self._arrivals.choice(run.sizes)
+        durations_s = tuple(self._scenario.durations.episode_s(self._arrivals) for _ in range(size))
         group = Group(run.name, size, self._events.now_s, durations_s)
         self._open_by_run[run.name] += size
         self._waiting[group] = None

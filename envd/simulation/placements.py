@@ -3,13 +3,14 @@
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Protocol
 
 from cuaenv.client.placement import HostLoad, choose, load_of
 from cuaenv.client.results import Pool
 from cuaenv.client.retry import RetryPolicy
-from cuaenv.client.slots import LINGER_S, SlotLedger
+from cuaenv.client.slots import GATHER_AFTER_S, LINGER_S, SlotLedger
 
 from envd.pool.fairness import RunShares
 from envd.simulation.clock import EventQueue
@@ -176,16 +177,31 @@ class _Buckets:
         return None
 
 
+@dataclass(slots=True, eq=False)
+class _Gathering:
+    """Slots that a client gathers one by one on a host."""
+
+    group: Group
+    host: SimHost
+
+
 class Ray:
     """A model of Ray's placement groups: first come, first served, retried with pauses; the node with most free slots.
 
     The client's own `SlotLedger` reuses the slots of ended episodes. Draining hosts are passed over, as the client does
     by holding its reservations there. With `reuses` off, a group holds all of its slots until its last episode ends.
+    With `gathers`, each client gathers the slots of its oldest group one by one on a host, as `RayPlacement` does.
     """
 
-    def __init__(self, hosts: Sequence[SimHost], *, events: EventQueue, reuses: bool) -> None:
+    def __init__(
+        self, hosts: Sequence[SimHost], *, events: EventQueue, rng: random.Random, reuses: bool, gathers: bool
+    ) -> None:
+        self._hosts = hosts
         self._events = events
+        self._rng = rng
         self._reuses = reuses
+        self._gathers = gathers
+        self._gathering: dict[str, _Gathering] = {}
         self._free = {host: host.capacity for host in hosts}
         self._buckets = _Buckets(hosts, max(host.capacity for host in hosts))
         self._busy_until_s = 0.0
@@ -201,6 +217,8 @@ class Ray:
         """See `SimPlacement`."""
         self._waiting.setdefault(group.run, {})[group] = None
         if not self._reuse(group):
+            if self._gathers:
+                self._events.after(GATHER_AFTER_S, self._gather, group.run)
             self._busy_until_s = max(self._busy_until_s, self._events.now_s) + _RESERVE_S
             self._events.after(self._busy_until_s - self._events.now_s, self._try, group, _RETRY_S)
 
@@ -210,7 +228,9 @@ class Ray:
     def _reuse(self, group: Group) -> bool:
         ledger = self._ledger(group.run)
         host = ledger.find(
-            group.size, accepts=lambda host: host.is_up and not host.is_draining, now_s=self._events.now_s
+            group.size,
+            accepts=lambda host: host.is_up and not host.is_draining and self._may_use(group, host),
+            now_s=self._events.now_s,
         )
         if host is None:
             return False
@@ -226,11 +246,63 @@ class Ray:
             self._events.after(retry_s, self._try, group, min(1.5 * retry_s, _MAX_RETRY_S))
             return
         self._hold(host, group.size)
+        if not self._may_use(group, host):
+            self._hold(host, -group.size)
+            self._events.after(_MAX_RETRY_S, self._try, group, _MAX_RETRY_S)
+            return
         self._ledger(group.run).add(host, (host, group.size), group.size, now_s=self._events.now_s)
         self._open(group, host)
 
+    def _may_use(self, group: Group, host: SimHost) -> bool:
+        return all(one.host is not host or one.group is group for one in self._gathering.values())
+
+    def _gather(self, run: str) -> None:
+        """Begin to gather slots for a run's oldest group, if it has waited for long."""
+        group = next(iter(self._waiting[run]), None)
+        if run in self._gathering or group is None or self._events.now_s - group.enter_s < GATHER_AFTER_S:
+            return
+        taken = {gathering.host for gathering in self._gathering.values()}
+        usable = [host for host in self._hosts if host.is_up and not host.is_draining and host not in taken]
+        if not usable:
+            self._events.after(_MAX_RETRY_S, self._gather, run)
+            return
+        gathering = self._gathering[run] = _Gathering(group, self._rng.choice(usable))
+        for _ in range(group.size):
+            self._busy_until_s = max(self._busy_until_s, self._events.now_s) + _RESERVE_S
+            self._events.after(self._busy_until_s - self._events.now_s, self._try_slot, gathering, _RETRY_S)
+
+    def _try_slot(self, gathering: "_Gathering", retry_s: float) -> None:
+        group, host = gathering.group, gathering.host
+        if self._gathering.get(group.run) is not gathering:
+            return
+        if not host.is_up or host.is_draining:
+            self._end_gathering(group.run)
+        elif not self._free[host]:
+            self._events.after(retry_s, self._try_slot, gathering, min(1.5 * retry_s, _MAX_RETRY_S))
+        else:
+            self._hold(host, 1)
+            self._ledger(group.run).add(host, (host, 1), 1, now_s=self._events.now_s)
+            self._give(group.run, host, 1)
+            self._events.after(_MAX_RETRY_S, self._regather, gathering)
+
+    def _regather(self, gathering: "_Gathering") -> None:
+        """One slot taken: if the gathering still runs and has too few, ask for another."""
+        run = gathering.group.run
+        if self._gathering.get(run) is gathering:
+            found = self._ledger(run).reusable_count(gathering.host, now_s=self._events.now_s)
+            if found < gathering.group.size:
+                self._try_slot(gathering, _RETRY_S)
+            else:
+                self._events.after(_MAX_RETRY_S, self._regather, gathering)
+
+    def _end_gathering(self, run: str) -> None:
+        del self._gathering[run]
+        self._events.after(0.0, self._gather, run)
+
     def _open(self, group: Group, host: SimHost) -> None:
         del self._waiting[group.run][group]
+        if (gathering := self._gathering.get(group.run)) is not None and gathering.group is group:
+            self._end_gathering(group.run)
         group.host = host
         host.enter(group, patience_s=_POLICY.patience.total_seconds(), timed_out=self._timed_out)
 
@@ -266,7 +338,13 @@ class Ray:
     def _free_surplus(self, run: str) -> None:
         self._freeing.discard(run)
         now_s = self._events.now_s + (0.0 if self._reuses else LINGER_S)
-        for host, count in self._ledger(run).surplus(now_s=now_s):
+        mine = self._gathering.get(run)
+        others = {one.host for one in self._gathering.values() if one is not mine}
+
+        def is_gathered(host: SimHost) -> bool | None:
+            return False if host in others else True if mine is not None and host is mine.host else None
+
+        for host, count in self._ledger(run).surplus(now_s=now_s, is_gathered=is_gathered):
             self._hold(host, -count)
         if self._reuses and self._ledger(run).has_unused:
             self._freeing.add(run)

@@ -50,7 +50,7 @@ class RunLoad:
     """Its part of the load, relative to the other runs."""
 
 
-PLACEMENTS = ("drawn", "ray", "ray-whole", "ideal")
+PLACEMENTS = ("drawn", "ray", "ray-no-gathering", "ray-whole", "ideal")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,8 @@ class Scenario:
     """One simulation."""
 
     placement: str
-    """`drawn`, `ray`, `ray-whole` (slots of ended episodes are not reused) or `ideal`."""
+    """`drawn`, `ray`, `ray-no-gathering` (large groups are not helped), `ray-whole` (nor are slots of ended episodes
+    reused) or `ideal`."""
     host_count: int
     machines_per_host: int = 48
     runs: tuple[RunLoad, ...] = (RunLoad(name="run"),)

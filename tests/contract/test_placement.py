@@ -40,11 +40,11 @@ class FakeCluster:
     async def capacities(self) -> Mapping[str, Mapping[str, int]]:
         return self.totals
 
-    async def reserve(self, pool: str, count: int) -> Reservation:
+    async def reserve(self, pool: str, count: int, *, node_id: str = "") -> Reservation:
         self.waiting_count += 1
         try:
             while True:
-                free = {node: self.free_count(node, pool) for node in self.totals}
+                free = {node: self.free_count(node, pool) for node in self.totals if node_id in {"", node}}
                 node = max(free, key=lambda each: free[each])
                 if free[node] >= count:
                     handle = next(self._ids)
@@ -67,6 +67,13 @@ class FakeCluster:
         if node_id not in self.reports:
             raise Unavailable(f"node {node_id}: its host actor does not answer")
         return self.reports[node_id]
+
+    async def gather(self, node_id: str, client: str, ttl_s: float) -> bool:
+        report = await self.report(node_id)
+        if report.gathered_by not in {"", client}:
+            return False
+        self.reports[node_id] = replace(report, gathered_by=client if ttl_s else "")
+        return True
 
     async def aclose(self) -> None:
         pass
@@ -284,4 +291,52 @@ async def test_a_later_group_reuses_the_slots_of_closed_episodes_without_a_reser
                 await episode.close()
             assert await waiting == world.hosts[0].address
             assert world.cluster.reserved == {"n0": 8}
+        await until(world.is_all_freed)
+
+
+async def keep_busy(world: World, client: AsyncEnvClient, counts: list[int]) -> None:
+    """Open and close groups of 2, as small runs do."""
+    while True:
+        async with client.reset_group(TASK, size=2, view=NOTHING):
+            counts[0] += 1
+
+
+async def test_a_large_group_begins_although_small_ones_of_other_clients_take_every_free_slot() -> None:
+    async with ray(8) as world, AsyncExitStack() as stack:
+        assert world.cluster is not None
+        counts = [0]
+        others = [
+            await stack.enter_async_context(AsyncEnvClient("ray://auto", retry=QUICK, rng=random.Random(seed)))
+            for seed in (2, 3)
+        ]
+        with (
+            patch("cuaenv.client.gathering.GATHER_AFTER_S", 0.2),
+            patch("cuaenv.client.gathering._PAUSE_S", 0.02),
+            patch("cuaenv.client.ray_placement._POLL_S", 0.02),
+        ):
+            busy = [asyncio.create_task(keep_busy(world, client, counts)) for client in others for _ in range(4)]
+            await until(lambda: counts[0] >= 16)
+            async with world.client.reset_group(TASK, size=8, view=NOTHING) as group:
+                assert len(group) == 8
+            before = counts[0]
+            await until(lambda: counts[0] > before)
+            for task in busy:
+                task.cancel()
+            await asyncio.wait(busy)
+        await until(world.is_all_freed)
+
+
+async def test_a_client_that_stops_waiting_stops_gathering() -> None:
+    async with ray(8) as world:
+        assert world.cluster is not None
+        cluster = world.cluster
+        with patch("cuaenv.client.gathering.GATHER_AFTER_S", 0.0):
+            async with world.client.reset_group(TASK, size=6, view=NOTHING):
+                waiting = asyncio.create_task(one_group(world, 4))
+                # Two of its four slots are free.
+                await until(lambda: cluster.reserved == {"n0": 8} and bool(cluster.reports["n0"].gathered_by))
+                waiting.cancel()
+                await asyncio.wait({waiting})
+                assert cluster.reports["n0"].gathered_by == ""
+                await until(lambda: cluster.reserved == {"n0": 6})
         await until(world.is_all_freed)

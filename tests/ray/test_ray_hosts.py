@@ -7,6 +7,7 @@ import time
 from contextlib import AsyncExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 from cuaenv.client import (
@@ -171,6 +172,24 @@ async def test_the_actors_that_are_killed_start_again_and_keep_their_daemons(hos
     assert len(killed) == 4
     await asyncio.to_thread(hosts.wait, lambda: len(hosts.up_names()) == 3 and not killed & hosts.actor_pids())
     assert {node.report.node: node.report.pid for node in hosts.status().nodes} == before
+
+
+async def test_a_large_group_begins_while_small_ones_of_another_client_take_every_free_slot(hosts: "RayHosts") -> None:
+    async def keep_busy(client: AsyncEnvClient) -> None:
+        while True:
+            await rollout(client, size=2)
+
+    with patch("cuaenv.client.gathering.GATHER_AFTER_S", 2.0):
+        async with AsyncEnvClient(hosts.target) as small, AsyncEnvClient(hosts.target) as large:
+            busy = [asyncio.create_task(keep_busy(small)) for _ in range(18)]
+            await asyncio.to_thread(hosts.wait, lambda: sum(hosts.reserved().values()) >= 18)
+            _, scores = await rollout(large, size=8)
+            assert scores == [1.0] * 8
+            assert not any(task.done() for task in busy)
+            for task in busy:
+                task.cancel()
+            await asyncio.wait(busy)
+    await asyncio.to_thread(wait_until_free, hosts)
 
 
 async def test_a_reservation_is_cheap_next_to_a_reset(hosts: "RayHosts") -> None:

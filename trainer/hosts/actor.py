@@ -66,13 +66,25 @@ class HostActor:
         self._pause_s = 0.0
         self._started_s = float("-inf")
         self._running: asyncio.Task[None] | None = None
+        self._gathered_by, self._gathered_until_s = "", 0.0
 
     async def report(self) -> HostReport:
         """Return the present state."""
         self._run()
-        if self._drain_mark.exists() and self._report.state not in {"draining", "drained"}:
-            return replace(self._report, state="draining")
-        return self._report
+        report = replace(self._report, gathered_by=self._gatherer())
+        if self._drain_mark.exists() and report.state not in {"draining", "drained"}:
+            return replace(report, state="draining")
+        return report
+
+    async def gather(self, client: str, ttl_s: float) -> bool:
+        """See `cuaenv.client.ray_cluster.Cluster`."""
+        if self._gatherer() not in {"", client}:
+            return False
+        self._gathered_by, self._gathered_until_s = client, asyncio.get_running_loop().time() + ttl_s
+        return True
+
+    def _gatherer(self) -> str:
+        return self._gathered_by if asyncio.get_running_loop().time() < self._gathered_until_s else ""
 
     async def configure(self, settings: HostSettings) -> None:
         """Use other settings from the next start of the daemon on."""

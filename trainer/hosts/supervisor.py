@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import ray
 from cuaenv.client.errors import Unavailable
-from cuaenv.client.ray_cluster import NAMESPACE, HostReport, actor_of, capacities_of, connect
+from cuaenv.client.ray_cluster import NAMESPACE, HostReport, actor_of, capacities_of, connect, is_gathered
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -138,7 +138,7 @@ def status(target: str) -> ClusterStatus:
                 held = reserved.setdefault(group["bundles_to_node_id"][index], {})
                 for pool, count in wanted.items():
                     held[pool] = held.get(pool, 0) + count
-            elif group["state"] != "REMOVED" and wanted:
+            elif group["state"] != "REMOVED" and wanted and not is_gathered(bundle):
                 waiting.append(wanted)
     nodes = [
         NodeStatus(

@@ -25,6 +25,8 @@ Result = TypeVar("Result")
 NAMESPACE: Final = "envd"
 _PREFIX: Final = "envd_"
 _SCHEME: Final = "ray://"
+#: Each node has one unit of a resource with this prefix and its address.
+_NODE: Final = "node:"
 #: Waiting reservations each take a thread; further ones queue here.
 _MAX_WAITING: Final = 256
 #: `PlacementGroup.wait` takes whole seconds; an aborted wait ends at the latest then.
@@ -63,6 +65,8 @@ class HostReport:
     waiting_count: int = 0
     pid: int = 0
     """Process of the daemon; 0 if it was not started by the actor."""
+    gathered_by: str = ""
+    """Client that gathers slots on this host, which others leave to it; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +83,27 @@ class Cluster(Protocol):
     async def capacities(self) -> Mapping[str, Mapping[str, int]]:
         """Return the pools' capacities by node id, of live nodes that have any. Raises: Unavailable."""
 
-    async def reserve(self, pool: str, count: int) -> Reservation:
-        """Wait until machines are free on one node, and hold them. If cancelled, nothing is held."""
+    async def reserve(self, pool: str, count: int, *, node_id: str = "") -> Reservation:
+        """Wait until machines are free on one node, and hold them. If cancelled, nothing is held.
+
+        Args:
+            pool: Pool of the machines.
+            count: Number of machines.
+            node_id: The only possible node, or one that shares its address; empty for any.
+        """
 
     def free(self, reservation: Reservation) -> None:
         """Free a reservation, in the background. Idempotent."""
 
     async def report(self, node_id: str) -> HostReport:
         """Return what a host reports. Raises: Unavailable: its actor does not answer."""
+
+    async def gather(self, node_id: str, client: str, ttl_s: float) -> bool:
+        """Have other clients leave a host's slots to this one for a while; 0 ends it. False if another client has it.
+
+        Raises:
+            Unavailable: Its actor does not answer.
+        """
 
     async def aclose(self) -> None:
         """Wait until everything is freed. Idempotent."""
@@ -95,6 +112,11 @@ class Cluster(Protocol):
 def capacities_of(resources: Mapping[str, float]) -> dict[str, int]:
     """Return the pools' capacities in the resources of a node."""
     return {name.removeprefix(_PREFIX): int(amount) for name, amount in resources.items() if name.startswith(_PREFIX)}
+
+
+def is_gathered(bundle: Mapping[str, float]) -> bool:
+    """Return whether a bundle is a slot that a client gathers on one node, for a group that waits as well."""
+    return any(name.startswith(_NODE) for name in bundle)
 
 
 def connect(target: str) -> Any:
@@ -143,9 +165,9 @@ class RayCluster:
         nodes: Sequence[Mapping[str, Any]] = self._ray.nodes()
         return nodes
 
-    async def reserve(self, pool: str, count: int) -> Reservation:
+    async def reserve(self, pool: str, count: int, *, node_id: str = "") -> Reservation:
         """See `Cluster`."""
-        creating = asyncio.ensure_future(self._call(self._create, {resource_of(pool): count}))
+        creating = asyncio.ensure_future(self._call(self._create, pool, count, node_id))
         try:
             group = await asyncio.shield(creating)
         except asyncio.CancelledError:
@@ -161,11 +183,16 @@ class RayCluster:
             self.free(held)
             raise
 
-    def _create(self, bundle: Mapping[str, int]) -> Any:
+    def _create(self, pool: str, count: int, node_id: str) -> Any:
         from ray.util.placement_group import placement_group  # noqa: PLC0415
 
+        bundle: dict[str, float] = {resource_of(pool): count}
+        if node_id:
+            (resources,) = [node["Resources"] for node in self._nodes() if node["NodeID"] == node_id] or [{}]
+            # Older versions of Ray cannot name a node in another way. Many groups may use a little of it.
+            bundle.update({name: 0.001 for name in resources if name.startswith(_NODE) and "__" not in name})
         # SPREAD: by default, groups of one machine would all be packed onto the same host.
-        return placement_group([dict(bundle)], strategy="SPREAD" if sum(bundle.values()) == 1 else "STRICT_PACK")
+        return placement_group([bundle], strategy="SPREAD" if count == 1 else "STRICT_PACK")
 
     @staticmethod
     def _node_of(group: Any) -> str:
@@ -195,6 +222,15 @@ class RayCluster:
 
     async def report(self, node_id: str) -> HostReport:
         """See `Cluster`."""
+        report: HostReport = await self._ask(node_id, "report")
+        return report
+
+    async def gather(self, node_id: str, client: str, ttl_s: float) -> bool:
+        """See `Cluster`."""
+        return bool(await self._ask(node_id, "gather", client, ttl_s))
+
+    async def _ask(self, node_id: str, method: str, *args: Any) -> Any:
+        """Call a method of a host's actor. Raises: Unavailable."""
         try:
             actor = self._actors.get(node_id)
             if actor is None:
@@ -202,12 +238,11 @@ class RayCluster:
                     lambda: self._ray.get_actor(actor_of(node_id), namespace=NAMESPACE)
                 )
             async with asyncio.timeout(_REPORT_TIMEOUT_S):
-                report: HostReport = await actor.report.remote()
+                return await getattr(actor, method).remote(*args)
         except Exception as error:  # Ray raises ValueError, RayActorError and others
             self._actors.pop(node_id, None)
             message = str(error).partition("\n")[0] or type(error).__name__
             raise Unavailable(f"node {node_id}: its host actor does not answer: {message}", host=node_id) from error
-        return report
 
     async def aclose(self) -> None:
         """See `Cluster`."""

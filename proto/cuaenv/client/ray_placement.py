@@ -8,11 +8,13 @@ import asyncio
 import logging
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Final
 
 from cuaenv.client.errors import BadRequest, EnvError, GroupTooLarge, PoolExhausted, PoolNotFound, Unavailable
+from cuaenv.client.gathering import SlotGatherer
 from cuaenv.client.host import Host
 from cuaenv.client.place import HostTable, OpenRequest, Place, note_failure
 from cuaenv.client.ray_cluster import Cluster, HostReport, Reservation, resource_of
@@ -27,6 +29,7 @@ _HOLD_S: Final = 5.0
 #: Most such reservations of one opening.
 _MAX_HELD: Final = 64
 _POLL_S: Final = 1.0
+_GATHERED: Final = "its slots are gathered for another group"
 _LIST_TIMEOUT: Final = timedelta(seconds=30)
 
 
@@ -42,6 +45,9 @@ class RayPlacement:
         self._pool_by_task: dict[str, str] = {}
         self._slots: SlotLedger[tuple[str, str], Reservation] = SlotLedger()
         self._freeing: asyncio.TimerHandle | None = None
+        self._gatherer = SlotGatherer(
+            cluster, self._slots, rng=rng, is_usable=self._is_usable, changed=self._note_unused
+        )
 
     def __repr__(self) -> str:
         return f"<RayPlacement {list(self._table)}, {self._slots}>"
@@ -91,6 +97,7 @@ class RayPlacement:
         """
         rejected: list[Reservation] = []
         reserving: asyncio.Task[Reservation] | None = None
+        gathering: asyncio.Task[None] | None = None
         try:
             while True:
                 changed = self._table.changed
@@ -99,6 +106,7 @@ class RayPlacement:
                 reserving = reserving or asyncio.create_task(
                     self._cluster.reserve(pool, opening.machine_count), name=f"reserve:{pool}"
                 )
+                gathering = gathering or asyncio.create_task(self._gatherer.run(opening, pool), name=f"gather:{pool}")
                 await _wait_for_any(reserving, changed, timeout_s=_HOLD_S if rejected else None)
                 if len(rejected) >= _MAX_HELD or (rejected and not reserving.done() and not changed.is_set()):
                     self._free_all(rejected)
@@ -110,6 +118,12 @@ class RayPlacement:
                 if host is not None:
                     rejected.remove(reservation)
                     return self._hold(opening, pool, reservation, host)
+                if reason == _GATHERED:
+                    self._cluster.free(rejected.pop())
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_POLL_S):
+                            await changed.wait()
+                    continue
                 reasons[reservation.node_id] = reason
                 if await self._are_all_excluded(opening, pool):
                     raise list(opening.excluded.values())[-1]
@@ -119,6 +133,9 @@ class RayPlacement:
                     reasons.clear()
         finally:
             self._free_all(rejected)
+            if gathering is not None:
+                gathering.cancel()
+                await asyncio.wait({gathering})
             if reserving is not None:
                 reserving.cancel()
                 await asyncio.wait({reserving})
@@ -148,6 +165,9 @@ class RayPlacement:
     def _give(self, key: tuple[str, str], count: int) -> None:
         """Leave slots to this client's next groups, or free them soon."""
         self._slots.give(key, count, now_s=asyncio.get_running_loop().time())
+        self._note_unused()
+
+    def _note_unused(self) -> None:
         self._table.note_change()
         self._free_soon()
 
@@ -157,7 +177,8 @@ class RayPlacement:
 
     def _free_surplus(self) -> None:
         self._freeing = None
-        for reservation in self._slots.surplus(now_s=asyncio.get_running_loop().time()):
+        now_s = asyncio.get_running_loop().time()
+        for reservation in self._slots.surplus(now_s=now_s, is_gathered=self._gatherer.is_gathered):
             self._cluster.free(reservation)
         self._free_soon()
 
@@ -169,12 +190,17 @@ class RayPlacement:
             return None, str(error)
         if report.state != "up":
             return None, f"{report.node} is {report.state} {report.problem}".strip()
+        if not self._gatherer.may_use(opening, node_id, report):
+            return None, _GATHERED
         host = self._host(report)
         if (error_there := opening.excluded.get(host)) is not None:
             return None, f"{report.node}: {error_there}"
         if host.backs_off_until_s(opening.task, opening.pool) > asyncio.get_running_loop().time():
             return None, f"{report.node}: {host.last_error}"
         return host, ""
+
+    async def _is_usable(self, opening: OpenRequest, node_id: str) -> bool:
+        return (await self._usable_host(opening, node_id))[0] is not None
 
     async def _are_all_excluded(self, opening: OpenRequest, pool: str) -> bool:
         if not opening.excluded:

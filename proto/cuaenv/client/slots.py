@@ -17,6 +17,8 @@ Handle = TypeVar("Handle")
 
 #: A reservation is not reused after this.
 MAX_AGE_S: Final = 300.0
+#: After this, a client gathers the slots of its oldest waiting group one by one.
+GATHER_AFTER_S: Final = 30.0
 #: Unused slots are held for this long, for the client's next group.
 LINGER_S: Final = 2.0
 
@@ -90,6 +92,11 @@ class SlotLedger(Generic[Node, Handle]):
                     return node
         return None
 
+    def reusable_count(self, node: Node, *, now_s: float) -> int:
+        """Return the slots of a node that a group could use."""
+        self._expire(now_s)
+        return self._nodes[node].reusable_count if node in self._nodes else 0
+
     def take(self, node: Node, count: int) -> None:
         """Use slots of a node that `find` returned."""
         self._change(node, used_count=count)
@@ -110,12 +117,19 @@ class SlotLedger(Generic[Node, Handle]):
             slots.given_s = now_s
             self._change(node, used_count=-min(count, slots.used_count))
 
-    def surplus(self, *, now_s: float) -> list[Handle]:
-        """Remove and return the reservations to free: old ones, and those unused for a while."""
+    def surplus(self, *, now_s: float, is_gathered: Callable[[Node], bool | None] = lambda _node: None) -> list[Handle]:
+        """Remove and return the reservations to free: old ones, and those unused for a while.
+
+        Args:
+            now_s: The time.
+            is_gathered: True for a node on which this client gathers slots, where young ones are kept; False for one
+                on which another client does, where all unused ones are freed; else None.
+        """
         self._expire(now_s)
         freed: list[Handle] = []
         for node, slots in list(self._nodes.items()):
-            is_idle = now_s - slots.given_s >= LINGER_S
+            gathered = is_gathered(node)
+            is_idle = now_s - slots.given_s >= LINGER_S if gathered is None else not gathered
             for one in list(slots.held):
                 if (one.is_old or is_idle) and one.count <= slots.unused_count:
                     slots.held.remove(one)
