@@ -50,7 +50,7 @@ APT_BROWSER := chromium
 APT_TEST := xvfb xauth openbox xterm wmctrl libxcb1 binutils fdisk mtools wimtools xorriso
 
 .PHONY: help deps venv image wine osworld demo serve test check lint types imports proto unit fuzz vm-test test-full \
-	slime-proof sglang-proof areal-proof hosts-proof adapters-proof container-proof docs format sbom audit clean
+	slime-proof sglang-proof areal-proof hosts-proof adapters-proof compat-proof container-proof docs format sbom audit clean
 
 help: ## List the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -128,6 +128,8 @@ test-full: deps $(STAMP) $(PROMTOOL) lint types imports proto image osworld wine
 	@$(MAKE) hosts-proof container-proof adapters-proof
 	@if [[ -n "$${SLIME_HOME:-}" ]]; then $(MAKE) slime-proof SLIME_TESTS=slime && $(MAKE) sglang-proof; \
 	else echo "test-full: NOT RUN: slime-proof, sglang-proof; set SLIME_HOME to a checkout of slime"; fi
+	@if [[ -n "$${SEEDS:-}" ]]; then $(MAKE) compat-proof; \
+	else echo "test-full: NOT RUN: compat-proof; set SEEDS to a directory of checkouts"; fi
 
 SLIME_TESTS ?= slime and not vm
 
@@ -178,6 +180,10 @@ adapters-proof: $(ADAPTERS:%=.venv-adapters-%/.installed) ## Test the adapters w
 	@echo "adapters-proof: installing into .venv-adapters-$*"
 	@.venv-adapters-$*/bin/python -m pip install --quiet --editable '.[fake,trainer]' -r tests/adapters/common.txt -r $<
 	@touch $@
+
+compat-proof: deps $(STAMP) ## Test the compatibility protocols with other systems' own clients (SEEDS: a directory of checkouts)
+	@[[ -d "$${SEEDS:-}" ]] || { echo "compat-proof: set SEEDS to a directory of checkouts; see docs/compat.md" >&2; exit 1; }
+	@$(BIN)/python -m pytest --long -m seeds tests/seeds
 
 hosts-proof: deps $(RAY_STAMP) image ## Test many hosts in a Ray cluster on this machine, and a short simulation
 	@$(RAY_VENV)/bin/python -m pytest --long -m ray tests/ray

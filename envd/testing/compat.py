@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 from PIL import Image
 
-from envd.api.security.http import require_local_host_name
+from envd.api.security.http import require_local_host_name, tls_context
 from envd.compat.server import PROTOCOLS, serve_compat
 from envd.compat.sessions import Sessions
 from envd.config import SecurityConfig
@@ -65,9 +65,10 @@ async def compat_world(
     ) as server:
         sessions = Sessions(server.service, max_lease_ttl_s=3600.0, max_steps=1000)
         checks = [require_local_host_name()] if security is None else []
+        tls = None if security is None else tls_context(security, on_stale=lambda _: None)
         free = dict.fromkeys(PROTOCOLS, "127.0.0.1:0")
         async with (
-            serve_compat(free, sessions, server.server.guard, middlewares=checks) as addresses,
+            serve_compat(free, sessions, server.server.guard, tls=tls, middlewares=checks) as addresses,
             aiohttp.ClientSession() as http,
         ):
             yield CompatWorld(server=server, addresses=addresses, http=http)
