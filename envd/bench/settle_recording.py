@@ -125,7 +125,7 @@ class Recorder:
         if before.size_px != after.size_px:
             full = Region(x_px=0, y_px=0, width_px=after.size_px[0], height_px=after.size_px[1])
             return Change(time_s, full, is_blink=False, pixels=None)
-        region = around([after.difference(before, index)[0] for index in after.changed_tiles(before)])
+        region = around([after.changed_region(before, index) for index in after.changed_tiles(before)])
         if region.width_px * region.height_px > MAX_BLINK_PIXELS:
             return Change(time_s, region, is_blink=False, pixels=None)
         pixels = before.part(region).astype(np.uint32), after.part(region).astype(np.uint32)

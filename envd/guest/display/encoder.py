@@ -134,7 +134,7 @@ class FrameEncoder:
 
     async def _delta(self, image: TiledImage, base: TiledImage, changed: Sequence[int]) -> TileDelta:
         def pack() -> TileDelta:
-            parts = joined(image.difference(base, index)[0] for index in changed)
+            parts = joined(image.changed_region(base, index) for index in changed)
             return TileDelta(
                 base_image_id=base.image_id,
                 tiles=tuple(parts),

@@ -135,11 +135,23 @@ class TiledImage:
         differ = map(ne, self._digests, base._digests)
         return list(compress(range(len(self._digests)), differ))
 
-    def difference(self, base: "TiledImage", index: int) -> tuple[Region, npt.NDArray[np.bool_]]:
-        """Compare a tile with that of `base`, an image of the same size. The tiles must differ.
+    def changed_region(self, base: "TiledImage", index: int) -> Region:
+        """Return the smallest region of the image around the pixels of a tile that differ from those of `base`.
 
-        Returns the smallest region of the image around the pixels that differ, and a mask of them within it.
+        `base` is an image of the same size. The tiles must differ.
         """
+        return self._compared(base, index)[0]
+
+    def difference(self, base: "TiledImage", index: int) -> tuple[Region, npt.NDArray[np.bool_]]:
+        """Return `changed_region` of a tile, and a mask of the pixels in it that differ."""
+        region, differs_HWC = self._compared(base, index)
+        tile = self._regions[index]
+        top, left = region.y_px - tile.y_px, region.x_px - tile.x_px
+        part_HWC = differs_HWC[top : top + region.height_px, left : left + region.width_px]
+        return region, part_HWC[..., 0] | part_HWC[..., 1] | part_HWC[..., 2]
+
+    def _compared(self, base: "TiledImage", index: int) -> tuple[Region, npt.NDArray[np.bool_]]:
+        """Return the region around the pixels of a tile that differ, and a mask of the tile's bytes that do."""
         differs_HWC = self.tile_HWC(index) != base.tile_HWC(index)
         # Flattened: `any(axis=2)` over so short an axis takes seven times as long, and every step does this.
         box = bounds_of(differs_HWC.reshape(differs_HWC.shape[0], -1))
@@ -148,8 +160,7 @@ class TiledImage:
         top, bottom, left, right = box[0], box[1], box[2] // 3, -(-box[3] // 3)
         tile = self._regions[index]
         region = Region(x_px=tile.x_px + left, y_px=tile.y_px + top, width_px=right - left, height_px=bottom - top)
-        red_HW, green_HW, blue_HW = (differs_HWC[top:bottom, left:right, channel] for channel in range(3))
-        return region, red_HW | green_HW | blue_HW
+        return region, differs_HWC
 
     def rgb_HWC(self) -> npt.NDArray[np.uint8]:  # noqa: N802 -- the array's axes
         """Return all pixels as a read-only array of shape (height, width, 3)."""
