@@ -61,6 +61,18 @@ def test_runs_get_machines_by_weight_where_daemons_decide() -> None:
     assert outcome.unfairness < 0.15
 
 
+def test_gathered_slots_let_large_groups_begin_that_small_ones_would_pass() -> None:
+    runs = (RunLoad(name="small", sizes=(1, 2, 4)), RunLoad(name="large", sizes=(12,)))
+    scenario = replace(SMALL, host_count=4, runs=runs, oversubscribed=3.0)
+    used_s = {}
+    for name in ("ray", "ray-no-gathering"):
+        fleet = Fleet(replace(scenario, placement=name))
+        fleet.run()
+        used_s[name] = fleet._used_s["large"]
+    assert used_s["ray"] > 0.0
+    assert used_s["ray-no-gathering"] == 0.0
+
+
 def test_a_spread_has_its_median_and_95th_percentile() -> None:
     import random
 
