@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from cuaenv.client.placement import HostLoad, choose, load_of
 from cuaenv.client.results import Pool
 from cuaenv.client.retry import RetryPolicy
-from cuaenv.client.slots import GATHER_AFTER_S, LINGER_S, SlotLedger
+from cuaenv.client.slots import GATHER_AFTER_S, GATHER_REST_S, LINGER_S, SlotLedger
 
 from envd.pool.fairness import RunShares
 from envd.simulation.clock import EventQueue
@@ -202,6 +202,7 @@ class Ray:
         self._reuses = reuses
         self._gathers = gathers
         self._gathering: dict[str, _Gathering] = {}
+        self._resting_until_s: dict[str, float] = {}
         self._free = {host: host.capacity for host in hosts}
         self._buckets = _Buckets(hosts, max(host.capacity for host in hosts))
         self._busy_until_s = 0.0
@@ -259,7 +260,13 @@ class Ray:
     def _gather(self, run: str) -> None:
         """Begin to gather slots for a run's oldest group, if it has waited for long."""
         group = next(iter(self._waiting[run]), None)
-        if run in self._gathering or group is None or self._events.now_s - group.enter_s < GATHER_AFTER_S:
+        is_due = group is not None and self._events.now_s - group.enter_s >= GATHER_AFTER_S
+        if (
+            group is None
+            or run in self._gathering
+            or not is_due
+            or self._events.now_s < self._resting_until_s.get(run, 0.0)
+        ):
             return
         taken = {gathering.host for gathering in self._gathering.values()}
         usable = [host for host in self._hosts if host.is_up and not host.is_draining and host not in taken]
@@ -297,7 +304,8 @@ class Ray:
 
     def _end_gathering(self, run: str) -> None:
         del self._gathering[run]
-        self._events.after(0.0, self._gather, run)
+        self._resting_until_s[run] = self._events.now_s + GATHER_REST_S
+        self._events.after(GATHER_REST_S, self._gather, run)
 
     def _open(self, group: Group, host: SimHost) -> None:
         del self._waiting[group.run][group]

@@ -312,6 +312,7 @@ async def test_a_large_group_begins_although_small_ones_of_other_clients_take_ev
         with (
             patch("cuaenv.client.gathering.GATHER_AFTER_S", 0.2),
             patch("cuaenv.client.gathering._PAUSE_S", 0.02),
+            patch("cuaenv.client.gathering.GATHER_REST_S", 0.1),
             patch("cuaenv.client.ray_placement._POLL_S", 0.02),
         ):
             busy = [asyncio.create_task(keep_busy(world, client, counts)) for client in others for _ in range(4)]

@@ -15,10 +15,12 @@ from typing import Final
 from cuaenv.client.errors import EnvError
 from cuaenv.client.place import OpenRequest
 from cuaenv.client.ray_cluster import Cluster, HostReport, Reservation
-from cuaenv.client.slots import GATHER_AFTER_S, SlotLedger
+from cuaenv.client.slots import GATHER_AFTER_S, GATHER_REST_S, SlotLedger
 
 logger = logging.getLogger(__name__)
 
+#: Most hosts that are asked at one attempt.
+_MAX_ASKED: Final = 8
 #: An announcement that is not renewed ends after this.
 _TTL_S: Final = 10.0
 _PAUSE_S: Final = 1.0
@@ -56,6 +58,7 @@ class SlotGatherer:
         self._turn = asyncio.Lock()
         self._opening: OpenRequest | None = None
         self._key: Key | None = None
+        self._rest_until_s = 0.0
         self._left_until_s: dict[str, float] = {}
         """Nodes on which other clients gather."""
 
@@ -77,6 +80,7 @@ class SlotGatherer:
         """Wait, and then gather slots for an opening until this is cancelled. The opening finds them in the ledger."""
         await asyncio.sleep(GATHER_AFTER_S)
         async with self._turn:
+            await asyncio.sleep(self._rest_until_s - _now_s())
             self._opening = opening
             try:
                 while True:
@@ -93,7 +97,7 @@ class SlotGatherer:
         capacities = await self._cluster.capacities()
         able = [node for node, pools in capacities.items() if pools.get(pool, 0) >= opening.machine_count]
         self._rng.shuffle(able)
-        for node_id in able:
+        for node_id in able[:_MAX_ASKED]:
             if await self._is_usable(opening, node_id) and await self._cluster.gather(node_id, self._name, _TTL_S):
                 logger.info("a group of %s has waited long; its slots are gathered on %s", opening.size, node_id)
                 await self._gather(opening, (node_id, pool))
@@ -114,10 +118,11 @@ class SlotGatherer:
                     self._cluster.free(misplaced.pop())
                 if pending:
                     done, pending = await asyncio.wait(pending, timeout=_PAUSE_S, return_when=asyncio.FIRST_COMPLETED)
-                    for reserving in done:
-                        self._keep(key, reserving.result(), misplaced)
+                    for reserving in sorted(done, key=lambda one: one.exception() is not None):
+                        self._keep(key, reserving.result(), misplaced)  # if it raises, none is left
         finally:
             self._key = None
+            self._rest_until_s = _now_s() + GATHER_REST_S
             for reserving in pending:
                 reserving.cancel()
             if pending:

@@ -19,6 +19,8 @@ Handle = TypeVar("Handle")
 MAX_AGE_S: Final = 300.0
 #: After this, a client gathers the slots of its oldest waiting group one by one.
 GATHER_AFTER_S: Final = 30.0
+#: A client gathers again only after this, so that others get their turn: they look every second.
+GATHER_REST_S: Final = 3.0
 #: Unused slots are held for this long, for the client's next group.
 LINGER_S: Final = 2.0
 
