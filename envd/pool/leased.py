@@ -203,9 +203,11 @@ class Reservation:
     `Pool.fork` fills it; `Pool.release` returns it, with its machine.
     """
 
-    def __init__(self, pool: str, *, run: str = "") -> None:
+    def __init__(self, pool: str, *, run: str = "", is_urgent: bool = False) -> None:
+        """Reserve for a run; urgent if the caller is going to fill it at once."""
         self.pool = pool
         self.run = run
+        self.is_urgent = is_urgent
 
     def __repr__(self) -> str:
         return f"<Reservation of {self.pool!r}>"

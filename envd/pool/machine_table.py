@@ -174,11 +174,27 @@ class MachineTable:
             raise
         return record
 
-    def assign(self, reservation: Reservation, record: MachineRecord) -> None:
-        """Keep an idle machine that waits for a state for a reservation."""
-        record.state = record.becomes = LifecycleState.LEASED
-        record.reservation = reservation
-        self._reservations[reservation] = record
+    def promise(self, prepare: Callable[[], Work], *, may_take_idle: bool, may_start: bool) -> bool:
+        """Let a machine wait for each reservation that has none; return whether idle machines were taken for that.
+
+        Args:
+            prepare: Returns the work that creates a machine that waits.
+            may_take_idle: Whether to take idle machines that wait.
+            may_start: Whether to start machines for the others.
+        """
+        records = self._records.values()
+        idle = [each for each in records if each.planned_state is LifecycleState.IDLE and each.is_waiting]
+        is_taken = False
+        for reservation in [each for each, record in self._reservations.items() if record is None]:
+            if idle and may_take_idle:
+                record = idle.pop()
+                record.state = record.becomes = LifecycleState.LEASED
+                record.reservation = reservation
+                self._reservations[reservation] = record
+                is_taken = True
+            elif may_start:
+                self.add(prepare(), becomes=LifecycleState.LEASED, reservation=reservation)
+        return is_taken
 
     async def fill(
         self, reservation: Reservation, work: Work, *, load: Callable[[MachineRecord], Coroutine[Any, Any, None]]
@@ -212,6 +228,7 @@ class MachineTable:
         if record.retired.is_set():
             raise _retired_error(record)
         record.fills_reservation = True
+        self._changed()
         return record
 
     def _unfilled(self, reservation: Reservation) -> MachineRecord | None:
@@ -221,9 +238,9 @@ class MachineTable:
             raise RuntimeError(f"{reservation!r} has a machine, or was released")
         return record
 
-    def reserve(self, count: int, *, pool: str, run: str) -> tuple[Reservation, ...]:
+    def reserve(self, count: int, *, pool: str, run: str, is_urgent: bool) -> tuple[Reservation, ...]:
         """Create reservations for a run."""
-        reservations = tuple(Reservation(pool, run=run) for _ in range(count))
+        reservations = tuple(Reservation(pool, run=run, is_urgent=is_urgent) for _ in range(count))
         self._reservations.update(dict.fromkeys(reservations))
         return reservations
 
@@ -234,9 +251,13 @@ class MachineTable:
         record = self._records.get(item.machine_id)
         return record if record is not None and record.machine is item.machine else None
 
-    def empty_reservations(self) -> list[Reservation]:
-        """Return the reservations that have no machine yet."""
-        return [reservation for reservation, record in self._reservations.items() if record is None]
+    @property
+    def is_filling(self) -> bool:
+        """Whether an urgent reservation is not filled yet."""
+        return any(
+            reservation.is_urgent and (record is None or not record.fills_reservation)
+            for reservation, record in self._reservations.items()
+        )
 
     def cancel_reservations(self) -> None:
         """Remove all reservations."""

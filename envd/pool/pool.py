@@ -434,7 +434,7 @@ class Pool:
             idle_target=self._idle_target(),
             capacity=self.capacity,
             host_room=self._host_room(),
-            max_starting=self._backoff.starting_limit(now_s, limit=self.settings.max_starting),
+            max_starting=self._starting_limit(now_s, is_queued=bool(groups)),
             max_idle_s=self.settings.max_idle_s,
             held=self._machines.held(),
             shares=self.settings.shares,
@@ -450,27 +450,23 @@ class Pool:
         for _ in range(steps.start_count):
             self._machines.add(self._template.prepare(template))
         self._note_shortage(is_short=steps.host_is_short)
-        if self._promise_machines(template, now_s):
+        # Each reservation gets a machine that waits, so that it only has to load. Idle ones are left to the queue.
+        is_taken = self._machines.promise(
+            lambda: self._template.prepare(template),
+            may_take_idle=not len(self._queue),
+            may_start=self._backoff.starting_limit(now_s, limit=1) > 0,
+        )
+        if is_taken:
             self._follow_plan()
 
-    def _promise_machines(self, template: FrozenDesktop, now_s: float) -> bool:
-        """Let a machine wait for each reservation, so that it only has to load; return whether idle ones were taken.
+    def _starting_limit(self, now_s: float, *, is_queued: bool) -> int:
+        """Return how many machines may be starting now.
 
-        Idle machines are left to the groups in the queue.
+        Starting one takes a processor for 0.1 s. Spare ones wait while a caller waits for a state to be loaded.
         """
-        idle = [
-            record for record in self._machines if record.planned_state is LifecycleState.IDLE and record.is_waiting
-        ]
-        taken = False
-        for reservation in self._machines.empty_reservations():
-            if idle and not len(self._queue):
-                self._machines.assign(reservation, idle.pop())
-                taken = True
-            elif self._backoff.starting_limit(now_s, limit=1):
-                self._machines.add(
-                    self._template.prepare(template), becomes=LifecycleState.LEASED, reservation=reservation
-                )
-        return taken
+        if self._machines.is_filling and not is_queued:
+            return 0
+        return self._backoff.starting_limit(now_s, limit=self.settings.max_starting)
 
     def _idle_target(self) -> int:
         """Return how many spare machines to keep; in a failing pool one more than there are, so that one tries."""
@@ -482,7 +478,9 @@ class Pool:
     def _grant(self, demand: Demand, machine_ids: Iterable[str]) -> MachineLease:
         return MachineLease(
             machines=tuple(self._hand_out(self._machines[machine_id], run=demand.run) for machine_id in machine_ids),
-            reservations=self._machines.reserve(demand.reserved, pool=self.name, run=demand.run),
+            reservations=self._machines.reserve(
+                demand.reserved, pool=self.name, run=demand.run, is_urgent=not demand.ready
+            ),
         )
 
     def _hand_out(self, record: MachineRecord, *, run: str) -> LeasedMachine:

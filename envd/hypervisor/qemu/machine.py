@@ -2,12 +2,10 @@
 
 import asyncio
 import os
-import select
 import shutil
-import signal
 import socket
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from struct import unpack
@@ -26,6 +24,7 @@ from envd.hypervisor.qemu.agent_channel import AgentChannel
 from envd.hypervisor.qemu.connection import is_alive
 from envd.hypervisor.qemu.console import Console
 from envd.hypervisor.qemu.domain_xml import MachineFiles
+from envd.hypervisor.qemu.killing import killed, process_ended
 from envd.hypervisor.qemu.processes import memory_of
 from envd.hypervisor.qemu.run_control import RunControl
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
@@ -37,8 +36,6 @@ T = TypeVar("T")
 _LOSS_EVENT_TIMEOUT_S = 3.0
 #: A process ends at most this much later than its monitor.
 _EXIT_TIMEOUT_S = 0.5
-#: A killed process needs time to free its memory.
-_KILL_TIMEOUT_S = 10.0
 
 
 class Caller(Protocol):
@@ -278,7 +275,10 @@ class LibvirtMachine:
     def _end(self) -> None:
         # libvirt asks QEMU to end and polls five times a second: 1.3 s. Nothing of the machine is kept, so QEMU is
         # killed first, and libvirt only has to notice.
-        has_ended = self._kill()
+        with self._killed() as has_ended:
+            self._end_domain(has_ended=has_ended)
+
+    def _end_domain(self, *, has_ended: bool) -> None:
         if self.tpm is not None:
             self.tpm.end()
         if self.domain is None:
@@ -290,23 +290,24 @@ class LibvirtMachine:
             if not has_ended or is_alive(self.domain.connect()):
                 raise
 
-    def _kill(self) -> bool:
-        """Kill its QEMU, without libvirt; return whether QEMU has ended."""
+    @contextmanager
+    def _killed(self) -> Iterator[bool]:
+        """Kill its QEMU, without libvirt; yields whether QEMU has ended."""
         try:
-            _ = self.pid
-        except OSError:
-            return True  # No process listens on its display socket.
-        except HypervisorError:
-            return False
-        if self._pid_handle is None:
-            return True  # Killed before.
-        # By handle: the process id may have been reused.
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pid_handle, signal.SIGKILL)
-        has_ended = _process_ended(self._pid_handle, within_s=_KILL_TIMEOUT_S)
-        os.close(self._pid_handle)
+            pid, handle = self.pid, self._pid_handle
+        except (OSError, HypervisorError) as error:
+            # OSError: no process listens on its display socket.
+            yield isinstance(error, OSError)
+            return
+        if handle is None:
+            yield True  # Killed before.
+            return
         self._pid_handle = None
-        return has_ended
+        try:
+            with killed(pid, handle) as has_ended:
+                yield has_ended
+        finally:
+            os.close(handle)
 
     async def require_present(self, cause: Exception) -> None:
         """Check whether the machine has ended, even if libvirt has not reported it yet. Raises: MachineLost."""
@@ -324,7 +325,7 @@ class LibvirtMachine:
             return True  # No process listens on its display socket.
         except HypervisorError:
             return False
-        return self._pid_handle is not None and _process_ended(self._pid_handle, within_s=_EXIT_TIMEOUT_S)
+        return self._pid_handle is not None and process_ended(self._pid_handle, within_s=_EXIT_TIMEOUT_S)
 
     async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`; raise `MachineLost` as soon as the machine has ended."""
@@ -366,13 +367,6 @@ def _is_active(domain: Any) -> bool:
         return bool(domain.isActive())
     except libvirt.libvirtError:
         return not is_alive(domain.connect())
-
-
-def _process_ended(pid_handle: int, *, within_s: float) -> bool:
-    # The handle is readable once the process has ended; its files are closed a moment earlier.
-    watch = select.poll()
-    watch.register(pid_handle, select.POLLIN)
-    return bool(watch.poll(within_s * 1000))
 
 
 def _peer_pid(socket_path: Path, machine_id: str) -> int:

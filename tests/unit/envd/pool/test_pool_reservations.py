@@ -290,6 +290,25 @@ async def test_a_reservation_gets_a_ready_machine_which_only_loads_its_state(
     assert all(hypervisor.machines[fork.machine_id].snapshot is frozen.snapshot for fork in forks)
 
 
+async def test_spare_machines_start_after_a_fork_that_is_waited_for_unless_a_group_is_queued(
+    make_pool: MakePool, hypervisor: StubHypervisor
+) -> None:
+    # The first ready machine has loaded the template to test it, so it cannot load another state.
+    pool = await started(make_pool(idle_target=3, capacity=8))
+    granted = await pool.lease(0, reserved=2, timeout_s=1.0)
+    before = len(hypervisor.machines)
+    await run_ready()
+    assert len(hypervisor.machines) == before
+    await pool.fork(granted.reservations[0], template(pool))
+    await run_ready()
+    assert len(hypervisor.machines) == before, "one is not filled yet"
+    (machine, *_) = (await pool.lease(2, timeout_s=1.0)).machines
+    assert machine.machine_id in hypervisor.machines
+    await pool.fork(granted.reservations[1], template(pool))
+    await run_ready()
+    assert counts(pool) == (3, 4, 0)
+
+
 async def test_ready_machines_are_left_to_the_groups_in_the_queue(
     make_pool: MakePool, hypervisor: StubHypervisor
 ) -> None:

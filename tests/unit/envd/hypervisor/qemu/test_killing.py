@@ -1,0 +1,49 @@
+"""Killing a process: its sockets outlive it until its end has been handled."""
+
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from envd.hypervisor.qemu.killing import killed
+
+
+@contextmanager
+def sleeper(*, inherits: socket.socket) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Start a process with a socket; yields it and its pidfd."""
+    process = subprocess.Popen(["sleep", "600"], pass_fds=[inherits.fileno()])
+    handle = os.pidfd_open(process.pid)
+    try:
+        yield process, handle
+    finally:
+        process.kill()
+        process.wait()
+        os.close(handle)
+
+
+def test_the_sockets_of_a_killed_process_stay_open_during_the_block() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, sleeper(inherits=theirs) as (process, handle):
+        theirs.close()
+        ours.setblocking(False)
+        collecting = threading.Thread(target=process.wait)
+        collecting.start()
+        with killed(process.pid, handle) as has_ended:
+            assert has_ended
+            collecting.join()
+            with pytest.raises(BlockingIOError):
+                ours.recv(1)
+        assert ours.recv(1) == b"", "now they are closed"
+
+
+def test_a_process_that_has_ended_before_is_no_error() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, sleeper(inherits=theirs) as (process, handle):
+        process.kill()
+        process.wait()
+        with killed(process.pid, handle) as has_ended:
+            assert has_ended
