@@ -13,8 +13,11 @@ from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.osworld import DESKTOP_TASK
 from envd.osworld.tunnel import GuestTunnel
 
-#: DesktopEnv also expects these ports. Only the guest's service is reachable; nothing listens on these.
-_CHROMIUM_PORT, _VNC_PORT, _VLC_PORT = 9222, 8006, 8080
+#: HTTP services of the guest that the tunnels forward: OSWorld's own and VLC's.
+_SERVICE_PORT, _VLC_PORT = 5000, 8080
+#: DesktopEnv also expects these ports, on which nothing listens: Chrome is driven over a WebSocket, which the tunnel
+#: does not carry, and VNC is for people.
+_CHROMIUM_PORT, _VNC_PORT = 9222, 8006
 
 _LEASE_S = 600
 _KEEP_ALIVE_S = 60.0
@@ -48,7 +51,7 @@ class EnvdProvider:
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._episode_id = ""
         self._snapshots: dict[str, str] = {}
-        self._tunnel: GuestTunnel | None = None
+        self._tunnels: tuple[GuestTunnel, ...] = ()
         self._stopping = threading.Event()
         self._channel: grpc.Channel | None = None
 
@@ -65,16 +68,17 @@ class EnvdProvider:
             episode = self._reset()
             self._episode_id = episode.episode_id
             self._check_pool(episode)
-        if self._tunnel is None:
-            self._tunnel = GuestTunnel(self._run)
+        if not self._tunnels:
+            self._tunnels = tuple(GuestTunnel(self._run, guest_port=port) for port in (_SERVICE_PORT, _VLC_PORT))
             self._stopping = threading.Event()
             threading.Thread(target=self._keep_alive, args=(self._stopping,), name="envd-leases", daemon=True).start()
 
     def get_ip_address(self, path_to_vm: str) -> str:  # noqa: ARG002
-        """Return `host:server:chromium:vnc:vlc`; only the server's port leads to the guest."""
-        if self._tunnel is None:
+        """Return `host:server:chromium:vnc:vlc`; the ports of server and VLC lead to the guest."""
+        if not self._tunnels:
             raise RuntimeError("no machine is running; call start_emulator")
-        return f"127.0.0.1:{self._tunnel.port}:{_CHROMIUM_PORT}:{_VNC_PORT}:{_VLC_PORT}"
+        server, vlc = (tunnel.port for tunnel in self._tunnels)
+        return f"127.0.0.1:{server}:{_CHROMIUM_PORT}:{_VNC_PORT}:{vlc}"
 
     def save_state(self, path_to_vm: str, snapshot_name: str) -> None:  # noqa: ARG002
         """Save the machine's current state under a name, as a paused fork. Raises: ProviderError."""
@@ -99,9 +103,9 @@ class EnvdProvider:
     def stop_emulator(self, path_to_vm: str) -> None:  # noqa: ARG002
         """Close the machine and all saved states. Idempotent."""
         self._stopping.set()
-        if self._tunnel is not None:
-            self._tunnel.close()
-            self._tunnel = None
+        for tunnel in self._tunnels:
+            tunnel.close()
+        self._tunnels = ()
         for episode_id in (self._episode_id, *self._snapshots.values()):
             if episode_id:
                 # If the daemon is gone, so are its episodes.

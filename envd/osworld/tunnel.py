@@ -1,4 +1,4 @@
-"""The HTTP service of one guest on a loopback port of this process, tunnelled through commands run in the guest.
+"""An HTTP service of one guest on a loopback port of this process, tunnelled through commands run in the guest.
 
 For OSWorld's clients, which need an address. The tunnel uses no port of the daemon's host: a client that may run
 commands in the guest may talk to its service, from any host. Each request is one command.
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from http import HTTPStatus
 from io import BufferedIOBase
 
-#: Sends a request from standard input to the guest's own service, and the response to standard output.
-GUEST_COMMAND = ("bash", "-c", "exec 3<>/dev/tcp/127.0.0.1/5000 && cat >&3 && exec cat <&3")
+#: Sends a request from standard input to the guest's service on the port in $0, and the response to standard output.
+_GUEST_COMMAND = ("bash", "-c", 'exec 3<>"/dev/tcp/127.0.0.1/$0" && cat >&3 && exec cat <&3')
 
 #: The largest standard input of a command.
 _MAX_REQUEST_BYTES = 32 << 20
@@ -27,11 +27,13 @@ class GuestTunnel:
 
     Args:
         run: Called for each request, so the guest may change between requests.
+        guest_port: Of the service in the guest.
     """
 
-    def __init__(self, run: RunInGuest) -> None:
+    def __init__(self, run: RunInGuest, *, guest_port: int) -> None:
         self._server = _Server(("127.0.0.1", 0), _Connection)
         self._server.run = run
+        self._server.command = (*_GUEST_COMMAND, str(guest_port))
         self._thread = threading.Thread(target=self._server.serve_forever, name="guest-tunnel", daemon=True)
         self._thread.start()
 
@@ -52,6 +54,7 @@ class _Server(socketserver.ThreadingTCPServer):
     # A request in progress ends at its own limit; closing does not wait for it.
     block_on_close = False
     run: RunInGuest
+    command: tuple[str, ...]
 
 
 class _Connection(socketserver.StreamRequestHandler):
@@ -61,7 +64,7 @@ class _Connection(socketserver.StreamRequestHandler):
         """Forward one request and its response."""
         try:
             request = read_request(self.rfile)
-            response = self.server.run(GUEST_COMMAND, request)
+            response = self.server.run(self.server.command, request)
             if not response:
                 raise OSError("the guest's service closed the connection")  # noqa: TRY301
         except ValueError as error:

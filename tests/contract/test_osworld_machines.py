@@ -5,6 +5,7 @@ import traceback
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import aiohttp
 import pytest
 
 from envd.osworld import DESKTOP_TASK
@@ -50,6 +51,22 @@ async def test_a_machine_is_an_episode_that_stop_closes(server: FakeServer, prov
     await asyncio.to_thread(provider.stop_emulator, path)
     await asyncio.to_thread(provider.stop_emulator, path)
     assert live(server) == {}
+
+
+async def test_the_ports_of_the_service_and_of_vlc_lead_to_those_of_the_guest(
+    provider: EnvdProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(argv: tuple[str, ...], stdin: bytes) -> bytes:
+        assert stdin.startswith(b"GET /requests/status.xml")
+        return f"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n{argv[-1]}".encode()
+
+    monkeypatch.setattr(provider, "_run", run)
+    await asyncio.to_thread(provider.start_emulator, "envd", True)
+    host, server_port, _, _, vlc_port = provider.get_ip_address("envd").split(":")
+    async with aiohttp.ClientSession() as http:
+        for port, expected in ((server_port, "5000"), (vlc_port, "8080")):
+            async with http.get(f"http://{host}:{port}/requests/status.xml") as response:
+                assert await response.text() == expected
 
 
 async def test_revert_creates_another_fork_of_the_same_state(server: FakeServer, provider: EnvdProvider) -> None:
