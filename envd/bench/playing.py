@@ -16,8 +16,8 @@ from envd.tasks.replay import replay
 
 Steps = Sequence[tuple[OracleAction, ...]]
 
-#: A guest runs only during calls, so it gets a second between two queries.
-_LET_RUN = (Wait(timedelta(seconds=1)),)
+#: A guest runs only during calls, so it gets half a second between two queries.
+_LET_RUN = (Wait(timedelta(seconds=0.5)),)
 _QUERY_TIMEOUT = timedelta(minutes=2)
 
 

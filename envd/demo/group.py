@@ -4,7 +4,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 
-from cuaenv.actions import Action, Done, TypeText, Wait
+from cuaenv.actions import Action, Done, TypeText
 from cuaenv.cli.terminal import err
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Observation, StepResult, View
 
@@ -50,7 +50,7 @@ def members_for(task: Task) -> tuple[Member, ...]:
 
     return (
         Member(policy=policy("oracle", "solves the task", *task.oracle, reward=1.0)),
-        Member(policy=policy("null", "does nothing", (Wait(timedelta(seconds=1)),), *stop, reward=0.0)),
+        Member(policy=policy("null", "does nothing", *stop, reward=0.0)),
         Member(
             policy=policy("stops", f"stops after {half} of {len(task.oracle)} steps", *start, *stop, reward=0.0),
             branch=policy("stops-branch-solves", f"continues after step {half} and solves it", *rest, reward=1.0),
@@ -61,7 +61,7 @@ def members_for(task: Task) -> tuple[Member, ...]:
             branch=policy(
                 "solves-branch-strays",
                 f"types something else after step {half}",
-                (TypeText("astray "), Wait(timedelta(seconds=1))),
+                (TypeText("astray "),),
                 *stop,
                 reward=0.0,
             ),

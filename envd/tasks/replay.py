@@ -20,7 +20,7 @@ from envd.tasks.oracle import OracleAction, WaitFor, split_step
 _PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 #: Most frames to compare after a response, and the wait before each.
 _MAX_COMPARISONS = 5
-_COMPARISON_WAIT = (Wait(timedelta(seconds=1.0)),)
+_COMPARISON_WAIT = (Wait(timedelta(seconds=0.5)),)
 
 
 async def replay(

@@ -28,7 +28,7 @@ from cuaenv.client import (
     Wait,
 )
 
-#: What must hold in the guest before the next step, which clients cannot see; they wait for the screen to change.
+#: What must hold in the guest before the next step, which clients cannot see; they wait for a still screen.
 _CONDITION = "wait_for"
 
 OracleStep = tuple[Action, ...]
@@ -45,6 +45,8 @@ class Oracle:
     task_id: str
     steps: tuple[OracleStep, ...]
     """The actions of each step."""
+    slow_steps: frozenset[int] = frozenset()
+    """Indices of the steps that end with a condition: the guest works on after the screen has changed."""
 
 
 def read_oracles(path: Path) -> list[Oracle]:
@@ -61,7 +63,8 @@ def read_oracles(path: Path) -> list[Oracle]:
         try:
             row = json.loads(line)
             steps = tuple(tuple(_action(form) for form in step if _CONDITION not in form) for step in row["steps"])
-            oracles.append(Oracle(task_id=str(row["task_id"]), steps=steps))
+            slow = (index for index, step in enumerate(row["steps"]) if any(_CONDITION in form for form in step))
+            oracles.append(Oracle(task_id=str(row["task_id"]), steps=steps, slow_steps=frozenset(slow)))
         except (ValueError, TypeError, KeyError, LookupError) as error:
             raise BadOracle(f"{path}, line {number}: {error!r}; write it with `envd tasks oracles`") from error
     if not oracles:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 #: Successive waits, in seconds, while an input has not changed the screen: an emulated guest may take 30 s to open a
 #: window, and the next keys would go to the wrong one.
 _PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+#: After a step with a condition the screen must not change during one of these waits.
+_STILL_S = (8.0, 8.0, 8.0)
 
 
 class OracleFailed(Exception):
@@ -128,12 +130,14 @@ class OracleConversation:
         patience_s: Sequence[float] = _PATIENCE_S,
     ) -> None:
         """See `record` for the arguments."""
-        self._steps = list(oracle.steps)
+        self._steps = [(step, index in oracle.slow_steps) for index, step in enumerate(oracle.steps)]
         self._settings = settings
         self._grammar = settings.make_grammar()
         self._screen_px = screen_px
         self._patience_s = patience_s
         self._waits: list[float] = []
+        self._still_waits: list[float] = []
+        self._is_waiting = False
         self._screen: object = None
         self._has_changed = True
         self.rows: list[_Row] = []
@@ -150,21 +154,28 @@ class OracleConversation:
         self._observe(message)
 
     async def generate(self) -> Reply:
-        """Return the next step, or a wait if the last one has not changed the screen yet.
+        """Return the next step, or a wait if the last one has not changed the screen yet or may still change it.
 
         Raises:
             ModelFailed: The steps are used up, or the grammar cannot express the step.
         """
         if self._waits and not self._has_changed:
             return self._reply((Wait(timedelta(seconds=self._waits.pop(0))),), is_trained=False)
+        self._waits = []
+        if self._still_waits and (self._has_changed or not self._is_waiting):
+            self._is_waiting = True
+            return self._reply((Wait(timedelta(seconds=self._still_waits.pop(0))),), is_trained=False)
         if not self._steps:
             raise ModelFailed("the oracle has no more steps and did not end with done")
-        if not self._can_render(self._steps[0]):
+        actions, is_slow = self._steps[0]
+        if not self._can_render(actions):
             # Split the step for grammars with one action per reply, or with simpler actions.
-            self._steps[:1] = [(part,) for action in self._steps[0] for part in split_actions(action)]
-        actions = self._steps.pop(0)
+            parts = [part for action in actions for part in split_actions(action)]
+            self._steps[:1] = [((part,), is_slow and part is parts[-1]) for part in parts]
+        actions, is_slow = self._steps.pop(0)
         is_input = not all(isinstance(action, Wait | Done | Fail) for action in actions)
         self._waits = list(self._patience_s) if is_input else []
+        self._still_waits, self._is_waiting = list(_STILL_S) if is_slow and self._patience_s else [], False
         return self._reply(actions, is_trained=True)
 
     def _observe(self, message: Message) -> None:

@@ -2,8 +2,7 @@
 
 One module per domain. Oracles use the keyboard if possible, and coordinates only in tasks about the mouse: the image
 opens each application's window at a fixed position. Doing nothing scores 0 in every task: no setup satisfies its own
-checker. Waits in oracles cover work that continues after the screen has responded, and slow program starts in emulated
-guests.
+checker. Oracles wait for a window or a file where work continues after the screen has responded, or a program starts.
 """
 
 from envd.tasks.suites.desktop import editor, files, flows, images, settings, spreadsheet, terminal

@@ -18,6 +18,7 @@ from envd.tasks.suites.desktop.parts import (
     repeat,
     save_as,
     text_is,
+    until_window,
     write,
 )
 from envd.tasks.templates import Entry, Sampler
@@ -247,11 +248,11 @@ def replace_everywhere(rng: Sampler) -> Entry:
         "setup": [write(path, text), edit(path)],
         "checker": text_is(path, text.replace(old, new)),
         "oracle": [
-            [{"press": ["ctrl", "r"]}, {"wait": 3}],
+            [{"press": ["ctrl", "r"]}, until_window("Find and Replace")],
             [{"type": f"{old}\t{new}"}],
             [{"press": ["alt", "a"]}],
-            [{"press": ["alt", "r"]}, {"wait": 1}],
-            [{"press": "escape"}, {"wait": 1}],
+            [{"press": ["alt", "r"]}],
+            [{"press": "escape"}, until_window("Find and Replace", absent=True)],
             SAVE,
             DONE,
         ],

@@ -14,6 +14,7 @@ from envd.tasks.suites.desktop.parts import (
     folder,
     show_folder,
     text_is,
+    until_file,
     write,
 )
 from envd.tasks.templates import Entry, Sampler
@@ -32,8 +33,8 @@ def new_folder(rng: Sampler) -> Entry:
         "setup": [write(readme, "Put pictures into a folder of their own.\n"), show_folder(DOCUMENTS)],
         "checker": exactly(DOCUMENTS, f"{name}/", readme.rpartition("/")[2]),
         "oracle": [
-            [{"press": ["ctrl", "shift", "n"]}, {"wait": 3}],
-            [{"type": name}, {"press": "enter"}, {"wait": 2}],
+            [{"press": ["ctrl", "shift", "n"]}],
+            [{"type": name}, {"press": "enter"}, until_file(f"{DOCUMENTS}/{name}")],
             DONE,
         ],
     }
@@ -58,8 +59,8 @@ def rename_file(rng: Sampler) -> Entry:
         "checker": all_of(exactly(DOCUMENTS, new, other), text_is(f"{DOCUMENTS}/{new}", text)),
         "oracle": [
             [{"click": _FIRST}],
-            [{"press": "f2"}, {"wait": 3}],
-            [{"press": ["ctrl", "a"]}, {"type": new}, {"press": "enter"}, {"wait": 2}],
+            [{"press": "f2"}],
+            [{"press": ["ctrl", "a"]}, {"type": new}, {"press": "enter"}, until_file(f"{DOCUMENTS}/{new}")],
             DONE,
         ],
     }
@@ -106,8 +107,8 @@ def delete_old_report(rng: Sampler) -> Entry:
         "checker": exactly(DOCUMENTS, budget, new),
         "oracle": [
             [{"click": _THIRD}],
-            [{"press": "delete"}, {"wait": 3}],
-            [{"press": "enter"}, {"wait": 2}],
+            [{"press": "delete"}],
+            [{"press": "enter"}, until_file(f"{DOCUMENTS}/{old}", absent=True)],
             DONE,
         ],
     }
@@ -131,9 +132,9 @@ def drag_into_folder(rng: Sampler) -> Entry:
         ),
         "oracle": [
             # Slower than a drag action: the folder must accept the file before the button is released.
-            [{"mouse_down": _SECOND}, {"move": {"x": 410, "y": 214}}, {"move": {"x": 370, "y": 212}}, {"wait": 1}],
-            [{"move": _FIRST}, {"wait": 2}],
-            [{"mouse_up": {}}, {"wait": 2}],
+            [{"mouse_down": _SECOND}, {"move": {"x": 410, "y": 214}}, {"move": {"x": 370, "y": 212}}],
+            [{"move": _FIRST}],
+            [{"mouse_up": {}}, until_file(f"{DOCUMENTS}/{name}", absent=True)],
             DONE,
         ],
     }
@@ -156,7 +157,11 @@ def copy_into_folder(rng: Sampler) -> Entry:
             text_is(f"{DOCUMENTS}/{name}", text),
             exactly(f"{DOCUMENTS}/{target}", name),
         ),
-        "oracle": [NEW_TERMINAL, command(f"cp Documents/{name} Documents/{target}/"), DONE],
+        "oracle": [
+            NEW_TERMINAL,
+            command(f"cp Documents/{name} Documents/{target}/", makes=f"{DOCUMENTS}/{target}/{name}"),
+            DONE,
+        ],
     }
 
 
@@ -200,5 +205,5 @@ def hidden_file(rng: Sampler) -> Entry:
             show_folder(DOCUMENTS),
         ],
         "checker": {"kind": "answer", "equals": f".{name}-{number}", "case": "ignore"},
-        "oracle": [[{"press": ["ctrl", "h"]}, {"wait": 1}], [{"done": f".{name}-{number}"}]],
+        "oracle": [[{"press": ["ctrl", "h"]}], [{"done": f".{name}-{number}"}]],
     }

@@ -10,8 +10,8 @@ from envd.tasks.suites.desktop.parts import (
     GOODS,
     HOME,
     NAMES,
+    NEW_DOCUMENT,
     NEW_TERMINAL,
-    OTHER_WINDOW,
     SAVE,
     TOOLS,
     Step,
@@ -24,7 +24,9 @@ from envd.tasks.suites.desktop.parts import (
     number_is,
     save_as,
     show_folder,
+    switch_to,
     text_is,
+    until_window,
     write,
 )
 from envd.tasks.templates import Entry, Sampler
@@ -41,9 +43,9 @@ _SAYINGS = (
 )
 
 
-def _keyed(text: str) -> Step:
-    """In the calculator: press keys. GTK ignores further presses for 0.25 s after each."""
-    return [part for key in text for part in ({"type": key}, {"wait": 0.4})]
+def _keyed(text: str) -> list[Step]:
+    """In the calculator: press keys, one per step. GTK ignores further presses for 0.25 s after each."""
+    return [[{"type": key}] for key in text]
 
 
 @DESKTOP.add(level=2, domain="calculator")
@@ -59,7 +61,7 @@ def work_out(rng: Sampler) -> Entry:
         ),
         "setup": [_CALCULATOR],
         "checker": {"kind": "answer", "equals": str(result)},
-        "oracle": [_keyed(f"{first}*{second}+{third}="), [{"done": str(result)}]],
+        "oracle": [*_keyed(f"{first}*{second}+{third}="), [{"done": str(result)}]],
     }
 
 
@@ -77,8 +79,8 @@ def calculate_and_note(rng: Sampler) -> Entry:
         "setup": [write(path, ""), edit(path), _CALCULATOR],
         "checker": number_is(path, first * second),
         "oracle": [
-            _keyed(f"{first}*{second}="),
-            [{"press": ["ctrl", "c"]}, {"wait": 1}, {"click": {"x": 400, "y": 300}}],
+            *_keyed(f"{first}*{second}="),
+            [{"press": ["ctrl", "c"]}, {"click": {"x": 400, "y": 300}}],
             [{"press": ["ctrl", "v"]}],
             SAVE,
             DONE,
@@ -112,9 +114,9 @@ def copy_serial_number(rng: Sampler) -> Entry:
         ],
         "checker": all_of(text_is(inventory, lines(*known, serial)), text_is(device, about)),
         "oracle": [
-            OTHER_WINDOW,
+            switch_to(r"device\.txt"),
             [{"press": ["ctrl", "home"]}, {"press": ["shift", "end"]}, {"press": ["ctrl", "c"]}],
-            OTHER_WINDOW,
+            switch_to(r"inventory\.txt"),
             [{"press": ["ctrl", "end"]}, {"press": ["ctrl", "v"]}],
             SAVE,
             DONE,
@@ -141,9 +143,9 @@ def find_open_and_edit(rng: Sampler) -> Entry:
         "checker": text_is(path, f"call the {new}\n"),
         "oracle": [
             [{"click": {"x": 327, "y": 210}}],
-            [{"click": {"x": 327, "y": 210, "count": 2}}, {"wait": 2}],
+            [{"click": {"x": 327, "y": 210, "count": 2}}, until_window(place, wm_class="pcmanfm")],
             [{"click": {"x": 327, "y": 210}}],
-            [{"click": {"x": 327, "y": 210, "count": 2}}, {"wait": 12}],
+            [{"click": {"x": 327, "y": 210, "count": 2}}, until_window(r"todo\.txt", wm_class="mousepad")],
             [{"press": ["ctrl", "home"]}, {"press": "end"}, {"press": ["ctrl", "shift", "left"]}, {"type": new}],
             SAVE,
             DONE,
@@ -191,8 +193,10 @@ def sort_invoices(rng: Sampler) -> Entry:
         },
         "oracle": [
             NEW_TERMINAL,
-            command("cd ~/Invoices && mkdir paid && mv $(grep -l 'Status: paid' *.txt) paid/"),
-            command("cat *.txt | awk '/^Total:/ {sum += $2} END {print sum}' > ~/open-sum.txt"),
+            command("cd ~/Invoices && mkdir paid && mv $(grep -l 'Status: paid' *.txt) paid/", makes=f"{folder}/paid"),
+            command(
+                "cat *.txt | awk '/^Total:/ {sum += $2} END {print sum}' > ~/open-sum.txt", makes=f"{HOME}/open-sum.txt"
+            ),
             DONE,
         ],
     }
@@ -232,7 +236,7 @@ def notes_from_two_places(rng: Sampler) -> Entry:
         "oracle": [
             NEW_TERMINAL,
             [{"type": "cd ~/Documents; wc -w essay.txt; tail -n 1 quotes.txt\n"}],
-            [{"press": ["super", "e"]}, {"wait": 12}],
+            NEW_DOCUMENT,
             [{"type": lines(str(count), last)}],
             *save_as(path),
             DONE,
@@ -286,8 +290,7 @@ def answer_a_letter(rng: Sampler) -> Entry:
         "setup": [write(f"{DOCUMENTS}/letter.txt", letter), edit(f"{DOCUMENTS}/letter.txt")],
         "checker": {"kind": "file_text", "path": path, "matches": rf"\s*{asker}[^\S\n]*\n\s*{count * price}\s*"},
         "oracle": [
-            [{"press": ["super", "e"]}, {"wait": 20}],
-            [{"wait": 10}],
+            NEW_DOCUMENT,
             [{"type": lines(asker, str(count * price))}],
             *save_as(path),
             DONE,
@@ -333,8 +336,14 @@ def tidy_downloads(rng: Sampler) -> Entry:
         },
         "oracle": [
             NEW_TERMINAL,
-            command("cd Downloads; mkdir Texts Images Tables; mv *.txt Texts; mv *.png Images; mv *.csv Tables"),
-            command("for d in Texts Images Tables; do echo $d $(ls $d | wc -l); done > ~/counts.txt"),
+            command(
+                "cd Downloads; mkdir Texts Images Tables; mv *.txt Texts; mv *.png Images; mv *.csv Tables",
+                makes=f"{folder}/Tables",
+            ),
+            command(
+                'echo "$(for d in Texts Images Tables; do echo $d $(ls $d | wc -l); done)" > ~/counts.txt',
+                makes=f"{HOME}/counts.txt",
+            ),
             DONE,
         ],
     }

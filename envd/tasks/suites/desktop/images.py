@@ -3,8 +3,9 @@
 import base64
 import struct
 import zlib
+from collections.abc import Sequence
 
-from envd.tasks.suites.desktop.parts import CITIES, DESKTOP, DONE, HOME, PICTURES, Verb, show_folder
+from envd.tasks.suites.desktop.parts import CITIES, DESKTOP, DONE, HOME, PICTURES, Step, Verb, show_folder, until_window
 from envd.tasks.templates import Entry, Sampler
 
 _DOMAIN = "images"
@@ -58,6 +59,15 @@ def _view(name: str) -> Verb:
     }
 
 
+def _until_shown(name: str) -> Verb:
+    return until_window(name.replace(".", r"\."), wm_class="gpicview")
+
+
+def _page(names: Sequence[str]) -> list[Step]:
+    """Page through the pictures of these names."""
+    return [[{"press": "right"}, _until_shown(name)] for name in names]
+
+
 def _shows(name: str) -> Verb:
     return {"kind": "window", "window": {"title": name.replace(".", r"\."), "class": "gpicview"}}
 
@@ -74,7 +84,7 @@ def browse_to_picture(rng: Sampler) -> Entry:
         ),
         "setup": [*made, _view(names[0])],
         "checker": _shows(names[place]),
-        "oracle": [*([{"press": "right"}, {"wait": 1}],) * place, DONE],
+        "oracle": [*_page(names[1 : place + 1]), DONE],
     }
 
 
@@ -92,7 +102,7 @@ def open_a_picture(rng: Sampler) -> Entry:
         ),
         "setup": [*made, show_folder(PICTURES)],
         "checker": _shows(names[place]),
-        "oracle": [[{"click": icon}], [{"click": {**icon, "count": 2}}, {"wait": 12}], DONE],
+        "oracle": [[{"click": icon}], [{"click": {**icon, "count": 2}}, _until_shown(names[place])], DONE],
     }
 
 
@@ -129,7 +139,7 @@ def name_the_colour(rng: Sampler) -> Entry:
         ),
         "setup": [*made, _view(names[0])],
         "checker": {"kind": "answer", "equals": colour, "case": "ignore"},
-        "oracle": [*([{"press": "right"}, {"wait": 1}],) * place, [{"done": colour}]],
+        "oracle": [*_page(names[1 : place + 1]), [{"done": colour}]],
     }
 
 
@@ -153,9 +163,9 @@ def turn_a_picture(rng: Sampler) -> Entry:
             "stdout": {"equals": f"{height_px}x{width_px}"},
         },
         "oracle": [
-            [{"press": "r"}, {"wait": 1}],
-            [{"press": "s"}, {"wait": 3}],
-            [{"press": ["alt", "y"]}, {"wait": 3}],
+            [{"press": "r"}],
+            [{"press": "s"}],
+            [{"press": ["alt", "y"]}],
             DONE,
         ],
     }

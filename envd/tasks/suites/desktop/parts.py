@@ -7,6 +7,7 @@ from envd.tasks.templates import Templates
 DESKTOP = Templates("desktop")
 
 HOME = "/home/user"
+_SAVE_AS = "^Save As$"
 DOCUMENTS = f"{HOME}/Documents"
 PICTURES = f"{HOME}/Pictures"
 
@@ -15,8 +16,22 @@ Step = Sequence[object]
 
 #: Ends an oracle without an answer.
 DONE: Step = ("done",)
-#: In an editor: save the document.
-SAVE: Step = ({"press": ["ctrl", "s"]}, {"wait": 1})
+
+
+def until_window(title: str = "", *, wm_class: str = "", absent: bool = False) -> Verb:
+    """Wait for a window, or until it is gone."""
+    patterns = {"title": title, "class": wm_class}
+    window = {name: pattern for name, pattern in patterns.items() if pattern}
+    return {"wait_for": {"window": window, **({"absent": True} if absent else {})}}
+
+
+def until_file(path: str, *, absent: bool = False) -> Verb:
+    """Wait for a file with content or a directory, or until it is gone."""
+    return {"wait_for": {"file": path, **({"absent": True} if absent else {})}}
+
+
+#: In an editor: save the document. The title of a window with unsaved changes begins with an asterisk.
+SAVE: Step = ({"press": ["ctrl", "s"]}, until_window(r"^\*", absent=True))
 
 NAMES = (
     *("Nadia", "Amir", "Beate", "Olu", "Petra", "Carlos", "Dana", "Emeka", "Fatima", "Goran", "Hanna", "Ivo", "Jasmin"),
@@ -105,19 +120,24 @@ def repeat(key: str, count: int) -> Step:
 def save_as(path: str) -> tuple[Step, ...]:
     """In the editor: save under another name. Selects all first, because only the stem of the old name is selected."""
     return (
-        [{"press": ["ctrl", "shift", "s"]}, {"wait": 8}],
+        [{"press": ["ctrl", "shift", "s"]}, until_window(_SAVE_AS)],
         [{"press": ["ctrl", "a"]}, {"type": path}],
-        [{"press": "enter"}, {"wait": 8}],
+        [{"press": "enter"}, until_window(_SAVE_AS, absent=True), until_file(path)],
     )
 
 
-#: Switch to the previous window. The wait is needed: while the window switcher is shown, keys go to the old window.
-OTHER_WINDOW: Step = ({"press": ["alt", "tab"]}, {"wait": 2})
-
 #: Open a terminal, if none is open.
-NEW_TERMINAL: Step = ({"press": ["super", "t"]}, {"wait": 15})
+NEW_TERMINAL: Step = ({"press": ["super", "t"]}, until_window(wm_class="lxterminal"))
+
+#: Open an empty document in the editor.
+NEW_DOCUMENT: Step = ({"press": ["super", "e"]}, until_window("Untitled", wm_class="mousepad"))
 
 
-def command(line: str) -> Step:
-    """In a terminal: run a command."""
-    return ({"type": f"{line}\n"}, {"wait": 2})
+def switch_to(title: str) -> Step:
+    """Switch to the previous window, which has this title. While the switcher is shown, keys go to the old window."""
+    return ({"press": ["alt", "tab"]}, {"wait_for": {"window": {"title": title}, "active": True}})
+
+
+def command(line: str, *, makes: str = "") -> Step:
+    """In a terminal: run a command, which makes a file with content or a directory if a path is given."""
+    return ({"type": f"{line}\n"}, *([until_file(makes)] if makes else []))

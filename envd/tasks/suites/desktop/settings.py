@@ -43,7 +43,7 @@ def number_the_lines(rng: Sampler) -> Entry:
         ),
         "setup": [write(path, text), edit(path)],
         "checker": _setting_is(_EDITOR_VIEW, "show-line-numbers", "true"),
-        "oracle": [[{"press": ["alt", "v"]}], [{"press": "u"}, {"wait": 2}], DONE],
+        "oracle": [[{"press": ["alt", "v"]}], [{"press": "u"}], DONE],
     }
 
 
@@ -61,7 +61,7 @@ def wrap_long_lines(rng: Sampler) -> Entry:
         ),
         "setup": [write(path, f"First {route}.\n"), edit(path)],
         "checker": _setting_is(_EDITOR_VIEW, "word-wrap", "true"),
-        "oracle": [[{"press": ["alt", "d"]}], [{"press": "w"}, {"wait": 2}], DONE],
+        "oracle": [[{"press": ["alt", "d"]}], [{"press": "w"}], DONE],
     }
 
 

@@ -46,7 +46,7 @@ def make_project_tree(rng: Sampler) -> Entry:
             ],
         },
         "oracle": [
-            [{"type": f"mkdir -p {top}/{first} {top}/{second}\n"}],
+            command(f"mkdir -p {top}/{first} {top}/{second}", makes=f"{HOME}/{top}/{second}"),
             command(f"touch {top}/{name}"),
             DONE,
         ],
@@ -69,7 +69,7 @@ def count_errors(rng: Sampler) -> Entry:
         ),
         "setup": [write(f"{HOME}/logs/server.log", log), open_terminal()],
         "checker": number_is(f"{HOME}/errors.txt", count),
-        "oracle": [command("grep -c ERROR logs/server.log > errors.txt"), DONE],
+        "oracle": [command("grep -c ERROR logs/server.log > errors.txt", makes=f"{HOME}/errors.txt"), DONE],
     }
 
 
@@ -108,7 +108,7 @@ def sort_and_drop_repeats(rng: Sampler) -> Entry:
         "checker": all_of(
             text_is(f"{HOME}/articles.txt", lines(*sorted(words))), text_is(f"{HOME}/stock.txt", lines(*listed))
         ),
-        "oracle": [command("sort -u stock.txt > articles.txt"), DONE],
+        "oracle": [command("sort -u stock.txt > articles.txt", makes=f"{HOME}/articles.txt"), DONE],
     }
 
 
@@ -156,7 +156,7 @@ def find_the_note(rng: Sampler) -> Entry:
         "checker": text_is(f"{HOME}/found.txt", found),
         "oracle": [
             NEW_TERMINAL,
-            command("cp $(grep -rl 'code word' rooms) found.txt"),
+            command("cp $(grep -rl 'code word' rooms) found.txt", makes=f"{HOME}/found.txt"),
             DONE,
         ],
     }

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cuaenv.actions import Done, TypeText, Wait
+from cuaenv.actions import Done, TypeText
 from PIL import Image
 
 from envd.bench.default_tasks import DEFAULT_TASKS
@@ -72,7 +72,7 @@ def test_the_default_task_exists_and_its_oracle_types_text(flags: dict[str, obje
     task = load_tasks(load(flags=flags)).get(DEFAULT_TASKS["fake" if flags else "desktop"].demo)
     members = {member.policy.name: member for member in members_for(task)}
     assert any(isinstance(action, TypeText) for step in members["oracle"].policy.steps for action in step)
-    assert {type(action) for step in members["null"].policy.steps for action in step} == {Wait, Done}
+    assert {type(action) for step in members["null"].policy.steps for action in step} == {Done}
     branched = [member for member in members.values() if member.branch is not None]
     assert len(branched) == 2
     for member in branched:

@@ -12,7 +12,7 @@ NAME = (TypeText(text="/home/user/a.txt\n"),)
 DONE = (Done(),)
 
 
-LOOK = (Wait(timedelta(seconds=1)),)
+LOOK = (Wait(timedelta(seconds=0.5)),)
 
 
 class Screen:

@@ -1,7 +1,7 @@
 """An oracle in place of a model: its replies in every grammar, and its waits."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,9 +26,12 @@ def picture(shade: int = 0) -> Message:
 
 
 def conversation_of(
-    *steps: Sequence[Action], grammar: str = "qwen3-vl", patience_s: Sequence[float] = ()
+    *steps: Sequence[Action],
+    grammar: str = "qwen3-vl",
+    patience_s: Sequence[float] = (),
+    slow_steps: Collection[int] = (),
 ) -> OracleConversation:
-    oracle = Oracle(task_id="a/b", steps=tuple(map(tuple, steps)))
+    oracle = Oracle(task_id="a/b", steps=tuple(map(tuple, steps)), slow_steps=frozenset(slow_steps))
     return OracleConversation(oracle, AgentSettings(grammar=grammar), screen_px=SCREEN, patience_s=patience_s)
 
 
@@ -84,6 +87,25 @@ async def test_it_does_not_wait_after_a_change_of_the_screen() -> None:
     assert conversation.rows[0].trained == {2, 4}
 
 
+@pytest.mark.parametrize(
+    ("shades", "trained"),
+    [
+        # A wait for the change, one wait without a change, then the end.
+        ([0, 0, 1, 1, 1], {2, 8}),
+        # The screen changes during two waits.
+        ([0, 1, 2, 3, 3, 3], {2, 10}),
+        # It never is still.
+        ([0, 1, 2, 3, 4, 5], {2, 10}),
+    ],
+)
+async def test_after_a_step_with_a_condition_it_waits_for_a_still_screen(
+    shades: Sequence[int], trained: set[int]
+) -> None:
+    conversation = conversation_of([Click(1, 1)], [Done()], patience_s=(1, 2), slow_steps=[0])
+    await replies_of(conversation, shades)
+    assert conversation.rows[0].trained == trained
+
+
 async def test_it_does_not_wait_after_a_wait() -> None:
     conversation = conversation_of([Wait(timedelta(seconds=3))], [Done()], patience_s=(1,))
     await replies_of(conversation, [0, 0, 0])
@@ -116,6 +138,7 @@ def test_conditions_of_oracles_are_left_out(tmp_path: Path) -> None:
     path.write_text(json.dumps({"task_id": "a/b", "steps": steps}))
     [oracle] = read_oracles(path)
     assert oracle.steps == ((PressKeys(("ctrl", "s")),), (Done(),))
+    assert oracle.slow_steps == {0}
 
 
 def test_oracles_are_read_as_the_daemon_prints_them(tmp_path: Path) -> None:
