@@ -37,6 +37,7 @@ CLICK = call(action="left_click", coordinate=[642, 209])
 DONE = call(action="terminate", status="success")
 #: verl requires the column, and recomputes it from the ids.
 RETURNS = r"return BatchFeature(\1 | {'mm_token_type_ids': encoded['attention_mask']})"
+TARGET = "trainer.adapters.verl.DesktopAgentLoop"
 Plan = list[str | Callable[[], Any]]
 
 
@@ -95,8 +96,7 @@ class Rollout:
     def __init__(self, desktops_address: str, model: Path, directory: Path, engine: Engine, **envd: Any) -> None:
         loops = directory / "loops.yaml"
         settings = {"hosts": [desktops_address], "attempts": 1, **envd}
-        target = "trainer.adapters.verl.DesktopAgentLoop"
-        OmegaConf.save(OmegaConf.create([{"name": "desktop", "_target_": target, "envd": settings}]), loops)
+        OmegaConf.save(OmegaConf.create([{"name": "desktop", "_target_": TARGET, "envd": settings}]), loops)
         with initialize_config_module("verl.trainer.config", version_base=None):
             config = compose(
                 "ppo_trainer",
@@ -221,6 +221,18 @@ async def test_a_lost_machine_is_replaced(make: Callable[..., Rollout], desktops
     rollout = make(engine, attempts=2)
     await rollout.start("five", count=1)
     status, rows = await rollout.finish("five")
+    assert (status, list(map(score_of, rows.values()))) == ("finished", [1.0])
+
+
+async def test_the_example_of_the_docs(make: Callable[..., Rollout]) -> None:
+    page = (Path(__file__).parents[3] / "docs/adapters.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^## verl\n.*?^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (loop,) = OmegaConf.to_container(OmegaConf.create(text))
+    assert (loop["name"], loop["_target_"]) == ("desktop", TARGET)
+    assert loop["envd"].pop("hosts") == ["127.0.0.1:50051"]
+    rollout = make(Engine([CLICK, DONE]), **loop["envd"])
+    await rollout.start("ten", count=1)
+    status, rows = await rollout.finish("ten")
     assert (status, list(map(score_of, rows.values()))) == ("finished", [1.0])
 
 
