@@ -20,8 +20,10 @@ from trainer.learn.states import RunState, cosine, load_state, make_optimizer, s
 
 logger = logging.getLogger(__name__)
 _LOG_EVERY = 50
-_CHECK_EVERY = 200
+_CHECK_EVERY = 100
+_SAVE_EVERY = 500
 _CHECK_ROWS = 512
+_FRAMES_AT_ONCE = 1024
 
 
 class _Batches:
@@ -30,11 +32,16 @@ class _Batches:
     def __init__(self, rows: Rows, policy: Policy, screen_px: tuple[int, int]) -> None:
         width, height = screen_px
         self._rows, self._policy = rows, policy
+        # One length for all batches, so that a compiled model is compiled once.
+        self._longest = int(np.diff(rows.ends, prepend=0).max())
         try:
             self._frames = torch.empty(len(rows), height, width, 3, dtype=torch.uint8, device=policy.device)
             with ThreadPoolExecutor() as threads:
-                for index, frame in enumerate(threads.map(_decompressed, rows.frames)):
-                    self._frames[index] = torch.from_numpy(frame.reshape(height, width, 3)).to(policy.device)
+                # In parts: all of them at once would be tens of gigabytes of host memory.
+                for start in range(0, len(rows), _FRAMES_AT_ONCE):
+                    part = b"".join(threads.map(_decompressed, rows.frames[start : start + _FRAMES_AT_ONCE]))
+                    frames = torch.frombuffer(bytearray(part), dtype=torch.uint8).view(-1, height, width, 3)
+                    self._frames[start : start + len(frames)] = frames.to(policy.device)
         except torch.OutOfMemoryError as error:
             raise LearnError(
                 f"clone: no GPU memory for {len(rows)} frames: {error}; lower demos.seeds or use a larger GPU"
@@ -43,8 +50,7 @@ class _Batches:
     def make(self, chosen: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """Return ids, patches, and the places and values of the tokens to predict."""
         ids = [self._rows.row(index) for index in chosen]
-        longest = max(map(len, ids))
-        table = np.full((len(ids), longest), self._policy.pad_id, np.int64)
+        table = np.full((len(ids), self._longest), self._policy.pad_id, np.int64)
         rows, columns = [], []
         for index, (row, reply_length) in enumerate(zip(ids, self._rows.reply_lengths[chosen], strict=True)):
             table[index, : len(row)] = row
@@ -63,8 +69,8 @@ class _Batches:
         }
 
 
-def _decompressed(data: bytes) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8).copy()
+def _decompressed(data: bytes) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(data)
 
 
 def clone(settings: Settings, demos: Path, directory: Path, *, seed: int, log: MetricsLog, resume: bool) -> Policy:
@@ -83,11 +89,13 @@ def clone(settings: Settings, demos: Path, directory: Path, *, seed: int, log: M
         policy.model.load_state_dict(state.model)
         optimizer.load_state_dict(state.optimizer)
         done = state.done
+    if options.is_compiled:
+        policy.compile()
     rows = read_rows(demos)
     batches = _Batches(rows, policy, settings.screen_px)
     trained, checked = np.flatnonzero(~rows.is_checked), np.flatnonzero(rows.is_checked)[:_CHECK_ROWS]
-    started_s, share = time.monotonic(), 0.0
-    while done < options.steps and share < options.stop_at:
+    started_s, checks = time.monotonic(), {"right_replies": 0.0}
+    while done < options.steps and checks["right_replies"] < options.stop_at:
         spent = (time.monotonic() - started_s) / options.seconds if options.seconds else 0.0
         if spent > 1:
             break
@@ -103,7 +111,7 @@ def clone(settings: Settings, demos: Path, directory: Path, *, seed: int, log: M
         done += 1
         is_last = done == options.steps
         if done % _CHECK_EVERY == 0 or is_last:
-            share = right_share(policy, batches, checked)
+            checks = check(policy, batches, checked)
         if done % _LOG_EVERY == 0 or is_last:
             seconds = time.monotonic() - started_s
             log.write(
@@ -113,22 +121,27 @@ def clone(settings: Settings, demos: Path, directory: Path, *, seed: int, log: M
                     "loss": float(loss.detach()),
                     "grad_norm": norm,
                     "learning_rate": rate,
-                    "right_replies": share,
+                    **checks,
                     "s": seconds,
                 },
             )
+        if done % _SAVE_EVERY == 0:
+            save_state(directory, RunState.of(policy.model, optimizer, settings, stage="clone", done=done))
     save_state(directory, RunState.of(policy.model, optimizer, settings, stage="clone", done=done))
     return policy
 
 
-def right_share(policy: Policy, batches: Any, checked: npt.NDArray[np.int64]) -> float:
-    """Return the share of replies of which the model would say every token."""
-    right = 0
-    for start in range(0, len(checked), 64):
-        chosen = checked[start : start + 64]
-        batch = batches.make(chosen)
-        with torch.no_grad():
-            said = policy.logits(batch["ids"], batch["patches"], (batch["rows"], batch["columns"])).argmax(-1)
-        wrong_rows = batch["rows"][said != batch["targets"]].unique()
-        right += len(chosen) - len(wrong_rows)
-    return right / len(checked)
+def check(policy: Policy, batches: Any, checked: npt.NDArray[np.int64]) -> dict[str, float]:
+    """Return the share of replies of which the model would say every token, and the mean loss of a token."""
+    right, loss, count = 0, 0.0, 0
+    # For its own batch size it would be compiled again.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for start in range(0, len(checked), 64):
+            chosen = checked[start : start + 64]
+            batch = batches.make(chosen)
+            logits = policy.logits(batch["ids"], batch["patches"], (batch["rows"], batch["columns"]))
+            wrong_rows = batch["rows"][logits.argmax(-1) != batch["targets"]].unique()
+            right += len(chosen) - len(wrong_rows)
+            loss += float(torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="sum"))
+            count += len(batch["targets"])
+    return {"right_replies": right / len(checked), "checked_loss": loss / count}

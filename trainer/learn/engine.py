@@ -10,6 +10,7 @@ import base64
 import io
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 _GATHER_S = 0.004
 #: Tokens between two admissions: reading prompts takes as long as some tokens of all replies.
 _ADMIT_EVERY = 4
+_SWITCH_S = 0.0002
 _MAX_REQUEST_BYTES = 256 << 20
 
 
@@ -95,6 +97,8 @@ class Engine:
         self._runners: list[web.AppRunner] = []
 
     def __enter__(self) -> Self:
+        # While the HTTP thread computes, each token would wait the default 5 ms for the interpreter, several times.
+        sys.setswitchinterval(_SWITCH_S)
         self._server.start()
         self._sampler.start()
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()

@@ -41,6 +41,8 @@ class Clone(BaseModel):
     warmup_steps: int = Field(default=100, ge=1)
     stop_at: float = Field(default=1.0, gt=0, le=1)
     """Stop once this share of replies in rows of unseen variants is right: reinforcement needs room and signal."""
+    is_compiled: bool = False
+    """Compile the layers by torch, which needs a C compiler and some minutes; for long runs."""
 
 
 class Desktops(BaseModel):
@@ -208,7 +210,7 @@ def fingerprint(settings: Settings, *, stage: str) -> Mapping[str, Any]:
     mapping: dict[str, Any] = json.loads(settings.model_dump_json())
     if stage == "clone":
         mapping = {key: mapping[key] for key in ("suite", "screen_px", "size", "max_turns", "demos", "clone")}
-    free = {"": ("device", "workers", "machines"), "clone": ("steps", "seconds")}
+    free = {"": ("device", "workers", "machines"), "clone": ("steps", "seconds", "stop_at", "is_compiled")}
     free["rl"] = ("updates", "seconds", "env_steps", "micro_rows")
     for name, keys in free.items():
         part = mapping.get(name, {}) if name else mapping

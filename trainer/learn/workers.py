@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -127,7 +127,11 @@ class Workers:
             rows = rows_of(answer["data"], range(len(answer["data"]["tokens"])), first_image=len(found.patches))
             found.rows += rows
             found.rollout_count += len(set(answer["data"]["rollout_ids"]))
-            found.records += answer["records"]
+            # Each process numbers its groups from 0.
+            found.records += [
+                replace(record, group_index=record.group_index * len(self._specs) + index)
+                for record in answer["records"]
+            ]
             if rows:
                 path = self._specs[index].exchange / f"{index}.bin"
                 flat = torch.from_file(str(path), size=answer["size"], dtype=torch.bfloat16)
