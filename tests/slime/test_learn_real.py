@@ -381,6 +381,19 @@ def test_tasks_need_a_held_out_split() -> None:
 # Processes that roll out
 
 
+def test_groups_of_two_processes_are_not_counted_as_one() -> None:
+    from trainer.learn.workers import of_process
+    from trainer.slime.records import EpisodeRecord, metrics_of
+
+    def record(group_index: int, reward: float) -> EpisodeRecord:
+        return EpisodeRecord(index=0, group_index=group_index, reward=reward, facts={}, surprise=0.0, sampled_count=0)
+
+    of_both = [[record(0, 0.0), record(0, 0.0)], [record(0, 1.0), record(0, 1.0)]]
+    joined = [each for index, records in enumerate(of_both) for each in of_process(records, index, count=2)]
+    assert metrics_of(joined)["zero_std_frac"] == 1.0
+    assert metrics_of([each for records in of_both for each in records])["zero_std_frac"] == 0.0
+
+
 def test_a_process_that_cannot_start_or_is_killed_is_named_with_the_remedy(tmp_path: Path) -> None:
     from multiprocessing import active_children
 

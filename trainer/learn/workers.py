@@ -61,6 +61,11 @@ class WorkerSpec:
     """Name of another generate function; empty for the settings' own."""
 
 
+def of_process(records: Sequence[Any], index: int, *, count: int) -> list[Any]:
+    """Return a process's records with group numbers that no other one has: each counts its groups from 0."""
+    return [replace(record, group_index=record.group_index * count + index) for record in records]
+
+
 def task_ids(splits: Mapping[str, str], *, settings: Settings) -> tuple[list[str], list[str]]:
     """Return the tasks to train on and to evaluate on, from the split of each template.
 
@@ -127,11 +132,7 @@ class Workers:
             rows = rows_of(answer["data"], range(len(answer["data"]["tokens"])), first_image=len(found.patches))
             found.rows += rows
             found.rollout_count += len(set(answer["data"]["rollout_ids"]))
-            # Each process numbers its groups from 0.
-            found.records += [
-                replace(record, group_index=record.group_index * len(self._specs) + index)
-                for record in answer["records"]
-            ]
+            found.records += of_process(answer["records"], index, count=len(self._specs))
             if rows:
                 path = self._specs[index].exchange / f"{index}.bin"
                 flat = torch.from_file(str(path), size=answer["size"], dtype=torch.bfloat16)
