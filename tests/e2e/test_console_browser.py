@@ -1,4 +1,4 @@
-"""The console's page in Chromium, on drawn desktops. Writes pictures to out/console/.
+"""The console's page in Chromium, on drawn desktops and on a real machine. Writes pictures to out/console/.
 
 Needs Debian's package `chromium`.
 """
@@ -15,10 +15,14 @@ from cuaenv.actions import Click, Move, TypeText
 from playwright.async_api import Page, async_playwright, expect
 
 from envd.api.security.tokens import new_token
-from envd.config import load
+from envd.config import HypervisorConfig, load
 from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes.types import ResetCommand, StepCommand
 from envd.guest.observation import Encoding, ObservationOptions, SettlePolicy
+from envd.hypervisor.qemu.leftovers import machine_leftovers
+from envd.images.catalogue import Image as GuestImage
+from envd.recording.library import Library
+from envd.recording.video import VideoFormat, export_video
 
 pytestmark = pytest.mark.long
 
@@ -186,6 +190,54 @@ async def test_a_recorded_episode_is_replayed(tmp_path: Path) -> None:
         await page.locator("#play").click()
         await expect(page.locator("#full-steps li.now .n")).to_have_text("3")
         await expect(page.locator("#full-score b")).to_have_text("Score 1.00")
+
+
+@pytest.mark.vm
+@pytest.mark.timeout(1200)
+async def test_an_episode_of_a_real_machine_is_watched_recorded_replayed_and_exported(
+    tmp_path: Path, vm_state_dir: Path, desktop_image: GuestImage, template_dir: Path
+) -> None:
+    flags = {
+        "hypervisor.uri": HypervisorConfig().uri,
+        "hypervisor.template_dir": template_dir,
+        "state_dir": vm_state_dir,
+        "cache_dir": load().cache_dir,
+        "pools.desktop.image": desktop_image.name,
+        "recording.directory": str(tmp_path / "recordings"),
+        "recording.min_free_gib": 0,
+    }
+    greeting = "Seen on a real machine"
+    async with wall(tmp_path, 1, flags) as shown:
+        page = shown.page
+        (episode_id,) = await shown.reset(1, run="real", task="desktop/type-greeting")
+        await page.goto(shown.url)
+        await expect(page.locator(".tile img[src]")).to_have_count(1)
+        await page.locator(".tile").click()
+        await expect(page.locator("#full-image")).to_have_js_property("naturalWidth", 1280)
+        before = await page.locator("#full-image").get_attribute("src")
+        await shown.play(episode_id, Click(640, 400), TypeText(greeting))
+        # The newest step is first.
+        await expect(page.locator("#full-steps li .what").nth(0)).to_have_text(f"type '{greeting}'")
+        await expect(page.locator("#full-image")).not_to_have_attribute("src", before or "")
+        await shown.picture("vm-live")
+        await shown.daemon.service.close(episode_id)
+        await page.keyboard.press("Escape")
+        await page.get_by_role("button", name="Recordings").click()
+        await page.locator("#recording-rows tr").click()
+        await expect(page.locator("#full-steps li")).to_have_count(2)
+        await page.locator("#full-steps li").nth(1).click()
+        await expect(page.locator("#full-steps li.now .n")).to_have_text("1")
+        await expect(page.locator("#full-image")).to_have_js_property("naturalWidth", 1280)
+        await shown.picture("vm-replay")
+    assert machine_leftovers(vm_state_dir) == []
+    recording = Library(tmp_path / "recordings").read(episode_id)
+    assert len(recording.frames) >= 2
+    first, last = recording.image(0).rgb_HWC(), recording.image(len(recording.frames) - 1).rgb_HWC()
+    assert (first != last).any()
+    for video_format in (VideoFormat.MP4, VideoFormat.GIF):
+        path = PICTURES / f"vm.{video_format.value}"
+        export_video(recording, path, video_format, max_pause_s=1.0)
+        assert path.stat().st_size > 10_000
 
 
 async def test_a_token_is_asked_for_and_a_lost_connection_is_shown(tmp_path: Path) -> None:
