@@ -8,7 +8,8 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,8 +56,9 @@ class Monitor:
             await self._execute("migrate", {"uri": "fd:state"})
             await self._migrated("the state could not be saved")
 
-    async def save_devices(self, path: Path, *, offset: int) -> None:
-        """Write the device state of a stopped machine, which can run afterwards. Omits a VGA card's video memory.
+    @asynccontextmanager
+    async def device_file(self, path: Path, *, offset: int) -> AsyncIterator[None]:
+        """Open the file of `save_devices`; the machine may run.
 
         Args:
             path: A new file.
@@ -65,12 +67,16 @@ class Monitor:
         with path.open("xb") as file:
             file.seek(offset)  # QEMU writes at the descriptor's position.
             await self._execute("add-fd", {"fdset-id": _FILE_SET}, file=file.fileno())
-            try:
-                # `live`, the default, releases the disk to another QEMU until the machine runs again. Saving twice
-                # before that fails an assertion (bdrv_inactivate_recurse).
-                await self._execute("xen-save-devices-state", {"filename": f"/dev/fdset/{_FILE_SET}", "live": False})
-            finally:
-                await self._execute("remove-fd", {"fdset-id": _FILE_SET})
+        try:
+            yield
+        finally:
+            await self._execute("remove-fd", {"fdset-id": _FILE_SET})
+
+    async def save_devices(self) -> None:
+        """Write the device state of a stopped machine, which can run afterwards. Omits a VGA card's video memory."""
+        # `live`, the default, releases the disk to another QEMU until the machine runs again. Saving twice before that
+        # fails an assertion (bdrv_inactivate_recurse).
+        await self._execute("xen-save-devices-state", {"filename": f"/dev/fdset/{_FILE_SET}", "live": False})
 
     async def expect_state(self) -> None:
         """Prepare a machine that was started with `-incoming defer` for `load`."""

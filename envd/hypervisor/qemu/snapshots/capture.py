@@ -118,24 +118,25 @@ async def _copy(
     if was_running:
         # Allocated before the pause, with a reserve for pages written until then.
         buffer = await call(lambda: prefaulted(size_bytes(memory.private_extents()) * 5 // 4))
-    stopped_s = time.monotonic()
-    await machine.pause()
-    try:
-        # Concurrent, so that the pause is only as long as the slowest copy.
-        pages = asyncio.ensure_future(call(_written_pages, memory, buffer))
-        others = (
-            # The prefix, written below, ends with these first bytes of the state.
-            asyncio.ensure_future(monitor.save_devices(files.devices, offset=prefix_bytes - HEADER_BYTES)),
-            *(
-                asyncio.ensure_future(call(copy_file, source, target))
-                for source, target in _copied_files(machine, files)
-            ),
-        )
-        await asyncio.wait({pages, *others})
-    finally:
-        if was_running:
-            await machine.resume()
-    paused_ms = (time.monotonic() - stopped_s) * 1000
+    # The prefix, written below, ends with the first bytes of the state.
+    async with monitor.device_file(files.devices, offset=prefix_bytes - HEADER_BYTES):
+        stopped_s = time.monotonic()
+        await machine.pause()
+        try:
+            # Concurrent, so that the pause is only as long as the slowest copy.
+            pages = asyncio.ensure_future(call(_written_pages, memory, buffer))
+            others = (
+                asyncio.ensure_future(monitor.save_devices()),
+                *(
+                    asyncio.ensure_future(call(copy_file, source, target))
+                    for source, target in _copied_files(machine, files)
+                ),
+            )
+            await asyncio.wait({pages, *others})
+        finally:
+            if was_running:
+                await machine.resume()
+        paused_ms = (time.monotonic() - stopped_s) * 1000
     for copy in others:
         copy.result()
     with files.devices.open("r+b") as file:
