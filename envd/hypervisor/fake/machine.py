@@ -70,6 +70,8 @@ class FakeMachine:
         self._waits_for_state = is_forked
         self.lost = asyncio.Event()
         self.lost_reason = ""
+        self.on_lost: Callable[[FakeMachine], None] = lambda _: None
+        """Called once the machine is lost, before anything raises MachineLost."""
         self.faults = faults
         self.input_count = 0
         """Key and pointer events that the guest received, without dropped ones."""
@@ -286,6 +288,7 @@ class FakeMachine:
             return
         self.lost_reason = reason
         self.lost.set()
+        self.on_lost(self)
         self._booted.set()
         self._running.set()
         self.guest.clock.stop()

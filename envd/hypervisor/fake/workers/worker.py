@@ -49,7 +49,6 @@ class Worker:
         self._hypervisor = FakeHypervisor()
         self._snapshots: dict[str, FakeSnapshot] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._watchers: set[asyncio.Task[None]] = set()
 
     def machine(self, machine_id: str) -> FakeMachine:
         """Return a machine. Raises: MachineLost: it is destroyed."""
@@ -134,13 +133,10 @@ class Worker:
         return snapshot
 
     def _entered(self, machine: FakeMachine) -> str | None:
-        watcher = asyncio.create_task(self._watch(machine), name=f"watch:{machine.machine_id}")
-        self._watchers.add(watcher)
-        watcher.add_done_callback(self._watchers.discard)
+        machine.on_lost = self._report_loss
         return machine.guestd_url
 
-    async def _watch(self, machine: FakeMachine) -> None:
-        await machine.lost.wait()
+    def _report_loss(self, machine: FakeMachine) -> None:
         self.link.send((LOST, machine.machine_id, machine.lost_reason))
 
     # Messages
