@@ -140,7 +140,7 @@ async def _group_of(key: tuple[Any, str]) -> _Group:
     """Return the group of the sessions that arrive in the same iteration of the event loop.
 
     verl creates the tasks of a prompt's sessions at once, and awaits nothing before `run`. Their number differs between
-    training, validation and prompts with a number of their own, and `run` is not told it.
+    training, validation and prompts with a number of their own, and is not an argument of `run`.
     """
     here = (asyncio.get_running_loop(), *key)
     group = _arriving.setdefault(here, _Group())
