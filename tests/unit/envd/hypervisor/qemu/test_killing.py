@@ -40,7 +40,7 @@ def test_the_sockets_of_a_killed_process_stay_open_during_the_block() -> None:
         assert ours.recv(1) == b"", "now they are closed"
 
 
-def test_a_process_that_has_ended_before_is_no_error() -> None:
+def test_a_process_that_has_already_ended_raises_nothing() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, sleeper(inherits=theirs) as (process, handle):
         process.kill()
