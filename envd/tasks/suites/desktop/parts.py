@@ -133,9 +133,8 @@ NEW_TERMINAL: Step = ({"press": ["super", "t"]}, until_window(wm_class="lxtermin
 NEW_DOCUMENT: Step = ({"press": ["super", "e"]}, until_window("Untitled", wm_class="mousepad"))
 
 
-def switch_to(title: str) -> Step:
-    """Switch to the previous window, which has this title. While the switcher is shown, keys go to the old window."""
-    return ({"press": ["alt", "tab"]}, {"wait_for": {"window": {"title": title}, "active": True}})
+#: Switch to the previous window. The wait is needed: while the window switcher is shown, keys go to the old window.
+OTHER_WINDOW: Step = ({"press": ["alt", "tab"]}, {"wait": 2})
 
 
 def command(line: str, *, makes: str = "") -> Step:
