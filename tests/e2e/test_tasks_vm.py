@@ -43,7 +43,7 @@ async def client(
     desktop_image: Image, cache_dir: Path, template_dir: Path, vm_state_dir: Path
 ) -> AsyncIterator[AsyncEnvClient]:
     hypervisor = await LibvirtHypervisor.open(state_dir=vm_state_dir, cache_dir=cache_dir, template_dir=template_dir)
-    settings = PoolSettings(name="desktop", capacity=3, idle_target=1)
+    settings = PoolSettings(name="desktop", capacity=3, idle_target=1, allow_guest_access=True)
     pool = Pool(settings, hypervisor=hypervisor, image=ImageCatalogue(cache_dir).disk_image(desktop_image.name))
     service = EpisodeService([pool], tasks=CATALOGUE)
     server = ApiServer(service, listen="127.0.0.1:0", metrics=Metrics())
