@@ -6,7 +6,7 @@ from envd.errors import GuestError
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.programs import count_processes
 from envd.tasks.oracle import WaitFor
-from envd.tasks.queries import Query, active_window_query, file_query, process_query, window_query
+from envd.tasks.queries import Query, file_query, process_query, window_query
 from envd.tasks.text import quote
 from envd.tasks.window_list import describe_windows, find_window, parse_windows
 
@@ -30,7 +30,7 @@ class Result(Protocol):
 def query_of(condition: WaitFor, os: GuestOs) -> Query:
     """Return the command whose result shows whether a condition holds."""
     if condition.window is not None:
-        return active_window_query(os) if condition.active else window_query(os)
+        return window_query(os)
     return process_query(os) if condition.file is None else file_query(condition.file, os)
 
 
@@ -48,7 +48,7 @@ def unmet(condition: WaitFor, result: Result) -> str:
 def _look(condition: WaitFor, output: bytes) -> tuple[bool, str]:
     text = output.decode(errors="replace")
     if condition.window is not None:
-        windows = parse_windows(text)[-1 if condition.active else 0 :]
+        windows = parse_windows(text)
         return find_window(windows, condition.window) is not None, f"open: {describe_windows(windows)}"
     if condition.file is not None:
         size = text.strip()

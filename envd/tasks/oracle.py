@@ -20,7 +20,6 @@ A step may end with conditions, which the player checks in the guest before the 
 
 ```yaml
 - {wait_for: {window: {title: Save as}}}                 # see `WindowMatch`
-- {wait_for: {window: {title: Notes}, active: true}}     # gets the keys
 - {wait_for: {file: /home/user/a.txt, timeout_s: 30}}    # not empty, or a directory
 - {wait_for: {process: notepad, absent: true}}           # has ended; also for windows and files
 ```
@@ -113,8 +112,6 @@ class WaitFor(Model):
     """The name that the kernel shows; in Windows without `.exe`."""
     absent: bool = False
     """Whether it must not be there."""
-    active: bool = False
-    """Whether the window must be the active one, which gets the keys."""
     # A program's first start takes up to a minute in an emulated guest on a busy host.
     timeout_s: Timeout = 180.0
 
@@ -122,13 +119,11 @@ class WaitFor(Model):
     def _names_one(self) -> Self:
         if sum(each is not None for each in (self.window, self.file, self.process)) != 1:
             raise ValueError("give exactly one of window, file and process")
-        if self.active and (self.window is None or self.absent):
-            raise ValueError("active is for a window that is to be there")
         return self
 
     def __str__(self) -> str:
         subject = f"a window with {self.window}" if self.window else self.file or f"process {self.process}"
-        return f"{subject} to be {'gone' if self.absent else 'active' if self.active else 'there'}"
+        return f"{subject} to be {'gone' if self.absent else 'there'}"
 
 
 OracleAction = Action | WaitFor

@@ -16,10 +16,6 @@ fi
 """
 
 
-#: The row of the active window. wmctrl writes ids with eight hexadecimal digits, xdotool as decimal numbers.
-_ACTIVE_WINDOW = """wmctrl -u -l -x | grep "^$(printf '0x%08x' "$(xdotool getactivewindow)")\""""
-
-
 class Query(NamedTuple):
     """A command."""
 
@@ -40,13 +36,6 @@ def process_query(os: GuestOs) -> Query:
     if os is GuestOs.WINDOWS:
         return Query(powershell(Script.LIST_PROCESSES), as_root=True)
     return Query(("ps", "-e", "-o", "stat=,comm="), as_root=True)
-
-
-def active_window_query(os: GuestOs) -> Query:
-    """Return the command that prints the active window as the last one of the list; see `window_query`."""
-    if os is GuestOs.WINDOWS:
-        return window_query(os)  # ends with the top window
-    return Query(("sh", "-c", _ACTIVE_WINDOW), as_root=False)
 
 
 def window_query(os: GuestOs) -> Query:

@@ -1,14 +1,11 @@
 """Conditions of oracles: their queries in each system, and when they hold."""
 
-import re
-
 import pytest
 
 from envd.guest.command import CommandResult
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.conditions import query_of, unmet
 from envd.tasks.oracle import WaitFor
-from envd.tasks.window_list import parse_windows
 
 WINDOWS_LIST = b"0x00010164 0 explorer.CabinetWClass - Documents\r\n0x00010166 0 notepad.#32770 - Save as\r\n"
 
@@ -44,21 +41,6 @@ def test_a_window_is_awaited_by_title_and_class() -> None:
     gone = condition(window={"title": "Save as"}, absent=True)
     assert "'Save as' (notepad.#32770)" in problem(gone, WINDOWS_LIST)
     assert problem(gone, b"") == ""
-
-
-def test_an_active_window_is_awaited_in_the_last_row() -> None:
-    assert "xdotool" in query_of(condition(window={"title": "a"}, active=True), GuestOs.LINUX).argv[-1]
-    *_, last = parse_windows(WINDOWS_LIST.decode())
-    for window in parse_windows(WINDOWS_LIST.decode()):
-        wanted = condition(window={"title": re.escape(window.title)}, active=True)
-        assert (problem(wanted, WINDOWS_LIST) == "") is (window.title == last.title)
-    assert problem(condition(window={"title": "a"}, active=True), b"") != ""
-
-
-@pytest.mark.parametrize("fields", [{"file": "/a"}, {"window": {"title": "a"}, "absent": True}])
-def test_only_a_window_that_is_there_can_be_active(fields: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="active is for a window that is to be there"):
-        condition(**fields, active=True)
 
 
 @pytest.mark.parametrize(("size", "is_there"), [("5", True), ("0", False), ("absent", False), ("other", True)])
