@@ -173,9 +173,17 @@ def test_the_command_line_plays_a_task_of_commands(task: Path, agent: str, rewar
     assert reward_of(result) == reward
 
 
-def test_attempts_start_on_forks_of_one_state(task: Path, desktops: DrawnDesktops) -> None:
-    options = ["--n-attempts", "2", "--ek", "group_size=2", "--agent", CLICK_AGENT, "--verifier", VERIFIER]
-    assert [reward_of(result) for result in run_command_line(task, *options)] == [1.0, 1.0]
+async def test_attempts_start_on_forks_of_one_state(task: Path, between: Callable[..., None]) -> None:
+    groups: list[str] = []
+
+    async def note(environment: Any) -> None:
+        groups.append(environment.session.episode.group_id)
+
+    between(note)
+    results = await asyncio.gather(play(task, group_size=2), play(task, group_size=2))
+    assert [reward_of(result) for result in results] == [1.0, 1.0]
+    assert len(groups) == 2
+    assert groups[0] == groups[1]
 
 
 @pytest.mark.parametrize("verifier", [VERIFIER, None], ids=["score", "commands"])
