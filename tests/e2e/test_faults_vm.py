@@ -27,6 +27,7 @@ from cuaenv.client import (
     ServiceFault,
     TypeText,
     View,
+    Wait,
 )
 
 from envd.hypervisor.qemu.leftovers import daemon_leftovers
@@ -130,7 +131,9 @@ def test_a_full_disk_fails_new_machines_and_recovers(short_dir: Path, template_d
                 await asyncio.gather(*(member.step(Move(50, 50)) for member in group))
 
     with small_disk(short_dir / "s") as state_dir:
-        served = ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir))
+        # With a reserve, machines would stop to start before the disk is full.
+        config = CONFIG.format(template_dir=template_dir) + "\n[limits]\ndisk_reserve_mib = 0\n"
+        served = ServedDaemon(state_dir, config)
         address = served.wait_for(r"listening on (\S+)")
         served.wait_for(r"pool desktop: (ready)", timeout_s=300)
         try:
@@ -230,9 +233,9 @@ def test_a_kernel_panic_voids_only_its_own_episode(short_dir: Path, template_dir
 
             async def step_until_lost() -> None:
                 while True:
-                    await episode.step(Move(200, 200), timeout=LONG_TIMEOUT)
+                    await episode.step(Wait(timedelta(seconds=2)), timeout=LONG_TIMEOUT)
 
-            # A slow guest may not have run the command yet.
+            # A slow guest may not have run the command yet, and it is paused between steps.
             with pytest.raises(MachineLost, match="its kernel panicked: sysrq triggered crash"):
                 await asyncio.wait_for(step_until_lost(), 120)
             with pytest.raises(MachineLost, match="its kernel panicked: sysrq triggered crash"):

@@ -1,0 +1,65 @@
+"""A CUA-Gym bundle on real guests: a score, and a `check.sh` that fails, which is never a score."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from cuaenv.client import AsyncEnvClient, EvaluatorFailed, View
+
+from envd.api.server import ApiServer
+from envd.episodes.service import EpisodeService
+from envd.hypervisor.qemu.driver import LibvirtHypervisor
+from envd.hypervisor.qemu.leftovers import machine_leftovers
+from envd.images.catalogue import Image, ImageCatalogue
+from envd.pool.pool import Pool
+from envd.pool.settings import PoolSettings
+from envd.tasks.catalogue import TaskCatalogue, TaskFile
+from envd.telemetry.metrics import Metrics
+
+pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
+
+FILES = {
+    "meta.json": '{"driver": "uda-gym"}',
+    "instruction.md": "Write the total of the report.\n",
+    "exec/context/report.csv": "a,3\nb,4\n",
+    "setup.sh": 'mkdir -p "$UDA_GYM_HARNESS_STATE_DIR"; chmod 777 /tmp_workspace/results\n',
+    "gt/total.txt": "7",
+    "check.sh": "set -eu\n"
+    'test "$(cat /tmp_workspace/results/total.txt)" = "$(cat /tmp_workspace/gt/total.txt)"\n'
+    "echo '{\"overall_score\": 1.0}'\n",
+}
+
+
+@pytest_asyncio.fixture
+async def client(
+    desktop_image: Image, cache_dir: Path, template_dir: Path, vm_state_dir: Path, tmp_path: Path
+) -> AsyncIterator[AsyncEnvClient]:
+    for name, text in FILES.items():
+        file = tmp_path / "report" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    tasks = TaskCatalogue.load([TaskFile(tmp_path, has_bundles=True)], include_builtin=False)
+    hypervisor = await LibvirtHypervisor.open(state_dir=vm_state_dir, cache_dir=cache_dir, template_dir=template_dir)
+    settings = PoolSettings(name="desktop", capacity=3, idle_target=1, allow_guest_access=True)
+    pool = Pool(settings, hypervisor=hypervisor, image=ImageCatalogue(cache_dir).disk_image(desktop_image.name))
+    service = EpisodeService([pool], tasks=tasks)
+    server = ApiServer(service, listen="127.0.0.1:0", metrics=Metrics())
+    await service.start()
+    try:
+        async with AsyncEnvClient(await server.start()) as client:
+            yield client
+    finally:
+        await server.stop()
+        await service.aclose()
+        await hypervisor.close()
+    assert machine_leftovers(vm_state_dir) == []
+
+
+async def test_a_check_that_fails_is_an_error_and_no_score(client: AsyncEnvClient) -> None:
+    async with client.reset_group("cua-gym/report", size=2, view=View(encoding="none")) as (solved, broken):
+        await solved.run_command(["sh", "-c", "printf 7 > /tmp_workspace/results/total.txt"])
+        assert (await solved.evaluate()).score == 1.0
+        # Without the file, this bundle's check exits with a status other than 0 and prints no score.
+        with pytest.raises(EvaluatorFailed):
+            await broken.evaluate()
