@@ -136,10 +136,8 @@ class MachineFixtures:
     async def new_machine(cls, hypervisor: Hypervisor) -> AsyncIterator[Machine]:
         """Start a machine with a new id without waiting for its boot; destroys it at the end."""
         machine = await hypervisor.create(cls.make_spec(new_machine_id()))
-        try:
+        async with _destroyed(machine):
             yield machine
-        finally:
-            await machine.destroy()
 
     @classmethod
     @asynccontextmanager
@@ -147,10 +145,8 @@ class MachineFixtures:
         """Fork a paused machine with a new id; destroys it at the end."""
         async with asyncio.timeout(cls.fork_timeout_s):
             machine = await hypervisor.fork(snapshot, new_machine_id())
-        try:
+        async with _destroyed(machine):
             yield machine
-        finally:
-            await machine.destroy()
 
     @classmethod
     @asynccontextmanager
@@ -158,10 +154,8 @@ class MachineFixtures:
         """Prepare a machine that waits for a state; destroys it at the end."""
         async with asyncio.timeout(cls.fork_timeout_s):
             machine = await hypervisor.prepare(snapshot, new_machine_id())
-        try:
+        async with _destroyed(machine):
             yield machine
-        finally:
-            await machine.destroy()
 
     @classmethod
     @asynccontextmanager
@@ -304,3 +298,12 @@ async def read_screen(client: RfbClient) -> Screen:
                 missing[part] = False
         client.request(incremental=True)
     return pixels
+
+
+@asynccontextmanager
+async def _destroyed(machine: Machine) -> AsyncIterator[None]:
+    """Destroy a machine at the end."""
+    try:
+        yield
+    finally:
+        await machine.destroy()

@@ -7,15 +7,9 @@ import pytest
 import pytest_asyncio
 from cuaenv.client import AsyncEnvClient, EvaluatorFailed, View
 
-from envd.api.server import ApiServer
-from envd.episodes.service import EpisodeService
-from envd.hypervisor.qemu.driver import LibvirtHypervisor
-from envd.hypervisor.qemu.leftovers import machine_leftovers
-from envd.images.catalogue import Image, ImageCatalogue
-from envd.pool.pool import Pool
-from envd.pool.settings import PoolSettings
+from envd.images.catalogue import Image
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
-from envd.telemetry.metrics import Metrics
+from envd.testing.real_desktops import real_desktops
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -40,20 +34,10 @@ async def client(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     tasks = TaskCatalogue.load([TaskFile(tmp_path, has_bundles=True)], include_builtin=False)
-    hypervisor = await LibvirtHypervisor.open(state_dir=vm_state_dir, cache_dir=cache_dir, template_dir=template_dir)
-    settings = PoolSettings(name="desktop", capacity=3, idle_target=1, allow_guest_access=True)
-    pool = Pool(settings, hypervisor=hypervisor, image=ImageCatalogue(cache_dir).disk_image(desktop_image.name))
-    service = EpisodeService([pool], tasks=tasks)
-    server = ApiServer(service, listen="127.0.0.1:0", metrics=Metrics())
-    await service.start()
-    try:
-        async with AsyncEnvClient(await server.start()) as client:
-            yield client
-    finally:
-        await server.stop()
-        await service.aclose()
-        await hypervisor.close()
-    assert machine_leftovers(vm_state_dir) == []
+    async with real_desktops(
+        desktop_image, tasks, cache_dir=cache_dir, template_dir=template_dir, state_dir=vm_state_dir
+    ) as client:
+        yield client
 
 
 async def test_a_check_that_fails_is_an_error_and_no_score(client: AsyncEnvClient) -> None:

@@ -12,16 +12,10 @@ import pytest_asyncio
 from cuaenv.actions import Action, Done
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, StepResult, View
 
-from envd.api.server import ApiServer
 from envd.bench.playing import Steps, play
-from envd.episodes.service import EpisodeService
-from envd.hypervisor.qemu.driver import LibvirtHypervisor
-from envd.hypervisor.qemu.leftovers import machine_leftovers
-from envd.images.catalogue import Image, ImageCatalogue
-from envd.pool.pool import Pool
-from envd.pool.settings import PoolSettings
+from envd.images.catalogue import Image
 from envd.tasks.catalogue import TaskCatalogue
-from envd.telemetry.metrics import Metrics
+from envd.testing.real_desktops import real_desktops
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
@@ -42,20 +36,10 @@ TASK_IDS = ALL if os.environ.get("ENVD_TEST_TASKS") == "all" else SELECTED
 async def client(
     desktop_image: Image, cache_dir: Path, template_dir: Path, vm_state_dir: Path
 ) -> AsyncIterator[AsyncEnvClient]:
-    hypervisor = await LibvirtHypervisor.open(state_dir=vm_state_dir, cache_dir=cache_dir, template_dir=template_dir)
-    settings = PoolSettings(name="desktop", capacity=3, idle_target=1, allow_guest_access=True)
-    pool = Pool(settings, hypervisor=hypervisor, image=ImageCatalogue(cache_dir).disk_image(desktop_image.name))
-    service = EpisodeService([pool], tasks=CATALOGUE)
-    server = ApiServer(service, listen="127.0.0.1:0", metrics=Metrics())
-    await service.start()
-    try:
-        async with AsyncEnvClient(await server.start()) as client:
-            yield client
-    finally:
-        await server.stop()
-        await service.aclose()
-        await hypervisor.close()
-    assert machine_leftovers(vm_state_dir) == []
+    async with real_desktops(
+        desktop_image, CATALOGUE, cache_dir=cache_dir, template_dir=template_dir, state_dir=vm_state_dir
+    ) as client:
+        yield client
 
 
 async def score_of(episode: AsyncEpisode, steps: Steps) -> float:

@@ -1,0 +1,38 @@
+"""A server with a pool of real desktops, in the test's process."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from cuaenv.client import AsyncEnvClient
+
+from envd.api.server import ApiServer
+from envd.episodes.service import EpisodeService
+from envd.hypervisor.qemu.driver import LibvirtHypervisor
+from envd.hypervisor.qemu.leftovers import machine_leftovers
+from envd.images.catalogue import Image, ImageCatalogue
+from envd.pool.pool import Pool
+from envd.pool.settings import PoolSettings
+from envd.tasks.catalogue import TaskCatalogue
+from envd.telemetry.metrics import Metrics
+
+
+@asynccontextmanager
+async def real_desktops(
+    image: Image, tasks: TaskCatalogue, *, cache_dir: Path, template_dir: Path, state_dir: Path
+) -> AsyncIterator[AsyncEnvClient]:
+    """Serve three desktops and yield a client, which has access to the guests; checks that no machine is left."""
+    hypervisor = await LibvirtHypervisor.open(state_dir=state_dir, cache_dir=cache_dir, template_dir=template_dir)
+    settings = PoolSettings(name="desktop", capacity=3, idle_target=1, allow_guest_access=True)
+    pool = Pool(settings, hypervisor=hypervisor, image=ImageCatalogue(cache_dir).disk_image(image.name))
+    service = EpisodeService([pool], tasks=tasks)
+    server = ApiServer(service, listen="127.0.0.1:0", metrics=Metrics())
+    await service.start()
+    try:
+        async with AsyncEnvClient(await server.start()) as client:
+            yield client
+    finally:
+        await server.stop()
+        await service.aclose()
+        await hypervisor.close()
+    assert machine_leftovers(state_dir) == []
