@@ -24,7 +24,7 @@ from envd.hypervisor.qemu.agent_channel import AgentChannel
 from envd.hypervisor.qemu.connection import is_alive
 from envd.hypervisor.qemu.console import Console
 from envd.hypervisor.qemu.domain_xml import MachineFiles
-from envd.hypervisor.qemu.killing import killed, process_ended
+from envd.hypervisor.qemu.killing import killed, process_ended, process_exits
 from envd.hypervisor.qemu.processes import memory_of
 from envd.hypervisor.qemu.run_control import RunControl
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
@@ -320,12 +320,14 @@ class LibvirtMachine:
         if not _is_active(self.domain):
             return True
         try:
-            _ = self.pid
+            pid = self.pid
         except OSError:
             return True  # No process listens on its display socket.
         except HypervisorError:
             return False
-        return self._pid_handle is not None and process_ended(self._pid_handle, within_s=_EXIT_TIMEOUT_S)
+        if self._pid_handle is None:
+            return False
+        return process_ended(self._pid_handle, within_s=_EXIT_TIMEOUT_S) or process_exits(pid)
 
     async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`; raise `MachineLost` as soon as the machine has ended."""

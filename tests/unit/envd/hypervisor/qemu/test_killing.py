@@ -3,13 +3,14 @@
 import os
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from envd.hypervisor.qemu.killing import killed
+from envd.hypervisor.qemu.killing import killed, process_ended, process_exits
 
 
 @contextmanager
@@ -47,3 +48,31 @@ def test_a_process_that_has_already_ended_raises_nothing() -> None:
         process.wait()
         with killed(process.pid, handle) as has_ended:
             assert has_ended
+
+
+#: Ends its first thread alone, so that the process stays in the middle of its exit.
+_EXITS_FOR_EVER = """
+import ctypes, threading, time
+
+threading.Thread(target=time.sleep, args=(600,)).start()
+print("started", flush=True)
+ctypes.CDLL(None).syscall(60, 0)
+"""
+
+
+def test_a_process_that_still_exits_is_recognised() -> None:
+    with subprocess.Popen([sys.executable, "-c", _EXITS_FOR_EVER], stdout=subprocess.PIPE) as process:
+        try:
+            assert not process_exits(os.getpid())
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"started\n"
+            while not process_exits(process.pid):
+                pass
+            handle = os.pidfd_open(process.pid)
+            try:
+                assert not process_ended(handle, within_s=0)
+            finally:
+                os.close(handle)
+        finally:
+            process.kill()
+    assert process_exits(process.pid), "a process that is gone"
