@@ -30,6 +30,8 @@ ADAPTERS ?= $(patsubst tests/adapters/requirements/%.txt,%,$(wildcard tests/adap
 # Harbor needs a newer Python than the rest.
 PYTHON312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || ls -d ~/.pyenv/versions/3.12*/bin/python 2>/dev/null | sort -V | tail -n 1)
 RUN_ADAPTERS = $(if $(PYTHON312),$(ADAPTERS),$(filter-out harbor,$(ADAPTERS)))
+AGENTS_VENV := .venv-osworld-agents
+AGENTS_STAMP := $(AGENTS_VENV)/.installed
 # The tools that examine .venv have their own environment, so that they do not appear in it.
 AUDIT_VENV := .venv-audit
 AUDIT_STAMP := $(AUDIT_VENV)/.installed
@@ -53,7 +55,7 @@ APT_BROWSER := chromium
 APT_TEST := xvfb xauth openbox xterm wmctrl libxcb1 binutils fdisk mtools wimtools xorriso
 
 .PHONY: help deps venv image wine osworld demo serve test check lint types imports proto unit fuzz vm-test test-full \
-	slime-proof sglang-proof areal-proof hosts-proof adapters-proof compat-proof container-proof docs format sbom audit clean
+	slime-proof sglang-proof areal-proof hosts-proof adapters-proof compat-proof osworld-agents-proof container-proof docs format sbom audit clean
 
 help: ## List the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -133,6 +135,8 @@ test-full: deps $(STAMP) $(PROMTOOL) lint types imports proto image osworld wine
 	else echo "test-full: NOT RUN: slime-proof, sglang-proof; set SLIME_HOME to a checkout of slime"; fi
 	@if [[ -n "$${SEEDS:-}" ]]; then $(MAKE) compat-proof; \
 	else echo "test-full: NOT RUN: compat-proof; set SEEDS to a directory of checkouts"; fi
+	@if [[ -f "$(OSWORLD)/run.py" ]]; then $(MAKE) osworld-agents-proof; \
+	else echo "test-full: NOT RUN: osworld-agents-proof; set OSWORLD to a checkout of OSWorld"; fi
 
 SLIME_TESTS ?= slime and not vm
 
@@ -188,6 +192,20 @@ adapters-proof: $(RUN_ADAPTERS:%=.venv-adapters-%/.installed) ## Test the adapte
 compat-proof: deps $(STAMP) ## Test the compatibility protocols with other systems' own clients (SEEDS: a directory of checkouts)
 	@[[ -d "$${SEEDS:-}" ]] || { echo "compat-proof: set SEEDS to a directory of checkouts; see docs/compat.md" >&2; exit 1; }
 	@$(BIN)/python -m pytest --long -m seeds tests/seeds
+
+osworld-agents-proof: deps $(STAMP) ## Test OSWorld's own runner and agent on a real machine (OSWORLD: a checkout; needs root; installs 1.5 GB)
+	@[[ -f "$(OSWORLD)/run.py" && -d "$(OSWORLD)/mm_agents" ]] || { echo "osworld-agents-proof: OSWORLD '$(OSWORLD)': no checkout" \
+		"with run.py and mm_agents; clone $(OSWORLD_URL) and set OSWORLD to the directory" >&2; exit 1; }
+	@$(MAKE) $(AGENTS_STAMP)
+	@$(BIN)/envd image build osworld
+	@OSWORLD="$(abspath $(OSWORLD))" OSWORLD_AGENTS_PYTHON="$$PWD/$(AGENTS_VENV)/bin/python" \
+		$(BIN)/python -m pytest --long -m osworld_agents tests/osworld_agents
+
+$(AGENTS_STAMP): tests/osworld_agents/requirements.txt envd/osworld/requirements.txt pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
+	@[[ -x $(AGENTS_VENV)/bin/python ]] || $(PYTHON) -m venv $(AGENTS_VENV)
+	@echo "osworld-agents-proof: installing into $(AGENTS_VENV)"
+	@$(AGENTS_VENV)/bin/python -m pip install --quiet --editable '.[trainer]' -r envd/osworld/requirements.txt -r tests/osworld_agents/requirements.txt
+	@touch $@
 
 hosts-proof: deps $(RAY_STAMP) image ## Test many hosts in a Ray cluster on this machine, and a short simulation
 	@$(RAY_VENV)/bin/python -m pytest --long -m ray tests/ray
@@ -251,6 +269,6 @@ audit: $(STAMP) $(AUDIT_STAMP) ## Check the packages in .venv for known vulnerab
 	$(AUDIT_VENV)/bin/pip-audit --strict --disable-pip --no-deps --requirement "$$list"
 
 clean: ## Remove all generated files including .venv; images and state are kept
-	@rm -rf $(VENV) $(SLIME_VENV) $(SGLANG_VENV) $(AREAL_VENV) $(RAY_VENV) $(AUDIT_VENV) .venv-adapters-* out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) $(SLIME_VENV) $(SGLANG_VENV) $(AREAL_VENV) $(RAY_VENV) $(AGENTS_VENV) $(AUDIT_VENV) .venv-adapters-* out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find envd trainer tests proto -name __pycache__ -type d -prune -exec rm -rf {} +
 	@find proto -name '*_pb2*.py*' -delete

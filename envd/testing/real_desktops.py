@@ -22,15 +22,34 @@ async def real_desktops(
     image: Image, tasks: TaskCatalogue, *, cache_dir: Path, template_dir: Path, state_dir: Path
 ) -> AsyncIterator[AsyncEnvClient]:
     """Serve three desktops and yield a client, which has access to the guests; checks that no machine is left."""
-    hypervisor = await LibvirtHypervisor.open(state_dir=state_dir, cache_dir=cache_dir, template_dir=template_dir)
     settings = PoolSettings(name="desktop", capacity=3, idle_target=1, allow_guest_access=True)
+    async with (
+        served_machines(
+            settings, image, tasks, cache_dir=cache_dir, template_dir=template_dir, state_dir=state_dir
+        ) as address,
+        AsyncEnvClient(address) as client,
+    ):
+        yield client
+
+
+@asynccontextmanager
+async def served_machines(
+    settings: PoolSettings,
+    image: Image,
+    tasks: TaskCatalogue,
+    *,
+    cache_dir: Path,
+    template_dir: Path,
+    state_dir: Path,
+) -> AsyncIterator[str]:
+    """Serve a pool of real machines and yield the address; checks that no machine is left."""
+    hypervisor = await LibvirtHypervisor.open(state_dir=state_dir, cache_dir=cache_dir, template_dir=template_dir)
     pool = Pool(settings, hypervisor=hypervisor, image=ImageCatalogue(cache_dir).disk_image(image.name))
     service = EpisodeService([pool], tasks=tasks)
     server = ApiServer(service, listen="127.0.0.1:0", metrics=Metrics())
     await service.start()
     try:
-        async with AsyncEnvClient(await server.start()) as client:
-            yield client
+        yield await server.start()
     finally:
         await server.stop()
         await service.aclose()

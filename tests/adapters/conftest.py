@@ -22,11 +22,12 @@ PROOFS = sorted(file.stem for file in (HERE / "requirements").glob("*.txt"))
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Ignore the proofs of other environments, with a message."""
+    """Ignore the proofs of other environments, with a message unless this run is a proof."""
     name = collection_path.name
     if collection_path.parent != HERE or name not in PROOFS or Path(sys.prefix).name == f".venv-adapters-{name}":
         return None
-    print(f"\nNOT RUN: the proofs of the adapter for {name}. Run: make adapters-proof ADAPTERS={name}")
+    if not Path(sys.prefix).name.startswith(".venv-adapters-"):
+        print(f"\nNOT RUN: the proofs of the adapter for {name}. Run: make adapters-proof ADAPTERS={name}")
     return True
 
 

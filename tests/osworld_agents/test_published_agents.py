@@ -1,0 +1,145 @@
+"""OSWorld's own runner `run.py` and its `PromptAgent`, unmodified, on a real guest; a script plays the model.
+
+The runner is a process in an environment of its own, and reaches the model at an address as that of OpenAI.
+"""
+
+import asyncio
+import http.server
+import json
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envd.images.catalogue import ImageCatalogue
+from envd.osworld.catalogue import IMAGE, desktop_task
+from envd.pool.settings import PoolSettings
+from envd.tasks.catalogue import TaskCatalogue
+from envd.testing.real_desktops import served_machines
+
+pytestmark = [pytest.mark.osworld_agents, pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1200)]
+
+CHECKOUT = Path(os.environ.get("OSWORLD", ""))
+#: Renames a directory, which the task's setup makes. Needs nothing that the image lacks.
+TASK_ID = "e0df059f-28a6-4169-924f-b9623e7184cc"
+RENAME = "mv ~/Desktop/todo_list_Jan_1 ~/Desktop/todo_list_Jan_2"
+MAX_STEPS = 60
+
+
+class Model:
+    """A model of OpenAI's chat protocol that opens a terminal, waits until it is shown, and types a line."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self._rest = [f"pyautogui.typewrite('{RENAME}', interval=0.02)", "pyautogui.press('enter')", "WAIT", "DONE"]
+        self._empty = ""
+
+    def reply(self, request: dict[str, Any]) -> str:
+        """Return the text of the next response."""
+        self.requests.append(request)
+        picture = request["messages"][-1]["content"][-1]["image_url"]["url"]
+        if not self._empty:
+            self._empty = picture
+            return "I open a terminal.\n```python\npyautogui.hotkey('win', 't')\n```"
+        if picture == self._empty:
+            return "```\nWAIT\n```"
+        return f"```python\n{self._rest.pop(0)}\n```"
+
+
+@pytest.fixture
+def model() -> Iterator[tuple[Model, str]]:
+    model = Model()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = json.dumps({"choices": [{"message": {"content": model.reply(request)}}]}).encode()
+            self.send_response(200 if self.path == "/v1/chat/completions" else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield model, f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+async def address(cache_dir: Path, template_dir: Path, vm_state_dir: Path) -> AsyncIterator[str]:
+    settings = PoolSettings(name=IMAGE, capacity=1, idle_target=1, allow_guest_access=True, always_running=True)
+    image = ImageCatalogue(cache_dir).get(IMAGE)
+    tasks = TaskCatalogue((), hidden=[desktop_task()])
+    async with served_machines(
+        settings, image, tasks, cache_dir=cache_dir, template_dir=template_dir, state_dir=vm_state_dir
+    ) as address:
+        yield address
+
+
+async def test_the_unmodified_runner_and_agent_solve_a_task(
+    address: str, model: tuple[Model, str], tmp_path: Path
+) -> None:
+    played, url = model
+    selection = tmp_path / "selection.json"
+    selection.write_text(json.dumps({"os": [TASK_ID]}))
+    (tmp_path / "logs").mkdir()  # the runner expects it
+    # Its 5 GB with torch serve one task of OSWorld.
+    (tmp_path / "easyocr.py").touch()
+    options = {
+        "provider_name": "docker",
+        "observation_type": "screenshot",
+        "screen_width": 1280,
+        "screen_height": 800,
+        "max_steps": MAX_STEPS,
+        "model": "gpt-4o",
+        "test_config_base_dir": CHECKOUT / "evaluation_examples",
+        "test_all_meta_path": selection,
+        "result_dir": tmp_path / "results",
+    }
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    process = await asyncio.create_subprocess_exec(
+        os.environ["OSWORLD_AGENTS_PYTHON"],
+        "-m",
+        "envd.osworld.run",
+        CHECKOUT / "run.py",
+        "--headless",
+        *arguments,
+        cwd=tmp_path,
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path),
+            "ENVD_ADDRESS": address,
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_KEY": "unused",
+            "NO_PROXY": "127.0.0.1",
+        },
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, output.decode()[-3000:]
+    results = tmp_path / "results" / "pyautogui" / "screenshot" / "gpt-4o" / "os" / TASK_ID
+    assert (results / "result.txt").is_file(), output.decode()[-3000:]
+    assert float((results / "result.txt").read_text()) == 1.0
+    steps = [json.loads(line) for line in (results / "traj.jsonl").read_text().splitlines()]
+    assert [step["action"] for step in steps if step["action"] != "WAIT"] == [
+        "pyautogui.hotkey('win', 't')",
+        f"pyautogui.typewrite('{RENAME}', interval=0.02)",
+        "pyautogui.press('enter')",
+        "DONE",
+    ]
+    assert all((results / step["screenshot_file"]).read_bytes().startswith(b"\x89PNG") for step in steps)
+    assert len(played.requests) == len(steps)
