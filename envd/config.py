@@ -319,6 +319,8 @@ class Config(_Section):
     compat: Annotated[tuple[CompatEndpoint, ...], CommaList] = ()
     """Protocols of other systems to serve, each `NAME` or `NAME=HOST:PORT`: `slime-osworld`, `areal`, `areal-sandbox`,
     `windows-vm`. They use the certificate and the tokens of `security`. In the environment, separated by commas."""
+    shards: int = Field(default=1, ge=1, le=64)
+    """Daemon processes behind the one endpoint; each gets a part of every pool's machines. 1 for a single process."""
     state_dir: Directory = Field(default_factory=default_state_dir)
     """Directory of one daemon's state: machines, overlays, sockets, logs of QEMU."""
     cache_dir: Directory = Field(default_factory=default_cache_dir)

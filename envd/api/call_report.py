@@ -59,7 +59,11 @@ class CallReport:
         return duration_s
 
     async def fail(self, error: Exception, context: Context) -> NoReturn:
-        """Measure, log and answer a failure."""
+        """Measure, log and answer a failure. A shard's status is passed on: the shard has logged it."""
+        if isinstance(error, grpc.aio.AioRpcError):
+            self.finish(error.code())
+            trailing = tuple(error.trailing_metadata() or ())
+            await context.abort(error.code(), error.details() or "", trailing)
         code = code_of(error) if isinstance(error, EnvdError) else grpc.StatusCode.INTERNAL
         reason = reason_of(error)
         duration_s = self.finish(code)

@@ -28,8 +28,17 @@ class Page(Generic[Item]):
     """Empty on the last page."""
 
 
-def page_of(items: Iterable[Item], *, key: Callable[[Item], str], page_size: int, page_token: str) -> Page[Item]:
+def page_of(
+    items: Iterable[Item], *, key: Callable[[Item], str], page_size: int, page_token: str, has_more: bool = False
+) -> Page[Item]:
     """Return the page of `items`, sorted by their unique keys, that the token identifies.
+
+    Args:
+        items: The items.
+        key: Returns the key of an item.
+        page_size: Most items of a page; 0 for the default.
+        page_token: From the previous page; empty for the first one.
+        has_more: Whether there are further items, after all of `items`.
 
     Raises:
         InvalidRequest: The size is out of range, or the token is not from this listing.
@@ -37,7 +46,7 @@ def page_of(items: Iterable[Item], *, key: Callable[[Item], str], page_size: int
     size = int_in_range(page_size, "page_size", default=DEFAULT_PAGE_SIZE, low=1, high=MAX_PAGE_SIZE)
     after = _decoded(page_token) if page_token else ""
     left = sorted((item for item in items if key(item) > after), key=key)
-    token = _encoded(key(left[size - 1])) if len(left) > size else ""
+    token = _encoded(key(left[:size][-1])) if left and (has_more or len(left) > size) else ""
     return Page(items=tuple(left[:size]), next_page_token=token)
 
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import grpc
-from cuaenv.v1 import env_pb2, env_pb2_grpc
+from cuaenv.v1 import env_pb2
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_NAME
 from grpc_reflection.v1alpha import reflection
@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from envd.aio import shielded
 from envd.api.health import HealthServicer
 from envd.api.interceptors import CallInterceptor
+from envd.api.relay.servicer import RelayServicer
 from envd.api.requests import MAX_MESSAGE_BYTES
 from envd.api.security.guard import RENEWAL_BURST, RENEWALS_PER_S, Guard
 from envd.api.security.rate import RateLimiter
@@ -111,18 +112,25 @@ def _is_loopback(host: str) -> bool:
 
 
 class ApiServer:
-    """Serves one episode service."""
+    """Serves one episode service, or several shards."""
 
     def __init__(
-        self, episodes: EpisodeService, *, listen: str, metrics: Metrics, security: SecurityConfig | None = None
+        self,
+        episodes: EpisodeService | RelayServicer,
+        *,
+        listen: str,
+        metrics: Metrics,
+        security: SecurityConfig | None = None,
+        trusts_front: bool = False,
     ) -> None:
         """Check the address and read tokens and certificates; nothing listens before `start`.
 
         Args:
-            episodes: The service to expose.
+            episodes: The service to expose, or its shards.
             listen: The address; see `parse_listen`.
             metrics: Counts calls, failures and unreadable security files.
             security: Authentication and TLS; by default every caller that can reach the address is trusted.
+            trusts_front: Whether this server is a shard's; see `Guard`.
 
         Raises:
             ConfigError: The address is malformed or must not be exposed, or a token or certificate file is invalid.
@@ -132,14 +140,15 @@ class ApiServer:
         self._credentials = _credentials(security, metrics)
         # Further calls of a connection wait in the client, `KeepAlive` too, so a caller's own limit must be lower.
         self._options = (*_OPTIONS, ("grpc.max_concurrent_streams", 2 * security.max_calls_in_flight))
-        self._servicer = CUAEnvServicer(episodes)
+        self._servicer = episodes if isinstance(episodes, RelayServicer) else CUAEnvServicer(episodes)
         #: Admits its calls; other servers of the same episodes share it, and with it each caller's limits.
         self.guard = Guard(
-            tokens=read_token_table(security, metrics),
+            tokens=read_token_table(security, metrics, allow_quotas=not isinstance(episodes, RelayServicer)),
             limiter=RateLimiter(calls_per_second=security.calls_per_second, burst=security.call_burst),
             renewals=RateLimiter(calls_per_second=RENEWALS_PER_S, burst=RENEWAL_BURST),
             max_calls=security.max_calls_in_flight,
-            owner_of=episodes.owner_of,
+            owner_of=None if isinstance(episodes, RelayServicer) else episodes.owner_of,
+            trusts_front=trusts_front,
         )
         self._interceptor = CallInterceptor(metrics, self.guard)
         self._health = HealthServicer(SERVICE_NAME)
@@ -163,7 +172,7 @@ class ApiServer:
             ConfigError: The address cannot be bound.
         """
         server = grpc.aio.server(interceptors=[self._interceptor], options=self._options)
-        env_pb2_grpc.add_CUAEnvServicer_to_server(self._servicer, server)
+        self._servicer.add_to(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME), server)
         try:
@@ -213,13 +222,31 @@ def _private_files() -> Iterator[None]:
         os.umask(before)
 
 
-def read_token_table(security: SecurityConfig, metrics: Metrics) -> Reloaded[TokenTable] | None:
-    """Return the accepted tokens; None without a file of them. Raises: ConfigError: the file is not usable."""
+def read_token_table(
+    security: SecurityConfig, metrics: Metrics, *, allow_quotas: bool = True
+) -> Reloaded[TokenTable] | None:
+    """Return the accepted tokens; None without a file of them.
+
+    Args:
+        security: Names the file.
+        metrics: Reports that a new version of the file is not usable.
+        allow_quotas: Whether tokens may have `max_machines`, which shards do not count together.
+
+    Raises:
+        ConfigError: The file is not usable.
+    """
     path = security.tokens_file
     if path is None:
         return None
+
+    def read() -> TokenTable:
+        table = read_tokens(path)
+        if table.has_quotas and not allow_quotas:
+            raise ConfigError(f"{TOKENS_SETTING}: {path}: max_machines is not available with several shards; remove it")
+        return table
+
     stale = metrics.security_files_stale.labels(setting="tokens_file")
-    return Reloaded(TOKENS_SETTING, [path], lambda: read_tokens(path), on_stale=stale.set)
+    return Reloaded(TOKENS_SETTING, [path], read, on_stale=stale.set)
 
 
 def _credentials(security: SecurityConfig, metrics: Metrics) -> grpc.ServerCredentials | None:

@@ -50,6 +50,7 @@ from envd.api.flow_control import AckTracker, paced
 from envd.api.pages import page_of
 from envd.api.security.access import current_caller
 from envd.episodes.service import EpisodeService
+from envd.episodes.types import listing_key
 from envd.errors import GuestError, GuestRefused, InvalidRequest, MachineLost
 from envd.guest.observation import EncodedFrame, Encoding, ObservationOptions
 from envd.tasks.catalogue import TaskCatalogue
@@ -77,6 +78,10 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         self._episodes = episodes
         self._screens: OrderedDict[str, Size] = OrderedDict()
         self._stopping = asyncio.Event()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the methods."""
+        env_pb2_grpc.add_CUAEnvServicer_to_server(self, server)
 
     def end_watches(self) -> None:
         """End the streams that otherwise last until their clients disconnect."""
@@ -201,7 +206,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         caller = current_caller()
         page = page_of(
             (info for info in self._episodes.list_episodes() if caller.may_list(info.owner)),
-            key=lambda info: f"{info.create_time.isoformat(timespec='microseconds')}/{info.episode_id}",
+            key=lambda info: listing_key(info.create_time, info.episode_id),
             page_size=request.page_size,
             page_token=request.page_token,
         )

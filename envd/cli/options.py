@@ -53,6 +53,7 @@ def load_config(
     log_format: str | None = None,
     log_level: str | None = None,
     tasks: list[str] | None = None,
+    shards: int | None = None,
 ) -> Config:
     """Load the configuration from its file, the environment and a command's flags. Raises: ConfigError."""
     flags: Raw = {
@@ -67,6 +68,7 @@ def load_config(
         "log_format": log_format,
         "log_level": log_level,
         "tasks.suites": tasks or None,
+        "shards": shards,
         "pools": parse_pool_flags(pools) if pools else None,
     }
     return load(file=config, environ=os.environ, flags=flags)

@@ -20,6 +20,8 @@ from envd.config import Config
 from envd.daemon.composition import Daemon, freeze_gc, open_daemon
 from envd.daemon.descriptors import reserve_low_descriptors
 from envd.daemon.service_manager import ServiceManager
+from envd.daemon.shards.front import open_front
+from envd.daemon.shards.layout import Shard
 from envd.episodes.types import EpisodeState
 from envd.pool.status import PoolStatus
 from envd.telemetry import logs
@@ -59,6 +61,10 @@ def serve(
     hypervisor: Hypervisor = None,
     accelerator: Accelerator = None,
     log_format: Annotated[str | None, typer.Option(help="Log format: text or json.")] = None,
+    shards: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Serve through N processes, each with a part of every pool; default 1."),
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="Log level: debug, info, warning or error.")] = None,
 ) -> None:
     """Serve pools of desktops over gRPC. SIGTERM or Ctrl-C drains; a second signal ends all episodes."""
@@ -76,6 +82,7 @@ def serve(
         accelerator=accelerator,
         log_format=log_format,
         log_level=log_level,
+        shards=shards,
     )
     logs.setup(log_format=settings.log_format, level=settings.log_level)
     freeze_gc()
@@ -84,7 +91,7 @@ def serve(
 
 
 async def serve_until_signal(config: Config, *, print_line: PrintLine) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. Raises: see `open_daemon`."""
+    """Serve until SIGTERM or SIGINT, then drain. Raises: see `open_daemon` and `open_front`."""
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -94,23 +101,46 @@ async def serve_until_signal(config: Config, *, print_line: PrintLine) -> None:
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal)
     try:
-        await _Serving(config, print_line=print_line, stop=stop, hurry=hurry).run()
+        serving = (_ServingShards if config.shards > 1 else Serving)(
+            config, print_line=print_line, stop=stop, hurry=hurry, manager=ServiceManager()
+        )
+        await serving.run()
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
     print_line("stopped; nothing is left running")
 
 
-class _Serving:
+class Serving:
     """One daemon, from start to shutdown."""
 
-    def __init__(self, config: Config, *, print_line: PrintLine, stop: asyncio.Event, hurry: asyncio.Event) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        print_line: PrintLine,
+        stop: asyncio.Event,
+        hurry: asyncio.Event,
+        manager: ServiceManager,
+        shard: Shard | None = None,
+    ) -> None:
+        """Set up a daemon that is not started.
+
+        Args:
+            config: Its settings.
+            print_line: Gets lines about its progress.
+            stop: Ends it, once set.
+            hurry: Ends its draining, once set.
+            manager: Gets reports of its state.
+            shard: The shard that it is; None for a daemon that serves clients itself.
+        """
         self._config = config
         self._print = print_line
         self._stop = stop
         self._hurry = hurry
         self._opened = False
-        self._manager = ServiceManager()
+        self._manager = manager
+        self._shard = shard
 
     async def run(self) -> None:
         """Serve until `stop` is set, then destroy all machines. If it is set during start-up, cancel the start-up."""
@@ -123,10 +153,13 @@ class _Serving:
             serving.result()
 
     async def _serve(self) -> None:
-        self._print(f"envd {envd_version()} is starting; its state is in {self._config.state_dir}")
-        async with self._manager.watchdog(), open_daemon(self._config) as daemon:
+        if self._shard is None:
+            self._print_start()
+        async with self._manager.watchdog(), open_daemon(self._config, shard=self._shard) as daemon:
             self._opened = True
-            self._announce(daemon)
+            self._announce_restored(daemon)
+            if self._shard is None:
+                self._announce(daemon)
             self._manager.ready()
             reporting = asyncio.create_task(self._report_pools(daemon), name="serve:pools")
             try:
@@ -141,8 +174,10 @@ class _Serving:
             await daemon.drain(hurry=self._hurry)
             self._print("destroying machines")
 
-    def _announce(self, daemon: Daemon) -> None:
-        self._print(f"hypervisor: {daemon.hypervisor.description}")
+    def _print_start(self) -> None:
+        self._print(f"envd {envd_version()} is starting; its state is in {self._config.state_dir}")
+
+    def _announce_restored(self, daemon: Daemon) -> None:
         if daemon.reaped:
             what = "machine" if len(daemon.reaped) == 1 else "machines"
             self._print(f"removed {len(daemon.reaped)} {what} of an earlier daemon: {', '.join(daemon.reaped)}")
@@ -153,6 +188,9 @@ class _Serving:
                 f"{len(daemon.known)} {what} of an earlier daemon: {active_count} continue,"
                 f" {len(daemon.known) - active_count} ended or were lost"
             )
+
+    def _announce(self, daemon: Daemon) -> None:
+        self._print(f"hypervisor: {daemon.hypervisor.description}")
         self._print(f"metrics on http://{daemon.metrics_address}/metrics")
         scheme = "http" if self._config.security.tls_cert is None else "https"
         if daemon.console_address:
@@ -176,6 +214,21 @@ class _Serving:
                         line += f" after {time.monotonic() - begin_s:.0f} s"
                     self._print(line)
                     self._manager.status(line)
+
+
+class _ServingShards(Serving):
+    """A front process and its shards, from start to shutdown."""
+
+    async def _serve(self) -> None:
+        self._print_start()
+        async with self._manager.watchdog(), open_front(self._config, print_line=self._print) as front:
+            self._opened = True
+            self._print(f"metrics on http://{front.metrics_address}/metrics")
+            self._print(f"listening on {front.address}")
+            self._manager.ready()
+            await self._stop.wait()
+            self._manager.stopping()
+            await front.drain(hurry=self._hurry)
 
 
 def is_ready(info: PoolStatus, *, size: int) -> bool:

@@ -7,7 +7,8 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -35,6 +36,7 @@ from envd.compat.sessions import Sessions
 from envd.config import DEFAULT_RUN, Config, PoolConfig, RecordingConfig, RunConfig
 from envd.config_values import is_local
 from envd.console.server import PUBLIC_PATHS, serve_console
+from envd.daemon.shards.layout import Shard, clear_layout, growth_file, mark_layout
 from envd.daemon.state_lock import locked
 from envd.daemon.suites import load_tasks
 from envd.episodes.limits import EpisodeLimits
@@ -62,7 +64,7 @@ from envd.pool.audit import Audit, MachineRows
 from envd.pool.disk import HostDisk
 from envd.pool.fairness import RunShare, RunShares
 from envd.pool.leased import LINGER_S
-from envd.pool.memory import HostMemory, read_available_bytes
+from envd.pool.memory import GrowthBoard, HostMemory, read_available_bytes
 from envd.pool.pool import Pool
 from envd.pool.register import unregister_all
 from envd.pool.settings import PoolSettings
@@ -130,10 +132,14 @@ def freeze_gc() -> None:
 
 
 @asynccontextmanager
-async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
+async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIterator[Daemon]:
     """Run a daemon until the block ends; then every episode, machine and socket is gone.
 
     On failure nothing is left running.
+
+    Args:
+        config: Its settings.
+        shard: The shard that it is; None for a daemon that serves clients itself.
 
     Raises:
         ConfigError: No pool is configured, the state directory is in use, an address is taken, or a task suite, token
@@ -149,10 +155,13 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
     metrics = Metrics(run_names=set(config.limits.runs) - {DEFAULT_RUN}, process=True)
     async with AsyncExitStack() as stack:
         stack.enter_context(locked(config.state_dir))
+        if shard is None:
+            mark_layout(config.state_dir, count=1)
+            stack.callback(clear_layout, config.state_dir)
         await stack.enter_async_context(exported_traces(config.telemetry.otlp_endpoint))
         store = SqliteStore(config.state_dir / FILE_NAME)
         stack.push_async_callback(store.aclose)
-        metrics_address = await stack.enter_async_context(_serve_metrics(metrics, config))
+        metrics_address = await stack.enter_async_context(serve_secured_metrics(metrics, config))
         hypervisor = await open_hypervisor(config, images=[image for image, _ in images.values()])
         stack.push_async_callback(hypervisor.close)
         logger.info("hypervisor: %s", hypervisor.description)
@@ -163,7 +172,9 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
         templates = TemplateCache(hypervisor)
         # Fake desktops have no guest whose memory could grow: a host of 24 GiB would get 87 of them.
         runs_guests = hypervisor.capabilities.runs_guests
-        memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20) if runs_guests else None
+        board = GrowthBoard(growth_file(config.state_dir.parent), index=shard.index) if shard else None
+        memory_reserve_bytes = config.limits.memory_reserve_mib << 20
+        memory = HostMemory(reserve_bytes=memory_reserve_bytes, board=board) if runs_guests else None
         disk = HostDisk(config.state_dir, reserve_bytes=config.limits.disk_reserve_mib << 20) if runs_guests else None
         shares = run_shares(config.limits.runs)
         pools = [
@@ -201,6 +212,7 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
             limits=EpisodeLimits(**_shared(config.limits, EpisodeLimits)),
             metrics=metrics,
             store=store,
+            make_id=lambda: f"{shard.id_prefix if shard else ''}{secrets.token_hex(8)}",
         )
         library = None
         if config.recording.directory is not None:
@@ -209,7 +221,13 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
             stack.push_async_callback(recorder.aclose)
             library = Library(config.recording.directory)
         stack.push_async_callback(service.aclose)
-        server = ApiServer(service, listen=config.listen, metrics=metrics, security=config.security)
+        server = ApiServer(
+            service,
+            listen=config.listen,
+            metrics=metrics,
+            security=config.security,
+            trusts_front=shard is not None,
+        )
         stack.push_async_callback(server.stop, grace=_STOP_GRACE)
         metrics.build_info.labels(version=envd_version(), accelerator=hypervisor.accelerator.value).set(1)
         metrics.hypervisor_up.set_function(lambda: not hypervisor.problem)
@@ -267,14 +285,16 @@ def _setup_resources(config: Config) -> SetupResources:
     )
 
 
-def _serve_metrics(metrics: Metrics, config: Config) -> AbstractAsyncContextManager[str]:
+def serve_secured_metrics(
+    metrics: Metrics, config: Config, *, merge: Callable[[bytes], Awaitable[bytes]] | None = None
+) -> AbstractAsyncContextManager[str]:
     """Serve metrics: to every process on loopback, to others by the rules of `security`."""
     if is_local(config.metrics_listen):
-        return serve_metrics(metrics, config.metrics_listen)
+        return serve_metrics(metrics, config.metrics_listen, merge=merge)
     tls = tls_context(config.security, on_stale=metrics.security_files_stale.labels(setting="tls_cert").set)
     tokens = read_token_table(config.security, metrics)
     check = require_token(tokens, Scope.READ, exempt=["/healthz"])
-    return serve_metrics(metrics, config.metrics_listen, tls=tls, middlewares=[check])
+    return serve_metrics(metrics, config.metrics_listen, tls=tls, middlewares=[check], merge=merge)
 
 
 def _recorder(service: EpisodeService, metrics: Metrics, directory: Path, config: RecordingConfig) -> Recorder:

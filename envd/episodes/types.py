@@ -167,3 +167,8 @@ class GuestCommandResult:
     exit_code: int
     stdout: bytes
     stderr: bytes
+
+
+def listing_key(create_time: datetime, episode_id: str) -> str:
+    """Return a unique key that sorts episodes from the oldest to the newest."""
+    return f"{create_time.isoformat(timespec='microseconds')}/{episode_id}"

@@ -6,6 +6,7 @@ async with serve_fake(size=4) as server:
 ```
 """
 
+import secrets
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from envd.api.server import ApiServer
 from envd.clock import Clock, SystemClock
 from envd.config import SecurityConfig
+from envd.daemon.shards.layout import Shard
 from envd.episodes.limits import EpisodeLimits
 from envd.episodes.persistence.recovery import load_persisted
 from envd.episodes.service import EpisodeService
@@ -91,6 +93,7 @@ async def serve_fake(
     memory: HostMemory | None = None,
     database: Path | None = None,
     listen: str = "127.0.0.1:0",
+    shard: Shard | None = None,
 ) -> AsyncIterator[FakeServer]:
     """Serve until the block ends; then no episode, machine or socket is left.
 
@@ -109,6 +112,7 @@ async def serve_fake(
         memory: Host memory; by default unlimited.
         database: File of the episode database; None for no database.
         listen: Address to serve on.
+        shard: The shard that the server is; by default none.
     """
     tasks = TaskCatalogue([*load_fake_tasks().list(), *extra_tasks])
     async with AsyncExitStack() as stack:
@@ -136,9 +140,17 @@ async def serve_fake(
         )
         pool = Pool(settings, hypervisor=hypervisor, image=fake_image(), memory=memory, store=store)
         metrics = Metrics()
-        service = EpisodeService([pool], tasks=tasks, limits=limits, clock=clock, store=store)
+        prefix = shard.id_prefix if shard else ""
+        service = EpisodeService(
+            [pool],
+            tasks=tasks,
+            limits=limits,
+            clock=clock,
+            store=store,
+            make_id=lambda: f"{prefix}{secrets.token_hex(8)}",
+        )
         stack.push_async_callback(service.aclose)
-        server = ApiServer(service, listen=listen, metrics=metrics, security=security)
+        server = ApiServer(service, listen=listen, metrics=metrics, security=security, trusts_front=shard is not None)
         stack.push_async_callback(server.stop)
         await service.restore(persisted, machines)
         await service.start()

@@ -12,6 +12,7 @@ from typing import Final
 from envd.errors import ScopeTooSmall, Unauthenticated
 
 _SCHEME = "bearer"
+_CALLER_KEY = "envd-caller"
 
 
 class Scope(IntEnum):
@@ -104,6 +105,20 @@ def current_caller() -> Caller:
 def set_current_caller(caller: Caller) -> None:
     """Set the caller of the call that this task serves; grpc runs each call in its own task."""
     _caller.set(caller)
+
+
+def caller_header(caller: Caller) -> tuple[str, str]:
+    """Return the metadata that names an authenticated caller to a shard."""
+    return _CALLER_KEY, f"{caller.scope.word} {caller.name}"
+
+
+def forwarded_caller(metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
+    """Return the caller that `caller_header` names. Raises: Unauthenticated: there is none."""
+    values = [value for key, value in metadata if key == _CALLER_KEY]
+    if len(values) != 1 or not isinstance(values[0], str):
+        raise Unauthenticated("the call does not come from the front process; use the daemon's public address")
+    scope, _, name = values[0].partition(" ")
+    return Caller(name=name, scope=Scope[scope.upper()])
 
 
 def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:

@@ -1,0 +1,308 @@
+"""Two shards behind one endpoint, in this process, on real sockets: what a client sees is one daemon."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cuaenv.actions import Click
+from cuaenv.client import AsyncEnvClient, BadRequest, GroupTooLarge
+from cuaenv.v1 import env_pb2, env_pb2_grpc
+from google.protobuf.duration_pb2 import Duration
+
+from envd.aio import Changes
+from envd.api.relay.link import ShardLink
+from envd.api.relay.merge import shard_of
+from envd.api.relay.placements import Placements
+from envd.api.relay.servicer import RelayServicer
+from envd.api.security.tokens import new_token
+from envd.api.server import ApiServer
+from envd.config import SecurityConfig
+from envd.daemon.shards.layout import Shard
+from envd.telemetry.metrics import Metrics
+from envd.testing.server import FakeServer, serve_fake
+
+TASK = "fake/count-to-five"
+COUNT = Click(819, 100)
+
+
+@dataclass(kw_only=True)
+class Sharded:
+    """A front and its shards."""
+
+    address: str
+    server: ApiServer
+    links: Sequence[ShardLink]
+    shards: Sequence[FakeServer]
+
+
+@asynccontextmanager
+async def serve_shards(
+    directory: Path, *, size: int = 1, count: int = 2, security: SecurityConfig | None = None
+) -> AsyncIterator[Sharded]:
+    """Serve `count` shards of `size` machines."""
+    changes = Changes()
+    async with AsyncExitStack() as stack:
+        shards, links = [], []
+        for index in range(count):
+            listen = f"unix:{directory}/{index}.sock"
+            shards.append(
+                await stack.enter_async_context(
+                    serve_fake(size=size, capacity=size, listen=listen, shard=Shard(index=index, count=count))
+                )
+            )
+            links.append(ShardLink(index, listen, on_change=changes.notify))
+            await links[-1].connect()
+            stack.push_async_callback(links[-1].disconnect)
+        placements = Placements(directory / "placements")
+        stack.callback(placements.close)
+        relay = RelayServicer(links, placements, changes=changes)
+        server = ApiServer(relay, listen="127.0.0.1:0", metrics=Metrics(), security=security)
+        stack.push_async_callback(server.stop)
+        yield Sharded(address=await server.start(), server=server, links=links, shards=shards)
+
+
+@asynccontextmanager
+async def bare_stub(served: Sharded) -> AsyncIterator[Any]:
+    """A client that uses the generated stub alone."""
+    async with grpc.aio.insecure_channel(served.address) as channel:
+        yield env_pb2_grpc.CUAEnvStub(channel)
+
+
+def reset_request(request_id: str, **fields: Any) -> env_pb2.ResetRequest:
+    options = env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_NONE)
+    return env_pb2.ResetRequest(request_id=request_id, task_id=TASK, observation=options, **fields)
+
+
+def step_request(episode_id: str, index: int, request_id: str = "") -> env_pb2.StepRequest:
+    return env_pb2.StepRequest(
+        request_id=request_id or f"step-{index}",
+        episode_id=episode_id,
+        step_index=index,
+        actions=[env_pb2.Action(click=env_pb2.Click(at=env_pb2.Point(x=819, y=100)))],
+        observation=env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_NONE),
+    )
+
+
+async def freed(served: Sharded, episode_id: str) -> None:
+    """Wait until the front process knows that the only machine of a closed episode's shard is free."""
+    index = shard_of(episode_id)
+    assert index is not None
+    async with asyncio.timeout(60):
+        while served.links[index].pools[0].leased_count:
+            await asyncio.sleep(0.01)
+
+
+async def clicks(stub: Any, episode_id: str) -> bytes:
+    request = env_pb2.ReadGuestFileRequest(episode_id=episode_id, path="/home/user/clicks.txt")
+    data: bytes = (await stub.ReadGuestFile(request)).data
+    return data
+
+
+async def test_a_group_and_its_forks_are_on_one_shard_and_the_next_group_on_the_other(tmp_path: Path) -> None:
+    async with (
+        serve_shards(tmp_path, size=3) as served,
+        AsyncEnvClient(served.address) as client,
+        client.reset_group(TASK, size=2) as group,
+        client.reset(TASK) as single,
+    ):
+        ids = [episode.episode_id for episode in group]
+        assert len({shard_of(each) for each in ids}) == 1
+        assert shard_of(single.episode_id) != shard_of(ids[0])
+        await group[0].step(COUNT)
+        async with bare_stub(served) as stub:
+            fork = await stub.Fork(env_pb2.ForkRequest(request_id="f", episode_id=ids[0], step_index=1, fork_count=1))
+        (copy,) = fork.episodes
+        assert shard_of(copy.episode_id) == shard_of(ids[0])
+        assert (copy.step_count, copy.parent_episode_id) == (1, ids[0])
+        (pool,) = await client.list_pools()
+        assert (pool.capacity, pool.leased_count) == (6, 4)
+        assert {each.episode_id for each in await client.list_episodes()} == {
+            *ids,
+            single.episode_id,
+            copy.episode_id,
+        }
+
+
+async def test_a_reset_goes_to_the_shard_that_has_room(tmp_path: Path) -> None:
+    async with (
+        serve_shards(tmp_path) as served,
+        AsyncEnvClient(served.address) as client,
+        client.reset(TASK) as first,
+        client.reset(TASK) as second,
+    ):
+        assert {shard_of(first.episode_id), shard_of(second.episode_id)} == {0, 1}
+        await second.close()
+        await freed(served, second.episode_id)
+        async with client.reset(TASK) as third:
+            assert shard_of(third.episode_id) == shard_of(second.episode_id)
+
+
+async def test_a_reset_that_was_refused_may_be_retried_on_another_shard(tmp_path: Path) -> None:
+    async with serve_shards(tmp_path) as served, bare_stub(served) as stub:
+        first = (await stub.Reset(reset_request("a"))).episodes[0].episode_id
+        second = (await stub.Reset(reset_request("b"))).episodes[0].episode_id
+        waiting = reset_request("c", ready_timeout=Duration(nanos=100_000_000))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Reset(waiting)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        # The refused request and its retry go to different shards, whichever the first was.
+        for number, episode_id in enumerate((first, second)):
+            await stub.Close(env_pb2.CloseRequest(episode_id=episode_id))
+            await freed(served, episode_id)
+            retried = (await stub.Reset(waiting)).episodes[0].episode_id
+            assert shard_of(retried) == shard_of(episode_id), number
+            await stub.Close(env_pb2.CloseRequest(episode_id=retried))
+            waiting.request_id += "x"
+            await freed(served, episode_id)
+            held = await stub.Reset(reset_request(f"held-{number}"))
+            assert shard_of(held.episodes[0].episode_id) == shard_of(episode_id)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.Reset(waiting)
+
+
+async def test_a_retried_reset_and_a_retried_step_are_replayed(tmp_path: Path) -> None:
+    async with serve_shards(tmp_path, size=2) as served, bare_stub(served) as stub:
+        first, joined = await asyncio.gather(stub.Reset(reset_request("r")), stub.Reset(reset_request("r")))
+        episode_id = first.episodes[0].episode_id
+        assert joined.episodes[0].episode_id == episode_id
+        assert (await stub.Reset(reset_request("r"))).episodes[0].episode_id == episode_id
+        assert not (await stub.Step(step_request(episode_id, 0))).replayed
+        assert (await stub.Step(step_request(episode_id, 0))).replayed
+        assert await clicks(stub, episode_id) == b"1\n"
+
+
+async def test_streams_are_relayed(tmp_path: Path) -> None:
+    async with serve_shards(tmp_path) as served, bare_stub(served) as stub:
+        episode_id = (await stub.Reset(reset_request("r"))).episodes[0].episode_id
+        steps = stub.StreamSteps(env_pb2.StreamStepsRequest(step=step_request(episode_id, index)) for index in range(3))
+        assert [response.step.episode.step_count async for response in steps] == [1, 2, 3]
+        frames = stub.StreamFrames(iter([env_pb2.StreamFramesRequest(episode_id=episode_id)]))
+        assert (await frames.read()).sequence == 1
+        await stub.Close(env_pb2.CloseRequest(episode_id=episode_id))
+        while await frames.read() is not grpc.aio.EOF:
+            pass
+        assert await frames.code() is grpc.StatusCode.OK
+
+
+async def test_errors_of_shards_reach_the_client_with_their_reason(tmp_path: Path) -> None:
+    async with serve_shards(tmp_path) as served, AsyncEnvClient(served.address) as client:
+        with pytest.raises(GroupTooLarge):
+            async with client.reset_group(TASK, size=2):
+                pass
+        with pytest.raises(BadRequest, match="max_steps"):
+            async with client.reset(TASK, max_steps=1_000_000):
+                pass
+
+
+@pytest.mark.parametrize("episode_id", ["ep-0123456789abcdef", "ep-s0xffff", "ep-s7xffff", "x"])
+async def test_an_unknown_episode_is_not_found_and_closing_it_has_no_effect(tmp_path: Path, episode_id: str) -> None:
+    async with serve_shards(tmp_path) as served, bare_stub(served) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Step(step_request(episode_id, 0))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert f"episode {episode_id}" in (caught.value.details() or "")
+        await stub.Close(env_pb2.CloseRequest(episode_id=episode_id))
+        assert not (await stub.KeepAlive(env_pb2.KeepAliveRequest(episode_ids=[episode_id]))).episodes
+
+
+async def test_leases_of_all_shards_are_renewed_in_one_call_and_pages_neither_skip_nor_repeat(tmp_path: Path) -> None:
+    async with serve_shards(tmp_path, size=3) as served, bare_stub(served) as stub:
+        ids = [(await stub.Reset(reset_request(f"r{number}"))).episodes[0].episode_id for number in range(5)]
+        assert {shard_of(each) for each in ids} == {0, 1}
+        asked = [*reversed(ids), "unknown"]
+        renewed = await stub.KeepAlive(env_pb2.KeepAliveRequest(episode_ids=asked, lease_ttl=Duration(seconds=77)))
+        assert [each.episode_id for each in renewed.episodes] == list(reversed(ids))
+        listed, token = [], ""
+        while True:
+            page = await stub.ListEpisodes(env_pb2.ListEpisodesRequest(page_size=2, page_token=token))
+            listed += [each.episode_id for each in page.episodes]
+            token = page.next_page_token
+            if not token:
+                break
+        assert listed == ids, "oldest first"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.KeepAlive(env_pb2.KeepAliveRequest())
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_while_a_shard_is_down_its_calls_are_unavailable_and_the_others_continue(tmp_path: Path) -> None:
+    async with serve_shards(tmp_path, size=2) as served, bare_stub(served) as stub:
+        ids = [(await stub.Reset(reset_request(f"r{number}"))).episodes[0].episode_id for number in range(2)]
+        lost = next(each for each in ids if shard_of(each) == 1)
+        alive = next(each for each in ids if shard_of(each) == 0)
+        await served.links[1].disconnect()
+        assert (await stub.Step(step_request(alive, 0))).episode.step_count == 1
+        for call in (
+            stub.Step(step_request(lost, 0)),
+            stub.ListEpisodes(env_pb2.ListEpisodesRequest()),
+            stub.KeepAlive(env_pb2.KeepAliveRequest(episode_ids=ids)),
+            stub.Reset(reset_request(f"r{ids.index(lost)}")),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert caught.value.details() == "shard 1: is being restarted; retry with the same request_id"
+        (pool,) = (await stub.ListPools(env_pb2.ListPoolsRequest(include_queue=True))).pools
+        assert (pool.capacity_count, pool.problem) == (2, "shard 1: is being restarted")
+        new = (await stub.Reset(reset_request("new"))).episodes[0].episode_id
+        assert shard_of(new) == 0
+        await served.links[1].connect()
+        assert (await stub.Step(step_request(lost, 0))).episode.step_count == 1
+
+
+async def test_a_token_sees_its_own_episodes_alone_on_every_shard(tmp_path: Path) -> None:
+    first, second = new_token("first", "run"), new_token("second", "run")
+    tokens = tmp_path / "tokens"
+    tokens.touch(mode=0o600)
+    tokens.write_text(f"{first.line}\n{second.line}\n")
+    async with (
+        serve_shards(tmp_path, size=2, security=SecurityConfig(tokens_file=tokens)) as served,
+        AsyncEnvClient(served.address, token=first.secret) as mine,
+        AsyncEnvClient(served.address, token=second.secret) as other,
+        mine.reset(TASK) as one,
+        mine.reset(TASK) as two,
+    ):
+        assert {each.episode_id for each in await mine.list_episodes()} == {one.episode_id, two.episode_id}
+        assert await other.list_episodes() == []
+        listed = {each.episode_id: each for each in await mine.list_episodes()}
+        await other.close_episode(listed[one.episode_id])
+        await one.step(COUNT)
+        async with bare_stub(served) as stub:
+            token = ("authorization", f"Bearer {second.secret}")
+            # A client cannot name its caller: only the front process does.
+            forged = ("envd-caller", "admin first")
+            for metadata, code in (
+                ((token, forged), grpc.StatusCode.NOT_FOUND),
+                ((forged,), grpc.StatusCode.UNAUTHENTICATED),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub.Step(step_request(two.episode_id, 0), metadata=metadata)
+                assert caught.value.code() is code
+
+
+async def test_a_shard_refuses_calls_that_do_not_come_from_the_front_process(tmp_path: Path) -> None:
+    async with serve_shards(tmp_path) as served, grpc.aio.insecure_channel(served.shards[0].address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await env_pb2_grpc.CUAEnvStub(channel).ListPools(env_pb2.ListPoolsRequest())  # type: ignore[misc]
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_draining_daemon_ends_watches_and_serves_its_episodes(tmp_path: Path) -> None:
+    async with (
+        serve_shards(tmp_path) as served,
+        AsyncEnvClient(served.address) as client,
+        client.reset(TASK) as episode,
+        bare_stub(served) as stub,
+    ):
+        watch = stub.WatchPools(env_pb2.WatchPoolsRequest())
+        await watch.read()
+        await served.server.drain()
+        while await watch.read() is not grpc.aio.EOF:
+            pass
+        assert await watch.code() is grpc.StatusCode.OK
+        await episode.step(COUNT)
