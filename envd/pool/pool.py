@@ -6,9 +6,8 @@ Invariants, which hold because one event loop is atomic between awaits:
 * Every record has one task (see `lifecycle`), and only that task creates, watches and destroys the machine.
 * A machine is used once. After it was leased it never becomes idle again.
 
-`planner` picks the next group, `admission` keeps the queue, `refusals` builds the errors of rejected groups, `backoff`
-sets the pauses after failures, `template_keeper` provides the state to fork from, `memory` and `disk` bound the
-machines of the host.
+`planner` picks the next group, `admission` keeps the queue, `refusals` refuses groups, `backoff` sets the pauses after
+failures, `template_keeper` provides the state to fork from, `host_room` bounds the machines of the host.
 """
 
 import asyncio
@@ -29,14 +28,15 @@ from envd.pool.backoff import Backoff
 from envd.pool.disk import HostDisk
 from envd.pool.fairness import Demand
 from envd.pool.frozen import FrozenDesktop
+from envd.pool.host_room import HOST_POLL_S, HostRoom
 from envd.pool.leased import LeasedMachine, MachineLease, Reservation, freeze
 from envd.pool.lifecycle import MachineFactory, MachineRecord, MakeDesktop, Work, adopted, load, prepared
 from envd.pool.lost_machine import LostMachine
 from envd.pool.machine_table import MachineTable
-from envd.pool.memory import OVERHEAD_MIB, HostMemory, MemoryClaim
+from envd.pool.memory import OVERHEAD_MIB, HostMemory
 from envd.pool.planner import LifecycleState, plan
 from envd.pool.queue_report import QueuedGroup, queue_report
-from envd.pool.refusals import Refusal, Refusals
+from envd.pool.refusals import Refusals
 from envd.pool.register import MachineRegister
 from envd.pool.settings import PoolSettings
 from envd.pool.status import PoolStatus
@@ -47,8 +47,6 @@ from envd.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-#: How often the host's memory and disk are polled while short: nothing notifies the pool when there is more.
-_HOST_POLL_S = 1.0
 #: How often the machines' disk quotas are enforced: a stat of two files per machine.
 _QUOTA_INTERVAL_S = 2.0
 
@@ -91,24 +89,18 @@ class Pool:
         self.changes = Changes()
         """Notified whenever `statistics` change."""
         self._hypervisor = hypervisor
-        self._memory = memory
-        self._disk = disk
         self._clock = clock or SystemClock()
         self._metrics = metrics or Metrics()
         self._queue = AdmissionQueue(limit=settings.queue_limit, shares=settings.shares, capacity=settings.capacity)
         self._backoff = Backoff(
             min_s=settings.backoff_min_s, max_s=settings.backoff_max_s, failing_after=settings.failing_after
         )
-        self._shortage = ""
-        self._shortage_seen_s = 0.0
         self._leased_total = 0
         self._tasks = OwnedTasks()
         self._is_started = False
         self._draining = False
         self._closing = asyncio.Event()
         self._close_task: asyncio.Task[None] | None = None
-        self._whole_bytes = (settings.memory_mib + OVERHEAD_MIB) << 20
-        self._expected_bytes = min(self._whole_bytes, settings.expected_memory_mib << 20)
         self.factory = MachineFactory(
             hypervisor=hypervisor,
             make_desktop=make_desktop,
@@ -127,6 +119,17 @@ class Pool:
             make_id=lambda: f"{settings.name}-{make_suffix()}",
             changed=self._reconcile,
             notify=self.changes.notify,
+        )
+        # A booted machine holds all pages that its guest has touched; a fork, only those that it has changed.
+        booted_bytes = (settings.memory_mib + OVERHEAD_MIB) << 20
+        expected_bytes = min(booted_bytes, settings.expected_memory_mib << 20)
+        self._room = HostRoom(
+            memory=memory,
+            disk=disk,
+            claims=partial(self._machines.claims, expected_bytes=expected_bytes, booted_bytes=booted_bytes),
+            expected_bytes=expected_bytes,
+            capacity=settings.capacity,
+            clock=self._clock,
         )
         self._spec = MachineSpec(
             machine_id=settings.name,
@@ -152,6 +155,7 @@ class Pool:
             shares=settings.shares,
             queue=self._queue,
             turnover=self._machines.turnover,
+            metrics=self._metrics,
         )
 
     @property
@@ -201,7 +205,7 @@ class Pool:
             memory_bytes=sum(usage.private_dirty_bytes for usage in usages),
             pss_bytes=sum(usage.pss_bytes for usage in usages),
             healthy=not failure,
-            problem=failure or self._shortage,
+            problem=failure or self._room.shortage,
             breaker=self._backoff.breaker(self._clock.monotonic()),
             booted_total=totals["booted"],
             boot_failure_total=totals["boot_failed"],
@@ -227,8 +231,7 @@ class Pool:
         if self._is_started:
             raise RuntimeError(f"{self!r} was started before; create a new pool")
         self._is_started = True
-        if self._memory is not None:
-            self._memory.join(self._claims)
+        self._room.join()
         self._tasks.spawn(self._keep_time(), name=f"pool:{self.name}:time")
         self._tasks.spawn(
             self._machines.measure(interval_s=self.settings.measure_interval_s), name=f"pool:{self.name}:measure"
@@ -273,18 +276,19 @@ class Pool:
         demand = Demand(ready=count, reserved=reserved, run=run)
         if demand.machine_count < 1 or min(count, reserved) < 0:
             raise GroupTooLarge(f"a group of {count} machines and {reserved} reservations is empty; ask for at least 1")
-        if (never := self._refusals.never(demand, retained_count=retained_count)) is not None:
-            raise self._count_refusal(never, run=run)
-        if self._draining:
-            raise self._count_refusal(self._refusals.draining(), run=run)
+        refusal = self._refusals.never(demand, retained_count=retained_count)
+        if refusal is None and self._draining:
+            refusal = self._refusals.draining()
+        if refusal is not None:
+            raise self._refusals.counted(refusal, run=run)
         now_s = self._clock.monotonic()
         group = WaitingGroup(demand=demand, owner=owner, enter_s=now_s, deadline_s=now_s + timeout_s)
         self._queue.enter(group)
         self._reconcile()
         if self._queue.is_over_limit and not group.admitted.done():
             self._queue.leave(group)
-            refusal = self._refusals.queue_full(demand, now_s=now_s, status=self.statistics())
-            raise self._count_refusal(refusal, run=run)
+            full = self._refusals.queue_full(demand, now_s=now_s, status=self.statistics())
+            raise self._refusals.counted(full, run=run)
         try:
             granted = await group.admitted
         except asyncio.CancelledError:
@@ -309,7 +313,7 @@ class Pool:
             HypervisorError: libvirt or QEMU refused; the message says why.
         """
         if self._closing.is_set():
-            raise self._draining_error()
+            raise self._refusals.draining().error
         try:
             record = await self._machines.fill(
                 reservation,
@@ -318,7 +322,7 @@ class Pool:
             )
         except MachineLost:
             if self._closing.is_set():
-                raise self._draining_error() from None
+                raise self._refusals.draining().error from None
             raise
         except TemplateCorrupt:
             await self._template.check()
@@ -396,8 +400,7 @@ class Pool:
         for record in records:
             await record.gone.wait()
         await self._tasks.cancel()
-        if self._memory is not None:
-            self._memory.leave(self._claims)
+        self._room.leave()
         await self._template.release()
 
     # -- reconciling --------------------------------------------------------------------------------------------
@@ -405,9 +408,9 @@ class Pool:
     def _reconcile(self) -> None:
         """Move the pool towards its target. Called after every change; never waits."""
         if self._draining:
-            self._note_shortage(is_short=False)
+            self._room.note(is_short=False)
             for group in self._queue:
-                self._refuse(group, self._refusals.draining())
+                self._refusals.refuse(group, self._refusals.draining())
             for record in self._machines:
                 is_starting = record.state is LifecycleState.STARTING and record.reservation is None
                 if is_starting or record.state is LifecycleState.IDLE:
@@ -416,9 +419,28 @@ class Pool:
             self._follow_plan()
             self._refuse_if_failing()
             # A group that times out may have blocked those behind it. No group times out that could be served now.
-            if self._expire():
+            if self._refuse_late():
                 self._follow_plan()
         self.changes.notify()
+
+    def _refuse_if_failing(self) -> None:
+        """If the pool is failing, refuse all groups that the ready machines cannot serve."""
+        if not self._backoff.is_failing or not len(self._queue):
+            return
+        # Ready machines may have been kept for a large group, which will not be served: serve the smaller ones.
+        status, now_s = self.statistics(), self._clock.monotonic()
+        too_large = [group for group in self._queue if group.demand.ready > status.idle_count]
+        self._refusals.refuse_failing(too_large, self._backoff, now_s=now_s, status=status)
+        self._follow_plan()
+        self._refusals.refuse_failing(self._queue, self._backoff, now_s=now_s, status=self.statistics())
+
+    def _refuse_late(self) -> bool:
+        """Refuse every group whose deadline has passed; return whether there was one."""
+        now_s = self._clock.monotonic()
+        late = [group for group in self._queue if group.deadline_s <= now_s]
+        if late:
+            self._refusals.refuse_late(late, now_s=now_s, status=self.statistics(), held=self._machines.held())
+        return bool(late)
 
     def _follow_plan(self) -> None:
         template = self.template
@@ -433,7 +455,7 @@ class Pool:
             waiting=[group.demand for group in groups],
             idle_target=self._idle_target(),
             capacity=self.capacity,
-            host_room=self._host_room(),
+            host_room=self._room.count(),
             max_starting=self._starting_limit(now_s, is_queued=bool(groups)),
             max_idle_s=self.settings.max_idle_s,
             held=self._machines.held(),
@@ -449,7 +471,7 @@ class Pool:
             self._machines[machine_id].retire()
         for _ in range(steps.start_count):
             self._machines.add(self._template.prepare(template))
-        self._note_shortage(is_short=steps.host_is_short)
+        self._room.note(is_short=steps.host_is_short)
         # Each reservation gets a machine that waits, so that it only has to load. Idle ones are left to the queue.
         is_taken = self._machines.promise(
             lambda: self._template.prepare(template),
@@ -518,107 +540,6 @@ class Pool:
                     self._leased_total -= 1
         self._reconcile()
 
-    # -- memory and disk ----------------------------------------------------------------------------------------
-
-    def _claims(self) -> Iterable[MemoryClaim]:
-        # A booted machine holds all pages that its guest has touched; a fork, only those that it has changed.
-        return self._machines.claims(expected_bytes=self._expected_bytes, booted_bytes=self._whole_bytes)
-
-    def _host_room(self) -> int:
-        if self._disk is not None and self._disk.is_short:
-            return 0
-        return self.capacity if self._memory is None else self._memory.room(self._expected_bytes)
-
-    def _note_shortage(self, *, is_short: bool) -> None:
-        self._shortage = ""
-        if is_short:
-            if self._disk is not None and self._disk.is_short:
-                self._shortage = self._disk.shortage()
-            elif self._memory is not None:
-                self._shortage = self._memory.shortage(self._expected_bytes)
-            self._shortage_seen_s = self._clock.monotonic()
-
-    # -- TemplateUser -------------------------------------------------------------------------------------------
-
-    async def make(self, work: Work, *, becomes: LifecycleState) -> MachineRecord:
-        """See `TemplateBuilder`."""
-        if self._draining:
-            raise self._draining_error()
-        try:
-            return await self._machines.make(work, becomes=becomes)
-        except EnvdError:
-            if self._draining:
-                raise self._draining_error() from None
-            raise
-
-    async def wait_for_room(self) -> None:
-        """See `TemplateUser`."""
-        while True:
-            if len(self._machines) + self._machines.reserved_count >= self.capacity:
-                await self.changes.next.wait()
-                continue
-            is_short = not self._host_room()
-            self._note_shortage(is_short=is_short)
-            if not is_short:
-                return
-            self.changes.notify()
-            await self._clock.sleep(_HOST_POLL_S)
-
-    def template_changed(self) -> None:
-        """See `TemplateUser`."""
-        self._reconcile()
-
-    def template_removed(self) -> None:
-        """See `TemplateUser`."""
-        for record in self._machines:
-            if record.becomes is LifecycleState.IDLE and record.run is None:
-                record.retire()
-        self._reconcile()
-
-    # -- refusing -----------------------------------------------------------------------------------------------
-
-    def _refuse_if_failing(self) -> None:
-        """If the pool is failing, refuse all groups that the ready machines cannot serve."""
-        if not self._backoff.is_failing or not len(self._queue):
-            return
-        # Ready machines may have been kept for a large group, which will not be served: serve the smaller ones.
-        idle_count = self.statistics().idle_count
-        self._refuse_failing(group for group in self._queue if group.demand.ready > idle_count)
-        self._follow_plan()
-        self._refuse_failing(self._queue)
-
-    def _refuse_failing(self, groups: Iterable[WaitingGroup]) -> None:
-        now_s, status = self._clock.monotonic(), self.statistics()
-        for group in groups:
-            self._refuse(group, self._refusals.failing(self._backoff, now_s=now_s, status=status))
-
-    def _expire(self) -> bool:
-        """Refuse every group whose deadline has passed; return whether there was one."""
-        now_s = self._clock.monotonic()
-        late = [group for group in self._queue if group.deadline_s <= now_s]
-        if not late:
-            return False
-        status, held = self.statistics(), self._machines.held()
-        refusals = [self._refusals.too_late(group, now_s=now_s, status=status, held=held) for group in late]
-        for group, refusal in zip(late, refusals, strict=True):
-            self._refuse(group, refusal)
-        return True
-
-    def _refuse(self, group: WaitingGroup, refusal: Refusal) -> None:
-        self._queue.leave(group)
-        if not group.admitted.done():
-            group.admitted.set_exception(self._count_refusal(refusal, run=group.demand.run))
-
-    def _count_refusal(self, refusal: Refusal, *, run: str) -> EnvdError:
-        """Count a refusal and return its error."""
-        self._metrics.group_refused(pool=self.name, run=run, reason=refusal.reason.value)
-        return refusal.error
-
-    def _draining_error(self) -> EnvdError:
-        return self._refusals.draining().error
-
-    # -- time ---------------------------------------------------------------------------------------------------
-
     async def _keep_time(self) -> None:
         """Reconcile at every deadline, end of a pause and expiry of an idle machine."""
         while True:
@@ -639,7 +560,43 @@ class Pool:
         times_s = (
             self._queue.next_deadline_s,
             self._backoff.retry_at_s(now_s),
-            self._shortage_seen_s + _HOST_POLL_S if self._shortage and self.template is not None else None,
+            self._room.poll_at_s if self.template is not None else None,
             min(ages_s, default=None),
         )
         return min((time_s for time_s in times_s if time_s is not None), default=None)
+
+    # -- TemplateUser -------------------------------------------------------------------------------------------
+
+    async def make(self, work: Work, *, becomes: LifecycleState) -> MachineRecord:
+        """See `TemplateBuilder`."""
+        if self._draining:
+            raise self._refusals.draining().error
+        try:
+            return await self._machines.make(work, becomes=becomes)
+        except EnvdError:
+            if self._draining:
+                raise self._refusals.draining().error from None
+            raise
+
+    async def wait_for_room(self) -> None:
+        """See `TemplateUser`."""
+        while True:
+            if len(self._machines) + self._machines.reserved_count >= self.capacity:
+                await self.changes.next.wait()
+                continue
+            self._room.note(is_short=not self._room.count())
+            if not self._room.shortage:
+                return
+            self.changes.notify()
+            await self._clock.sleep(HOST_POLL_S)
+
+    def template_changed(self) -> None:
+        """See `TemplateUser`."""
+        self._reconcile()
+
+    def template_removed(self) -> None:
+        """See `TemplateUser`."""
+        for record in self._machines:
+            if record.becomes is LifecycleState.IDLE and record.run is None:
+                record.retire()
+        self._reconcile()

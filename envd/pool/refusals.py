@@ -1,6 +1,6 @@
-"""Build the errors for refused groups: why they get no machines, and when to retry."""
+"""Refuse groups: why they get no machines, and when to retry. Each refusal is counted."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -11,6 +11,7 @@ from envd.pool.fairness import Demand, RunShares
 from envd.pool.queue_report import quota_note
 from envd.pool.status import PoolStatus
 from envd.pool.turnover import Turnover
+from envd.telemetry.metrics import Metrics
 
 #: Assumed start time of a machine before one was measured: there may be no template yet.
 _START_GUESS_S = 10.0
@@ -42,16 +43,50 @@ class Refusal:
 
 
 class Refusals:
-    """Builds the refusals of one pool."""
+    """Builds the refusals of one pool, and delivers them to its queued groups."""
 
     def __init__(
-        self, *, pool: str, capacity: int, shares: RunShares, queue: AdmissionQueue, turnover: Turnover
+        self,
+        *,
+        pool: str,
+        capacity: int,
+        shares: RunShares,
+        queue: AdmissionQueue,
+        turnover: Turnover,
+        metrics: Metrics,
     ) -> None:
         self._pool = pool
         self._capacity = capacity
         self._shares = shares
         self._queue = queue
         self._turnover = turnover
+        self._metrics = metrics
+
+    def counted(self, refusal: Refusal, *, run: str) -> EnvdError:
+        """Count a refusal and return its error."""
+        self._metrics.group_refused(pool=self._pool, run=run, reason=refusal.reason.value)
+        return refusal.error
+
+    def refuse(self, group: WaitingGroup, refusal: Refusal) -> None:
+        """Remove a group from the queue, with the refusal's error for its caller."""
+        self._queue.leave(group)
+        if not group.admitted.done():
+            group.admitted.set_exception(self.counted(refusal, run=group.demand.run))
+
+    def refuse_failing(
+        self, groups: Iterable[WaitingGroup], backoff: Backoff, *, now_s: float, status: PoolStatus
+    ) -> None:
+        """Refuse queued groups because machines do not start."""
+        for group in groups:
+            self.refuse(group, self.failing(backoff, now_s=now_s, status=status))
+
+    def refuse_late(
+        self, groups: Iterable[WaitingGroup], *, now_s: float, status: PoolStatus, held: Mapping[str, int]
+    ) -> None:
+        """Refuse queued groups whose deadline has passed; each error names the position before any was removed."""
+        refused = [(group, self.too_late(group, now_s=now_s, status=status, held=held)) for group in groups]
+        for group, refusal in refused:
+            self.refuse(group, refusal)
 
     def never(self, demand: Demand, *, retained_count: int) -> Refusal | None:
         """Refuse a group that can never be admitted while its run retains `retained_count` machines; else None."""
