@@ -3,15 +3,17 @@
 import functools
 import inspect
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from cuaenv.cli.terminal import Json, progress
+from cuaenv.cli.terminal import Json, emit_json, out, progress
 
 from envd.bench import branch, episodes, fork, frames, growth, scale, settle, step
 from envd.bench.branch_parents import BranchParent, EditorParent, WritingParent
 from envd.bench.default_tasks import DEFAULT_TASKS, TASKS_WITHOUT_SETUP, DefaultTasks
 from envd.bench.episodes_peer import PeerPauses
+from envd.bench.plot import write_plots
 from envd.bench.report import BenchReport
 from envd.bench.session import Steps, bench_config, open_bench
 from envd.cli.options import runs_own_daemon
@@ -254,6 +256,25 @@ async def bench_settle(
     steps = Steps(report, sum(len(task.oracle) for task in tasks))
     async with open_bench(bench_config(settings, standby_count=1, capacity=2, image=image), steps=steps) as session:
         return await settle.measure_settle(session, tasks, watch_s=watch_s, steps=steps)
+
+
+@app.command("plot")
+@reports_errors
+def bench_plot(
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", exists=True, file_okay=False, help="Directory of reports NAME.json."),
+    ],
+    *,
+    as_json: Json = False,
+) -> None:
+    """Draw the JSON reports of a directory as SVG next to them: samples, growth, settling, steps per second."""
+    written = write_plots(directory)
+    if as_json:
+        emit_json({"written": [str(path) for path in written]})
+    else:
+        for path in written:
+            out.print(path, markup=False, soft_wrap=True)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -9,10 +9,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
 
+from cuaenv.plots import Line, bars, intervals, lines
+
 from trainer.data.split import template_id
 from trainer.learn.errors import LearnError
 from trainer.learn.metrics import read_metrics
-from trainer.learn.plots import Line, bars, intervals, lines
 from trainer.learn.record import Evaluation, read_evaluations, read_record, run_directories
 from trainer.learn.statistics import ByTemplate, Rate, gain, rate
 

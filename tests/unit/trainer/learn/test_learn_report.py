@@ -7,10 +7,10 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from cuaenv.plots import Line, lines
 
 from trainer.learn.errors import LearnError
 from trainer.learn.metrics import MetricsLog
-from trainer.learn.plots import Line, lines
 from trainer.learn.record import Evaluation, Score, read_record, recorded
 from trainer.learn.report import write_report
 from trainer.learn.settings import SMOKE, Settings

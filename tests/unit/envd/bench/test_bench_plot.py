@@ -1,0 +1,120 @@
+"""`envd bench plot`: which plots a report has, what they show, and bad reports."""
+
+import json
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from envd.bench.plot import write_plots
+from envd.errors import ConfigError
+from envd.testing.command import run_envd
+
+REPORTS = Path(__file__).parents[4] / "docs/benchmarks"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def plotted(directory: Path, **report: object) -> dict[str, ET.Element]:
+    """Draw one report `run.json`; return its plots by name."""
+    conditions = {"accelerator": "tcg", "host_core_count": 2, "time": "2026-11-22T21:33:30+00:00", "sizes": [1, 64]}
+    whole = {"benchmark": "x", "conditions": conditions, "results": {}, "samples": {}, **report}
+    (directory / "run.json").write_text(json.dumps(whole))
+    return {path.stem: parsed(path) for path in write_plots(directory)}
+
+
+def parsed(path: Path) -> ET.Element:
+    return ET.fromstring(path.read_text())  # noqa: S314 -- ours
+
+
+def texts(plot: ET.Element) -> list[str]:
+    return [text.text or "" for text in plot.iter(f"{SVG}text")]
+
+
+def dots(plot: ET.Element) -> list[float]:
+    return [float(dot.attrib["cx"]) for dot in plot.iter(f"{SVG}circle")]
+
+
+def test_every_published_report_has_a_plot_of_all_its_times(tmp_path: Path) -> None:
+    for report in REPORTS.glob("*.json"):
+        shutil.copy(report, tmp_path)
+    written = {path.stem for path in write_plots(tmp_path)}
+    assert written >= {report.stem for report in REPORTS.glob("*.json")}
+    assert written >= {"growth-memory", "growth-cpu", "settle-curve", "rates"}
+    step = texts(parsed(tmp_path / "step.svg"))
+    published = json.loads((REPORTS / "step.json").read_text())["samples"]
+    assert {name.removesuffix("_ms").replace("_", " ") for name in published if name.endswith("_ms")} <= set(step)
+
+
+def test_every_plot_of_the_page_exists() -> None:
+    page = (REPORTS.parent / "benchmarks.md").read_text()
+    shown = [part.partition(")")[0] for part in page.split("](benchmarks/")[1:]]
+    assert [name for name in shown if name.endswith(".svg")]
+    assert [name for name in shown if not (REPORTS / name).is_file()] == []
+
+
+def test_samples_are_dots_in_their_order_and_their_median_is_named(tmp_path: Path) -> None:
+    plot = plotted(tmp_path, samples={"fork_ms": [400.0, 1.0, 20.0], "size_kib": [5.0]})["run"]
+    x = dots(plot)
+    assert len(x) == 3
+    assert x == sorted(x)
+    assert "run (tcg, 2 cores, 2026-11-22)" in texts(plot)
+    assert {"fork", "20 ms"} <= set(texts(plot))
+    assert "size kib" not in " ".join(texts(plot))
+
+
+def test_a_row_has_at_most_100_dots_from_its_least_to_its_largest_sample(tmp_path: Path) -> None:
+    few = dots(plotted(tmp_path, samples={"lag_ms": [1.0, 1000.0]})["run"])
+    many = dots(plotted(tmp_path, samples={"lag_ms": [float(n) for n in range(1, 1001)]})["run"])
+    assert len(many) == 100
+    assert [many[0], many[-1]] == few
+
+
+def test_samples_of_zero_and_equal_samples_are_drawn(tmp_path: Path) -> None:
+    assert len(dots(plotted(tmp_path, samples={"lag_ms": [0.0, 0.0]})["run"])) == 2
+    assert len(dots(plotted(tmp_path, samples={"lag_ms": [0.0, 3.0, 3.0], "other_ms": [0.0]})["run"])) == 4
+
+
+def test_growth_is_drawn_over_the_numbers_of_machines_without_what_was_not_measured(tmp_path: Path) -> None:
+    results = {"pss_mib_1": 50, "pss_mib_64": 3000, "private_dirty_mib_1": None, "daemon_cpu_percent_1": 0.1}
+    found = plotted(tmp_path, benchmark="growth", results=results, samples={"acquire_ms_64": [3.0]})
+    assert {"1", "64", "Pss"} <= set(texts(found["run-memory"]))
+    assert "Private_Dirty" not in texts(found["run-memory"])
+    assert len(dots(found["run-memory"])) == 2
+    assert {"daemon"} <= set(texts(found["run-cpu"]))
+    assert "acquire, pool of 64" in texts(found["run"])
+
+
+def test_all_scale_reports_share_one_plot_of_rates(tmp_path: Path) -> None:
+    results = {"steps_per_s": 438, "bare_rpc_per_s": 8256}
+    plotted(tmp_path, benchmark="scale", results=results)
+    shutil.copy(tmp_path / "run.json", tmp_path / "more.json")
+    rates = plotted(tmp_path, benchmark="scale", results=results)["rates"]
+    assert {"run: steps", "more: steps", "438", "more: bare gRPC"} <= set(texts(rates))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("{", "the file"), ("[]", "the file"), ('{"benchmark": "x"}', "conditions")],
+)
+def test_a_file_that_is_not_a_report_is_an_error_and_nothing_is_written(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    shutil.copy(REPORTS / "fork.json", tmp_path)
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"other.json: is not a report of `envd bench` \({problem}") as caught:
+        write_plots(tmp_path)
+    assert "move it away" in str(caught.value)
+    assert not list(tmp_path.glob("*.svg"))
+
+
+def test_a_directory_without_reports_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no report"):
+        write_plots(tmp_path)
+
+
+def test_the_command_names_the_files_that_it_wrote(tmp_path: Path) -> None:
+    shutil.copy(REPORTS / "fork.json", tmp_path)
+    done = run_envd("bench", "plot", str(tmp_path), "--json")
+    assert json.loads(done.out) == {"written": [str(tmp_path / "fork.svg")]}
+    assert (tmp_path / "fork.svg").read_text().startswith("<svg")
