@@ -22,7 +22,6 @@ from verl.workers.rollout.replica import TokenOutput
 from envd.testing.desktops import DrawnDesktops
 from trainer.agent.loop import run_episode
 from trainer.config import ConfigError
-from trainer.testing.tiny_model import write_checkpoint
 
 # Warnings of the frameworks are not ours.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -35,8 +34,6 @@ def call(**arguments: Any) -> str:
 #: The box Enabled; points are thousandths.
 CLICK = call(action="left_click", coordinate=[642, 209])
 DONE = call(action="terminate", status="success")
-#: verl requires the column, and recomputes it from the ids.
-RETURNS = r"return BatchFeature(\1 | {'mm_token_type_ids': encoded['attention_mask']})"
 TARGET = "trainer.adapters.verl.DesktopAgentLoop"
 Plan = list[str | Callable[[], Any]]
 
@@ -65,18 +62,6 @@ class Engine:
         return TokenOutput(
             token_ids=ids, log_probs=log_probs, stop_reason="completed", extra_fields={"global_steps": 7}
         )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose processor has the name and the return type of the model family's own, which verl requires."""
-    model = write_checkpoint(tmp_path_factory.mktemp("model"))
-    for file in (*model.glob("*.py"), *model.glob("*.json")):
-        text = file.read_text(encoding="utf-8").replace("TinyProcessor", "Qwen3VLProcessor")
-        text = text.replace("import ProcessorMixin", "import BatchFeature, ProcessorMixin")
-        text = re.sub(r"return (\{name: encoded.*dict\(taken\))", RETURNS, text)
-        file.write_text(text, encoding="utf-8")
-    return model
 
 
 @pytest.fixture(scope="module")
