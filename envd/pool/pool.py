@@ -473,12 +473,11 @@ class Pool:
             self._machines.add(self._template.prepare(template))
         self._room.note(is_short=steps.host_is_short)
         # Each reservation gets a machine that waits, so that it only has to load. Idle ones are left to the queue.
-        is_taken = self._machines.promise(
+        if self._machines.promise(
             lambda: self._template.prepare(template),
             may_take_idle=not len(self._queue),
             may_start=self._backoff.starting_limit(now_s, limit=1) > 0,
-        )
-        if is_taken:
+        ):
             self._follow_plan()
 
     def _starting_limit(self, now_s: float, *, is_queued: bool) -> int:
@@ -494,8 +493,7 @@ class Pool:
         """Return how many spare machines to keep; in a failing pool one more than there are, so that one tries."""
         if not self._backoff.is_failing:
             return self.settings.idle_target
-        idle_count = sum(record.state is LifecycleState.IDLE for record in self._machines)
-        return max(self.settings.idle_target, idle_count + 1)
+        return max(self.settings.idle_target, self._machines.counts()[LifecycleState.IDLE] + 1)
 
     def _grant(self, demand: Demand, machine_ids: Iterable[str]) -> MachineLease:
         return MachineLease(
