@@ -133,8 +133,9 @@ NEW_TERMINAL: Step = ({"press": ["super", "t"]}, until_window(wm_class="lxtermin
 NEW_DOCUMENT: Step = ({"press": ["super", "e"]}, until_window("Untitled", wm_class="mousepad"))
 
 
-#: Switch to the previous window. The wait is needed: while the window switcher is shown, keys go to the old window.
-OTHER_WINDOW: Step = ({"press": ["alt", "tab"]}, {"wait": 2})
+#: Switch to the previous window. While the window switcher is shown, keys go to the old window: the player continues
+#: when the screen is still, and the switcher closes as soon as the guest has handled the release of the keys.
+OTHER_WINDOW: Step = ({"press": ["alt", "tab"]},)
 
 
 def command(line: str, *, makes: str = "") -> Step:
