@@ -15,6 +15,9 @@ from envd.pool.memory import read_available_bytes
 
 #: The CPU target is for this number of machines.
 _TARGET_MACHINES = 16
+#: Guests of standby machines do not run, so each stays at about 45 MiB. At the default of 256 MiB, 64 machines start
+#: only on a host with 16 GiB free.
+_EXPECTED_MEMORY_MIB = 96
 IDLE_S = 10.0
 
 
@@ -66,7 +69,7 @@ async def measure_growth(
     conditions: dict[str, object] = {}
     for size in sizes:
         available_bytes = read_available_bytes()
-        config = bench_config(settings, standby_count=size, capacity=size + 1)
+        config = bench_config(settings, standby_count=size, capacity=size + 1, expected_memory_mib=_EXPECTED_MEMORY_MIB)
         async with open_bench(config, steps=steps) as bench:
             conditions = conditions or bench.conditions(sizes=list(sizes), repetitions=repetitions, idle_s=idle_s)
             steps.done(f"{size} ready")
@@ -117,8 +120,9 @@ async def _idle_cpu(pids: Sequence[int], *, idle_s: float) -> tuple[float, float
 
 
 def growth_report(conditions: dict[str, object], found: Sequence[Standby]) -> BenchReport:
-    """Return the report; the target is for the largest number of machines. Pure."""
+    """Return the report; its target is for 16 machines, and not judged for other numbers. Pure."""
     figures: list[Figure] = []
+    judged = next((each for each in found if each.machine_count == _TARGET_MACHINES), found[-1])
     for each in found:
         exempt = exempt_without_guests(conditions)
         if each.machine_count != _TARGET_MACHINES:
@@ -128,7 +132,7 @@ def growth_report(conditions: dict[str, object], found: Sequence[Standby]) -> Be
             name=f"{{}}_{each.machine_count}",
             meaning=f"{each.machine_count} standby: {{}}",
             exempt=exempt,
-            has_targets=each is found[-1],
+            has_targets=each is judged,
         )
     return BenchReport(
         benchmark="growth",

@@ -161,9 +161,9 @@ class BenchSession:
         }
 
 
-def bench_config(settings: Config, *, standby_count: int, capacity: int, image: str = "") -> Config:
-    """Return the settings of a benchmark's own daemon: one pool, and a state directory of its own."""
-    own = {"size": standby_count, "capacity": capacity, "allow_guest_access": True, "always_running": False}
+def bench_config(settings: Config, *, standby_count: int, capacity: int, image: str = "", **pool: object) -> Config:
+    """Return the settings of a benchmark's own daemon: one pool, with settings `pool`, and an own state directory."""
+    own = {"size": standby_count, "capacity": capacity, "allow_guest_access": True, "always_running": False, **pool}
     return ephemeral_config(settings, name="bench", pool=own, image=image)
 
 

@@ -175,7 +175,7 @@ def test_clients_without_episodes_and_keyframes_fail_the_run() -> None:
     assert not scale_found(keyframe_count=1).passed
 
 
-def test_the_growth_target_is_for_the_largest_number_of_machines() -> None:
+def test_the_growth_target_is_for_16_machines_also_among_others() -> None:
     figures = GrowthFigures(
         acquire_ms_p50=3.0,
         pss_mib=1.0,
@@ -187,6 +187,8 @@ def test_the_growth_target_is_for_the_largest_number_of_machines() -> None:
     one = Standby(machine_count=1, acquire_ms=[3.0], figures=figures)
     sixteen = replace(one, machine_count=16, figures=replace(figures, machines_cpu_percent=3.0))
     assert verdicts(growth_report(REAL, [one, sixteen])) == {"machines_cpu_percent_16": False}
+    sixty_four = replace(one, machine_count=64)
+    assert verdicts(growth_report(REAL, [one, sixteen, sixty_four])) == {"machines_cpu_percent_16": False}
     assert verdicts(growth_report(REAL, [one])) == {"machines_cpu_percent_1": None}
 
 
