@@ -51,7 +51,7 @@ def test_a_process_that_has_already_ended_raises_nothing() -> None:
 
 
 #: Ends its first thread alone, so that the process stays in the middle of its exit.
-_EXITS_FOR_EVER = """
+_ENDLESS_EXIT = """
 import ctypes, threading, time
 
 threading.Thread(target=time.sleep, args=(600,)).start()
@@ -61,7 +61,7 @@ ctypes.CDLL(None).syscall(60, 0)
 
 
 def test_a_process_that_still_exits_is_recognised() -> None:
-    with subprocess.Popen([sys.executable, "-c", _EXITS_FOR_EVER], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", _ENDLESS_EXIT], stdout=subprocess.PIPE) as process:
         try:
             assert not process_exits(os.getpid())
             assert process.stdout is not None
