@@ -1,20 +1,31 @@
-"""Measures how many steps per second one daemon serves to many concurrent clients, compared with bare gRPC."""
+"""Measures how many steps per second a daemon serves to many concurrent clients, compared with bare gRPC.
+
+The daemon is one process, or a front process with shards.
+"""
 
 import asyncio
 import os
+import textwrap
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
+
+from cuaenv.client import AsyncEnvClient
 
 from envd.bench.load import load_process
 from envd.bench.load_client import MAX_STEPS, EchoServer, LoadPlan, LoadResult
+from envd.bench.process_tree import own_and_descendants_cpu_s
 from envd.bench.report import BenchReport, Check, Target, figure, figures_of, p50, p99
-from envd.bench.session import BenchSession, Steps, bench_config
+from envd.bench.session import BenchSession, Steps, bench_config, host_conditions
 from envd.config import Config
+from envd.daemon.shards.front import open_front
 from envd.hypervisor.fake.workers.hypervisor import DrawingWorkers
 
 #: A counting button and a check box of the fake desktop: every click changes the screen.
 _POINTS = ((819, 100), (822, 167))
 _LAG_INTERVAL_S = 0.01
+_POLL_S = 0.1
 #: The targets are for this number of machines.
 _TARGET_MACHINES = 256
 
@@ -33,12 +44,13 @@ class ScaleFigures:
     steps_share: float = figure("steps_per_s / bare_rpc_per_s", Target(">=", 0.5))
     p50_ms: float = figure("of a step, as its client sees it")
     p99_ms: float = figure("the same", Target("<=", 250))
-    server_cpu_ms_per_step: float = figure("CPU time of the daemon's process")
+    server_cpu_ms_per_step: float = figure("CPU time of the daemon's process, or of all shards")
+    front_cpu_ms_per_step: float | None = figure("CPU time of the front process, which relays calls to shards")
     drawing_cpu_ms_per_step: float | None = figure("CPU time of the processes that draw the desktops")
     client_cpu_ms_per_step: float = figure("CPU time of the clients' process")
     loop_lag_ms_p99: float = figure(
-        f"how late the daemon's event loop wakes a task that sleeps for {_LAG_INTERVAL_S * 1000:g} ms, during the"
-        " steps",
+        f"how late the event loop of the daemon, or of the front process, wakes a task that sleeps for"
+        f" {_LAG_INTERVAL_S * 1000:g} ms, during the steps",
         Target("<=", 20),
     )
 
@@ -48,13 +60,23 @@ def step_count() -> int:
     return 3
 
 
-def scale_config(settings: Config, *, machine_count: int) -> Config:
-    """Return settings for this number of machines, with long episodes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuTimes:
+    """CPU time in seconds that the processes of a daemon have used."""
+
+    server_s: float
+    drawing_s: float | None = None
+    front_s: float | None = None
+
+
+def scale_config(settings: Config, *, machine_count: int, shard_count: int = 1) -> Config:
+    """Return settings for this number of machines and shards, with long episodes."""
     own = bench_config(settings, standby_count=machine_count, capacity=machine_count)
     # The daemon's process must not draw: its CPU time is measured.
     drawing_processes = settings.hypervisor.drawing_processes or os.cpu_count() or 1
     return own.model_copy(
         update={
+            "shards": shard_count,
             "limits": own.limits.model_copy(update={"max_steps": MAX_STEPS}),
             "hypervisor": own.hypervisor.model_copy(update={"drawing_processes": drawing_processes}),
         }
@@ -71,15 +93,65 @@ async def measure_scale(
     """
     hypervisor = bench.daemon.hypervisor
     workers = hypervisor if isinstance(hypervisor, DrawingWorkers) else None
+
+    async def read_cpu() -> CpuTimes:
+        drawing_s = await workers.cpu_s() if workers else None
+        return CpuTimes(server_s=time.process_time(), drawing_s=drawing_s)
+
+    conditions = bench.conditions(machine_count=machine_count, duration_s=duration_s, task=task_id)
+    address = bench.daemon.address
+    return await _measure(conditions, address, pool=bench.pool.name, task_id=task_id, read_cpu=read_cpu, steps=steps)
+
+
+async def measure_shards(
+    config: Config, *, task_id: str, machine_count: int, duration_s: float, steps: Steps
+) -> BenchReport:
+    """Do the same with a daemon of several shards. Raises: LoadFailed, and see `open_front`."""
+    steps.begin("starting")
+    async with open_front(config, print_line=lambda line: steps.begin(textwrap.shorten(line, 200))) as front:
+        pool = next(iter(config.pools))
+        async with AsyncEnvClient(front.address, token="") as client:
+            while (await client.list_pools())[0].idle_count < machine_count:  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)  # the client has no watch of pools
+
+        async def read_cpu() -> CpuTimes:
+            pids = [shard.process.pid for shard in front.shards if shard.process and shard.process.pid]
+            used = await asyncio.to_thread(lambda: [own_and_descendants_cpu_s(pid) for pid in pids])
+            return CpuTimes(
+                server_s=sum(own_s for own_s, _ in used),
+                drawing_s=sum(others_s for _, others_s in used),
+                front_s=time.process_time(),
+            )
+
+        conditions = host_conditions(
+            hypervisor="fake",
+            shard_count=config.shards,
+            machine_count=machine_count,
+            duration_s=duration_s,
+            task=task_id,
+        )
+        return await _measure(conditions, front.address, pool=pool, task_id=task_id, read_cpu=read_cpu, steps=steps)
+
+
+async def _measure(
+    conditions: dict[str, Any],
+    address: str,
+    *,
+    pool: str,
+    task_id: str,
+    read_cpu: Callable[[], Awaitable[CpuTimes]],
+    steps: Steps,
+) -> BenchReport:
+    """Put load on a daemon, and then on an echo."""
     echo = EchoServer()
     try:
         plan = LoadPlan(
-            address=bench.daemon.address,
+            address=address,
             echo_address=await echo.start(),
             task_id=task_id,
-            pool=bench.pool.name,
-            client_count=machine_count,
-            duration_s=duration_s,
+            pool=pool,
+            client_count=conditions["machine_count"],
+            duration_s=conditions["duration_s"],
             points=_POINTS,
         )
         async with load_process(plan) as load:
@@ -88,11 +160,9 @@ async def measure_scale(
             steps.done("stepping")
             lags_ms: list[float] = []
             watching = asyncio.create_task(_watch_lag(lags_ms), name="bench:lag")
-            drawing_cpu_s = await workers.cpu_s() if workers else 0.0
-            cpu_s = time.process_time()
+            before = await read_cpu()
             stepped = await load.run()
-            cpu_s = time.process_time() - cpu_s
-            drawing_cpu_s = await workers.cpu_s() - drawing_cpu_s if workers else 0.0
+            after = await read_cpu()
             watching.cancel()
             steps.done("calling an echo")
             bare = await load.run()
@@ -100,14 +170,19 @@ async def measure_scale(
     finally:
         await echo.stop()
     return scale_report(
-        bench.conditions(machine_count=machine_count, duration_s=duration_s, task=task_id),
+        conditions,
         stepped=stepped,
         bare=bare,
         opened_count=opened_count,
-        server_cpu_s=cpu_s,
-        drawing_cpu_s=drawing_cpu_s if workers else None,
+        server_cpu_s=after.server_s - before.server_s,
+        drawing_cpu_s=_difference(after.drawing_s, before.drawing_s),
+        front_cpu_s=_difference(after.front_s, before.front_s),
         lags_ms=lags_ms,
     )
+
+
+def _difference(after: float | None, before: float | None) -> float | None:
+    return None if after is None or before is None else after - before
 
 
 async def _watch_lag(lags_ms: list[float]) -> None:
@@ -126,6 +201,7 @@ def scale_report(
     server_cpu_s: float,
     drawing_cpu_s: float | None,
     lags_ms: list[float],
+    front_cpu_s: float | None = None,
 ) -> BenchReport:
     """Return the report. Pure."""
     steps_per_s = stepped.call_count / stepped.elapsed_s
@@ -137,6 +213,7 @@ def scale_report(
         p50_ms=p50(stepped.latencies_ms),
         p99_ms=p99(stepped.latencies_ms),
         server_cpu_ms_per_step=server_cpu_s * 1000 / stepped.call_count,
+        front_cpu_ms_per_step=None if front_cpu_s is None else front_cpu_s * 1000 / stepped.call_count,
         drawing_cpu_ms_per_step=None if drawing_cpu_s is None else drawing_cpu_s * 1000 / stepped.call_count,
         client_cpu_ms_per_step=stepped.client_cpu_s * 1000 / stepped.call_count,
         loop_lag_ms_p99=p99(lags_ms),

@@ -90,6 +90,7 @@ def shard_config(config: Config, index: int) -> Config:
 def _hypervisor_part(hypervisor: HypervisorConfig, index: int, count: int) -> HypervisorConfig:
     """Return settings with directories of the shard's own, and its part of the disk space for templates."""
     name = f"shard-{index}"
+    processes = hypervisor.drawing_processes
     uri, templates, memory = hypervisor.uri, hypervisor.template_dir, hypervisor.template_memory_dir
     return hypervisor.model_copy(
         update={
@@ -97,6 +98,7 @@ def _hypervisor_part(hypervisor: HypervisorConfig, index: int, count: int) -> Hy
             "template_dir": templates / name if templates else None,
             "template_memory_dir": memory / name if memory else None,
             "template_limit_gib": hypervisor.template_limit_gib / count,
+            "drawing_processes": processes and max(1, _part(processes, index, count)),
         }
     )
 

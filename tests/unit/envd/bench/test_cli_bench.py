@@ -27,7 +27,7 @@ from envd.bench.growth import GrowthFigures, Standby, growth_report, measure_gro
 from envd.bench.load_client import LoadResult
 from envd.bench.raw_fork import raw_arguments
 from envd.bench.report import BenchReport, Check, Figure, Target, p95, p99
-from envd.bench.scale import measure_scale, scale_config, scale_report
+from envd.bench.scale import measure_scale, measure_shards, scale_config, scale_report
 from envd.bench.session import BenchFailed, Steps, bench_config, open_bench
 from envd.bench.step import PeerTimes, StepTimes, script, step_report, xdotool_command
 from envd.cli.bench import parse_sizes
@@ -168,6 +168,21 @@ def test_steps_are_compared_with_bare_calls_of_the_same_run() -> None:
     assert verdicts(scale_found(p99_ms=300.0))["p99_ms"] is False
     assert set(verdicts(scale_found(machine_count=64, opened_count=64)).values()) == {None}
     assert report.passed
+
+
+@pytest.mark.long
+def test_bench_scale_measures_shards_and_their_front_process(tmp_path: Path) -> None:
+    settings = load(flags={"hypervisor.uri": "fake", "state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache"})
+    config = scale_config(settings, machine_count=4, shard_count=2)
+    steps = Steps(lambda _stage, _share: None, 3)
+    report = run_until_signal(
+        measure_shards(config, task_id="fake/count-to-five", machine_count=4, duration_s=0.5, steps=steps)
+    )
+    assert report.passed, report.checks
+    assert report.conditions["shard_count"] == 2
+    found = results(report)
+    for name in ("steps_per_s", "server_cpu_ms_per_step", "front_cpu_ms_per_step", "drawing_cpu_ms_per_step"):
+        assert (found[name] or 0) > 0, name
 
 
 def test_clients_without_episodes_and_keyframes_fail_the_run() -> None:
@@ -566,5 +581,6 @@ def test_bench_scale_compares_concurrent_steps_with_an_echo(tmp_path: Path) -> N
     report = run_until_signal(measure())
     assert report.passed, report.checks
     found = results(report)
+    assert found.pop("front_cpu_ms_per_step") is None
     assert all(value is not None and value >= 0 for value in found.values())
     assert found["bare_rpc_per_s"] != found["steps_per_s"]
