@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from cuaenv.actions import Wait
 from rich.console import Console
 
 from envd.config import load
@@ -479,10 +480,11 @@ async def test_each_fault_of_a_hostile_guest_is_injected_into_a_machine_of_an_ep
         await hypervisor.close()
 
 
-def test_the_soaks_task_loads_and_its_oracle_clicks_five_times() -> None:
+def test_the_soaks_task_loads_and_its_oracle_clicks_five_times_without_fixed_waits() -> None:
     task = TaskCatalogue.load([SUITE], include_builtin=False).get("soak/count-to-five")
     clicks = [getattr(action, "count", 0) for step in task.oracle for action in step]
     assert sum(clicks) == 5
+    assert not any(isinstance(action, Wait) for step in task.oracle for action in step)
 
 
 def test_leftovers_of_a_daemon_are_found_in_its_directories(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The desktop suite: complete, consistent, and never solved by doing nothing."""
 
 import pytest
-from cuaenv.actions import Action, Click, Done, Drag, Fail, MouseDown, Move, PressKeys, Scroll
+from cuaenv.actions import Action, Click, Done, Drag, Fail, MouseDown, Move, PressKeys, Scroll, Wait
 
 from envd.guest.command import CommandResult
 from envd.hypervisor.fake.programs import OpenWindow
@@ -46,6 +46,11 @@ def test_all_instructions_differ() -> None:
 def test_a_task_has_an_oracle_that_ends_the_episode(task: Task) -> None:
     last = actions(task)[-1]
     assert isinstance(last, Fail if task.infeasible else Done)
+
+
+@each_task
+def test_an_oracle_waits_for_conditions_and_never_for_a_fixed_time(task: Task) -> None:
+    assert not any(isinstance(action, Wait) for action in actions(task))
 
 
 @each_task
