@@ -102,6 +102,18 @@ def test_patches_and_logits_equal_those_of_transformers(policy: Any, frames: Any
         assert (~allowed).sum() == 6, "special tokens that end no turn cannot be sampled"
 
 
+def test_rows_that_share_an_image_have_the_logits_of_rows_with_their_own(policy: Any, frames: Any) -> None:
+    import torch
+
+    rows = prompts_of(policy)
+    ids = torch.tensor([row + [policy.pad_id] * (max(map(len, rows)) - len(row)) for row in rows])
+    at = torch.arange(3), torch.tensor([len(row) - 1 for row in rows])
+    images = torch.tensor([1, 0, 1])
+    shared = policy.logits(ids, policy.patches(frames[:2]), at, image_B=images).detach()
+    own = policy.logits(ids, policy.patches(frames[images]), at).detach()
+    assert torch.allclose(shared, own, atol=1e-5)
+
+
 def sampled_log_probs(policy: Any, prompt: Any, reply: Any) -> Any:
     """Return the log-probabilities of the training pass at each token of a reply."""
     import torch
@@ -138,6 +150,32 @@ def test_requests_that_join_and_leave_get_the_log_probs_of_the_training_pass(pol
         assert found == pytest.approx(reply.log_probs, abs=1e-4)
         if not prompt.temperature:
             assert table.argmax(-1).tolist() == reply.ids
+
+
+def test_prompts_with_one_picture_are_read_together(policy: Any, frames: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from trainer.learn.sampler import Prompt, Sampler
+
+    counts: list[int] = []
+    patches = policy.patches
+
+    def counted(frames: Any) -> Any:
+        counts.append(len(frames))
+        return patches(frames)
+
+    monkeypatch.setattr(policy, "patches", counted)
+    first, second = frames[0], frames[1]
+    pairs = zip(prompts_of(policy), (first, second, first), strict=True)
+    prompts = [Prompt(ids=ids, frame_HW3=frame, limit=3, temperature=1.0) for ids, frame in pairs]
+    sampler = Sampler(policy, generator=torch.Generator().manual_seed(1), slot_count=3)
+    replies = sampler.add(prompts)
+    while sampler.running_count:
+        replies |= sampler.step()
+    assert counts == [2], "the first and the third are one picture"
+    for prompt, reply in replies.items():
+        table = sampled_log_probs(policy, prompt, reply)
+        assert [float(table[i, token]) for i, token in enumerate(reply.ids)] == pytest.approx(reply.log_probs, abs=1e-4)
 
 
 def test_tokens_are_sampled_as_often_as_their_probabilities_say() -> None:
@@ -235,6 +273,115 @@ def test_rows_without_an_advantage_or_a_trained_token_are_left_out() -> None:
     assert trained_rows(data) == [2]
 
 
+class Bandit:
+    """Rollouts of fixed prompts by the real sampler, in place of the rollout processes; a reply is one token."""
+
+    def __init__(self, policy: Any, frames: Any, wanted: list[set[int]]) -> None:
+        """Take the rewarded tokens of each prompt."""
+        import torch
+
+        self.policy, self.frames, self.wanted = policy, frames, wanted
+        self.generator = torch.Generator().manual_seed(0)
+        self.success: list[float] = []
+
+    def rollout(self, number: int) -> Any:
+        from trainer.learn.loss import Row
+        from trainer.learn.sampler import Prompt, Sampler
+        from trainer.learn.workers import Rollout
+        from trainer.rewards.groups import advantages
+
+        made = Rollout(patches=list(self.policy.patches(self.frames)))
+        rewards = []
+        for place, (ids, wanted) in enumerate(zip(prompts_of(self.policy), self.wanted, strict=True)):
+            frame = self.frames[place]
+            prompts = [Prompt(ids=ids, frame_HW3=frame, limit=1, temperature=1.0) for _ in range(16)]
+            replies = Sampler(self.policy, generator=self.generator, slot_count=16).add(prompts)
+            group = [float(reply.ids[0] in wanted) for reply in replies.values()]
+            for prompt, reply, advantage in zip(replies, replies.values(), advantages(group), strict=True):
+                made.rows.append(
+                    Row(
+                        tokens=[*prompt.ids, *reply.ids],
+                        response_length=1,
+                        loss_mask=[1],
+                        log_probs=reply.log_probs,
+                        advantage=advantage,
+                        rollout_mask_sum=1,
+                        image=place,
+                    )
+                )
+            rewards += group
+        self.success.append(sum(rewards) / len(rewards))
+        made.rows = [row for row in made.rows if row.advantage]
+        made.rollout_count = len(made.rows)
+        return made
+
+
+class Discarded:
+    """The engine and the log of a learner whose rollouts need neither."""
+
+    weight_version = 0
+
+    def check(self) -> None:
+        pass
+
+    def write(self, *_: Any) -> None:
+        pass
+
+
+def bandit(frames: Any, tmp_path: Path, *, learning_rate: float) -> tuple[Any, Bandit]:
+    """Return a learner and its rollouts; half of the vocabulary is rewarded, another half for each prompt."""
+    from trainer.learn.checkpoint import write_checkpoint
+    from trainer.learn.policy import Policy
+    from trainer.learn.reinforce import Learner
+    from trainer.learn.settings import SMOKE
+
+    policy = Policy(write_checkpoint(tmp_path / "model", pieces=["A constant text."]), device="cpu", image_px=SIZE_PX)
+    tokens = range(len(policy.tokenizer))
+    wanted = [{token for token in tokens if token % 2 == rest} for rest in (0, 1)]
+    wanted.append({token for token in tokens if token // 2 % 2})
+    rollouts = Bandit(policy, frames, wanted)
+    settings = SMOKE.model_copy(update={"rl": SMOKE.rl.model_copy(update={"learning_rate": learning_rate})})
+    nothing: Any = Discarded()
+    workers: Any = rollouts
+    return Learner(policy, nothing, workers, settings=settings, directory=tmp_path, log=nothing), rollouts
+
+
+def test_an_update_favours_replies_by_their_advantages(frames: Any, tmp_path: Path) -> None:
+    import torch
+
+    # Small steps: a large one for one prompt also changes the replies to others.
+    learner, rollouts = bandit(frames, tmp_path, learning_rate=1e-4)
+    batch = rollouts.rollout(0)
+    rollouts.rollout = lambda _: batch  # type: ignore[method-assign, assignment]
+
+    def log_probs() -> Any:
+        ids = [torch.tensor([row.tokens]) for row in batch.rows]
+        at = [(torch.tensor([0]), torch.tensor([len(row.tokens) - 1])) for row in batch.rows]
+        found = [
+            learner.policy.logits(row_ids, batch.patches[row.image][None], place).detach().log_softmax(-1)
+            for row, row_ids, place in zip(batch.rows, ids, at, strict=True)
+        ]
+        return torch.stack([each[0, row.tokens[-1]] for each, row in zip(found, batch.rows, strict=True)])
+
+    before = log_probs()
+    sampled = torch.tensor([row.log_probs[0] for row in batch.rows])
+    assert torch.allclose(before, sampled, atol=1e-4), "the training pass gives the sampler's log-probabilities"
+    learner.update()
+    change = log_probs() - before
+    advantages = torch.tensor([row.advantage for row in batch.rows])
+    assert (change * advantages).sum() > 0
+    assert change[advantages > 0].mean() > 0 > change[advantages < 0].mean()
+
+
+def test_updates_on_fixed_prompts_raise_their_success(frames: Any, tmp_path: Path) -> None:
+    """The whole path: each rollout samples with the weights of the update before it."""
+    learner, rollouts = bandit(frames, tmp_path, learning_rate=3e-3)
+    for _ in range(25):
+        learner.update()
+    assert rollouts.success[0] < 0.8
+    assert min(rollouts.success[-3:]) > 0.9, rollouts.success
+
+
 # The engine
 
 
@@ -278,6 +425,14 @@ def test_the_engine_answers_many_requests_as_sglang_does(policy: Any, engine: An
         assert meta["prompt_tokens"] == len(policy.tokenizer.encode("press")) + policy.image_token_count
         assert 1 <= meta["completion_tokens"] == len(meta["output_token_logprobs"]) <= 4
         assert meta["finish_reason"]["type"] in ("stop", "length")
+
+
+def test_equal_pictures_of_requests_are_one_tensor(policy: Any, frames: Any) -> None:
+    from trainer.learn.engine import _frame
+
+    uris = [request_of(policy, frame)["image_data"][0] for frame in (frames[0], frames[0].clone(), frames[1])]
+    assert _frame(uris[0]) is _frame(uris[1])
+    assert not _frame(uris[0]).equal(_frame(uris[2]))
 
 
 def test_a_request_without_its_image_is_refused(policy: Any, engine: Any, frames: Any) -> None:
@@ -378,7 +533,39 @@ def test_tasks_need_a_held_out_split() -> None:
         task_ids({"drawn/press": "train"}, settings=none)
 
 
+def test_fixed_tasks_replace_the_training_tasks() -> None:
+    from trainer.learn.errors import LearnError
+    from trainer.learn.settings import Settings
+    from trainer.learn.workers import task_ids
+
+    def ids(tasks: list[str]) -> tuple[list[str], list[str]]:
+        rl = {"tasks": tasks, "groups": 3, "train_seeds": 2}
+        settings = Settings.model_validate({"held_out_variants": 0, "held_out_template_variants": 0, "rl": rl})
+        return task_ids({"drawn/press": "train", "drawn/drag": "train", "drawn/tick": "held_out"}, settings=settings)
+
+    assert ids(["drawn/press?seed=7"]) == (["drawn/press?seed=7"] * 3, []), "repeated, so that each group has one"
+    assert ids(["drawn/press?seed=7", "drawn/drag"])[0] == [
+        "drawn/press?seed=7",
+        "drawn/drag?seed=0",
+        "drawn/drag?seed=1",
+    ]
+    for unknown in ("drawn/tick", "drawn/pressed?seed=1"):
+        with pytest.raises(LearnError, match="not a training template; choose from drawn/drag, drawn/press"):
+            ids([unknown])
+
+
 # Processes that roll out
+
+
+def test_equal_images_of_rows_are_sent_once() -> None:
+    import torch
+
+    from trainer.learn.workers import distinct_images
+
+    one, other = torch.zeros(2, 3, dtype=torch.bfloat16), torch.ones(2, 3, dtype=torch.bfloat16)
+    distinct, places = distinct_images([one, other, one.clone(), other])
+    assert places == [0, 1, 0, 1]
+    assert torch.equal(torch.stack(distinct), torch.stack([one, other]))
 
 
 def test_groups_of_two_processes_are_not_counted_as_one() -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,6 +34,8 @@ _GATHER_S = 0.004
 _ADMIT_EVERY = 4
 _SWITCH_S = 0.0002
 _MAX_REQUEST_BYTES = 256 << 20
+#: Decoded pictures, of half a megabyte each, that are kept for requests with the same one.
+_FRAMES_KEPT = 256
 
 
 class _Port:
@@ -159,15 +162,15 @@ class Engine:
         uris, ids = payload.get("image_data") or [], payload["input_ids"]
         if len(uris) != 1 or ids.count(policy.image_id) != 1:
             raise LearnError(f"request: {len(uris)} images; a row must hold one: set images_per_row to 1")
-        data = base64.b64decode(uris[0].partition(",")[2])
-        image = Image.open(io.BytesIO(data)).convert("RGB")
-        if image.size != policy.image_px:
-            raise LearnError(f"request: an image of {image.size} pixels; the policy reads {policy.image_px}")
+        frame_HW3 = _frame(uris[0])
+        height, width, _ = frame_HW3.shape
+        if (width, height) != policy.image_px:
+            raise LearnError(f"request: an image of {(width, height)} pixels; the policy reads {policy.image_px}")
         place = ids.index(policy.image_id)
         sampling = payload["sampling_params"]
         return Prompt(
             ids=[*ids[:place], *[policy.image_id] * policy.image_token_count, *ids[place + 1 :]],
-            frame_HW3=torch.from_numpy(np.array(image)),
+            frame_HW3=frame_HW3,
             limit=int(sampling["max_new_tokens"]),
             temperature=float(sampling.get("temperature", 1.0)),
         )
@@ -223,3 +226,10 @@ class Engine:
     def _answer(self, ended: Mapping[Prompt, Sampled]) -> None:
         for prompt, reply in ended.items():
             self._unanswered.pop(prompt).set_result(reply)
+
+
+@lru_cache(maxsize=_FRAMES_KEPT)
+def _frame(uri: str) -> torch.Tensor:
+    """Decode a picture: (height, width, 3) uint8. Equal ones are one tensor, which the sampler then encodes once."""
+    image = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).convert("RGB")
+    return torch.from_numpy(np.array(image))

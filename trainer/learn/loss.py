@@ -36,8 +36,8 @@ def trained_rows(data: Mapping[str, Sequence[Any]]) -> list[int]:
     ]
 
 
-def rows_of(data: Mapping[str, Sequence[Any]], chosen: Sequence[int], *, first_image: int) -> list[Row]:
-    """Return slime's train data as rows; images are numbered from `first_image`."""
+def rows_of(data: Mapping[str, Sequence[Any]], *, images: Sequence[int]) -> list[Row]:
+    """Return slime's train data as rows, with the index of each one's image."""
     return [
         Row(
             tokens=data["tokens"][index],
@@ -46,9 +46,9 @@ def rows_of(data: Mapping[str, Sequence[Any]], chosen: Sequence[int], *, first_i
             log_probs=data["rollout_log_probs"][index],
             advantage=float(data["rewards"][index]),
             rollout_mask_sum=data["rollout_mask_sums"][index],
-            image=first_image + place,
+            image=image,
         )
-        for place, index in enumerate(chosen)
+        for index, image in enumerate(images)
     ]
 
 

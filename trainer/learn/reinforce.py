@@ -108,9 +108,11 @@ class Learner:
         self._log.write("rl", self.done, {**metrics, **trained, **speed, "rows_trained": float(len(rollout.rows))})
 
     def evaluate(self, *, temperature: float) -> list[Score]:
-        """Play the held-out tasks and add the scores to `evaluations.jsonl`. Raises: LearnError."""
+        """Play the held-out tasks, if there are any, and add the scores to `evaluations.jsonl`. Raises: LearnError."""
         with self._engine_checked():
             scores = self._workers.evaluate(self.done, temperature=temperature)
+        if not scores:
+            return scores
         evaluation = Evaluation(update=self.done, env_steps=self.env_steps, temperature=temperature, scores=scores)
         evaluation.add_to(self.directory)
         valid = [score.score for score in scores if score.score is not None]
@@ -184,8 +186,10 @@ class Learner:
             for i in range(lengths[index])
         ]
         at = torch.tensor(places, device=policy.device).T
-        images = torch.stack([patches[row.image] for row in rows]).to(policy.device).float()
-        logits = policy.logits(ids, images, (at[0], at[1])) / options.temperature
+        distinct = sorted({row.image for row in rows})
+        images = torch.stack([patches[image] for image in distinct]).to(policy.device).float()
+        image_B = torch.tensor([distinct.index(row.image) for row in rows], device=policy.device)
+        logits = policy.logits(ids, images, (at[0], at[1]), image_B=image_B) / options.temperature
         table_NV = torch.log_softmax(logits, dim=-1)
         log_probs = table_NV.gather(1, ids[at[0], at[1]][:, None])[:, 0]
         # Tokens that were given, not sampled, may be suppressed ones.

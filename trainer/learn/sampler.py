@@ -94,8 +94,12 @@ class Sampler:
         each_row = torch.arange(len(prompts), device=policy.device)
         # Padding follows the prompt, so causal attention never sees it.
         with torch.no_grad(), policy.arithmetic():
-            frames = torch.stack([each.frame_HW3 for each in prompts])
-            state = policy.hidden(ids[:, :longest], policy.patches(frames), use_cache=True)
+            # Members of a group begin with one picture; the engine decodes it once.
+            frames = list({id(each.frame_HW3): each.frame_HW3 for each in prompts}.values())
+            places = {id(frame): place for place, frame in enumerate(frames)}
+            image = torch.tensor([places[id(each.frame_HW3)] for each in prompts], device=policy.device)
+            patches = policy.patches(torch.stack(frames))
+            state = policy.hidden(ids[:, :longest], patches, use_cache=True, image_B=image)
             logits = policy.next_logits(state.last_hidden_state[each_row, last - 1])
         slots = [self._free.pop() for _ in prompts]
         at = torch.tensor(slots, device=policy.device)

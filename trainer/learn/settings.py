@@ -74,6 +74,10 @@ class Reinforce(BaseModel):
     groups: int = Field(default=32, ge=1)
     """Groups per update, of all workers."""
     members: int = Field(default=8, ge=2)
+    tasks: list[str] = Field(default_factory=list)
+    """Train on these alone: templates, of which `train_seeds` variants are used, or single variants
+    (`drawn/press?seed=3`). Empty for all training templates. With it, `held_out_variants` and
+    `held_out_template_variants` may both be 0, for no evaluation."""
     train_seeds: int = Field(default=2000, ge=1)
     """Variants of each training template."""
     estimator: Literal["grpo", "gspo"] = "grpo"

@@ -5,8 +5,10 @@ through files, because a pipe would carry two megabytes for every row.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -18,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from trainer.data.split import template_id
 from trainer.learn.errors import LearnError
 from trainer.learn.loss import Row, rows_of, trained_rows
 from trainer.learn.record import Score
@@ -35,7 +38,7 @@ class Rollout:
     rollout_count: int = 0
     """Rollouts with an advantage."""
     patches: list[Any] = field(default_factory=list)
-    """One tensor for each row."""
+    """Of the images that rows name."""
     records: list[Any] = field(default_factory=list)
     """Of `trainer.slime.records`, for metrics."""
 
@@ -66,24 +69,51 @@ def of_process(records: Sequence[Any], index: int, *, count: int) -> list[Any]:
     return [replace(record, group_index=record.group_index * count + index) for record in records]
 
 
+def distinct_images(patches: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """Return the distinct ones of tensors, and the index of each tensor among them."""
+    import torch  # noqa: PLC0415 -- seconds
+
+    place_of: dict[bytes, int] = {}
+    distinct: list[Any] = []
+    places = []
+    for each in patches:
+        digest = hashlib.sha256(each.contiguous().view(torch.int16).numpy()).digest()
+        if digest not in place_of:
+            place_of[digest] = len(distinct)
+            distinct.append(each)
+        places.append(place_of[digest])
+    return distinct, places
+
+
 def task_ids(splits: Mapping[str, str], *, settings: Settings) -> tuple[list[str], list[str]]:
     """Return the tasks to train on and to evaluate on, from the split of each template.
 
+    If there are fewer training tasks than groups of an update, each is repeated. With `rl.tasks`, there may be no
+    held-out ones.
+
     Raises:
-        LearnError: A split is empty.
+        LearnError: A split is empty, or a chosen task is not of a training template.
     """
-    train = [
+    templates = sorted(template for template, split in splits.items() if split == "train")
+    chosen = settings.rl.tasks or templates
+    for task in chosen:
+        if template_id(task) not in templates:
+            raise LearnError(f"rl.tasks: {task}: not a training template; choose from {', '.join(templates) or 'none'}")
+    train = [task for task in chosen if "?" in task]
+    train += [
         f"{template}?seed={seed}"
         for seed in range(settings.rl.train_seeds)
-        for template, split in sorted(splits.items())
-        if split == "train"
+        for template in chosen
+        if "?" not in template
     ]
+    if train:
+        train *= -(-settings.rl.groups // len(train))
     held_out = [
         f"{template}?seed={HELD_OUT_SEED + seed}"
         for template, split in sorted(splits.items())
         for seed in range(settings.held_out_variants if split == "train" else settings.held_out_template_variants)
     ]
-    if not train or not held_out:
+    if not train or not (held_out or settings.rl.tasks):
         raise LearnError(
             f"tasks: {len(train)} to train on and {len(held_out)} held out; use a suite with both splits and at least"
             " one held-out variant (held_out_variants)"
@@ -129,15 +159,16 @@ class Workers:
 
         found = Rollout()
         for index, answer in enumerate(self._ask(("rollout", number))):
-            rows = rows_of(answer["data"], range(len(answer["data"]["tokens"])), first_image=len(found.patches))
+            images = [len(found.patches) + image for image in answer["images"]]
+            rows = rows_of(answer["data"], images=images)
             found.rows += rows
             found.rollout_count += len(set(answer["data"]["rollout_ids"]))
             found.records += of_process(answer["records"], index, count=len(self._specs))
             if rows:
                 path = self._specs[index].exchange / f"{index}.bin"
-                flat = torch.from_file(str(path), size=answer["size"], dtype=torch.bfloat16)
+                flat = torch.from_file(str(path), size=math.prod(answer["shape"]), dtype=torch.bfloat16)
                 # Copied: the process overwrites its file in the next rollout.
-                found.patches += flat.reshape(len(rows), *answer["shape"]).clone().unbind()
+                found.patches += flat.reshape(answer["shape"]).clone().unbind()
         return found
 
     def evaluate(self, number: int, *, temperature: float) -> list[Score]:
@@ -264,11 +295,13 @@ class _Worker:
         answer: dict[str, Any] = {
             "data": {name: [column[index] for index in chosen] for name, column in data.items()},
             "records": records_of(self._rollouts.args, flatten(groups)),
+            "images": [],
         }
         if chosen:
-            patches = torch.stack([inputs[index]["pixel_values"] for index in chosen]).contiguous()
+            distinct, images = distinct_images([inputs[index]["pixel_values"] for index in chosen])
+            patches = torch.stack(distinct)
             patches.view(torch.int16).numpy().tofile(self._spec.exchange / f"{self._spec.index}.bin")
-            answer |= {"shape": tuple(patches.shape[1:]), "size": patches.numel()}
+            answer |= {"shape": tuple(patches.shape), "images": images}
         return answer
 
     def evaluate(self, number: int, temperature: float) -> list[Score]:
