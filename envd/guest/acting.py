@@ -39,6 +39,8 @@ _POINTER_TOLERANCE_PX = 2
 _TYPING_TIMEOUT_S = 30.0
 _TYPING_TIMEOUT_PER_CHAR_S = 0.05
 
+Settle = Callable[[SettlePolicy], Awaitable[SettleResult]]
+
 
 class Actor:
     """Performs actions on one guest, one at a time."""
@@ -51,14 +53,12 @@ class Actor:
         screen: Screen,
         held: Input,
         session: GuestSession,
-        settle: Callable[[SettlePolicy], Awaitable[SettleResult]],
     ) -> None:
         self._machine_id = machine_id
         self._display = display
         self._screen = screen
         self._input = held
         self._session = session
-        self._settle = settle
         self.input_s = time.monotonic()
         """Monotonic time of the last input."""
         self.may_act_late = False
@@ -74,8 +74,8 @@ class Actor:
         """Record that the guest has just started to run: what it shows is newer than all earlier input."""
         self.input_s = self._quiet_s = time.monotonic()
 
-    async def act(self, action: Action) -> ActionOutcome:
-        """Perform one action. See `Desktop.act`."""
+    async def act(self, action: Action, *, settle: Settle) -> ActionOutcome:
+        """Perform one action; `settle` waits until the screen is quiet. See `Desktop.act`."""
         if isinstance(action, Done | Fail):
             return ActionOutcome()
         began_s = time.monotonic()
@@ -89,13 +89,13 @@ class Actor:
             if isinstance(action, TypeText):
                 method = self._typing_method(action.text)
                 if method is not TypingMethod.KEYBOARD:
-                    await self._type_in_session(action.text, method)
+                    await self._type_in_session(action.text, method, settle)
                     return ActionOutcome(input_ms=_ms_since(began_s))
             events = plan(action, self._input.state(self._screen.size, caps_lock=self._screen.caps_lock))
         except ActionRejected as rejection:
             return ActionOutcome(error=str(rejection))
         if isinstance(action, TypeText | PressKeys | KeyDown | KeyUp) and self._pointer_s > self._quiet_s:
-            await self._settle(_INPUT_SETTLE)
+            await settle(_INPUT_SETTLE)
         await self._play(events)
         return ActionOutcome(input_ms=_ms_since(began_s))
 
@@ -132,13 +132,13 @@ class Actor:
             if any(isinstance(event, KeyEvent) for event in events):
                 self._key_s = self.input_s
 
-    async def _type_in_session(self, text: str, method: TypingMethod) -> None:
+    async def _type_in_session(self, text: str, method: TypingMethod, settle: Settle) -> None:
         guestd = self._session.guestd("type text") if method is TypingMethod.GUESTD else None
         if guestd is not None and self._pointer_s > self._quiet_s:
             await self._wait_for_pointer(guestd)
             self.input_s = time.monotonic()  # the input is known to have arrived only now
         if max(self._pointer_s, self._key_s) > self._quiet_s:
-            await self._settle(_INPUT_SETTLE)
+            await settle(_INPUT_SETTLE)
         try:
             if guestd is not None:
                 await guestd.type_text(text, timeout_s=_TYPING_TIMEOUT_S + _TYPING_TIMEOUT_PER_CHAR_S * len(text))

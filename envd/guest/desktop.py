@@ -110,11 +110,11 @@ class Desktop:
             screen=self._screen,
             held=self._input,
             session=self._session,
-            settle=self._settle,
         )
         self._woken = asyncio.Event()
         self._encoding: asyncio.Task[None] | None = None
         self._loss_task: asyncio.Task[None] | None = None
+        self._is_closed = False
         self._scopes: set[asyncio.Timeout] = set()
         self._response_s = time.monotonic()
 
@@ -222,10 +222,14 @@ class Desktop:
 
     async def close(self) -> None:
         """Close the connections. Idempotent; never fails."""
+        self._is_closed = True
         owned = [task for task in (self._loss_task, self._encoding) if task is not None]
         for task in owned:
             task.cancel()
         await asyncio.gather(self._display.close(), *owned, return_exceptions=True)
+        # The exception of a cancelled task refers to this object: in a cycle with it, the pixels would stay in memory
+        # until a full garbage collection.
+        self._loss_task = self._encoding = None
         if self._gateway is not None:
             await self._gateway.close()
         await self._session.close()
@@ -240,7 +244,7 @@ class Desktop:
             GuestError: The display connection dropped during input, or the machine has no tablet.
             GuestUnresponsive: guestd or the display did not answer.
         """
-        return await self._actor.act(action)
+        return await self._actor.act(action, settle=self._settle)
 
     @while_alive
     async def settle(self, policy: SettlePolicy, *, upcoming: ObservationOptions | None = None) -> SettleResult:
@@ -489,7 +493,7 @@ class Desktop:
         """Run `work` while the machine lives. Raises: MachineLost as soon as it does not."""
         if self._channels.lost.is_set():
             raise self._machine_lost()
-        if self._loss_task is None:
+        if self._loss_task is None and not self._is_closed:
             self._loss_task = asyncio.create_task(self._end_waits(), name=f"desktop-lost:{self._channels.machine_id}")
         # A timeout that the loss triggers: one more task per call would cost more than many calls do.
         try:

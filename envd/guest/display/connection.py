@@ -53,11 +53,12 @@ class DisplayConnection:
             raise GuestError(f"the desktop of {self._channels.machine_id} is closed")
         if client := self._client:
             return client
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name=f"display:{self._channels.machine_id}")
-        await race(self._connected, self._task, timeout_s=DISPLAY_TIMEOUT_S)
-        if self._task.done() and not self._task.cancelled():
-            self._task.result()  # raises the error that ended it
+        task = self._task
+        if task is None:
+            task = self._task = asyncio.create_task(self._run(), name=f"display:{self._channels.machine_id}")
+        await race(self._connected, task, timeout_s=DISPLAY_TIMEOUT_S)
+        if task.done() and not task.cancelled():
+            task.result()  # raises the error that ended it
         if client := self._client:
             return client
         raise self._unresponsive()
@@ -98,6 +99,7 @@ class DisplayConnection:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None  # its exception refers to this object; see `Desktop.close`
 
     async def _run(self) -> None:
         """Keep the screen connected; ends with the error that a new connection does not clear."""

@@ -2,7 +2,9 @@
 
 import asyncio
 import base64
+import gc
 import io
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -583,6 +585,25 @@ async def test_without_guestd_root_writes_and_home_is_unknown() -> None:
 
 
 # Closing
+
+
+async def test_a_closed_desktop_leaves_memory_without_a_garbage_collection(channels: FakeChannels) -> None:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        desk = Desktop(channels)
+        await desk.act(Move(x=5, y=5))
+        await desk.settle(QUICK, upcoming=ObservationOptions())
+        await desk.observe(ObservationOptions())
+        await desk.close()
+        left = weakref.ref(desk)
+        del desk
+        while left() is not None:
+            await asyncio.sleep(0.01)
+    finally:
+        if was_enabled:
+            gc.enable()
+        await channels.display.close()
 
 
 async def test_closing_twice_is_harmless_and_a_closed_desktop_raises_an_error(
