@@ -9,11 +9,12 @@ or is stopping.
 import ipaddress
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import grpc
 from cuaenv.v1 import env_pb2
@@ -172,8 +173,9 @@ class ApiServer:
             ConfigError: The address cannot be bound.
         """
         server = grpc.aio.server(interceptors=[self._interceptor], options=self._options)
-        self._servicer.add_to(server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        handlers: Any = _GenericHandlers(server)
+        self._servicer.add_to(handlers)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, handlers)
         reflection.enable_server_reflection((SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME), server)
         try:
             # Access to the socket is access to every desktop: only the daemon's own user, from its creation on.
@@ -210,6 +212,20 @@ class ApiServer:
         if self._credentials is None:
             return server.add_insecure_port(self._listen.target)
         return server.add_secure_port(self._listen.target, self._credentials)
+
+
+class _GenericHandlers:
+    """Adds services to a server by their generic handlers alone.
+
+    For each method that is registered too, grpc.aio keeps a task that waits for the method's next call, and renews all
+    these waits at every call: with 24 methods 15 us of the 166 us of CPU time that a call costs without any work.
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, object]) -> None:
+        """Ignore them; the generic handlers serve these methods."""
 
 
 @contextmanager
