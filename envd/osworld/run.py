@@ -16,8 +16,10 @@ def main(arguments: list[str]) -> None:
     runner = Path(arguments[0])
     if not runner.is_file():
         raise SystemExit(f"runner {runner}: not a file; name a script of OSWorld's checkout, such as run.py")
-    # As for `python RUNNER.py`: its directory has OSWorld's packages.
-    sys.path.insert(0, str(runner.resolve().parent))
+    # The checkout has OSWorld's packages in its root, and runners in the root and below.
+    above = runner.resolve().parents
+    root = next((directory for directory in above if (directory / "desktop_env").is_dir()), above[0])
+    sys.path.insert(0, str(root))
     # Late, so that it is the checkout's own DesktopEnv that gets the machines.
     import envd.osworld.provider  # noqa: F401, PLC0415
 

@@ -1,6 +1,6 @@
-"""OSWorld's own runner `run.py` and its `PromptAgent`, unmodified, on a real guest; a script plays the model.
+"""OSWorld's own runners and its `PromptAgent`, unmodified, on a real guest; a script plays the model.
 
-The runner is a process in an environment of its own, and reaches the model at an address as that of OpenAI.
+A runner is a process in an environment of its own, and reaches the model at an address as that of OpenAI.
 """
 
 import asyncio
@@ -84,8 +84,9 @@ async def address(cache_dir: Path, template_dir: Path, vm_state_dir: Path) -> As
         yield address
 
 
+@pytest.mark.parametrize("runner", ["run.py", "scripts/python/run_multienv.py"])
 async def test_the_unmodified_runner_and_agent_solve_a_task(
-    address: str, model: tuple[Model, str], tmp_path: Path
+    address: str, model: tuple[Model, str], tmp_path: Path, runner: str
 ) -> None:
     played, url = model
     selection = tmp_path / "selection.json"
@@ -109,7 +110,7 @@ async def test_the_unmodified_runner_and_agent_solve_a_task(
         os.environ["OSWORLD_AGENTS_PYTHON"],
         "-m",
         "envd.osworld.run",
-        CHECKOUT / "run.py",
+        CHECKOUT / runner,
         "--headless",
         *arguments,
         cwd=tmp_path,

@@ -18,14 +18,17 @@ if __name__ == "__main__":
 """
 
 
-def test_a_runner_gets_its_arguments_and_machines_of_envd(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["run.py", "scripts/python/run_multienv.py"])
+def test_a_runner_gets_its_arguments_and_machines_of_envd(tmp_path: Path, path: str) -> None:
     checkout = tmp_path / "checkout"
     (checkout / "desktop_env").mkdir(parents=True)
     (checkout / "desktop_env" / "__init__.py").touch()
     (checkout / "desktop_env" / "desktop_env.py").write_text("create_vm_manager_and_provider = None\n")
-    (checkout / "run.py").write_text(RUNNER)
+    runner = checkout / path
+    runner.parent.mkdir(parents=True, exist_ok=True)
+    runner.write_text(RUNNER)
     process = subprocess.run(
-        [sys.executable, "-m", "envd.osworld.run", checkout / "run.py", "--headless"],
+        [sys.executable, "-m", "envd.osworld.run", runner, "--headless"],
         env={"PYTHONPATH": ":".join(sys.path), "ENVD_ADDRESS": "127.0.0.1:5"},
         cwd=tmp_path,
         capture_output=True,
@@ -33,7 +36,7 @@ def test_a_runner_gets_its_arguments_and_machines_of_envd(tmp_path: Path) -> Non
         check=False,
     )
     assert process.returncode == 0, process.stderr
-    assert process.stdout == f"['{checkout}/run.py', '--headless'] <EnvdProvider 127.0.0.1:5 without a machine>\n"
+    assert process.stdout == f"['{runner}', '--headless'] <EnvdProvider 127.0.0.1:5 without a machine>\n"
 
 
 def test_a_runner_that_is_not_a_file_is_an_error_with_a_remedy(tmp_path: Path) -> None:
