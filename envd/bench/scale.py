@@ -77,6 +77,8 @@ def scale_config(settings: Config, *, machine_count: int, shard_count: int = 1) 
     return own.model_copy(
         update={
             "shards": shard_count,
+            # As for the command itself: records would disturb its output and timing.
+            "log_level": "warning" if settings.log_level == "info" else settings.log_level,
             "limits": own.limits.model_copy(update={"max_steps": MAX_STEPS}),
             "hypervisor": own.hypervisor.model_copy(update={"drawing_processes": drawing_processes}),
         }
