@@ -23,6 +23,8 @@ from envd.hypervisor.qemu.processes import machine_pids, written_guest_bytes
 from envd.pool.pool import Pool
 from envd.version import envd_version
 
+#: How long a benchmark waits for room for its machines on the host.
+SHORTAGE_PATIENCE_S = 60.0
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -100,21 +102,31 @@ class BenchSession:
         """Wait until all standby machines of the pool are ready and it has no others than `leased_count` leased ones.
 
         Raises:
-            GuestUnresponsive: They are not ready in time.
+            GuestUnresponsive: They are not ready in time, or the host stays too short of memory or disk for them.
         """
+        loop_time = asyncio.get_running_loop().time
+        begin_s = loop_time()
         # Without a stored template, one is booted first.
-        timeout_s = 60 + 2 * self.pool.settings.boot_timeout_s
+        end_s = begin_s + 60 + 2 * self.pool.settings.boot_timeout_s
+        short_end_s = None
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(end_s) as limit:
                 while True:
                     changed = self.pool.changes.next
                     now = self.pool.statistics()
                     others = now.starting_count + now.dying_count + now.leased_count - leased_count
                     if now.idle_count == self.pool.settings.idle_target and not others:
                         return
+                    # A healthy pool with a problem has no room on its host. Machines that others destroy make room.
+                    is_short = now.healthy and bool(now.problem)
+                    short_end_s = (short_end_s or loop_time() + SHORTAGE_PATIENCE_S) if is_short else None
+                    limit.reschedule(min(end_s, short_end_s or end_s))
                     await changed.wait()
         except TimeoutError as error:
-            raise GuestUnresponsive(f"pool {self.pool.name}: not ready after {timeout_s:g} s: {self.pool!r}") from error
+            waited_s = loop_time() - begin_s
+            raise GuestUnresponsive(
+                f"pool {self.pool.name}: not ready after {waited_s:.0f} s: {self.pool.statistics()}"
+            ) from error
 
     @asynccontextmanager
     async def reset(self, task_id: str, *, max_steps: int = 0) -> AsyncIterator[AsyncEpisode]:

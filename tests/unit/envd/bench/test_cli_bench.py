@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import numpy.typing as npt
@@ -28,15 +29,19 @@ from envd.bench.load_client import LoadResult
 from envd.bench.raw_fork import raw_arguments
 from envd.bench.report import BenchReport, Check, Figure, Target, p95, p99
 from envd.bench.scale import measure_scale, measure_shards, scale_config, scale_report
-from envd.bench.session import BenchFailed, Steps, bench_config, open_bench
+from envd.bench.session import BenchFailed, BenchSession, Steps, bench_config, open_bench
 from envd.bench.step import PeerTimes, StepTimes, script, step_report, xdotool_command
 from envd.cli.bench import parse_sizes
 from envd.config import load
 from envd.daemon.ephemeral import run_until_signal
-from envd.errors import ConfigError
+from envd.errors import ConfigError, GuestUnresponsive
 from envd.guest.observation import EncodedFrame, Unchanged
+from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.processes import memory_of, processor_ns, written_guest_bytes
+from envd.pool.memory import HostMemory
+from envd.pool.pool import Pool
+from envd.pool.settings import PoolSettings
 from envd.store.store import FILE_NAME
 from envd.testing.command import CommandOutput, run_envd
 
@@ -584,3 +589,20 @@ def test_bench_scale_compares_concurrent_steps_with_an_echo(tmp_path: Path) -> N
     assert found.pop("front_cpu_ms_per_step") is None
     assert all(value is not None and value >= 0 for value in found.values())
     assert found["bare_rpc_per_s"] != found["steps_per_s"]
+
+
+async def test_a_benchmark_without_room_on_its_host_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envd.bench.session.SHORTAGE_PATIENCE_S", 0.01)
+    hypervisor = FakeHypervisor()
+    memory = HostMemory(reserve_bytes=1 << 60)
+    pool = Pool(
+        PoolSettings(name="p", capacity=2, idle_target=1), hypervisor=hypervisor, image=fake_image(), memory=memory
+    )
+    bench = BenchSession(daemon=Mock(), client=Mock(), pool=pool)
+    try:
+        await pool.start()
+        with pytest.raises(GuestUnresponsive, match=r"pool p: not ready after .* the host's memory is short"):
+            await bench.refilled()
+    finally:
+        await pool.close()
+        await hypervisor.close()
