@@ -26,8 +26,12 @@ _GROWTH = {
 
 
 class _Conditions(BaseModel):
-    accelerator: str
+    accelerator: str = ""
+    """Empty in reports of several shards."""
+    hypervisor: str
     host_core_count: int
+    usable_core_count: int = 0
+    """Cores that the benchmark was limited to; 0 in reports without this field."""
     time: datetime
     sizes: list[int] = []
 
@@ -50,7 +54,9 @@ class _Report(BaseModel):
     def title(self, subject: str) -> str:
         """Return a title that says what ran, where and when."""
         host = self.conditions
-        return f"{subject} ({host.accelerator}, {host.host_core_count} cores, {host.time:%Y-%m-%d})"
+        count = host.usable_core_count or host.host_core_count
+        cores = "1 core" if count == 1 else f"{count} cores"
+        return f"{subject} ({host.accelerator or host.hypervisor}, {cores}, {host.time:%Y-%m-%d})"
 
 
 def write_plots(directory: Path) -> list[Path]:
@@ -113,8 +119,10 @@ def _rates(reports: Mapping[str, _Report]) -> dict[str, str]:
         return {}
     shown = {"steps": "steps_per_s", "bare gRPC": "bare_rpc_per_s"}
     rows = {f"{stem}: {name}": each.results[key] or 0 for stem, each in scales.items() for name, key in shown.items()}
-    title = next(iter(scales.values())).title("steps per second of all clients")
-    return {"rates": amounts(rows, title=title, x_title="per second")}
+    subject = "steps per second of all clients"
+    titles = {each.title(subject) for each in scales.values()}
+    # Reports of different hosts have no common title.
+    return {"rates": amounts(rows, title=titles.pop() if len(titles) == 1 else subject, x_title="per second")}
 
 
 def _times(samples: Mapping[str, Sequence[float]]) -> tuple[str, dict[str, Sequence[float]]] | None:

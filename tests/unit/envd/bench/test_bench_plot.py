@@ -15,10 +15,18 @@ REPORTS = Path(__file__).parents[4] / "docs/benchmarks"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+CONDITIONS: dict[str, object] = {
+    "accelerator": "tcg",
+    "hypervisor": "libvirt",
+    "host_core_count": 2,
+    "time": "2026-11-22T21:33:30+00:00",
+    "sizes": [1, 64],
+}
+
+
 def plotted(directory: Path, **report: object) -> dict[str, ET.Element]:
     """Draw one report `run.json`; return its plots by name."""
-    conditions = {"accelerator": "tcg", "host_core_count": 2, "time": "2026-11-22T21:33:30+00:00", "sizes": [1, 64]}
-    whole = {"benchmark": "x", "conditions": conditions, "results": {}, "samples": {}, **report}
+    whole = {"benchmark": "x", "conditions": CONDITIONS, "results": {}, "samples": {}, **report}
     (directory / "run.json").write_text(json.dumps(whole))
     return {path.stem: parsed(path) for path in write_plots(directory)}
 
@@ -36,10 +44,11 @@ def dots(plot: ET.Element) -> list[float]:
 
 
 def test_every_published_report_has_a_plot_of_all_its_times(tmp_path: Path) -> None:
-    for report in REPORTS.glob("*.json"):
+    reports = list(REPORTS.rglob("*.json"))
+    for report in reports:
         shutil.copy(report, tmp_path)
     written = {path.stem for path in write_plots(tmp_path)}
-    assert written >= {report.stem for report in REPORTS.glob("*.json")}
+    assert written >= {report.stem for report in reports}
     assert written >= {"growth-memory", "growth-cpu", "settle-curve", "rates"}
     step = texts(parsed(tmp_path / "step.svg"))
     published = json.loads((REPORTS / "step.json").read_text())["samples"]
@@ -83,6 +92,13 @@ def test_growth_is_drawn_over_the_numbers_of_machines_without_what_was_not_measu
     assert len(dots(found["run-memory"])) == 2
     assert {"daemon"} <= set(texts(found["run-cpu"]))
     assert "acquire, pool of 64" in texts(found["run"])
+
+
+def test_a_report_of_several_shards_has_no_accelerator_and_its_usable_cores(tmp_path: Path) -> None:
+    conditions = {**CONDITIONS, "hypervisor": "fake", "usable_core_count": 1}
+    del conditions["accelerator"]
+    plot = plotted(tmp_path, conditions=conditions, samples={"fork_ms": [1.0]})["run"]
+    assert "run (fake, 1 core, 2026-11-22)" in texts(plot)
 
 
 def test_all_scale_reports_share_one_plot_of_rates(tmp_path: Path) -> None:
