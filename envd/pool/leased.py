@@ -93,7 +93,7 @@ class LeasedMachine:
             await load()
 
     async def _loaded(self) -> None:
-        if self._loading is not None:
+        if self._loading is not None and not self._loading.done():
             await asyncio.wait({self._loading})
 
     @asynccontextmanager

@@ -10,7 +10,7 @@ import importlib
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from envd.errors import ConfigError
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _FLUSH_TIMEOUT_S: Final = 2.0
 #: Calls without a span: they are polled, or last as long as their client.
 _UNTRACED: Final = frozenset({"KeepAlive", "ListPools", "ListEpisodes"})
+
+_OFF: Final = nullcontext()
 
 _tracer: "Tracer | None" = None
 
@@ -123,11 +125,6 @@ def phase(name: str, duration_s: float) -> None:
         _tracer.start_span(name, start_time=end_ns - round(duration_s * 1e9)).end(end_ns)
 
 
-@contextmanager
-def timed(name: str) -> Iterator[None]:
+def timed(name: str) -> AbstractContextManager[object]:
     """Record the block as a phase of the present call."""
-    if _tracer is None:
-        yield
-        return
-    with _tracer.start_as_current_span(name):
-        yield
+    return _OFF if _tracer is None else _tracer.start_as_current_span(name)

@@ -7,6 +7,7 @@ has a frame without content, so the client can tell. The same applies to long gu
 import json
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, Final, TypeVar
 
 from cuaenv.actions import Done, Fail
@@ -44,6 +45,12 @@ def dump(value: object) -> str:
         return adapter.dump_json(value).decode()
     except PydanticSerializationError:  # a lone surrogate; this fallback is 10 times slower
         return json.dumps(adapter.dump_python(value, mode="json"))
+
+
+@lru_cache(maxsize=1024)
+def _dump_constant(value: SettlePolicy | Origin) -> str:
+    """Return what never changes in an episode's row, which is written after each step."""
+    return dump(value)
 
 
 def load(kind: type[T], text: str) -> T:
@@ -92,8 +99,8 @@ def row_of(episode: Episode, clock: Clock) -> EpisodeRow:
         run=episode.run,
         owner=episode.owner,
         max_steps=episode.max_steps,
-        settle=dump(episode.settle),
-        origin=dump(episode.origin),
+        settle=_dump_constant(episode.settle),
+        origin=_dump_constant(episode.origin),
         create_time_s=episode.create_time.timestamp(),
         machine_id=episode.machine.machine_id,
         state=episode.state.value,
