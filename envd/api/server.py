@@ -141,7 +141,9 @@ class ApiServer:
         self._credentials = _credentials(security, metrics)
         # Further calls of a connection wait in the client, `KeepAlive` too, so a caller's own limit must be lower.
         self._options = (*_OPTIONS, ("grpc.max_concurrent_streams", 2 * security.max_calls_in_flight))
-        self._servicer = episodes if isinstance(episodes, RelayServicer) else CUAEnvServicer(episodes)
+        self._servicer = (
+            episodes if isinstance(episodes, RelayServicer) else CUAEnvServicer(episodes, is_shard=trusts_front)
+        )
         #: Admits its calls; other servers of the same episodes share it, and with it each caller's limits.
         self.guard = Guard(
             tokens=read_token_table(security, metrics, allow_quotas=not isinstance(episodes, RelayServicer)),

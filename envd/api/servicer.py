@@ -48,7 +48,7 @@ from envd.api.convert_results import (
 from envd.api.fields import int_in_range, request_id_of
 from envd.api.flow_control import AckTracker, paced
 from envd.api.pages import page_of
-from envd.api.security.access import current_caller
+from envd.api.security.access import HELD_KEY, current_caller
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import listing_key
 from envd.errors import GuestError, GuestRefused, InvalidRequest, MachineLost
@@ -74,8 +74,9 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     skip other callers' episodes where the contract ignores unknown ones.
     """
 
-    def __init__(self, episodes: EpisodeService) -> None:
+    def __init__(self, episodes: EpisodeService, *, is_shard: bool = False) -> None:
         self._episodes = episodes
+        self._is_shard = is_shard
         self._screens: OrderedDict[str, Size] = OrderedDict()
         self._stopping = asyncio.Event()
 
@@ -183,6 +184,9 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     async def ListPools(self, request: env_pb2.ListPoolsRequest, context: Context) -> env_pb2.ListPoolsResponse:
         """List pools."""
         pools = self._episodes.list_pools()
+        if self._is_shard:
+            held = self._episodes.held_counts()
+            context.set_trailing_metadata(tuple((HELD_KEY, f"{name}={count}") for name, count in held.items()))
         if not request.include_queue:
             return env_pb2.ListPoolsResponse(pools=pool_messages(pools))
         caller, queues = current_caller(), self._episodes.list_queues()

@@ -13,8 +13,9 @@ import grpc
 from cuaenv.v1 import env_pb2
 from google.protobuf.message import Message
 
+from envd.api.relay.merge import Candidate
 from envd.api.requests import MAX_MESSAGE_BYTES
-from envd.api.security.access import TRUSTED, Caller, caller_header
+from envd.api.security.access import HELD_KEY, TRUSTED, Caller, caller_header
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 _WATCH_AGAIN_S: Final = 1.0
+_REFRESH_TIMEOUT_S: Final = 1.0
 
 Metadata = Sequence[tuple[str, str]]
 
@@ -75,6 +77,22 @@ class ShardLink:
         if channel is not None:
             await channel.close()
             self._on_change()
+
+    async def candidate(self) -> Candidate:
+        """Return the present state of the pools; if the shard does not answer soon, the state that it reported last."""
+        pools, held = self.pools, Counter[str]()
+        try:
+            call = self._method("unary_unary", "ListPools")(
+                b"", metadata=caller_metadata(TRUSTED), timeout=_REFRESH_TIMEOUT_S
+            )
+            pools = env_pb2.ListPoolsResponse.FromString(await call).pools
+            for key, value in await call.trailing_metadata():
+                if key == HELD_KEY:
+                    name, _, count = value.partition("=")
+                    held[name] = int(count)
+        except grpc.aio.AioRpcError as error:
+            logger.debug("shard %d: its pools are not known: %s", self.index, error.details())
+        return Candidate(index=self.index, pools=pools, held=held, opening=self.opening)
 
     async def unary(self, method: str, request: Message, *, metadata: Metadata, timeout_s: float | None) -> bytes:
         """Relay a call, and return the response. Raises: grpc.aio.AioRpcError."""

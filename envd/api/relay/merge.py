@@ -18,6 +18,9 @@ _SUMS: Final = (
     "memory_bytes",
     "pss_bytes",
 )
+#: The pool of a reset whose task has not been opened before.
+UNKNOWN_POOL: Final = ""
+
 _WORST_FIRST: Final = (env_pb2.Pool.HEALTH_FAILING, env_pb2.Pool.HEALTH_DEGRADED, env_pb2.Pool.HEALTH_HEALTHY)
 
 
@@ -27,6 +30,8 @@ class Candidate:
 
     index: int
     pools: Sequence[env_pb2.Pool]
+    held: Mapping[str, int]
+    """Machines that episodes have, by pool; others that are leased belong to running resets and forks."""
     opening: Mapping[str, int]
     """Machines that running resets request, by pool."""
 
@@ -47,13 +52,13 @@ def choose_shard(candidates: Iterable[Candidate], *, pool: str, group_size: int)
 
     Args:
         candidates: The shards that are up.
-        pool: The group's pool; empty if it is unknown, which counts all pools together.
+        pool: The group's pool; `UNKNOWN_POOL` counts all pools together.
         group_size: Number of machines.
     """
 
     def rank(candidate: Candidate) -> tuple[bool, bool, bool, int]:
-        pools = [each for each in candidate.pools if pool in ("", each.name)]
-        free = sum(_free_count(each, candidate.opening.get(each.name, 0)) for each in pools)
+        pools = [each for each in candidate.pools if pool in (UNKNOWN_POOL, each.name)]
+        free = sum(_free_count(each, candidate) for each in pools) - candidate.opening.get(UNKNOWN_POOL, 0)
         works = all(each.health != env_pb2.Pool.HEALTH_FAILING for each in pools)
         # A group that is larger than a shard's capacity waits in none.
         can_fit = sum(each.capacity_count for each in pools) >= group_size
@@ -63,9 +68,11 @@ def choose_shard(candidates: Iterable[Candidate], *, pool: str, group_size: int)
     return None if best is None else best.index
 
 
-def _free_count(pool: env_pb2.Pool, opening_count: int) -> int:
-    # A reset that runs waits in the shard's queue, is counted as leased already, or did not arrive yet.
-    return pool.capacity_count - pool.leased_count - max(pool.waiting_count, opening_count)
+def _free_count(pool: env_pb2.Pool, candidate: Candidate) -> int:
+    held_count = candidate.held.get(pool.name, 0)
+    # A reset that runs has its machines, waits in the shard's queue, or did not arrive there yet.
+    arrived_count = pool.leased_count - held_count + pool.waiting_count
+    return pool.capacity_count - held_count - max(arrived_count, candidate.opening.get(pool.name, 0))
 
 
 def merge_pools(by_shard: Mapping[int, Sequence[env_pb2.Pool]], *, down: Sequence[int] = ()) -> list[env_pb2.Pool]:

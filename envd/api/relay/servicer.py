@@ -19,7 +19,7 @@ from envd.aio import Changes, race
 from envd.api.convert_requests import keep_alive_of
 from envd.api.pages import page_of
 from envd.api.relay.link import SERVICE, ShardLink, caller_metadata, unavailable
-from envd.api.relay.merge import Candidate, choose_shard, merge_pools, shard_of
+from envd.api.relay.merge import UNKNOWN_POOL, choose_shard, merge_pools, shard_of
 from envd.api.relay.placements import Placements
 from envd.api.security.access import current_caller
 from envd.episodes.types import listing_key
@@ -99,18 +99,27 @@ class RelayServicer:
         """Open a group on one shard; a retry goes to the shard that has the first request."""
         size = max(1, request.group_size)
         task = request.task_id.partition("?")[0]
-        pool = request.pool or self._pool_of_task.get(task, "")
+        pool = request.pool or self._pool_of_task.get(task, UNKNOWN_POOL)
         index = self._placements.shard_of(request.request_id)
         if index is not None:
             return await self._reset(self._links[index], request, context)
-        link = self._chosen(pool, size)
+        # A machine that the caller has just released counts already; reports of changes may still be on their way.
+        links = [link for link in self._links if link.is_up]
+        candidates = await asyncio.gather(*(link.candidate() for link in links))
+        index = self._placements.shard_of(request.request_id)
+        if index is not None:  # a retry was placed in between
+            return await self._reset(self._links[index], request, context)
+        index = choose_shard(candidates, pool=pool, group_size=size)
+        if index is None:
+            raise unavailable("all shards: are being restarted; retry with the same request_id")
+        link = self._links[index]
         self._placements.place(request.request_id, link.index)
         link.opening[pool] += size
         try:
             response = await self._reset(link, request, context)
         finally:
             link.opening[pool] -= size
-        if not pool:
+        if pool == UNKNOWN_POOL:
             self._learn_pool(task, response)
         return response
 
@@ -215,15 +224,6 @@ class RelayServicer:
 
     def _any_link(self) -> ShardLink:
         return next((link for link in self._links if link.is_up), self._links[0])
-
-    def _chosen(self, pool: str, group_size: int) -> ShardLink:
-        candidates = [
-            Candidate(index=link.index, pools=link.pools, opening=link.opening) for link in self._links if link.is_up
-        ]
-        index = choose_shard(candidates, pool=pool, group_size=group_size)
-        if index is None:
-            raise unavailable("all shards: are being restarted; retry with the same request_id")
-        return self._links[index]
 
     def _learn_pool(self, task: str, response: bytes) -> None:
         self._pool_of_task[task] = env_pb2.ResetResponse.FromString(response).episodes[0].pool

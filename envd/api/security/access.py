@@ -13,6 +13,8 @@ from envd.errors import ScopeTooSmall, Unauthenticated
 
 _SCHEME = "bearer"
 _CALLER_KEY = "envd-caller"
+#: Trailing metadata of a shard's `ListPools`, `POOL=N` for each pool: machines that its episodes have.
+HELD_KEY: Final = "envd-held"
 
 
 class Scope(IntEnum):

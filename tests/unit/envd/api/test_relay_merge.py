@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from cuaenv.v1 import env_pb2
 
-from envd.api.relay.merge import Candidate, choose_shard, id_prefix, merge_pools, shard_of
+from envd.api.relay.merge import UNKNOWN_POOL, Candidate, choose_shard, id_prefix, merge_pools, shard_of
 
 HEALTHY, DEGRADED, FAILING = (
     env_pb2.Pool.HEALTH_HEALTHY,
@@ -19,7 +19,8 @@ def pool(name: str = "desktop", *, capacity: int = 4, health: Any = HEALTHY, **f
 
 
 def candidate(index: int, *pools: env_pb2.Pool, **opening: int) -> Candidate:
-    return Candidate(index=index, pools=pools, opening=opening)
+    """A shard on which episodes have all leased machines."""
+    return Candidate(index=index, pools=pools, held={each.name: each.leased_count for each in pools}, opening=opening)
 
 
 def chosen(*candidates: Candidate, pool: str = "desktop", group_size: int = 1) -> int | None:
@@ -45,6 +46,18 @@ def test_a_group_goes_to_a_shard_with_room_for_all_of_it() -> None:
 
 def test_running_resets_count_before_the_shard_reports_them() -> None:
     assert chosen(candidate(0, pool(), desktop=3), candidate(1, pool(leased_count=2))) == 1
+
+
+def test_machines_that_running_resets_have_already_count_once() -> None:
+    arrived = Candidate(index=0, pools=[pool(leased_count=3)], held={"desktop": 1}, opening={"desktop": 2})
+    assert chosen(arrived, candidate(1, pool(leased_count=4))) == 0
+    assert chosen(arrived, candidate(1, pool(leased_count=2))) == 1
+
+
+def test_running_resets_for_unknown_pools_count_for_every_pool() -> None:
+    first = candidate(0, pool("a"), pool("b"), **{UNKNOWN_POOL: 3})
+    assert chosen(first, candidate(1, pool("a", leased_count=2), pool("b")), pool="a") == 1
+    assert chosen(first, candidate(1, pool("a", leased_count=2), pool("b")), pool=UNKNOWN_POOL) == 1
 
 
 def test_a_running_reset_that_waits_in_its_shard_counts_once() -> None:
