@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from envd.tasks.suites.drawn import DRAWN
+from envd.tasks.templates import split_of
 from trainer.config import ConfigError
 from trainer.learn.errors import LearnError
 from trainer.learn.settings import SMOKE, Settings, fingerprint
@@ -62,6 +64,16 @@ def test_a_wrong_key_of_the_plug_in_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"envd.groop: unknown key; did you mean group\?"):
         changed(envd={"groop": "tree"}).plugin("127.0.0.1:1")
     assert changed(group_start="drawn", envd={"group": "tree"}).plugin("127.0.0.1:1")["group"] == "off"
+
+
+def test_arms_keep_the_tasks_and_the_rate_of_the_baseline() -> None:
+    baseline = next(path for path in FILES if path.stem == "baseline")
+    chosen = Settings().changed(baseline).rl
+    assert {split_of(DRAWN.by_id[template].variant(None)) for template in chosen.tasks} == {"train"}
+    for path in FILES:
+        if path.stem not in ("control", "overfit"):
+            arm = Settings().changed(baseline, path).rl
+            assert (arm.tasks, arm.learning_rate, arm.groups) == (chosen.tasks, chosen.learning_rate, chosen.groups)
 
 
 def test_all_ablations_have_the_same_budget() -> None:
