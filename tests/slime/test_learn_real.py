@@ -549,6 +549,9 @@ def test_fixed_tasks_replace_the_training_tasks() -> None:
         "drawn/drag?seed=0",
         "drawn/drag?seed=1",
     ]
+    settings = Settings.model_validate({"held_out_variants": 1, "rl": {"tasks": ["drawn/press"], "train_seeds": 2}})
+    _, held_out = task_ids({"drawn/press": "train", "drawn/drag": "train"}, settings=settings)
+    assert held_out == ["drawn/press?seed=1000000000"], "no variant of a template that is not trained"
     for unknown in ("drawn/tick", "drawn/pressed?seed=1"):
         with pytest.raises(LearnError, match="not a training template; choose from drawn/drag, drawn/press"):
             ids([unknown])

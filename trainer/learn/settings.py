@@ -121,7 +121,7 @@ class Settings(BaseModel):
     max_turns: int = Field(default=7, ge=1)
     reply_tokens: int = Field(default=40, ge=8)
     held_out_variants: int = Field(default=8, ge=0)
-    """Unseen variants of each training template in an evaluation."""
+    """Unseen variants of each template that is trained, in an evaluation."""
     held_out_template_variants: int = Field(default=24, ge=0)
     """Variants of each held-out template in an evaluation."""
     desktops: Desktops = Field(default_factory=Desktops)

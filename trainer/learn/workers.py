@@ -108,10 +108,10 @@ def task_ids(splits: Mapping[str, str], *, settings: Settings) -> tuple[list[str
     ]
     if train:
         train *= -(-settings.rl.groups // len(train))
+    counts = dict.fromkeys((t for t, split in splits.items() if split != "train"), settings.held_out_template_variants)
+    counts |= dict.fromkeys(map(template_id, chosen), settings.held_out_variants)
     held_out = [
-        f"{template}?seed={HELD_OUT_SEED + seed}"
-        for template, split in sorted(splits.items())
-        for seed in range(settings.held_out_variants if split == "train" else settings.held_out_template_variants)
+        f"{template}?seed={HELD_OUT_SEED + seed}" for template, count in sorted(counts.items()) for seed in range(count)
     ]
     if not train or not (held_out or settings.rl.tasks):
         raise LearnError(
