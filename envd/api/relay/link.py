@@ -6,7 +6,8 @@ Requests and responses of shards pass as bytes: a response is never decoded here
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import grpc
@@ -43,8 +44,8 @@ class ShardLink:
         self.index = index
         self.pools: Sequence[env_pb2.Pool] = ()
         """The shard's pools, as it reported them last; empty while it is down."""
-        self.opening: Counter[str] = Counter()
-        """Machines requested by running resets, by pool."""
+        self._opening: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
         self._target = target
         self._on_change = on_change
         self._channel: grpc.aio.Channel | None = None
@@ -78,9 +79,12 @@ class ShardLink:
             await channel.close()
             self._on_change()
 
-    async def candidate(self) -> Candidate:
-        """Return the present state of the pools; if the shard does not answer soon, the state that it reported last."""
-        pools, held = self.pools, Counter[str]()
+    async def look(self) -> Callable[[], Candidate]:
+        """Ask for the state of the pools; return a function that adds the resets which run when it is called.
+
+        If the shard does not answer soon, it is the state that it reported last.
+        """
+        pools, held, finished = self.pools, Counter[str](), self._finished.copy()
         try:
             call = self._method("unary_unary", "ListPools")(
                 b"", metadata=caller_metadata(TRUSTED), timeout=_REFRESH_TIMEOUT_S
@@ -92,7 +96,23 @@ class ShardLink:
                     held[name] = int(count)
         except grpc.aio.AioRpcError as error:
             logger.debug("shard %d: its pools are not known: %s", self.index, error.details())
-        return Candidate(index=self.index, pools=pools, held=held, opening=self.opening)
+
+        def candidate() -> Candidate:
+            # Resets that have finished since may or may not be part of the shard's state.
+            opening = self._opening + (self._finished - finished)
+            return Candidate(index=self.index, pools=pools, held=held, opening=opening)
+
+        return candidate
+
+    @contextmanager
+    def resetting(self, pool: str, machine_count: int) -> Iterator[None]:
+        """Count machines as requested from the shard during the block."""
+        self._opening[pool] += machine_count
+        try:
+            yield
+        finally:
+            self._opening[pool] -= machine_count
+            self._finished[pool] += machine_count
 
     async def unary(self, method: str, request: Message, *, metadata: Metadata, timeout_s: float | None) -> bytes:
         """Relay a call, and return the response. Raises: grpc.aio.AioRpcError."""

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from cuaenv.v1 import env_pb2
 
@@ -47,7 +47,15 @@ def shard_of(episode_id: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def choose_shard(candidates: Iterable[Candidate], *, pool: str, group_size: int) -> int | None:
+class Choice(NamedTuple):
+    """The shard for a new group."""
+
+    shard: int
+    has_room: bool
+    """Whether the group need not wait there."""
+
+
+def choose_shard(candidates: Iterable[Candidate], *, pool: str, group_size: int) -> Choice | None:
     """Return the shard for a new group: one with room for it if there is any, else the least loaded one.
 
     Args:
@@ -65,7 +73,7 @@ def choose_shard(candidates: Iterable[Candidate], *, pool: str, group_size: int)
         return works, can_fit, free >= group_size, free
 
     best = max(candidates, key=rank, default=None)
-    return None if best is None else best.index
+    return None if best is None else Choice(best.index, rank(best)[2])
 
 
 def _free_count(pool: env_pb2.Pool, candidate: Candidate) -> int:

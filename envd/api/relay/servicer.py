@@ -39,6 +39,9 @@ _TRACE_KEYS: Final = frozenset({"traceparent", "tracestate"})
 _STATUS_DETAILS: Final = "grpc-status-details-bin"
 #: Tasks whose pool is known from an earlier reset.
 _KNOWN_TASKS: Final = 10_000
+#: How often, and after which pauses, a group that seems to find no room looks for it before it waits in a shard.
+_LOOK_COUNT: Final = 3
+_LOOK_AGAIN_S: Final = 0.02
 
 # The type stubs describe the blocking server.
 _UNARY: Any = grpc.unary_unary_rpc_method_handler
@@ -103,25 +106,31 @@ class RelayServicer:
         index = self._placements.shard_of(request.request_id)
         if index is not None:
             return await self._reset(self._links[index], request, context)
-        # A machine that the caller has just released counts already; reports of changes may still be on their way.
-        links = [link for link in self._links if link.is_up]
-        candidates = await asyncio.gather(*(link.candidate() for link in links))
+        choice = await self._choose(pool, size)
         index = self._placements.shard_of(request.request_id)
         if index is not None:  # a retry was placed in between
             return await self._reset(self._links[index], request, context)
-        index = choose_shard(candidates, pool=pool, group_size=size)
-        if index is None:
-            raise unavailable("all shards: are being restarted; retry with the same request_id")
-        link = self._links[index]
-        self._placements.place(request.request_id, link.index)
-        link.opening[pool] += size
-        try:
+        self._placements.place(request.request_id, choice)
+        link = self._links[choice]
+        with link.resetting(pool, size):
             response = await self._reset(link, request, context)
-        finally:
-            link.opening[pool] -= size
         if pool == UNKNOWN_POOL:
             self._learn_pool(task, response)
         return response
+
+    async def _choose(self, pool: str, group_size: int) -> int:
+        """Return the shard for a new group, by the present state of all shards that are up."""
+        for attempt in range(1, _LOOK_COUNT + 1):
+            found = await asyncio.gather(*(link.look() for link in self._links if link.is_up))
+            # No await from here until the caller has placed the group: concurrent resets see each other.
+            choice = choose_shard([candidate() for candidate in found], pool=pool, group_size=group_size)
+            if choice is None:
+                raise unavailable("all shards: are being restarted; retry with the same request_id")
+            if choice.has_room or attempt == _LOOK_COUNT:
+                return choice.shard
+            # Responses of resets that are on their way count twice until they arrive.
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        raise AssertionError("the last attempt returns")
 
     async def _reset(self, link: ShardLink, request: env_pb2.ResetRequest, context: Context) -> bytes:
         request_id = request.request_id

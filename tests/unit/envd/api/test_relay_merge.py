@@ -24,7 +24,8 @@ def candidate(index: int, *pools: env_pb2.Pool, **opening: int) -> Candidate:
 
 
 def chosen(*candidates: Candidate, pool: str = "desktop", group_size: int = 1) -> int | None:
-    return choose_shard(candidates, pool=pool, group_size=group_size)
+    choice = choose_shard(candidates, pool=pool, group_size=group_size)
+    return None if choice is None else choice.shard
 
 
 def test_an_episode_id_names_its_shard() -> None:
@@ -42,6 +43,12 @@ def test_the_shard_with_most_free_machines_is_chosen() -> None:
 def test_a_group_goes_to_a_shard_with_room_for_all_of_it() -> None:
     full, half = pool(leased_count=4), pool(leased_count=2)
     assert chosen(candidate(0, full), candidate(1, half), group_size=2) == 1
+
+
+def test_a_choice_says_whether_the_group_must_wait() -> None:
+    shards = [candidate(0, pool(leased_count=3)), candidate(1, pool(leased_count=2))]
+    assert choose_shard(shards, pool="desktop", group_size=2) == (1, True)
+    assert choose_shard(shards, pool="desktop", group_size=3) == (1, False)
 
 
 def test_running_resets_count_before_the_shard_reports_them() -> None:
