@@ -139,10 +139,16 @@ def _times(samples: Mapping[str, Sequence[float]]) -> tuple[str, dict[str, Seque
 
 
 def _growth(report: _Report, shown: Mapping[str, str]) -> list[Series]:
-    """Return a series over the numbers of machines for each result; none for results that were not measured."""
-    sizes = report.conditions.sizes
+    """Return a series over the numbers of machines for each result.
+
+    Values that were not measured are left out, and negative ones: MemAvailable rises if other users of the host end.
+    """
     found = {
-        label: [Point(size, value) for size in sizes if (value := report.results.get(f"{name}_{size}")) is not None]
+        label: [
+            Point(size, value)
+            for size in report.conditions.sizes
+            if (value := report.results.get(f"{name}_{size}")) is not None and value >= 0
+        ]
         for name, label in shown.items()
     }
     return [Series(label, points) for label, points in found.items() if points]
