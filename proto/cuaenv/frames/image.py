@@ -2,8 +2,6 @@
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import compress
-from operator import ne
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +9,8 @@ import xxhash
 from cuaenv.frames.codec import FrameMismatch, decompress
 from cuaenv.frames.grid import TILE_PX, bounds_of, column_count, tile_regions, touched_tiles
 from cuaenv.region import Region
+
+_DIGEST_BYTES = 16
 
 Slices = tuple[slice, slice]
 """Rows and columns."""
@@ -26,17 +26,16 @@ class TiledImage:
 
     __slots__ = ("_base", "_changed", "_digests", "_regions", "_rgb", "_tiles", "height_px", "image_id", "width_px")
 
-    def __init__(
-        self, width_px: int, height_px: int, tiles: tuple[bytes, ...], digests: tuple[bytes, ...] | None = None
-    ) -> None:
+    def __init__(self, width_px: int, height_px: int, tiles: tuple[bytes, ...], digests: bytes | None = None) -> None:
         """Take tiles, row by row from the top left; digests are computed if not given."""
         self.width_px = width_px
         self.height_px = height_px
         self._tiles = tiles
         self._regions = tile_regions(width_px, height_px)
-        self._digests = tuple(map(xxhash.xxh3_128_digest, tiles)) if digests is None else digests
+        # Joined: the garbage collector would visit each element of a tuple.
+        self._digests = b"".join(map(xxhash.xxh3_128_digest, tiles)) if digests is None else digests
         whole = xxhash.xxh3_128(f"{width_px}x{height_px}".encode())
-        whole.update(b"".join(self._digests))
+        whole.update(self._digests)
         self.image_id = whole.hexdigest()
         # The array of this image, and that of the image it was derived from with the tiles that differ. Weak: strong
         # references would keep every array of a history of images; while one is alive, copying it takes a third of
@@ -123,17 +122,19 @@ class TiledImage:
 
     def with_tiles(self, tiles: Mapping[int, bytes]) -> "TiledImage":
         """Return an image with other pixels in some tiles; the others are shared."""
-        all_tiles, digests = list(self._tiles), list(self._digests)
+        all_tiles, digests = list(self._tiles), bytearray(self._digests)
         for index, pixels in tiles.items():
-            all_tiles[index], digests[index] = pixels, xxhash.xxh3_128_digest(pixels)
-        image = TiledImage(self.width_px, self.height_px, tuple(all_tiles), tuple(digests))
+            all_tiles[index] = pixels
+            digests[index * _DIGEST_BYTES : (index + 1) * _DIGEST_BYTES] = xxhash.xxh3_128_digest(pixels)
+        image = TiledImage(self.width_px, self.height_px, tuple(all_tiles), bytes(digests))
         image._base, image._changed = self._rgb, tuple(tiles)
         return image
 
     def changed_tiles(self, base: "TiledImage") -> list[int]:
         """Return the indices of tiles that differ from `base`, an image of the same size, in ascending order."""
-        differ = map(ne, self._digests, base._digests)
-        return list(compress(range(len(self._digests)), differ))
+        mine, other = (np.frombuffer(image._digests, np.uint64).reshape(-1, 2) for image in (self, base))
+        indices: list[int] = np.flatnonzero((mine != other).any(axis=1)).tolist()
+        return indices
 
     def changed_region(self, base: "TiledImage", index: int) -> Region:
         """Return the smallest region of the image around the pixels of a tile that differ from those of `base`.
