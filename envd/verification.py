@@ -16,7 +16,7 @@ from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, StepResult, Vi
 from rich.markup import escape
 from rich.table import Table
 
-from envd.bench.playing import ConditionNotMet, Steps, play
+from envd.bench.playing import ConditionNotMet, Steps, max_steps_of, play
 from envd.config import Config
 from envd.daemon.composition import open_daemon
 from envd.daemon.ephemeral import ephemeral_config
@@ -24,7 +24,6 @@ from envd.tasks.model import Task
 
 #: The template may first boot under TCG on a small host, and other tasks may be set up before this one.
 _RESET_TIMEOUT = timedelta(minutes=30)
-_WAITING_STEPS = 10
 
 
 class Policy(Enum):
@@ -124,8 +123,7 @@ async def verify(
     async def play_task(task: Task) -> None:
         async with slots:
             report(task.task_id, len(results) / len(tasks))
-            # While an oracle waits for the guest, it takes steps that wait.
-            max_steps = min(task.max_steps * _WAITING_STEPS, config.limits.max_steps)
+            max_steps = max_steps_of(task, limit=config.limits.max_steps)
             results[task.task_id] = await _play_task(
                 client, task, policies, max_steps=max_steps, runs_guests=runs_guests
             )

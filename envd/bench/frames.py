@@ -22,7 +22,7 @@ from PIL import Image
 
 from envd.api.convert_results import frame_message
 from envd.bench.client import ClientProcess, open_client
-from envd.bench.playing import play
+from envd.bench.playing import max_steps_of, play
 from envd.bench.report import BenchReport, Check, Target, exempt_without_guests, figure, figures_of, kib, p50
 from envd.bench.session import BenchFailed, BenchSession, Steps
 from envd.guest.display.encoder import FrameEncoder
@@ -150,7 +150,8 @@ async def record(bench: BenchSession, tasks: Sequence[Task], *, steps: Steps) ->
 
 async def _record(bench: BenchSession, task: Task, *, steps: Steps) -> Recording:
     steps.begin(f"setting up {task.task_id}")
-    async with bench.reset(task.task_id) as episode:
+    max_steps = max_steps_of(task, limit=bench.daemon.config.limits.max_steps)
+    async with bench.reset(task.task_id, max_steps=max_steps) as episode:
         frames_HWC = [_read_png(episode.observation.data)]
         frame_id = episode.observation.frame_id
 

@@ -10,6 +10,7 @@ from cuaenv.client import AsyncEpisode, GuestFailed, GuestUnresponsive, StepResu
 from envd import errors
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.conditions import Result, query_of, unmet
+from envd.tasks.model import Task
 from envd.tasks.oracle import OracleAction, WaitFor
 from envd.tasks.queries import Query
 from envd.tasks.replay import replay
@@ -19,10 +20,21 @@ Steps = Sequence[tuple[OracleAction, ...]]
 #: A guest runs only during calls, so it gets half a second between two queries.
 _LET_RUN = (Wait(timedelta(seconds=0.5)),)
 _QUERY_TIMEOUT = timedelta(minutes=2)
+_WAITING_STEPS = 10
 
 
 class ConditionNotMet(Exception):
     """A condition of an oracle did not hold in time; the message says what was found instead."""
+
+
+def max_steps_of(task: Task, *, limit: int) -> int:
+    """Return the step limit of an episode that plays a task's oracle: waiting for the guest takes steps too.
+
+    Args:
+        task: Its own limit is for agents.
+        limit: The daemon's limit.
+    """
+    return min(task.max_steps * _WAITING_STEPS, limit)
 
 
 async def play(
