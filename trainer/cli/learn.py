@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ def learn_command(
     work = _Work(settings, run, seed=seed, name=name or default, resume=resume)
     wanted = _ALL if stage is Stage.ALL else (stage,)
     with ExitStack() as running:
+        # As Ctrl-C: a process that is killed at once would leave its daemons.
+        running.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
         needs_hosts = any(each in (Stage.DEMOS, Stage.RL, Stage.REPLAY) for each in wanted)
         hosts = running.enter_context(work.hosts(envd or [])) if needs_hosts else []
         for each in wanted:

@@ -1,5 +1,9 @@
-"""`trainer learn`: what it refuses before anything starts."""
+"""`trainer learn`: what it refuses before anything starts, and its end by a signal."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -45,3 +49,22 @@ def test_demonstrations_without_a_row_to_measure_are_refused(tmp_path: Path) -> 
     np.savez(tmp_path / "rows.npz", is_checked=np.zeros(3, bool))
     with pytest.raises(LearnError, match=r"no row is held out to measure cloning; play more seeds \(demos.seeds\)"):
         read_rows(tmp_path)
+
+
+def test_a_command_that_is_terminated_ends_its_daemons(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trainer", "learn", "demos", "--smoke", "--run", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "stage demos\n"
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii").split()
+        handles = [os.pidfd_open(int(pid)) for pid in children if b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        try:
+            assert len(handles) == 1
+            process.send_signal(signal.SIGTERM)
+            process.communicate()
+            assert process.returncode
+            with pytest.raises(ProcessLookupError):
+                signal.pidfd_send_signal(handles[0], 0)
+        finally:
+            for handle in handles:
+                os.close(handle)
