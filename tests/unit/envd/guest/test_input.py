@@ -196,6 +196,11 @@ def test_a_chord_is_pressed_in_order_and_released_in_reverse() -> None:
     assert events[3] == Pause(0.5)
 
 
+def test_a_chord_is_held_before_its_release_and_a_single_key_is_not() -> None:
+    assert plan(PressKeys(keys=("alt", "tab")), STATE)[2] == Pause(0.02)
+    assert len(plan(PressKeys(keys=("tab",)), STATE)) == 2
+
+
 def test_a_capital_is_shifted_alone_and_only_its_key_in_a_chord() -> None:
     assert keys(plan(PressKeys(keys=("ctrl", "S")), STATE)) == keys(plan(PressKeys(keys=("ctrl", "s")), STATE))
     assert keys(plan(PressKeys(keys=("S",)), STATE)) == [(SHIFT, True), (0x1F, True), (0x1F, False), (SHIFT, False)]
