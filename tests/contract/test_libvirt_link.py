@@ -17,6 +17,7 @@ from envd.hypervisor.qemu.accelerator import AcceleratorChoice
 from envd.hypervisor.qemu.connection import LibvirtLink
 from envd.hypervisor.qemu.domain_xml import MachineFiles
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
+from envd.hypervisor.qemu.killing import process_exits
 from envd.hypervisor.qemu.machine import LibvirtMachine
 from envd.hypervisor.qemu.snapshots.templates import TemplateStore
 from envd.hypervisor.qemu.user import QemuUser
@@ -30,6 +31,16 @@ listener.bind(sys.argv[1])
 listener.listen(16)
 print("listening", flush=True)
 time.sleep(300)
+"""
+#: Loses its memory and still listens, as a killed QEMU does for a moment: its first thread exits alone.
+EXITING_LISTENER = """
+import ctypes, socket, sys, threading, time
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen(16)
+threading.Thread(target=time.sleep, args=(300,)).start()
+print("listening", flush=True)
+ctypes.CDLL(None).syscall(60, 0)
 """
 
 
@@ -303,7 +314,7 @@ class Host:
         )
         self.qemus: list[subprocess.Popen[str]] = []
 
-    def machine(self, machine_id: str) -> LibvirtMachine:
+    def machine(self, machine_id: str, *, qemu_script: str = LISTENER) -> LibvirtMachine:
         """Return a machine whose stand-in QEMU listens on its display socket."""
         files = MachineFiles(directory=self.directory / "machines" / machine_id)
         files.directory.mkdir(parents=True)
@@ -321,7 +332,7 @@ class Host:
         machine.attach(Domain(name, self.link.connection))
         self.hypervisor._machines[name] = machine
         qemu = subprocess.Popen(
-            [sys.executable, "-c", LISTENER, str(files.display_socket)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", qemu_script, str(files.display_socket)], stdout=subprocess.PIPE, text=True
         )
         self.qemus.append(qemu)
         assert qemu.stdout is not None
@@ -395,6 +406,14 @@ async def test_a_process_that_is_not_the_machines_qemu_is_never_killed(host: Hos
         await machine.usage()
     await machine.destroy()
     assert host.qemus[1].poll() is None
+
+
+async def test_a_machine_whose_qemu_still_exits_is_lost(host: Host) -> None:
+    machine = host.machine("m", qemu_script=EXITING_LISTENER)
+    while not process_exits(host.qemus[0].pid):
+        await asyncio.sleep(0)
+    with pytest.raises(MachineLost):
+        await machine.require_present(HypervisorError("its QEMU monitor failed"))
 
 
 async def test_a_failed_destroy_can_be_retried(host: Host) -> None:

@@ -45,7 +45,7 @@ async def test_a_rollout_of_unknown_tasks_ends_after_a_bounded_number_of_resets(
             pytest.raises(Halted, match=r"6 consecutive groups were lost \(TaskNotFound 12\); last error: .*fake/none"),
         ):
             await rollout(args, "fake/none")
-    assert resets == 6
+    assert 6 <= resets <= 12, "a member that arrives after its group failed opens it again"
 
 
 async def test_a_rollout_without_a_daemon_ends_after_its_timeout() -> None:

@@ -372,14 +372,23 @@ def _is_active(domain: Any) -> bool:
 
 
 def _peer_pid(socket_path: Path, machine_id: str) -> int:
-    """Return the id of the process that listens on a socket, as reported by the kernel."""
+    """Return the id of the process that listens on a socket, as reported by the kernel.
+
+    Raises:
+        HypervisorError: It is not the machine's QEMU.
+        OSError: No process listens, or it exits.
+    """
     with socket.socket(socket.AF_UNIX) as probe:
         probe.connect(str(socket_path))
         pid, _uid, _gid = unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if pid <= 0:
         raise HypervisorError(f"machine {machine_id}: the process behind {socket_path} is not visible")
+    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    # A killed process loses its memory, with its command line, before its sockets.
+    if not command and process_exits(pid):
+        raise ProcessLookupError(f"machine {machine_id}: its QEMU, process {pid}, exits")
     # A compromised QEMU could put another process's socket there, and the process is going to be killed.
-    if machine_id.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
+    if machine_id.encode() not in command:
         raise HypervisorError(f"machine {machine_id}: process {pid} listens on {socket_path} but is not its QEMU")
     return int(pid)
 
