@@ -46,6 +46,7 @@ async def record(
     screen_px: tuple[int, int] = (1280, 800),
     pool: str = "",
     patience_s: Sequence[float] = _PATIENCE_S,
+    must_succeed: bool = True,
 ) -> list[StoredTrajectory]:
     """Play an oracle and return its conversation: a trajectory per row, named `_chunkN` if there are several.
 
@@ -60,9 +61,10 @@ async def record(
         screen_px: Size of the guest's screen (width, height) that the oracle's points refer to.
         pool: Pool to use; empty for the task's own.
         patience_s: Successive waits for a change of the screen; empty for desktops that respond immediately.
+        must_succeed: Whether a score below 1 is an error.
 
     Raises:
-        OracleFailed: It scored less than 1, was lost, or the grammar cannot express it.
+        OracleFailed: It scored less than 1 although it must succeed, was lost, or the grammar cannot express it.
     """
     conversations: list[OracleConversation] = []
 
@@ -73,7 +75,7 @@ async def record(
     trajectory = await run_task(environments, task.task_id, new_conversation, settings=settings, pool=pool)
     if trajectory.evaluation is None or trajectory.outcome not in (Outcome.TERMINATED, Outcome.TRUNCATED):
         raise OracleFailed(f"{task.task_id}: {trajectory.reason}: {trajectory.error}")
-    if trajectory.evaluation.score < 1.0:
+    if must_succeed and trajectory.evaluation.score < 1.0:
         mistakes = [error for turn in trajectory.turns for error in turn.facts.errors]
         raise OracleFailed(
             f"{task.task_id}: the oracle scored {trajectory.evaluation.score:g} in {len(trajectory.turns)} turns"

@@ -1,7 +1,8 @@
 """Stage `demos`: oracles of the training templates, played in the agent's own loop, become rows of token ids.
 
 One row is one reply with everything that the model sees before it, exactly as a rollout would build it. Each row has
-its frame, compressed. Held-out templates and seeds are never played.
+its frame, compressed. Held-out templates and seeds are never played. Demonstrators may have bad habits, so that a
+cloned policy is one that reinforcement can improve.
 """
 
 import asyncio
@@ -9,11 +10,12 @@ import base64
 import io
 import json
 import logging
+import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zstandard
-from cuaenv.client import AsyncEnvClient, Task
+from cuaenv.client import Action, AsyncEnvClient, Click, Done, Task
 from PIL import Image
 
 from trainer.agent.types import Message
@@ -31,7 +33,7 @@ from trainer.data.record import OracleFailed, record
 from trainer.data.split import template_id
 from trainer.learn.checkpoint import SIZES, write_checkpoint
 from trainer.learn.errors import LearnError
-from trainer.learn.settings import Settings
+from trainer.learn.settings import Demos, Settings
 from trainer.replay.trajectory import IMAGE_PLACEHOLDER
 from trainer.tokens.chat import Chat
 
@@ -113,6 +115,7 @@ def _play_part(given: tuple[Settings, str, list[Oracle], Path]) -> list[str]:
 async def _play_all(settings: Settings, host: str, oracles: list[Oracle], path: Path) -> list[str]:
     failures: list[str] = []
     waiting = list(reversed(oracles))
+    has_habits = settings.demos.wrong_button > 0 or settings.demos.stops_early > 0
     compress = zstandard.ZstdCompressor(level=3).compress
     with path.with_suffix(".jsonl").open("w", encoding="utf-8") as rows, path.with_suffix(".bin").open("wb") as frames:
         async with AsyncEnvClient(host, run="demos") as client:
@@ -124,7 +127,7 @@ async def _play_all(settings: Settings, host: str, oracles: list[Oracle], path: 
 
             async def play_next() -> None:
                 while waiting:
-                    oracle = waiting.pop()
+                    oracle = with_habits(waiting.pop(), settings.demos)
                     try:
                         chunks = await record(
                             client,
@@ -133,6 +136,7 @@ async def _play_all(settings: Settings, host: str, oracles: list[Oracle], path: 
                             settings=settings.agent,
                             screen_px=settings.screen_px,
                             patience_s=(),
+                            must_succeed=not has_habits,
                         )
                     except OracleFailed as error:
                         failures.append(str(error))
@@ -145,6 +149,24 @@ async def _play_all(settings: Settings, host: str, oracles: list[Oracle], path: 
 
             await asyncio.gather(*(play_next() for _ in range(settings.demos.concurrency)))
     return failures
+
+
+def with_habits(oracle: Oracle, demos: Demos) -> Oracle:
+    """Return an oracle's steps as a demonstrator with these habits takes them, always the same for a task."""
+    rng = random.Random(oracle.task_id)  # noqa: S311 - not a secret
+    steps: list[tuple[Action, ...]] = []
+    for step in oracle.steps:
+        if not isinstance(step[0], Done) and rng.random() < demos.stops_early:
+            steps.append((Done(""),))
+            break
+        steps.append(tuple(_pressed(action, is_wrong=rng.random() < demos.wrong_button) for action in step))
+    return replace(oracle, steps=tuple(steps))
+
+
+def _pressed(action: Action, *, is_wrong: bool) -> Action:
+    if is_wrong and isinstance(action, Click) and action.button == "left":
+        return replace(action, button="right")
+    return action
 
 
 def _row_of(messages: Sequence[Mapping[str, Any]], images: Sequence[str]) -> tuple[list[tuple[str, str]], bytes]:

@@ -26,6 +26,10 @@ class Demos(BaseModel):
     """Variants of each training template that oracles play."""
     concurrency: int = Field(default=24, ge=1)
     """Concurrent episodes of each process."""
+    wrong_button: float = Field(default=0.0, ge=0, lt=1)
+    """Share of left clicks that demonstrators make with the right button."""
+    stops_early: float = Field(default=0.0, ge=0, lt=1)
+    """Chance, before each turn of an unfinished task, that demonstrators declare it done."""
 
 
 class Clone(BaseModel):
