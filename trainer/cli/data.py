@@ -32,7 +32,7 @@ from trainer.cli.output import UsageError, reports_errors
 from trainer.data.dataset import Dataset, Source, join, statistics
 from trainer.data.oracles import BadOracle, Oracle, read_oracles
 from trainer.data.prompts import describe_unrunnable, is_runnable, prompt_rows, variant_ids
-from trainer.data.record import OracleFailed, record
+from trainer.data.record import PATIENCE_S, OracleFailed, record
 from trainer.data.sft import sft_row
 from trainer.data.split import CannotSplit
 from trainer.data.tables import CannotWrite, write_rows
@@ -188,9 +188,14 @@ class _Recording:
     async def _record(self, client: AsyncEnvClient, tasks: dict[str, Task], oracle: Oracle) -> list[StoredTrajectory]:
         if oracle.task_id not in tasks:
             raise OracleFailed(f"{oracle.task_id}: the daemon does not serve it")
-        task, patience = tasks[oracle.task_id], {} if self.is_patient else {"patience_s": ()}
         return await record(
-            client, task, oracle, settings=self.settings, screen_px=self.screen_px, pool=self.pool, **patience
+            client,
+            tasks[oracle.task_id],
+            oracle,
+            settings=self.settings,
+            screen_px=self.screen_px,
+            pool=self.pool,
+            patience_s=PATIENCE_S if self.is_patient else (),
         )
 
 

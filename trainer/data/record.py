@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: Successive waits, in seconds, while an input has not changed the screen: an emulated guest may take 30 s to open a
 #: window, and the next keys would go to the wrong one.
-_PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 #: After a step with a condition the screen must not change during one of these waits.
 _STILL_S = (8.0, 8.0, 8.0)
 
@@ -45,7 +45,7 @@ async def record(
     settings: AgentSettings,
     screen_px: tuple[int, int] = (1280, 800),
     pool: str = "",
-    patience_s: Sequence[float] = _PATIENCE_S,
+    patience_s: Sequence[float] = PATIENCE_S,
     must_succeed: bool = True,
 ) -> list[StoredTrajectory]:
     """Play an oracle and return its conversation: a trajectory per row, named `_chunkN` if there are several.
@@ -129,7 +129,7 @@ class OracleConversation:
         settings: AgentSettings,
         *,
         screen_px: tuple[int, int],
-        patience_s: Sequence[float] = _PATIENCE_S,
+        patience_s: Sequence[float] = PATIENCE_S,
     ) -> None:
         """See `record` for the arguments."""
         self._steps = [(step, index in oracle.slow_steps) for index, step in enumerate(oracle.steps)]
