@@ -194,6 +194,7 @@ async def replay_settling(step: RecordedStep, policy: SettlePolicy) -> tuple[Set
         screen,
         policy,
         input_s=step.input_s,
+        was_idle=True,
         processor_s=screen.processor_s,
         monotonic=screen.monotonic,
         sleep=screen.sleep,

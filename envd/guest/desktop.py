@@ -112,6 +112,7 @@ class Desktop:
             session=self._session,
         )
         self._woken = asyncio.Event()
+        self._was_idle = True
         self._encoding: asyncio.Task[None] | None = None
         self._loss_task: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -254,9 +255,13 @@ class Desktop:
             policy: When the screen counts as quiet.
             upcoming: Options of the next `observe`; its frame is encoded ahead once the screen is likely settled.
         """
-        return await self._settle(policy, upcoming=upcoming)
+        result = await self._settle(policy, was_idle=self._was_idle, upcoming=upcoming)
+        self._was_idle = result.is_idle
+        return result
 
-    async def _settle(self, policy: SettlePolicy, *, upcoming: ObservationOptions | None = None) -> SettleResult:
+    async def _settle(
+        self, policy: SettlePolicy, *, was_idle: bool = False, upcoming: ObservationOptions | None = None
+    ) -> SettleResult:
         if self._view is not None:  # nothing has moved since the view was taken
             return SettleResult(settled=True, settle_ms=0.0, change_count=0)
         if self._actor.may_act_late:
@@ -266,6 +271,7 @@ class Desktop:
                 self._screen,
                 policy,
                 input_s=self._actor.input_s,
+                was_idle=was_idle,
                 processor_s=self._channels.processor_s,
                 likely_settled=lambda: self._encode_ahead(upcoming),
             ),

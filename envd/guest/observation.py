@@ -81,6 +81,8 @@ class SettleResult:
     settle_ms: float
     change_count: int
     """Framebuffer updates with changed pixels during the wait."""
+    is_idle: bool = True
+    """False if the guest's processors were still busy."""
     moving: tuple[Region, ...] = ()
     """Regions that still moved after `max_ms`."""
 

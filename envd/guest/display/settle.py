@@ -8,7 +8,10 @@ for why a passive viewer would see a change up to 3 s late.
 Blinking and changes in ignored regions do not count.
 
 A busy guest may be about to draw: an editor that opens a dialog, a page that loads. So a quiet screen settles only once
-the guest's processors are idle too, after at most `_MAX_BUSY_FACTOR` times `quiet_ms` more: some guests never are.
+the guest's processors are idle too. Some guests never are, so this extends the wait by at most `_MAX_BUSY_FACTOR` times
+`quiet_ms`. If the guest was idle before the input and has drawn nothing since, the input probably started a program,
+and the limit is `_MAX_START_FACTOR` times `quiet_ms`: a response without the program's window would cost the agent a
+turn.
 
 The reverse holds as well: a guest that worked after the input and is idle again has nothing left to draw, unless a
 program sleeps. With `idle_ms` that is evidence enough, and `quiet_ms` is the rule where there is none.
@@ -43,6 +46,8 @@ _WORKING_SHARE = 0.1
 # milliseconds under TCG.
 _HANDLED_S = 0.0005
 _MAX_BUSY_FACTOR = 5.0
+# With the default policy 4.8 s in all, just below `max_ms`. A terminal takes 3 to 5 s to appear under TCG on two cores.
+_MAX_START_FACTOR = 15.0
 # Shortest interval of two readings that gives a usable share.
 _SHORTEST_READING_S = 0.02
 #: A screen that has been quiet for this part of `quiet_ms` likely stays quiet.
@@ -69,6 +74,8 @@ class SettleState:
     """When the guest was last found busy."""
     working_s: float | None = None
     """When the guest was last found working on the input; None if it is unknown whether it handled the input."""
+    was_idle: bool = False
+    """Whether the guest is known to have been idle before the input."""
 
 
 class FollowedScreen(Protocol):
@@ -96,7 +103,11 @@ def decide(policy: SettlePolicy, state: SettleState) -> bool | float:
     """Return True or False once the outcome is known, else the seconds to wait before the next refresh."""
     # A change that arrives with a refresh is newer than its request, so only a policy with `quiet_ms` refreshes again.
     quiet_at_s = max(state.input_s, state.change_s) + policy.quiet_ms / 1000 if policy.quiet_ms else state.input_s
-    rested_at_s = min(state.busy_s + _IDLE_S, quiet_at_s + _MAX_BUSY_FACTOR * policy.quiet_ms / 1000)
+    is_starting = state.was_idle and state.change_s < state.input_s
+    busy_factor = _MAX_START_FACTOR if is_starting else _MAX_BUSY_FACTOR
+    # From the beginning of this wait if the input is older: the agent waited for a guest that was busy then.
+    busy_end_s = max(quiet_at_s, state.began_s) + busy_factor * policy.quiet_ms / 1000
+    rested_at_s = min(state.busy_s + _IDLE_S, busy_end_s)
     settled_at_s, interval_s = max(quiet_at_s, rested_at_s), _REFRESH_INTERVAL_S
     if policy.idle_ms and state.working_s is not None:
         interval_s = _IDLE_REFRESH_INTERVAL_S
@@ -116,6 +127,7 @@ async def settle(
     policy: SettlePolicy,
     *,
     input_s: float,
+    was_idle: bool = False,
     processor_s: Callable[[], float | None] = lambda: None,
     likely_settled: Callable[[], None] = lambda: None,
     monotonic: Callable[[], float] = time.monotonic,
@@ -127,6 +139,7 @@ async def settle(
         screen: The screen, being followed.
         policy: When the screen counts as quiet.
         input_s: Monotonic time of the last input.
+        was_idle: Whether the guest is known to have been idle before the input.
         processor_s: Processor seconds that the guest has wanted so far; None if unknown, then only the screen counts.
         likely_settled: Called once per picture that will likely be the settled one, before that is known.
         monotonic: The monotonic clock.
@@ -152,16 +165,19 @@ async def settle(
             seen_s=seen_s,
             busy_s=processors.busy_s,
             working_s=processors.working_s,
+            was_idle=was_idle,
         )
         decision = decide(policy, state)
         if isinstance(decision, bool):
             moving = (
                 [] if decision else screen.moving_since(now_s - max(policy.quiet_ms, _MOVING_MS) / 1000, policy.ignored)
             )
+            idle_s = min(_IDLE_S, policy.idle_ms / 1000 or _IDLE_S)
             return SettleResult(
                 settled=decision,
                 settle_ms=(now_s - began_s) * 1000,
                 change_count=screen.change_count - change_count,
+                is_idle=processors.busy_s + idle_s <= seen_s,
                 moving=merged(moving, limit=_MAX_MOVING_REGIONS),
             )
         quiet_s = seen_s - max(input_s, change_s)
@@ -181,7 +197,8 @@ class _Processors:
         self._processor_s = processor_s
         self._read_s = now_s
         self._first_s = self._used_s = processor_s()
-        self.busy_s = -math.inf
+        # Until the first reading the guest may be busy, also if the last input is long past.
+        self.busy_s = -math.inf if self._first_s is None else now_s + _SHORTEST_READING_S - _IDLE_S
         self._working_s = -math.inf
 
     @property

@@ -426,6 +426,22 @@ async def test_the_quiet_time_is_fixed_until_the_effect_of_an_activating_key_has
     assert idle_ms == [10, 0, 10]
 
 
+async def test_settling_knows_whether_the_guest_was_idle_before_the_input(
+    desk: Desktop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    were_idle: list[bool] = []
+    results = iter([True, False, True])
+
+    async def settling(screen: Screen, policy: SettlePolicy, *, was_idle: bool, **others: Any) -> SettleResult:
+        were_idle.append(was_idle)
+        return SettleResult(settled=True, settle_ms=1.0, change_count=0, is_idle=next(results))
+
+    monkeypatch.setattr("envd.guest.desktop.settle", settling)
+    for _ in range(3):
+        await desk.settle(SettlePolicy())
+    assert were_idle == [True, True, False]
+
+
 async def test_keys_after_a_click_wait_for_a_quiet_screen(
     desk: Desktop, channels: FakeChannels, monkeypatch: pytest.MonkeyPatch
 ) -> None:

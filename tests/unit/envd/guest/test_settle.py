@@ -26,9 +26,17 @@ def state(
     after_input: float = 0.0,
     busy: float = -10.0,
     working: float | None = None,
+    was_idle: bool = False,
 ) -> SettleState:
     return SettleState(
-        now_s=now, began_s=began, input_s=after_input, change_s=change, seen_s=seen, busy_s=busy, working_s=working
+        now_s=now,
+        began_s=began,
+        input_s=after_input,
+        change_s=change,
+        seen_s=seen,
+        busy_s=busy,
+        working_s=working,
+        was_idle=was_idle,
     )
 
 
@@ -59,6 +67,15 @@ def state(
         (POLICY, state(now=0.43, seen=0.42, busy=0.31), True),
         (POLICY, state(now=1.79, seen=1.78, busy=1.79), 0.01),
         (POLICY, state(now=1.81, seen=1.80, busy=1.81), True),
+        # If it was idle before the input and has drawn nothing since, it is waited for at most 4.5 s.
+        (POLICY, state(now=1.81, seen=1.80, busy=1.81, was_idle=True), 0.05),
+        (POLICY, state(now=1.93, seen=1.92, busy=1.81, was_idle=True), True),
+        (POLICY, state(now=4.79, seen=4.78, busy=4.79, was_idle=True), 0.01),
+        (POLICY, state(now=4.81, seen=4.80, busy=4.81, was_idle=True), True),
+        (POLICY, state(now=1.91, seen=1.90, busy=1.91, change=0.1, was_idle=True), True),
+        # These limits count from the beginning of a wait that begins later.
+        (POLICY, state(now=10.45, began=9.0, seen=10.44, busy=10.45), 0.05),
+        (POLICY, state(now=10.51, began=9.0, seen=10.50, busy=10.51), True),
         # With idle_ms, a guest that handled the input and is idle again has settled.
         (IDLE, state(now=0.08, seen=0.07, working=0.02), True),
         (IDLE, state(now=0.06, seen=0.05, working=0.02), 0.01),
@@ -137,11 +154,14 @@ async def settled(screen: DrawnScreen, policy: SettlePolicy = POLICY) -> tuple[b
     return result.settled, result.settle_ms, result.change_count
 
 
-async def result_of(screen: DrawnScreen, policy: SettlePolicy) -> SettleResult:
+async def result_of(
+    screen: DrawnScreen, policy: SettlePolicy = POLICY, *, input_s: float = 0.0, was_idle: bool = False
+) -> SettleResult:
     return await settle(
         screen,  # type: ignore[arg-type]
         policy,
-        input_s=0.0,
+        input_s=input_s,
+        was_idle=was_idle,
         processor_s=screen.processor_s,
         likely_settled=screen.likely_settled,
         monotonic=screen.monotonic,
@@ -169,9 +189,29 @@ async def test_a_quiet_screen_of_a_busy_guest_is_not_settled_yet() -> None:
 
 
 async def test_a_guest_that_is_always_busy_is_waited_for_a_bounded_time() -> None:
-    is_settled, settle_ms, _ = await settled(DrawnScreen([], busy_until_s=100.0))
-    assert is_settled
-    assert 1800 <= settle_ms <= 1840
+    result = await result_of(DrawnScreen([], busy_until_s=100.0))
+    assert result.settled
+    assert not result.is_idle
+    assert 1800 <= result.settle_ms <= 1840
+
+
+async def test_the_first_window_of_a_program_that_an_idle_guest_starts_is_waited_for() -> None:
+    screen = DrawnScreen([3.5], busy_until_s=3.6)
+    result = await result_of(screen, IDLE, was_idle=True)
+    assert (result.settled, result.is_idle, result.change_count) == (True, True, 1)
+    assert 3640 <= result.settle_ms <= 3810
+
+
+async def test_a_guest_that_is_busy_long_after_the_input_has_not_settled() -> None:
+    screen = DrawnScreen([0.6], busy_until_s=0.7)
+    result = await result_of(screen, input_s=-10.0)
+    assert result.change_count == 1
+
+
+async def test_one_reading_shows_that_a_guest_is_idle_long_after_the_input() -> None:
+    result = await result_of(DrawnScreen([]), input_s=-10.0)
+    assert result.settled
+    assert result.settle_ms <= 50
 
 
 @pytest.mark.parametrize(
