@@ -85,9 +85,19 @@ def fingerprint_of(request: Message) -> bytes:
 
 
 def reset_command(
-    request: env_pb2.ResetRequest, *, time_remaining_s: float | None, caller: Caller = TRUSTED
+    request: env_pb2.ResetRequest,
+    *,
+    time_remaining_s: float | None,
+    caller: Caller = TRUSTED,
+    may_queue: bool = True,
 ) -> ResetCommand:
-    """Convert a reset request; `time_remaining_s` is the time until the call's deadline, if it has one.
+    """Convert a reset request.
+
+    Args:
+        request: The request.
+        time_remaining_s: Time until the call's deadline, if it has one.
+        caller: Owner of the new episodes.
+        may_queue: Whether the group may queue for machines that others hold.
 
     Raises:
         InvalidRequest: A field is missing or out of range.
@@ -95,10 +105,6 @@ def reset_command(
     """
     if not _RUN.fullmatch(request.run):
         raise InvalidRequest("run", "must be at most 64 of A-Z a-z 0-9 . _ -")
-    if request.HasField("ready_timeout"):
-        timeout_s = seconds(request.ready_timeout, "ready_timeout", above=0.0, high=MAX_READY_TIMEOUT_S)
-    else:
-        timeout_s = _ready_timeout_s(time_remaining_s)
     return ResetCommand(
         request_id=request_id_of(request.request_id),
         task_id=required(request.task_id, "task_id"),
@@ -111,9 +117,17 @@ def reset_command(
         max_machines=caller.max_machines,
         settle=settle_policy(request.settle, "settle") if request.HasField("settle") else None,
         observe=observation_options(request.observation, "observation"),
-        timeout_s=timeout_s,
+        may_queue=may_queue,
+        timeout_s=ready_timeout_s(request, time_remaining_s=time_remaining_s),
         fingerprint=fingerprint_of(request),
     )
+
+
+def ready_timeout_s(request: env_pb2.ResetRequest, *, time_remaining_s: float | None) -> float:
+    """Return the limit for admission and setup of a reset. Raises: InvalidRequest: it is out of range."""
+    if request.HasField("ready_timeout"):
+        return seconds(request.ready_timeout, "ready_timeout", above=0.0, high=MAX_READY_TIMEOUT_S)
+    return _ready_timeout_s(time_remaining_s)
 
 
 def fork_command(

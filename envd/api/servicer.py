@@ -48,7 +48,7 @@ from envd.api.convert_results import (
 from envd.api.fields import int_in_range, request_id_of
 from envd.api.flow_control import AckTracker, paced
 from envd.api.pages import page_of
-from envd.api.security.access import HELD_KEY, current_caller
+from envd.api.security.access import NO_QUEUE_HEADER, current_caller
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import listing_key
 from envd.errors import GuestError, GuestRefused, InvalidRequest, MachineLost
@@ -90,7 +90,12 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
 
     async def Reset(self, request: env_pb2.ResetRequest, context: Context) -> env_pb2.ResetResponse:
         """Open a group of episodes."""
-        command = reset_command(request, time_remaining_s=_remaining_s(context), caller=current_caller())
+        command = reset_command(
+            request,
+            time_remaining_s=_remaining_s(context),
+            caller=current_caller(),
+            may_queue=not (self._is_shard and NO_QUEUE_HEADER in (context.invocation_metadata() or ())),
+        )
         result = await self._episodes.reset(command)
         for info, observation in zip(result.episodes, result.observations, strict=True):
             self._remember_screen(info.episode_id, observation.frame)
@@ -184,9 +189,6 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     async def ListPools(self, request: env_pb2.ListPoolsRequest, context: Context) -> env_pb2.ListPoolsResponse:
         """List pools."""
         pools = self._episodes.list_pools()
-        if self._is_shard:
-            held = self._episodes.held_counts()
-            context.set_trailing_metadata(tuple((HELD_KEY, f"{name}={count}") for name, count in held.items()))
         if not request.include_queue:
             return env_pb2.ListPoolsResponse(pools=pool_messages(pools))
         caller, queues = current_caller(), self._episodes.list_queues()

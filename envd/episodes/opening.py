@@ -20,6 +20,7 @@ from envd.errors import (
     EnvdError,
     EpisodeEnded,
     InvalidRequest,
+    PoolExhausted,
     RequestIdReused,
     SetupFailed,
     StepIndexMismatch,
@@ -99,8 +100,10 @@ class Opening:
                     clock=context.clock,
                 )
         except EnvdError as error:
-            logger.warning("reset %s: task %s: %s: %s", command.request_id, task.task_id, error.reason, error)
-            context.metrics.episode_failed(pool=pool.name, operation="reset", reason=error.reason)
+            # A group that may not queue is expected to be refused: the front process tries the next shard.
+            if command.may_queue or not isinstance(error, PoolExhausted):
+                logger.warning("reset %s: task %s: %s: %s", command.request_id, task.task_id, error.reason, error)
+                context.metrics.episode_failed(pool=pool.name, operation="reset", reason=error.reason)
             raise
         finally:
             self.resetting_count -= 1

@@ -10,7 +10,6 @@ Always true, because the event loop is atomic between awaits:
 
 import asyncio
 import secrets
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -31,7 +30,6 @@ from envd.episodes.resetting import RunCheckers, RunSetup
 from envd.episodes.stepping import Stepping
 from envd.episodes.types import (
     EpisodeInfo,
-    EpisodeState,
     EvaluateResult,
     ForkCommand,
     GroupResult,
@@ -354,10 +352,6 @@ class EpisodeService:
     def list_queues(self) -> dict[str, tuple[QueuedGroup, ...]]:
         """Return the queued groups of every pool, in the order of their turns."""
         return {name: pool.queue() for name, pool in self._pools.items()}
-
-    def held_counts(self) -> Counter[str]:
-        """Return how many machines episodes have, by pool: without those of running resets and forks."""
-        return Counter(each.pool for each in self._registry if each.state is not EpisodeState.FAILED)
 
     async def watch_pools(self) -> AsyncGenerator[list[PoolStatus], None]:
         """Yield every pool, at once and on change, until the service is closed; a slow reader skips states."""

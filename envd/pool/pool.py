@@ -22,7 +22,7 @@ from envd.clock import Clock, SystemClock, wait_until
 from envd.errors import EnvdError, GroupTooLarge, MachineLost, TemplateCorrupt
 from envd.guest.desktop import Desktop
 from envd.guest.view import ConnectionState
-from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec
+from envd.hypervisor.machine import DiskImage, Hypervisor, Machine
 from envd.pool.admission import AdmissionQueue, WaitingGroup
 from envd.pool.backoff import Backoff
 from envd.pool.disk import HostDisk
@@ -131,14 +131,7 @@ class Pool:
             capacity=settings.capacity,
             clock=self._clock,
         )
-        self._spec = MachineSpec(
-            machine_id=settings.name,
-            image=image,
-            memory_mib=settings.memory_mib,
-            vcpu_count=settings.vcpu_count,
-            screen_width_px=settings.screen_width_px,
-            screen_height_px=settings.screen_height_px,
-        )
+        self._spec = settings.machine_spec(image)
         self._template = TemplateKeeper(
             self._spec,
             user=self,
@@ -251,6 +244,7 @@ class Pool:
         run: str = "",
         owner: str = "",
         retained_count: int = 0,
+        may_queue: bool = True,
         timeout_s: float,
     ) -> MachineLease:
         """Take `count` ready machines and `reserved` reservations, all or none, when it is the run's turn.
@@ -265,11 +259,12 @@ class Pool:
             run: The run whose share they count for; empty for the run without a label.
             owner: Name of the token that asks, for listings of the queue.
             retained_count: Machines of the run that the caller holds, and returns only after these.
+            may_queue: Whether to wait for machines that others hold or wait for, not only for new ones.
             timeout_s: Longest wait.
 
         Raises:
             GroupTooLarge: The pool, or the run's quota, can never hold that many.
-            PoolExhausted: The queue is full, or it was not the run's turn within `timeout_s`.
+            PoolExhausted: The queue is full, it was not the run's turn within `timeout_s`, or `may_queue` is false.
             PoolFailing: Machines do not start, and none were ready.
             Draining: The pool is draining.
         """
@@ -281,6 +276,9 @@ class Pool:
             refusal = self._refusals.draining()
         if refusal is not None:
             raise self._refusals.counted(refusal, run=run)
+        if not may_queue:
+            most_count = min(self.capacity, len(self._machines) + self._machines.reserved_count + self._room.count())
+            self._refusals.require_room(demand, held=self._machines.held(), most_count=most_count)
         now_s = self._clock.monotonic()
         group = WaitingGroup(demand=demand, owner=owner, enter_s=now_s, deadline_s=now_s + timeout_s)
         self._queue.enter(group)

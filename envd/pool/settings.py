@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from envd.guest.observation import SettlePolicy
+from envd.hypervisor.machine import DiskImage, MachineSpec
 from envd.pool.backoff import FAILING_AFTER
 from envd.pool.fairness import RunShares
 
@@ -53,3 +54,14 @@ class PoolSettings:
     """Whether clients may read and write guest files and run guest commands."""
     settle: SettlePolicy = field(default_factory=SettlePolicy)
     """When a screen counts as settled, unless a request overrides it."""
+
+    def machine_spec(self, image: DiskImage) -> MachineSpec:
+        """Return the pool's machines, with the pool's name as their id."""
+        return MachineSpec(
+            machine_id=self.name,
+            image=image,
+            memory_mib=self.memory_mib,
+            vcpu_count=self.vcpu_count,
+            screen_width_px=self.screen_width_px,
+            screen_height_px=self.screen_height_px,
+        )

@@ -1,6 +1,7 @@
 """Two shards behind one endpoint, in this process, on real sockets: what a client sees is one daemon."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from cuaenv.client import AsyncEnvClient, BadRequest, GroupTooLarge
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from google.protobuf.duration_pb2 import Duration
 
-from envd.aio import Changes
+from envd.aio import Changes, race
+from envd.api.relay import servicer
 from envd.api.relay.link import ShardLink
 from envd.api.relay.merge import shard_of
 from envd.api.relay.placements import Placements
 from envd.api.relay.servicer import RelayServicer
+from envd.api.security.access import NO_QUEUE_HEADER
 from envd.api.security.tokens import new_token
 from envd.api.server import ApiServer
 from envd.config import SecurityConfig
@@ -38,6 +41,7 @@ class Sharded:
     server: ApiServer
     links: Sequence[ShardLink]
     shards: Sequence[FakeServer]
+    placements: Placements
 
 
 @asynccontextmanager
@@ -63,7 +67,7 @@ async def serve_shards(
         relay = RelayServicer(links, placements, changes=changes)
         server = ApiServer(relay, listen="127.0.0.1:0", metrics=Metrics(), security=security)
         stack.push_async_callback(server.stop)
-        yield Sharded(address=await server.start(), server=server, links=links, shards=shards)
+        yield Sharded(address=await server.start(), server=server, links=links, shards=shards, placements=placements)
 
 
 @asynccontextmanager
@@ -88,6 +92,16 @@ def step_request(episode_id: str, index: int, request_id: str = "") -> env_pb2.S
     )
 
 
+async def shard_with_queue(served: Sharded) -> int:
+    """Wait until a group is queued in one shard, and return the shard."""
+    while True:
+        changes = [shard.pool.changes.next for shard in served.shards]
+        for index, shard in enumerate(served.shards):
+            if shard.pool.statistics().waiting_count:
+                return index
+        await race(*changes)
+
+
 async def clicks(stub: Any, episode_id: str) -> bytes:
     request = env_pb2.ReadGuestFileRequest(episode_id=episode_id, path="/home/user/clicks.txt")
     data: bytes = (await stub.ReadGuestFile(request)).data
@@ -99,11 +113,11 @@ async def test_a_group_and_its_forks_are_on_one_shard_and_the_next_group_on_the_
         serve_shards(tmp_path, size=3) as served,
         AsyncEnvClient(served.address) as client,
         client.reset_group(TASK, size=2) as group,
-        client.reset(TASK) as single,
+        client.reset_group(TASK, size=2) as others,
     ):
-        ids = [episode.episode_id for episode in group]
-        assert len({shard_of(each) for each in ids}) == 1
-        assert shard_of(single.episode_id) != shard_of(ids[0])
+        ids, other_ids = ([episode.episode_id for episode in each] for each in (group, others))
+        assert [len({shard_of(each) for each in members}) for members in (ids, other_ids)] == [1, 1]
+        assert {shard_of(each) for each in (*ids, *other_ids)} == {0, 1}
         await group[0].step(COUNT)
         async with bare_stub(served) as stub:
             fork = await stub.Fork(env_pb2.ForkRequest(request_id="f", episode_id=ids[0], step_index=1, fork_count=1))
@@ -111,12 +125,8 @@ async def test_a_group_and_its_forks_are_on_one_shard_and_the_next_group_on_the_
         assert shard_of(copy.episode_id) == shard_of(ids[0])
         assert (copy.step_count, copy.parent_episode_id) == (1, ids[0])
         (pool,) = await client.list_pools()
-        assert (pool.capacity, pool.leased_count) == (6, 4)
-        assert {each.episode_id for each in await client.list_episodes()} == {
-            *ids,
-            single.episode_id,
-            copy.episode_id,
-        }
+        assert pool.capacity == 6
+        assert {each.episode_id for each in await client.list_episodes()} == {*ids, *other_ids, copy.episode_id}
 
 
 async def test_a_reset_goes_to_the_shard_that_has_room(tmp_path: Path) -> None:
@@ -151,6 +161,76 @@ async def test_a_reset_that_was_refused_may_be_retried_on_another_shard(tmp_path
             assert shard_of(held.episodes[0].episode_id) == shard_of(episode_id)
             with pytest.raises(grpc.aio.AioRpcError):
                 await stub.Reset(waiting)
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+async def test_as_many_resets_at_once_as_machines_get_one_each_and_one_more_waits_for_a_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: list[int]
+) -> None:
+    # As if the front process knew nothing of the shards' machines: the shards alone decide.
+    monkeypatch.setattr(servicer, "ranked_shards", lambda *_, **__: order)
+    async with serve_shards(tmp_path, size=8) as served, bare_stub(served) as stub:
+        responses = await asyncio.gather(*(stub.Reset(reset_request(f"r{number}")) for number in range(16)))
+        ids = [each.episodes[0].episode_id for each in responses]
+        assert Counter(shard_of(each) for each in ids) == {0: 8, 1: 8}
+        waiting = stub.Reset(reset_request("one-more"))
+        shard = await shard_with_queue(served)
+        assert shard == order[0]
+        assert not waiting.done()
+        await stub.Close(env_pb2.CloseRequest(episode_id=next(each for each in ids if shard_of(each) == shard)))
+        assert shard_of((await waiting).episodes[0].episode_id) == shard
+
+
+async def test_groups_of_several_sizes_at_once_fill_all_shards(tmp_path: Path) -> None:
+    async with serve_shards(tmp_path, size=4, count=3) as served, bare_stub(served) as stub:
+        requests = [reset_request(f"r{number}", group_size=2) for number in range(6)]
+        responses = await asyncio.gather(*(stub.Reset(request) for request in requests))
+        groups = [{shard_of(each.episode_id) for each in response.episodes} for response in responses]
+        assert all(len(group) == 1 for group in groups)
+        assert Counter(shard for group in groups for shard in group) == {0: 2, 1: 2, 2: 2}
+
+
+async def test_a_cancelled_reset_that_waits_is_joined_by_its_retry(tmp_path: Path) -> None:
+    async with serve_shards(tmp_path) as served, bare_stub(served) as stub:
+        held = [(await stub.Reset(reset_request(f"held-{number}"))).episodes[0].episode_id for number in range(2)]
+        first = stub.Reset(reset_request("r"))
+        shard = await shard_with_queue(served)
+        first.cancel()
+        retried = stub.Reset(reset_request("r"))
+        await stub.Close(env_pb2.CloseRequest(episode_id=next(each for each in held if shard_of(each) == shard)))
+        (opened,) = (await retried).episodes
+        assert shard_of(opened.episode_id) == shard
+        listed = (await stub.ListEpisodes(env_pb2.ListEpisodesRequest())).episodes
+        assert len(listed) == 2, "the cancelled call opened none of its own"
+
+
+async def test_a_retry_whose_shard_lost_it_and_is_full_goes_to_another_shard(tmp_path: Path) -> None:
+    async with serve_shards(tmp_path) as served, bare_stub(served) as stub:
+        held = (await stub.Reset(reset_request("held"))).episodes[0].episode_id
+        full = shard_of(held)
+        assert full is not None
+        served.placements.place("/r", full)
+        first = (await stub.Reset(reset_request("r"))).episodes[0].episode_id
+        assert shard_of(first) == 1 - full
+        await stub.Close(env_pb2.CloseRequest(episode_id=held))
+        assert (await stub.Reset(reset_request("r"))).episodes[0].episode_id == first
+
+
+async def test_a_client_cannot_forbid_its_reset_to_queue(tmp_path: Path) -> None:
+    async with (
+        serve_shards(tmp_path) as sharded,
+        serve_fake(size=1, capacity=1) as single,
+        bare_stub(sharded) as front_stub,
+        grpc.aio.insecure_channel(single.address) as channel,
+    ):
+        single_stub: Any = env_pb2_grpc.CUAEnvStub(channel)
+        for stub, count in ((front_stub, 2), (single_stub, 1)):
+            for number in range(count):
+                await stub.Reset(reset_request(f"held-{number}"))
+            request = reset_request("r", ready_timeout=Duration(nanos=100_000_000))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Reset(request, metadata=(NO_QUEUE_HEADER,))
+            assert "had no room for 1 within" in (caught.value.details() or ""), "it queued"
 
 
 async def test_a_retried_reset_and_a_retried_step_are_replayed(tmp_path: Path) -> None:
@@ -219,8 +299,9 @@ async def test_leases_of_all_shards_are_renewed_in_one_call_and_pages_neither_sk
 
 
 async def test_while_a_shard_is_down_its_calls_are_unavailable_and_the_others_continue(tmp_path: Path) -> None:
-    async with serve_shards(tmp_path, size=2) as served, bare_stub(served) as stub:
-        ids = [(await stub.Reset(reset_request(f"r{number}"))).episodes[0].episode_id for number in range(2)]
+    async with serve_shards(tmp_path, size=3) as served, bare_stub(served) as stub:
+        requests = [reset_request(f"r{number}", group_size=2) for number in range(2)]
+        ids = [(await stub.Reset(request)).episodes[0].episode_id for request in requests]
         lost = next(each for each in ids if shard_of(each) == 1)
         alive = next(each for each in ids if shard_of(each) == 0)
         await served.links[1].disconnect()
@@ -229,14 +310,14 @@ async def test_while_a_shard_is_down_its_calls_are_unavailable_and_the_others_co
             stub.Step(step_request(lost, 0)),
             stub.ListEpisodes(env_pb2.ListEpisodesRequest()),
             stub.KeepAlive(env_pb2.KeepAliveRequest(episode_ids=ids)),
-            stub.Reset(reset_request(f"r{ids.index(lost)}")),
+            stub.Reset(requests[ids.index(lost)]),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             assert caught.value.details() == "shard 1: is being restarted; retry with the same request_id"
         (pool,) = (await stub.ListPools(env_pb2.ListPoolsRequest(include_queue=True))).pools
-        assert (pool.capacity_count, pool.problem) == (2, "shard 1: is being restarted")
+        assert (pool.capacity_count, pool.problem) == (3, "shard 1: is being restarted")
         new = (await stub.Reset(reset_request("new"))).episodes[0].episode_id
         assert shard_of(new) == 0
         await served.links[1].connect()
@@ -249,7 +330,7 @@ async def test_a_token_sees_its_own_episodes_alone_on_every_shard(tmp_path: Path
     tokens.touch(mode=0o600)
     tokens.write_text(f"{first.line}\n{second.line}\n")
     async with (
-        serve_shards(tmp_path, size=2, security=SecurityConfig(tokens_file=tokens)) as served,
+        serve_shards(tmp_path, size=1, security=SecurityConfig(tokens_file=tokens)) as served,
         AsyncEnvClient(served.address, token=first.secret) as mine,
         AsyncEnvClient(served.address, token=second.secret) as other,
         mine.reset(TASK) as one,

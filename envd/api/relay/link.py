@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from envd.api.relay.merge import Candidate
 from envd.api.requests import MAX_MESSAGE_BYTES
-from envd.api.security.access import HELD_KEY, TRUSTED, Caller, caller_header
+from envd.api.security.access import TRUSTED, Caller, caller_header
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 _WATCH_AGAIN_S: Final = 1.0
-_REFRESH_TIMEOUT_S: Final = 1.0
 
 Metadata = Sequence[tuple[str, str]]
 
@@ -45,7 +44,6 @@ class ShardLink:
         self.pools: Sequence[env_pb2.Pool] = ()
         """The shard's pools, as it reported them last; empty while it is down."""
         self._opening: Counter[str] = Counter()
-        self._finished: Counter[str] = Counter()
         self._target = target
         self._on_change = on_change
         self._channel: grpc.aio.Channel | None = None
@@ -79,30 +77,9 @@ class ShardLink:
             await channel.close()
             self._on_change()
 
-    async def look(self) -> Callable[[], Candidate]:
-        """Ask for the state of the pools; return a function that adds the resets which run when it is called.
-
-        If the shard does not answer soon, it is the state that it reported last.
-        """
-        pools, held, finished = self.pools, Counter[str](), self._finished.copy()
-        try:
-            call = self._method("unary_unary", "ListPools")(
-                b"", metadata=caller_metadata(TRUSTED), timeout=_REFRESH_TIMEOUT_S
-            )
-            pools = env_pb2.ListPoolsResponse.FromString(await call).pools
-            for key, value in await call.trailing_metadata():
-                if key == HELD_KEY:
-                    name, _, count = value.partition("=")
-                    held[name] = int(count)
-        except grpc.aio.AioRpcError as error:
-            logger.debug("shard %d: its pools are not known: %s", self.index, error.details())
-
-        def candidate() -> Candidate:
-            # Resets that have finished since may or may not be part of the shard's state.
-            opening = self._opening + (self._finished - finished)
-            return Candidate(index=self.index, pools=pools, held=held, opening=opening)
-
-        return candidate
+    def candidate(self) -> Candidate:
+        """Return the shard's state as far as it is known here: its pools, and the resets that run."""
+        return Candidate(index=self.index, pools=self.pools, opening=self._opening)
 
     @contextmanager
     def resetting(self, pool: str, machine_count: int) -> Iterator[None]:
@@ -112,7 +89,6 @@ class ShardLink:
             yield
         finally:
             self._opening[pool] -= machine_count
-            self._finished[pool] += machine_count
 
     async def unary(self, method: str, request: Message, *, metadata: Metadata, timeout_s: float | None) -> bytes:
         """Relay a call, and return the response. Raises: grpc.aio.AioRpcError."""

@@ -1,9 +1,9 @@
-"""Merge the responses of several shards, and choose the shard of a new group. Pure."""
+"""Merge the responses of several shards, and rank the shards for a new group. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from cuaenv.v1 import env_pb2
 
@@ -30,8 +30,6 @@ class Candidate:
 
     index: int
     pools: Sequence[env_pb2.Pool]
-    held: Mapping[str, int]
-    """Machines that episodes have, by pool; others that are leased belong to running resets and forks."""
     opening: Mapping[str, int]
     """Machines that running resets request, by pool."""
 
@@ -47,16 +45,11 @@ def shard_of(episode_id: str) -> int | None:
     return int(match[1]) if match else None
 
 
-class Choice(NamedTuple):
-    """The shard for a new group."""
+def ranked_shards(candidates: Iterable[Candidate], *, pool: str, group_size: int) -> list[int]:
+    """Return the shards for a new group, best first: with room for it, then with most free machines.
 
-    shard: int
-    has_room: bool
-    """Whether the group need not wait there."""
-
-
-def choose_shard(candidates: Iterable[Candidate], *, pool: str, group_size: int) -> Choice | None:
-    """Return the shard for a new group: one with room for it if there is any, else the least loaded one.
+    The counts may be out of date, and only the shard itself knows whether the group has to queue. Shards that can never
+    hold the group are left out if another can.
 
     Args:
         candidates: The shards that are up.
@@ -64,23 +57,24 @@ def choose_shard(candidates: Iterable[Candidate], *, pool: str, group_size: int)
         group_size: Number of machines.
     """
 
-    def rank(candidate: Candidate) -> tuple[bool, bool, bool, int]:
-        pools = [each for each in candidate.pools if pool in (UNKNOWN_POOL, each.name)]
+    def pools_of(candidate: Candidate) -> list[env_pb2.Pool]:
+        return [each for each in candidate.pools if pool in (UNKNOWN_POOL, each.name)]
+
+    def rank(candidate: Candidate) -> tuple[bool, bool, int]:
+        pools = pools_of(candidate)
         free = sum(_free_count(each, candidate) for each in pools) - candidate.opening.get(UNKNOWN_POOL, 0)
         works = all(each.health != env_pb2.Pool.HEALTH_FAILING for each in pools)
-        # A group that is larger than a shard's capacity waits in none.
-        can_fit = sum(each.capacity_count for each in pools) >= group_size
-        return works, can_fit, free >= group_size, free
+        return works, free >= group_size, free
 
-    best = max(candidates, key=rank, default=None)
-    return None if best is None else Choice(best.index, rank(best)[2])
+    every = list(candidates)
+    fitting = [each for each in every if any(p.capacity_count >= group_size for p in pools_of(each))]
+    return [each.index for each in sorted(fitting or every, key=rank, reverse=True)]
 
 
 def _free_count(pool: env_pb2.Pool, candidate: Candidate) -> int:
-    held_count = candidate.held.get(pool.name, 0)
-    # A reset that runs has its machines, waits in the shard's queue, or did not arrive there yet.
-    arrived_count = pool.leased_count - held_count + pool.waiting_count
-    return pool.capacity_count - held_count - max(arrived_count, candidate.opening.get(pool.name, 0))
+    # A running reset may be leased or queued in the shard already. It then counts twice on every shard, and a shard
+    # that seems full is still asked.
+    return pool.capacity_count - pool.leased_count - max(pool.waiting_count, candidate.opening.get(pool.name, 0))
 
 
 def merge_pools(by_shard: Mapping[int, Sequence[env_pb2.Pool]], *, down: Sequence[int] = ()) -> list[env_pb2.Pool]:

@@ -14,12 +14,12 @@ from envd.errors import StoreError
 #: Retries of older requests are not expected: a daemon forgets their responses too.
 KEPT_COUNT = 10_000
 _MAX_LINES = 10 * KEPT_COUNT
-_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_REQUEST = re.compile(r"[a-z0-9._-]*/[A-Za-z0-9_-]{1,64}")
 _NONE = "-"
 
 
 class Placements:
-    """The shards of recent resets, by request id."""
+    """The shards of recent resets, by `CALLER/REQUEST_ID`: each caller has ids of its own."""
 
     def __init__(self, path: Path) -> None:
         """Load the placements of an earlier daemon. Raises: StoreError."""
@@ -32,35 +32,35 @@ class Placements:
             raise self._error(error) from error
         for line in lines:
             # The last line may be incomplete after a crash.
-            request_id, _, shard = line.partition(" ")
+            request, _, shard = line.partition(" ")
             if shard.isdecimal():
-                self._remember(request_id, int(shard))
+                self._remember(request, int(shard))
             elif shard == _NONE:
-                self._shards.pop(request_id, None)
+                self._shards.pop(request, None)
         self._file = self._rewritten()
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
 
-    def shard_of(self, request_id: str) -> int | None:
+    def shard_of(self, request: str) -> int | None:
         """Return the shard that has the request; None for a new request."""
-        return self._shards.get(request_id)
+        return self._shards.get(request)
 
-    def place(self, request_id: str, shard: int) -> None:
+    def place(self, request: str, shard: int) -> None:
         """Record that the shard gets the request. Raises: StoreError: nothing may be sent."""
-        if _REQUEST_ID.fullmatch(request_id):
-            self._append(f"{request_id} {shard}\n")
-            self._remember(request_id, shard)
+        if _REQUEST.fullmatch(request):
+            self._append(f"{request} {shard}\n")
+            self._remember(request, shard)
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request: str) -> None:
         """Record that the request had no effect, so that a retry may go to another shard. Raises: StoreError."""
-        if self._shards.pop(request_id, None) is not None:
-            self._append(f"{request_id} {_NONE}\n")
+        if self._shards.pop(request, None) is not None:
+            self._append(f"{request} {_NONE}\n")
 
-    def _remember(self, request_id: str, shard: int) -> None:
-        self._shards[request_id] = shard
-        self._shards.move_to_end(request_id)
+    def _remember(self, request: str, shard: int) -> None:
+        self._shards[request] = shard
+        self._shards.move_to_end(request)
         if len(self._shards) > KEPT_COUNT:
             self._shards.popitem(last=False)
 
@@ -75,7 +75,7 @@ class Placements:
         self._line_count += 1
 
     def _rewritten(self) -> int:
-        text = "".join(f"{request_id} {shard}\n" for request_id, shard in self._shards.items())
+        text = "".join(f"{request} {shard}\n" for request, shard in self._shards.items())
         fresh = self._path.with_name(f"{self._path.name}.new")
         try:
             fresh.write_text(text, encoding="ascii")

@@ -1,27 +1,29 @@
 # ruff: noqa: N802 -- names are those of the contract
 """Relays each call to the shard that has its episode, and merges the responses of calls about all shards.
 
-A shard's number is part of its episodes' ids. A new group goes to the shard with most free machines, its forks stay
+A shard's number is part of its episodes' ids. A new group goes to a shard where it need not queue, its forks stay
 there. Tokens, rates and scopes were checked before; a shard learns the caller's name and checks the owner of episodes.
 """
 
 import asyncio
-from collections import Counter, OrderedDict
+import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import grpc
 from cuaenv.v1 import env_pb2
 from google.protobuf.message import Message
 
 from envd.aio import Changes, race
-from envd.api.convert_requests import keep_alive_of
+from envd.api.convert_requests import keep_alive_of, ready_timeout_s
 from envd.api.pages import page_of
 from envd.api.relay.link import SERVICE, ShardLink, caller_metadata, unavailable
-from envd.api.relay.merge import UNKNOWN_POOL, choose_shard, merge_pools, shard_of
+from envd.api.relay.merge import UNKNOWN_POOL, merge_pools, ranked_shards, shard_of
 from envd.api.relay.placements import Placements
-from envd.api.security.access import current_caller
+from envd.api.security.access import NO_QUEUE_HEADER, current_caller
 from envd.episodes.types import listing_key
 
 _BY_EPISODE: Final = (
@@ -39,9 +41,6 @@ _TRACE_KEYS: Final = frozenset({"traceparent", "tracestate"})
 _STATUS_DETAILS: Final = "grpc-status-details-bin"
 #: Tasks whose pool is known from an earlier reset.
 _KNOWN_TASKS: Final = 10_000
-#: How often, and after which pauses, a group that seems to find no room looks for it before it waits in a shard.
-_LOOK_COUNT: Final = 3
-_LOOK_AGAIN_S: Final = 0.02
 
 # The type stubs describe the blocking server.
 _UNARY: Any = grpc.unary_unary_rpc_method_handler
@@ -66,7 +65,7 @@ class RelayServicer:
         self._changes = changes
         self._stopping = asyncio.Event()
         self._pool_of_task: OrderedDict[str, str] = OrderedDict()
-        self._resetting: Counter[str] = Counter()
+        self._resetting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the methods. Responses of relayed calls are bytes, which no serializer touches."""
@@ -100,52 +99,46 @@ class RelayServicer:
 
     async def Reset(self, request: env_pb2.ResetRequest, context: Context) -> bytes:
         """Open a group on one shard; a retry goes to the shard that has the first request."""
-        size = max(1, request.group_size)
-        task = request.task_id.partition("?")[0]
-        pool = request.pool or self._pool_of_task.get(task, UNKNOWN_POOL)
-        index = self._placements.shard_of(request.request_id)
-        if index is not None:
-            return await self._reset(self._links[index], request, context)
-        choice = await self._choose(pool, size)
-        index = self._placements.shard_of(request.request_id)
-        if index is not None:  # a retry was placed in between
-            return await self._reset(self._links[index], request, context)
-        self._placements.place(request.request_id, choice)
-        link = self._links[choice]
-        with link.resetting(pool, size):
-            response = await self._reset(link, request, context)
-        if pool == UNKNOWN_POOL:
-            self._learn_pool(task, response)
-        return response
+        key = f"{current_caller().name}/{request.request_id}"
+        # One call of a request at a time: a retry must not join an attempt that its shard is about to refuse.
+        lock = self._resetting.setdefault(key, asyncio.Lock())
+        async with lock:
+            return await self._place(key, request, context)
 
-    async def _choose(self, pool: str, group_size: int) -> int:
-        """Return the shard for a new group, by the present state of all shards that are up."""
-        for attempt in range(1, _LOOK_COUNT + 1):
-            found = await asyncio.gather(*(link.look() for link in self._links if link.is_up))
-            # No await from here until the caller has placed the group: concurrent resets see each other.
-            choice = choose_shard([candidate() for candidate in found], pool=pool, group_size=group_size)
-            if choice is None:
-                raise unavailable("all shards: are being restarted; retry with the same request_id")
-            if choice.has_room or attempt == _LOOK_COUNT:
-                return choice.shard
-            # Responses of resets that are on their way count twice until they arrive.
-            await asyncio.sleep(_LOOK_AGAIN_S)
-        raise AssertionError("the last attempt returns")
+    async def _place(self, key: str, request: env_pb2.ResetRequest, context: Context) -> bytes:
+        """Offer a group to one shard after the other; if it would have to queue in each, it queues in the best one."""
+        deadline_s = time.monotonic() + ready_timeout_s(request, time_remaining_s=_remaining_s(context))
+        known = self._placements.shard_of(key)
+        order = self._ranked(request) if known is None else [known, *(i for i in self._ranked(request) if i != known)]
+        for index in order:
+            try:
+                return await self._reset(index, key, request, context, NO_QUEUE_HEADER)
+            except grpc.aio.AioRpcError as error:
+                if not _had_no_effect(error) or time.monotonic() >= deadline_s:
+                    raise
+        return await self._reset(self._ranked(request)[0], key, request, context)
 
-    async def _reset(self, link: ShardLink, request: env_pb2.ResetRequest, context: Context) -> bytes:
-        request_id = request.request_id
-        self._resetting[request_id] += 1
+    def _ranked(self, request: env_pb2.ResetRequest) -> list[int]:
+        candidates = [link.candidate() for link in self._links if link.is_up]
+        if not candidates:
+            raise unavailable("all shards: are being restarted; retry with the same request_id")
+        return ranked_shards(candidates, pool=self._pool_of(request), group_size=max(1, request.group_size))
+
+    async def _reset(
+        self, index: int, key: str, request: env_pb2.ResetRequest, context: Context, *headers: tuple[str, str]
+    ) -> bytes:
+        self._placements.place(key, index)
+        link, pool = self._links[index], self._pool_of(request)
         try:
-            return await self._relay(link, "Reset", request, context)
+            with link.resetting(pool, max(1, request.group_size)):
+                response = await self._relay(link, "Reset", request, context, *headers)
         except grpc.aio.AioRpcError as error:
-            # Another call of the same request may have started it again on this shard.
-            if _had_no_effect(error) and self._resetting[request_id] == 1:
-                self._placements.forget(request_id)
+            if _had_no_effect(error):
+                self._placements.forget(key)
             raise
-        finally:
-            self._resetting[request_id] -= 1
-            if not self._resetting[request_id]:
-                del self._resetting[request_id]
+        if pool == UNKNOWN_POOL:
+            self._learn_pool(request, response)
+        return response
 
     async def ListTasks(self, request: env_pb2.ListTasksRequest, context: Context) -> bytes:
         """List tasks; they are the same on every shard."""
@@ -234,8 +227,11 @@ class RelayServicer:
     def _any_link(self) -> ShardLink:
         return next((link for link in self._links if link.is_up), self._links[0])
 
-    def _learn_pool(self, task: str, response: bytes) -> None:
-        self._pool_of_task[task] = env_pb2.ResetResponse.FromString(response).episodes[0].pool
+    def _pool_of(self, request: env_pb2.ResetRequest) -> str:
+        return request.pool or self._pool_of_task.get(_task_of(request), UNKNOWN_POOL)
+
+    def _learn_pool(self, request: env_pb2.ResetRequest, response: bytes) -> None:
+        self._pool_of_task[_task_of(request)] = env_pb2.ResetResponse.FromString(response).episodes[0].pool
         if len(self._pool_of_task) > _KNOWN_TASKS:
             self._pool_of_task.popitem(last=False)
 
@@ -248,8 +244,11 @@ class RelayServicer:
             raise unavailable("all shards: are being restarted; retry")
         return merge_pools(up, down=self._down())
 
-    async def _relay(self, link: ShardLink, method: str, request: Message, context: Context) -> bytes:
-        return await link.unary(method, request, metadata=_metadata(context), timeout_s=_remaining_s(context))
+    async def _relay(
+        self, link: ShardLink, method: str, request: Message, context: Context, *headers: tuple[str, str]
+    ) -> bytes:
+        metadata = [*_metadata(context), *headers]
+        return await link.unary(method, request, metadata=metadata, timeout_s=_remaining_s(context))
 
     async def _relay_all(
         self, links: Sequence[ShardLink], method: str, requests: Sequence[Message], context: Context
@@ -282,11 +281,14 @@ class RelayServicer:
 
 def _had_no_effect(error: grpc.aio.AioRpcError) -> bool:
     """Return whether a reset that failed opened nothing and will open nothing, by its status."""
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return True
-    # Without a reason the connection was lost, and the reset may still run.
+    # Without a reason the connection was lost, or the response too large, and the reset may have had its effect.
     has_reason = any(key == _STATUS_DETAILS for key, _ in error.trailing_metadata() or ())
-    return error.code() is grpc.StatusCode.UNAVAILABLE and has_reason
+    return has_reason and error.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+
+
+def _task_of(request: env_pb2.ResetRequest) -> str:
+    """Return the task without its variant: all variants use the same pool."""
+    return request.task_id.partition("?")[0]
 
 
 def _parser(method: str) -> Callable[[bytes], Message]:

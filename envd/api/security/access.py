@@ -13,8 +13,8 @@ from envd.errors import ScopeTooSmall, Unauthenticated
 
 _SCHEME = "bearer"
 _CALLER_KEY = "envd-caller"
-#: Trailing metadata of a shard's `ListPools`, `POOL=N` for each pool: machines that its episodes have.
-HELD_KEY: Final = "envd-held"
+#: Metadata of a `Reset` from the front process to a shard: refuse the group if it would have to queue for machines.
+NO_QUEUE_HEADER: Final = ("envd-no-queue", "1")
 
 
 class Scope(IntEnum):

@@ -1,11 +1,11 @@
-"""The choice of a shard for a group, and pools merged from several shards."""
+"""The order of shards for a group, and pools merged from several shards."""
 
 from typing import Any
 
 import pytest
 from cuaenv.v1 import env_pb2
 
-from envd.api.relay.merge import UNKNOWN_POOL, Candidate, choose_shard, id_prefix, merge_pools, shard_of
+from envd.api.relay.merge import UNKNOWN_POOL, Candidate, id_prefix, merge_pools, ranked_shards, shard_of
 
 HEALTHY, DEGRADED, FAILING = (
     env_pb2.Pool.HEALTH_HEALTHY,
@@ -19,13 +19,11 @@ def pool(name: str = "desktop", *, capacity: int = 4, health: Any = HEALTHY, **f
 
 
 def candidate(index: int, *pools: env_pb2.Pool, **opening: int) -> Candidate:
-    """A shard on which episodes have all leased machines."""
-    return Candidate(index=index, pools=pools, held={each.name: each.leased_count for each in pools}, opening=opening)
+    return Candidate(index=index, pools=pools, opening=opening)
 
 
-def chosen(*candidates: Candidate, pool: str = "desktop", group_size: int = 1) -> int | None:
-    choice = choose_shard(candidates, pool=pool, group_size=group_size)
-    return None if choice is None else choice.shard
+def ranked(*candidates: Candidate, pool: str = "desktop", group_size: int = 1) -> list[int]:
+    return ranked_shards(candidates, pool=pool, group_size=group_size)
 
 
 def test_an_episode_id_names_its_shard() -> None:
@@ -35,59 +33,47 @@ def test_an_episode_id_names_its_shard() -> None:
     assert shard_of("ep-s99999x1") is None
 
 
-def test_the_shard_with_most_free_machines_is_chosen() -> None:
-    assert chosen(candidate(0, pool(leased_count=2)), candidate(1, pool(leased_count=1))) == 1
-    assert chosen(candidate(0, pool(leased_count=1)), candidate(1, pool(leased_count=2))) == 0
-
-
-def test_a_group_goes_to_a_shard_with_room_for_all_of_it() -> None:
-    full, half = pool(leased_count=4), pool(leased_count=2)
-    assert chosen(candidate(0, full), candidate(1, half), group_size=2) == 1
-
-
-def test_a_choice_says_whether_the_group_must_wait() -> None:
-    shards = [candidate(0, pool(leased_count=3)), candidate(1, pool(leased_count=2))]
-    assert choose_shard(shards, pool="desktop", group_size=2) == (1, True)
-    assert choose_shard(shards, pool="desktop", group_size=3) == (1, False)
+def test_shards_with_more_free_machines_come_first() -> None:
+    assert ranked(candidate(0, pool(leased_count=2)), candidate(1, pool(leased_count=1))) == [1, 0]
+    assert ranked(candidate(0, pool(leased_count=1)), candidate(1, pool(leased_count=2))) == [0, 1]
+    assert ranked(candidate(0, pool(leased_count=1)), candidate(1, pool(leased_count=1))) == [0, 1]
 
 
 def test_running_resets_count_before_the_shard_reports_them() -> None:
-    assert chosen(candidate(0, pool(), desktop=3), candidate(1, pool(leased_count=2))) == 1
-
-
-def test_machines_that_running_resets_have_already_count_once() -> None:
-    arrived = Candidate(index=0, pools=[pool(leased_count=3)], held={"desktop": 1}, opening={"desktop": 2})
-    assert chosen(arrived, candidate(1, pool(leased_count=4))) == 0
-    assert chosen(arrived, candidate(1, pool(leased_count=2))) == 1
+    assert ranked(candidate(0, pool(), desktop=3), candidate(1, pool(leased_count=2))) == [1, 0]
 
 
 def test_running_resets_for_unknown_pools_count_for_every_pool() -> None:
     first = candidate(0, pool("a"), pool("b"), **{UNKNOWN_POOL: 3})
-    assert chosen(first, candidate(1, pool("a", leased_count=2), pool("b")), pool="a") == 1
-    assert chosen(first, candidate(1, pool("a", leased_count=2), pool("b")), pool=UNKNOWN_POOL) == 1
+    second = candidate(1, pool("a", leased_count=2), pool("b"))
+    assert ranked(first, second, pool="a") == [1, 0]
+    assert ranked(first, second, pool=UNKNOWN_POOL) == [1, 0]
 
 
 def test_a_running_reset_that_waits_in_its_shard_counts_once() -> None:
     waiting = candidate(0, pool(leased_count=4, waiting_count=2), desktop=2)
-    assert chosen(waiting, candidate(1, pool(leased_count=4, waiting_count=3))) == 0
+    assert ranked(waiting, candidate(1, pool(leased_count=4, waiting_count=3))) == [0, 1]
 
 
 def test_only_the_requested_pool_counts() -> None:
     first = candidate(0, pool("a", leased_count=4), pool("b"))
     second = candidate(1, pool("a"), pool("b", leased_count=4))
-    assert chosen(first, second, pool="a") == 1
-    assert chosen(first, second, pool="b") == 0
+    assert ranked(first, second, pool="a") == [1, 0]
+    assert ranked(first, second, pool="b") == [0, 1]
 
 
-def test_a_shard_whose_machines_do_not_start_is_the_last_choice() -> None:
+def test_a_shard_whose_machines_do_not_start_comes_last() -> None:
     failing = candidate(0, pool(health=FAILING))
-    assert chosen(failing, candidate(1, pool(leased_count=4))) == 1
-    assert chosen(failing) == 0
-    assert chosen() is None
+    assert ranked(failing, candidate(1, pool(leased_count=4))) == [1, 0]
+    assert ranked(failing) == [0]
+    assert ranked() == []
 
 
-def test_a_group_goes_to_a_shard_that_can_ever_hold_it() -> None:
-    assert chosen(candidate(0, pool(capacity=2)), candidate(1, pool(capacity=3, leased_count=3)), group_size=3) == 1
+def test_shards_that_can_never_hold_a_group_are_left_out_unless_none_can() -> None:
+    small, large = candidate(0, pool(capacity=2)), candidate(1, pool(capacity=3, leased_count=3))
+    assert ranked(small, large, group_size=3) == [1]
+    assert ranked(small, large, group_size=4) == [0, 1]
+    assert ranked(small, large, group_size=3, pool=UNKNOWN_POOL) == [1]
 
 
 def test_counts_of_a_pool_are_summed_and_problems_name_their_shard() -> None:

@@ -12,14 +12,14 @@ from envd.errors import StoreError
 def test_placements_survive_a_process_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "placements"
     first = Placements(path)
-    first.place("r1", 1)
-    first.place("r2", 0)
-    first.forget("r2")
+    first.place("/r1", 1)
+    first.place("/r2", 0)
+    first.forget("/r2")
     # Not closed, and the last line is cut as by a power failure.
     with path.open("a") as file:
-        file.write("r3")
+        file.write("/r3")
     again = Placements(path)
-    assert [again.shard_of(each) for each in ("r1", "r2", "r3")] == [1, None, None]
+    assert [again.shard_of(each) for each in ("/r1", "/r2", "/r3")] == [1, None, None]
     first.close()
     again.close()
 
@@ -27,8 +27,8 @@ def test_placements_survive_a_process_that_is_killed(tmp_path: Path) -> None:
 def test_a_malformed_request_id_is_not_recorded(tmp_path: Path) -> None:
     path = tmp_path / "placements"
     kept = Placements(path)
-    kept.place("r1 0\nr2", 1)
-    kept.place("", 1)
+    kept.place("/r1 0\n/r2", 1)
+    kept.place("/", 1)
     assert path.read_text() == ""
     kept.close()
 
@@ -41,10 +41,10 @@ def test_the_oldest_placements_are_dropped_and_the_file_stays_small(
     path = tmp_path / "placements"
     kept = Placements(path)
     for number in range(20):
-        kept.place(f"r{number}", number % 2)
+        kept.place(f"me/r{number}", number % 2)
         assert len(path.read_text().splitlines()) <= 5
-    assert kept.shard_of("r16") is None
-    assert [kept.shard_of(f"r{number}") for number in (17, 18, 19)] == [1, 0, 1]
+    assert kept.shard_of("me/r16") is None
+    assert [kept.shard_of(f"me/r{number}") for number in (17, 18, 19)] == [1, 0, 1]
     kept.close()
 
 
