@@ -26,6 +26,7 @@ from envd.api.security.tokens import new_token
 from envd.api.server import ApiServer
 from envd.config import SecurityConfig
 from envd.daemon.shards.layout import Shard
+from envd.hypervisor.fake.faults import Faults
 from envd.telemetry.metrics import Metrics
 from envd.testing.server import FakeServer, serve_fake
 
@@ -46,7 +47,12 @@ class Sharded:
 
 @asynccontextmanager
 async def serve_shards(
-    directory: Path, *, size: int = 1, count: int = 2, security: SecurityConfig | None = None
+    directory: Path,
+    *,
+    size: int = 1,
+    count: int = 2,
+    security: SecurityConfig | None = None,
+    faults: Faults | None = None,
 ) -> AsyncIterator[Sharded]:
     """Serve `count` shards of `size` machines."""
     changes = Changes()
@@ -56,7 +62,13 @@ async def serve_shards(
             listen = f"unix:{directory}/{index}.sock"
             shards.append(
                 await stack.enter_async_context(
-                    serve_fake(size=size, capacity=size, listen=listen, shard=Shard(index=index, count=count))
+                    serve_fake(
+                        size=size,
+                        capacity=size,
+                        listen=listen,
+                        faults=faults,
+                        shard=Shard(index=index, count=count),
+                    )
                 )
             )
             links.append(ShardLink(index, listen, on_change=changes.notify))
@@ -204,6 +216,24 @@ async def test_a_cancelled_reset_that_waits_is_joined_by_its_retry(tmp_path: Pat
         assert len(listed) == 2, "the cancelled call opened none of its own"
 
 
+async def test_a_reset_that_waited_for_a_machine_until_its_timeout_is_not_offered_to_another_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods: list[str] = []
+    unary = ShardLink.unary
+
+    def counted(self: ShardLink, method: str, request: Any, **options: Any) -> Any:
+        methods.append(method)
+        return unary(self, method, request, **options)
+
+    monkeypatch.setattr(ShardLink, "unary", counted)
+    async with serve_shards(tmp_path, faults=Faults(boot_delay_s=3600.0)) as served, bare_stub(served) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Reset(reset_request("r", ready_timeout=Duration(nanos=100_000_000)))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert methods == ["Reset"]
+
+
 async def test_a_retry_whose_shard_lost_it_and_is_full_goes_to_another_shard(tmp_path: Path) -> None:
     async with serve_shards(tmp_path) as served, bare_stub(served) as stub:
         held = (await stub.Reset(reset_request("held"))).episodes[0].episode_id
@@ -265,6 +295,11 @@ async def test_errors_of_shards_reach_the_client_with_their_reason(tmp_path: Pat
         with pytest.raises(BadRequest, match="max_steps"):
             async with client.reset(TASK, max_steps=1_000_000):
                 pass
+        async with bare_stub(served) as stub:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Reset(reset_request("r", ready_timeout=Duration(seconds=-1)))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "ready_timeout" in (caught.value.details() or "")
 
 
 @pytest.mark.parametrize("episode_id", ["ep-0123456789abcdef", "ep-s0xffff", "ep-s7xffff", "x"])
