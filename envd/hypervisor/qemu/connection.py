@@ -6,6 +6,7 @@ The embedded driver is part of this process, so its connection never breaks.
 """
 
 import asyncio
+import ctypes
 import logging
 import threading
 import time
@@ -248,15 +249,19 @@ def is_alive(connection: Any) -> bool:
 
 @lru_cache(maxsize=1)
 def _start_event_loop() -> None:
-    """Run libvirt's event loop in a thread, once per process; the embedded driver and all events need it."""
+    """Run libvirt's event loop in a thread, once per process; the embedded driver and all events need it.
+
+    libvirt's loop is GLib's default context (util/vireventglib.c). `virEventRunDefaultImpl` runs one iteration, and the
+    thread needs the interpreter's lock before the next one: about 30 times per start of a machine, each time behind
+    whatever Python code runs. GLib's own loop takes the lock for callbacks only.
+    """
     libvirt.virEventRegisterDefaultImpl()
     libvirt.registerErrorHandler(lambda _context, _error: None, None)
-
-    def run() -> None:
-        while True:
-            libvirt.virEventRunDefaultImpl()
-
-    threading.Thread(target=run, name="libvirt-events", daemon=True).start()
+    glib = ctypes.CDLL("libglib-2.0.so.0")  # libvirt has loaded it
+    glib.g_main_loop_new.restype = ctypes.c_void_p
+    glib.g_main_loop_run.argtypes = [ctypes.c_void_p]
+    loop = glib.g_main_loop_new(None, 0)
+    threading.Thread(target=glib.g_main_loop_run, args=(loop,), name="libvirt-events", daemon=True).start()
 
 
 _STOP_REASONS = {
