@@ -1,10 +1,14 @@
 """Host-specific facts and files for the libvirt driver: socket path limits, owner id, qemu.conf, OVMF, processor."""
 
+import atexit
 import os
 import pwd
 import secrets
 import shutil
+import stat
+import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -21,6 +25,7 @@ _LONGEST_SOCKET = len("/machines/") + 32 + len("/agent.sock")
 #: Longest monitor path that libvirt appends to an embedded root: lib/domain-N-<20 characters of the name>/monitor.sock
 _LONGEST_MONITOR = len("/lib/domain-99999-12345678901234567890/monitor.sock")
 _KVM = Path("/dev/kvm")
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 -- directories in it are made by mkdtemp
 _OVMF = (
     ("/usr/share/OVMF/OVMF_CODE_4M.fd", "/usr/share/OVMF/OVMF_VARS_4M.fd"),
     ("/usr/share/edk2/ovmf/OVMF_CODE.fd", "/usr/share/edk2/ovmf/OVMF_VARS.fd"),
@@ -75,7 +80,10 @@ def required_access(directories: Iterable[Path], images: Iterable[DiskImage]) ->
 
 
 def prepare_embedded(uri: str, cache_dir: Path | None, user: QemuUser) -> None:
-    """Write the embedded driver's configuration and link the shared QEMU capabilities cache. Ignores other URIs."""
+    """Write the embedded driver's configuration, and link the shared QEMU capabilities cache and the status directory.
+
+    Ignores other URIs.
+    """
     parts = urlsplit(uri)
     roots = parse_qs(parts.query).get("root", [])
     if parts.path != "/embed" or not roots:
@@ -90,6 +98,45 @@ def prepare_embedded(uri: str, cache_dir: Path | None, user: QemuUser) -> None:
         shared = cache_dir / "libvirt"
         shared.mkdir(parents=True, exist_ok=True)
         cache.symlink_to(shared)
+    # At logout, systemd removes what other users have in /dev/shm (logind.conf(5), RemoveIPC).
+    if os.geteuid() == 0 and os.access(_SHARED_MEMORY, os.W_OK):
+        keep_status_in_memory(root / "run", memory=_SHARED_MEMORY)
+
+
+def keep_status_in_memory(run: Path, *, memory: Path) -> None:
+    """Make the embedded driver's directory of status files a link to one in memory, as a libvirtd's is in /run.
+
+    libvirt writes a machine's status seven times per start, each with an fsync: 5 ms, and more on a busy disk. The next
+    daemon finds the files, because only a host's restart loses them, which ends the machines too. A normal exit removes
+    them. On disk, files of machines stay where they are.
+
+    Args:
+        run: The driver's directory of status files.
+        memory: A directory in memory that other users may write to.
+    """
+    if run.is_symlink():
+        target = run.readlink()
+        with suppress(FileNotFoundError):
+            # Another user may have taken the name since the host restarted.
+            if stat.S_ISDIR((found := target.lstat()).st_mode) and found.st_uid == os.geteuid():
+                atexit.register(_remove_status, target)
+                return
+        run.unlink()
+    elif _has_status(run):
+        return
+    shutil.rmtree(run, ignore_errors=True)
+    target = Path(tempfile.mkdtemp(prefix="envd-status-", dir=memory))
+    run.symlink_to(target)
+    atexit.register(_remove_status, target)
+
+
+def _remove_status(directory: Path) -> None:
+    if not _has_status(directory):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _has_status(directory: Path) -> bool:
+    return any(directory.glob("qemu/*.xml"))
 
 
 def find_firmware() -> FirmwareFiles | None:
