@@ -53,7 +53,7 @@ class Ledger(Generic[T]):
             name: Prefix of its tasks' names.
             clock: Source of time.
             keep_s: How long a response is kept.
-            keep_count: Maximum number of responses kept.
+            keep_count: Number of responses kept; a further one is dropped with the next request.
             without_effect: Failures that guarantee that nothing was done. They are not recorded, so a retry runs again.
             abandoned: Makes the error for callers whose call `close` cancelled.
             on_dropped: Called with the id of each request whose response is dropped.
@@ -123,8 +123,8 @@ class Ledger(Generic[T]):
         if entry.task.cancelled() or isinstance(entry.task.exception(), self._without_effect):
             del self._entries[request_id]
             return
+        # The next request drops old responses: their deletion then needs no transaction of its own before this answer.
         self._done_s[request_id] = self._clock.monotonic()
-        self._drop_old()
 
     def _drop_old(self) -> None:
         oldest_s = self._clock.monotonic() - self._keep_s
