@@ -5,19 +5,22 @@ import threading
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import grpc
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 
 from envd.osworld import DESKTOP_TASK
-from envd.osworld.tunnel import GuestTunnel
+from envd.osworld.stream import GuestPort
+from envd.osworld.tunnel import GuestTunnel, RunInGuest
 
-#: HTTP services of the guest that the tunnels forward: OSWorld's own and VLC's.
+#: HTTP services of the guest that the tunnels forward, one command a request: OSWorld's own and VLC's.
 _SERVICE_PORT, _VLC_PORT = 5000, 8080
-#: DesktopEnv also expects these ports, on which nothing listens: Chrome is driven over a WebSocket, which the tunnel
-#: does not carry, and VNC is for people.
-_CHROMIUM_PORT, _VNC_PORT = 9222, 8006
+#: Chrome's DevTools, a WebSocket. OSWorld's tasks start Chrome on port 1337 and forward this port to it in the guest.
+_CHROMIUM_PORT = 9222
+#: DesktopEnv also expects this port, on which nothing listens: it is for people.
+_VNC_PORT = 8006
 
 _LEASE_S = 600
 _KEEP_ALIVE_S = 60.0
@@ -51,7 +54,7 @@ class EnvdProvider:
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._episode_id = ""
         self._snapshots: dict[str, str] = {}
-        self._tunnels: tuple[GuestTunnel, ...] = ()
+        self._tunnels: tuple[GuestTunnel | GuestPort, ...] = ()
         self._stopping = threading.Event()
         self._channel: grpc.Channel | None = None
 
@@ -69,16 +72,20 @@ class EnvdProvider:
             self._episode_id = episode.episode_id
             self._check_pool(episode)
         if not self._tunnels:
-            self._tunnels = tuple(GuestTunnel(self._run, guest_port=port) for port in (_SERVICE_PORT, _VLC_PORT))
+            self._tunnels = (
+                GuestTunnel(self._run, guest_port=_SERVICE_PORT),
+                GuestPort(self._run_in_current, guest_port=_CHROMIUM_PORT),
+                GuestTunnel(self._run, guest_port=_VLC_PORT),
+            )
             self._stopping = threading.Event()
             threading.Thread(target=self._keep_alive, args=(self._stopping,), name="envd-leases", daemon=True).start()
 
     def get_ip_address(self, path_to_vm: str) -> str:  # noqa: ARG002
-        """Return `host:server:chromium:vnc:vlc`; the ports of server and VLC lead to the guest."""
+        """Return `host:server:chromium:vnc:vlc`; all ports but that of VNC lead to the guest."""
         if not self._tunnels:
             raise RuntimeError("no machine is running; call start_emulator")
-        server, vlc = (tunnel.port for tunnel in self._tunnels)
-        return f"127.0.0.1:{server}:{_CHROMIUM_PORT}:{_VNC_PORT}:{vlc}"
+        server, chromium, vlc = (tunnel.port for tunnel in self._tunnels)
+        return f"127.0.0.1:{server}:{chromium}:{_VNC_PORT}:{vlc}"
 
     def save_state(self, path_to_vm: str, snapshot_name: str) -> None:  # noqa: ARG002
         """Save the machine's current state under a name, as a paused fork. Raises: ProviderError."""
@@ -168,14 +175,21 @@ class EnvdProvider:
         self._call(self._stub().Close, env_pb2.CloseRequest(episode_id=episode_id))
 
     def _run(self, argv: tuple[str, ...], stdin: bytes) -> bytes:
-        request = env_pb2.RunGuestCommandRequest(episode_id=self._episode_id, argv=argv, stdin=stdin)
+        return self._run_in(self._episode_id, argv, stdin)
+
+    def _run_in_current(self) -> RunInGuest:
+        """Return a function that runs commands in the present machine, also after a revert has replaced it."""
+        return partial(self._run_in, self._episode_id)
+
+    def _run_in(self, episode_id: str, argv: tuple[str, ...], stdin: bytes) -> bytes:
+        request = env_pb2.RunGuestCommandRequest(episode_id=episode_id, argv=argv, stdin=stdin)
         request.timeout.FromSeconds(_COMMAND_TIMEOUT_S)
         try:
             result = self._call(self._stub().RunGuestCommand, request, timeout_s=_COMMAND_TIMEOUT_S + _CALL_TIMEOUT_S)
         except ProviderError as error:
-            raise OSError(f"{self._episode_id}: {error}") from error
+            raise OSError(f"{episode_id}: {error}") from error
         if result.exit_code:
-            raise OSError(f"{self._episode_id}: {result.stderr.decode(errors='replace')}")
+            raise OSError(f"{episode_id}: {result.stderr.decode(errors='replace')}")
         return result.stdout
 
     def _keep_alive(self, stopping: threading.Event) -> None:
