@@ -398,6 +398,18 @@ async def test_a_machine_can_be_destroyed_without_a_connection(host: Host) -> No
     assert list((host.directory / "machines").iterdir()) == []
 
 
+async def test_only_the_logs_of_lost_machines_are_kept(host: Host, tmp_path: Path) -> None:
+    logs = host.hypervisor._logs = tmp_path / "log"
+    logs.mkdir()
+    machines = [host.machine("destroyed"), host.machine("lost")]
+    for machine in machines:
+        (logs / f"envd-o-{machine.machine_id}.log").touch()
+    machines[1].mark_lost("QEMU exited")
+    for machine in machines:
+        await machine.destroy()
+    assert [path.name for path in logs.iterdir()] == ["envd-o-lost.log"]
+
+
 async def test_a_process_that_is_not_the_machines_qemu_is_never_killed(host: Host) -> None:
     machine, other = host.machine("machine-a1"), host.machine("machine-b2")
     machine.files.display_socket.unlink()

@@ -37,13 +37,14 @@ from envd.hypervisor.qemu.domain_xml import (
 from envd.hypervisor.qemu.host import (
     check_path_lengths,
     dotted_version,
+    embedded_root,
     ensure_owner,
     prepare_embedded,
     prepare_firmware,
     processor_id,
     required_access,
 )
-from envd.hypervisor.qemu.machine import LibvirtMachine, destroy_domain
+from envd.hypervisor.qemu.machine import DESTROYED, LibvirtMachine, destroy_domain
 from envd.hypervisor.qemu.monitor import Monitor
 from envd.hypervisor.qemu.reaper import Reaper
 from envd.hypervisor.qemu.snapshots.capture import Freezer, capture
@@ -98,6 +99,9 @@ class LibvirtHypervisor:
             captures_dir=self._captures_dir,
             store=store,
         )
+        root = embedded_root(uri)
+        self._logs = root and root / "log" / "qemu"
+        """Of an embedded driver: a file for each start of a QEMU."""
         libvirt_version = dotted_version(libvirt.getVersion())
         qemu_version = dotted_version(link.connection.getVersion())
         self._freezer = Freezer(
@@ -404,7 +408,11 @@ class LibvirtHypervisor:
         )
 
     def _forget(self, machine: LibvirtMachine) -> None:
-        self._machines.pop(domain_name(self._owner, machine.machine_id), None)
+        name = domain_name(self._owner, machine.machine_id)
+        self._machines.pop(name, None)
+        # That of a machine that was lost may tell why.
+        if self._logs is not None and machine.lost_reason == DESTROYED:
+            (self._logs / f"{name}.log").unlink(missing_ok=True)
 
 
 async def _destroy_started(starting: "asyncio.Future[LibvirtMachine]") -> None:

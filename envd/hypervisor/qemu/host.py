@@ -79,16 +79,21 @@ def required_access(directories: Iterable[Path], images: Iterable[DiskImage]) ->
     return RequiredAccess(directories=directories, files=files, devices=[_KVM] if _KVM.exists() else [])
 
 
+def embedded_root(uri: str) -> Path | None:
+    """Return the root directory of an embedded driver; None for another URI."""
+    parts = urlsplit(uri)
+    roots = parse_qs(parts.query).get("root", [])
+    return Path(roots[0]) if parts.path == "/embed" and roots else None
+
+
 def prepare_embedded(uri: str, cache_dir: Path | None, user: QemuUser) -> None:
     """Write the embedded driver's configuration, and link the shared QEMU capabilities cache and the status directory.
 
     Ignores other URIs.
     """
-    parts = urlsplit(uri)
-    roots = parse_qs(parts.query).get("root", [])
-    if parts.path != "/embed" or not roots:
+    root = embedded_root(uri)
+    if root is None:
         return
-    root = Path(roots[0])
     (root / "etc").mkdir(parents=True, exist_ok=True)
     name = user.account.name if user.account else pwd.getpwuid(os.geteuid()).pw_name
     group_id = user.account.group_id if user.account else os.getegid()

@@ -32,6 +32,9 @@ from envd.hypervisor.qemu.tpm import Tpm
 
 T = TypeVar("T")
 
+#: Reason of the loss of a machine that was not needed any more.
+DESTROYED = "destroyed by envd"
+
 #: libvirt's event of a domain's end arrives at most this much later than the end of the domain's sockets.
 _LOSS_EVENT_TIMEOUT_S = 3.0
 #: A process ends at most this much later than its monitor.
@@ -262,7 +265,7 @@ class LibvirtMachine:
         await shielded(self._destroying)
 
     async def _destroy(self) -> None:
-        self.mark_lost("destroyed by envd")
+        self.mark_lost(DESTROYED)
         await self._agent.close()
         await self._call(self._end)
         await self._call(shutil.rmtree, self.files.directory, True)
