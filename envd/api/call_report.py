@@ -28,13 +28,22 @@ Context = Any
 class CallReport:
     """Measures and logs one call."""
 
-    def __init__(self, metrics: Metrics, method: str, *, peer: str, caller: str = "") -> None:
-        """Start measuring."""
+    def __init__(self, metrics: Metrics, method: str, *, peer: str, caller: str = "", is_inner: bool = False) -> None:
+        """Start measuring.
+
+        Args:
+            metrics: Gets the duration and the failure.
+            method: The method.
+            peer: Address of the caller.
+            caller: Name of its token.
+            is_inner: Whether another process of the daemon relayed the call, and measures it.
+        """
         self._metrics = metrics
         self._method = method
         self.ids: dict[str, str] = {}
         """Ids in the request; for a stream, in the newest request that has any."""
         self._origin = {"peer": peer, **({"caller": caller} if caller else {})}
+        self._is_inner = is_inner
         self._began_s = time.monotonic()
 
     async def relay(
@@ -55,7 +64,8 @@ class CallReport:
     def finish(self, code: grpc.StatusCode) -> float:
         """Measure the call; return its duration in seconds."""
         duration_s = time.monotonic() - self._began_s
-        self._metrics.rpc_duration.labels(method=self._method, code=code.name).observe(duration_s)
+        if not self._is_inner:
+            self._metrics.rpc_duration.labels(method=self._method, code=code.name).observe(duration_s)
         return duration_s
 
     async def fail(self, error: Exception, context: Context) -> NoReturn:

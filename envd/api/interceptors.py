@@ -36,9 +36,10 @@ Context = Any
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Authorizes and measures calls; answers failures with `google.rpc.Status`."""
 
-    def __init__(self, metrics: Metrics, guard: Guard) -> None:
+    def __init__(self, metrics: Metrics, guard: Guard, *, is_inner: bool = False) -> None:
         self._metrics = metrics
         self._guard = guard
+        self._is_inner = is_inner
 
     async def intercept_service(
         self,
@@ -75,7 +76,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Return a handler that fails at once, for a method of any kind."""
 
         async def refuse(_requests: AsyncIterator[bytes], context: Context) -> NoReturn:
-            report = CallReport(self._metrics, method, peer=context.peer())
+            report = CallReport(self._metrics, method, peer=context.peer(), is_inner=self._is_inner)
             try:
                 self._guard.count_unauthenticated(context.peer())
             except EnvdError as limited:
@@ -87,7 +88,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def _report(self, call: "CallContext", context: Context) -> CallReport:
         call.peer = context.peer()
-        return CallReport(self._metrics, call.method, peer=call.peer, caller=call.caller_name)
+        return CallReport(self._metrics, call.method, peer=call.peer, caller=call.caller_name, is_inner=self._is_inner)
 
     def _unary(
         self, call: "CallContext", inner: Callable[[Message, Context], Awaitable[Response]]

@@ -25,6 +25,7 @@ from grpc_reflection.v1alpha import reflection
 from envd.aio import shielded
 from envd.api.health import HealthServicer
 from envd.api.interceptors import CallInterceptor
+from envd.api.relay.endpoint import EndpointServicer
 from envd.api.relay.servicer import RelayServicer
 from envd.api.requests import MAX_MESSAGE_BYTES
 from envd.api.security.guard import RENEWAL_BURST, RENEWALS_PER_S, Guard
@@ -54,8 +55,6 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     # Otherwise the transport buffers up to 14 MiB of a request that no handler reads; with it, 3 MiB.
     ("grpc.http2.bdp_probe", 0),
-    # With SO_REUSEPORT two daemons would share a port and its calls; without it the second one fails to start.
-    ("grpc.so_reuseport", 0),
 )
 
 
@@ -117,21 +116,21 @@ class ApiServer:
 
     def __init__(
         self,
-        episodes: EpisodeService | RelayServicer,
+        episodes: EpisodeService | CUAEnvServicer | RelayServicer | EndpointServicer,
         *,
         listen: str,
         metrics: Metrics,
         security: SecurityConfig | None = None,
-        trusts_front: bool = False,
+        is_inner: bool = False,
     ) -> None:
         """Check the address and read tokens and certificates; nothing listens before `start`.
 
         Args:
-            episodes: The service to expose, or its shards.
+            episodes: The service to expose, or the servicer of one or several shards.
             listen: The address; see `parse_listen`.
             metrics: Counts calls, failures and unreadable security files.
             security: Authentication and TLS; by default every caller that can reach the address is trusted.
-            trusts_front: Whether this server is a shard's; see `Guard`.
+            is_inner: Whether only other processes of the same daemon call it; see `Guard`.
 
         Raises:
             ConfigError: The address is malformed or must not be exposed, or a token or certificate file is invalid.
@@ -139,21 +138,29 @@ class ApiServer:
         security = security or SecurityConfig()
         self._listen = parse_listen(listen, exposable=security.is_exposable)
         self._credentials = _credentials(security, metrics)
-        # Further calls of a connection wait in the client, `KeepAlive` too, so a caller's own limit must be lower.
-        self._options = (*_OPTIONS, ("grpc.max_concurrent_streams", 2 * security.max_calls_in_flight))
+        is_shard_endpoint = isinstance(episodes, EndpointServicer)
+        self._options = (
+            *_OPTIONS,
+            # Further calls of a connection wait in the client, `KeepAlive` too, so a caller's own limit must be lower.
+            ("grpc.max_concurrent_streams", 2 * security.max_calls_in_flight),
+            # Shards share the port. Two daemons must not: without the option the second one fails to start.
+            ("grpc.so_reuseport", int(is_shard_endpoint)),
+        )
         self._servicer = (
-            episodes if isinstance(episodes, RelayServicer) else CUAEnvServicer(episodes, is_shard=trusts_front)
+            episodes
+            if isinstance(episodes, CUAEnvServicer | RelayServicer | EndpointServicer)
+            else CUAEnvServicer(episodes)
         )
         #: Admits its calls; other servers of the same episodes share it, and with it each caller's limits.
         self.guard = Guard(
-            tokens=read_token_table(security, metrics, allow_quotas=not isinstance(episodes, RelayServicer)),
+            tokens=read_token_table(security, metrics, allow_quotas=not is_shard_endpoint),
             limiter=RateLimiter(calls_per_second=security.calls_per_second, burst=security.call_burst),
             renewals=RateLimiter(calls_per_second=RENEWALS_PER_S, burst=RENEWAL_BURST),
             max_calls=security.max_calls_in_flight,
-            owner_of=None if isinstance(episodes, RelayServicer) else episodes.owner_of,
-            trusts_front=trusts_front,
+            may_use=self._servicer.may_use,
+            is_inner=is_inner,
         )
-        self._interceptor = CallInterceptor(metrics, self.guard)
+        self._interceptor = CallInterceptor(metrics, self.guard, is_inner=is_inner)
         self._health = HealthServicer(SERVICE_NAME)
         self._server: grpc.aio.Server | None = None
         self._address = ""
@@ -265,6 +272,12 @@ def read_token_table(
 
     stale = metrics.security_files_stale.labels(setting="tokens_file")
     return Reloaded(TOKENS_SETTING, [path], read, on_stale=stale.set)
+
+
+def check_security(security: SecurityConfig, metrics: Metrics, *, allow_quotas: bool) -> None:
+    """Check that the files of `security` are usable. Raises: ConfigError; see `read_token_table`."""
+    read_token_table(security, metrics, allow_quotas=allow_quotas)
+    _credentials(security, metrics)
 
 
 def _credentials(security: SecurityConfig, metrics: Metrics) -> grpc.ServerCredentials | None:

@@ -48,7 +48,7 @@ from envd.api.convert_results import (
 from envd.api.fields import int_in_range, request_id_of
 from envd.api.flow_control import AckTracker, paced
 from envd.api.pages import page_of
-from envd.api.security.access import NO_QUEUE_HEADER, current_caller
+from envd.api.security.access import NO_QUEUE_HEADER, Caller, current_caller
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import listing_key
 from envd.errors import GuestError, GuestRefused, InvalidRequest, MachineLost
@@ -83,6 +83,10 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the methods."""
         env_pb2_grpc.add_CUAEnvServicer_to_server(self, server)
+
+    def may_use(self, caller: Caller, episode_id: str) -> bool:
+        """Return whether a caller may use an episode."""
+        return caller.may_use(self._episodes.owner_of(episode_id))
 
     def end_watches(self) -> None:
         """End the streams that otherwise last until their clients disconnect."""
@@ -284,7 +288,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         return env_pb2.RunGuestCommandResponse(exit_code=result.exit_code, stdout=result.stdout, stderr=result.stderr)
 
     def _is_callers(self, episode_id: str) -> bool:
-        return current_caller().may_use(self._episodes.owner_of(episode_id))
+        return self.may_use(current_caller(), episode_id)
 
     async def _step(self, request: env_pb2.StepRequest, *, prefix: str) -> env_pb2.StepResponse:
         screen = await self._screen_of(request, prefix) if request.HasField("coordinate_space") else None

@@ -1,6 +1,6 @@
 """Measures how many steps per second a daemon serves to many concurrent clients, compared with bare gRPC.
 
-The daemon is one process, or a front process with shards.
+The daemon is one process, or a supervisor with shards.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from envd.bench.process_tree import own_and_descendants_cpu_s
 from envd.bench.report import BenchReport, Check, Target, figure, figures_of, p50, p99
 from envd.bench.session import BenchSession, Steps, bench_config, host_conditions
 from envd.config import Config
-from envd.daemon.shards.front import open_front
+from envd.daemon.shards.supervisor import open_supervisor
 from envd.hypervisor.fake.workers.hypervisor import DrawingWorkers
 
 #: A counting button and a check box of the fake desktop: every click changes the screen.
@@ -45,11 +45,11 @@ class ScaleFigures:
     p50_ms: float = figure("of a step, as its client sees it")
     p99_ms: float = figure("the same", Target("<=", 250))
     server_cpu_ms_per_step: float = figure("CPU time of the daemon's process, or of all shards")
-    front_cpu_ms_per_step: float | None = figure("CPU time of the front process, which relays calls to shards")
+    supervisor_cpu_ms_per_step: float | None = figure("CPU time of the supervisor, which relays calls among shards")
     drawing_cpu_ms_per_step: float | None = figure("CPU time of the processes that draw the desktops")
     client_cpu_ms_per_step: float = figure("CPU time of the clients' process")
     loop_lag_ms_p99: float = figure(
-        f"how late the event loop of the daemon, or of the front process, wakes a task that sleeps for"
+        f"how late the event loop of the daemon, or of the supervisor of shards, wakes a task that sleeps for"
         f" {_LAG_INTERVAL_S * 1000:g} ms, during the steps",
         Target("<=", 20),
     )
@@ -66,7 +66,7 @@ class CpuTimes:
 
     server_s: float
     drawing_s: float | None = None
-    front_s: float | None = None
+    supervisor_s: float | None = None
 
 
 def scale_config(settings: Config, *, machine_count: int, shard_count: int = 1) -> Config:
@@ -108,21 +108,21 @@ async def measure_scale(
 async def measure_shards(
     config: Config, *, task_id: str, machine_count: int, duration_s: float, steps: Steps
 ) -> BenchReport:
-    """Do the same with a daemon of several shards. Raises: LoadFailed, and see `open_front`."""
+    """Do the same with a daemon of several shards. Raises: LoadFailed, and see `open_supervisor`."""
     steps.begin("starting")
-    async with open_front(config, print_line=lambda line: steps.begin(textwrap.shorten(line, 200))) as front:
+    async with open_supervisor(config, print_line=lambda line: steps.begin(textwrap.shorten(line, 200))) as supervisor:
         pool = next(iter(config.pools))
-        async with AsyncEnvClient(front.address, token="") as client:
+        async with AsyncEnvClient(supervisor.address, token="") as client:
             while (await client.list_pools())[0].idle_count < machine_count:  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)  # the client has no watch of pools
 
         async def read_cpu() -> CpuTimes:
-            pids = [shard.process.pid for shard in front.shards if shard.process and shard.process.pid]
+            pids = [shard.process.pid for shard in supervisor.shards if shard.process and shard.process.pid]
             used = await asyncio.to_thread(lambda: [own_and_descendants_cpu_s(pid) for pid in pids])
             return CpuTimes(
                 server_s=sum(own_s for own_s, _ in used),
                 drawing_s=sum(others_s for _, others_s in used),
-                front_s=time.process_time(),
+                supervisor_s=time.process_time(),
             )
 
         conditions = host_conditions(
@@ -132,7 +132,9 @@ async def measure_shards(
             duration_s=duration_s,
             task=task_id,
         )
-        return await _measure(conditions, front.address, pool=pool, task_id=task_id, read_cpu=read_cpu, steps=steps)
+        return await _measure(
+            conditions, supervisor.address, pool=pool, task_id=task_id, read_cpu=read_cpu, steps=steps
+        )
 
 
 async def _measure(
@@ -178,7 +180,7 @@ async def _measure(
         opened_count=opened_count,
         server_cpu_s=after.server_s - before.server_s,
         drawing_cpu_s=_difference(after.drawing_s, before.drawing_s),
-        front_cpu_s=_difference(after.front_s, before.front_s),
+        supervisor_cpu_s=_difference(after.supervisor_s, before.supervisor_s),
         lags_ms=lags_ms,
     )
 
@@ -203,7 +205,7 @@ def scale_report(
     server_cpu_s: float,
     drawing_cpu_s: float | None,
     lags_ms: list[float],
-    front_cpu_s: float | None = None,
+    supervisor_cpu_s: float | None = None,
 ) -> BenchReport:
     """Return the report. Pure."""
     steps_per_s = stepped.call_count / stepped.elapsed_s
@@ -215,7 +217,7 @@ def scale_report(
         p50_ms=p50(stepped.latencies_ms),
         p99_ms=p99(stepped.latencies_ms),
         server_cpu_ms_per_step=server_cpu_s * 1000 / stepped.call_count,
-        front_cpu_ms_per_step=None if front_cpu_s is None else front_cpu_s * 1000 / stepped.call_count,
+        supervisor_cpu_ms_per_step=None if supervisor_cpu_s is None else supervisor_cpu_s * 1000 / stepped.call_count,
         drawing_cpu_ms_per_step=None if drawing_cpu_s is None else drawing_cpu_s * 1000 / stepped.call_count,
         client_cpu_ms_per_step=stepped.client_cpu_s * 1000 / stepped.call_count,
         loop_lag_ms_p99=p99(lags_ms),

@@ -20,8 +20,8 @@ from envd.config import Config
 from envd.daemon.composition import Daemon, freeze_gc, open_daemon
 from envd.daemon.descriptors import reserve_low_descriptors
 from envd.daemon.service_manager import ServiceManager
-from envd.daemon.shards.front import open_front
 from envd.daemon.shards.layout import Shard
+from envd.daemon.shards.supervisor import open_supervisor
 from envd.episodes.types import EpisodeState
 from envd.pool.status import PoolStatus
 from envd.telemetry import logs
@@ -91,7 +91,7 @@ def serve(
 
 
 async def serve_until_signal(config: Config, *, print_line: PrintLine) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. Raises: see `open_daemon` and `open_front`."""
+    """Serve until SIGTERM or SIGINT, then drain. Raises: see `open_daemon` and `open_supervisor`."""
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -217,18 +217,18 @@ class Serving:
 
 
 class _ServingShards(Serving):
-    """A front process and its shards, from start to shutdown."""
+    """A supervisor and its shards, from start to shutdown."""
 
     async def _serve(self) -> None:
         self._print_start()
-        async with self._manager.watchdog(), open_front(self._config, print_line=self._print) as front:
+        async with self._manager.watchdog(), open_supervisor(self._config, print_line=self._print) as supervisor:
             self._opened = True
-            self._print(f"metrics on http://{front.metrics_address}/metrics")
-            self._print(f"listening on {front.address}")
+            self._print(f"metrics on http://{supervisor.metrics_address}/metrics")
+            self._print(f"listening on {supervisor.address}")
             self._manager.ready()
             await self._stop.wait()
             self._manager.stopping()
-            await front.drain(hurry=self._hurry)
+            await supervisor.drain(hurry=self._hurry)
 
 
 def is_ready(info: PoolStatus, *, size: int) -> bool:

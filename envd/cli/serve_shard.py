@@ -26,8 +26,8 @@ _PR_SET_PDEATHSIG: Final = 1
 Write = Callable[[dict[str, Any]], None]
 
 
-class _FrontReports(ServiceManager):
-    """Reports to the front process instead of systemd."""
+class _SupervisorReports(ServiceManager):
+    """Reports to the supervisor instead of systemd."""
 
     def __init__(self, write: Write) -> None:
         super().__init__({})
@@ -42,14 +42,14 @@ class _FrontReports(ServiceManager):
 
 
 def main() -> int:
-    """Serve until the front process says stop, or its end of the pipe is closed."""
+    """Serve until the supervisor says stop, or its end of the pipe is closed."""
     # Like the machines of an embedded driver, a shard does not outlive the process that owns the endpoint.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Unbuffered: the commands that follow belong to the event loop.
     with open(0, "rb", buffering=0, closefd=False) as pipe:
         settings = json.loads(pipe.readline())
     config = Config.model_validate(settings["config"])
-    shard = Shard(index=settings["index"], count=config.shards)
+    shard = Shard(index=settings["index"], whole=config)
     logs.setup(log_format=config.log_format, level=config.log_level)
     freeze_gc()
     reserve_low_descriptors()
@@ -67,7 +67,7 @@ async def _serve(config: Config, shard: Shard) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         # Handlers, which programs that this one starts do not inherit. A service manager signals every process of a
-        # service, and a shard ends when the front process says so.
+        # service, and a shard ends when the supervisor says so.
         loop.add_signal_handler(number, lambda: None)
     commands = asyncio.create_task(_obey(stop, hurry), name="shard:commands")
 
@@ -80,7 +80,7 @@ async def _serve(config: Config, shard: Shard) -> None:
             print_line=lambda line: write({"line": line}),
             stop=stop,
             hurry=hurry,
-            manager=_FrontReports(write),
+            manager=_SupervisorReports(write),
             shard=shard,
         ).run()
     finally:
@@ -89,7 +89,7 @@ async def _serve(config: Config, shard: Shard) -> None:
 
 
 async def _obey(stop: asyncio.Event, hurry: asyncio.Event) -> None:
-    """Follow commands until the front process closes the pipe; then stop at once."""
+    """Follow commands until the supervisor closes the pipe; then stop at once."""
     reader = asyncio.StreamReader()
     with open(0, "rb", buffering=0, closefd=False) as pipe:  # noqa: ASYNC230 -- a pipe, read by the event loop
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(

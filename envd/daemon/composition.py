@@ -19,6 +19,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from envd.aio import run_unless
+from envd.api.relay.endpoint import EndpointServicer
+from envd.api.relay.link import RelayChannel
 from envd.api.security.access import Scope
 from envd.api.security.http import (
     caller_name,
@@ -30,13 +32,14 @@ from envd.api.security.http import (
 )
 from envd.api.security.secret_files import read_secret
 from envd.api.server import ApiServer, read_token_table
+from envd.api.servicer import CUAEnvServicer
 from envd.clock import SystemClock
 from envd.compat.server import serve_compat
 from envd.compat.sessions import Sessions
 from envd.config import DEFAULT_RUN, Config, PoolConfig, RecordingConfig, RunConfig
 from envd.config_values import is_local
 from envd.console.server import PUBLIC_PATHS, serve_console
-from envd.daemon.shards.layout import Shard, clear_layout, growth_file, mark_layout
+from envd.daemon.shards.layout import Shard, clear_layout, growth_file, mark_layout, supervisor_socket
 from envd.daemon.state_lock import locked
 from envd.daemon.suites import load_tasks
 from envd.episodes.limits import EpisodeLimits
@@ -103,7 +106,7 @@ class Daemon:
     hypervisor: Hypervisor
     pools: tuple[Pool, ...]
     service: EpisodeService
-    server: ApiServer
+    servers: tuple[ApiServer, ...]
     address: str
     """Address for clients."""
     metrics_address: str
@@ -118,7 +121,8 @@ class Daemon:
 
     async def drain(self, *, hurry: asyncio.Event) -> None:
         """Refuse new episodes and wait for live ones, for `limits.drain_timeout_s` or until `hurry` is set."""
-        await self.server.drain()
+        for server in self.servers:
+            await server.drain()
         # What draining leaves undone is closing episodes; closing the daemon does that in any case.
         await run_unless(hurry, self.service.drain(self.config.limits.drain_timeout_s))
 
@@ -227,14 +231,16 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
             stack.push_async_callback(recorder.aclose)
             library = Library(config.recording.directory)
         stack.push_async_callback(service.aclose)
+        servicer = CUAEnvServicer(service, is_shard=shard is not None)
         server = ApiServer(
-            service,
+            servicer,
             listen=config.listen,
             metrics=metrics,
             security=config.security,
-            trusts_front=shard is not None,
+            is_inner=shard is not None,
         )
         stack.push_async_callback(server.stop, grace=_STOP_GRACE)
+        endpoint = await stack.enter_async_context(_endpoint(shard, servicer, metrics)) if shard else None
         metrics.build_info.labels(version=envd_version(), accelerator=hypervisor.accelerator.value).set(1)
         metrics.hypervisor_up.set_function(lambda: not hypervisor.problem)
         metrics.watch_pools(lambda: [pool.statistics() for pool in pools], POOL_SERIES)
@@ -261,6 +267,8 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
         stack.push_async_callback(_cancel, auditing)
         # Listen first, so that no machine starts if the address is taken.
         address = await server.start()
+        if endpoint is not None:
+            await endpoint.start()
         compat_addresses = await stack.enter_async_context(_serve_compat(service, server, metrics, config))
         await service.start()
         yield Daemon(
@@ -268,7 +276,7 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
             hypervisor=hypervisor,
             pools=tuple(pools),
             service=service,
-            server=server,
+            servers=(server, endpoint) if endpoint else (server,),
             address=address,
             metrics_address=metrics_address,
             console_address=console_address,
@@ -276,6 +284,21 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
             reaped=tuple(reaped),
             known=known,
         )
+
+
+@asynccontextmanager
+async def _endpoint(shard: Shard, own: CUAEnvServicer, metrics: Metrics) -> AsyncIterator[ApiServer]:
+    """Return a shard's server for clients, not yet started; stop it at the end. Raises: ConfigError."""
+    supervisor = RelayChannel(f"unix:{supervisor_socket(shard.whole)}")
+    try:
+        servicer = EndpointServicer(own, supervisor, index=shard.index, metrics=metrics)
+        server = ApiServer(servicer, listen=shard.whole.listen, metrics=metrics, security=shard.whole.security)
+        try:
+            yield server
+        finally:
+            await server.stop(grace=_STOP_GRACE)
+    finally:
+        await supervisor.aclose()
 
 
 def _setup_resources(config: Config) -> SetupResources:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from envd.api.relay.merge import id_prefix
 from envd.api.server import ApiServer
+from envd.api.servicer import CUAEnvServicer
 from envd.clock import Clock, SystemClock
 from envd.config import SecurityConfig
-from envd.daemon.shards.layout import Shard
 from envd.episodes.limits import EpisodeLimits
 from envd.episodes.persistence.recovery import load_persisted
 from envd.episodes.service import EpisodeService
@@ -43,6 +44,7 @@ class FakeServer:
     address: str
     """Address for clients."""
     server: ApiServer
+    servicer: CUAEnvServicer
     hypervisor: FakeHypervisor
     pool: Pool
     service: EpisodeService
@@ -93,7 +95,7 @@ async def serve_fake(
     memory: HostMemory | None = None,
     database: Path | None = None,
     listen: str = "127.0.0.1:0",
-    shard: Shard | None = None,
+    shard: int | None = None,
 ) -> AsyncIterator[FakeServer]:
     """Serve until the block ends; then no episode, machine or socket is left.
 
@@ -112,7 +114,7 @@ async def serve_fake(
         memory: Host memory; by default unlimited.
         database: File of the episode database; None for no database.
         listen: Address to serve on.
-        shard: The shard that the server is; by default none.
+        shard: Number of the shard that the server is; by default none.
     """
     tasks = TaskCatalogue([*load_fake_tasks().list(), *extra_tasks])
     async with AsyncExitStack() as stack:
@@ -140,7 +142,7 @@ async def serve_fake(
         )
         pool = Pool(settings, hypervisor=hypervisor, image=fake_image(), memory=memory, store=store)
         metrics = Metrics()
-        prefix = shard.id_prefix if shard else ""
+        prefix = "" if shard is None else id_prefix(shard)
         service = EpisodeService(
             [pool],
             tasks=tasks,
@@ -150,13 +152,16 @@ async def serve_fake(
             make_id=lambda: f"{prefix}{secrets.token_hex(8)}",
         )
         stack.push_async_callback(service.aclose)
-        server = ApiServer(service, listen=listen, metrics=metrics, security=security, trusts_front=shard is not None)
+        is_shard = shard is not None
+        servicer = CUAEnvServicer(service, is_shard=is_shard)
+        server = ApiServer(servicer, listen=listen, metrics=metrics, security=security, is_inner=is_shard)
         stack.push_async_callback(server.stop)
         await service.restore(persisted, machines)
         await service.start()
         yield FakeServer(
             address=await server.start(),
             server=server,
+            servicer=servicer,
             store=store,
             hypervisor=hypervisor,
             pool=pool,

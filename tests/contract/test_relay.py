@@ -1,4 +1,7 @@
-"""Two shards behind one endpoint, in this process, on real sockets: what a client sees is one daemon."""
+"""Two shards in this process, on real sockets: what a client of either sees is one daemon.
+
+Real shards share a port. Here each has its own, so that a test chooses which calls are relayed.
+"""
 
 import asyncio
 from collections import Counter
@@ -12,12 +15,15 @@ import grpc
 import pytest
 from cuaenv.actions import Click
 from cuaenv.client import AsyncEnvClient, BadRequest, GroupTooLarge
+from cuaenv.client.credentials import Access
 from cuaenv.v1 import env_pb2, env_pb2_grpc
+from cuaenv.wire import RELAYED_KEY
 from google.protobuf.duration_pb2 import Duration
 
 from envd.aio import Changes, race
 from envd.api.relay import servicer
-from envd.api.relay.link import ShardLink
+from envd.api.relay.endpoint import EndpointServicer
+from envd.api.relay.link import RelayChannel, ShardLink
 from envd.api.relay.merge import shard_of
 from envd.api.relay.placements import Placements
 from envd.api.relay.servicer import RelayServicer
@@ -25,24 +31,32 @@ from envd.api.security.access import NO_QUEUE_HEADER
 from envd.api.security.tokens import new_token
 from envd.api.server import ApiServer
 from envd.config import SecurityConfig
-from envd.daemon.shards.layout import Shard
+from envd.daemon.shards.layout import INNER_SECURITY
 from envd.hypervisor.fake.faults import Faults
 from envd.telemetry.metrics import Metrics
 from envd.testing.server import FakeServer, serve_fake
 
 TASK = "fake/count-to-five"
 COUNT = Click(819, 100)
+STEPS_MEASURED = ("envd_rpc_duration_seconds_count", {"method": "Step", "code": "OK"})
 
 
 @dataclass(kw_only=True)
 class Sharded:
-    """A front and its shards."""
+    """A supervisor's server and its shards."""
 
-    address: str
-    server: ApiServer
+    addresses: Sequence[str]
+    """Of each shard, for clients."""
+    endpoints: Sequence[ApiServer]
     links: Sequence[ShardLink]
     shards: Sequence[FakeServer]
     placements: Placements
+    supervisor: ApiServer
+
+    @property
+    def address(self) -> str:
+        """Of shard 0, for clients."""
+        return self.addresses[0]
 
 
 @asynccontextmanager
@@ -58,6 +72,7 @@ async def serve_shards(
     changes = Changes()
     async with AsyncExitStack() as stack:
         shards, links = [], []
+        supervisor_target = f"unix:{directory}/supervisor.sock"
         for index in range(count):
             listen = f"unix:{directory}/{index}.sock"
             shards.append(
@@ -67,7 +82,7 @@ async def serve_shards(
                         capacity=size,
                         listen=listen,
                         faults=faults,
-                        shard=Shard(index=index, count=count),
+                        shard=index,
                     )
                 )
             )
@@ -77,15 +92,33 @@ async def serve_shards(
         placements = Placements(directory / "placements")
         stack.callback(placements.close)
         relay = RelayServicer(links, placements, changes=changes)
-        server = ApiServer(relay, listen="127.0.0.1:0", metrics=Metrics(), security=security)
-        stack.push_async_callback(server.stop)
-        yield Sharded(address=await server.start(), server=server, links=links, shards=shards, placements=placements)
+        supervisor = ApiServer(
+            relay, listen=supervisor_target, metrics=Metrics(), security=INNER_SECURITY, is_inner=True
+        )
+        stack.push_async_callback(supervisor.stop)
+        await supervisor.start()
+        endpoints, addresses = [], []
+        for index, shard in enumerate(shards):
+            to_supervisor = RelayChannel(supervisor_target)
+            stack.push_async_callback(to_supervisor.aclose)
+            servicer = EndpointServicer(shard.servicer, to_supervisor, index=index, metrics=shard.metrics)
+            endpoints.append(ApiServer(servicer, listen="127.0.0.1:0", metrics=shard.metrics, security=security))
+            stack.push_async_callback(endpoints[-1].stop)
+            addresses.append(await endpoints[-1].start())
+        yield Sharded(
+            addresses=addresses,
+            endpoints=endpoints,
+            links=links,
+            shards=shards,
+            placements=placements,
+            supervisor=supervisor,
+        )
 
 
 @asynccontextmanager
-async def bare_stub(served: Sharded) -> AsyncIterator[Any]:
-    """A client that uses the generated stub alone."""
-    async with grpc.aio.insecure_channel(served.address) as channel:
+async def bare_stub(served: Sharded, shard: int = 0) -> AsyncIterator[Any]:
+    """A client that uses the generated stub alone, connected to a shard."""
+    async with grpc.aio.insecure_channel(served.addresses[shard]) as channel:
         yield env_pb2_grpc.CUAEnvStub(channel)
 
 
@@ -179,7 +212,7 @@ async def test_a_reset_that_was_refused_may_be_retried_on_another_shard(tmp_path
 async def test_as_many_resets_at_once_as_machines_get_one_each_and_one_more_waits_for_a_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: list[int]
 ) -> None:
-    # As if the front process knew nothing of the shards' machines: the shards alone decide.
+    # As if the supervisor knew nothing of the shards' machines: the shards alone decide.
     monkeypatch.setattr(servicer, "ranked_shards", lambda *_, **__: order)
     async with serve_shards(tmp_path, size=8) as served, bare_stub(served) as stub:
         responses = await asyncio.gather(*(stub.Reset(reset_request(f"r{number}")) for number in range(16)))
@@ -219,19 +252,20 @@ async def test_a_cancelled_reset_that_waits_is_joined_by_its_retry(tmp_path: Pat
 async def test_a_reset_that_waited_for_a_machine_until_its_timeout_is_not_offered_to_another_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    methods: list[str] = []
-    unary = ShardLink.unary
+    calls: list[RelayChannel] = []
+    unary = RelayChannel.unary
 
-    def counted(self: ShardLink, method: str, request: Any, **options: Any) -> Any:
-        methods.append(method)
+    def counted(self: RelayChannel, method: str, request: Any, **options: Any) -> Any:
+        calls.append(self)
         return unary(self, method, request, **options)
 
-    monkeypatch.setattr(ShardLink, "unary", counted)
+    monkeypatch.setattr(RelayChannel, "unary", counted)
     async with serve_shards(tmp_path, faults=Faults(boot_delay_s=3600.0)) as served, bare_stub(served) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Reset(reset_request("r", ready_timeout=Duration(nanos=100_000_000)))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert methods == ["Reset"]
+        to_shards = [call for call in calls if any(call is link.channel for link in served.links)]
+        assert len(to_shards) == 1
 
 
 async def test_a_retry_whose_shard_lost_it_and_is_full_goes_to_another_shard(tmp_path: Path) -> None:
@@ -250,11 +284,11 @@ async def test_a_client_cannot_forbid_its_reset_to_queue(tmp_path: Path) -> None
     async with (
         serve_shards(tmp_path) as sharded,
         serve_fake(size=1, capacity=1) as single,
-        bare_stub(sharded) as front_stub,
+        bare_stub(sharded) as supervisor_stub,
         grpc.aio.insecure_channel(single.address) as channel,
     ):
         single_stub: Any = env_pb2_grpc.CUAEnvStub(channel)
-        for stub, count in ((front_stub, 2), (single_stub, 1)):
+        for stub, count in ((supervisor_stub, 2), (single_stub, 1)):
             for number in range(count):
                 await stub.Reset(reset_request(f"held-{number}"))
             request = reset_request("r", ready_timeout=Duration(nanos=100_000_000))
@@ -272,11 +306,61 @@ async def test_a_retried_reset_and_a_retried_step_are_replayed(tmp_path: Path) -
         assert not (await stub.Step(step_request(episode_id, 0))).replayed
         assert (await stub.Step(step_request(episode_id, 0))).replayed
         assert await clicks(stub, episode_id) == b"1\n"
+        async with bare_stub(served, shard=1) as other:
+            assert (await other.Reset(reset_request("r"))).episodes[0].episode_id == episode_id
+            assert (await other.Step(step_request(episode_id, 0))).replayed
+            assert await clicks(other, episode_id) == b"1\n"
 
 
-async def test_streams_are_relayed(tmp_path: Path) -> None:
+async def test_a_relayed_response_names_the_episodes_shard_and_each_call_is_measured_once(tmp_path: Path) -> None:
+    async with serve_shards(tmp_path) as served, bare_stub(served, 0) as first, bare_stub(served, 1) as second:
+        episode_id = (await first.Reset(reset_request("r"))).episodes[0].episode_id
+        own = shard_of(episode_id)
+        for index, stub in enumerate((first, second)):
+            call = stub.Step(step_request(episode_id, index))
+            await call
+            relayed_to = [value for key, value in await call.trailing_metadata() if key == RELAYED_KEY]
+            assert relayed_to == ([] if index == own else [str(own)])
+        measured = [shard.metrics.registry.get_sample_value(*STEPS_MEASURED) for shard in served.shards]
+        assert measured == [1, 1]
+        relayed = [
+            shard.metrics.registry.get_sample_value("envd_relayed_calls_total", {"method": "Step"})
+            for shard in served.shards
+        ]
+        assert relayed == ([None, 1] if own == 0 else [1, None])
+
+
+async def test_a_client_finds_a_connection_to_an_episodes_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_channel, channel_count = Access.open_channel, 0
+
+    def alternating(self: Access, _: str, *args: Any, **options: Any) -> grpc.aio.Channel:
+        # As if the kernel gave the first two connections to one shard and the third to the other.
+        nonlocal channel_count
+        channel_count += 1
+        return open_channel(self, served.addresses[channel_count > 2], *args, **options)
+
+    async with serve_shards(tmp_path, size=4) as served:
+        monkeypatch.setattr(Access, "open_channel", alternating)
+        async with AsyncEnvClient(served.address) as client, AsyncExitStack() as stack:
+            episodes = [await stack.enter_async_context(client.reset(TASK)) for _ in range(8)]
+            assert Counter(shard_of(each.episode_id) for each in episodes) == {0: 4, 1: 4}
+            for _ in range(4):
+                for episode in episodes:
+                    await episode.step(COUNT)
+            relayed = served.shards[0].metrics.registry.get_sample_value("envd_relayed_calls_total", {"method": "Step"})
+            # Two until the third connection was found, and one of each further episode until its shard was known.
+            assert relayed == 2 + 3
+            assert channel_count == 3
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+async def test_streams_are_served_by_every_shard(tmp_path: Path, shard: int) -> None:
     async with serve_shards(tmp_path) as served, bare_stub(served) as stub:
-        episode_id = (await stub.Reset(reset_request("r"))).episodes[0].episode_id
+        responses = [await stub.Reset(reset_request(f"r{number}")) for number in range(2)]
+        ids = [response.episodes[0].episode_id for response in responses]
+        episode_id = next(each for each in ids if shard_of(each) == shard)
         steps = stub.StreamSteps(env_pb2.StreamStepsRequest(step=step_request(episode_id, index)) for index in range(3))
         assert [response.step.episode.step_count async for response in steps] == [1, 2, 3]
         frames = stub.StreamFrames(iter([env_pb2.StreamFramesRequest(episode_id=episode_id)]))
@@ -378,7 +462,7 @@ async def test_a_token_sees_its_own_episodes_alone_on_every_shard(tmp_path: Path
         await one.step(COUNT)
         async with bare_stub(served) as stub:
             token = ("authorization", f"Bearer {second.secret}")
-            # A client cannot name its caller: only the front process does.
+            # A client cannot name its caller: only the supervisor does.
             forged = ("envd-caller", "admin first")
             for metadata, code in (
                 ((token, forged), grpc.StatusCode.NOT_FOUND),
@@ -389,7 +473,7 @@ async def test_a_token_sees_its_own_episodes_alone_on_every_shard(tmp_path: Path
                 assert caught.value.code() is code
 
 
-async def test_a_shard_refuses_calls_that_do_not_come_from_the_front_process(tmp_path: Path) -> None:
+async def test_a_shard_refuses_calls_that_do_not_come_from_the_supervisor(tmp_path: Path) -> None:
     async with serve_shards(tmp_path) as served, grpc.aio.insecure_channel(served.shards[0].address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await env_pb2_grpc.CUAEnvStub(channel).ListPools(env_pb2.ListPoolsRequest())  # type: ignore[misc]
@@ -405,7 +489,8 @@ async def test_a_draining_daemon_ends_watches_and_serves_its_episodes(tmp_path: 
     ):
         watch = stub.WatchPools(env_pb2.WatchPoolsRequest())
         await watch.read()
-        await served.server.drain()
+        for server in (*served.endpoints, served.supervisor):
+            await server.drain()
         while await watch.read() is not grpc.aio.EOF:
             pass
         assert await watch.code() is grpc.StatusCode.OK

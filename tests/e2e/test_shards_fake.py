@@ -138,7 +138,8 @@ def test_a_shard_that_is_killed_is_restarted_and_the_other_shard_continues(
     assert 'envd_shard_up{shard="0"} 1.0' in series
     assert 'envd_shard_up{shard="1"} 1.0' in series
     assert f'envd_step_duration_seconds_count{{phase="total",pool="desktop",shard="{1 - victim}"}} 3.0' in series
-    assert re.search(r'envd_rpc_duration_seconds_count{code="OK",method="Step",shard="front"} [4-9]', series)
+    assert re.search(r'envd_rpc_duration_seconds_count{code="OK",method="Step",shard="[01]"} [1-9]', series)
+    assert 'method="Step",shard="supervisor"' not in series
     assert daemon.wait_for(rf"shard {victim}: (ended unexpectedly); restarting it")
 
     for episode_id in kept:
@@ -153,7 +154,7 @@ def test_a_shard_that_is_killed_is_restarted_and_the_other_shard_continues(
 
 
 @pytest.mark.long
-def test_after_a_killed_front_process_only_the_same_number_of_shards_recovers_the_state(
+def test_after_a_killed_supervisor_only_the_same_number_of_shards_recovers_the_state(
     daemon: ServedDaemon, state_dir: Path
 ) -> None:
     address = daemon.wait_for(r"listening on (\S+)")
@@ -164,7 +165,7 @@ def test_after_a_killed_front_process_only_the_same_number_of_shards_recovers_th
     daemon.end(signal.SIGKILL)
     deadline_s = time.monotonic() + 60
     while any(holder(state_dir / f"shard-{index}") for index in range(2)):
-        assert time.monotonic() < deadline_s, "the shards outlive their front process"
+        assert time.monotonic() < deadline_s, "the shards outlive their supervisor"
         time.sleep(0.05)
 
     other = run_envd("serve", "--hypervisor", "fake", "--pool", "4", "--state-dir", str(state_dir))

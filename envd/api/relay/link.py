@@ -1,6 +1,6 @@
-"""The connection to one shard, and what its pools reported last.
+"""Connections between the supervisor and its shards, and what a shard's pools reported last.
 
-Requests and responses of shards pass as bytes: a response is never decoded here, except where several are merged.
+Responses pass as bytes: they are never decoded here, except where several are merged.
 """
 
 import asyncio
@@ -35,6 +35,51 @@ _WATCH_AGAIN_S: Final = 1.0
 Metadata = Sequence[tuple[str, str]]
 
 
+class RelayChannel:
+    """A connection to a process of the same daemon."""
+
+    def __init__(self, target: str) -> None:
+        """Set up a connection to an address in gRPC syntax; its first call connects."""
+        self.channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+        self._methods: dict[str, Any] = {}
+
+    async def aclose(self) -> None:
+        """Close the connection; its calls fail. Idempotent."""
+        await self.channel.close()
+
+    async def unary(self, method: str, request: Message, *, metadata: Metadata, timeout_s: float | None) -> bytes:
+        """Relay a call, and return the response. Raises: grpc.aio.AioRpcError."""
+        call = self._method("unary_unary", method)(request.SerializeToString(), metadata=metadata, timeout=timeout_s)
+        response: bytes = await call
+        return response
+
+    def stream(
+        self, method: str, request: Message, *, metadata: Metadata, timeout_s: float | None
+    ) -> AsyncIterator[bytes]:
+        """Relay a call, and yield its responses. Raises: grpc.aio.AioRpcError."""
+        call = self._method("unary_stream", method)(request.SerializeToString(), metadata=metadata, timeout=timeout_s)
+        responses: AsyncIterator[bytes] = aiter(call)
+        return responses
+
+    def two_way(
+        self, method: str, requests: AsyncIterator[Message], *, metadata: Metadata, timeout_s: float | None
+    ) -> AsyncIterator[bytes]:
+        """Relay a stream, and yield its responses. Raises: grpc.aio.AioRpcError."""
+
+        async def bodies() -> AsyncIterator[bytes]:
+            async for request in requests:
+                yield request.SerializeToString()
+
+        call = self._method("stream_stream", method)(bodies(), metadata=metadata, timeout=timeout_s)
+        responses: AsyncIterator[bytes] = aiter(call)
+        return responses
+
+    def _method(self, kind: str, method: str) -> Any:
+        if method not in self._methods:
+            self._methods[method] = getattr(self.channel, kind)(f"/{SERVICE}/{method}")
+        return self._methods[method]
+
+
 class ShardLink:
     """The connection to one shard; it exists only while the shard serves."""
 
@@ -46,8 +91,7 @@ class ShardLink:
         self._opening: Counter[str] = Counter()
         self._target = target
         self._on_change = on_change
-        self._channel: grpc.aio.Channel | None = None
-        self._methods: dict[str, Any] = {}
+        self._channel: RelayChannel | None = None
         self._watching: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -58,23 +102,29 @@ class ShardLink:
         """Whether the shard serves."""
         return bool(self.pools)
 
+    @property
+    def channel(self) -> RelayChannel:
+        """The connection. Raises: grpc.aio.AioRpcError: the shard is down; as a daemon that is down."""
+        if self._channel is None:
+            raise unavailable(f"shard {self.index}: is being restarted; retry with the same request_id")
+        return self._channel
+
     async def connect(self) -> None:
         """Connect to a shard that serves, and wait for the state of its pools."""
-        self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
+        self._channel = RelayChannel(self._target)
         first = asyncio.Event()
-        self._watching = asyncio.create_task(self._watch(first), name=f"shard:{self.index}:pools")
+        self._watching = asyncio.create_task(self._watch(self._channel, first), name=f"shard:{self.index}:pools")
         await first.wait()
 
     async def disconnect(self) -> None:
         """Close the connection: the shard has ended. Its calls fail with UNAVAILABLE. Idempotent."""
         channel, self._channel, self.pools = self._channel, None, ()
         watching, self._watching = self._watching, None
-        self._methods.clear()
         if watching is not None:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
         if channel is not None:
-            await channel.close()
+            await channel.aclose()
             self._on_change()
 
     def candidate(self) -> Candidate:
@@ -90,46 +140,12 @@ class ShardLink:
         finally:
             self._opening[pool] -= machine_count
 
-    async def unary(self, method: str, request: Message, *, metadata: Metadata, timeout_s: float | None) -> bytes:
-        """Relay a call, and return the response. Raises: grpc.aio.AioRpcError."""
-        call = self._method("unary_unary", method)(request.SerializeToString(), metadata=metadata, timeout=timeout_s)
-        response: bytes = await call
-        return response
-
-    def two_way(
-        self, method: str, requests: AsyncIterator[Message], *, metadata: Metadata, timeout_s: float | None
-    ) -> AsyncIterator[bytes]:
-        """Relay a stream, and yield its responses. Raises: grpc.aio.AioRpcError."""
-
-        async def bodies() -> AsyncIterator[bytes]:
-            async for request in requests:
-                yield request.SerializeToString()
-
-        call = self._method("stream_stream", method)(bodies(), metadata=metadata, timeout=timeout_s)
-        responses: AsyncIterator[bytes] = aiter(call)
-        return responses
-
-    def unavailable(self) -> grpc.aio.AioRpcError:
-        """Return the error of a call while the shard is down: the one of a daemon that is down."""
-        return unavailable(f"shard {self.index}: is being restarted; retry with the same request_id")
-
-    def _method(self, kind: str, method: str) -> Any:
-        if self._channel is None:
-            raise self.unavailable()
-        if method not in self._methods:
-            self._methods[method] = getattr(self._channel, kind)(f"/{SERVICE}/{method}")
-        return self._methods[method]
-
-    async def _watch(self, first: asyncio.Event) -> None:
-        if self._channel is None:
-            raise AssertionError("connect() opened it")
-        watch: Any = self._channel.unary_stream(
-            f"/{SERVICE}/WatchPools", response_deserializer=env_pb2.WatchPoolsResponse.FromString
-        )
+    async def _watch(self, channel: RelayChannel, first: asyncio.Event) -> None:
+        request, metadata = env_pb2.WatchPoolsRequest(), caller_metadata(TRUSTED)
         while True:
             try:
-                async for response in watch(b"", metadata=caller_metadata(TRUSTED)):
-                    self.pools = response.pools
+                async for body in channel.stream("WatchPools", request, metadata=metadata, timeout_s=None):
+                    self.pools = env_pb2.WatchPoolsResponse.FromString(body).pools
                     first.set()
                     self._on_change()
             except grpc.aio.AioRpcError as error:

@@ -23,10 +23,11 @@ from envd.api.pages import page_of
 from envd.api.relay.link import SERVICE, ShardLink, caller_metadata, unavailable
 from envd.api.relay.merge import UNKNOWN_POOL, merge_pools, ranked_shards, shard_of
 from envd.api.relay.placements import Placements
-from envd.api.security.access import NO_QUEUE_HEADER, current_caller
+from envd.api.security.access import NO_QUEUE_HEADER, Caller, current_caller
 from envd.episodes.types import listing_key
 
-_BY_EPISODE: Final = (
+#: Methods whose request names one episode.
+BY_EPISODE: Final = (
     "Step",
     "Observe",
     "Evaluate",
@@ -69,7 +70,7 @@ class RelayServicer:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the methods. Responses of relayed calls are bytes, which no serializer touches."""
-        unary: dict[str, Callable[..., Any]] = {name: self._by_episode(name) for name in _BY_EPISODE}
+        unary: dict[str, Callable[..., Any]] = {name: self._by_episode(name) for name in BY_EPISODE}
         unary |= {"Reset": self.Reset, "ListTasks": self.ListTasks}
         merged: dict[str, Callable[..., Any]] = {
             "ListPools": self.ListPools,
@@ -77,13 +78,15 @@ class RelayServicer:
             "KeepAlive": self.KeepAlive,
         }
         streams: dict[str, Callable[..., Any]] = {"StreamSteps": self.StreamSteps, "StreamFrames": self.StreamFrames}
-        handlers: dict[str, Any] = {name: _UNARY(method, _parser(name)) for name, method in unary.items()}
-        handlers |= {name: _UNARY(method, _parser(name), _serialize) for name, method in merged.items()}
-        handlers |= {name: _TWO_WAY(method, _parser(name)) for name, method in streams.items()}
-        handlers["WatchPools"] = grpc.unary_stream_rpc_method_handler(
-            self.WatchPools, _parser("WatchPools"), _serialize
-        )
+        handlers: dict[str, Any] = {name: _UNARY(method, parser(name)) for name, method in unary.items()}
+        handlers |= {name: _UNARY(method, parser(name), _serialize) for name, method in merged.items()}
+        handlers |= {name: _TWO_WAY(method, parser(name)) for name, method in streams.items()}
+        handlers["WatchPools"] = grpc.unary_stream_rpc_method_handler(self.WatchPools, parser("WatchPools"), _serialize)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    def may_use(self, _caller: Caller, _episode_id: str) -> bool:
+        """Return True: an episode's shard decides."""
+        return True
 
     def end_watches(self) -> None:
         """End the streams that otherwise last until their clients disconnect; the shards end `StreamFrames`."""
@@ -107,7 +110,7 @@ class RelayServicer:
 
     async def _place(self, key: str, request: env_pb2.ResetRequest, context: Context) -> bytes:
         """Offer a group to one shard after the other; if it would have to queue in each, it queues in the best one."""
-        deadline_s = time.monotonic() + ready_timeout_s(request, time_remaining_s=_remaining_s(context))
+        deadline_s = time.monotonic() + ready_timeout_s(request, time_remaining_s=remaining_s(context))
         known = self._placements.shard_of(key)
         order = self._ranked(request) if known is None else [known, *(i for i in self._ranked(request) if i != known)]
         for index in order:
@@ -247,8 +250,8 @@ class RelayServicer:
     async def _relay(
         self, link: ShardLink, method: str, request: Message, context: Context, *headers: tuple[str, str]
     ) -> bytes:
-        metadata = [*_metadata(context), *headers]
-        return await link.unary(method, request, metadata=metadata, timeout_s=_remaining_s(context))
+        metadata = [*relay_metadata(context), *headers]
+        return await link.channel.unary(method, request, metadata=metadata, timeout_s=remaining_s(context))
 
     async def _relay_all(
         self, links: Sequence[ShardLink], method: str, requests: Sequence[Message], context: Context
@@ -273,8 +276,8 @@ class RelayServicer:
                 yield request
 
         link = self._any_link() if first is None else self._link_of(episode_id_of(first))
-        async for response in link.two_way(
-            method, all_requests(), metadata=_metadata(context), timeout_s=_remaining_s(context)
+        async for response in link.channel.two_way(
+            method, all_requests(), metadata=relay_metadata(context), timeout_s=remaining_s(context)
         ):
             yield response
 
@@ -291,7 +294,8 @@ def _task_of(request: env_pb2.ResetRequest) -> str:
     return request.task_id.partition("?")[0]
 
 
-def _parser(method: str) -> Callable[[bytes], Message]:
+def parser(method: str) -> Callable[[bytes], Message]:
+    """Return the function that parses a method's requests."""
     kind: type[Message] = getattr(env_pb2, f"{method}Request")
     return kind.FromString
 
@@ -300,7 +304,8 @@ def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-def _metadata(context: Context) -> list[tuple[str, str]]:
+def relay_metadata(context: Context) -> list[tuple[str, str]]:
+    """Return the metadata of a relayed call: its caller and its trace, and nothing else that the client sent."""
     trace = [
         (key, value)
         for key, value in context.invocation_metadata() or ()
@@ -309,7 +314,8 @@ def _metadata(context: Context) -> list[tuple[str, str]]:
     return caller_metadata(current_caller()) + trace
 
 
-def _remaining_s(context: Context) -> float | None:
+def remaining_s(context: Context) -> float | None:
+    """Return the seconds until the caller's deadline; None without one."""
     # The type stubs declare float, but it is None if the client set no deadline.
     remaining_s: float | None = context.time_remaining()
     return remaining_s

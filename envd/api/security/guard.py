@@ -37,8 +37,8 @@ class Guard:
         limiter: RateLimiter,
         renewals: RateLimiter,
         max_calls: int,
-        owner_of: Callable[[str], str | None] | None,
-        trusts_front: bool = False,
+        may_use: Callable[[Caller, str], bool],
+        is_inner: bool = False,
     ) -> None:
         """Set up a guard.
 
@@ -47,17 +47,17 @@ class Guard:
             limiter: Limits the call rate of each caller.
             renewals: Limits the rate of ids in the calls that `limiter` exempts, which only keep or release.
             max_calls: Maximum number of running calls of each caller.
-            owner_of: Returns the owner of an open or closed episode, None if it is unknown. None if shards check
-                owners.
-            trusts_front: Whether all calls come from the front process, which authenticated them and names the caller.
+            may_use: Returns whether a caller may use the episode of an id.
+            is_inner: Whether all calls come from processes of the same daemon, which authenticated the caller and name
+                it.
         """
-        self._trusts_front = trusts_front
+        self._is_inner = is_inner
         self._tokens = tokens
         self._limiter = limiter
         self._renewals = renewals
         self._in_flight = InFlight()
         self._max_calls = max_calls
-        self._owner_of = owner_of
+        self._may_use = may_use
 
     def identify(self, method: str, metadata: Metadata) -> Caller:
         """Return the caller, if it may call the method.
@@ -121,11 +121,11 @@ class Guard:
 
     def check_owner(self, caller: Caller, episode_id: str) -> None:
         """Check that a caller may use an episode, if one is given. Raises: EpisodeNotFound."""
-        if self._owner_of is not None and episode_id and not caller.may_use(self._owner_of(episode_id)):
+        if episode_id and not self._may_use(caller, episode_id):
             raise unknown_episode(episode_id)
 
     def _authenticate(self, metadata: Metadata) -> Caller:
-        if self._trusts_front:
+        if self._is_inner:
             return forwarded_caller(metadata)
         if self._tokens is None:
             return TRUSTED

@@ -1,1 +1,1 @@
-"""One endpoint over several daemons, each with a part of the pools: a front process and its shards."""
+"""One endpoint over several daemons, each with a part of the pools: a supervisor and its shards."""

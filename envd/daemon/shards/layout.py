@@ -9,16 +9,19 @@ from envd.api.relay.merge import id_prefix
 from envd.config import Config, HypervisorConfig, PoolConfig, SecurityConfig
 from envd.errors import ConfigError
 
+#: For calls among a daemon's processes, which the state directory's permissions protect: the limits are on clients.
+INNER_SECURITY: Final = SecurityConfig(calls_per_second=0, max_calls_in_flight=1_000_000)
 _MARKER: Final = "shards"
 _EMBEDDED_ROOT: Final = "qemu:///embed?root="
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One of several daemons behind a front process."""
+    """One of several processes of a daemon, with a part of its machines."""
 
     index: int
-    count: int
+    whole: Config
+    """The daemon's settings, with the actual port of `listen`."""
 
     @property
     def id_prefix(self) -> str:
@@ -31,8 +34,13 @@ def shard_dir(config: Config, index: int) -> Path:
     return config.state_dir / f"shard-{index}"
 
 
+def supervisor_socket(config: Config) -> Path:
+    """Return the socket on which shards call the supervisor."""
+    return config.state_dir / "supervisor.sock"
+
+
 def call_socket(config: Config, index: int) -> Path:
-    """Return the socket of a shard's gRPC service."""
+    """Return the socket on which the supervisor calls a shard."""
     return shard_dir(config, index) / "calls.sock"
 
 
@@ -57,6 +65,8 @@ def require_divisible(config: Config) -> None:
                 f"pool {name}: {pool.machine_limit} machines cannot be divided among {count} shards; raise its capacity"
                 " or lower --shards"
             )
+    if config.listen.startswith("unix:"):
+        raise ConfigError(f"listen {config.listen}: {count} shards cannot share a Unix socket; listen on a port")
     refused = {
         "console_listen": bool(config.console_listen),
         "compat": bool(config.compat),
@@ -69,9 +79,9 @@ def require_divisible(config: Config) -> None:
 
 
 def shard_config(config: Config, index: int) -> Config:
-    """Return the settings of one shard: its part of every pool, below its own state directory.
+    """Return the settings of one shard as a daemon: its part of every pool, below its own state directory.
 
-    The front process serves TLS, tokens and rate limits. The state directory's permissions protect a shard's sockets.
+    `listen` and `security` are those of calls from the supervisor.
     """
     count = config.shards
     return config.model_copy(
@@ -80,7 +90,7 @@ def shard_config(config: Config, index: int) -> Config:
             "listen": f"unix:{call_socket(config, index)}",
             "metrics_listen": f"unix:{metrics_socket(config, index)}",
             "state_dir": shard_dir(config, index),
-            "security": SecurityConfig(calls_per_second=0, max_calls_in_flight=1_000_000),
+            "security": INNER_SECURITY,
             "hypervisor": _hypervisor_part(config.hypervisor, index, count),
             "pools": {name: _pool_part(pool, index, count) for name, pool in config.pools.items()},
         }

@@ -52,7 +52,7 @@ class ShardProcess:
             *(sys.executable, "-m", PROGRAM),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            # Ctrl-C must reach only the front process, which then stops its shards.
+            # Ctrl-C must reach only the supervisor, which then stops its shards.
             start_new_session=True,
         )
         self._process = process

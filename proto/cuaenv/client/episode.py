@@ -150,7 +150,7 @@ class AsyncEpisode:
         request = env_pb2.StreamFramesRequest(
             episode_id=self.episode_id, observation=wire_view(options), max_rate_hz=max_rate_hz
         )
-        call: Any = self.host.connection.stub.StreamFrames()
+        call: Any = self.host.connection.stub(self.episode_id).StreamFrames()
         newest: Observation | None = None
         try:
             await call.write(request)

@@ -159,7 +159,7 @@ class Host:
         while True:
             began_s = loop.time()
             try:
-                async for message in self.connection.stub.WatchPools(env_pb2.WatchPoolsRequest()):
+                async for message in self.connection.stub().WatchPools(env_pb2.WatchPoolsRequest()):
                     self._note_pools([read_pool(pool, self.target) for pool in message.pools])
                 ended = f"{self.target} ended its stream of pools; it is stopping"
                 self._note_down(Unavailable(ended, host=self.target))

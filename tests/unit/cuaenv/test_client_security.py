@@ -84,7 +84,9 @@ async def test_the_token_is_in_no_repr_and_no_log(caplog: pytest.LogCaptureFixtu
     client = AsyncEnvClient("127.0.0.1:1", token=SECRET)
     access = Access(token=SECRET, tls=None)
     connection = Connection(Address("127.0.0.1:1"), access=access, retry=RetryPolicy())
-    shown = [repr(thing) for thing in (client, access, connection, connection.stub, connection.stub.Step, vars(client))]
+    shown = [
+        repr(thing) for thing in (client, access, connection, connection.stub(), connection.stub().Step, vars(client))
+    ]
     assert repr(access) == "<Access with a token, without TLS>"
     with caplog.at_level(logging.DEBUG), pytest.raises(Unavailable) as caught:
         await client.list_pools(timeout=timedelta(seconds=1.5))

@@ -176,7 +176,7 @@ def test_steps_are_compared_with_bare_calls_of_the_same_run() -> None:
 
 
 @pytest.mark.long
-def test_bench_scale_measures_shards_and_their_front_process(tmp_path: Path) -> None:
+def test_bench_scale_measures_shards_and_their_supervisor(tmp_path: Path) -> None:
     settings = load(flags={"hypervisor.uri": "fake", "state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache"})
     config = scale_config(settings, machine_count=4, shard_count=2)
     steps = Steps(lambda _stage, _share: None, 3)
@@ -186,7 +186,7 @@ def test_bench_scale_measures_shards_and_their_front_process(tmp_path: Path) -> 
     assert report.passed, report.checks
     assert report.conditions["shard_count"] == 2
     found = results(report)
-    for name in ("steps_per_s", "server_cpu_ms_per_step", "front_cpu_ms_per_step", "drawing_cpu_ms_per_step"):
+    for name in ("steps_per_s", "server_cpu_ms_per_step", "supervisor_cpu_ms_per_step", "drawing_cpu_ms_per_step"):
         assert (found[name] or 0) > 0, name
 
 
@@ -586,7 +586,7 @@ def test_bench_scale_compares_concurrent_steps_with_an_echo(tmp_path: Path) -> N
     report = run_until_signal(measure())
     assert report.passed, report.checks
     found = results(report)
-    assert found.pop("front_cpu_ms_per_step") is None
+    assert found.pop("supervisor_cpu_ms_per_step") is None
     assert all(value is not None and value >= 0 for value in found.values())
     assert found["bare_rpc_per_s"] != found["steps_per_s"]
 

@@ -42,7 +42,7 @@ def test_shards_share_no_directory_and_listen_on_private_sockets() -> None:
     assert shard_config(config(), 1).hypervisor_uri == "qemu:///embed?root=/state/shard-1/libvirt"
 
 
-def test_the_front_process_keeps_tokens_and_rate_limits_to_itself() -> None:
+def test_calls_from_the_supervisor_need_no_token_and_have_no_rate_limit() -> None:
     part = shard_config(config(security__tokens_file=Path("/tokens"), security__calls_per_second=5), 0)
     assert part.security.tokens_file is None
     assert part.security.calls_per_second == 0
@@ -58,6 +58,10 @@ def test_the_front_process_keeps_tokens_and_rate_limits_to_itself() -> None:
             "console_listen: is not available with 3 shards; remove it, or set --shards 1",
         ),
         ({"compat": "areal=127.0.0.1:0"}, "compat: is not available"),
+        (
+            {"listen": "unix:/run/envd.sock"},
+            "listen unix:/run/envd.sock: 3 shards cannot share a Unix socket",
+        ),
         ({"recording__directory": Path("/recordings")}, r"recording\.directory: is not available"),
         ({"limits__runs": {"main": {"quota": 4}}}, r"limits\.runs: quota: is not available"),
     ],

@@ -17,6 +17,6 @@ def test_series_of_all_parts_have_the_name_of_their_part() -> None:
 
 
 def test_a_series_that_names_a_shard_keeps_its_label() -> None:
-    front = Metrics()
-    front.shard_up.labels(shard="1").set(1)
-    assert 'envd_shard_up{shard="1"} 1.0' in merge_series({"front": front.render()}).decode().splitlines()
+    supervisor = Metrics()
+    supervisor.shard_up.labels(shard="1").set(1)
+    assert 'envd_shard_up{shard="1"} 1.0' in merge_series({"supervisor": supervisor.render()}).decode().splitlines()

@@ -1,7 +1,8 @@
-"""The front process: owns the public endpoint, starts the shards, and restarts those that end unexpectedly.
+"""The supervisor: starts the shards, restarts those that end unexpectedly, and chooses one for each new group.
 
-It serves TLS, tokens, rate limits, health and reflection, and relays calls. It has no machines: if it is killed, the
-kernel kills its shards, and the next start recovers their state as after any crash.
+Clients call the shards, which share a port. A shard passes on to the supervisor what it cannot serve alone: resets,
+lists, and calls for other shards' episodes. The supervisor has no machines: if it is killed, the kernel kills its
+shards, and the next start recovers their state as after any crash.
 """
 
 import asyncio
@@ -20,17 +21,20 @@ from envd.aio import Changes, race
 from envd.api.relay.link import ShardLink
 from envd.api.relay.placements import Placements
 from envd.api.relay.servicer import RelayServicer
-from envd.api.server import ApiServer
+from envd.api.server import ApiServer, check_security, parse_listen
 from envd.config import Config
 from envd.daemon.composition import serve_secured_metrics
 from envd.daemon.shards.layout import (
+    INNER_SECURITY,
     call_socket,
     clear_layout,
     growth_file,
     mark_layout,
     metrics_socket,
     require_divisible,
+    supervisor_socket,
 )
+from envd.daemon.shards.port import reserved_port
 from envd.daemon.shards.process import ShardProcess
 from envd.daemon.state_lock import locked
 from envd.errors import ConfigError
@@ -48,14 +52,14 @@ _STOP_GRACE: Final = timedelta(seconds=2)
 _MAX_PAUSE_S: Final = 60.0
 _FIRST_PAUSE_S: Final = 1.0
 _SCRAPE_TIMEOUT: Final = aiohttp.ClientTimeout(total=5.0)
-_FRONT: Final = "front"
+_SUPERVISOR: Final = "supervisor"
 
 PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Front:
-    """A running front process with its shards."""
+class Supervisor:
+    """A running supervisor with its shards."""
 
     server: ApiServer
     address: str
@@ -149,8 +153,8 @@ class SupervisedShard:
 
 
 @asynccontextmanager
-async def open_front(config: Config, *, print_line: PrintLine) -> AsyncIterator[Front]:
-    """Run a front process and its shards until the block ends; then every episode, machine and socket is gone.
+async def open_supervisor(config: Config, *, print_line: PrintLine) -> AsyncIterator[Supervisor]:
+    """Run a supervisor and its shards until the block ends; then every episode, machine and socket is gone.
 
     Raises:
         ConfigError: Shards cannot serve the configuration, the state directory is in use, an address is taken, or a
@@ -159,6 +163,8 @@ async def open_front(config: Config, *, print_line: PrintLine) -> AsyncIterator[
     """
     require_divisible(config)
     metrics = Metrics(process=True)
+    # The shards read them too; this one reports what is wrong with them before anything starts.
+    check_security(config.security, metrics, allow_quotas=False)
     metrics.build_info.labels(version=envd_version(), accelerator="").set(1)
     changes = Changes()
     async with AsyncExitStack() as stack:
@@ -166,21 +172,27 @@ async def open_front(config: Config, *, print_line: PrintLine) -> AsyncIterator[
         await stack.enter_async_context(exported_traces(config.telemetry.otlp_endpoint))
         placements = Placements(config.state_dir / "placements")
         stack.callback(placements.close)
-        shards = tuple(_shard(config, index, metrics, changes, print_line) for index in range(config.shards))
+        address = stack.enter_context(
+            reserved_port(parse_listen(config.listen, exposable=config.security.is_exposable))
+        )
+        whole = config.model_copy(update={"listen": address})
+        shards = tuple(_shard(whole, index, metrics, changes, print_line) for index in range(config.shards))
         relay = RelayServicer([shard.link for shard in shards], placements, changes=changes)
-        server = ApiServer(relay, listen=config.listen, metrics=metrics, security=config.security)
+        server = ApiServer(
+            relay, listen=f"unix:{supervisor_socket(config)}", metrics=metrics, security=INNER_SECURITY, is_inner=True
+        )
         merge = partial(_with_shards, config=config)
         metrics_address = await stack.enter_async_context(serve_secured_metrics(metrics, config, merge=merge))
         mark_layout(config.state_dir, count=config.shards)
         GrowthBoard.create(growth_file(config.state_dir), shard_count=config.shards)
+        stack.push_async_callback(server.stop, grace=_STOP_GRACE)
+        await server.start()
         supervising = [
             asyncio.create_task(shard.supervise(), name=f"shard:{shard.index}:supervise") for shard in shards
         ]
         stack.push_async_callback(_end, config, shards, supervising)
         await _served(shards, supervising)
-        stack.push_async_callback(server.stop, grace=_STOP_GRACE)
-        address = await server.start()
-        yield Front(server=server, address=address, metrics_address=metrics_address, shards=shards)
+        yield Supervisor(server=server, address=address, metrics_address=metrics_address, shards=shards)
 
 
 def _shard(config: Config, index: int, metrics: Metrics, changes: Changes, print_line: PrintLine) -> SupervisedShard:
@@ -222,7 +234,7 @@ async def _with_shards(body: bytes, *, config: Config) -> bytes:
     """Return the series of this process and of all shards that answer."""
     bodies = await asyncio.gather(*(_scraped(metrics_socket(config, index)) for index in range(config.shards)))
     found = {str(index): each for index, each in enumerate(bodies) if each is not None}
-    return await asyncio.to_thread(merge_series, {_FRONT: body} | found)
+    return await asyncio.to_thread(merge_series, {_SUPERVISOR: body} | found)
 
 
 async def _scraped(socket: Path) -> bytes | None:
