@@ -10,6 +10,7 @@ from cuaenv.cli.lazy import lazy_group
 from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, out
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from envd.cli.options import CacheDir, ConfigFile, Hypervisor, TaskFiles, load_config
 from envd.cli.tasks_fetch import fetch_all, print_fetched
@@ -42,17 +43,23 @@ def list_(
 ) -> None:
     """List the tasks of the built-in suite and of the configuration.
 
-    Of a template the plain variant is listed, with how many there are: TASK?seed=N is another.
+    Of a template the plain variant is listed, with how many there are: TASK?seed=N is another. A terminal shows
+    the beginning of each instruction.
     """
     catalogue = load_tasks(load_config(config, hypervisor=hypervisor, tasks=tasks))
     found = catalogue.list()
     if as_json:
         emit_json({"tasks": [_summary(task, catalogue) for task in found]})
         return
-    table = Table("task", "level", "split", "variants", "instruction", box=None, pad_edge=False)
+    table = Table("task", box=None, pad_edge=False)
+    table.columns[0].overflow = "fold"  # Ids are copied, so none is shortened.
+    for heading in ("level", "split", "variants"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("instruction", min_width=16)
     for task in found:
         count = catalogue.variant_count(task.task_id)
-        table.add_row(task.task_id, str(task.level), split_of(task), str(count), task.instruction.strip())
+        instruction = Text(" ".join(task.instruction.split()), no_wrap=True, overflow="ellipsis")
+        table.add_row(task.task_id, str(task.level), split_of(task), str(count), instruction)
     out.print(table, markup=False)
 
 

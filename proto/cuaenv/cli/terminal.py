@@ -3,11 +3,12 @@
 import functools
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, ParamSpec, Protocol, TypeVar
+from typing import Annotated, Any, ParamSpec, Protocol, TypeVar
 
 import typer
 from rich.console import Console, ConsoleDimensions
@@ -33,6 +34,16 @@ class _Console(Console):
     @size.setter
     def size(self, new_size: tuple[int, int]) -> None:
         self._width, self._height = new_size
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as rich does, but pad no line with spaces unless it is shown on a terminal."""
+        if self.is_terminal:
+            super().print(*objects, **options)
+            return
+        with self.capture() as printed:
+            super().print(*objects, **options)
+        self.file.write(re.sub(r" +$", "", printed.get(), flags=re.MULTILINE))
+        self.file.flush()
 
 
 out = _Console(highlight=False)

@@ -5,6 +5,7 @@ import json
 import pytest
 import typer
 from cuaenv.cli import terminal
+from rich.table import Table
 
 from envd.errors import ConfigError, ImageNotFound
 from envd.terminal import reports_errors
@@ -53,3 +54,11 @@ def test_without_a_terminal_progress_is_a_line_at_the_start_and_at_the_end(capsy
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == ["image desktop:   1% installing [main]", "image desktop: 100% done"]
+
+
+def test_lines_that_other_programs_read_are_not_padded(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("task", "instruction", box=None, pad_edge=False)
+    table.add_row("a", "short")
+    table.add_row("b", "a longer one")
+    terminal.out.print(table)
+    assert capsys.readouterr().out == "task  instruction\na     short\nb     a longer one\n"
