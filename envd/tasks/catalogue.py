@@ -146,8 +146,8 @@ class TaskCatalogue:
             task = self._templates.variant(task_id)
         if task is None:
             close = self._similar(task_id)
-            hint = f"; did you mean {', '.join(close)}?" if close else f"; {len(self)} tasks are loaded"
-            raise TaskNotFound(f"task {task_id!r} not found{hint}")
+            hint = f"did you mean {', '.join(close)}?" if close else f"the suites loaded here are {self._suite_names()}"
+            raise TaskNotFound(f"task {task_id!r} not found; {hint}")
         return task
 
     def _similar(self, task_id: str) -> "list[str]":
@@ -178,8 +178,10 @@ class TaskCatalogue:
         return len(self._tasks)
 
     def __repr__(self) -> str:
-        suites = sorted({task_id.split("/")[0] for task_id in self._tasks})
-        return f"<TaskCatalogue {len(self)} tasks in {', '.join(suites) or 'no suites'}>"
+        return f"<TaskCatalogue {len(self)} tasks in {self._suite_names()}>"
+
+    def _suite_names(self) -> str:
+        return ", ".join(sorted({task_id.split("/")[0] for task_id in self._tasks})) or "no suites"
 
 
 def read_all(

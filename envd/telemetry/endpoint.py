@@ -99,8 +99,9 @@ async def serve_app(
                 )
             )
         except OSError as error:
+            reason = (error.strerror or str(error)).rpartition(": ")[2]  # asyncio's text repeats the address
             raise ConfigError(
-                f"{setting} {listen} cannot be bound: {error.strerror or error}; choose another address"
+                f"{setting} {listen}: cannot be bound: {reason}; free it, or set {setting} to another"
             ) from error
         try:
             yield listen if path else f"{host}:{server.sockets[0].getsockname()[1]}"

@@ -424,7 +424,7 @@ async def test_without_the_setting_no_console_is_served(tmp_path: Path) -> None:
 async def test_an_address_that_is_taken_stops_the_start(tmp_path: Path) -> None:
     async with console(tmp_path / "1") as served:
         taken = served.daemon.console_address
-        with pytest.raises(ConfigError, match=f"console_listen {taken} cannot be bound"):
+        with pytest.raises(ConfigError, match=f"console_listen {taken}: cannot be bound"):
             async with console(tmp_path / "2", {"console_listen": taken}):
                 pass
 

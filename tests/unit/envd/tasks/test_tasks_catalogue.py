@@ -49,7 +49,7 @@ def test_an_unknown_task_is_rejected_with_similar_ids(tmp_path: Path) -> None:
     catalogue = TaskCatalogue.load([write(tmp_path, GOOD)], include_builtin=False)
     with pytest.raises(TaskNotFound, match=r"task 'mine/frist' not found; did you mean mine/first\?"):
         catalogue.get("mine/frist")
-    with pytest.raises(TaskNotFound, match="1 tasks are loaded"):
+    with pytest.raises(TaskNotFound, match="task 'zzz' not found; the suites loaded here are mine"):
         catalogue.get("zzz")
 
 
