@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 import typer
 from cuaenv.cli import terminal
+from cuaenv.cli.messages import message_of
 from cuaenv.client import AsyncEnvClient, EnvError, EpisodeInfo, Tls
 from rich.table import Table
 from rich.text import Text
@@ -48,6 +49,7 @@ reports_errors = terminal.reports_errors(
     EnvError,
     usage_errors=(ConfigError,),
     reason_of=lambda error: str(getattr(error, "reason", "") or getattr(error, "code", "")),
+    message_of=message_of,
 )
 
 

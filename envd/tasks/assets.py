@@ -186,5 +186,5 @@ async def _download(url: str, file: IO[bytes], http: "aiohttp.ClientSession") ->
                 digest.update(chunk)
                 await asyncio.to_thread(file.write, chunk)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        raise AssetMissing(f"{url}: cannot be downloaded: {error!r}") from error
+        raise AssetMissing(f"{url}: cannot be downloaded: {error or type(error).__name__}") from error
     return digest.hexdigest(), size_bytes

@@ -6,6 +6,7 @@ from logging import StreamHandler
 from typing import ParamSpec, TypeVar
 
 from cuaenv.cli import terminal
+from cuaenv.cli.messages import message_of
 from cuaenv.client import EnvError
 from rich.logging import RichHandler
 
@@ -20,7 +21,11 @@ class UsageError(Exception):
 def reports_errors(*expected: type[Exception]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that reports `UsageError`, `EnvError` and `expected`; see `cuaenv.cli.terminal`."""
     return terminal.reports_errors(
-        EnvError, *expected, usage_errors=(UsageError,), reason_of=lambda error: type(error).__name__
+        EnvError,
+        *expected,
+        usage_errors=(UsageError,),
+        reason_of=lambda error: type(error).__name__,
+        message_of=message_of,
     )
 
 

@@ -74,7 +74,10 @@ def emit_json(value: Mapping[str, object]) -> None:
 
 
 def reports_errors(
-    *expected: type[Exception], usage_errors: tuple[type[Exception], ...], reason_of: Callable[[Exception], str]
+    *expected: type[Exception],
+    usage_errors: tuple[type[Exception], ...],
+    reason_of: Callable[[Exception], str],
+    message_of: Callable[[Exception], str] = str,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that turns expected errors into one red line and an exit status.
 
@@ -84,6 +87,7 @@ def reports_errors(
         expected: Errors to report, besides `usage_errors`.
         usage_errors: Errors that exit with `EXIT_USAGE`; all others exit with `EXIT_FAILED`.
         reason_of: Returns the machine-readable reason of an error.
+        message_of: Returns the text of an error.
     """
 
     def decorate(command: Callable[P, R]) -> Callable[P, R]:
@@ -95,9 +99,9 @@ def reports_errors(
                 err.print("[bold red]interrupted[/]")
                 raise typer.Exit(EXIT_INTERRUPTED) from None
             except (*expected, *usage_errors) as error:
-                err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+                err.print(f"[bold red]error:[/] {escape(message_of(error))}", soft_wrap=True)
                 if kwargs.get("as_json"):
-                    emit_json({"error": {"reason": reason_of(error), "message": str(error)}})
+                    emit_json({"error": {"reason": reason_of(error), "message": message_of(error)}})
                 raise typer.Exit(EXIT_USAGE if isinstance(error, usage_errors) else EXIT_FAILED) from error
 
         return wrapper
