@@ -194,7 +194,11 @@ class ApiServer:
                 self._listen.path.chmod(0o600)
         except (RuntimeError, OSError) as error:
             await server.stop(None)
-            raise ConfigError(f"listen {self._listen.target}: cannot be bound: {error}") from error
+            # grpc's own text names no reason.
+            reason = error.strerror if isinstance(error, OSError) else "address already in use, or not this host's"
+            raise ConfigError(
+                f"listen {self._listen.target}: cannot be bound: {reason}; free it, or set listen to another"
+            ) from error
         self._server = server
         # grpc's main loop fails if its start is cancelled, and a server that is not stopped outlives the event loop.
         await shielded(server.start())

@@ -20,7 +20,9 @@ def reserved_port(address: ListenAddress) -> Iterator[str]:
     try:
         reserving = _bound(address)
     except OSError as error:
-        raise ConfigError(f"listen {address.target}: cannot be bound: {error}") from error
+        raise ConfigError(
+            f"listen {address.target}: cannot be bound: {error.strerror}; free it, or set listen to another"
+        ) from error
     with reserving:
         yield f"{address.host}:{reserving.getsockname()[1]}"
 
