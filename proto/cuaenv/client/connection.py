@@ -11,7 +11,7 @@ import grpc
 from cuaenv.client.credentials import Access
 from cuaenv.client.errors import ClientClosed, DeadlineExceeded, EnvError, error_of
 from cuaenv.client.retry import RetryPolicy, retry_pause_s
-from cuaenv.client.routes import Routes
+from cuaenv.client.routes import FIRST, Routes
 from cuaenv.client.targets import Address
 from cuaenv.client.tracing import trace_headers
 from cuaenv.v1 import env_pb2_grpc
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_BYTES: Final = 64 << 20
+_LONGEST_CALL_S: Final = 3600.0
 #: The timeout of a shorter retry would replace the error of the attempt before it, which says more.
 _LEAST_ATTEMPT_S: Final = 0.1
 _CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
@@ -63,10 +64,12 @@ class Connection:
         self._access = access
         self._ca = address.ca
         self._options = (*_CHANNEL_OPTIONS, *(named if name else ()))
-        self._routes = Routes()
+        self._routes = Routes(self._loop.time)
         self._channels: dict[int, grpc.aio.Channel] = {}
         self._stubs: dict[int, Any] = {}
-        self._open_channel(0)
+        self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
+        """Channels that are closed as soon as their running calls have ended."""
+        self._open_channel(FIRST)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.target}>"
@@ -74,7 +77,11 @@ class Connection:
     async def aclose(self) -> None:
         """Close the channels; running calls fail. Idempotent."""
         self._closed = True
-        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+        retired = dict(self._retired)
+        for closing in retired:
+            closing.cancel()
+        await asyncio.gather(*retired, return_exceptions=True)
+        await asyncio.gather(*(channel.close() for channel in (*self._channels.values(), *retired.values())))
 
     def stub(self, episode_id: str = "") -> "CUAEnvAsyncStub":
         """Return the service stub, for calls about an episode if one is given.
@@ -111,8 +118,11 @@ class Connection:
             if self._closed and task is not None and not task.cancelling():
                 raise self._closed_error() from None
             raise
-        if process := _relayed_to(metadata):
-            self._routes.note_relay(episode_id, connection=number, process=process)
+        process = _relayed_to(metadata)
+        if not process:
+            self._routes.note_direct(episode_id)
+        elif self._routes.note_relay(episode_id, connection=number, process=process):
+            self._close_unused()
         if method == "Close":
             self._routes.forget(episode_id)
         return response
@@ -147,10 +157,19 @@ class Connection:
 
     def _open_channel(self, number: int) -> None:
         # Channels with equal options would share a connection.
-        unshared = (("envd.connection", number),) if number else ()
+        unshared = (("envd.connection", number),) if number != FIRST else ()
         channel = self._access.open_channel(self.target, (*self._options, *unshared), ca=self._ca)
         self._channels[number] = channel
         self._stubs[number] = self._access.authorized(env_pb2_grpc.CUAEnvStub(channel))
+
+    def _close_unused(self) -> None:
+        """Close the channels that no new call uses, once their running calls have ended."""
+        for number in self._channels.keys() - self._routes.connections:
+            del self._stubs[number]
+            channel = self._channels.pop(number)
+            closing = asyncio.create_task(channel.close(_LONGEST_CALL_S), name=f"close-channel:{self.target}")
+            self._retired[closing] = channel
+            closing.add_done_callback(self._retired.pop)
 
     def _closed_error(self) -> ClientClosed:
         return ClientClosed(f"the client of {self.target} was closed; leases end its episodes", host=self.target)

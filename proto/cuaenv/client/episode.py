@@ -150,7 +150,8 @@ class AsyncEpisode:
         request = env_pb2.StreamFramesRequest(
             episode_id=self.episode_id, observation=wire_view(options), max_rate_hz=max_rate_hz
         )
-        call: Any = self.host.connection.stub(self.episode_id).StreamFrames()
+        # On the connection that is never replaced: a stream may last as long as its episode.
+        call: Any = self.host.connection.stub().StreamFrames()
         newest: Observation | None = None
         try:
             await call.write(request)
