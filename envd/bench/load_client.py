@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
 
 _ECHO = "/envd.bench.Echo/Echo"
-#: The server handles one connection as one byte stream; real clients are several processes. With 8 connections to two
-#: shards, one is missed in 1 % of all runs.
-_CHANNELS = 8
+#: Connections of the process. The server handles one as one byte stream, and real clients are several processes.
+_ECHO_CHANNELS = 8
 _LENGTH_BYTES = 4
 _MAX_MESSAGE_BYTES = 64 << 20
 _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -54,6 +53,8 @@ class LoadPlan:
     task_id: str
     pool: str
     client_count: int
+    channel_count: int
+    """Connections of each process, among which the kernel chooses shards."""
     duration_s: float
     """Of each measured phase."""
     points: Sequence[tuple[int, int]]
@@ -81,7 +82,12 @@ class EchoServer:
     """Returns as many bytes as each call requests; listens on a free loopback port."""
 
     def __init__(self) -> None:
-        self._server = grpc.aio.server(options=(("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),))
+        options = (
+            ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+            # With its default of 1,000 gRPC cancels calls of 1,024 clients.
+            ("grpc.server.max_pending_requests", 16_384),
+        )
+        self._server = grpc.aio.server(options=options)
         self._responses: dict[int, bytes] = {}
 
     async def start(self) -> str:
@@ -182,7 +188,9 @@ async def _measure(calls: Sequence[Callable[[], Awaitable[object]]], duration_s:
 
 async def _play(plan: LoadPlan) -> None:
     loop = asyncio.get_running_loop()
-    channels = [grpc.aio.insecure_channel(plan.address, options=_unshared_options(i)) for i in range(_CHANNELS)]
+    channels = [
+        grpc.aio.insecure_channel(plan.address, options=_unshared_options(i)) for i in range(plan.channel_count)
+    ]
     stubs: list[Any] = [env_pb2_grpc.CUAEnvStub(channel) for channel in channels]
     clients = [_Client(stubs, plan, number) for number in range(plan.client_count)]
     await asyncio.gather(*(client.open() for client in clients))
@@ -215,12 +223,14 @@ async def _play(plan: LoadPlan) -> None:
 
 
 async def _echoes(plan: LoadPlan, request_bytes: int, response_bytes: int) -> LoadResult:
-    channels = [grpc.aio.insecure_channel(plan.echo_address, options=_unshared_options(i)) for i in range(_CHANNELS)]
+    channels = [
+        grpc.aio.insecure_channel(plan.echo_address, options=_unshared_options(i)) for i in range(_ECHO_CHANNELS)
+    ]
     methods: list[Any] = [channel.unary_unary(_ECHO) for channel in channels]
     request = response_bytes.to_bytes(_LENGTH_BYTES, "big") + bytes(max(0, request_bytes - _LENGTH_BYTES))
 
     def caller(number: int) -> Callable[[], Awaitable[object]]:
-        method = methods[number % _CHANNELS]
+        method = methods[number % _ECHO_CHANNELS]
         return lambda: method(request, timeout=60)
 
     calls = [caller(number) for number in range(plan.client_count)]

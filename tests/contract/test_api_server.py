@@ -4,9 +4,11 @@ import asyncio
 import logging
 import socket
 import stat
+import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from grpc_status import rpc_status
 
 from envd.api.requests import MAX_MESSAGE_BYTES
 from envd.api.server import SERVICE_NAME, ApiServer, parse_listen
+from envd.config import SecurityConfig
 from envd.errors import AccessDenied, ConfigError, EpisodeEnded, GuestError, MachineLost, NotForkable, PoolExhausted
 from envd.telemetry.metrics import Metrics
 from envd.testing.stub_episodes import StubEpisodes, pool_info
@@ -365,6 +368,32 @@ async def test_calls_and_failures_are_counted(
 
 
 # -- disconnected clients ---------------------------------------------------------------------------------------
+
+
+async def test_no_call_is_cancelled_when_thousands_arrive_at_once(episodes: StubEpisodes) -> None:
+    security = SecurityConfig(max_calls_in_flight=4000, calls_per_second=0)
+    server = ApiServer(episodes, listen="127.0.0.1:0", metrics=Metrics(), security=security)
+    await server.start()
+
+    def call_while_the_event_loop_is_blocked(channels: list[grpc.Channel]) -> list[Any]:
+        stubs = [env_pb2_grpc.CUAEnvStub(channel) for channel in channels]
+        futures = [
+            stubs[number % len(stubs)].ListPools.future(env_pb2.ListPoolsRequest(), timeout=TIMEOUT_S)
+            for number in range(4000)
+        ]
+        time.sleep(1)
+        return futures
+
+    with ExitStack() as stack:
+        channels = [
+            # Channels with equal options share one connection.
+            stack.enter_context(grpc.insecure_channel(server.address, options=[("number", number)]))
+            for number in range(4)
+        ]
+        futures = call_while_the_event_loop_is_blocked(channels)
+        codes = await asyncio.to_thread(lambda: Counter(future.code() for future in futures))
+    await server.stop()
+    assert codes == {grpc.StatusCode.OK: 4000}
 
 
 async def test_a_step_outlives_its_callers_deadline_and_a_retry_gets_its_result(

@@ -25,7 +25,8 @@ from envd.bench.client import open_client
 from envd.bench.fork import UsedMemory, fork_report
 from envd.bench.frames import Comparison, Cost, FrameCost, Recording, frames_report, measure_frames
 from envd.bench.growth import GrowthFigures, Standby, growth_report, measure_growth
-from envd.bench.load_client import LoadResult
+from envd.bench.load import load_processes
+from envd.bench.load_client import EchoServer, LoadPlan, LoadResult
 from envd.bench.raw_fork import raw_arguments
 from envd.bench.report import BenchReport, Check, Figure, Target, p95, p99
 from envd.bench.scale import measure_scale, measure_shards, scale_config, scale_report
@@ -589,6 +590,33 @@ def test_bench_scale_compares_concurrent_steps_with_an_echo(tmp_path: Path) -> N
     assert found.pop("supervisor_cpu_ms_per_step") is None
     assert all(value is not None and value >= 0 for value in found.values())
     assert found["bare_rpc_per_s"] != found["steps_per_s"]
+
+
+async def test_the_clients_of_a_load_run_in_several_processes(tmp_path: Path) -> None:
+    settings = load(flags={"hypervisor.uri": "fake", "state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache"})
+    echo = EchoServer()
+    async with open_bench(
+        scale_config(settings, machine_count=3), steps=Steps(lambda _stage, _share: None, 3)
+    ) as bench:
+        plan = LoadPlan(
+            address=bench.daemon.address,
+            echo_address=await echo.start(),
+            task_id="fake/count-to-five",
+            pool=bench.pool.name,
+            client_count=3,
+            channel_count=2,
+            duration_s=0.3,
+            points=((819, 100), (822, 167)),
+        )
+        async with load_processes(plan, 2) as clients:
+            assert await clients.opened() == 3
+            assert bench.pool.statistics().leased_count == 3
+            stepped, echoed = await clients.run(), await clients.run()
+        await echo.stop()
+    for result in (stepped, echoed):
+        assert result.call_count == len(result.latencies_ms) >= 3
+    assert stepped.response_bytes > 0
+    assert stepped.client_cpu_s > 0
 
 
 async def test_a_benchmark_without_room_on_its_host_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
