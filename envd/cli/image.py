@@ -100,11 +100,11 @@ def import_(
 @reports_errors
 @with_settings("cache_dir")
 def list_(settings: Config, *, as_json: Json = False) -> None:
-    """List the images of this host."""
+    """List the images of this host, each by the shortest name that other commands take for it."""
     catalogue = ImageCatalogue(settings.cache_dir)
     images = catalogue.list()
     if as_json:
-        emit_json({"images": [asdict(image) for image in images]})
+        emit_json({"images": [{**asdict(image), "current": catalogue.is_current(image)} for image in images]})
         return
     if not images:
         err.print(f"no images in {catalogue.root}; build one with `envd image build desktop`", soft_wrap=True)
@@ -112,7 +112,8 @@ def list_(settings: Config, *, as_json: Json = False) -> None:
     table = Table("name", "digest", "os", "firmware", "screen", "created", box=None, pad_edge=False)
     for image in images:
         screen = f"{image.screen_width_px}x{image.screen_height_px}"
-        table.add_row(image.name, image.digest[:16], image.os, image.firmware, screen, image.created)
+        name = image.name if catalogue.is_current(image) else f"{image.name}@{image.digest[:8]}"
+        table.add_row(name, image.digest[:16], image.os, image.firmware, screen, image.created)
     out.print(table)
 
 

@@ -159,6 +159,7 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
     """
     if not config.pools:
         raise ConfigError("no pool is configured; pass --pool 2, or add a section [pools.NAME] to the file")
+    _check_memory(config)
     tasks = load_tasks(config)
     resources, workers = _setup_resources(config), _osworld_workers(config)
     images = dict(_images(config))
@@ -401,6 +402,16 @@ async def _warm(workers: Workers) -> None:
         await workers.start()
     except OsworldError as error:
         logger.warning("resets of OSWorld's tasks will fail: %s", error)
+
+
+def _check_memory(config: Config) -> None:
+    """Refuse guests that no amount of free memory would let QEMU start. Raises: ConfigError."""
+    if not capabilities_of(config.hypervisor_uri).runs_guests:
+        return
+    host_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+    for name, pool in config.pools.items():
+        if pool.memory_mib > host_mib:
+            raise ConfigError(f"pools.{name}.memory_mib: {pool.memory_mib} is more than the host's {host_mib} MiB")
 
 
 def _images(config: Config) -> Iterator[tuple[str, tuple[DiskImage, tuple[int, int]]]]:

@@ -83,15 +83,15 @@ class ImageCatalogue:
         """Return every image, sorted by name; of each name the current one first. Raises: ImageError."""
         found: tuple[Image, ...] = ()
         for directory in sorted(self.root.glob("*/")):
-            current = directory / "current"
-            current_name = os.readlink(current) if current.is_symlink() else ""
             digests = [entry for entry in directory.iterdir() if entry.is_dir() and not entry.is_symlink()]
-            found += tuple(
-                _read(entry)
-                for entry in sorted(digests, key=lambda entry: (entry.name != current_name, entry.name))
-                if (entry / _MANIFEST).exists()
-            )
+            images = [_read(entry) for entry in sorted(digests) if (entry / _MANIFEST).exists()]
+            found += tuple(sorted(images, key=lambda image: not self.is_current(image)))
         return found
+
+    def is_current(self, image: Image) -> bool:
+        """Return whether the image's name alone, without a digest, means this one."""
+        current = self.root / image.name / "current"
+        return current.is_symlink() and os.readlink(current) == image.digest[:DIGEST_CHARS]
 
     def get(self, name: str) -> Image:
         """Return an image by `name` (the current one) or `name@digest-prefix`.

@@ -97,7 +97,7 @@ class LibvirtLink:
         except BaseException as error:
             executor.shutdown(wait=False)
             if isinstance(error, libvirt.libvirtError):
-                raise HypervisorError(f"libvirt {uri}: cannot be opened: {error}") from error
+                raise HypervisorError(f"libvirt {uri}: cannot be opened: {error}; see `envd doctor`") from error
             raise
         return cls(connection, uri=uri, dial=lambda: libvirt.open(uri), executor=executor)
 

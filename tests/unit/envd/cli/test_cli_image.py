@@ -44,13 +44,22 @@ def test_an_imported_disk_is_listed_shown_and_removed_and_its_file_is_kept(image
     assert (imported["name"], imported["os"], imported["firmware"]) == ("windows-11", "windows", "uefi")
     assert imported["hardware"] == "pc"
     assert (imported["screen_width_px"], imported["screen_height_px"]) == (1920, 1080)
-    assert images.run_json("list") == {"images": [imported]}
+    assert images.run_json("list") == {"images": [{**imported, "current": True}]}
     assert images.run_json("show", "windows-11") == imported
     assert imported["digest"] in images.run("show", "windows-11")
     assert "windows-11" in images.run("list")
     images.run("rm", "windows-11")
     assert images.run_json("list") == {"images": []}
     assert disk.exists()
+
+
+def test_each_image_is_listed_by_the_name_that_selects_it(images: Images, disk: Path) -> None:
+    old = images.run_json("import", str(disk))["digest"]
+    disk.write_bytes(b"QFI\xfb other disk")
+    new = images.run_json("import", str(disk))["digest"]
+    names = [line.split()[0] for line in images.run("list").splitlines()[1:]]
+    assert names == ["windows-11", f"windows-11@{old[:8]}"]
+    assert [images.run_json("show", name)["digest"] for name in names] == [new, old]
 
 
 def test_an_unknown_image_is_a_one_line_error_with_the_remedy(images: Images) -> None:

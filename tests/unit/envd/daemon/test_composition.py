@@ -10,7 +10,7 @@ import pytest
 from envd.config import Config, PoolConfig, RunConfig, load
 from envd.daemon.composition import Daemon, open_daemon, run_shares
 from envd.episodes.types import ResetCommand
-from envd.errors import GroupTooLarge
+from envd.errors import ConfigError, GroupTooLarge
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.hypervisor.fake import FakeHypervisor
 from envd.pool.backoff import FAILING_AFTER
@@ -63,6 +63,16 @@ async def test_the_hosts_memory_does_not_bound_fake_desktops(tmp_path: Path) -> 
                 if pool.statistics().idle_count == 2:
                     break
                 await changed.wait()
+
+
+async def test_a_guest_larger_than_the_host_is_refused_at_start(tmp_path: Path) -> None:
+    pool = {"size": 1, "memory_mib": 1_048_576}
+    uri = f"qemu:///embed?root={tmp_path}/libvirt"
+    with pytest.raises(ConfigError, match=r"^pools\.desktop\.memory_mib: 1048576 is more than the host's \d+ MiB$"):
+        async with open_daemon(fake_config(tmp_path, {"pools": {"desktop": pool}, "hypervisor.uri": uri})):
+            pass
+    async with open_daemon(fake_config(tmp_path, {"pools": {"desktop": pool}})) as daemon:
+        assert daemon.pools[0].capacity == 1
 
 
 async def test_a_served_pool_applies_quotas_and_exports_metrics_by_run(tmp_path: Path) -> None:
