@@ -1,0 +1,109 @@
+"""Adapters on a real guest: a task is solved, and a killed QEMU gives no score, which is never a zero."""
+
+import math
+import os
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+from mcp.client import Client
+
+from envd.hypervisor.qemu.leftovers import machine_leftovers
+from envd.hypervisor.qemu.processes import machine_pids
+from envd.images.catalogue import Image
+from envd.testing.served import ServedDaemon
+from trainer.adapters.mcp import make_server
+from trainer.adapters.session import SessionSettings
+
+pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
+
+CONFIG = """\
+[pools.desktop]
+image = "desktop"
+size = 1
+capacity = 1
+
+[hypervisor]
+template_dir = "{template_dir}"
+"""
+TASK = "desktop/type-greeting"
+TYPE = {"action": "type", "text": "Hello, desktop!"}
+SAVE = {"action": "press", "keys": ["ctrl", "s"]}
+DONE = {"action": "done"}
+
+
+class _Served:
+    """A daemon with one machine at a time."""
+
+    def __init__(self, state_dir: Path, template_dir: Path) -> None:
+        self._state_dir = state_dir
+        self._daemon = ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir))
+        self.address = self._daemon.wait_for(r"listening on (\S+)", timeout_s=120)
+
+    def kill_machine(self) -> None:
+        """Kill the QEMU of the only machine."""
+        (pid,) = machine_pids(self._state_dir).values()
+        os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> int:
+        return self._daemon.end()
+
+
+@pytest.fixture(scope="module")
+def served(desktop_image: Image, template_dir: Path) -> Iterator[_Served]:
+    assert desktop_image.name == "desktop"
+    parent = Path(tempfile.mkdtemp(prefix="envd-a-", dir="/tmp"))
+    parent.chmod(0o755)  # QEMU accesses it as another user.
+    served = _Served(parent / "s", template_dir)
+    try:
+        yield served
+    finally:
+        status = served.end()
+        leftovers = machine_leftovers(parent / "s")
+        shutil.rmtree(parent)
+    assert status == 0
+    assert leftovers == []
+
+
+def test_gymnasium_truncates_an_episode_whose_qemu_was_killed(served: _Served) -> None:
+    env: Any = gymnasium.make("trainer.adapters.gymnasium:envd/Desktop-v0", task=TASK, envd=served.address)
+    env.reset()
+    assert env.step(TYPE)[1:4] == (0.0, False, False)
+    served.kill_machine()
+    _, reward, terminated, truncated, info = env.step(SAVE)
+    assert math.isnan(reward)
+    assert (terminated, truncated) == (False, True)
+    assert "MACHINE_LOST" in info["void"]
+    env.reset()
+    env.step(TYPE)
+    env.step(SAVE)
+    assert env.step(DONE)[1:4] == (1.0, True, False)
+    env.close()
+
+
+async def test_mcp_gives_no_score_for_a_session_whose_qemu_was_killed(served: _Served) -> None:
+    async with Client(make_server(SessionSettings.connect(served.address), task=TASK)) as client:
+
+        async def open_session() -> str:
+            result: Any = await client.call_tool("reset", {"task": TASK})
+            (session,) = re.findall(r"^session: (\S+)$", result.content[0].text, re.MULTILINE)
+            return str(session)
+
+        async def play(session: str, *actions: dict[str, Any]) -> dict[str, Any]:
+            await client.call_tool("step", {"session": session, "actions": list(actions)})
+            result: Any = await client.call_tool("evaluate", {"session": session})
+            await client.call_tool("close", {"session": session})
+            return dict(result.structured_content)
+
+        lost = await open_session()
+        served.kill_machine()
+        evaluation = await play(lost, TYPE, SAVE)
+        assert evaluation["score"] is None
+        assert "MACHINE_LOST" in evaluation["void"]
+        assert (await play(await open_session(), TYPE, SAVE))["score"] == 1.0
