@@ -1,6 +1,7 @@
 """Start daemons with drawn desktops on this host, and print oracles: only for a host that also has `envd` installed."""
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,10 +69,11 @@ class _Daemon:
 
     def _read(self) -> None:
         assert self._process.stdout is not None  # noqa: S101  (a pipe)
-        for line in self._process.stdout:
-            if (match := re.search(r"listening on (\S+)", line)) is not None:
-                self._address = match[1]
-                self._found.set()
+        with self._process.stdout as lines:
+            for line in lines:
+                if (match := re.search(r"listening on (\S+)", line)) is not None:
+                    self._address = match[1]
+                    self._found.set()
         self._found.set()
 
     def address(self) -> str:
@@ -86,7 +88,10 @@ class _Daemon:
 @contextmanager
 def _daemon(directory: Path, config: Path, index: int) -> Iterator[_Daemon]:
     log_file = directory / f"daemon-{index}.log"
-    command = [sys.executable, "-m", "envd", "serve", "--config", str(config), "--listen", "127.0.0.1:0"]
+    # A trainer that is killed must not leave its daemons, which hold the directories that a resumed run needs.
+    setpriv = shutil.which("setpriv")
+    command = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
+    command += [sys.executable, "-m", "envd", "serve", "--config", str(config), "--listen", "127.0.0.1:0"]
     command += ["--state-dir", str(directory / f"daemon-{index}"), "--metrics-listen", "127.0.0.1:0"]
     with log_file.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
