@@ -7,6 +7,7 @@ envd starts the TPM of a machine (`tpm.py`), not libvirt: for a TPM of libvirt's
 which swtpm_setup makes keys for 2 s.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import sha256
@@ -141,6 +142,7 @@ def domain_xml(
     accelerator: Accelerator,
     memory: MemoryFile,
     generation: UUID,
+    template_disks: Sequence[Path] = (),
     firmware: FirmwareFiles | None = None,
     tcg_cache_mib: int = 0,
     confinement: Confinement | None = None,
@@ -154,6 +156,7 @@ def domain_xml(
         accelerator: KVM or TCG.
         memory: File of the guest's memory.
         generation: Unique per fork: a guest that sees it change reseeds its random number generator.
+        template_disks: qcow2 files that a fork's overlays are on; empty for a machine that boots.
         firmware: Required for UEFI images.
         tcg_cache_mib: Limit of the translation cache under TCG; 0 for QEMU's default.
         confinement: How a libvirtd confines it; None for the embedded driver, which envd configures.
@@ -179,7 +182,7 @@ def domain_xml(
     _add(root, "on_poweroff", "destroy")
     _add(root, "on_reboot", "restart")
     _add(root, "on_crash", "destroy")
-    _add_devices(root, spec, files, accelerator)
+    _add_devices(root, spec, files, accelerator, template_disks)
     if confinement is not None:
         # Our own user, and no change of files' owners: many machines share templates and base disks.
         label = _add(root, "seclabel", type="static", model="dac", relabel="no")
@@ -284,7 +287,13 @@ def _add_board(root: etree._Element, spec: MachineSpec, accelerator: Accelerator
         _add(power, "suspend-to-disk", enabled="no")
 
 
-def _add_devices(root: etree._Element, spec: MachineSpec, files: MachineFiles, accelerator: Accelerator) -> None:
+def _add_devices(
+    root: etree._Element,
+    spec: MachineSpec,
+    files: MachineFiles,
+    accelerator: Accelerator,
+    template_disks: Sequence[Path],
+) -> None:
     image = spec.image
     devices = _add(root, "devices")
     hardware = image.hardware
@@ -297,6 +306,12 @@ def _add_devices(root: etree._Element, spec: MachineSpec, files: MachineFiles, a
         # A host crash ends the episode and its overlay anyway, so writes need not be flushed to disk.
         driver = _add(disk, "driver", name="qemu", type="qcow2", cache="unsafe", discard="unmap")
         _add(disk, "source", file=str(overlay))
+        if template_disks:
+            # Loading another state replaces this block device, so it needs a name. libvirt only finds backing files by
+            # itself where its storage driver is installed, and leaves the others to QEMU, which gives them no name.
+            backing = _add(disk, "backingStore", type="file")
+            _add(backing, "format", type="qcow2")
+            _add(backing, "source", file=str(template_disks[index]))
         target = _add(disk, "target", dev=f"{prefix}{_letter(index)}", bus=disk_bus)
         if hardware is Hardware.WINDOWS:
             driver.set("detect_zeroes", "unmap")

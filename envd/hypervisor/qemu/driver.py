@@ -378,6 +378,7 @@ class LibvirtHypervisor:
                 accelerator=self.accelerator,
                 memory=MemoryFile(path=machine.memory_path, mode=Memory.SHARED if snapshot is None else Memory.PRIVATE),
                 generation=uuid4(),
+                template_disks=() if snapshot is None else snapshot.files.disks(len(overlays)),
                 firmware=firmware,
                 tcg_cache_mib=self._tcg_cache_mib,
                 confinement=self._confinement,

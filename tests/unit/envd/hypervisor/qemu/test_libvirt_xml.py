@@ -1,6 +1,7 @@
 """The domain XML of a machine, and the mark read back from it."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
@@ -54,6 +55,7 @@ def xml(
     files: MachineFiles = FILES,
     accelerator: Accelerator = Accelerator.TCG,
     memory: MemoryFile | None = None,
+    template_disks: Sequence[Path] = (),
     firmware: FirmwareFiles | None = OVMF,
     tcg_cache_mib: int = 0,
     confinement: Confinement | None = None,
@@ -66,6 +68,7 @@ def xml(
         accelerator=accelerator,
         memory=memory or MemoryFile(path=Path("/templates/m1.ram")),
         generation=GENERATION,
+        template_disks=template_disks,
         firmware=firmware,
         tcg_cache_mib=tcg_cache_mib,
         confinement=confinement,
@@ -93,6 +96,20 @@ def test_a_machine_writes_only_to_its_overlay() -> None:
     root = xml()
     assert attributes(root, "devices/disk/source") == {"file": "/state/machines/m1/disk.qcow2"}
     assert "/images/disk.qcow2" not in etree.tostring(root, encoding="unicode")
+
+
+def test_a_forks_overlays_name_the_templates_disks_because_libvirt_may_not_find_them() -> None:
+    image = replace(LINUX, drives=(Drive(path=Path("/images/data.raw"), disk_format="raw"),))
+    root = xml(image, template_disks=(Path("/templates/disk.qcow2"), Path("/templates/disk1.qcow2")))
+    backings = [
+        (attributes(disk, "backingStore/format"), attributes(disk, "backingStore/source"))
+        for disk in root.findall("devices/disk")
+    ]
+    assert backings == [
+        ({"type": "qcow2"}, {"file": "/templates/disk.qcow2"}),
+        ({"type": "qcow2"}, {"file": "/templates/disk1.qcow2"}),
+    ]
+    assert xml(image).find("devices/disk/backingStore") is None
 
 
 def test_guestd_is_reachable_on_the_loopback_and_outbound_traffic_is_blocked() -> None:
