@@ -127,6 +127,10 @@ def lint(
 @reports_errors
 def fetch(
     *,
+    task_ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TASK]...", help="Task ids, or SUITE/ for a whole suite. Default: all."),
+    ] = None,
     tasks: TaskFiles = None,
     again: Annotated[bool, typer.Option("--again", help="Also files that are already cached.")] = False,
     cache_dir: CacheDir = None,
@@ -136,7 +140,9 @@ def fetch(
 ) -> None:
     """Download the files that tasks need into the cache, so that episodes need no network."""
     settings = load_config(config, cache_dir=cache_dir, hypervisor=hypervisor, tasks=tasks)
-    refs = sorted({ref for task in load_tasks(settings).list() for ref in assets_of(task)})
+    catalogue = load_tasks(settings)
+    wanted = catalogue.select(task_ids) if task_ids else catalogue.list()
+    refs = sorted({ref for task in wanted for ref in assets_of(task)})
     failures = asyncio.run(fetch_all(refs, AssetCache(settings.asset_dir), again=again))
     print_fetched(refs, failures, as_json=as_json)
     if failures:

@@ -100,7 +100,7 @@ def image_of(tasks: Sequence[Task], images: ImageCatalogue) -> str:
 
 
 def choose(catalogue: TaskCatalogue, wanted: Sequence[str], *, starts: bool = False) -> list[Task]:
-    """Return tasks by id, and whole suites by `SUITE/`; by default, all with an oracle.
+    """Return the tasks that `TaskCatalogue.select` finds; by default, all with an oracle.
 
     With `starts`, the default is all feasible tasks that can run here.
 
@@ -111,8 +111,4 @@ def choose(catalogue: TaskCatalogue, wanted: Sequence[str], *, starts: bool = Fa
         return [task for task in catalogue.list() if task.checker and not catalogue.obstacles(task.task_id)]
     if not wanted:
         return [task for task in catalogue.list() if task.oracle]
-    chosen: dict[str, Task] = {}
-    for name in wanted:
-        of_suite = [task for task in catalogue.list() if name.endswith("/") and task.task_id.startswith(name)]
-        chosen |= {task.task_id: task for task in of_suite or [catalogue.get(name)]}
-    return list(chosen.values())
+    return list(catalogue.select(wanted))

@@ -150,6 +150,18 @@ class TaskCatalogue:
             raise TaskNotFound(f"task {task_id!r} not found; {hint}")
         return task
 
+    def select(self, names: Iterable[str]) -> tuple[Task, ...]:
+        """Return tasks by id, and all tasks of a suite by `SUITE/`, each once.
+
+        Raises:
+            TaskNotFound: A name matches no task and no suite.
+        """
+        chosen: dict[str, Task] = {}
+        for name in names:
+            of_suite = [task for task in self.list() if name.endswith("/") and task.task_id.startswith(name)]
+            chosen |= {task.task_id: task for task in of_suite or [self.get(name)]}
+        return tuple(chosen.values())
+
     def _similar(self, task_id: str) -> "list[str]":
         """Return at most 3 similar ids among the neighbours in id order."""
         middle = bisect(self._sorted_ids, task_id)

@@ -151,6 +151,9 @@ def test_fetch_fills_the_cache_and_reports_failures(tmp_path: Path, site: str) -
     assert (status, report["assets"], report["ready"]) == (1, 1, 0)
     assert "404" in report["failures"][0]["message"]
     file = written(tmp_path, text.replace("URL", f"{site}/a"))
+    assert envd(tmp_path, "fetch", "mine/note", "--tasks", file) == (0, {"assets": 1, "ready": 1, "failures": []})
+    assert envd(tmp_path, "fetch", "fake/", "--tasks", file) == (0, {"assets": 0, "ready": 0, "failures": []})
+    assert run_envd("tasks", "fetch", "mine/nota", "--tasks", file).status == 1
     assert envd(tmp_path, "fetch", "--tasks", file) == (0, {"assets": 1, "ready": 1, "failures": []})
     assert envd(tmp_path, "lint", "--tasks", file)[0] == 0
 
