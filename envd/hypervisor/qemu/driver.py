@@ -49,7 +49,7 @@ from envd.hypervisor.qemu.monitor import Monitor
 from envd.hypervisor.qemu.reaper import Reaper
 from envd.hypervisor.qemu.snapshots.capture import Freezer, capture
 from envd.hypervisor.qemu.snapshots.loading import find_guestd_port, load_state
-from envd.hypervisor.qemu.snapshots.overlays import copy_file, create_overlay
+from envd.hypervisor.qemu.snapshots.overlays import copy_overlay, create_overlay
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
 from envd.hypervisor.qemu.snapshots.templates import TemplateStore
 from envd.hypervisor.qemu.tpm import Tpm
@@ -361,12 +361,14 @@ class LibvirtHypervisor:
             firmware = prepare_firmware(spec, files, snapshot)
             self._qemu_user.chown_memory(machine.memory_path)
             overlays = files.overlays(spec.image)
+            template_disks = () if snapshot is None else snapshot.files.disks(len(overlays))
             if snapshot is None:
                 for overlay, disk in zip(overlays, spec.image.disks, strict=True):
                     await self._link.call(create_overlay, overlay, disk.path, disk.disk_format)
             else:
-                for overlay, seed in zip(overlays, snapshot.files.seeds(len(overlays)), strict=True):
-                    await self._link.call(copy_file, seed, overlay)
+                seeds = snapshot.files.seeds(len(overlays))
+                for seed, overlay, backing in zip(seeds, overlays, template_disks, strict=True):
+                    await self._link.call(copy_overlay, seed, overlay, backing)
             for path in (*overlays, files.firmware_vars) if firmware else overlays:
                 self._qemu_user.chown(path)
             if spec.image.has_tpm:
@@ -378,7 +380,7 @@ class LibvirtHypervisor:
                 accelerator=self.accelerator,
                 memory=MemoryFile(path=machine.memory_path, mode=Memory.SHARED if snapshot is None else Memory.PRIVATE),
                 generation=uuid4(),
-                template_disks=() if snapshot is None else snapshot.files.disks(len(overlays)),
+                template_disks=template_disks,
                 firmware=firmware,
                 tcg_cache_mib=self._tcg_cache_mib,
                 confinement=self._confinement,

@@ -33,7 +33,7 @@ from envd.hypervisor.qemu.domain_xml import (
 from envd.hypervisor.qemu.machine import Caller, LibvirtMachine
 from envd.hypervisor.qemu.monitor import Monitor
 from envd.hypervisor.qemu.snapshots.files import Manifest, SnapshotFiles, combined_digest, digest_file
-from envd.hypervisor.qemu.snapshots.overlays import copy_file, create_overlay, set_backing_file
+from envd.hypervisor.qemu.snapshots.overlays import copy_file, copy_overlay, create_overlay
 from envd.hypervisor.qemu.snapshots.pages import MemoryMap, Pages, prefaulted, size_bytes
 from envd.hypervisor.qemu.snapshots.records import CaptureRecord, write_record
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot, MemoryPatch
@@ -195,8 +195,7 @@ def _store(files: SnapshotFiles, parent: LibvirtSnapshot, patch: MemoryPatch) ->
     count = len(parent.spec.image.disks)
     disks = files.disks(count)
     for parent_seed, seed, disk in zip(parent.files.seeds(count), files.seeds(count), disks, strict=True):
-        copy_file(parent_seed, seed)
-        set_backing_file(seed, disk)
+        copy_overlay(parent_seed, seed, disk)
     memory = xxhash.xxh3_128(patch.extents.data)
     memory.update(patch.pages.data)
     disk_digest = combined_digest(parent.disk_digest, *map(digest_file, disks))

@@ -51,6 +51,19 @@ def set_backing_file(overlay: Path, backing: Path) -> None:
         file.write(struct.pack(">I", len(name)))
 
 
+def copy_overlay(seed: Path, overlay: Path, backing: Path) -> None:
+    """Copy an empty overlay onto a disk that it may name by another path, such as a directory that was moved.
+
+    QEMU describes a disk by more than its path if its backing file is not the one that its header names.
+
+    Raises:
+        OSError: See `copy_file`.
+        HypervisorError: See `set_backing_file`.
+    """
+    copy_file(seed, overlay)
+    set_backing_file(overlay, backing)
+
+
 def copy_file(source: Path, target: Path) -> None:
     """Copy a file, also to another file system: shares its blocks if the kernel can, else keeps its holes.
 

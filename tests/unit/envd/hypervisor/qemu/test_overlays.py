@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from envd.errors import HypervisorError
-from envd.hypervisor.qemu.snapshots.overlays import copy_file, create_overlay, set_backing_file
+from envd.hypervisor.qemu.snapshots.overlays import copy_file, copy_overlay, create_overlay, set_backing_file
 
 
 def qemu_img(*arguments: str) -> str:
@@ -28,8 +28,7 @@ def test_a_copied_overlay_gets_the_given_backing_file(tmp_path: Path, base: Path
     overlay, seed, other = tmp_path / "overlay.qcow2", tmp_path / "seed.qcow2", tmp_path / name
     create_overlay(seed, base, "qcow2")
     copy_file(base, other)
-    copy_file(seed, overlay)
-    set_backing_file(overlay, other)
+    copy_overlay(seed, overlay, other)
     info = json.loads(qemu_img("info", "--output=json", str(overlay)))
     assert (info["backing-filename"], info["backing-filename-format"]) == (str(other), "qcow2")
     assert info["virtual-size"] == 64 << 20
