@@ -110,10 +110,13 @@ def list_(settings: Config, *, as_json: Json = False) -> None:
         err.print(f"no images in {catalogue.root}; build one with `envd image build desktop`", soft_wrap=True)
         return
     table = Table("name", "digest", "os", "firmware", "screen", "created", box=None, pad_edge=False)
+    # What commands take is never cut off, however narrow the terminal is.
+    table.columns[0].no_wrap = table.columns[1].no_wrap = True
     for image in images:
         screen = f"{image.screen_width_px}x{image.screen_height_px}"
         name = image.name if catalogue.is_current(image) else f"{image.name}@{image.digest[:8]}"
-        table.add_row(name, image.digest[:16], image.os, image.firmware, screen, image.created)
+        created = image.created[:16].replace("T", " ")
+        table.add_row(name, image.digest[:12], image.os, image.firmware, screen, created)
     out.print(table)
 
 

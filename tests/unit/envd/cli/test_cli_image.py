@@ -53,11 +53,16 @@ def test_an_imported_disk_is_listed_shown_and_removed_and_its_file_is_kept(image
     assert disk.exists()
 
 
-def test_each_image_is_listed_by_the_name_that_selects_it(images: Images, disk: Path) -> None:
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_each_image_is_listed_by_the_name_that_selects_it(
+    images: Images, disk: Path, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     old = images.run_json("import", str(disk))["digest"]
     disk.write_bytes(b"QFI\xfb other disk")
     new = images.run_json("import", str(disk))["digest"]
-    names = [line.split()[0] for line in images.run("list").splitlines()[1:]]
+    lines = images.run("list").splitlines()
+    names = [line.split()[0] for line in lines if line.startswith("windows-11")]
     assert names == ["windows-11", f"windows-11@{old[:8]}"]
     assert [images.run_json("show", name)["digest"] for name in names] == [new, old]
 
