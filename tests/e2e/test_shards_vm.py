@@ -44,13 +44,20 @@ def short_dir(desktop_image: Image) -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def test_a_killed_shard_loses_its_machines_alone_and_serves_again(short_dir: Path, template_dir: Path) -> None:
-    state_dir = short_dir / "s"
+@pytest.fixture
+def daemon(short_dir: Path, template_dir: Path) -> Iterator[ServedDaemon]:
     for index in range(2):
         # Each shard has its own templates; a copy saves the boot.
         if template_dir.exists():
             shutil.copytree(template_dir, short_dir / "t" / f"shard-{index}")
-    daemon = ServedDaemon(state_dir, CONFIG.format(template_dir=short_dir / "t"))
+    daemon = ServedDaemon(short_dir / "s", CONFIG.format(template_dir=short_dir / "t"))
+    yield daemon
+    if daemon.process.poll() is None:
+        daemon.end()
+
+
+def test_a_killed_shard_loses_its_machines_alone_and_serves_again(daemon: ServedDaemon, short_dir: Path) -> None:
+    state_dir = short_dir / "s"
     address = daemon.wait_for(r"listening on (\S+)", timeout_s=300)
     with ExitStack() as stack:
         client = stack.enter_context(EnvClient(address))
