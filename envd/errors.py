@@ -264,6 +264,11 @@ class ConfigError(EnvdError):
     reason = "CONFIG_ERROR"
 
 
+def cannot_bind(setting: str, address: str, reason: str) -> ConfigError:
+    """Return the error of a setting whose address cannot be listened on."""
+    return ConfigError(f"{setting} {address}: cannot be bound: {reason}; free it, or set {setting} to another")
+
+
 class OsworldError(EnvdError):
     """OSWorld's package or task files are unavailable, or its worker does not start."""
 

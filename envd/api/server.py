@@ -37,7 +37,7 @@ from envd.api.security.tokens import TokenTable, read_tokens
 from envd.api.servicer import CUAEnvServicer
 from envd.config import SecurityConfig
 from envd.episodes.service import EpisodeService
-from envd.errors import ConfigError
+from envd.errors import ConfigError, cannot_bind
 from envd.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -199,10 +199,8 @@ class ApiServer:
         except (RuntimeError, OSError) as error:
             await server.stop(None)
             # grpc's own text names no reason.
-            reason = error.strerror if isinstance(error, OSError) else "address already in use, or not this host's"
-            raise ConfigError(
-                f"listen {self._listen.target}: cannot be bound: {reason}; free it, or set listen to another"
-            ) from error
+            reason = str(error.strerror) if isinstance(error, OSError) else "address already in use, or not this host's"
+            raise cannot_bind("listen", self._listen.target, reason) from error
         self._server = server
         # grpc's main loop fails if its start is cancelled, and a server that is not stopped outlives the event loop.
         await shielded(server.start())

@@ -20,6 +20,7 @@ from envd.daemon.ephemeral import ephemeral_config
 from envd.errors import EnvdError, GuestUnresponsive
 from envd.hypervisor.machine import Snapshot
 from envd.hypervisor.qemu.processes import machine_pids, written_guest_bytes
+from envd.pool.memory import host_memory_mib
 from envd.pool.pool import Pool
 from envd.version import envd_version
 
@@ -172,7 +173,7 @@ def host_conditions(**more: object) -> dict[str, object]:
     return {
         "host_core_count": os.cpu_count(),
         "usable_core_count": len(os.sched_getaffinity(0)),
-        "host_memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
+        "host_memory_mib": host_memory_mib(),
         "host_load_average": round(os.getloadavg()[0], 2),
         "kernel": platform.release(),
         "envd": envd_version(),

@@ -67,7 +67,7 @@ from envd.pool.audit import Audit, MachineRows
 from envd.pool.disk import HostDisk
 from envd.pool.fairness import RunShare, RunShares
 from envd.pool.leased import LINGER_S
-from envd.pool.memory import GrowthBoard, HostMemory, read_available_bytes
+from envd.pool.memory import GrowthBoard, HostMemory, host_memory_mib, read_available_bytes
 from envd.pool.pool import Pool
 from envd.pool.register import unregister_all
 from envd.pool.settings import PoolSettings
@@ -408,7 +408,7 @@ def _check_memory(config: Config) -> None:
     """Refuse guests that no amount of free memory would let QEMU start. Raises: ConfigError."""
     if not capabilities_of(config.hypervisor_uri).runs_guests:
         return
-    host_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+    host_mib = host_memory_mib()
     for name, pool in config.pools.items():
         if pool.memory_mib > host_mib:
             raise ConfigError(f"pools.{name}.memory_mib: {pool.memory_mib} is more than the host's {host_mib} MiB")

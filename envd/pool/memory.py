@@ -6,6 +6,7 @@ need. Each machine is expected to reach a fixed size; none is added if the host 
 
 import asyncio
 import mmap
+import os
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -60,6 +61,11 @@ def read_available_bytes(meminfo: Path = _MEMINFO) -> int:
     except (OSError, ValueError) as error:
         raise HypervisorError(f"{meminfo} cannot be read: {error}") from error
     raise HypervisorError(f"{meminfo} has no MemAvailable")
+
+
+def host_memory_mib() -> int:
+    """Return the memory that the host has, used or not."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
 
 
 class GrowthBoard:

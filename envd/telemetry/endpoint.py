@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from envd.errors import ConfigError
+from envd.errors import cannot_bind
 from envd.telemetry.metrics import CONTENT_TYPE, Metrics
 
 _TLS_HANDSHAKE_S = 10.0
@@ -100,9 +100,7 @@ async def serve_app(
             )
         except OSError as error:
             reason = (error.strerror or str(error)).rpartition(": ")[2]  # asyncio's text repeats the address
-            raise ConfigError(
-                f"{setting} {listen}: cannot be bound: {reason}; free it, or set {setting} to another"
-            ) from error
+            raise cannot_bind(setting, listen, reason) from error
         try:
             yield listen if path else f"{host}:{server.sockets[0].getsockname()[1]}"
         finally:

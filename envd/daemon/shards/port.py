@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from envd.api.server import ListenAddress
-from envd.errors import ConfigError
+from envd.errors import cannot_bind
 
 
 @contextmanager
@@ -20,9 +20,7 @@ def reserved_port(address: ListenAddress) -> Iterator[str]:
     try:
         reserving = _bound(address)
     except OSError as error:
-        raise ConfigError(
-            f"listen {address.target}: cannot be bound: {error.strerror}; free it, or set listen to another"
-        ) from error
+        raise cannot_bind("listen", address.target, str(error.strerror)) from error
     with reserving:
         yield f"{address.host}:{reserving.getsockname()[1]}"
 
