@@ -11,6 +11,7 @@ from envd.episodes.service import EpisodeService
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.images.catalogue import Image, ImageCatalogue
+from envd.osworld.catalogue import IMAGE, desktop_task
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
@@ -30,6 +31,20 @@ async def real_desktops(
         AsyncEnvClient(address) as client,
     ):
         yield client
+
+
+@asynccontextmanager
+async def osworld_machines(
+    capacity: int, *, cache_dir: Path, template_dir: Path, state_dir: Path
+) -> AsyncIterator[str]:
+    """Serve machines for OSWorld's own environments and yield the address; checks that no machine is left."""
+    settings = PoolSettings(name=IMAGE, capacity=capacity, idle_target=1, allow_guest_access=True, always_running=True)
+    image = ImageCatalogue(cache_dir).get(IMAGE)
+    tasks = TaskCatalogue((), hidden=[desktop_task()])
+    async with served_machines(
+        settings, image, tasks, cache_dir=cache_dir, template_dir=template_dir, state_dir=state_dir
+    ) as address:
+        yield address
 
 
 @asynccontextmanager

@@ -7,12 +7,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from envd.images.catalogue import ImageCatalogue
-from envd.osworld.catalogue import IMAGE, desktop_task
 from envd.osworld.desktop_machines import EnvdProvider
-from envd.pool.settings import PoolSettings
-from envd.tasks.catalogue import TaskCatalogue
-from envd.testing.real_desktops import served_machines
+from envd.testing.real_desktops import osworld_machines
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -52,12 +48,8 @@ START = 'exec python3 -c "$0" "$1" </dev/null >/dev/null 2>&1'
 
 @pytest.fixture
 async def address(cache_dir: Path, template_dir: Path, vm_state_dir: Path) -> AsyncIterator[str]:
-    settings = PoolSettings(name=IMAGE, capacity=3, idle_target=1, allow_guest_access=True, always_running=True)
-    image = ImageCatalogue(cache_dir).get(IMAGE)
-    tasks = TaskCatalogue((), hidden=[desktop_task()])
-    async with served_machines(
-        settings, image, tasks, cache_dir=cache_dir, template_dir=template_dir, state_dir=vm_state_dir
-    ) as address:
+    directories = {"cache_dir": cache_dir, "template_dir": template_dir, "state_dir": vm_state_dir}
+    async with osworld_machines(3, **directories) as address:
         yield address
 
 

@@ -14,11 +14,7 @@ from typing import Any
 
 import pytest
 
-from envd.images.catalogue import ImageCatalogue
-from envd.osworld.catalogue import IMAGE, desktop_task
-from envd.pool.settings import PoolSettings
-from envd.tasks.catalogue import TaskCatalogue
-from envd.testing.real_desktops import served_machines
+from envd.testing.real_desktops import osworld_machines
 
 pytestmark = [pytest.mark.osworld_agents, pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -75,12 +71,8 @@ def model() -> Iterator[tuple[Model, str]]:
 
 @pytest.fixture
 async def address(cache_dir: Path, template_dir: Path, vm_state_dir: Path) -> AsyncIterator[str]:
-    settings = PoolSettings(name=IMAGE, capacity=1, idle_target=1, allow_guest_access=True, always_running=True)
-    image = ImageCatalogue(cache_dir).get(IMAGE)
-    tasks = TaskCatalogue((), hidden=[desktop_task()])
-    async with served_machines(
-        settings, image, tasks, cache_dir=cache_dir, template_dir=template_dir, state_dir=vm_state_dir
-    ) as address:
+    directories = {"cache_dir": cache_dir, "template_dir": template_dir, "state_dir": vm_state_dir}
+    async with osworld_machines(1, **directories) as address:
         yield address
 
 
