@@ -54,7 +54,7 @@ APT_BROWSER := chromium
 # boots by UEFI.
 APT_TEST := xvfb xauth openbox xterm wmctrl libxcb1 binutils fdisk mtools wimtools xorriso
 
-.PHONY: help deps venv image wine osworld demo serve test check lint types imports proto unit fuzz vm-test test-full \
+.PHONY: help deps venv image wine osworld demo serve test check lint types imports proto unit fuzz soak simulate vm-test test-full \
 	slime-proof sglang-proof areal-proof hosts-proof adapters-proof compat-proof osworld-agents-proof container-proof docs format sbom audit clean
 
 help: ## List the tasks
@@ -201,15 +201,15 @@ osworld-agents-proof: deps $(STAMP) ## Test OSWorld's own runner and agent on a 
 	@OSWORLD="$(abspath $(OSWORLD))" OSWORLD_AGENTS_PYTHON="$$PWD/$(AGENTS_VENV)/bin/python" \
 		$(BIN)/python -m pytest --long -m osworld_agents tests/osworld_agents
 
-$(AGENTS_STAMP): tests/osworld_agents/requirements.txt envd/osworld/requirements.txt pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
+$(AGENTS_STAMP): tests/osworld_agents/requirements.txt envd/integrations/osworld/requirements.txt pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
 	@[[ -x $(AGENTS_VENV)/bin/python ]] || $(PYTHON) -m venv $(AGENTS_VENV)
 	@echo "osworld-agents-proof: installing into $(AGENTS_VENV)"
-	@$(AGENTS_VENV)/bin/python -m pip install --quiet --editable '.[trainer]' -r envd/osworld/requirements.txt -r tests/osworld_agents/requirements.txt
+	@$(AGENTS_VENV)/bin/python -m pip install --quiet --editable '.[trainer]' -r envd/integrations/osworld/requirements.txt -r tests/osworld_agents/requirements.txt
 	@touch $@
 
 hosts-proof: deps $(RAY_STAMP) image ## Test many hosts in a Ray cluster on this machine, and a short simulation
 	@$(RAY_VENV)/bin/python -m pytest --long -m ray tests/ray
-	@$(RAY_VENV)/bin/python -m pytest tests/unit/envd/simulation tests/contract/test_placement.py
+	@$(RAY_VENV)/bin/python -m pytest tests/unit/tests/simulation tests/contract/test_placement.py
 
 $(RAY_STAMP): pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
 	@[[ -x $(RAY_VENV)/bin/python ]] || $(PYTHON) -m venv $(RAY_VENV)
@@ -244,6 +244,15 @@ FUZZ_MINUTES ?= 10
 fuzz: $(STAMP) ## Fuzz the parsers of all untrusted input for FUZZ_MINUTES (10), until one fails
 	@for ((round = 1; SECONDS < 60 * $(FUZZ_MINUTES); round++)); do echo "fuzz: round $$round"; \
 		FUZZ=1 $(BIN)/python -m pytest $(BY_TWO) -q tests/fuzz; done
+
+SOAK ?= --hypervisor fake --minutes 10
+SIMULATE ?= --hosts 1,2,10
+
+soak: deps $(STAMP) ## Play random episodes under random faults (SOAK: options; by default 10 minutes on drawn desktops)
+	@$(BIN)/python -m tests.soak $(SOAK)
+
+simulate: $(STAMP) ## Simulate many hosts on a virtual clock (SIMULATE: options)
+	@$(BIN)/python -m tests.simulation $(SIMULATE)
 
 vm-test: deps $(STAMP) image ## Run only the tests on real machines
 	@$(BIN)/python -m pytest $(BY_TWO) -m vm tests

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from envd.base.config import load
 from envd.cli.osworld import examine
-from envd.config import load
-from envd.osworld.files import OsworldFile
-from envd.osworld.lint import Finding, Obstacle, cover
+from envd.integrations.osworld.files import OsworldFile
+from envd.integrations.osworld.lint import Finding, Obstacle, cover
 
 PAGE = Path(__file__).resolve().parent / "osworld.md"
 _BEGIN, _END = "<!-- coverage: made by docs/generate_osworld.py -->", "<!-- coverage ends -->"

@@ -16,9 +16,9 @@ import envd.api
 
 # Imported before libvirt is loaded, because it sets libvirt's log output.
 import envd.hypervisor
-from envd.config import load
+from envd.base.config import load
 from envd.images.catalogue import Image, ImageCatalogue
-from envd.testing.soak import SoakProcess, SoakRun
+from tests.support.soak import SoakProcess, SoakRun
 
 assert envd.api
 assert envd.hypervisor
@@ -31,8 +31,12 @@ settings.register_profile("usual", untimed, max_examples=40, derandomize=True)
 settings.register_profile("thorough", untimed, max_examples=200)
 settings.load_profile("usual")
 # For detailed assertion errors in the contract suites.
-for module in ("fork_contract", "machine_contract", "machine_fixtures"):
-    pytest.register_assert_rewrite(f"envd.testing.{module}")
+for module in (
+    "envd.hypervisor.contract.forks",
+    "envd.hypervisor.contract.machine",
+    "envd.hypervisor.contract.fixtures",
+):
+    pytest.register_assert_rewrite(module)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,9 +10,9 @@ import grpc
 from grpc_status import rpc_status
 
 from envd.api.status import code_of, reason_of, status_of
-from envd.errors import EnvdError, RateLimited
-from envd.telemetry.logs import bound
-from envd.telemetry.metrics import Metrics
+from envd.base.errors import EnvdError, RateLimited
+from envd.base.telemetry.logs import bound
+from envd.base.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

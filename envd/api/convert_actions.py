@@ -31,7 +31,7 @@ from cuaenv.v1 import env_pb2
 from google.protobuf.message import Message
 
 from envd.api.fields import int_in_range, seconds
-from envd.errors import InvalidRequest
+from envd.base.errors import InvalidRequest
 from envd.guest.observation import Point
 
 MAX_ACTION_COUNT = 64

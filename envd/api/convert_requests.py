@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 from envd.api.convert_actions import Scale, Size, actions_from_proto
 from envd.api.fields import int_in_range, limited, request_id_of, required, seconds
 from envd.api.security.access import TRUSTED, Caller
+from envd.base.errors import InvalidRequest, Unimplemented
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
-from envd.errors import InvalidRequest, Unimplemented
 from envd.guest.observation import (
     A11yFormat,
     CursorMode,

@@ -4,7 +4,7 @@ import re
 
 from google.protobuf.duration_pb2 import Duration
 
-from envd.errors import InvalidRequest
+from envd.base.errors import InvalidRequest
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 

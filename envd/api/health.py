@@ -7,8 +7,8 @@ from typing import Any, Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from envd.aio import Changes
-from envd.errors import NotFound, RateLimited
+from envd.base.aio import Changes
+from envd.base.errors import NotFound, RateLimited
 
 MAX_WATCHER_COUNT: Final = 256
 """Watchers of all peers together."""

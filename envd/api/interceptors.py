@@ -17,10 +17,10 @@ from envd.api.requests import decode_request
 from envd.api.security.access import Caller, set_current_caller
 from envd.api.security.guard import Guard, Metadata
 from envd.api.security.in_flight import RunningCall
-from envd.errors import EnvdError
-from envd.telemetry import traces
-from envd.telemetry.logs import bound
-from envd.telemetry.metrics import Metrics
+from envd.base.errors import EnvdError
+from envd.base.telemetry import traces
+from envd.base.telemetry.logs import bound
+from envd.base.telemetry.metrics import Metrics
 
 _SERVICE_PREFIX = "/cuaenv.v1.CUAEnv/"
 _HEALTH_PREFIX = "Health/"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from envd.api.fields import int_in_range
-from envd.errors import InvalidRequest
+from envd.base.errors import InvalidRequest
 
 Item = TypeVar("Item")
 

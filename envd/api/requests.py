@@ -5,7 +5,7 @@ from typing import Final
 
 from google.protobuf.message import DecodeError, Message
 
-from envd.errors import InvalidRequest
+from envd.base.errors import InvalidRequest
 
 #: Maximum size of one message in either direction.
 MAX_MESSAGE_BYTES: Final = 64 << 20

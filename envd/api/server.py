@@ -22,7 +22,6 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_NAME
 from grpc_reflection.v1alpha import reflection
 
-from envd.aio import shielded
 from envd.api.health import HealthServicer
 from envd.api.interceptors import CallInterceptor
 from envd.api.relay.endpoint import EndpointServicer
@@ -35,10 +34,11 @@ from envd.api.security.tls import server_credentials
 from envd.api.security.tokens import SETTING as TOKENS_SETTING
 from envd.api.security.tokens import TokenTable, read_tokens
 from envd.api.servicer import CUAEnvServicer
-from envd.config import SecurityConfig
+from envd.base.aio import shielded
+from envd.base.config import SecurityConfig
+from envd.base.errors import ConfigError, cannot_bind
+from envd.base.telemetry.metrics import Metrics
 from envd.episodes.service import EpisodeService
-from envd.errors import ConfigError, cannot_bind
-from envd.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import grpc
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 
-from envd.aio import race
 from envd.api.call_report import ids_of
 from envd.api.convert_actions import Size
 from envd.api.convert_requests import (
@@ -49,14 +48,15 @@ from envd.api.fields import int_in_range, request_id_of
 from envd.api.flow_control import AckTracker, paced
 from envd.api.pages import page_of
 from envd.api.security.access import NO_QUEUE_HEADER, Caller, current_caller
+from envd.base.aio import race
+from envd.base.errors import GuestError, GuestRefused, InvalidRequest, MachineLost
+from envd.base.telemetry import traces
+from envd.base.telemetry.logs import bound
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import listing_key
-from envd.errors import GuestError, GuestRefused, InvalidRequest, MachineLost
 from envd.guest.observation import EncodedFrame, Encoding, ObservationOptions
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
-from envd.telemetry import traces
-from envd.telemetry.logs import bound
 
 #: Episodes whose screen size is cached; the oldest are dropped and queried again.
 MAX_REMEMBERED_SCREENS = 4096

@@ -30,8 +30,8 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from envd import errors
 from envd.api.fields import duration_of
+from envd.base import errors
 
 DOMAIN: Final = "cuaenv"
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from cuaenv.actions import Action, Done, PressKeys, TypeText, Wait
 from cuaenv.client import AsyncEpisode
 
+from envd.base.errors import ConfigError
 from envd.bench.episodes_peer import PeerEpisode, PeerPauses, PlayedEpisode, play_as_peer
 from envd.bench.process_tree import tree_cpu_s, tree_pss_bytes
 from envd.bench.report import BenchReport, Check, figure, figures_of, mib, p50, p99
 from envd.bench.session import BenchSession, Steps
-from envd.errors import ConfigError
-from envd.osworld.environment import Environment
+from envd.integrations.osworld.environment import Environment
 
 #: OSWorld's tasks by id, with a line for the guest's terminal that solves each. They need no network.
 SCRIPTS = {

@@ -5,7 +5,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 
-from envd.aio import shielded
+from envd.base.aio import shielded
 from envd.bench.report import (
     BenchReport,
     Target,

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from envd.base.config import Config
 from envd.bench.fork import acquire_once
 from envd.bench.report import BenchReport, Figure, Target, exempt_without_guests, figure, figures_of, mib, p50
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
-from envd.config import Config
 from envd.hypervisor.qemu.processes import machine_pids, memory_of, processor_ns
 from envd.pool.memory import read_available_bytes
 

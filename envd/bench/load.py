@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 from statistics import median_high
 from typing import Any
 
+from envd.base.errors import EnvdError
 from envd.bench.child import Child, run_module
 from envd.bench.load_client import LoadPlan, LoadResult
-from envd.errors import EnvdError
 
 _PROGRAM = "envd.bench.load_client"
 _EXIT_TIMEOUT_S = 60

@@ -23,7 +23,7 @@ from cuaenv.v1 import env_pb2, env_pb2_grpc
 from cuaenv.wire import RELAYED_KEY
 from google.protobuf.duration_pb2 import Duration
 
-from envd.aio import shielded
+from envd.base.aio import shielded
 
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub

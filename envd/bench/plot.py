@@ -11,7 +11,7 @@ from pathlib import Path
 from cuaenv.plots import Point, Series, amounts, connected, strips
 from pydantic import BaseModel, ValidationError
 
-from envd.errors import ConfigError
+from envd.base.errors import ConfigError
 
 #: The name of a list of times: what was measured, its unit, and for `growth` the number of machines.
 _TIMES = re.compile(r"(?P<name>\w+?)_(?P<unit>ms|s)(?:_(?P<size>\d+))?")

@@ -18,7 +18,7 @@ from typing import Any
 
 from qemu.qmp import QMPClient, QMPError
 
-from envd.errors import HypervisorError
+from envd.base.errors import HypervisorError
 from envd.hypervisor.machine import Firmware, Machine
 from envd.hypervisor.qemu.domain_xml import MachineFiles, parse_forwarded_port
 from envd.hypervisor.qemu.machine import LibvirtMachine

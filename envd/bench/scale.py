@@ -13,12 +13,12 @@ from typing import Any
 
 from cuaenv.client import AsyncEnvClient
 
+from envd.base.config import Config
 from envd.bench.load import load_processes
 from envd.bench.load_client import MAX_STEPS, EchoServer, LoadPlan, LoadResult
 from envd.bench.process_tree import own_and_descendants_cpu_s
 from envd.bench.report import BenchReport, Check, Target, figure, figures_of, p50, p99
 from envd.bench.session import BenchSession, Steps, bench_config, host_conditions
-from envd.config import Config
 from envd.daemon.shards.supervisor import open_supervisor
 from envd.hypervisor.fake.workers.hypervisor import DrawingWorkers
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, View
 
-from envd.config import Config
+from envd.base.config import Config
+from envd.base.errors import EnvdError, GuestUnresponsive
+from envd.base.version import envd_version
 from envd.daemon.composition import Daemon, open_daemon
 from envd.daemon.ephemeral import ephemeral_config
-from envd.errors import EnvdError, GuestUnresponsive
 from envd.hypervisor.machine import Snapshot
 from envd.hypervisor.qemu.processes import machine_pids, written_guest_bytes
 from envd.pool.memory import host_memory_mib
 from envd.pool.pool import Pool
-from envd.version import envd_version
 
 #: How long a benchmark waits for room for its machines on the host.
 SHORTAGE_PATIENCE_S = 60.0

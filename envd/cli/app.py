@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from cuaenv.cli.lazy import lazy_group
 
-from envd.version import envd_version
+from envd.base.version import envd_version
 
 _COMMANDS = {
     "serve": (
@@ -17,14 +17,6 @@ _COMMANDS = {
     "demo": (
         "envd.cli.demo:demo",
         "Fork four desktops from one task state, branch two of them, and check every reward.",
-    ),
-    "soak": (
-        "envd.cli.soak:soak_command",
-        "Play random episodes under random faults; fail on lost or repeated actions, wrong scores, or leftovers.",
-    ),
-    "simulate": (
-        "envd.cli.simulate:simulate_command",
-        "Simulate many hosts through the planner, the fair share and the choice of hosts that production uses.",
     ),
     "image": ("envd.cli.image:app", "Build, import and list guest images."),
     "tasks": ("envd.cli.tasks:app", "Inspect the tasks that clients can request."),

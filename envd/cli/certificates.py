@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from envd.errors import ConfigError
+from envd.base.errors import ConfigError
 
 VALID_DAYS = 365
 #: Clocks of hosts differ.

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from cuaenv.cli.terminal import Json, emit_json, out
 
+from envd.base.errors import ConfigError
+from envd.base.terminal import reports_errors
 from envd.cli.certificates import VALID_DAYS, DevelopmentCerts, make_development_certs
-from envd.errors import ConfigError
-from envd.terminal import reports_errors
 
 
 @reports_errors

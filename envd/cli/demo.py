@@ -14,21 +14,21 @@ import typer
 from cuaenv.cli.terminal import Json, out
 from cuaenv.client import AsyncEnvClient
 
+from envd.base.config import DEFAULT_IMAGE, Config
+from envd.base.errors import ConfigError
+from envd.base.terminal import reports_errors
 from envd.bench.default_tasks import DEFAULT_TASKS
+from envd.bench.demo.group import play_group, print_progress
+from envd.bench.demo.report import DemoDirectory, DemoReport
 from envd.bench.session import maps_call_errors
 from envd.cli.options import runs_own_daemon
 from envd.cli.result import print_result
 from envd.cli.serve import is_ready, progress_line
-from envd.config import DEFAULT_IMAGE, Config
 from envd.daemon.composition import Daemon, open_daemon
 from envd.daemon.ephemeral import ensure_image, ephemeral_config, run_until_signal
 from envd.daemon.suites import load_tasks
-from envd.demo.group import play_group, print_progress
-from envd.demo.report import DemoDirectory, DemoReport
-from envd.errors import ConfigError
 from envd.hypervisor.capabilities import capabilities_of
 from envd.tasks.model import Task
-from envd.terminal import reports_errors
 
 #: Standby machines: one is set up, and the others of its group are forked from it.
 _POOL_SIZE = 1

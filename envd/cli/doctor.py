@@ -28,11 +28,13 @@ from rich.table import Table
 
 from envd.api.security.tls import server_credentials
 from envd.api.security.tokens import read_tokens
+from envd.base.config import Config, HypervisorConfig
+from envd.base.errors import ConfigError, EnvdError
+from envd.base.terminal import reports_errors
+from envd.base.version import envd_version
 from envd.cli.certificates import expire_time_of
 from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, StateDir, load_config
-from envd.config import Config, HypervisorConfig
 from envd.daemon.state_lock import holder
-from envd.errors import ConfigError, EnvdError
 from envd.hypervisor.capabilities import capabilities_of
 from envd.hypervisor.machine import Firmware, Hardware
 from envd.hypervisor.opening import open_hypervisor
@@ -41,11 +43,9 @@ from envd.hypervisor.qemu.host import find_firmware, required_access
 from envd.hypervisor.qemu.tpm import PROGRAM as SWTPM
 from envd.hypervisor.qemu.user import choose_qemu_user
 from envd.images.catalogue import Image, ImageCatalogue
-from envd.osworld.environment import Environment, sandbox_problem
-from envd.osworld.worker.cgroup import find_hierarchy
+from envd.integrations.osworld.environment import Environment, sandbox_problem
+from envd.integrations.osworld.worker.cgroup import find_hierarchy
 from envd.pool.memory import read_available_bytes
-from envd.terminal import reports_errors
-from envd.version import envd_version
 
 _GIB = 1 << 30
 #: The probe takes about 0.1 s if KVM works.

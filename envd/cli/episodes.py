@@ -12,6 +12,7 @@ from cuaenv.cli.lazy import lazy_group
 from cuaenv.cli.terminal import Json, emit_json, err, out
 from cuaenv.client import EpisodeInfo
 
+from envd.base.errors import ConfigError, EpisodeNotFound
 from envd.cli.remote import (
     CALL_TIMEOUT,
     DEFAULT_TARGET,
@@ -32,7 +33,6 @@ from envd.cli.remote import (
     selected,
     since,
 )
-from envd.errors import ConfigError, EpisodeNotFound
 
 _COMMANDS = {
     "export": ("envd.cli.episodes_export:export", "Write a recorded episode as a video (MP4, WebM or GIF)."),

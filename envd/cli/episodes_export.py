@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 from cuaenv.cli.terminal import Json, emit_json, out, progress
 
+from envd.base.errors import ConfigError
 from envd.cli.options import ConfigFile, load_config
 from envd.cli.remote import reports_errors
-from envd.errors import ConfigError
-from envd.recording.library import Library
-from envd.recording.video import VideoFormat, export_video
+from envd.episodes.recording.library import Library
+from envd.episodes.recording.video import VideoFormat, export_video
 
 
 @reports_errors

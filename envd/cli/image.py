@@ -9,15 +9,15 @@ import typer
 from cuaenv.cli.terminal import Json, emit_json, err, out, progress
 from rich.table import Table
 
+from envd.base.config import Config
+from envd.base.errors import ConfigError
+from envd.base.terminal import reports_errors, stop_on_sigterm
 from envd.cli.image_build import app as build_app
 from envd.cli.image_output import give_to_sudo_user, print_image
 from envd.cli.options import with_settings
 from envd.cli.templates import app as templates_app
-from envd.config import Config
-from envd.errors import ConfigError
 from envd.hypervisor.machine import Drive, Firmware, GuestOs, Hardware
 from envd.images.catalogue import ImageCatalogue
-from envd.terminal import reports_errors, stop_on_sigterm
 
 app = typer.Typer(no_args_is_help=True, help="Build, import and list guest images.")
 app.add_typer(build_app, name="build")

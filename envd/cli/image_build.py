@@ -6,14 +6,14 @@ import typer
 from cuaenv.cli.lazy import lazy_group
 from cuaenv.cli.terminal import Json, progress
 
+from envd.base.config import Config
+from envd.base.errors import ConfigError
+from envd.base.terminal import reports_errors, stop_on_sigterm
 from envd.cli.image_output import give_to_sudo_user, print_image
 from envd.cli.options import with_settings
-from envd.config import Config
-from envd.errors import ConfigError
 from envd.images.build import build_image
 from envd.images.catalogue import ImageCatalogue
 from envd.images.recipe import Recipe, desktop_recipe, osworld_recipe, wine_recipe
-from envd.terminal import reports_errors, stop_on_sigterm
 
 _COMMANDS = {
     "windows": (

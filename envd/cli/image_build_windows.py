@@ -13,11 +13,12 @@ import typer
 from cuaenv.cli.terminal import Json, ProgressReport, emit_json, err, out, progress
 from lxml import etree
 
+from envd.base.config import Config
+from envd.base.errors import ConfigError
+from envd.base.terminal import reports_errors, stop_on_sigterm
 from envd.cli.image_output import give_to_sudo_user, print_image
 from envd.cli.options import with_settings
-from envd.config import Config
 from envd.daemon.state_lock import holder, locked
-from envd.errors import ConfigError
 from envd.hypervisor.machine import Accelerator, Drive, MachineSpec
 from envd.hypervisor.qemu.domain_xml import MachineFiles, MemoryFile, domain_xml
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
@@ -29,7 +30,6 @@ from envd.images.windows.downloads import EVALUATIONS, VIRTIO_WIN, Download, dow
 from envd.images.windows.editions import Release
 from envd.images.windows.media import Media, write_media
 from envd.images.windows.plan import BuildPlan, WindowsOptions, plan_build
-from envd.terminal import reports_errors, stop_on_sigterm
 
 _DOMAIN = "domain.xml"
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cuaenv.cli.terminal import emit_json, err, out
 
-from envd.config_values import default_cache_dir, sudo_user
+from envd.base.config_values import default_cache_dir, sudo_user
 from envd.images.catalogue import Image
 
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from envd.config import Config, Raw, load, parse_pool_flags
-from envd.telemetry import logs
+from envd.base.config import Config, Raw, load, parse_pool_flags
+from envd.base.telemetry import logs
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", envvar="ENVD_CONFIG", help="TOML file with settings.")

@@ -9,15 +9,15 @@ import typer
 from cuaenv.cli.terminal import Json, emit_json, err, out, progress
 from rich.table import Table
 
+from envd.base.config import Config
+from envd.base.errors import OsworldError
+from envd.base.terminal import reports_errors, stop_on_sigterm
 from envd.cli.options import CacheDir, ConfigFile, load_config
-from envd.config import Config
-from envd.errors import OsworldError
-from envd.osworld.environment import PACKAGE, Environment
-from envd.osworld.files import OsworldFile, read_files
-from envd.osworld.host import host_of
-from envd.osworld.lint import Finding, Obstacle, cover, findings
-from envd.osworld.workers import KnownNames, Workers
-from envd.terminal import reports_errors, stop_on_sigterm
+from envd.integrations.osworld.environment import PACKAGE, Environment
+from envd.integrations.osworld.files import OsworldFile, read_files
+from envd.integrations.osworld.host import host_of
+from envd.integrations.osworld.lint import Finding, Obstacle, cover, findings
+from envd.integrations.osworld.workers import KnownNames, Workers
 
 app = typer.Typer(no_args_is_help=True, help="OSWorld's tasks, with its own setup and evaluators.")
 

@@ -13,7 +13,7 @@ from cuaenv.client import AsyncEnvClient, EnvError, EpisodeInfo, Tls
 from rich.table import Table
 from rich.text import Text
 
-from envd.errors import ConfigError, EnvdError
+from envd.base.errors import ConfigError, EnvdError
 
 Target = Annotated[
     str,

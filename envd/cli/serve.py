@@ -14,9 +14,12 @@ import typer
 import uvloop
 from cuaenv.cli.terminal import out
 
-from envd.aio import race
+from envd.base.aio import race
+from envd.base.config import Config
+from envd.base.telemetry import logs
+from envd.base.terminal import reports_errors
+from envd.base.version import envd_version
 from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, StateDir, TaskFiles, load_config
-from envd.config import Config
 from envd.daemon.composition import Daemon, freeze_gc, open_daemon
 from envd.daemon.descriptors import reserve_low_descriptors
 from envd.daemon.service_manager import ServiceManager
@@ -24,9 +27,6 @@ from envd.daemon.shards.layout import Shard
 from envd.daemon.shards.supervisor import open_supervisor
 from envd.episodes.types import EpisodeState
 from envd.pool.status import PoolStatus
-from envd.telemetry import logs
-from envd.terminal import reports_errors
-from envd.version import envd_version
 
 #: Prints one line.
 PrintLine = Callable[[str], None]

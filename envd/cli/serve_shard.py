@@ -11,15 +11,15 @@ from typing import Any, Final
 
 import uvloop
 
+from envd.base.config import Config
+from envd.base.errors import ConfigError, EnvdError
+from envd.base.telemetry import logs
 from envd.cli.serve import Serving
-from envd.config import Config
 from envd.daemon.composition import freeze_gc
 from envd.daemon.descriptors import reserve_low_descriptors
 from envd.daemon.service_manager import ServiceManager
 from envd.daemon.shards.layout import Shard, shard_config
 from envd.daemon.shards.process import REPORT_INTERVAL_S, STOP
-from envd.errors import ConfigError, EnvdError
-from envd.telemetry import logs
 
 _PR_SET_PDEATHSIG: Final = 1
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from envd.base.terminal import reports_errors
 from envd.cli.options import CacheDir, ConfigFile, Hypervisor, TaskFiles, load_config
 from envd.cli.tasks_fetch import fetch_all, print_fetched
 from envd.cli.tasks_oracles import oracles
@@ -22,7 +23,6 @@ from envd.tasks.formats.cua_gym import SUITE as CUA_GYM_SUITE
 from envd.tasks.formats.entries import Problem
 from envd.tasks.model import Task
 from envd.tasks.templates import split_of, template_id_of
-from envd.terminal import reports_errors
 
 # Playing tasks starts a daemon, which is slow to import.
 _PLAYING = {

@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 from cuaenv.cli.terminal import err
 
+from envd.base.errors import ConfigError
+from envd.base.terminal import reports_errors
 from envd.cli.options import ConfigFile, Hypervisor, TaskFiles, load_config
 from envd.daemon.suites import load_tasks
-from envd.errors import ConfigError
 from envd.tasks.model import Task
 from envd.tasks.oracle import write_action
 from envd.tasks.templates import MAX_SEED, split_of
-from envd.terminal import reports_errors
 
 
 @reports_errors

@@ -6,18 +6,18 @@ from typing import Annotated
 import typer
 from cuaenv.cli.terminal import EXIT_FAILED, Json, err
 
+from envd.base.errors import ConfigError
+from envd.base.telemetry import logs
+from envd.base.terminal import reports_errors
+from envd.bench.verification import Policy, print_verification, verify, verify_config
 from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, StateDir, TaskFiles, load_config
 from envd.daemon.ephemeral import ensure_image, run_until_signal
 from envd.daemon.suites import load_tasks, with_suites
-from envd.errors import ConfigError
 from envd.hypervisor.machine import GuestOs
 from envd.images.catalogue import ImageCatalogue
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from envd.tasks.needs import split_by_needs
-from envd.telemetry import logs
-from envd.terminal import reports_errors
-from envd.verification import Policy, print_verification, verify, verify_config
 
 
 @reports_errors

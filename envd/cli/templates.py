@@ -8,12 +8,12 @@ import typer
 from cuaenv.cli.terminal import Json, emit_json, err, out
 from rich.table import Table
 
+from envd.base.config import Config
+from envd.base.errors import ConfigError
+from envd.base.terminal import reports_errors
 from envd.cli.options import with_settings
-from envd.config import Config
 from envd.daemon.state_lock import locked
-from envd.errors import ConfigError
 from envd.hypervisor.qemu.snapshots.templates import StoredTemplate, TemplateStore
-from envd.terminal import reports_errors
 
 app = typer.Typer(no_args_is_help=True, help="List and prune the templates that machines are forked from.")
 

@@ -6,7 +6,7 @@ import typer
 from cuaenv.cli.terminal import Json, emit_json, out
 
 from envd.api.security.tokens import new_token
-from envd.terminal import reports_errors
+from envd.base.terminal import reports_errors
 
 app = typer.Typer(no_args_is_help=True, help="Create tokens that clients authenticate with.")
 

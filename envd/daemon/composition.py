@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from envd.aio import run_unless
+from envd.api.console.server import PUBLIC_PATHS, serve_console
 from envd.api.relay.endpoint import EndpointServicer
 from envd.api.relay.link import RelayChannel
 from envd.api.security.access import Scope
@@ -33,21 +33,30 @@ from envd.api.security.http import (
 from envd.api.security.secret_files import read_secret
 from envd.api.server import ApiServer, read_token_table
 from envd.api.servicer import CUAEnvServicer
-from envd.clock import SystemClock
-from envd.compat.server import serve_compat
-from envd.compat.sessions import Sessions
-from envd.config import DEFAULT_RUN, Config, PoolConfig, RecordingConfig, RunConfig
-from envd.config_values import is_local
-from envd.console.server import PUBLIC_PATHS, serve_console
+from envd.base.aio import run_unless
+from envd.base.clock import SystemClock
+from envd.base.config import DEFAULT_RUN, Config, PoolConfig, RecordingConfig, RunConfig
+from envd.base.config_values import is_local
+from envd.base.errors import ConfigError, OsworldError
+from envd.base.loop_lag import LoopLag
+from envd.base.store.store import FILE_NAME, SqliteStore
+from envd.base.telemetry.endpoint import serve_metrics
+from envd.base.telemetry.host import HostCollector
+from envd.base.telemetry.metrics import Metrics
+from envd.base.telemetry.traces import exported_traces
+from envd.base.version import envd_version
+from envd.daemon.judging.workers import JudgeWorkers
 from envd.daemon.shards.layout import Shard, clear_layout, growth_file, mark_layout, supervisor_socket
 from envd.daemon.state_lock import locked
 from envd.daemon.suites import load_tasks
 from envd.episodes.limits import EpisodeLimits
 from envd.episodes.persistence.journal import EpisodeRows
 from envd.episodes.persistence.recovery import load_persisted
+from envd.episodes.recording.library import Library
+from envd.episodes.recording.recorder import Recorder
+from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo
-from envd.errors import ConfigError, OsworldError
 from envd.guest.allow_list import AllowList
 from envd.guest.desktop import Desktop
 from envd.guest.observation import (
@@ -57,12 +66,12 @@ from envd.hypervisor.capabilities import capabilities_of
 from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor
 from envd.hypervisor.opening import open_hypervisor
 from envd.images.catalogue import ImageCatalogue
-from envd.judging.workers import JudgeWorkers
-from envd.loop_lag import LoopLag
-from envd.osworld.bridge import WorkerBridge
-from envd.osworld.catalogue import IMAGE
-from envd.osworld.environment import Environment
-from envd.osworld.workers import Workers
+from envd.integrations.compat.server import serve_compat
+from envd.integrations.compat.sessions import Sessions
+from envd.integrations.osworld.bridge import WorkerBridge
+from envd.integrations.osworld.catalogue import IMAGE
+from envd.integrations.osworld.environment import Environment
+from envd.integrations.osworld.workers import Workers
 from envd.pool.audit import Audit, MachineRows
 from envd.pool.disk import HostDisk
 from envd.pool.fairness import RunShare, RunShares
@@ -73,19 +82,10 @@ from envd.pool.register import unregister_all
 from envd.pool.settings import PoolSettings
 from envd.pool.status import POOL_SERIES
 from envd.pool.template import TemplateCache
-from envd.recording.library import Library
-from envd.recording.recorder import Recorder
-from envd.recording.writer import RecordingDirectory
-from envd.store.store import FILE_NAME, SqliteStore
 from envd.tasks.assets import AssetCache
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
-from envd.telemetry.endpoint import serve_metrics
-from envd.telemetry.host import HostCollector
-from envd.telemetry.metrics import Metrics
-from envd.telemetry.traces import exported_traces
-from envd.version import envd_version
 
 logger = logging.getLogger(__name__)
 

@@ -9,14 +9,14 @@ import typer
 import uvloop
 from cuaenv.cli.terminal import progress
 
-from envd.config import DEFAULT_IMAGE, Config, PoolConfig, RecordingConfig, SecurityConfig
+from envd.base.config import DEFAULT_IMAGE, Config, PoolConfig, RecordingConfig, SecurityConfig
+from envd.base.terminal import stop_on_sigterm
 from envd.daemon.composition import freeze_gc
 from envd.daemon.descriptors import reserve_low_descriptors
 from envd.hypervisor.capabilities import capabilities_of
 from envd.images.build import build_image
 from envd.images.catalogue import ImageCatalogue
 from envd.images.recipe import desktop_recipe
-from envd.terminal import stop_on_sigterm
 
 T = TypeVar("T")
 

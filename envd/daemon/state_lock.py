@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from envd.errors import ConfigError
+from envd.base.errors import ConfigError
 
 _NAME = "lock"
 

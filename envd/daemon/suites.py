@@ -7,16 +7,16 @@ from importlib.resources import files as resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from envd.config import Config
-from envd.config_values import BUILTIN_TASKS, CUA_GYM_TASKS
-from envd.errors import ConfigError, ImageNotFound
+from envd.base.config import Config
+from envd.base.config_values import BUILTIN_TASKS, CUA_GYM_TASKS
+from envd.base.errors import ConfigError, ImageNotFound
 from envd.hypervisor.capabilities import capabilities_of
 from envd.hypervisor.machine import GuestOs
 from envd.images.catalogue import ImageCatalogue
-from envd.osworld.catalogue import desktop_task, osworld_tasks
-from envd.osworld.environment import Environment
-from envd.osworld.files import read_files
-from envd.osworld.host import TaskObstacles, host_of
+from envd.integrations.osworld.catalogue import desktop_task, osworld_tasks
+from envd.integrations.osworld.environment import Environment
+from envd.integrations.osworld.files import read_files
+from envd.integrations.osworld.host import TaskObstacles, host_of
 from envd.tasks.catalogue import TaskCatalogue, TaskFile, read_all
 from envd.tasks.formats.entries import Found
 from envd.tasks.needs import Offer

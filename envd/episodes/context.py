@@ -4,16 +4,16 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from envd.clock import Clock
+from envd.base.clock import Clock
+from envd.base.errors import EnvdError
+from envd.base.telemetry.metrics import Metrics
 from envd.episodes.episode import Episode
 from envd.episodes.limits import EpisodeLimits
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.stopwatch import Stopwatch
-from envd.errors import EnvdError
 from envd.guest.observation import SettlePolicy
 from envd.pool.pool import Pool
-from envd.telemetry.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

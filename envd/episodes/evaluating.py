@@ -3,15 +3,15 @@
 import logging
 from dataclasses import replace
 
+from envd.base.errors import EnvdError, EvaluatorFailed, MachineLost
+from envd.base.telemetry import traces
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.persistence.journal import EVALUATE, Request
 from envd.episodes.resetting import RunCheckers
 from envd.episodes.stopwatch import Stopwatch
 from envd.episodes.types import EpisodeState, EvaluateResult
-from envd.errors import EnvdError, EvaluatorFailed, MachineLost
 from envd.tasks.evaluation import Evaluation
-from envd.telemetry import traces
 
 logger = logging.getLogger(__name__)
 

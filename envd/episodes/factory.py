@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self, TypedDict, TypeVar
 
-from envd.clock import Clock
+from envd.base.clock import Clock
+from envd.base.errors import EpisodeEnded, InvalidRequest, StepIndexMismatch, StoreError
+from envd.base.store.statements import EpisodeRow
 from envd.episodes.episode import Episode
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
@@ -15,11 +17,9 @@ from envd.episodes.persistence.journal import EVALUATE, FORK, STEP, Journal
 from envd.episodes.persistence.records import EpisodeSnapshot
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import EvaluateResult, GroupResult, StepResult
-from envd.errors import EpisodeEnded, InvalidRequest, StepIndexMismatch, StoreError
 from envd.guest.observation import SettlePolicy
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
-from envd.store.statements import EpisodeRow
 from envd.tasks.model import Task
 
 logger = logging.getLogger(__name__)

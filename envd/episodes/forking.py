@@ -5,7 +5,9 @@ The parent is paused only while it is frozen, and does not queue during that tim
 
 import asyncio
 
-from envd.clock import Clock
+from envd.base.clock import Clock
+from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, SetupFailed
+from envd.base.telemetry import traces
 from envd.episodes.episode import Episode
 from envd.episodes.members import Group, fork_all, observe_all
 from envd.episodes.perform import check_region
@@ -13,11 +15,9 @@ from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.stopwatch import Stopwatch
 from envd.episodes.task_states import TaskStates
 from envd.episodes.types import ForkCommand
-from envd.errors import GuestError, GuestUnresponsive, MachineLost, SetupFailed
 from envd.pool.frozen import FrozenDesktop
 from envd.pool.leased import Reservation
 from envd.pool.pool import Pool
-from envd.telemetry import traces
 
 
 async def fork_group(

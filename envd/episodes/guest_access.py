@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from envd.base.errors import AccessDenied, NotFound
 from envd.episodes.context import EpisodeContext
 from envd.episodes.stopwatch import Stopwatch
 from envd.episodes.types import GuestCommandResult, GuestFile
-from envd.errors import AccessDenied, NotFound
 from envd.guest.desktop import Desktop
 
 T = TypeVar("T")

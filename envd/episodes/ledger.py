@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from envd.clock import Clock
-from envd.errors import EnvdError, RequestIdReused
+from envd.base.clock import Clock
+from envd.base.errors import EnvdError, RequestIdReused
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from envd.errors import ConfigError, InvalidRequest
+from envd.base.errors import ConfigError, InvalidRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

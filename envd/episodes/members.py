@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from envd.clock import Clock
+from envd.base.clock import Clock
+from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, NotForkable, SetupFailed
 from envd.episodes.types import Origin
-from envd.errors import GuestError, GuestUnresponsive, MachineLost, NotForkable, SetupFailed
 from envd.guest.display.marks import marks_of
 from envd.guest.observation import Encoding, Observation, ObservationOptions, SettleResult
 from envd.guest.view import DesktopView

@@ -3,6 +3,17 @@
 import logging
 from dataclasses import replace
 
+from envd.base.errors import (
+    Draining,
+    EnvdError,
+    EpisodeEnded,
+    InvalidRequest,
+    PoolExhausted,
+    RequestIdReused,
+    SetupFailed,
+    StepIndexMismatch,
+    StoreError,
+)
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.factory import EpisodeFactory, EpisodeParams
@@ -15,17 +26,6 @@ from envd.episodes.quotas import MachineQuotas
 from envd.episodes.resetting import RunSetup, choose_pool, reset_group
 from envd.episodes.task_states import TaskStates
 from envd.episodes.types import ForkCommand, GroupResult, ResetCommand
-from envd.errors import (
-    Draining,
-    EnvdError,
-    EpisodeEnded,
-    InvalidRequest,
-    PoolExhausted,
-    RequestIdReused,
-    SetupFailed,
-    StepIndexMismatch,
-    StoreError,
-)
 from envd.guest.observation import ObservationOptions
 from envd.pool.pool import Pool
 from envd.tasks.catalogue import TaskCatalogue

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from cuaenv.actions import Action, Done, Fail
 
-from envd.aio import LoopThrottle
-from envd.clock import Clock
+from envd.base.aio import LoopThrottle
+from envd.base.clock import Clock
+from envd.base.errors import InvalidRequest
 from envd.episodes.limits import EpisodeLimits
 from envd.episodes.stopwatch import Stopwatch
-from envd.errors import InvalidRequest
 from envd.guest.desktop import Desktop
 from envd.guest.display.frames import Frame
 from envd.guest.input.outcome import ActionOutcome

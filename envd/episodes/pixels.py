@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from envd.base.errors import EnvdError
 from envd.episodes.episode import Episode
-from envd.errors import EnvdError
 from envd.guest.observation import Encoding, Observation, ObservationOptions
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from envd.errors import GroupTooLarge, TokenQuotaReached
+from envd.base.errors import GroupTooLarge, TokenQuotaReached
 
 #: An estimate: when the caller closes one of its own episodes is unknown.
 _RETRY_AFTER_S = 5.0

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from envd.aio import Changes, OwnedTasks, race
-from envd.clock import Clock, wait_until
+from envd.base.aio import Changes, OwnedTasks, race
+from envd.base.clock import Clock, wait_until
+from envd.base.errors import EnvdError, EpisodeEnded, EpisodeNotFound, MachineLost
+from envd.base.loop_lag import LoopLag
+from envd.base.telemetry.metrics import Metrics
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeEvents
 from envd.episodes.lease import next_expiry_s
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.types import EpisodeState
-from envd.errors import EnvdError, EpisodeEnded, EpisodeNotFound, MachineLost
-from envd.loop_lag import LoopLag
 from envd.pool.pool import Pool
-from envd.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,8 @@ from typing import Protocol
 
 from cuaenv.actions import Done, Fail
 
-from envd.clock import Clock
-from envd.episodes.members import ALREADY_SETTLED, Group, Member, fork_all, map_errors, observe_all
-from envd.episodes.perform import check_region
-from envd.episodes.stopwatch import Stopwatch
-from envd.episodes.task_states import StateKey, TaskState, TaskStates
-from envd.episodes.types import ResetCommand
-from envd.errors import (
+from envd.base.clock import Clock
+from envd.base.errors import (
     HypervisorError,
     HypervisorUnavailable,
     InvalidRequest,
@@ -26,6 +21,11 @@ from envd.errors import (
     SetupFailed,
     TemplateCorrupt,
 )
+from envd.episodes.members import ALREADY_SETTLED, Group, Member, fork_all, map_errors, observe_all
+from envd.episodes.perform import check_region
+from envd.episodes.stopwatch import Stopwatch
+from envd.episodes.task_states import StateKey, TaskState, TaskStates
+from envd.episodes.types import ResetCommand
 from envd.guest.desktop import Desktop
 from envd.guest.observation import SettleResult
 from envd.guest.view import DesktopView

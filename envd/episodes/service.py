@@ -13,8 +13,11 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from envd.aio import Changes
-from envd.clock import Clock, SystemClock, wait_until
+from envd.base.aio import Changes
+from envd.base.clock import Clock, SystemClock, wait_until
+from envd.base.loop_lag import LoopLag
+from envd.base.store.store import NullStore, Store
+from envd.base.telemetry.metrics import Metrics
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.evaluating import Evaluating
@@ -42,15 +45,12 @@ from envd.episodes.types import (
 from envd.guest.desktop import ScreenView
 from envd.guest.observation import EncodedFrame, Observation, ObservationOptions, SettlePolicy
 from envd.hypervisor.machine import Machine
-from envd.loop_lag import LoopLag
 from envd.pool.pool import Pool
 from envd.pool.queue_report import QueuedGroup
 from envd.pool.status import PoolStatus
-from envd.store.store import NullStore, Store
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import evaluate as run_task_checkers
 from envd.tasks.setup import run_setup as run_task_setup
-from envd.telemetry.metrics import Metrics
 
 T = TypeVar("T")
 

@@ -5,7 +5,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
-from envd.aio import LoopThrottle
+from envd.base.aio import LoopThrottle
+from envd.base.errors import StoreError
+from envd.base.telemetry import traces
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.perform import check_region, observe, perform
@@ -14,10 +16,8 @@ from envd.episodes.pixels import with_pixels
 from envd.episodes.stopwatch import Stopwatch
 from envd.episodes.types import StepCommand, StepResult
 from envd.episodes.watching import frames_of, views_of
-from envd.errors import StoreError
 from envd.guest.desktop import ScreenView
 from envd.guest.observation import EncodedFrame, Observation, ObservationOptions, SettlePolicy
-from envd.telemetry import traces
 
 #: How many steps may start or observe per event-loop iteration: each is up to 1 ms of work. With 256 concurrent
 #: clients (`envd bench scale`) a limit of 2 reduces the longest iteration from 100 to 11 ms and costs 3 of 100

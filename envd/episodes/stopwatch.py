@@ -1,7 +1,7 @@
 """Measure the phases of a call."""
 
-from envd.clock import Clock
-from envd.telemetry import traces
+from envd.base.clock import Clock
+from envd.base.telemetry import traces
 
 
 class Stopwatch:

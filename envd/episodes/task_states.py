@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from envd.aio import OwnedTasks
+from envd.base.aio import OwnedTasks
 from envd.guest.observation import SettleResult
 from envd.pool.frozen import FrozenDesktop
 

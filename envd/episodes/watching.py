@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
-from envd.aio import race
-from envd.clock import Clock, wait_until
+from envd.base.aio import race
+from envd.base.clock import Clock, wait_until
+from envd.base.errors import MachineLost
 from envd.episodes.episode import Episode
 from envd.episodes.registry import EpisodeRegistry
-from envd.errors import MachineLost
 from envd.guest.desktop import ScreenView
 from envd.guest.observation import EncodedFrame, ObservationOptions, Unchanged
 

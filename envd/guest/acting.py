@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from cuaenv.actions import Action, Done, Fail, KeyDown, KeyUp, PressKeys, TypeText, Wait
 
-from envd.errors import GuestError, GuestUnresponsive, MachineLost
+from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest.display.connection import DisplayConnection
 from envd.guest.display.screen import Screen
 from envd.guest.guestd import GuestdClient

@@ -12,9 +12,9 @@ from contextlib import suppress
 
 from pydantic import JsonValue
 
-from envd import untrusted_json
-from envd.channels import GuestChannels
-from envd.errors import GuestError, GuestUnresponsive
+from envd.base import untrusted_json
+from envd.base.channels import GuestChannels
+from envd.base.errors import GuestError, GuestUnresponsive
 from envd.guest.command import CommandResult
 
 # libvirt accepts agent messages of a few MiB; base64 adds a third.

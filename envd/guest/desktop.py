@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 
 from cuaenv.actions import Action
 
-from envd.channels import GuestChannels
-from envd.errors import GuestError, InvalidRequest, MachineLost
+from envd.base.channels import GuestChannels
+from envd.base.errors import GuestError, InvalidRequest, MachineLost
+from envd.base.telemetry import traces
 from envd.guest.a11y import MalformedTree, outline, parse_tree, with_marks
 from envd.guest.acting import Actor
 from envd.guest.agent import GuestAgent
@@ -44,7 +45,6 @@ from envd.guest.readiness import ReadinessProbe, ReadyReport, wait_idle
 from envd.guest.session import GuestSession
 from envd.guest.view import ConnectionState, DesktopView, ScreenView
 from envd.guest.wake import renew_identity
-from envd.telemetry import traces
 
 __all__ = ["CommandResult", "Desktop", "ReadyReport", "ScreenView"]
 

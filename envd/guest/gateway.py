@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from envd.errors import GuestUnresponsive
+from envd.base.errors import GuestUnresponsive
 from envd.guest.allow_list import AllowList, Destination
 
 logger = logging.getLogger(__name__)

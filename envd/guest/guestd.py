@@ -1,4 +1,4 @@
-"""Client of the HTTP service inside one guest: ours (`envd.guestd`), or OSWorld's for the routes that both have.
+"""Client of the HTTP service inside one guest: ours (`envd.images.guestd`), or OSWorld's for the routes that both have.
 
 Every call has a deadline, responses are bounded in size, and a call ends with `MachineLost` as soon as the machine is
 lost. Callers decide what to do about a failure, and poll `session` for readiness.
@@ -19,9 +19,9 @@ import aiohttp
 from pydantic import AfterValidator, FailFast, Field, TypeAdapter, ValidationError
 from yarl import URL
 
-from envd import untrusted_json
-from envd.aio import race
-from envd.errors import GuestError, GuestUnresponsive, MachineLost
+from envd.base import untrusted_json
+from envd.base.aio import race
+from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest.command import CommandResult
 
 _CHUNK_BYTES = 1 << 16

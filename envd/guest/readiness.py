@@ -5,8 +5,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from envd.channels import GuestChannels
-from envd.errors import GuestError, GuestUnresponsive
+from envd.base.channels import GuestChannels
+from envd.base.errors import GuestError, GuestUnresponsive
 from envd.guest.agent import GuestAgent
 from envd.guest.observation import SettlePolicy, SettleResult
 from envd.guest.session import GuestSession

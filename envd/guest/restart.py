@@ -6,7 +6,7 @@ environment of that session. A running guestd is never restarted, even if it is 
 
 import logging
 
-from envd.errors import GuestError, GuestUnresponsive
+from envd.base.errors import GuestError, GuestUnresponsive
 from envd.guest.agent import GuestAgent
 
 logger = logging.getLogger(__name__)

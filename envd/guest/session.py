@@ -3,8 +3,8 @@
 from contextlib import suppress
 from pathlib import PurePosixPath
 
-from envd.channels import GuestChannels
-from envd.errors import GuestError
+from envd.base.channels import GuestChannels
+from envd.base.errors import GuestError
 from envd.guest.agent import GuestAgent
 from envd.guest.guestd import GuestdClient
 from envd.guest.powershell import Script, powershell

@@ -10,7 +10,7 @@ import secrets
 import time
 from uuid import UUID, uuid5
 
-from envd.errors import GuestError
+from envd.base.errors import GuestError
 from envd.guest.agent import GuestAgent
 
 #: Namespace of the guests' machine ids (machine-id(5)).

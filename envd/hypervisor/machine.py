@@ -1,7 +1,7 @@
 """Protocols of a hypervisor backend: machines, the snapshots they are forked from, and the hypervisor that makes them.
 
 Implementations: `envd.hypervisor.qemu` (QEMU through libvirt) and `envd.hypervisor.fake` (drawn desktops,
-for load and fault tests). Both pass the contract suite `envd.testing.machine_contract`.
+for load and fault tests). Both pass the contract suite `envd.hypervisor.contract.machine`.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from envd.channels import GuestChannels
+from envd.base.channels import GuestChannels
 
 
 class Accelerator(Enum):

@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-from envd.config import Config
-from envd.errors import ConfigError
+from envd.base.config import Config
+from envd.base.errors import ConfigError
 from envd.hypervisor.machine import DiskImage, Hypervisor
 
 #: Drawn desktops need no libvirt, whose module is compiled against the host's libvirt.

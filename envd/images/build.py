@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from envd.errors import ImageError
+from envd.base.errors import ImageError
 from envd.hypervisor.machine import Firmware, GuestOs
 from envd.images.catalogue import PACKAGES_FILE, Image, ImageCatalogue, file_sha256
 from envd.images.recipe import (

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from envd.errors import ImageError, ImageNotFound
+from envd.base.errors import ImageError, ImageNotFound
 from envd.hypervisor.machine import DiskImage, Drive, Firmware, GuestOs, Hardware
 
 DIGEST_CHARS = 16

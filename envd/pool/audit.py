@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from envd.clock import Clock
-from envd.errors import EnvdError
+from envd.base.clock import Clock
+from envd.base.errors import EnvdError
+from envd.base.store.statements import MachineRow, delete_machine
+from envd.base.store.store import Store
 from envd.hypervisor.machine import Leftover, LeftoverKind
 from envd.pool.pool import Pool
-from envd.store.statements import MachineRow, delete_machine
-from envd.store.store import Store
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from envd.errors import HypervisorError
+from envd.base.errors import HypervisorError
 
 
 class HostDisk:

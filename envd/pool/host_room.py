@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from envd.clock import Clock
+from envd.base.clock import Clock
 from envd.pool.disk import HostDisk
 from envd.pool.memory import HostMemory, MemoryClaim
 

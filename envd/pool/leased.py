@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from envd.aio import OwnedTasks, shielded
-from envd.errors import EnvdError, GuestUnresponsive, MachineLost
+from envd.base.aio import OwnedTasks, shielded
+from envd.base.errors import EnvdError, GuestUnresponsive, MachineLost
 from envd.guest.desktop import Desktop
 from envd.hypervisor.machine import Hypervisor, Machine, MachineState, Snapshot
 from envd.pool.frozen import FrozenDesktop

@@ -12,9 +12,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from envd.aio import race, run_unless
-from envd.clock import Clock, wait_until
-from envd.errors import EnvdError
+from envd.base.aio import race, run_unless
+from envd.base.clock import Clock, wait_until
+from envd.base.errors import EnvdError
 from envd.guest.desktop import Desktop
 from envd.guest.view import ConnectionState, DesktopView
 from envd.hypervisor.machine import Hypervisor, Machine, MachineUsage

@@ -3,7 +3,7 @@
 import asyncio
 from typing import NoReturn
 
-from envd.errors import MachineLost
+from envd.base.errors import MachineLost
 from envd.hypervisor.machine import MachineSpec, MachineState
 
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
-from envd.aio import OwnedTasks, run_unless
-from envd.errors import MachineLost
+from envd.base.aio import OwnedTasks, run_unless
+from envd.base.errors import MachineLost
 from envd.hypervisor.machine import Machine
 from envd.pool.backoff import Backoff
 from envd.pool.leased import LeasedMachine, Reservation

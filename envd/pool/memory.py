@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from envd.errors import HypervisorError
+from envd.base.errors import HypervisorError
 
 #: Memory of QEMU itself, in addition to the guest's.
 OVERHEAD_MIB = 128

@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from envd.aio import Changes, OwnedTasks, shielded
-from envd.clock import Clock, SystemClock, wait_until
-from envd.errors import EnvdError, GroupTooLarge, MachineLost, TemplateCorrupt
+from envd.base.aio import Changes, OwnedTasks, shielded
+from envd.base.clock import Clock, SystemClock, wait_until
+from envd.base.errors import EnvdError, GroupTooLarge, MachineLost, TemplateCorrupt
+from envd.base.store.store import NullStore, Store
+from envd.base.telemetry.metrics import Metrics
 from envd.guest.desktop import Desktop
 from envd.guest.view import ConnectionState
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine
@@ -42,8 +44,6 @@ from envd.pool.settings import PoolSettings
 from envd.pool.status import PoolStatus
 from envd.pool.template import TemplateCache
 from envd.pool.template_keeper import TemplateKeeper
-from envd.store.store import NullStore, Store
-from envd.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -4,14 +4,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from envd.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted, PoolFailing
+from envd.base.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted, PoolFailing
+from envd.base.telemetry.metrics import Metrics
 from envd.pool.admission import AdmissionQueue, WaitingGroup
 from envd.pool.backoff import Backoff
 from envd.pool.fairness import Demand, RunShares
 from envd.pool.queue_report import quota_note
 from envd.pool.status import PoolStatus
 from envd.pool.turnover import Turnover
-from envd.telemetry.metrics import Metrics
 
 #: Assumed start time of a machine before one was measured: there may be no template yet.
 _START_GUESS_S = 10.0

@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Collection
 
-from envd.clock import Clock
-from envd.store.statements import MachineRow, delete_machine, upsert
-from envd.store.store import Store
+from envd.base.clock import Clock
+from envd.base.store.statements import MachineRow, delete_machine, upsert
+from envd.base.store.store import Store
 
 logger = logging.getLogger(__name__)
 

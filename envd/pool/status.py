@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from envd.base.telemetry.metrics import PoolSeries
 from envd.pool.backoff import BreakerState
-from envd.telemetry.metrics import PoolSeries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

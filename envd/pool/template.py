@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from envd.aio import shielded
-from envd.errors import Draining, EnvdError, HypervisorUnavailable, TemplateCorrupt
+from envd.base.aio import shielded
+from envd.base.errors import Draining, EnvdError, HypervisorUnavailable, TemplateCorrupt
 from envd.guest.view import DesktopView
 from envd.hypervisor.machine import Hypervisor, MachineSpec, Snapshot
 from envd.pool.frozen import FrozenDesktop

@@ -3,9 +3,9 @@
 import logging
 from typing import Protocol
 
-from envd.aio import OwnedTasks
-from envd.clock import Clock
-from envd.errors import Draining, EnvdError, TemplateCorrupt
+from envd.base.aio import OwnedTasks
+from envd.base.clock import Clock
+from envd.base.errors import Draining, EnvdError, TemplateCorrupt
 from envd.hypervisor.machine import Hypervisor, MachineSpec
 from envd.pool.backoff import Backoff
 from envd.pool.frozen import FrozenDesktop

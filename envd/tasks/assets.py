@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from envd.errors import EnvdError
+from envd.base.errors import EnvdError
 from envd.tasks.checkers.osworld import OsworldEvaluator
 from envd.tasks.checkers.union import leaves
 from envd.tasks.fields import Model, Sha256

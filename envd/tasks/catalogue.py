@@ -12,7 +12,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import NamedTuple
 
-from envd.errors import ConfigError, TaskNotFound
+from envd.base.errors import ConfigError, TaskNotFound
 from envd.tasks.formats.cua_gym import read_bundles
 from envd.tasks.formats.entries import Found, Problem
 from envd.tasks.formats.files import DEFAULT_SUITE, files_in, read_tasks

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from envd.errors import GuestError
+from envd.base.errors import GuestError
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.programs import count_processes
 from envd.tasks.oracle import WaitFor

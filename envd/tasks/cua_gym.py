@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from envd.errors import GuestError
+from envd.base.errors import GuestError
 from envd.guest.command import CommandResult
 from envd.tasks.text import CheckOutcome, quote
 

@@ -1,7 +1,7 @@
 """How the pure part of a checker is run on what a guest made.
 
-A daemon passes `envd.judging.workers.JudgeWorkers`: a file or a picture of a guest can keep a decoder busy for hours,
-fill the memory, or hold the interpreter lock.
+A daemon passes `envd.daemon.judging.workers.JudgeWorkers`: a file or a picture of a guest can keep a decoder busy for
+hours, fill the memory, or hold the interpreter lock.
 """
 
 from collections.abc import Callable

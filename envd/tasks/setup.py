@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from envd.errors import GuestError, GuestUnresponsive, SetupFailed
+from envd.base.errors import GuestError, GuestUnresponsive, SetupFailed
 from envd.guest.desktop import Desktop
 from envd.guest.powershell import Script, powershell
 from envd.hypervisor.machine import GuestOs

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from envd.errors import GuestError
+from envd.base.errors import GuestError
 from envd.tasks.assets import AssetCache, AssetMissing, AssetRef, open_http
 from envd.tasks.judging import Judge, judge_directly
 from envd.tasks.osworld import OsworldBridge

@@ -2,7 +2,7 @@
 
 import logging
 
-from envd.errors import EvaluatorFailed, SetupFailed
+from envd.base.errors import EvaluatorFailed, SetupFailed
 from envd.guest.desktop import Desktop
 from envd.tasks.checkers.answers import AgentAnswer
 from envd.tasks.checkers.cua_gym import CuaGymCheck

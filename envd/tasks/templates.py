@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, TypeVar
 
-from envd.errors import TaskNotFound
+from envd.base.errors import TaskNotFound
 from envd.tasks.model import Split, Task
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from envd.errors import GuestError
+from envd.base.errors import GuestError
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.fields import WindowMatch
 from envd.tasks.queries import window_query

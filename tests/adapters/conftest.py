@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from envd.api.security.tokens import new_token
-from envd.config import SecurityConfig
-from envd.testing.desktops import DrawnDesktops
+from envd.base.config import SecurityConfig
+from tests.support.desktops import DrawnDesktops
 
 HERE = Path(__file__).parent
 PROOFS = sorted(file.stem for file in (HERE / "requirements").glob("*.txt"))

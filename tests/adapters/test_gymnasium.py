@@ -14,7 +14,7 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envd.guest.input.keysyms import named_key
-from envd.testing.desktops import DrawnDesktops
+from tests.support.desktops import DrawnDesktops
 from trainer.adapters.actions import ActionForm, read_actions
 from trainer.adapters.gymnasium import KEYS, KINDS, MODIFIERS, DesktopEnv, form_of
 

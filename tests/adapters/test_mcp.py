@@ -18,7 +18,7 @@ from mcp.client.stdio import StdioServerParameters, stdio_client
 from PIL import Image
 from typer.testing import CliRunner
 
-from envd.testing.desktops import DrawnDesktops
+from tests.support.desktops import DrawnDesktops
 from trainer.adapters.mcp import make_server
 from trainer.adapters.session import SessionSettings
 from trainer.cli.app import app

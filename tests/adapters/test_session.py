@@ -22,7 +22,7 @@ from cuaenv.client import (
     Wait,
 )
 
-from envd.testing.desktops import DrawnDesktops
+from tests.support.desktops import DrawnDesktops
 from trainer.adapters.background import blocking
 from trainer.adapters.session import (
     Session,

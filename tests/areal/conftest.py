@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from envd.testing.proofs import deselect_proof
+from tests.support.proofs import deselect_proof
 
 #: The environment of all other tests has neither, and needs none.
 CAN_RUN = find_spec("areal") is not None and find_spec("torch") is not None

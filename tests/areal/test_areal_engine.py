@@ -14,10 +14,10 @@ import pytest
 from cuaenv.client import Action, Click, Done
 
 from envd.hypervisor.fake import Faults
-from envd.testing.server import FakeServer, serve_fake
+from tests.support.server import FakeServer, serve_fake
+from tests.support.sglang import SglangServer
+from tests.support.tiny_model import write_checkpoint
 from trainer.agent.grammars import grammar
-from trainer.testing.sglang import SglangServer
-from trainer.testing.tiny_model import write_checkpoint
 
 pytestmark = [
     pytest.mark.areal,
@@ -80,7 +80,7 @@ class Job:
         from areal.api.cli_args import GenerationHyperparameters
 
         return {
-            "workflow": "trainer.areal.workflow.DesktopWorkflow",
+            "workflow": "trainer.adapters.areal.workflow.DesktopWorkflow",
             "workflow_kwargs": {
                 "gconfig": GenerationHyperparameters(n_samples=1, max_new_tokens=7),
                 "tokenizer": str(self._checkpoint),

@@ -15,13 +15,13 @@ import yaml
 from cuaenv.client import Action, Click, Done
 
 from envd.hypervisor.fake import Faults
-from envd.testing.server import serve_fake
+from tests.support.areal import ModelResponse, ScriptedEngine
+from tests.support.server import serve_fake
+from tests.support.slime import Processor, Tokenizer
+from trainer.adapters.areal.config import ArealConfig
 from trainer.agent.grammars import grammar
-from trainer.areal.config import ArealConfig
 from trainer.config import ConfigError
 from trainer.recipes.catalogue import effective
-from trainer.testing.areal import ModelResponse, ScriptedEngine
-from trainer.testing.slime import Processor, Tokenizer
 
 pytestmark = [
     pytest.mark.areal,
@@ -53,7 +53,7 @@ def eyes() -> Any:
 async def workflow(*, n_samples: int = 1, **options: Any) -> AsyncIterator[Any]:
     from areal.api.cli_args import GenerationHyperparameters
 
-    from trainer.areal.workflow import DesktopWorkflow
+    from trainer.adapters.areal.workflow import DesktopWorkflow
 
     agent = options.pop("agent", AGENT)
     async with serve_fake(size=2, **options) as server:
@@ -129,7 +129,7 @@ async def test_n_samples_above_one_is_refused() -> None:
 def test_a_model_without_a_processor_is_refused_unless_text_only() -> None:
     from areal.api.cli_args import GenerationHyperparameters
 
-    from trainer.areal.workflow import DesktopWorkflow
+    from trainer.adapters.areal.workflow import DesktopWorkflow
 
     def make(**agent: Any) -> None:
         DesktopWorkflow(
@@ -182,7 +182,7 @@ def load(held: Mapping[str, Any], directory: Path) -> Any:
     from areal.api.cli_args import parse_cli_args, to_structured_cfg
     from omegaconf import OmegaConf
 
-    from trainer.areal.train import DesktopConfig
+    from trainer.adapters.areal.train import DesktopConfig
 
     file = directory / "config.yaml"
     file.write_text(yaml.safe_dump(dict(held), sort_keys=False))
@@ -191,7 +191,7 @@ def load(held: Mapping[str, Any], directory: Path) -> Any:
 
 
 def test_tasks_are_read_line_by_line(tmp_path: Path) -> None:
-    from trainer.areal.train import read_rows
+    from trainer.adapters.areal.train import read_rows
 
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"prompt": [], "metadata": {"task_id": "fake/enable"}}\n')

@@ -12,7 +12,7 @@ import pytest
 from cuaenv.actions import TypeText
 from cuaenv.client import EnvClient
 
-from envd.config_values import default_cache_dir
+from envd.base.config_values import default_cache_dir
 
 pytestmark = [pytest.mark.container, pytest.mark.long, pytest.mark.timeout(3600)]
 

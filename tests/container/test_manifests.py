@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from envd.config import Config
+from envd.base.config import Config
 
 pytestmark = [pytest.mark.container, pytest.mark.long]
 

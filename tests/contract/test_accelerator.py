@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import envd.hypervisor.qemu
-from envd.errors import ConfigError
+from envd.base.errors import ConfigError
 from envd.hypervisor.machine import Accelerator
 from envd.hypervisor.qemu.accelerator import choose_accelerator, probe_kvm, probe_rom
 

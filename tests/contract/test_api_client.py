@@ -23,12 +23,12 @@ from cuaenv.client import (
     View,
 )
 
-from envd import errors
 from envd.api.server import ApiServer
+from envd.base import errors
+from envd.base.telemetry.metrics import Metrics
 from envd.guest.observation import CursorMode
 from envd.tasks.catalogue import TaskCatalogue
-from envd.telemetry.metrics import Metrics
-from envd.testing.stub_episodes import TASKS, StubEpisodes, pool_info
+from tests.support.stub_episodes import TASKS, StubEpisodes, pool_info
 
 TASK = "desktop/note"
 QUICK = RetryPolicy(attempt_timeout=timedelta(milliseconds=200), first_pause=timedelta(milliseconds=10))

@@ -30,13 +30,13 @@ from envd.api.security.access import SCOPES, Scope
 from envd.api.security.rate import RateLimiter
 from envd.api.security.tokens import NewToken, new_token
 from envd.api.server import SERVICE_NAME, ApiServer
+from envd.base.config import SecurityConfig
+from envd.base.errors import ConfigError
+from envd.base.telemetry.metrics import Metrics
 from envd.cli.certificates import make_development_certs
 from envd.cli.certs import write_certs
-from envd.config import SecurityConfig
-from envd.errors import ConfigError
-from envd.telemetry.metrics import Metrics
-from envd.testing.server import FakeServer, serve_fake
-from envd.testing.stub_episodes import StubEpisodes, pool_info
+from tests.support.server import FakeServer, serve_fake
+from tests.support.stub_episodes import StubEpisodes, pool_info
 
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub

@@ -24,10 +24,18 @@ from grpc_status import rpc_status
 
 from envd.api.requests import MAX_MESSAGE_BYTES
 from envd.api.server import SERVICE_NAME, ApiServer, parse_listen
-from envd.config import SecurityConfig
-from envd.errors import AccessDenied, ConfigError, EpisodeEnded, GuestError, MachineLost, NotForkable, PoolExhausted
-from envd.telemetry.metrics import Metrics
-from envd.testing.stub_episodes import StubEpisodes, pool_info
+from envd.base.config import SecurityConfig
+from envd.base.errors import (
+    AccessDenied,
+    ConfigError,
+    EpisodeEnded,
+    GuestError,
+    MachineLost,
+    NotForkable,
+    PoolExhausted,
+)
+from envd.base.telemetry.metrics import Metrics
+from tests.support.stub_episodes import StubEpisodes, pool_info
 
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub

@@ -10,13 +10,13 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from envd.errors import SetupFailed
+from envd.base.errors import SetupFailed
 from envd.tasks import assets
 from envd.tasks.assets import AssetCache, AssetMissing, AssetRef, assets_of, open_http
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
-from envd.testing.memory_desktop import MemoryDesktop
+from tests.support.memory_desktop import MemoryDesktop
 
 DATA = bytes(range(256)) * 100
 DIGEST = hashlib.sha256(DATA).hexdigest()

@@ -13,10 +13,10 @@ import pytest
 from cuaenv import client as trainer
 from cuaenv.client import AsyncEnvClient, HostState, RetryPolicy, TypeText, View
 
-from envd import errors
 from envd.api.server import ApiServer
-from envd.telemetry.metrics import Metrics
-from envd.testing.stub_episodes import StubEpisodes, StubHost, pool_info, stub_hosts
+from envd.base import errors
+from envd.base.telemetry.metrics import Metrics
+from tests.support.stub_episodes import StubEpisodes, StubHost, pool_info, stub_hosts
 
 TASK = "desktop/note"
 NOTHING = View(encoding="none")

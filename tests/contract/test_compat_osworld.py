@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from envd.api.security.tokens import NewToken, new_token
-from envd.config import SecurityConfig
+from envd.base.config import SecurityConfig
 from envd.tasks.model import Task
-from envd.testing.compat import CompatWorld, compat_world, picture_of
+from tests.support.compat import CompatWorld, compat_world, picture_of
 
 TASK = {"id": "fake/count-to-five", "evaluator": {"func": "ignored"}}
 SCREEN = [1280, 800]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from envd.testing.compat import CompatWorld, compat_world
-from trainer.areal.pssdk import BaseSandboxClusterTool, SandboxError, with_retry
+from tests.support.compat import CompatWorld, compat_world
+from trainer.adapters.areal.pssdk import BaseSandboxClusterTool, SandboxError, with_retry
 
 TASK = {"task_id": "fake/save-note"}
 NAME = "areal-sandbox"

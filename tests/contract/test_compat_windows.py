@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 from PIL import Image
 
-from envd.testing.compat import CompatWorld, compat_world
+from tests.support.compat import CompatWorld, compat_world
 
 NOTE = "/home/user/note.txt"
 TASK = {"task_id": "fake/unicode-note"}

@@ -11,12 +11,12 @@ import aiohttp.web
 import pytest
 from PIL import Image
 
+from tests.support.slime import END, Processor, ScriptedEngine, Tokenizer
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import BudgetExhausted, Message, ModelFailed
 from trainer.evaluate.chat import Sampling
 from trainer.evaluate.endpoint import EndpointError, open_endpoint
 from trainer.evaluate.native import load_chat, native_conversations
-from trainer.testing.slime import END, Processor, ScriptedEngine, Tokenizer
 from trainer.tokens.chat import Chat
 
 SETTINGS = AgentSettings(max_turns=2, prompt_tokens=512, reply_tokens=64, image_max_pixels=65_536)

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from PIL import Image
 
-from envd.errors import GuestError, GuestUnresponsive, MachineLost
+from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest.guestd import GuestdClient
 from envd.hypervisor.fake import FakeHypervisor, FakeMachine, fake_image
 from envd.hypervisor.fake.programs import Outcome

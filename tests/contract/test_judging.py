@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from envd.errors import GuestError
-from envd.judging.workers import JudgeWorkers
+from envd.base.errors import GuestError
+from envd.daemon.judging.workers import JudgeWorkers
 from envd.tasks.checkers.data import IniEntry, JsonValueAt, judge_data
 from envd.tasks.checkers.files import Directory, FileText, judge_directory, judge_file_text
 from envd.tasks.checkers.images import ImageLike, judge_image

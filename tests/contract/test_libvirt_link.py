@@ -11,7 +11,7 @@ import libvirt
 import pytest
 import pytest_asyncio
 
-from envd.errors import HypervisorError, HypervisorUnavailable, MachineLost
+from envd.base.errors import HypervisorError, HypervisorUnavailable, MachineLost
 from envd.hypervisor.machine import Accelerator, DiskImage, MachineSpec
 from envd.hypervisor.qemu.accelerator import AcceleratorChoice
 from envd.hypervisor.qemu.connection import LibvirtLink

@@ -8,16 +8,16 @@ from typing import ClassVar
 
 import pytest
 
-from envd.errors import ConfigError, HypervisorError
+from envd.base.errors import ConfigError, HypervisorError
 from envd.guest.desktop import Desktop
+from envd.hypervisor.contract.machine import MachineContract, new_machine_id
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec, Snapshot
 from envd.hypervisor.qemu.console import MAX_LOG_BYTES
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.machine import LibvirtMachine
 from envd.hypervisor.qemu.processes import machine_pids, owner_of
 from envd.images.catalogue import ImageCatalogue
-from envd.testing.libvirt_fixtures import LibvirtFixtures
-from envd.testing.machine_contract import MachineContract, new_machine_id
+from tests.support.libvirt_fixtures import LibvirtFixtures
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(600)]
 

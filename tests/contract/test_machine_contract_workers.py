@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest_asyncio
 
+from envd.hypervisor.contract.machine import MachineContract
 from envd.hypervisor.fake import fake_image
 from envd.hypervisor.fake.workers.hypervisor import DrawingWorkers, WorkerMachine
 from envd.hypervisor.fake.workers.worker import WORKER
 from envd.hypervisor.machine import Hypervisor, Machine, MachineSpec, Snapshot
-from envd.testing.machine_contract import MachineContract
 
 
 class TestMachineContractOnWorkers(MachineContract):

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from cuaenv.actions import Done, Fail
 
-from envd.errors import EvaluatorFailed, MachineLost, SetupFailed
+from envd.base.errors import EvaluatorFailed, MachineLost, SetupFailed
 from envd.guest.desktop import Desktop
 from envd.hypervisor.fake import FakeHypervisor, FakeMachine, fake_image
 from envd.hypervisor.machine import GuestOs, MachineSpec
-from envd.osworld.bridge import WorkerBridge, parts_between_rests
-from envd.osworld.workers import Job, Workers
+from envd.integrations.osworld.bridge import WorkerBridge, parts_between_rests
+from envd.integrations.osworld.workers import Job, Workers
 from envd.tasks.assets import AssetCache
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
-from envd.testing.osworld import make_stand_in
+from tests.support.osworld import make_stand_in
 
 READS_NOTE = {"type": "vm_command_line", "command": "cat /home/user/note.txt"}
 

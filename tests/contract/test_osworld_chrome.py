@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest_asyncio
 from aiohttp import web
 
-from envd.osworld.worker.chrome import chrome_command, history_command, tabs_command
+from envd.integrations.osworld.worker.chrome import chrome_command, history_command, tabs_command
 
 
 class Chrome:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
-from envd.osworld import DESKTOP_TASK
-from envd.osworld.desktop_machines import EnvdManager, EnvdProvider, ProviderError
+from envd.integrations.osworld import DESKTOP_TASK
+from envd.integrations.osworld.desktop_machines import EnvdManager, EnvdProvider, ProviderError
 from envd.tasks.model import Task
-from envd.testing.server import FakeServer, serve_fake
+from tests.support.server import FakeServer, serve_fake
 
 DESKTOP = Task(task_id=DESKTOP_TASK, instruction="Nothing.", level=1, infeasible=True)
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest_asyncio
 
-from envd.osworld.relay import relayed
+from envd.integrations.osworld.relay import relayed
 
 LIMIT = 32
 

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from envd.osworld.stream import GuestPort
-from envd.osworld.tunnel import RunInGuest
+from envd.integrations.osworld.stream import GuestPort
+from envd.integrations.osworld.tunnel import RunInGuest
 
 
 def run(argv: tuple[str, ...], stdin: bytes) -> bytes:

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from envd.osworld.tunnel import GuestTunnel, read_request
-from envd.testing.local_guestd import LocalGuestd, serve_guestd
+from envd.integrations.osworld.tunnel import GuestTunnel, read_request
+from tests.support.local_guestd import LocalGuestd, serve_guestd
 
 
 @pytest.fixture(scope="module")

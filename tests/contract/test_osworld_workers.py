@@ -13,12 +13,12 @@ import pytest
 import pytest_asyncio
 
 import envd
-from envd.errors import OsworldError
-from envd.osworld.environment import _IMPORT, Environment
-from envd.osworld.worker import cgroup, seccomp
-from envd.osworld.workers import Job, WorkerFailed, Workers
-from envd.testing.local_guestd import LocalGuestd, serve_guestd
-from envd.testing.osworld import make_stand_in
+from envd.base.errors import OsworldError
+from envd.integrations.osworld.environment import _IMPORT, Environment
+from envd.integrations.osworld.worker import cgroup, seccomp
+from envd.integrations.osworld.workers import Job, WorkerFailed, Workers
+from tests.support.local_guestd import LocalGuestd, serve_guestd
+from tests.support.osworld import make_stand_in
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

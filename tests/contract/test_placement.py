@@ -13,8 +13,8 @@ from cuaenv.client import AsyncEnvClient, GroupTooLarge, HostState, PoolExhauste
 from cuaenv.client.errors import Unavailable
 from cuaenv.client.ray_cluster import HostReport, Reservation
 
-from envd import errors
-from envd.testing.stub_episodes import StubHost, stub_hosts
+from envd.base import errors
+from tests.support.stub_episodes import StubHost, stub_hosts
 
 TASK = "desktop/note"
 NOTHING = View(encoding="none")

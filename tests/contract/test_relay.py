@@ -20,7 +20,6 @@ from cuaenv.v1 import env_pb2, env_pb2_grpc
 from cuaenv.wire import RELAYED_KEY
 from google.protobuf.duration_pb2 import Duration
 
-from envd.aio import Changes, race
 from envd.api.relay import servicer
 from envd.api.relay.endpoint import EndpointServicer
 from envd.api.relay.link import RelayChannel, ShardLink
@@ -30,11 +29,12 @@ from envd.api.relay.servicer import RelayServicer
 from envd.api.security.access import NO_QUEUE_HEADER
 from envd.api.security.tokens import new_token
 from envd.api.server import ApiServer
-from envd.config import SecurityConfig
+from envd.base.aio import Changes, race
+from envd.base.config import SecurityConfig
+from envd.base.telemetry.metrics import Metrics
 from envd.daemon.shards.layout import INNER_SECURITY
 from envd.hypervisor.fake.faults import Faults
-from envd.telemetry.metrics import Metrics
-from envd.testing.server import FakeServer, serve_fake
+from tests.support.server import FakeServer, serve_fake
 
 TASK = "fake/count-to-five"
 COUNT = Click(819, 100)

@@ -19,7 +19,7 @@ from cuaenv.actions import KeyDown, KeyUp, Move, PressKeys, TypeText
 from PIL import Image
 from pydantic import JsonValue
 
-from envd.errors import GuestError, MachineLost
+from envd.base.errors import GuestError, MachineLost
 from envd.guest.desktop import Desktop
 from envd.guest.observation import SettlePolicy
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.errors import HypervisorError
+from envd.base.errors import HypervisorError
 from envd.hypervisor.qemu.run_control import RunControl
 
 GREETING = {"QMP": {"version": {"qemu": {"micro": 0, "minor": 0, "major": 9}, "package": ""}, "capabilities": []}}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cuaenv.client import Element, EnvClient, Episode, Observation, Settle, TypeText, View
 
-from envd.testing.served import ServedDaemon
+from tests.support.served import ServedDaemon
 
 pytestmark = pytest.mark.timeout(600)
 

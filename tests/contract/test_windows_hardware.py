@@ -15,9 +15,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from envd.errors import GuestError, GuestUnresponsive, NotForkable
+from envd.base.errors import GuestError, GuestUnresponsive, NotForkable
 from envd.guest.agent import GuestAgent
 from envd.guest.wake import renew_identity
+from envd.hypervisor.contract.fixtures import new_machine_id
+from envd.hypervisor.contract.forks import ForkContract
 from envd.hypervisor.machine import DiskImage, Drive, LeftoverKind, Machine, MachineSpec, Snapshot
 from envd.hypervisor.qemu.domain_xml import MachineFiles
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
@@ -25,10 +27,8 @@ from envd.hypervisor.qemu.machine import LibvirtMachine
 from envd.hypervisor.qemu.processes import owner_of, tpm_processes
 from envd.hypervisor.qemu.tpm import Tpm
 from envd.hypervisor.qemu.user import QemuUser
-from envd.testing import uefi_guest
-from envd.testing.fork_contract import ForkContract
-from envd.testing.libvirt_fixtures import LibvirtFixtures
-from envd.testing.machine_fixtures import new_machine_id
+from tests.support import uefi_guest
+from tests.support.libvirt_fixtures import LibvirtFixtures
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
 

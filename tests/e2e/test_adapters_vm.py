@@ -17,7 +17,7 @@ from mcp.client import Client
 from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.hypervisor.qemu.processes import machine_pids
 from envd.images.catalogue import Image
-from envd.testing.served import ServedDaemon
+from tests.support.served import ServedDaemon
 from trainer.adapters.mcp import make_server
 from trainer.adapters.session import SessionSettings
 

@@ -11,7 +11,7 @@ from cuaenv.client import Action, AsyncEnvClient, Click, Done, StepResult, Wait
 
 from envd.hypervisor.fake import Faults
 from envd.tasks.model import Task
-from envd.testing.server import FakeServer, serve_fake
+from tests.support.server import FakeServer, serve_fake
 from trainer.agent.attempts import run_group, run_task
 from trainer.agent.grammars import grammar
 from trainer.agent.loop import AgentEpisode, run_episode

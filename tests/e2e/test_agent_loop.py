@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from cuaenv.client import Action, AsyncEnvClient, Click, Done, Drag, Fail, PressKeys, TypeText, Wait
 
-from envd.testing.server import serve_fake
+from tests.support.server import serve_fake
 from trainer.agent.attempts import run_task
 from trainer.agent.branch_point import BranchPoint
 from trainer.agent.coordinates import CoordinateSpace, to_model_points

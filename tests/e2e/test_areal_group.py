@@ -9,15 +9,15 @@ import pytest
 from cuaenv.client import Action, AsyncEnvClient, Click, Done, TaskNotFound
 
 from envd.hypervisor.fake import Faults
-from envd.testing.server import FakeServer, serve_fake
+from tests.support.areal import ScriptedEngine
+from tests.support.server import FakeServer, serve_fake
+from tests.support.slime import END, Processor, Tokenizer
+from trainer.adapters.areal.config import ArealConfig
+from trainer.adapters.areal.conversation import Request
+from trainer.adapters.areal.group import GroupResult, run_task_group
+from trainer.adapters.areal.rows import columns
 from trainer.agent.grammars import grammar
-from trainer.areal.config import ArealConfig
-from trainer.areal.conversation import Request
-from trainer.areal.group import GroupResult, run_task_group
-from trainer.areal.rows import columns
 from trainer.config import ConfigError
-from trainer.testing.areal import ScriptedEngine
-from trainer.testing.slime import END, Processor, Tokenizer
 from trainer.tokens.chat import Chat
 
 SAY = grammar("qwen3-vl").render

@@ -22,7 +22,7 @@ from cuaenv.client import Done, Draining, EnvClient, MachineLost, Tls, TypeText,
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from PIL import Image
 
-from envd.testing.command import CommandOutput, run_envd
+from tests.support.command import CommandOutput, run_envd
 
 
 class Envd:

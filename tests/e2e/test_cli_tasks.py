@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from envd.testing.command import run_envd
+from tests.support.command import run_envd
 
 SOLVABLE = """
 version: 1

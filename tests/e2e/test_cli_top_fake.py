@@ -17,12 +17,12 @@ from cuaenv.client import AsyncEnvClient, Pool
 from rich.console import Console
 
 from envd.api.security.tokens import new_token
+from envd.base.config import SecurityConfig
 from envd.cli.remote import SortKey
 from envd.cli.top import Top, read_facts
 from envd.cli.top_view import Facts, Options, fitted, render
-from envd.config import SecurityConfig
-from envd.testing.command import CommandOutput, run_envd
-from envd.testing.server import FakeServer, serve_fake
+from tests.support.command import CommandOutput, run_envd
+from tests.support.server import FakeServer, serve_fake
 
 TASK = "fake/count-to-five"
 NOW = datetime(2026, 1, 2, tzinfo=UTC)

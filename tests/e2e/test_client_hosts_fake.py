@@ -24,7 +24,7 @@ from cuaenv.client import (
     shared_client,
 )
 
-from envd.testing.server import FakeServer, serve_fake
+from tests.support.server import FakeServer, serve_fake
 
 TASK = "fake/count-to-five"
 COUNT = wire.Click(x=819, y=100)

@@ -11,7 +11,7 @@ import pytest
 from cuaenv import client as wire
 from cuaenv.client import AsyncEnvClient, Done, EnvError, HostState, RetryPolicy
 
-from envd.testing.served import ServedDaemon
+from tests.support.served import ServedDaemon
 
 TASK = "fake/count-to-five"
 COUNT = wire.Click(x=819, y=100)

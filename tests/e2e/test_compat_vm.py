@@ -14,10 +14,10 @@ from urllib.parse import urlencode
 import pytest
 from PIL import Image as Picture
 
-from envd.compat.server import PROTOCOLS
 from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.images.catalogue import Image
-from envd.testing.served import ServedDaemon
+from envd.integrations.compat.server import PROTOCOLS
+from tests.support.served import ServedDaemon
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
 

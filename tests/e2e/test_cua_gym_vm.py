@@ -9,7 +9,7 @@ from cuaenv.client import AsyncEnvClient, EvaluatorFailed, View
 
 from envd.images.catalogue import Image
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
-from envd.testing.real_desktops import real_desktops
+from tests.support.real_desktops import real_desktops
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
 

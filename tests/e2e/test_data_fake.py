@@ -11,11 +11,11 @@ from cuaenv.client import AsyncEnvClient, Click, Done, PressKeys, Task
 from typer.testing import CliRunner
 
 from envd.api.server import ApiServer
+from envd.base.telemetry.metrics import Metrics
 from envd.cli.app import app as envd_app
 from envd.tasks.catalogue import TaskCatalogue
-from envd.telemetry.metrics import Metrics
-from envd.testing.server import serve_fake
-from envd.testing.stub_episodes import TASKS, StubEpisodes
+from tests.support.server import serve_fake
+from tests.support.stub_episodes import TASKS, StubEpisodes
 from trainer.agent.settings import AgentSettings
 from trainer.cli.app import app
 from trainer.data.dataset import Source, join

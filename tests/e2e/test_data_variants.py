@@ -12,10 +12,10 @@ from cuaenv.client import AsyncEnvClient
 from typer.testing import CliRunner
 
 from envd.api.server import ApiServer
+from envd.base.telemetry.metrics import Metrics
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.templates import split_of
-from envd.telemetry.metrics import Metrics
-from envd.testing.stub_episodes import StubEpisodes
+from tests.support.stub_episodes import StubEpisodes
 from trainer.cli.app import app
 from trainer.cli.choice import SplitName, choose, served_tasks
 from trainer.data.split import template_id

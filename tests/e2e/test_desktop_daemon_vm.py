@@ -34,7 +34,7 @@ from cuaenv.client import (
 from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.hypervisor.qemu.processes import machine_pids
 from envd.images.catalogue import Image
-from envd.testing.served import ServedDaemon
+from tests.support.served import ServedDaemon
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
 

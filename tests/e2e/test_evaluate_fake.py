@@ -13,7 +13,8 @@ from lxml import html
 from PIL import Image
 
 from envd.hypervisor.fake import Faults
-from envd.testing.server import serve_fake
+from tests.support.scripted_model import ScriptedModel, say_steps, served
+from tests.support.server import serve_fake
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
 from trainer.evaluate.chat import ChatConversation, Sampling
@@ -24,7 +25,6 @@ from trainer.evaluate.report import write_report
 from trainer.evaluate.results import Results, ResultsFile, Run
 from trainer.evaluate.statistics import wilson
 from trainer.evaluate.summary import summarise
-from trainer.testing.scripted_model import ScriptedModel, say_steps, served
 
 HOSTILE = "<script>alert(1)</script><img src=x>"
 SETTINGS = AgentSettings(max_turns=4, reset_timeout_s=60.0, step_timeout_s=60.0, evaluate_timeout_s=60.0)

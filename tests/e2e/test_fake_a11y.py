@@ -8,7 +8,7 @@ import pytest
 from cuaenv import client as wire
 from cuaenv.client import AsyncEnvClient, AsyncEpisode
 
-from envd.testing.server import serve_fake
+from tests.support.server import serve_fake
 
 FULL = wire.View(cursor="hidden", a11y_tree=True, a11y_elements=True)
 MARKED = wire.View(cursor="hidden", a11y_tree=True, marks=True)

@@ -15,7 +15,7 @@ from cuaenv.client import AsyncEnvClient, Observation
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 
 from envd.hypervisor.fake import FakeMachine
-from envd.testing.server import serve_fake
+from tests.support.server import serve_fake
 
 COUNT = wire.Click(x=819, y=100)
 EXACT = wire.View(cursor="hidden")

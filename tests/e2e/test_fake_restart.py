@@ -18,14 +18,21 @@ from cuaenv.actions import Action, Click, Done, Fail, KeyDown, KeyUp, TypeText, 
 from cuaenv.client import AsyncEnvClient
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 
-from envd.clock import SystemClock
+from envd.base.clock import SystemClock
+from envd.base.errors import (
+    EpisodeNotFound,
+    EvaluatorFailed,
+    MachineLost,
+    RequestIdReused,
+    StepIndexMismatch,
+    StoreError,
+)
+from envd.base.store.statements import AnswerRow, EpisodeRow, MachineRow
+from envd.base.store.store import SqliteStore
 from envd.episodes.types import EpisodeState, ForkCommand, ResetCommand, StepCommand, StepResult
-from envd.errors import EpisodeNotFound, EvaluatorFailed, MachineLost, RequestIdReused, StepIndexMismatch, StoreError
 from envd.guest.observation import Encoding, Keyframe, ObservationOptions
 from envd.hypervisor.fake import FakeHost
-from envd.store.statements import AnswerRow, EpisodeRow, MachineRow
-from envd.store.store import SqliteStore
-from envd.testing.server import FakeServer, serve_fake
+from tests.support.server import FakeServer, serve_fake
 
 TASK = "fake/count-to-five"
 COUNT = Click(819, 100)

@@ -15,7 +15,7 @@ from cuaenv.client import AsyncEnvClient, AsyncEpisode
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from google.protobuf.duration_pb2 import Duration
 
-from envd.clock import Clock
+from envd.base.clock import Clock
 from envd.episodes.limits import EpisodeLimits
 from envd.episodes.types import EpisodeState
 from envd.hypervisor.fake import FakeMachine, Faults
@@ -23,8 +23,8 @@ from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
 from envd.tasks.oracle import split_step
 from envd.tasks.verbs import Execute, WriteFile
-from envd.testing.clock import ManualClock
-from envd.testing.server import FakeServer, load_fake_tasks, serve_fake
+from tests.support.clock import ManualClock
+from tests.support.server import FakeServer, load_fake_tasks, serve_fake
 
 TASKS = {task.task_id: task for task in load_fake_tasks().list()}
 COUNT = wire.Click(x=819, y=100)

@@ -8,7 +8,7 @@ from cuaenv import client as wire
 from cuaenv.client import AsyncEnvClient, Click, Done
 
 from envd.hypervisor.fake import Faults
-from envd.testing.server import serve_fake
+from tests.support.server import serve_fake
 
 TASK = "fake/save-note"
 NOTHING = wire.View(encoding="none")

@@ -17,10 +17,10 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
 from envd.api import convert_requests
-from envd.clock import SystemClock
+from envd.base.clock import SystemClock
 from envd.hypervisor.fake import Faults
 from envd.pool.memory import HostMemory
-from envd.testing.server import FakeServer, serve_fake
+from tests.support.server import FakeServer, serve_fake
 
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub

@@ -33,8 +33,8 @@ from cuaenv.client import (
 from envd.hypervisor.qemu.leftovers import daemon_leftovers
 from envd.hypervisor.qemu.processes import machine_pids
 from envd.images.catalogue import Image
-from envd.testing.libvirtd import Libvirtd
-from envd.testing.served import ServedDaemon
+from tests.support.libvirtd import Libvirtd
+from tests.support.served import ServedDaemon
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
 

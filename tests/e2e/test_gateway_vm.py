@@ -12,7 +12,7 @@ import pytest
 from cuaenv.client import EnvClient, View
 
 from envd.images.catalogue import Image
-from envd.testing.served import ServedDaemon
+from tests.support.served import ServedDaemon
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
 

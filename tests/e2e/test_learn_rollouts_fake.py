@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from cuaenv.client import Action, Click, Done
 
-from envd.testing.server import FakeServer, serve_fake
+from tests.support.server import FakeServer, serve_fake
+from tests.support.slime import Sample, ScriptedEngine, stand_in_slime
+from tests.support.slime_job import slime_args
 from trainer.agent.grammars import grammar
 from trainer.learn import replay
 from trainer.learn.ablations import generate
 from trainer.slime.group import normalize_rewards
 from trainer.slime.samples import facts_of, is_void
-from trainer.testing.slime import Sample, ScriptedEngine, stand_in_slime
-from trainer.testing.slime_job import slime_args
 
 TASK = "fake/count-to-five"
 SAY = grammar("qwen3-vl").render

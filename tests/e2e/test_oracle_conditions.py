@@ -6,7 +6,7 @@ from cuaenv.client import AsyncEnvClient, StepResult
 
 from envd.bench.playing import ConditionNotMet, Steps, play
 from envd.tasks.oracle import WaitFor
-from envd.testing.server import serve_fake
+from tests.support.server import serve_fake
 
 CLOSE_CONTROLS = Click(1128, 54)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import envd
-from envd.osworld.environment import Environment
-from envd.testing.real_desktops import osworld_machines
+from envd.integrations.osworld.environment import Environment
+from tests.support.real_desktops import osworld_machines
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -45,7 +45,7 @@ PLAY = """
 import json, sys
 task, *paths = json.loads(sys.argv[1])
 sys.path += paths
-import envd.osworld.provider
+import envd.integrations.osworld.provider
 from desktop_env.desktop_env import DesktopEnv
 
 env = DesktopEnv(provider_name="docker", action_space="pyautogui", screen_size=(1280, 800), headless=True)

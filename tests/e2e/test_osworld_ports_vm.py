@@ -7,8 +7,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from envd.osworld.desktop_machines import EnvdProvider
-from envd.testing.real_desktops import osworld_machines
+from envd.integrations.osworld.desktop_machines import EnvdProvider
+from tests.support.real_desktops import osworld_machines
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -21,15 +21,16 @@ from cuaenv.actions import Action, Done, Fail, PressKeys, TypeText, Wait
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, View
 
 from envd.api.server import ApiServer
+from envd.base.telemetry.metrics import Metrics
 from envd.bench.episodes import SCRIPTS
 from envd.episodes.service import EpisodeService
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.images.catalogue import ImageCatalogue
-from envd.osworld.bridge import WorkerBridge
-from envd.osworld.catalogue import IMAGE, desktop_task, osworld_tasks
-from envd.osworld.environment import Environment
-from envd.osworld.workers import Job, Workers
+from envd.integrations.osworld.bridge import WorkerBridge
+from envd.integrations.osworld.catalogue import IMAGE, desktop_task, osworld_tasks
+from envd.integrations.osworld.environment import Environment
+from envd.integrations.osworld.workers import Job, Workers
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.assets import AssetCache, AssetRef
@@ -37,8 +38,7 @@ from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
-from envd.telemetry.metrics import Metrics
-from envd.testing.local_guestd import serve_guestd
+from tests.support.local_guestd import serve_guestd
 
 pytestmark = [
     pytest.mark.vm,
@@ -253,7 +253,7 @@ AGENT = """
 import json, sys, types
 sys.modules["easyocr"] = types.ModuleType("easyocr")
 
-import envd.osworld.provider
+import envd.integrations.osworld.provider
 from desktop_env.desktop_env import DesktopEnv
 
 task = json.load(open(sys.argv[1]))

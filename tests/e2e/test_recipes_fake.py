@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.testing.server import serve_fake
+from tests.support.server import serve_fake
 from trainer.recipes.catalogue import launcher, names
 
 

@@ -14,8 +14,8 @@ from cuaenv.client import Done, EnvClient, PressKeys, Settle, TypeText, View
 
 from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.images.catalogue import Image
-from envd.testing.libvirtd import Libvirtd
-from envd.testing.served import ServedDaemon
+from tests.support.libvirtd import Libvirtd
+from tests.support.served import ServedDaemon
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -18,8 +18,8 @@ from grpc_status import rpc_status
 
 from envd.api.relay.merge import shard_of
 from envd.daemon.state_lock import holder
-from envd.testing.command import run_envd
-from envd.testing.served import ServedDaemon
+from tests.support.command import run_envd
+from tests.support.served import ServedDaemon
 
 CONFIG = """
 shards = 2

@@ -16,7 +16,7 @@ from envd.api.relay.merge import shard_of
 from envd.daemon.state_lock import holder
 from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.images.catalogue import Image
-from envd.testing.served import ServedDaemon
+from tests.support.served import ServedDaemon
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1500)]
 

@@ -11,14 +11,14 @@ import pytest
 from cuaenv.client import Action, AsyncEnvClient, Click, Done
 
 from envd.episodes.types import GroupResult, ResetCommand
-from envd.testing.server import FakeServer, serve_fake
+from tests.support.server import FakeServer, serve_fake
+from tests.support.slime import IMAGE, Sample, ScriptedEngine, Tokenizer, stand_in_slime
+from tests.support.slime_job import slime_args
 from trainer.agent.grammars import grammar
 from trainer.config import ConfigError
 from trainer.slime import rollout
 from trainer.slime.generate import generate
 from trainer.slime.samples import facts_of, is_void
-from trainer.testing.slime import IMAGE, Sample, ScriptedEngine, Tokenizer, stand_in_slime
-from trainer.testing.slime_job import slime_args
 
 TASK = "fake/count-to-five"
 SAY = grammar("qwen3-vl").render

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from envd.testing.server import serve_fake
+from tests.support.server import serve_fake
+from tests.support.slime import Sample, ScriptedEngine, stand_in_slime
+from tests.support.slime_job import slime_args
 from trainer.slime.filters import keep_informative
 from trainer.slime.generate import generate
 from trainer.slime.guard import Halted
 from trainer.slime.samples import facts_of
-from trainer.testing.slime import Sample, ScriptedEngine, stand_in_slime
-from trainer.testing.slime_job import slime_args
 
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 

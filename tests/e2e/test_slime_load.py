@@ -11,14 +11,14 @@ import pytest
 from cuaenv.client import Action, Click, Done
 
 from envd.hypervisor.fake import Faults
-from envd.testing.served import ServedDaemon
-from envd.testing.server import serve_fake
+from tests.support.served import ServedDaemon
+from tests.support.server import serve_fake
+from tests.support.slime import Sample, ScriptedEngine, stand_in_slime
+from tests.support.slime_job import slime_args
 from trainer.agent.grammars import grammar
 from trainer.slime.generate import generate
 from trainer.slime.group import normalize_rewards
 from trainer.slime.samples import facts_of, is_void
-from trainer.testing.slime import Sample, ScriptedEngine, stand_in_slime
-from trainer.testing.slime_job import slime_args
 
 COUNT = 64
 TASK = "fake/count-to-five"

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from cuaenv.client import Action, Click, Done
 
-from envd.testing.server import serve_fake
+from tests.support.server import serve_fake
+from tests.support.slime import Sample, ScriptedEngine, stand_in_slime
+from tests.support.slime_job import slime_args
 from trainer.agent.grammars import grammar
 from trainer.slime import replay
 from trainer.slime.config import SlimeConfig
@@ -15,8 +17,6 @@ from trainer.slime.filters import keep_informative
 from trainer.slime.generate import generate
 from trainer.slime.group import normalize_rewards
 from trainer.slime.samples import facts_of
-from trainer.testing.slime import Sample, ScriptedEngine, stand_in_slime
-from trainer.testing.slime_job import slime_args
 
 TASK = "fake/count-to-five"
 SAY = grammar("qwen3-vl").render

@@ -10,14 +10,14 @@ import pytest
 from cuaenv.client import Action, Click, Done
 
 from envd.episodes.types import ForkCommand, GroupResult
-from envd.testing.server import FakeServer, serve_fake
+from tests.support.server import FakeServer, serve_fake
+from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_slime
+from tests.support.slime_job import slime_args
 from trainer.agent.grammars import grammar
 from trainer.slime.generate import generate
 from trainer.slime.group import normalize_rewards
 from trainer.slime.metrics import rollout_metrics
 from trainer.slime.samples import by_rollout, facts_of, flatten, is_void
-from trainer.testing.slime import Sample, ScriptedEngine, Tokenizer, stand_in_slime
-from trainer.testing.slime_job import slime_args
 
 TASK = "fake/count-to-five"
 SAY = grammar("qwen3-vl").render

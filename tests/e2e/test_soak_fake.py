@@ -1,11 +1,11 @@
-"""`envd soak` on fake desktops, as a command: two minutes pass, and Ctrl-C ends one early with a report."""
+"""`make soak` on fake desktops, as a command: two minutes pass, and Ctrl-C ends one early with a report."""
 
 import time
 from pathlib import Path
 
 import pytest
 
-from envd.testing.soak import SoakProcess, SoakRun
+from tests.support.soak import SoakProcess, SoakRun
 
 pytestmark = pytest.mark.timeout(360)
 

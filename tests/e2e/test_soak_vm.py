@@ -1,4 +1,4 @@
-"""`envd soak` on real machines: two minutes of random episodes, killed and stopped QEMUs, and killed clients."""
+"""`make soak` on real machines: two minutes of random episodes, killed and stopped QEMUs, and killed clients."""
 
 import json
 import shutil

@@ -15,7 +15,7 @@ from cuaenv.client import AsyncEnvClient, AsyncEpisode, StepResult, View
 from envd.bench.playing import Steps, play
 from envd.images.catalogue import Image
 from envd.tasks.catalogue import TaskCatalogue
-from envd.testing.real_desktops import real_desktops
+from tests.support.real_desktops import real_desktops
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 

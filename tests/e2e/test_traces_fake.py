@@ -22,20 +22,20 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from envd.config import load
-from envd.errors import ConfigError
-from envd.telemetry import logs, traces
-from envd.testing.command import restored_logging
-from envd.testing.server import serve_fake
+from envd.base.config import load
+from envd.base.errors import ConfigError
+from envd.base.telemetry import logs, traces
+from tests.support import areal, slime
+from tests.support.command import restored_logging
+from tests.support.server import serve_fake
+from tests.support.slime_job import slime_args
+from trainer.adapters.areal.config import ArealConfig
+from trainer.adapters.areal.group import run_task_group
 from trainer.agent.attempts import run_task
 from trainer.agent.grammars import grammar
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Message, Reply
-from trainer.areal.config import ArealConfig
-from trainer.areal.group import run_task_group
 from trainer.slime.generate import generate
-from trainer.testing import areal, slime
-from trainer.testing.slime_job import slime_args
 from trainer.tokens.chat import Chat
 
 TASK = "fake/count-to-five"

@@ -14,9 +14,9 @@ from pathlib import Path
 from cuaenv.client import AsyncEnvClient, Click, Done
 from lxml import html
 
-from envd.testing.server import serve_fake
+from tests.support.scripted_model import ScriptedModel, say_steps, served
+from tests.support.server import serve_fake
 from trainer.agent.settings import AgentSettings
-from trainer.testing.scripted_model import ScriptedModel, say_steps, served
 
 GRAMMAR = AgentSettings().make_grammar()
 DO_NOTHING = say_steps([[Done()]], GRAMMAR)

@@ -1,4 +1,4 @@
-"""Whole builds of Windows images on real machines, with a stand-in for Windows' ISO (`envd.testing.windows_installer`).
+"""Whole builds of Windows images on real machines, with a stand-in for Windows' ISO.
 
 Everything but Windows is real: discs, firmware, TPM, virtual hardware, guest agent, seals and starts.
 """
@@ -19,15 +19,15 @@ from typing import NamedTuple
 import pytest
 from PIL import Image as PillowImage
 
-from envd.errors import ImageError
+from envd.base.errors import ImageError
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.processes import machine_pids
 from envd.images.catalogue import ImageCatalogue
 from envd.images.windows.build import BuildLimits, WindowsBuild
 from envd.images.windows.media import write_media
 from envd.images.windows.plan import WindowsOptions, plan_build
-from envd.testing.windows_installer import make_installer
-from envd.testing.windows_media import make_virtio_iso, virtio_files
+from tests.support.windows_installer import make_installer
+from tests.support.windows_media import make_virtio_iso, virtio_files
 
 # Installation, two seals and two starts: about 5 min under TCG on an idle host.
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(3600)]

@@ -13,8 +13,8 @@ from cuaenv.client import EnvClient, Episode, View
 
 from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.hypervisor.qemu.processes import owner_of, tpm_processes
-from envd.testing import uefi_guest
-from envd.testing.served import ServedDaemon
+from tests.support import uefi_guest
+from tests.support.served import ServedDaemon
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -18,18 +18,18 @@ import pytest_asyncio
 from cuaenv.actions import Action, Done, TypeText
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, StepResult, View
 
+from envd.base.config import load
 from envd.bench.playing import Steps, play
-from envd.config import load
+from envd.bench.verification import verify_config
 from envd.daemon.composition import open_daemon
 from envd.daemon.suites import load_tasks
 from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.leftovers import machine_leftovers
-from envd.verification import verify_config
+from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_slime
+from tests.support.slime_job import slime_args
 from trainer.recipes.catalogue import effective, launcher
 from trainer.slime.generate import generate
 from trainer.slime.samples import facts_of
-from trainer.testing.slime import Sample, ScriptedEngine, Tokenizer, stand_in_slime
-from trainer.testing.slime_job import slime_args
 
 pytestmark = [
     pytest.mark.vm,

@@ -15,13 +15,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from envd.errors import EnvdError, GuestError, MachineLost
+from envd.base.errors import EnvdError, GuestError, MachineLost
 from envd.guest import agent as agent_module
 from envd.guest.agent import GuestAgent
 from envd.guest.command import CommandResult
 from envd.hypervisor.qemu import agent_channel
 from envd.hypervisor.qemu.agent_channel import AgentChannel
-from envd.testing.fuzz import corpus, fuzzed, inputs, json_values
+from tests.support.fuzz import corpus, fuzzed, inputs, json_values
 
 DEEP = "[" * 20_000 + "]" * 20_000
 #: Nothing that a guest says makes a message longer than this.

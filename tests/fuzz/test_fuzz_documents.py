@@ -11,7 +11,7 @@ from envd.guest.a11y import MAX_ELEMENTS, MalformedTree, outline, parse_tree, wi
 from envd.tasks.checkers.data import DataCheck, judge_data
 from envd.tasks.checkers.inspector import FoundFile
 from envd.tasks.checkers.union import Checker
-from envd.testing.fuzz import corpus, fuzzed, inputs, with_corpus
+from tests.support.fuzz import corpus, fuzzed, inputs, with_corpus
 
 #: By parser: checkers whose places exist in files of the corpus, or are likely to.
 CHECKERS: dict[str, list[dict[str, Any]]] = {

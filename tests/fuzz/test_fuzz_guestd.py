@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from envd.errors import EnvdError, GuestError
+from envd.base.errors import EnvdError, GuestError
 from envd.guest import guestd as guestd_module
 from envd.guest.guestd import GuestdClient
-from envd.testing.fuzz import fuzzed, inputs, json_values, with_corpus
+from tests.support.fuzz import fuzzed, inputs, json_values, with_corpus
 
 Guestd = GuestdClient
 DEEP = b"[" * 50_000 + b"]" * 50_000

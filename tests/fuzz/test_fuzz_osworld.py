@@ -6,12 +6,12 @@ from contextlib import suppress
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envd.errors import GuestError
+from envd.base.errors import GuestError
 from envd.guest.gateway import InvalidProxyRequest, parse_head
-from envd.osworld.bridge import outcome_of
-from envd.osworld.worker.traffic import incompleteness
-from envd.osworld.workers import Job, WorkerFailed, parse_result
-from envd.testing.fuzz import fuzzed, inputs, json_values, with_corpus
+from envd.integrations.osworld.bridge import outcome_of
+from envd.integrations.osworld.worker.traffic import incompleteness
+from envd.integrations.osworld.workers import Job, WorkerFailed, parse_result
+from tests.support.fuzz import fuzzed, inputs, json_values, with_corpus
 
 JOB = Job(kind="set_up", guest_url="", platform="Linux", screen_px=(1280, 800), time_s=1.0, steps=[{"type": "open"}])
 lines = st.lists(

@@ -21,8 +21,8 @@ from envd.api.convert_requests import (
     reset_command,
     step_command,
 )
-from envd.errors import InvalidRequest, Unimplemented
-from envd.testing.fuzz import corpus, fuzzed, inputs
+from envd.base.errors import InvalidRequest, Unimplemented
+from tests.support.fuzz import corpus, fuzzed, inputs
 
 SCREEN = Size(width_px=1280, height_px=800)
 CONVERSIONS: dict[str, tuple[type[Message], Callable[[Any], object]]] = {

@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from envd.errors import EnvdError
+from envd.base.errors import EnvdError
 from envd.guest.display.rfb import MAX_CURSOR_SIDE_PX, CursorShape, Encoding, PixelRect, Rect, Resize, RfbClient
-from envd.testing.display import memory_streams
-from envd.testing.fuzz import fuzzed, inputs, mutated, with_corpus
+from tests.support.display import memory_streams
+from tests.support.fuzz import fuzzed, inputs, mutated, with_corpus
 
 WIDTH_PX, HEIGHT_PX = 48, 32
 GREETING = b"RFB 003.008\n" + b"\x01\x01" + bytes(4) + struct.pack(">HH16xI", WIDTH_PX, HEIGHT_PX, 4) + b"QEMU"

@@ -11,11 +11,11 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from envd.errors import ConfigError
+from envd.base.errors import ConfigError
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.formats.files import read_tasks
 from envd.tasks.model import Task
-from envd.testing.fuzz import corpus, fuzzed, inputs
+from tests.support.fuzz import corpus, fuzzed, inputs
 
 PROPER: dict[str, Any] = {
     "name": "note",

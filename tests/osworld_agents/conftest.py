@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from envd.testing.proofs import deselect_proof
+from tests.support.proofs import deselect_proof
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from envd.testing.real_desktops import osworld_machines
+from tests.support.real_desktops import osworld_machines
 
 pytestmark = [pytest.mark.osworld_agents, pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -101,7 +101,7 @@ async def test_the_unmodified_runner_and_agent_solve_a_task(
     process = await asyncio.create_subprocess_exec(
         os.environ["OSWORLD_AGENTS_PYTHON"],
         "-m",
-        "envd.osworld.run",
+        "envd.integrations.osworld.run",
         CHECKOUT / runner,
         "--headless",
         *arguments,

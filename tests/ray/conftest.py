@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from envd.testing.proofs import deselect_proof
+from tests.support.proofs import deselect_proof
 
 if TYPE_CHECKING:
-    from trainer.testing.ray_hosts import RayHosts
+    from tests.support.ray_hosts import RayHosts
 
 #: The environment of the other tests has no Ray.
 CAN_RUN = find_spec("ray") is not None
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[RayHosts]":
     """Serve three hosts of 8 drawn desktops in a Ray cluster."""
-    from trainer.testing.ray_hosts import RayHosts
+    from tests.support.ray_hosts import RayHosts
 
     served = RayHosts(tmp_path_factory.mktemp("ray"), capacity=8)
     try:

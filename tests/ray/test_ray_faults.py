@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 import pytest
 
 if TYPE_CHECKING:
-    from trainer.testing.ray_hosts import RayHosts
+    from tests.support.ray_hosts import RayHosts
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.filterwarnings("default"), pytest.mark.timeout(2400)]
 KILL_COUNT = 25

@@ -21,7 +21,7 @@ COUNT = Click(x=819, y=100)
 async def test_an_episode_survives_the_loss_of_the_head_and_the_next_cluster_adopts_its_daemon(
     tmp_path: "Path",
 ) -> None:
-    from trainer.testing.ray_hosts import RayHosts
+    from tests.support.ray_hosts import RayHosts
 
     first = RayHosts(tmp_path, capacity=4)
     second = None

@@ -24,7 +24,7 @@ from cuaenv.client import (
 )
 
 if TYPE_CHECKING:
-    from trainer.testing.ray_hosts import RayHosts
+    from tests.support.ray_hosts import RayHosts
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.filterwarnings("default")]
 TASK = "fake/count-to-five"

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 import pytest
 from cuaenv.client import Action, AsyncEnvClient, Click, Done, shared_client
 
+from tests.support.areal import ScriptedEngine
+from tests.support.scripted_model import ScriptedModel, say_steps, served
+from tests.support.slime import Processor, Tokenizer
+from trainer.adapters.areal.config import ArealConfig
+from trainer.adapters.areal.group import GroupResult, run_task_group
 from trainer.agent.grammars import grammar
 from trainer.agent.settings import AgentSettings
-from trainer.areal.config import ArealConfig
-from trainer.areal.group import GroupResult, run_task_group
-from trainer.testing.areal import ScriptedEngine
-from trainer.testing.scripted_model import ScriptedModel, say_steps, served
-from trainer.testing.slime import Processor, Tokenizer
 from trainer.tokens.chat import Chat
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainer.testing.ray_hosts import RayHosts
+    from tests.support.ray_hosts import RayHosts
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.filterwarnings("default")]
 TASK = "fake/count-to-five"

@@ -14,7 +14,7 @@ from cuaenv.client import AsyncEnvClient, AsyncEpisode, Done, PressKeys, TypeTex
 from envd.images.catalogue import Image
 
 if TYPE_CHECKING:
-    from trainer.testing.ray_hosts import RayHosts
+    from tests.support.ray_hosts import RayHosts
 
 pytestmark = [
     pytest.mark.ray,
@@ -42,8 +42,8 @@ PATIENT = timedelta(minutes=5)
 @pytest.fixture(scope="module")
 def real_host(desktop_image: Image, template_dir: Path) -> "Iterator[RayHosts]":
     """One host with three real machines."""
+    from tests.support.ray_hosts import RayHosts
     from trainer.hosts.supervisor import drain
-    from trainer.testing.ray_hosts import RayHosts
 
     assert desktop_image.name == "desktop"
     # Below /tmp, not pytest's own deep directory: Unix sockets end at 107 bytes.

@@ -22,11 +22,11 @@ from typing import Any
 import pytest
 
 from envd.api.security.tokens import new_token
+from envd.base.config import SecurityConfig
 from envd.cli.certificates import make_development_certs
 from envd.cli.certs import write_certs
-from envd.config import SecurityConfig
-from envd.testing.compat import CompatWorld, compat_world
-from trainer.areal import pssdk
+from tests.support.compat import CompatWorld, compat_world
+from trainer.adapters.areal import pssdk
 
 pytestmark = [pytest.mark.seeds, pytest.mark.long, pytest.mark.timeout(600)]
 SEEDS = Path(os.environ.get("SEEDS", ""))

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from cuaenv.client import Click, Done
 
-from envd.testing.proofs import deselect_proof
-from envd.testing.served import ServedDaemon
+from tests.support import stand_ins
+from tests.support.engine_contract import chat_of
+from tests.support.proofs import deselect_proof
+from tests.support.served import ServedDaemon
+from tests.support.sglang import SglangServer
+from tests.support.sglang_process import SglangProcess
+from tests.support.slime_job import use_slime
 from trainer.agent.grammars import grammar
-from trainer.testing import stand_ins
-from trainer.testing.engine_contract import chat_of
-from trainer.testing.sglang import SglangServer
-from trainer.testing.sglang_process import SglangProcess
-from trainer.testing.slime_job import use_slime
 from trainer.tokens.chat import Chat
 
 SLIME_HOME = os.environ.get("SLIME_HOME", "")
@@ -57,7 +57,7 @@ def real_slime() -> None:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model."""
-    from trainer.testing.tiny_model import write_checkpoint
+    from tests.support.tiny_model import write_checkpoint
 
     return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", vocabulary=VOCABULARY * 8)
 
@@ -65,7 +65,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def other_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with other weights."""
-    from trainer.testing.tiny_model import write_other_weights
+    from tests.support.tiny_model import write_other_weights
 
     return write_other_weights(tmp_path_factory.mktemp("other") / "tiny", like=checkpoint)
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from cuaenv.client import EnvClient
 
+from tests.support.engine_contract import TOLERANCE, EngineContract, picture, post, request_for
+from tests.support.sglang import SglangServer
+from tests.support.sglang_process import ROOT, SglangProcess, router_of
+from tests.support.slime_job import SlimeJob, check_train_data, log_prob_gaps, slime_args, write_tasks
 from trainer.agent.types import Message
 from trainer.slime import probe
 from trainer.slime.samples import facts_of, flatten, is_void
-from trainer.testing.engine_contract import TOLERANCE, EngineContract, picture, post, request_for
-from trainer.testing.sglang import SglangServer
-from trainer.testing.sglang_process import ROOT, SglangProcess, router_of
-from trainer.testing.slime_job import SlimeJob, check_train_data, log_prob_gaps, slime_args, write_tasks
 from trainer.tokens.chat import Chat
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(2400)]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from cuaenv.client import Click, Done
 
-from envd.testing.proofs import deselect_proof
-from envd.testing.served import ServedDaemon
+from tests.support.proofs import deselect_proof
+from tests.support.served import ServedDaemon
+from tests.support.slime_job import use_slime
 from trainer.agent.grammars import grammar
-from trainer.testing.slime_job import use_slime
 
 SLIME_HOME = os.environ.get("SLIME_HOME", "")
 #: The environment of the other tests has no torch.
@@ -49,7 +49,7 @@ def real_slime() -> None:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model, with a tokenizer trained on the scripted replies."""
-    from trainer.testing.tiny_model import write_checkpoint
+    from tests.support.tiny_model import write_checkpoint
 
     say = grammar("qwen3-vl").render
     said = [say([Click(640, 125, count=count)]) for count in (1, 2, 3)] + [say([Done()])]

@@ -8,12 +8,12 @@ from unittest.mock import patch
 
 from cuaenv.client import Done
 
-from envd.testing.server import serve_fake
+from tests.support.server import serve_fake
+from tests.support.slime import ScriptedEngine, stand_in_state
+from tests.support.slime_job import slime_args
 from trainer.agent.grammars import grammar
 from trainer.slime import generate as module
 from trainer.slime import metrics, slime_compat
-from trainer.testing.slime import ScriptedEngine, stand_in_state
-from trainer.testing.slime_job import slime_args
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:

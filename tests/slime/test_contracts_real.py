@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trainer.testing import slime as doubles
+from tests.support import slime as doubles
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(300)]
 

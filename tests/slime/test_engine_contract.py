@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.testing.engine_contract import EngineContract, chat_of
-from trainer.testing.sglang import SglangServer
+from tests.support.engine_contract import EngineContract, chat_of
+from tests.support.sglang import SglangServer
 from trainer.tokens.chat import Chat
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(900)]
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slime, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def other_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from trainer.testing.tiny_model import write_other_weights
+    from tests.support.tiny_model import write_other_weights
 
     return write_other_weights(tmp_path_factory.mktemp("other") / "tiny", like=checkpoint)
 

@@ -18,10 +18,10 @@ import pytest
 import yaml
 from cuaenv.client import Click, Done, EnvClient
 
-from envd.testing.served import ServedDaemon
+from tests.support.served import ServedDaemon
+from tests.support.sglang import SglangServer
+from tests.support.slime_job import write_tasks
 from trainer.agent.grammars import grammar
-from trainer.testing.sglang import SglangServer
-from trainer.testing.slime_job import write_tasks
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(1200)]
 
@@ -128,7 +128,7 @@ class Job:
             "save-interval": "1",
         }
         command = [
-            *(sys.executable, "-m", "trainer.testing.slime_train", os.environ["SLIME_HOME"], script),
+            *(sys.executable, "-m", "tests.support.slime_train", os.environ["SLIME_HOME"], script),
             *(part for name, value in values.items() for part in (f"--{name}", value)),
             *("--apply-chat-template", "--use-dynamic-batch-size"),
             *("--rollout-external-engine-addrs", *(f"{engine.host}:{engine.port}" for engine in engines)),
@@ -303,7 +303,7 @@ def test_partial_rollouts_are_refused(
 def test_a_job_in_a_ray_cluster_opens_its_groups_on_the_three_hosts_of_the_cluster(
     tmp_path: Path, checkpoint: Path, engines: list[SglangServer]
 ) -> None:
-    from trainer.testing.ray_hosts import RayHosts
+    from tests.support.ray_hosts import RayHosts
 
     (tmp_path / "ray").mkdir()
     served = RayHosts(tmp_path / "ray", capacity=8)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from cuaenv.client import Click, Done
 
+from tests.support.sglang import SglangServer
+from tests.support.slime_job import SlimeJob, check_sample, slime_args, write_tasks
 from trainer.agent.grammars import grammar
 from trainer.slime import replay
 from trainer.slime.config import SlimeConfig
 from trainer.slime.samples import facts_of, flatten
-from trainer.testing.sglang import SglangServer
-from trainer.testing.slime_job import SlimeJob, check_sample, slime_args, write_tasks
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(300)]
 

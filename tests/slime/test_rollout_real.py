@@ -12,12 +12,8 @@ from typing import Any
 import pytest
 from cuaenv.client import Action, Click, Done, EnvClient
 
-from trainer.agent.grammars import grammar
-from trainer.slime.guard import Halted
-from trainer.slime.metrics import log_rollout
-from trainer.slime.samples import facts_of, flatten, is_void
-from trainer.testing.sglang import SglangServer
-from trainer.testing.slime_job import (
+from tests.support.sglang import SglangServer
+from tests.support.slime_job import (
     SlimeJob,
     check_sample,
     check_train_data,
@@ -25,6 +21,10 @@ from trainer.testing.slime_job import (
     slime_args,
     write_tasks,
 )
+from trainer.agent.grammars import grammar
+from trainer.slime.guard import Halted
+from trainer.slime.metrics import log_rollout
+from trainer.slime.samples import facts_of, flatten, is_void
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(900)]
 

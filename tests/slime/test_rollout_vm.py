@@ -12,11 +12,11 @@ import pytest
 from cuaenv.client import Action, Done, PressKeys, TypeText, Wait
 
 from envd.images.catalogue import Image
-from envd.testing.served import ServedDaemon
+from tests.support.served import ServedDaemon
+from tests.support.sglang import SglangServer
+from tests.support.slime_job import SlimeJob, check_train_data, slime_args, write_tasks
 from trainer.agent.grammars import grammar
 from trainer.slime.samples import facts_of, flatten
-from trainer.testing.sglang import SglangServer
-from trainer.testing.slime_job import SlimeJob, check_train_data, slime_args, write_tasks
 
 pytestmark = [pytest.mark.slime, pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1500)]
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from cuaenv.v1 import env_pb2
 
-from envd import errors
+from envd.base import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = (ROOT / "proto" / "cuaenv" / "v1" / "env.proto").read_text(encoding="utf-8")

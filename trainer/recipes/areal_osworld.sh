@@ -6,4 +6,4 @@ SUITE="${SUITE:-osworld}"
 begin areal_osworld desktop/type-greeting "$@"
 make_tasks
 
-run "$PYTHON" -m trainer.areal.train --config "$CONFIG" "train_dataset.path=${PROMPT_DATA}"
+run "$PYTHON" -m trainer.adapters.areal.train --config "$CONFIG" "train_dataset.path=${PROMPT_DATA}"

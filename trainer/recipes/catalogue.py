@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from trainer.adapters.areal.config import ArealConfig
 from trainer.agent.settings import AgentSettings
-from trainer.areal.config import ArealConfig
 from trainer.slime.config import SlimeConfig
 
 STAGES = ("smoke-env", "smoke-text", "smoke", "full")

@@ -19,7 +19,7 @@ from envd.api.relay.merge import shard_of
 from envd.api.relay.servicer import BY_EPISODE, Context, parser, relay_metadata, remaining_s
 from envd.api.security.access import Caller
 from envd.api.servicer import CUAEnvServicer
-from envd.telemetry.metrics import Metrics
+from envd.base.telemetry.metrics import Metrics
 
 #: Calls that the front process serves: it places groups and merges lists.
 _OF_FRONT: Final = ("Reset", "ListPools", "ListEpisodes")

@@ -9,7 +9,7 @@ import re
 from collections import OrderedDict
 from pathlib import Path
 
-from envd.errors import StoreError
+from envd.base.errors import StoreError
 
 #: Retries of older requests are not expected: a daemon forgets their responses too.
 KEPT_COUNT = 10_000

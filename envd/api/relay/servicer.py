@@ -17,13 +17,13 @@ import grpc
 from cuaenv.v1 import env_pb2
 from google.protobuf.message import Message
 
-from envd.aio import Changes, race
 from envd.api.convert_requests import keep_alive_of, ready_timeout_s
 from envd.api.pages import page_of
 from envd.api.relay.link import SERVICE, ShardLink, caller_metadata, unavailable
 from envd.api.relay.merge import UNKNOWN_POOL, merge_pools, ranked_shards, shard_of
 from envd.api.relay.placements import Placements
 from envd.api.security.access import NO_QUEUE_HEADER, Caller, current_caller
+from envd.base.aio import Changes, race
 from envd.episodes.types import listing_key
 
 #: Methods whose request names one episode.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
-from envd.errors import ScopeTooSmall, Unauthenticated
+from envd.base.errors import ScopeTooSmall, Unauthenticated
 
 _SCHEME = "bearer"
 _CALLER_KEY = "envd-caller"

@@ -12,8 +12,8 @@ from envd.api.security.in_flight import InFlight, RunningCall
 from envd.api.security.rate import RateLimiter
 from envd.api.security.secret_files import Reloaded
 from envd.api.security.tokens import TokenTable
+from envd.base.errors import RateLimited, Unauthenticated
 from envd.episodes.registry import unknown_episode
-from envd.errors import RateLimited, Unauthenticated
 
 #: As grpc provides it.
 Metadata = Iterable[tuple[str, str | bytes]]

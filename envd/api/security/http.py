@@ -10,9 +10,9 @@ from envd.api.security.access import TRUSTED, Caller, Scope, bearer_token
 from envd.api.security.secret_files import Reloaded
 from envd.api.security.tls import server_context
 from envd.api.security.tokens import TokenTable
-from envd.config import SecurityConfig
-from envd.config_values import is_local
-from envd.errors import Unauthenticated
+from envd.base.config import SecurityConfig
+from envd.base.config_values import is_local
+from envd.base.errors import Unauthenticated
 
 _CALLER = web.RequestKey("envd_caller", Caller)
 _ADMIT = web.RequestKey[Callable[[], Caller]]("envd_admit")

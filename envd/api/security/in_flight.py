@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Self
 
-from envd.errors import InvalidRequest, RateLimited
+from envd.base.errors import InvalidRequest, RateLimited
 
 #: Requests of one caller that are received at once; more wait. gRPC reveals a message's size only with its end, so each
 #: may take the largest message's size.

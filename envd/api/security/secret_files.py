@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from envd.errors import ConfigError
+from envd.base.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

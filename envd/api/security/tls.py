@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 
 from envd.api.security.secret_files import Reloaded, read_file, read_secret
-from envd.errors import ConfigError
+from envd.base.errors import ConfigError
 
 
 def server_credentials(

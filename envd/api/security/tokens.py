@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from envd.api.security.access import Caller, Scope
 from envd.api.security.secret_files import read_secret
-from envd.errors import ConfigError
+from envd.base.errors import ConfigError
 
 SETTING = "security.tokens_file"
 

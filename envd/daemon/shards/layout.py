@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Final
 
 from envd.api.relay.merge import id_prefix
-from envd.config import Config, HypervisorConfig, PoolConfig, SecurityConfig
-from envd.errors import ConfigError
+from envd.base.config import Config, HypervisorConfig, PoolConfig, SecurityConfig
+from envd.base.errors import ConfigError
 
 #: For calls among a daemon's processes, which the state directory's permissions protect: the limits are on clients.
 INNER_SECURITY: Final = SecurityConfig(calls_per_second=0, max_calls_in_flight=1_000_000)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from envd.api.server import ListenAddress
-from envd.errors import cannot_bind
+from envd.base.errors import cannot_bind
 
 
 @contextmanager

@@ -17,12 +17,17 @@ from typing import Any, Final
 
 import aiohttp
 
-from envd.aio import Changes, race
 from envd.api.relay.link import ShardLink
 from envd.api.relay.placements import Placements
 from envd.api.relay.servicer import RelayServicer
 from envd.api.server import ApiServer, check_security, parse_listen
-from envd.config import Config
+from envd.base.aio import Changes, race
+from envd.base.config import Config
+from envd.base.errors import ConfigError
+from envd.base.telemetry.merge import merge_series
+from envd.base.telemetry.metrics import Metrics
+from envd.base.telemetry.traces import exported_traces
+from envd.base.version import envd_version
 from envd.daemon.composition import serve_secured_metrics
 from envd.daemon.shards.layout import (
     INNER_SECURITY,
@@ -37,12 +42,7 @@ from envd.daemon.shards.layout import (
 from envd.daemon.shards.port import reserved_port
 from envd.daemon.shards.process import ShardProcess
 from envd.daemon.state_lock import locked
-from envd.errors import ConfigError
 from envd.pool.memory import GrowthBoard
-from envd.telemetry.merge import merge_series
-from envd.telemetry.metrics import Metrics
-from envd.telemetry.traces import exported_traces
-from envd.version import envd_version
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,9 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from envd.clock import Clock
-from envd.episodes.episode import Episode
-from envd.episodes.persistence.records import dump, row_of, without_pixels
-from envd.episodes.types import EvaluateResult, GroupResult, StepResult
-from envd.errors import StoreError
-from envd.hypervisor.machine import Leftover, LeftoverKind
-from envd.store.statements import (
+from envd.base.clock import Clock
+from envd.base.errors import StoreError
+from envd.base.store.statements import (
     AnswerRow,
     EpisodeRow,
     Statement,
@@ -27,7 +23,11 @@ from envd.store.statements import (
     renew_lease,
     upsert,
 )
-from envd.store.store import Store
+from envd.base.store.store import Store
+from envd.episodes.episode import Episode
+from envd.episodes.persistence.records import dump, row_of, without_pixels
+from envd.episodes.types import EvaluateResult, GroupResult, StepResult
+from envd.hypervisor.machine import Leftover, LeftoverKind
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ from cuaenv.actions import Done, Fail
 from pydantic import TypeAdapter
 from pydantic_core import PydanticSerializationError
 
-from envd.clock import Clock
+from envd.base.clock import Clock
+from envd.base.errors import EvaluatorFailed
+from envd.base.store.statements import EpisodeRow
 from envd.episodes.episode import Episode
 from envd.episodes.types import EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
-from envd.errors import EvaluatorFailed
 from envd.guest.observation import Observation, SettlePolicy
 from envd.guest.view import ConnectionState
-from envd.store.statements import EpisodeRow
 
 T = TypeVar("T")
 

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from envd.clock import Clock
+from envd.base.clock import Clock
+from envd.base.errors import EnvdError, MachineLost, TaskNotFound
+from envd.base.store.statements import AnswerRow, EpisodeRow, is_well_typed
+from envd.base.store.store import Store
 from envd.episodes.episode import Episode
 from envd.episodes.factory import EpisodeFactory
 from envd.episodes.ledger import Ledger
@@ -20,11 +23,8 @@ from envd.episodes.persistence.journal import EVALUATE, FORK, RESET, STEP, Journ
 from envd.episodes.persistence.records import EpisodeSnapshot, load, snapshot_of
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import EpisodeState, EvaluateResult, GroupResult, StepResult
-from envd.errors import EnvdError, MachineLost, TaskNotFound
 from envd.hypervisor.machine import Machine
 from envd.pool.pool import Pool
-from envd.store.statements import AnswerRow, EpisodeRow, is_well_typed
-from envd.store.store import Store
 from envd.tasks.catalogue import TaskCatalogue
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from envd.aio import race
-from envd.channels import GuestChannels
-from envd.errors import EnvdError, GuestError, GuestUnresponsive, MachineLost
+from envd.base.aio import race
+from envd.base.channels import GuestChannels
+from envd.base.errors import EnvdError, GuestError, GuestUnresponsive, MachineLost
 from envd.guest.display.frames import Frame
 from envd.guest.display.rfb import MAX_SIDE_PX, RfbClient
 from envd.guest.display.screen import Screen

@@ -17,7 +17,7 @@ from cuaenv.frames import TiledImage
 from cuaenv.region import Region
 from PIL import Image
 
-from envd.errors import InvalidRequest
+from envd.base.errors import InvalidRequest
 from envd.guest.display.marks import Mark, draw_marks
 from envd.guest.display.rfb import CursorShape
 from envd.guest.observation import (

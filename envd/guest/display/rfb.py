@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from envd.errors import GuestError, MachineLost
+from envd.base.errors import GuestError, MachineLost
 
 MAX_SIDE_PX = 8192
 MAX_SCREEN_PIXELS = 4096 * 4096

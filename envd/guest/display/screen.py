@@ -19,7 +19,7 @@ from cuaenv.frames import TiledImage
 from cuaenv.frames.grid import bounds_of, column_count, touched_tiles
 from cuaenv.region import Region
 
-from envd.errors import MachineLost
+from envd.base.errors import MachineLost
 from envd.guest.display.blinking import Blinking
 from envd.guest.display.change import around, is_within
 from envd.guest.display.frames import Frame

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from envd.errors import EnvdError, HypervisorError, NotForkable, TemplateCorrupt
+from envd.base.errors import EnvdError, HypervisorError, NotForkable, TemplateCorrupt
 from envd.hypervisor.capabilities import FAKE
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop

@@ -18,8 +18,8 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from envd.aio import race, shielded
-from envd.errors import GuestUnresponsive, HypervisorError, MachineLost
+from envd.base.aio import race, shielded
+from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture, Rect
 from envd.hypervisor.fake.desktop.desktop import MIN_HEIGHT_PX, MIN_WIDTH_PX, DrawnDesktop
 from envd.hypervisor.fake.desktop.keyboard import scancode_of

@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from envd.errors import ConfigError
+from envd.base.errors import ConfigError
 from envd.hypervisor.machine import Accelerator
 
 _ROM_BYTES = 0x10000

@@ -16,8 +16,8 @@ from pathlib import Path
 from pydantic import JsonValue
 from pydantic_core import from_json
 
-from envd import untrusted_json
-from envd.errors import GuestError, GuestUnresponsive
+from envd.base import untrusted_json
+from envd.base.errors import GuestError, GuestUnresponsive
 
 #: Most bytes of one response, by command: output of 16 MiB, or 1 MiB of a file, in base64 and its envelope.
 _RESPONSE_LIMIT_BYTES = {"guest-exec-status": 24 << 20, "guest-file-read": 2 << 20}

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import libvirt
 
-from envd.errors import HypervisorError, HypervisorUnavailable
+from envd.base.errors import HypervisorError, HypervisorUnavailable
 from envd.hypervisor.qemu.orphans import collect_orphans
 
 logger = logging.getLogger(__name__)

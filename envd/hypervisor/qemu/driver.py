@@ -19,8 +19,8 @@ from weakref import WeakSet
 
 import libvirt
 
-from envd.aio import shielded
-from envd.errors import ConfigError, EnvdError, HypervisorError, MachineLost
+from envd.base.aio import shielded
+from envd.base.errors import ConfigError, EnvdError, HypervisorError, MachineLost
 from envd.hypervisor.capabilities import QEMU
 from envd.hypervisor.machine import Accelerator, DiskImage, Leftover, Machine, MachineSpec, Snapshot
 from envd.hypervisor.qemu.accelerator import AcceleratorChoice, choose_accelerator

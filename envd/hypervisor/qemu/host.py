@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-from envd.errors import ConfigError, HypervisorError
+from envd.base.errors import ConfigError, HypervisorError
 from envd.hypervisor.machine import DiskImage, Firmware, MachineSpec
 from envd.hypervisor.qemu.domain_xml import FirmwareFiles, MachineFiles
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot

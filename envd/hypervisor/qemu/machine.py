@@ -17,8 +17,8 @@ import numpy.typing as npt
 from PIL import Image as PillowImage
 from pydantic import JsonValue
 
-from envd.aio import race, shielded
-from envd.errors import GuestUnresponsive, HypervisorError, MachineLost
+from envd.base.aio import race, shielded
+from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost
 from envd.hypervisor.machine import MachineSpec, MachineState, MachineUsage
 from envd.hypervisor.qemu.agent_channel import AgentChannel
 from envd.hypervisor.qemu.connection import is_alive

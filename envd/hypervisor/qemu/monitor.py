@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from envd.errors import HypervisorError
+from envd.base.errors import HypervisorError
 from envd.hypervisor.qemu.run_control import RunControl
 
 _TIMEOUT_S = 120.0

@@ -14,7 +14,7 @@ from typing import Any
 
 import libvirt
 
-from envd.errors import HypervisorError
+from envd.base.errors import HypervisorError
 from envd.hypervisor.machine import Leftover, LeftoverKind
 from envd.hypervisor.qemu.connection import LibvirtLink
 from envd.hypervisor.qemu.domain_xml import MachineFiles, Mark, read_mark

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from envd.errors import HypervisorError
+from envd.base.errors import HypervisorError
 
 #: A QEMU that takes longer was itself stopped, or waits for a disk.
 _TIMEOUT_S = 60.0

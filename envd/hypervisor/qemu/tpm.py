@@ -13,7 +13,7 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from envd.errors import HypervisorError
+from envd.base.errors import HypervisorError
 from envd.hypervisor.qemu.domain_xml import MachineFiles
 from envd.hypervisor.qemu.processes import tpm_mark, tpm_processes
 from envd.hypervisor.qemu.user import QemuUser

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from envd.errors import ConfigError
+from envd.base.errors import ConfigError
 
 #: Names that Debian and other distributions give to the user of libvirt's QEMU processes.
 _USUAL_NAMES = ("libvirt-qemu", "qemu")

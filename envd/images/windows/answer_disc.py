@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 import pycdlib
 
-from envd.errors import ImageError
+from envd.base.errors import ImageError
 from envd.images.windows.answers import ANSWER_FILE, GUEST_DIRECTORY, SETUP_DRIVER_DIRECTORY
 from envd.images.windows.disc import Disc
 from envd.images.windows.drivers import LOGON_DRIVERS, SETUP_DRIVERS, GuestFiles

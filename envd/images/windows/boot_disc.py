@@ -7,7 +7,7 @@ does not wait. The overlay names that one; the ISO file stays as it is.
 import subprocess
 from pathlib import Path
 
-from envd.errors import ImageError
+from envd.base.errors import ImageError
 from envd.images.windows.disc import BootPatch
 
 

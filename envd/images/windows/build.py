@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image as PillowImage
 
-from envd.aio import race
-from envd.errors import EnvdError, GuestUnresponsive, ImageError, MachineLost
+from envd.base.aio import race
+from envd.base.errors import EnvdError, GuestUnresponsive, ImageError, MachineLost
 from envd.guest.agent import GuestAgent
 from envd.hypervisor.machine import Accelerator, DiskImage, Firmware, GuestOs, Hardware, MachineSpec
 from envd.hypervisor.qemu.driver import LibvirtHypervisor

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import pycdlib
 
-from envd.errors import ImageError
+from envd.base.errors import ImageError
 
 SECTOR_BYTES = 2048
 #: Boot image for UEFI without the prompt "Press any key to boot from CD or DVD", in Windows' ISOs.

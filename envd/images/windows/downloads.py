@@ -10,7 +10,7 @@ from pathlib import Path
 
 import aiohttp
 
-from envd.errors import ImageError
+from envd.base.errors import ImageError
 from envd.images.windows.editions import Release
 from envd.images.windows.plan import Progress
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from envd.errors import ImageError
+from envd.base.errors import ImageError
 from envd.images.windows.disc import Disc
 from envd.images.windows.editions import Release
 

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from lxml import etree
 
-from envd.errors import ImageError
+from envd.base.errors import ImageError
 
 _MAGIC = b"MSWIM\0\0\0"
 _HEADER_BYTES = 208

@@ -5,7 +5,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from envd.errors import ImageError
+from envd.base.errors import ImageError
 from envd.hypervisor.machine import DiskImage, Drive, Firmware, GuestOs, Hardware
 from envd.images.windows.answer_disc import write_answer_disc
 from envd.images.windows.answers import ANSWER_FILE, answer_file

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from envd.errors import ImageError
+from envd.base.errors import ImageError
 from envd.hypervisor.qemu.host import find_firmware
 from envd.images.catalogue import file_sha256
 from envd.images.windows.answer_disc import Program, guest_scripts, parse_program

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from envd.errors import GuestError
+from envd.base.errors import GuestError
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import LeafChecker
 from envd.tasks.checkers.inspector import GuestInspector

@@ -8,7 +8,7 @@ import asyncio
 
 from cuaenv.actions import Done, Fail
 
-from envd.errors import EvaluatorFailed, GuestError, GuestUnresponsive
+from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive
 from envd.guest.desktop import Desktop
 from envd.tasks.checkers.inspector import GuestInspector
 from envd.tasks.checkers.union import AllOf, AnyChecker, AnyLeafChecker, AnyOf, Weighted, combine, parts_of

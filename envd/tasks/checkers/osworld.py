@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import JsonValue, model_validator
 
-from envd.errors import GuestError
+from envd.base.errors import GuestError
 from envd.tasks.checkers.base import LeafChecker
 from envd.tasks.checkers.inspector import GuestInspector
 from envd.tasks.osworld import NOT_INSTALLED, OsworldObject, asset_urls

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, JsonValue
 
-from envd.errors import GuestError
+from envd.base.errors import GuestError
 from envd.guest.powershell import Script, powershell
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import LeafChecker

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from envd.errors import GuestError
+from envd.base.errors import GuestError
 from envd.guest.a11y import MAX_NAME_CHARS, MAX_VALUE_CHARS, is_cut
 from envd.guest.command import CommandResult
 from envd.guest.observation import Element, Elements, Encoding, ObservationOptions

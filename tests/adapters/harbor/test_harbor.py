@@ -18,7 +18,7 @@ from harbor.trial.trial import Trial
 
 from envd.hypervisor.fake.files import GuestFiles
 from envd.hypervisor.fake.programs import Outcome, Programs
-from envd.testing.desktops import DrawnDesktops
+from tests.support.desktops import DrawnDesktops
 
 # Warnings of the framework are not ours.
 pytestmark = pytest.mark.filterwarnings("default")

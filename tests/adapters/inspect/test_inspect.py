@@ -23,7 +23,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.util import SandboxEnvironmentSpec, SandboxUnavailableError, SandboxUserUnsupportedError, sandbox
 from PIL import Image
 
-from envd.testing.desktops import DrawnDesktops
+from tests.support.desktops import DrawnDesktops
 from trainer.adapters.inspect_ai import EnvdConfig, EnvdSandbox, desktop, task_score
 
 # Warnings of the framework are not ours.

@@ -19,7 +19,7 @@ from openenv import GenericEnvClient
 from PIL import Image
 
 import trainer.adapters.openenv as package
-from envd.testing.desktops import DrawnDesktops
+from tests.support.desktops import DrawnDesktops
 from trainer.adapters.openenv import DesktopAction, DesktopOpenEnv
 from trainer.adapters.openenv.server.app import make_app
 

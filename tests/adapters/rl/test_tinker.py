@@ -13,11 +13,11 @@ from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from transformers import AutoProcessor, AutoTokenizer
 
-from envd.testing.desktops import DrawnDesktops
+from tests.support.desktops import DrawnDesktops
+from tests.support.tiny_model import write_checkpoint
 from trainer.adapters.session import SessionSettings, SessionVoid
 from trainer.adapters.tinker import DesktopGroupBuilder
 from trainer.agent.loop import run_episode
-from trainer.testing.tiny_model import write_checkpoint
 
 # Warnings of the frameworks are not ours.
 pytestmark = pytest.mark.filterwarnings("default")

@@ -11,10 +11,10 @@ import pytest
 import verifiers.v1 as vf
 from cuaenv.client import Click, Done
 
-from envd.testing.desktops import DrawnDesktops
+from tests.support.desktops import DrawnDesktops
+from tests.support.scripted_model import ScriptedModel, say_steps, served
 from trainer.adapters.verifiers import DesktopConfig, DesktopEnv, DesktopEnvConfig, DesktopTaskset
 from trainer.agent.settings import AgentSettings
-from trainer.testing.scripted_model import ScriptedModel, say_steps, served
 
 TASK = "fake/enable"
 GRAMMAR = AgentSettings().make_grammar()

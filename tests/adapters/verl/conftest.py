@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.testing.tiny_model import write_checkpoint
+from tests.support.tiny_model import write_checkpoint
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

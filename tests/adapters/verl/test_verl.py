@@ -19,7 +19,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.workers.rollout.replica import TokenOutput
 
-from envd.testing.desktops import DrawnDesktops
+from tests.support.desktops import DrawnDesktops
 from trainer.agent.loop import run_episode
 from trainer.config import ConfigError
 

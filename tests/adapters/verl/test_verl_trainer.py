@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
-from envd.testing.desktops import DrawnDesktops
+from tests.support.desktops import DrawnDesktops
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

@@ -13,9 +13,9 @@ import promql_parser
 import pytest
 import yaml
 
+from envd.base.telemetry.host import HostCollector
+from envd.base.telemetry.metrics import Metrics
 from envd.pool.status import POOL_SERIES
-from envd.telemetry.host import HostCollector
-from envd.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).parents[3]
 PROMETHEUS = ROOT / "deploy" / "prometheus"

@@ -21,7 +21,14 @@ importlib.import_module(sys.argv[1])
 
 
 @pytest.mark.parametrize(
-    "module", ["envd.daemon.composition", "envd.bench.session", "envd.demo.group", "envd.soak.run", "envd.verification"]
+    "module",
+    [
+        "envd.daemon.composition",
+        "envd.bench.session",
+        "envd.bench.demo.group",
+        "tests.soak.run",
+        "envd.bench.verification",
+    ],
 )
 def test_fork_support_is_off_when_grpc_is_imported(module: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from envd.aio import LoopThrottle
+from envd.base.aio import LoopThrottle
 
 
 class Iterations:

@@ -7,7 +7,7 @@ from time import time_ns
 
 from pydantic import JsonValue
 
-from envd.errors import GuestError
+from envd.base.errors import GuestError
 from envd.hypervisor.fake.clock import GuestClock
 from envd.hypervisor.fake.files import GuestFiles
 from envd.hypervisor.fake.programs import Outcome, Programs

@@ -1,4 +1,4 @@
-"""guestd of a fake guest: the routes of `envd.guestd` that the host uses, over a drawn desktop.
+"""guestd of a fake guest: the routes of `envd.images.guestd` that the host uses, over a drawn desktop.
 
 Each machine has a listener on the host's loopback, which is cut with the machine, even during a response. As in the
 real guestd, a POST with `X-Request-Id` takes effect once: a repeat joins or replays the first.
@@ -15,10 +15,7 @@ from xml.etree import ElementTree
 
 from aiohttp import web
 
-from envd.errors import MachineLost
-from envd.guestd import VERSION
-from envd.guestd.fields import MAX_COMMAND_TIMEOUT_S, read_seconds
-from envd.guestd.messages import HttpError, Request, Response, json_response, text_response
+from envd.base.errors import MachineLost
 from envd.hypervisor.fake.desktop.canvas import encode_png
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
 from envd.hypervisor.fake.desktop.forms import InvalidForm
@@ -26,6 +23,9 @@ from envd.hypervisor.fake.faults import Faults, GuestdAttack
 from envd.hypervisor.fake.files import GuestFiles, resolve
 from envd.hypervisor.fake.programs import Programs
 from envd.hypervisor.fake.wires.hostile import guestd_body
+from envd.images.guestd import VERSION
+from envd.images.guestd.fields import MAX_COMMAND_TIMEOUT_S, read_seconds
+from envd.images.guestd.messages import HttpError, Request, Response, json_response, text_response
 
 _NAMESPACE_URL = "https://accessibility.ubuntu.example.org/ns/"
 _NAMESPACES = {"st": "state", "cp": "component"}
@@ -260,7 +260,7 @@ def _not_found(argv: list[str]) -> HttpError:
 
 
 def _argv(data: dict[str, Any]) -> list[str]:
-    # Not `envd.guestd.fields.read_command`, which expands `~` to the home directory of its own host.
+    # Not `envd.images.guestd.fields.read_command`, which expands `~` to the home directory of its own host.
     command = data.get("command")
     if not command or not isinstance(command, str | list):
         raise HttpError(400, "command: a non-empty string or list of strings is required")

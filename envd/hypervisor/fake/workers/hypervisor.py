@@ -9,8 +9,8 @@ from functools import partial
 
 from pydantic import JsonValue
 
-from envd.aio import shielded
-from envd.errors import EnvdError, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
+from envd.base.aio import shielded
+from envd.base.errors import EnvdError, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
 from envd.hypervisor.capabilities import FAKE
 from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.fake.snapshot import template_key

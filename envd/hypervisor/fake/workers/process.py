@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import envd
-from envd.errors import HypervisorError, MachineLost
+from envd.base.errors import HypervisorError, MachineLost
 from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.fake.workers.link import Link
 from envd.hypervisor.fake.workers.worker import CANCEL, LOST, WORKER

@@ -12,7 +12,7 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, NamedTuple, cast
 
-from envd.errors import HypervisorError, MachineLost
+from envd.base.errors import HypervisorError, MachineLost
 from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.fake.hypervisor import FakeHypervisor, StoredTemplate
 from envd.hypervisor.fake.machine import FakeMachine

@@ -20,7 +20,7 @@ from uuid import UUID
 import numpy as np
 import xxhash
 
-from envd.errors import EnvdError, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
+from envd.base.errors import EnvdError, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
 from envd.hypervisor.machine import Accelerator, CaptureReport, Firmware, MachineSpec, MachineState
 from envd.hypervisor.qemu.domain_xml import (
     MEMORY,

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from envd.errors import TemplateCorrupt
+from envd.base.errors import TemplateCorrupt
 
 _CHUNK_BYTES = 1 << 20
 MANIFEST_FORMAT = 1

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from envd.errors import HypervisorError
+from envd.base.errors import HypervisorError
 from envd.hypervisor.qemu.domain_xml import parse_forwarded_port
 from envd.hypervisor.qemu.machine import Caller, LibvirtMachine
 from envd.hypervisor.qemu.monitor import Monitor, overlay_node

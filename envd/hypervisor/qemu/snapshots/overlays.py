@@ -10,7 +10,7 @@ import struct
 import subprocess
 from pathlib import Path
 
-from envd.errors import HypervisorError
+from envd.base.errors import HypervisorError
 
 #: docs/interop/qcow2.txt: magic, version, then the offset (64 bits) and length (32 bits) of the backing file's name.
 _MAGIC = b"QFI\xfb"

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from envd.errors import HypervisorError
+from envd.base.errors import HypervisorError
 from envd.hypervisor.machine import MachineSpec
 
 FILE_NAME = "record.json"

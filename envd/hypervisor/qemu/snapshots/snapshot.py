@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from envd.errors import TemplateCorrupt
+from envd.base.errors import TemplateCorrupt
 from envd.hypervisor.machine import CaptureReport, Firmware, MachineSpec
 from envd.hypervisor.qemu.snapshots.files import SnapshotFiles
 from envd.hypervisor.qemu.snapshots.pages import Extents, Pages

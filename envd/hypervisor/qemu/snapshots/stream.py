@@ -9,7 +9,7 @@ and migration/ram.c.
 import struct
 from pathlib import Path
 
-from envd.errors import HypervisorError
+from envd.base.errors import HypervisorError
 
 #: The stream's magic number and version; both kinds of state begin with them.
 HEADER_BYTES = 8

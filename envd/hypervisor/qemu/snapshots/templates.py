@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from envd.errors import TemplateCorrupt
+from envd.base.errors import TemplateCorrupt
 from envd.hypervisor.qemu.snapshots.files import (
     Manifest,
     SnapshotFiles,

@@ -6,7 +6,7 @@ import pytest
 from cuaenv.v1 import env_pb2
 
 from envd.api.security.access import ALWAYS_SERVED, SCOPES, TRUSTED, Caller, Scope, bearer_token, current_caller
-from envd.errors import ScopeTooSmall, Unauthenticated
+from envd.base.errors import ScopeTooSmall, Unauthenticated
 
 METHODS = [method.name for method in env_pb2.DESCRIPTOR.services_by_name["CUAEnv"].methods]
 

@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envd.api.convert_actions import MAX_TEXT_BYTES, Scale, Size, actions_from_proto
-from envd.errors import InvalidRequest
+from envd.base.errors import InvalidRequest
 from envd.guest.observation import Point
 
 EVERY_ACTION: list[Action] = [

@@ -25,8 +25,8 @@ from envd.api.convert_requests import (
     step_command,
     task_ids_of,
 )
+from envd.base.errors import InvalidRequest, Unimplemented
 from envd.episodes.types import ForkCommand, ResetCommand
-from envd.errors import InvalidRequest, Unimplemented
 from envd.guest.observation import (
     A11yFormat,
     CursorMode,

@@ -21,6 +21,7 @@ from envd.api.convert_results import (
     task_message,
 )
 from envd.api.pages import page_of
+from envd.base.errors import InvalidRequest
 from envd.episodes.types import (
     EpisodeInfo,
     EpisodeState,
@@ -29,7 +30,6 @@ from envd.episodes.types import (
     Origin,
     StepResult,
 )
-from envd.errors import InvalidRequest
 from envd.guest.input.outcome import ActionOutcome
 from envd.guest.observation import (
     EncodedFrame,

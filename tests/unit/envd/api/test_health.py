@@ -8,7 +8,7 @@ from grpc_health.v1 import health_pb2
 
 from envd.api import health
 from envd.api.health import HealthServicer
-from envd.errors import RateLimited
+from envd.base.errors import RateLimited
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -7,7 +7,7 @@ import pytest
 
 from envd.api.security import in_flight
 from envd.api.security.in_flight import MAX_BYTES, MAX_RECEIVING, InFlight
-from envd.errors import InvalidRequest, RateLimited
+from envd.base.errors import InvalidRequest, RateLimited
 
 
 def test_a_caller_has_a_maximum_of_running_calls() -> None:

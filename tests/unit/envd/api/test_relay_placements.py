@@ -6,7 +6,7 @@ import pytest
 
 from envd.api.relay import placements
 from envd.api.relay.placements import Placements
-from envd.errors import StoreError
+from envd.base.errors import StoreError
 
 
 def test_placements_survive_a_process_that_is_killed(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from envd import errors
 from envd.api import status
 from envd.api.status import code_of, status_of
+from envd.base import errors
 
 Code = grpc.StatusCode
 

@@ -12,7 +12,7 @@ from envd.api.security import tokens
 from envd.api.security.access import Caller, Scope
 from envd.api.security.secret_files import MAX_BYTES, Reloaded, read_secret
 from envd.api.security.tokens import TokenTable, new_token, parse_tokens, read_tokens
-from envd.errors import ConfigError
+from envd.base.errors import ConfigError
 
 DIGEST = hashlib.sha256(b"old").hexdigest()
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from envd.base.config import load
+from envd.base.errors import ConfigError
 from envd.bench.episodes import EpisodesPlan, Side, episodes_report, pyautogui_calls, require_osworld
 from envd.bench.episodes_peer import PeerEpisode, PeerPauses, PlayedEpisode, play_as_peer
 from envd.bench.process_tree import process_tree, tree_cpu_s, tree_pss_bytes
 from envd.bench.session import BenchFailed, BenchSession, Steps, bench_config, open_bench
-from envd.config import load
 from envd.daemon.ephemeral import run_until_signal
-from envd.errors import ConfigError
-from envd.testing.command import run_envd
+from tests.support.command import run_envd
 
 NO_PAUSES = PeerPauses(pause_after_reset_s=0, pause_after_step_s=0, pause_before_evaluate_s=0)
 #: The part of OSWorld's `DesktopEnv` that the program uses. Every screenshot is another one; the third action crashes.

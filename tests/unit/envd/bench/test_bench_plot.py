@@ -7,9 +7,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from envd.base.errors import ConfigError
 from envd.bench.plot import write_plots
-from envd.errors import ConfigError
-from envd.testing.command import run_envd
+from tests.support.command import run_envd
 
 REPORTS = Path(__file__).parents[4] / "docs/benchmarks"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -19,6 +19,9 @@ import pytest
 from cuaenv.actions import Click, Drag, Move, PressKeys
 
 from envd.api.convert_results import frame_message
+from envd.base.config import load
+from envd.base.errors import ConfigError, GuestUnresponsive
+from envd.base.store.store import FILE_NAME
 from envd.bench.branch import Branch, branch_report, measure_branch
 from envd.bench.branch_parents import FrameIds, WritingParent, check_branch
 from envd.bench.client import open_client
@@ -33,9 +36,7 @@ from envd.bench.scale import measure_scale, measure_shards, scale_config, scale_
 from envd.bench.session import BenchFailed, BenchSession, Steps, bench_config, open_bench
 from envd.bench.step import PeerTimes, StepTimes, script, step_report, xdotool_command
 from envd.cli.bench import parse_sizes
-from envd.config import load
 from envd.daemon.ephemeral import run_until_signal
-from envd.errors import ConfigError, GuestUnresponsive
 from envd.guest.observation import EncodedFrame, Unchanged
 from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.machine import GuestOs
@@ -43,8 +44,7 @@ from envd.hypervisor.qemu.processes import memory_of, processor_ns, written_gues
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
-from envd.store.store import FILE_NAME
-from envd.testing.command import CommandOutput, run_envd
+from tests.support.command import CommandOutput, run_envd
 
 MIB = 1 << 20
 REAL: dict[str, object] = {"accelerator": "tcg", "machines": 8, "guest_memory_mib": 1024}

@@ -11,7 +11,7 @@ from cuaenv.region import Region
 from envd.bench.settle import judge, settle_report
 from envd.bench.settle_recording import Change, RecordedStep, Refresh, replay_settling
 from envd.guest.observation import SettlePolicy
-from envd.testing.command import run_envd
+from tests.support.command import run_envd
 
 MENU = Region(x_px=0, y_px=0, width_px=200, height_px=100)
 QUIET = SettlePolicy(quiet_ms=300)

@@ -13,15 +13,15 @@ import typer
 from cuaenv.client import Pool
 from typer.testing import CliRunner
 
+from envd.base.config import Config, load
 from envd.cli import doctor
 from envd.cli.doctor import Check, Status
-from envd.config import Config, load
 from envd.hypervisor.fake import Faults
 from envd.hypervisor.machine import Firmware, GuestOs, Hardware
 from envd.hypervisor.qemu.accelerator import KvmProbe
 from envd.hypervisor.qemu.user import Account, QemuUser
 from envd.images.catalogue import Image, ImageCatalogue
-from envd.testing.server import serve_fake
+from tests.support.server import serve_fake
 
 GIB = 1 << 30
 

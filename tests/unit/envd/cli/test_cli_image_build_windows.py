@@ -12,7 +12,7 @@ from envd.daemon.state_lock import locked
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.images.windows.disc import open_disc
 from envd.images.windows.plan import WindowsOptions, plan_build
-from envd.testing.windows_media import MediumEdition, make_virtio_iso, make_windows_iso, virtio_files
+from tests.support.windows_media import MediumEdition, make_virtio_iso, make_windows_iso, virtio_files
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from envd.base.config import Config
 from envd.cli import doctor
 from envd.cli.app import app
 from envd.cli.doctor import Status, check_osworld
-from envd.config import Config
 from envd.daemon.suites import load_tasks
-from envd.osworld import environment
-from envd.osworld.environment import Environment, sandbox_problem
-from envd.osworld.worker.cgroup import Hierarchy
+from envd.integrations.osworld import environment
+from envd.integrations.osworld.environment import Environment, sandbox_problem
+from envd.integrations.osworld.worker.cgroup import Hierarchy
 
 TASK = {
     "id": "0001-a",

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from envd.api.security.access import Scope
 from envd.api.security.tokens import parse_tokens
+from envd.base.config import Config, load
 from envd.cli import doctor
 from envd.cli.app import app
 from envd.cli.certificates import make_development_certs
 from envd.cli.doctor import Status
-from envd.config import Config, load
 
 FILES = {"ca.pem", "ca.key", "server.pem", "server.key", "client.pem", "client.key"}
 

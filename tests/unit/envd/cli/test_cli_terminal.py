@@ -7,8 +7,8 @@ import typer
 from cuaenv.cli import terminal
 from rich.table import Table
 
-from envd.errors import ConfigError, ImageNotFound
-from envd.terminal import reports_errors
+from envd.base.errors import ConfigError, ImageNotFound
+from envd.base.terminal import reports_errors
 
 
 @reports_errors

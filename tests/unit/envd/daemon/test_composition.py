@@ -7,10 +7,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from envd.config import Config, PoolConfig, RunConfig, load
+from envd.base.config import Config, PoolConfig, RunConfig, load
+from envd.base.errors import ConfigError, GroupTooLarge
 from envd.daemon.composition import Daemon, open_daemon, run_shares
 from envd.episodes.types import ResetCommand
-from envd.errors import ConfigError, GroupTooLarge
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.hypervisor.fake import FakeHypervisor
 from envd.pool.backoff import FAILING_AFTER

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from envd.config import Config, load
+from envd.base.config import Config, load
+from envd.base.errors import ConfigError
 from envd.daemon.shards.layout import clear_layout, mark_layout, require_divisible, shard_config
-from envd.errors import ConfigError
 
 
 def config(**flags: object) -> Config:

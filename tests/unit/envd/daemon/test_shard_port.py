@@ -5,8 +5,8 @@ import socket
 import pytest
 
 from envd.api.server import ListenAddress, parse_listen
+from envd.base.errors import ConfigError
 from envd.daemon.shards.port import reserved_port
-from envd.errors import ConfigError
 
 
 def listening(address: str) -> socket.socket:

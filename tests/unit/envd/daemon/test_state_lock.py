@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from envd.base.errors import ConfigError
 from envd.daemon.state_lock import holder, locked
-from envd.errors import ConfigError
 
 
 def test_a_second_daemon_on_the_same_directory_is_refused_with_the_holders_pid(tmp_path: Path) -> None:

@@ -6,18 +6,18 @@ from datetime import timedelta
 import pytest
 from cuaenv.actions import Done, Fail
 
+from envd.base.errors import EpisodeEnded, EpisodeNotFound, MachineLost, StepIndexMismatch
 from envd.episodes.episode import Episode
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
 from envd.episodes.types import EpisodeState, Origin
-from envd.errors import EpisodeEnded, EpisodeNotFound, MachineLost, StepIndexMismatch
 from envd.guest.observation import SettlePolicy
 from envd.hypervisor.machine import MachineSpec
 from envd.pool.frozen import FrozenDesktop
 from envd.pool.leased import LeasedMachine
 from envd.tasks.model import Task
-from envd.testing.clock import ManualClock
-from envd.testing.stubs import IMAGE, StubHypervisor, StubMachine, StubSnapshot, blank_view
+from tests.support.clock import ManualClock
+from tests.support.stubs import IMAGE, StubHypervisor, StubMachine, StubSnapshot, blank_view
 
 ORIGIN = Origin(template_digest="1" * 32, overlay_parent="2" * 32, first_frame_id="f1")
 

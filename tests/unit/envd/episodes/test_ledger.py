@@ -5,9 +5,9 @@ import gc
 
 import pytest
 
+from envd.base.errors import EpisodeNotFound, MachineLost, RequestIdReused, StepIndexMismatch
 from envd.episodes.ledger import Ledger
-from envd.errors import EpisodeNotFound, MachineLost, RequestIdReused, StepIndexMismatch
-from envd.testing.clock import ManualClock, run_ready
+from tests.support.clock import ManualClock, run_ready
 
 
 class Work:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envd.base.errors import GroupTooLarge, TokenQuotaReached
 from envd.episodes.quotas import MachineQuotas
-from envd.errors import GroupTooLarge, TokenQuotaReached
-from envd.testing.clock import run_ready
-from envd.testing.episode_world import World, running_world
+from tests.support.clock import run_ready
+from tests.support.episode_world import World, running_world
 
 MAX_MACHINES = {"a": 3, "b": 5, "c": None}
 

@@ -9,11 +9,13 @@ import pytest
 from cuaenv.actions import Done
 from cuaenv.region import Region
 
-from envd.clock import SystemClock
+from envd.base.clock import SystemClock
+from envd.base.errors import EvaluatorFailed
+from envd.base.store.statements import AnswerRow, EpisodeRow, upsert
+from envd.base.store.store import SqliteStore
 from envd.episodes.persistence.records import MAX_TEXT_CHARS, dump, load, snapshot_of, without_pixels
 from envd.episodes.persistence.recovery import RecoveryOutcome, decide, load_persisted
 from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
-from envd.errors import EvaluatorFailed
 from envd.guest.input.outcome import ActionOutcome
 from envd.guest.observation import (
     EncodedFrame,
@@ -26,8 +28,6 @@ from envd.guest.observation import (
     SettleResult,
 )
 from envd.guest.view import ConnectionState
-from envd.store.statements import AnswerRow, EpisodeRow, upsert
-from envd.store.store import SqliteStore
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.evaluation import CheckResult
 

@@ -10,11 +10,7 @@ import pytest
 from cuaenv.actions import Done, PressKeys, TypeText
 from cuaenv.region import Region
 
-from envd.episodes.lease import MAX_CALL_S
-from envd.episodes.limits import EpisodeLimits
-from envd.episodes.resetting import choose_pool
-from envd.episodes.types import EpisodeState, GroupResult
-from envd.errors import (
+from envd.base.errors import (
     AccessDenied,
     ConfigError,
     Draining,
@@ -33,18 +29,22 @@ from envd.errors import (
     StepIndexMismatch,
     TaskNotFound,
 )
+from envd.base.loop_lag import LoopLag
+from envd.episodes.lease import MAX_CALL_S
+from envd.episodes.limits import EpisodeLimits
+from envd.episodes.resetting import choose_pool
+from envd.episodes.types import EpisodeState, GroupResult
 from envd.guest.observation import (
     A11yFormat,
     ObservationOptions,
     SettlePolicy,
 )
 from envd.hypervisor.machine import DiskImage, GuestOs
-from envd.loop_lag import LoopLag
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
-from envd.testing.clock import run_ready
-from envd.testing.episode_world import CAPACITY, TASK, World, running_world
-from envd.testing.stubs import StubHypervisor
+from tests.support.clock import run_ready
+from tests.support.episode_world import CAPACITY, TASK, World, running_world
+from tests.support.stubs import StubHypervisor
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import pytest
 from cuaenv.actions import Done, TypeText
 from cuaenv.region import Region
 
-from envd.episodes.types import EpisodeState, GroupResult
-from envd.errors import (
+from envd.base.errors import (
     Draining,
     EnvdError,
     EpisodeEnded,
@@ -26,15 +25,16 @@ from envd.errors import (
     SetupFailed,
     StepIndexMismatch,
 )
+from envd.episodes.types import EpisodeState, GroupResult
 from envd.guest.observation import (
     A11yFormat,
     Encoding,
     ObservationOptions,
 )
 from envd.hypervisor.machine import MachineState
-from envd.testing.clock import run_ready
-from envd.testing.episode_world import CAPACITY, FROZEN, PLAIN, TASK, World, running_world
-from envd.testing.stubs import StubDesktop
+from tests.support.clock import run_ready
+from tests.support.episode_world import CAPACITY, FROZEN, PLAIN, TASK, World, running_world
+from tests.support.stubs import StubDesktop
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 from cuaenv.region import Region
 
-from envd.episodes.types import GroupResult
-from envd.errors import (
+from envd.base.errors import (
     Draining,
     GuestUnresponsive,
     HypervisorError,
@@ -17,6 +16,7 @@ from envd.errors import (
     NotForkable,
     SetupFailed,
 )
+from envd.episodes.types import GroupResult
 from envd.guest.observation import (
     A11yFormat,
     Encoding,
@@ -27,9 +27,9 @@ from envd.guest.observation import (
 )
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
-from envd.testing.clock import run_ready
-from envd.testing.episode_world import FROZEN, NO_PIXELS, PLAIN, TASK, World, running_world
-from envd.testing.stubs import StubDesktop
+from tests.support.clock import run_ready
+from tests.support.episode_world import FROZEN, NO_PIXELS, PLAIN, TASK, World, running_world
+from tests.support.stubs import StubDesktop
 
 WITH_TREE = ObservationOptions(encoding=Encoding.NONE, a11y_format=A11yFormat.OSWORLD_XML)
 

@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from envd.base.errors import EpisodeNotFound, GuestError, GuestUnresponsive, MachineLost
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeState
-from envd.errors import EpisodeNotFound, GuestError, GuestUnresponsive, MachineLost
 from envd.guest.observation import A11yFormat, Encoding, ObservationOptions, SettlePolicy
 from envd.hypervisor.machine import MachineState
-from envd.testing.clock import run_ready
-from envd.testing.episode_world import NO_PIXELS, PLAIN, TASK, World, running_world
+from tests.support.clock import run_ready
+from tests.support.episode_world import NO_PIXELS, PLAIN, TASK, World, running_world
 
 WITH_TREE = ObservationOptions(encoding=Encoding.NONE, a11y_format=A11yFormat.OSWORLD_XML)
 WITH_TERMINAL = ObservationOptions(encoding=Encoding.NONE, include_terminal=True)

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from envd.base.errors import GroupTooLarge, HypervisorError, PoolFailing
 from envd.episodes.types import EpisodeState, GroupResult
-from envd.errors import GroupTooLarge, HypervisorError, PoolFailing
 from envd.pool.fairness import RunShare, RunShares
-from envd.testing.clock import run_ready
-from envd.testing.episode_world import CAPACITY, NO_PIXELS, PLAIN, World, running_world
+from tests.support.clock import run_ready
+from tests.support.episode_world import CAPACITY, NO_PIXELS, PLAIN, World, running_world
 
 
 @pytest.fixture

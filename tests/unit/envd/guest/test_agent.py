@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import JsonValue
 
-from envd.errors import GuestError, GuestUnresponsive, MachineLost
+from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest import agent as agent_module
 from envd.guest.agent import GuestAgent
 

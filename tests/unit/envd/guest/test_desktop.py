@@ -17,7 +17,7 @@ from cuaenv.region import Region
 from PIL import Image
 from pydantic import JsonValue
 
-from envd.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost
+from envd.base.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost
 from envd.guest.acting import may_act_late
 from envd.guest.command import CommandResult
 from envd.guest.desktop import Desktop
@@ -35,7 +35,7 @@ from envd.guest.observation import (
     SettlePolicy,
     SettleResult,
 )
-from envd.testing.display import FakeDisplay, pseudo_rect
+from tests.support.display import FakeDisplay, pseudo_rect
 
 QUICK = SettlePolicy(quiet_ms=20, max_ms=60_000)
 

@@ -11,10 +11,10 @@ import pytest
 from cuaenv.actions import KeyDown, TypeText
 from pydantic import JsonValue
 
-from envd.errors import GuestError
+from envd.base.errors import GuestError
 from envd.guest.desktop import Desktop
 from envd.guest.observation import A11yFormat, Encoding, ObservationOptions, SettlePolicy
-from envd.testing.display import FakeDisplay
+from tests.support.display import FakeDisplay
 
 TREE = """
 <desktop-frame xmlns:s="https://accessibility.ubuntu.example.org/ns/state"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from envd.errors import InvalidRequest
+from envd.base.errors import InvalidRequest
 from envd.guest.display.frames import Frame, PointerImage, compress, draw, fit, picture_of
 from envd.guest.display.rfb import CursorShape
 from envd.guest.observation import (

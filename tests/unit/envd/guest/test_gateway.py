@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from envd.config import PoolConfig
+from envd.base.config import PoolConfig
 from envd.guest.allow_list import AllowList, Destination
 from envd.guest.gateway import Gateway, InvalidProxyRequest, parse_head
-from envd.guestd import gateway as guest_gateway
-from envd.guestd import guest as guest_state
-from envd.guestd.server import Server
+from envd.images.guestd import gateway as guest_gateway
+from envd.images.guestd import guest as guest_state
+from envd.images.guestd.server import Server
 
 ALLOWED = AllowList(("example.org", "*.example.net", "api.test:8443", "192.0.2.7:81"))
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from envd.errors import GuestError, GuestUnresponsive, MachineLost
+from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest import guestd as guestd_module
 from envd.guest.guestd import GuestdClient
-from envd.guestd import VERSION
-from envd.testing.local_guestd import LocalGuestd, serve_guestd
+from envd.images.guestd import VERSION
+from tests.support.local_guestd import LocalGuestd, serve_guestd
 
 
 @pytest.fixture(scope="module")

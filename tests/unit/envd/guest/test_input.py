@@ -40,7 +40,7 @@ from envd.guest.input.plan import (
     typing_method,
 )
 from envd.guest.observation import Point
-from envd.testing.display import FakeDisplay
+from tests.support.display import FakeDisplay
 
 SIZE = (640, 480)
 STATE = InputState(width_px=640, height_px=480, pointer=Point(10, 20))

@@ -14,7 +14,7 @@ import tree_sitter_c_sharp
 from tree_sitter import Language, Node, Parser
 
 from envd.guest.powershell import Script, powershell, source
-from envd.testing.powershell_tree import nodes, parse, text
+from tests.support.powershell_tree import nodes, parse, text
 
 ENVD = Path(__file__).parents[4] / "envd"
 SCRIPTS = ENVD / "guest" / "powershell"

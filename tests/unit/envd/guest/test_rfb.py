@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import uvloop
 
-from envd.errors import GuestError, MachineLost
+from envd.base.errors import GuestError, MachineLost
 from envd.guest.display.rfb import CursorShape, KeyboardLeds, PixelRect, PointerMode, Resize, RfbClient
-from envd.testing.display import FakeDisplay, SeenKey, SeenRequest, memory_streams, pseudo_rect
+from tests.support.display import FakeDisplay, SeenKey, SeenRequest, memory_streams, pseudo_rect
 
 GREETING = b"RFB 003.008\n" + b"\x01\x01" + bytes(4) + struct.pack(">HH16xI", 32, 16, 0)
 

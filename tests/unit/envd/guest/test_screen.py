@@ -10,10 +10,10 @@ import pytest
 import xxhash
 from cuaenv.region import Region
 
-from envd.errors import GuestError, MachineLost
+from envd.base.errors import GuestError, MachineLost
 from envd.guest.display.rfb import PixelRect, RfbClient
 from envd.guest.display.screen import Screen
-from envd.testing.display import FakeDisplay, pseudo_rect
+from tests.support.display import FakeDisplay, pseudo_rect
 
 
 @asynccontextmanager

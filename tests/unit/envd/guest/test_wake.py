@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import JsonValue
 
-from envd.errors import GuestError, MachineLost
+from envd.base.errors import GuestError, MachineLost
 from envd.guest.agent import GuestAgent
 from envd.guest.wake import guest_machine_id, renew_identity
 

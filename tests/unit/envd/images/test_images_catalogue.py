@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.errors import ImageError, ImageNotFound
+from envd.base.errors import ImageError, ImageNotFound
 from envd.hypervisor.machine import Drive, Firmware, GuestOs, Hardware
 from envd.images.build import build_image
 from envd.images.catalogue import Image, ImageCatalogue

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from envd.errors import ImageError
+from envd.base.errors import ImageError
 from envd.hypervisor.machine import GuestOs
 from envd.images.build import KERNEL_CMDLINE, _run
 from envd.images.recipe import (

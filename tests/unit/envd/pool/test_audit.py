@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from envd.base.errors import HypervisorError
+from envd.base.store.statements import EpisodeRow, MachineRow, upsert
 from envd.episodes.persistence.journal import EpisodeRows
 from envd.episodes.types import ResetCommand
-from envd.errors import HypervisorError
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, fake_image
 from envd.hypervisor.machine import Leftover, LeftoverKind, MachineSpec
 from envd.pool.audit import Audit, Audited, LeftoverAges, MachineRows
-from envd.store.statements import EpisodeRow, MachineRow, upsert
-from envd.testing.clock import ManualClock
-from envd.testing.server import FakeServer, serve_fake
+from tests.support.clock import ManualClock
+from tests.support.server import FakeServer, serve_fake
 
 DOMAIN = Leftover(LeftoverKind.DOMAIN, "old")
 GRACE_S = 300.0

@@ -7,12 +7,12 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from envd.errors import Draining, GroupTooLarge, GuestUnresponsive, HypervisorError, PoolExhausted
+from envd.base.errors import Draining, GroupTooLarge, GuestUnresponsive, HypervisorError, PoolExhausted
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
-from envd.testing.clock import ManualClock, run_ready
-from envd.testing.stubs import IMAGE, StubDesktop, StubHypervisor
+from tests.support.clock import ManualClock, run_ready
+from tests.support.stubs import IMAGE, StubDesktop, StubHypervisor
 
 MakePool = Callable[..., Pool]
 

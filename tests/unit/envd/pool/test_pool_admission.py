@@ -6,14 +6,14 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from envd.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted
+from envd.base.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted
+from envd.base.telemetry.metrics import Metrics
 from envd.pool.fairness import RunShare, RunShares
 from envd.pool.leased import MachineLease
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
-from envd.telemetry.metrics import Metrics
-from envd.testing.clock import ManualClock, run_ready
-from envd.testing.stubs import IMAGE, StubHypervisor
+from tests.support.clock import ManualClock, run_ready
+from tests.support.stubs import IMAGE, StubHypervisor
 
 MakePool = Callable[..., Awaitable[Pool]]
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from envd.errors import HypervisorError, PoolExhausted
+from envd.base.errors import HypervisorError, PoolExhausted
 from envd.pool.disk import HostDisk
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
-from envd.testing.clock import ManualClock, run_ready
-from envd.testing.stubs import IMAGE, StubHypervisor
+from tests.support.clock import ManualClock, run_ready
+from tests.support.stubs import IMAGE, StubHypervisor
 
 MIB = 1 << 20
 

@@ -6,13 +6,13 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from envd.errors import HypervisorError, PoolExhausted, PoolFailing
+from envd.base.errors import HypervisorError, PoolExhausted, PoolFailing
 from envd.pool.backoff import Backoff, BreakerState
 from envd.pool.leased import MachineLease
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
-from envd.testing.clock import ManualClock, run_ready
-from envd.testing.stubs import IMAGE, StubHypervisor
+from tests.support.clock import ManualClock, run_ready
+from tests.support.stubs import IMAGE, StubHypervisor
 
 MakePool = Callable[..., Pool]
 ALWAYS = 1000

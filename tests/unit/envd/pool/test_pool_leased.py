@@ -8,12 +8,12 @@ from datetime import timedelta
 import pytest
 from cuaenv.actions import Wait
 
-from envd.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost, NotForkable
+from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost, NotForkable
 from envd.hypervisor.machine import Firmware, GuestOs, MachineSpec
 from envd.pool.frozen import FrozenDesktop
 from envd.pool.leased import LeasedMachine, freeze
-from envd.testing.clock import run_ready
-from envd.testing.stubs import IMAGE, StubDesktop, StubHypervisor, StubMachine, StubSnapshot, blank_view
+from tests.support.clock import run_ready
+from tests.support.stubs import IMAGE, StubDesktop, StubHypervisor, StubMachine, StubSnapshot, blank_view
 
 WAIT = Wait(timedelta(seconds=0.0))
 

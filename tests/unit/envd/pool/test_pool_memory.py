@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.errors import HypervisorError
+from envd.base.errors import HypervisorError
 from envd.pool.memory import GrowthBoard, HostMemory, MemoryClaim, machines_that_fit, read_available_bytes
 
 MIB = 1 << 20

@@ -6,14 +6,14 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from envd.errors import Draining, GroupTooLarge, HypervisorError, MachineLost, PoolExhausted
+from envd.base.errors import Draining, GroupTooLarge, HypervisorError, MachineLost, PoolExhausted
 from envd.pool.frozen import FrozenDesktop
 from envd.pool.leased import LeasedMachine, MachineLease, Reservation
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
-from envd.testing.clock import ManualClock, run_ready
-from envd.testing.stubs import IMAGE, StubHypervisor
+from tests.support.clock import ManualClock, run_ready
+from tests.support.stubs import IMAGE, StubHypervisor
 
 MakePool = Callable[..., Pool]
 MIB = 1 << 20

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from envd.errors import Draining, GuestUnresponsive, HypervisorError, HypervisorUnavailable, PoolExhausted
+from envd.base.errors import Draining, GuestUnresponsive, HypervisorError, HypervisorUnavailable, PoolExhausted
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.pool.template import TemplateCache
-from envd.testing.clock import ManualClock, run_ready
-from envd.testing.stubs import IMAGE, StubDesktop, StubHypervisor
+from tests.support.clock import ManualClock, run_ready
+from tests.support.stubs import IMAGE, StubDesktop, StubHypervisor
 
 MakePool = Callable[..., Pool]
 

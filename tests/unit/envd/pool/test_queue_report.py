@@ -6,7 +6,7 @@ from envd.pool.admission import AdmissionQueue, WaitingGroup
 from envd.pool.fairness import Demand, RunShare, RunShares
 from envd.pool.queue_report import QueuedGroup, queue_report
 from envd.pool.status import PoolStatus
-from envd.testing.stub_episodes import pool_info
+from tests.support.stub_episodes import pool_info
 
 POOL = pool_info(4)
 SHARES = RunShares(named={"small": RunShare(quota=2)})

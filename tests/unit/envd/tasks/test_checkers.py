@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cuaenv.actions import Done, Fail
 
-from envd.errors import EvaluatorFailed, GuestError, GuestUnresponsive, MachineLost
+from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive, MachineLost
 from envd.guest.desktop import CommandResult
 from envd.hypervisor.fake.programs import OpenWindow
 from envd.tasks.checkers.evaluate import evaluate
@@ -18,7 +18,7 @@ from envd.tasks.evaluation import Evaluation
 from envd.tasks.model import Task
 from envd.tasks.window_list import OpenWindow as ListedWindow
 from envd.tasks.window_list import parse_windows
-from envd.testing.memory_desktop import MemoryDesktop
+from tests.support.memory_desktop import MemoryDesktop
 
 PATH = "/home/user/a.txt"
 TEXT = {"kind": "file_text", "path": PATH, "equals": "right"}

@@ -6,13 +6,13 @@ import pytest
 from cuaenv.actions import Done
 from PIL import Image
 
-from envd.errors import EvaluatorFailed, GuestError, GuestUnresponsive
+from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive
 from envd.guest.command import CommandResult
 from envd.guest.observation import EncodedFrame, Observation
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.images import read_pixels
 from envd.tasks.model import Task
-from envd.testing.memory_desktop import MemoryDesktop
+from tests.support.memory_desktop import MemoryDesktop
 
 PATH = "/home/user/a.txt"
 CUT = GuestError("guest-exec: its output exceeds the guest agent's limit")

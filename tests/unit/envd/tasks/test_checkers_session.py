@@ -10,7 +10,7 @@ from cuaenv.region import Region
 from PIL import Image
 from pydantic import ValidationError
 
-from envd.errors import EvaluatorFailed, GuestError
+from envd.base.errors import EvaluatorFailed, GuestError
 from envd.guest.a11y import MAX_VALUE_CHARS
 from envd.guest.desktop import CommandResult
 from envd.guest.observation import (
@@ -21,7 +21,7 @@ from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.images import MAX_PIXELS, read_pixels
 from envd.tasks.checkers.session import OnScreen, judge_screen
 from envd.tasks.model import Task
-from envd.testing.memory_desktop import MemoryDesktop
+from tests.support.memory_desktop import MemoryDesktop
 
 PATH = "/home/user/a.png"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.errors import GuestError
+from envd.base.errors import GuestError
 from envd.guest.command import CommandResult
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
 from envd.tasks.checkers.cua_gym import CuaGymCheck

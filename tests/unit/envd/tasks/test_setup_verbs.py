@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from envd.errors import GuestError, GuestUnresponsive, MachineLost, SetupFailed
+from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, SetupFailed
 from envd.guest.desktop import CommandResult
 from envd.hypervisor.fake.programs import OpenWindow
 from envd.hypervisor.machine import GuestOs
@@ -16,7 +16,7 @@ from envd.tasks.model import Task
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
 from envd.tasks.text import CheckOutcome
-from envd.testing.memory_desktop import MemoryDesktop
+from tests.support.memory_desktop import MemoryDesktop
 
 EDITOR = OpenWindow(0x60, "mousepad.Mousepad", "~/a.txt - Mousepad")
 CALCULATOR = OpenWindow(0x70, "galculator.Galculator", "galculator")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.errors import ConfigError, TaskNotFound
+from envd.base.errors import ConfigError, TaskNotFound
 from envd.tasks.catalogue import TaskCatalogue
 
 GOOD = """

@@ -13,7 +13,7 @@ from envd.tasks.checkers.union import leaves
 from envd.tasks.model import Task
 from envd.tasks.oracle import split_step
 from envd.tasks.verbs import Launch, Open, WriteFile
-from envd.testing.memory_desktop import MemoryDesktop
+from tests.support.memory_desktop import MemoryDesktop
 
 CATALOGUE = TaskCatalogue.load()
 PLAIN = CATALOGUE.list()

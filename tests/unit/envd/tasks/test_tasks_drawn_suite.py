@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cuaenv.actions import Action, Click, Done, Drag, TypeText
 
-from envd.config import Config
+from envd.base.config import Config
 from envd.daemon.suites import load_tasks
 from envd.hypervisor.fake.desktop.canvas import Framebuffer
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop

@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 
 from envd.cli.app import app
 from envd.tasks.oracle import WaitFor, parse_action, write_action
-from envd.testing.server import load_fake_tasks
+from tests.support.server import load_fake_tasks
 
 pixels = st.integers(0, 32767)
 buttons = st.sampled_from(("left", "middle", "right"))

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from envd.errors import ConfigError, TaskNotFound
+from envd.base.errors import ConfigError, TaskNotFound
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 from envd.tasks.suites.desktop import DESKTOP

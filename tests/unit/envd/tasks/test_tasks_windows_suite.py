@@ -9,16 +9,16 @@ from cuaenv.actions import Action, Click, Done, Drag, Move, PressKeys, Scroll, T
 from typer.testing import CliRunner
 
 import envd.cli.app
-from envd.config import load
+from envd.base.config import load
+from envd.base.errors import ConfigError
 from envd.daemon.suites import load_tasks, with_suites
-from envd.errors import ConfigError
 from envd.guest.desktop import CommandResult
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.graded_text import GradedText
 from envd.tasks.model import Task
 from envd.tasks.oracle import WaitFor, split_step
-from envd.testing.memory_desktop import MemoryDesktop
+from tests.support.memory_desktop import MemoryDesktop
 
 TASKS = load_tasks(load(environ={"ENVD_TASKS__SUITES": "builtin:windows"})).list()
 TASKS = tuple(task for task in TASKS if task.task_id.startswith("windows/"))

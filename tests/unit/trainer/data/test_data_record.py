@@ -10,7 +10,7 @@ from cuaenv.client import Action, Click, Done, Drag, Move, PressKeys, TypeText, 
 from PIL import Image
 
 from envd.cli.tasks_oracles import oracle_line
-from envd.testing.server import load_fake_tasks
+from tests.support.server import load_fake_tasks
 from trainer.agent.coordinates import CoordinateSpace, to_screen_points
 from trainer.agent.grammars import GRAMMARS
 from trainer.agent.settings import AgentSettings

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.slime import Sample
 from trainer.slime import metrics, monitor
 from trainer.slime.guard import FAMILIES, METRICS, Guard, Halt, Halted
 from trainer.slime.metrics import log_rollout, rollout_metrics
 from trainer.slime.samples import note, set_status
-from trainer.testing.slime import Sample
 
 HALT = Halt(below={"sampled_entropy": 0.2}, above={"void_frac": 0.5}, rollouts=2)
 FINE = {"sampled_entropy": 1.0, "void_frac": 0.1}

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.slime import Sample, ScriptedEngine, stand_in_slime
 from trainer.slime import monitor
 from trainer.slime.config import SlimeConfig
 from trainer.slime.guard import Halted
 from trainer.slime.metrics import log_rollout
 from trainer.slime.monitor import monitor_of
 from trainer.slime.samples import make_void, note, set_status
-from trainer.testing.slime import Sample, ScriptedEngine, stand_in_slime
 
 COUNTS = {"turns": 1, "shared_turns": 0, "rows": 1, "reply_tokens": 5, "parsed": 1, "fallbacks": 0}
 FACTS = {**COUNTS, "reason": "done", "timings_s": {}, "reward_parts": {}}

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.slime import IMAGE, Processor, Tokenizer
 from trainer.agent.types import ModelFailed
 from trainer.slime import probe
 from trainer.slime.probe import warn_of_engine
-from trainer.testing.slime import IMAGE, Processor, Tokenizer
 from trainer.tokens.chat import Chat
 
 IMAGE_TOKENS = (probe._SIDE_PX // 32) ** 2

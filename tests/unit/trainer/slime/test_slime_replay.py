@@ -12,6 +12,7 @@ import pytest
 from cuaenv.client import Evaluation
 from PIL import Image
 
+from tests.support.slime import IMAGE, Sample, ScriptedEngine, Tokenizer, stand_in_slime
 from trainer.agent.types import Outcome, Reply, Trajectory, Turn
 from trainer.config import ConfigError
 from trainer.replay.trajectory import StoredTrajectory, TokenRow
@@ -23,7 +24,6 @@ from trainer.slime.filters import keep_informative
 from trainer.slime.group import normalize_rewards
 from trainer.slime.metrics import rollout_metrics
 from trainer.slime.samples import facts_of, make_void, note, set_status
-from trainer.testing.slime import IMAGE, Sample, ScriptedEngine, Tokenizer, stand_in_slime
 from trainer.tokens.rows import Row, Segment
 
 IMAGE_ID = Tokenizer().convert_tokens_to_ids(IMAGE)

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.slime import Sample
 from trainer.config import ConfigError
 from trainer.slime.generate import task_of
 from trainer.slime.hooks import record_sample
 from trainer.slime.samples import by_rollout, facts_of, flatten, is_void, make_void, note, reset_sample, row_samples
-from trainer.testing.slime import Sample
 
 BARE = SimpleNamespace()
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tests.support.slime import IMAGE, Processor, Sample, Tokenizer
 from trainer.slime import sft, slime_compat
 from trainer.slime.sft import CannotTrain, expanded, generate_rollout
-from trainer.testing.slime import IMAGE, Processor, Sample, Tokenizer
 
 IMAGE_ID = Tokenizer().convert_tokens_to_ids(IMAGE)
 

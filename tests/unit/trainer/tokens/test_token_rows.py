@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.support.slime import IMAGE, Processor, Sample, ScriptedEngine, Tokenizer
 from trainer.agent.types import BudgetExhausted, GenerationAborted, Message, ModelFailed
 from trainer.slime.samples import fill
-from trainer.testing.slime import IMAGE, Processor, Sample, ScriptedEngine, Tokenizer
 from trainer.tokens.chat import Chat
 from trainer.tokens.rows import Row, Segment
 from trainer.tokens.sglang import SglangConversation, TokenBudget

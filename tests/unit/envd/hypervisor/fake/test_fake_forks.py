@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envd.errors import GuestError, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
+from envd.base.errors import GuestError, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
 from envd.guest.agent import GuestAgent
 from envd.guest.wake import guest_machine_id, renew_identity
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, FakeMachine, FakeSnapshot, Faults, fake_image

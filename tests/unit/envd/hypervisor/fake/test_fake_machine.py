@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from envd.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost
+from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, FakeMachine, Faults, fake_image
 from envd.hypervisor.machine import Accelerator, MachineSpec, MachineState
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from envd.config import load
-from envd.errors import HypervisorError, MachineLost, TemplateCorrupt
+from envd.base.config import load
+from envd.base.errors import HypervisorError, MachineLost, TemplateCorrupt
 from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.fake.workers.hypervisor import DrawingWorkers, WorkerMachine
 from envd.hypervisor.machine import MachineSpec, MachineState

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from envd.errors import GuestUnresponsive
+from envd.base.errors import GuestUnresponsive
 from envd.hypervisor.qemu.agent_channel import AgentChannel
 
 Respond = Callable[[dict[str, Any]], bytes]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.errors import HypervisorError
+from envd.base.errors import HypervisorError
 from envd.hypervisor.qemu.monitor import overlay_node
 from envd.hypervisor.qemu.snapshots.stream import HEADER_BYTES, state_prefix
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.errors import HypervisorError
+from envd.base.errors import HypervisorError
 from envd.hypervisor.qemu.snapshots.overlays import copy_file, copy_overlay, create_overlay, set_backing_file
 
 

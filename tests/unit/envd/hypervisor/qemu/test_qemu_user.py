@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.errors import ConfigError
+from envd.base.errors import ConfigError
 from envd.hypervisor.qemu.user import Account, QemuUser, RequiredAccess, choose_qemu_user
 
 ALL = "000001ffffffffff"

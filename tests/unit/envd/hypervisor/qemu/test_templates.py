@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.errors import TemplateCorrupt
+from envd.base.errors import TemplateCorrupt
 from envd.hypervisor.qemu.monitor import parse_memory_blocks
 from envd.hypervisor.qemu.snapshots.files import Manifest, SnapshotFiles, digest_file, read_manifest
 from envd.hypervisor.qemu.snapshots.templates import TemplateStore

@@ -9,7 +9,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from envd.errors import HypervisorError
+from envd.base.errors import HypervisorError
 from envd.hypervisor.qemu import tpm as tpm_module
 from envd.hypervisor.qemu.domain_xml import MachineFiles
 from envd.hypervisor.qemu.processes import tpm_processes

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image as PillowImage
 from pydantic import JsonValue
 
-from envd.errors import GuestError, GuestUnresponsive, ImageError, MachineLost
+from envd.base.errors import GuestError, GuestUnresponsive, ImageError, MachineLost
 from envd.hypervisor.machine import Accelerator, MachineSpec
 from envd.hypervisor.qemu.domain_xml import MachineFiles
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
@@ -25,7 +25,7 @@ from envd.images.windows import build as build_module
 from envd.images.windows.build import BuildLimits, build_windows
 from envd.images.windows.media import Media, write_media
 from envd.images.windows.plan import BuildPlan, WindowsOptions, plan_build
-from envd.testing.windows_media import MediumEdition, make_virtio_iso, make_windows_iso, virtio_files
+from tests.support.windows_media import MediumEdition, make_virtio_iso, make_windows_iso, virtio_files
 
 SCREEN = (640, 480)
 LIMITS = BuildLimits(

@@ -9,7 +9,7 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from envd.errors import ImageError
+from envd.base.errors import ImageError
 from envd.images.windows.downloads import EVALUATIONS, VIRTIO_WIN, Download, download
 from envd.images.windows.editions import Release
 

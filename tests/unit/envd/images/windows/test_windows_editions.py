@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from envd.errors import ImageError
+from envd.base.errors import ImageError
 from envd.images.windows.editions import Edition, Release, choose_edition, read_editions
-from envd.testing.windows_media import MediumEdition, make_wim
+from tests.support.windows_media import MediumEdition, make_wim
 
 SERVER = (
     MediumEdition(

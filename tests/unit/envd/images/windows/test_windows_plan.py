@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from envd.errors import ImageError
+from envd.base.errors import ImageError
 from envd.images.windows import plan as plan_module
 from envd.images.windows.plan import WindowsOptions, plan_build
-from envd.testing.windows_media import MediumEdition, make_virtio_iso, make_windows_iso, virtio_files
+from tests.support.windows_media import MediumEdition, make_virtio_iso, make_windows_iso, virtio_files
 
 PRO = MediumEdition(name="Windows 11 Pro", edition_id="Professional")
 KEY = "AAAAA-BBBBB-CCCCC-DDDDD-EEEEE"

@@ -7,7 +7,7 @@ import pytest
 
 from envd.images.windows.answer_disc import guest_scripts
 from envd.images.windows.phases import Phase, installation_progress
-from envd.testing.powershell_tree import nodes, parse, text
+from tests.support.powershell_tree import nodes, parse, text
 
 GUEST = Path(__file__).parents[5] / "envd" / "images" / "windows" / "guest"
 FIRST_LOGON = GUEST / "first-logon.ps1"

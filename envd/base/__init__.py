@@ -1,0 +1,1 @@
+"""What every room uses: configuration, errors, clock, asyncio helpers, database and telemetry."""

@@ -1,0 +1,540 @@
+"""The operator's settings, read once at start from a TOML file, the environment and the command line.
+
+Later sources win, key by key: the models' defaults, the file, `ENVD_...` variables (`__` between levels, so
+`ENVD_LIMITS__MAX_STEPS`), then flags. Unknown keys are refused. Every error names the source, the key and, if there is
+one, a similar valid key. Nothing here touches the host.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast
+
+from cuaenv.region import Region
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from envd.base.config_values import (
+    AllowedHost,
+    CommaList,
+    CompatEndpoint,
+    ConsoleListen,
+    Directory,
+    HostPort,
+    HttpUrl,
+    HypervisorUri,
+    Listen,
+    PathList,
+    Screen,
+    ScreenRegion,
+    TaskFile,
+    default_cache_dir,
+    default_state_dir,
+    is_local,
+)
+from envd.base.errors import ConfigError
+
+DEFAULT_IMAGE = "desktop"
+ENV_PREFIX = "ENVD_"
+MAX_MACHINES = 4096
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,22}[a-z0-9])?")
+
+#: Name of the entry in `limits.runs` that applies to every run without an entry.
+DEFAULT_RUN = "default"
+
+#: Flags whose name differs from the last part of their key.
+_FLAGS = {"hypervisor.uri": "--hypervisor", "pools": "--pool", "tasks.suites": "--tasks"}
+
+#: Values of TOML, the environment or flags, before validation.
+Raw = dict[str, Any]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class SettleConfig(_Section):
+    """When a screen counts as settled, unless the client overrides it. Milliseconds."""
+
+    quiet_ms: int = Field(default=300, ge=0, le=60_000)
+    """The screen must not have changed for this long."""
+    idle_ms: int = Field(default=40, ge=0, le=60_000)
+    """Or only for this long, if the guest's processors handled the input and were then idle as long; 0 for a fixed
+    quiet time. Not after keys that activate a button, which some programs delay."""
+    min_ms: int = Field(default=0, ge=0, le=60_000)
+    """A step never returns sooner than this after its last input."""
+    max_ms: int = Field(default=5_000, ge=0, le=60_000)
+    """A step returns after this long even if the screen still changes."""
+    ignored_regions: Annotated[tuple[ScreenRegion, ...], CommaList] = ()
+    """Parts of the screen whose changes do not count, such as a clock: each WIDTHxHEIGHT+X+Y in pixels."""
+
+    @property
+    def ignored(self) -> tuple[Region, ...]:
+        """`ignored_regions`, parsed."""
+        sizes = [[int(part) for part in re.split(r"[x+]", region)] for region in self.ignored_regions]
+        return tuple(Region(x_px=x, y_px=y, width_px=width, height_px=height) for width, height, x, y in sizes)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_ms > self.max_ms:
+            raise ValueError(f"min_ms {self.min_ms} is above max_ms {self.max_ms}")
+        return self
+
+
+class PoolConfig(_Section):
+    """One pool: equal machines of one image."""
+
+    image: str = Field(default="", pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    """Name of an image in the catalogue. Default: the pool's name."""
+    size: int = Field(default=1, ge=0, le=MAX_MACHINES)
+    """Machines kept ready ahead of demand."""
+    capacity: int | None = Field(default=None, ge=1, le=MAX_MACHINES)
+    """Most machines at once: ready, leased, starting and dying together. Default: `size`, at least 1."""
+    max_starting: int | None = Field(default=None, ge=1, le=MAX_MACHINES)
+    """Most machines forked at the same time. Default: the number of the host's cores, at least 2."""
+    memory_mib: int = Field(default=1024, ge=128, le=1_048_576)
+    """Memory of each machine, in MiB. Machines share the memory that they do not change."""
+    expected_memory_mib: int = Field(default=256, ge=16, le=1_048_576)
+    """Private memory in MiB that a used machine is expected to reach. No machine is forked without room for it."""
+    disk_quota_mib: int = Field(default=8192, ge=64, le=1_073_741_824)
+    """Disk of the host in MiB that a machine's own files may use. A machine that writes more is lost."""
+    vcpu_count: int = Field(default=2, ge=1, le=256)
+    """Virtual processors of each machine."""
+    screen: Screen | None = None
+    """Screen of each machine, WIDTHxHEIGHT in pixels. Default: the image's own, such as 1280x800."""
+    always_running: bool = False
+    """Whether a guest keeps running between calls, after its first use. By default it is paused: its screen does not
+    change behind the agent's back, and an idle episode costs no CPU."""
+    task_templates: int = Field(default=8, ge=0, le=1024)
+    """Most tasks whose state after setup is kept frozen, to fork later episodes from; 0 for none."""
+    allowed_hosts: tuple[AllowedHost, ...] = ()
+    """Hosts that guests may reach through a proxy: `example.org`, `*.example.org`, `example.org:8443`; ports 80 and 443
+    unless one is given. Private addresses must be listed themselves, not by name. Empty for no network."""
+    allow_guest_access: bool = False
+    """Whether clients may read and write guest files and run guest commands."""
+    queue_limit: int = Field(default=256, ge=0, le=1_000_000)
+    """Most reset and fork requests that may wait for machines; further ones are refused with a retry hint."""
+    failing_after: int = Field(default=6, ge=1, le=1000)
+    """Failed starts in a row after which resets are refused until a machine starts. One machine tries at a time, with
+    pauses that double from 1 s to 60 s."""
+    boot_timeout_s: float = Field(default=600.0, gt=0, le=7200)
+    """Longest time in seconds from starting a machine to a settled desktop, when the pool's template is booted."""
+    settle: SettleConfig = SettleConfig()
+    """When a screen counts as settled, unless the client overrides it."""
+
+    @model_validator(mode="after")
+    def _room_for_the_ready_ones(self) -> Self:
+        if self.capacity is not None and self.capacity < self.size:
+            raise ValueError(f"capacity {self.capacity} is below size {self.size}")
+        return self
+
+    @property
+    def machine_limit(self) -> int:
+        """`capacity`, resolved."""
+        return max(1, self.size) if self.capacity is None else self.capacity
+
+    @property
+    def screen_size_px(self) -> tuple[int, int] | None:
+        """`screen` as (width, height) in pixels."""
+        width, _, height = (self.screen or "").partition("x")
+        return (int(width), int(height)) if self.screen else None
+
+
+class HypervisorConfig(_Section):
+    """The hypervisor."""
+
+    uri: HypervisorUri = ""
+    """`qemu:///embed?root=/DIR` (QEMU driver inside the daemon), `qemu:///system` (a libvirtd; one with another socket
+    is `qemu+unix:///system?socket=/PATH`), or `fake` (a drawn desktop, no guest). Default: embed under `state_dir`."""
+    accelerator: Literal["auto", "kvm", "tcg"] = "auto"
+    """`kvm`, `tcg`, or `auto`: KVM if a probe succeeds in running guest code, else TCG."""
+    qemu_user: str = ""
+    """User that runs QEMU if root runs envd with the embedded driver. Default: `libvirt-qemu` or `qemu` if that user
+    can reach all files of the machines, else root; `envd doctor` shows which, and why."""
+    template_dir: Directory | None = None
+    """Directory of the stored templates, which outlive the daemon. Default: `templates` under `state_dir`."""
+    template_memory_dir: Directory | None = None
+    """Directory of the templates' memory files; a tmpfs such as /dev/shm keeps them in memory. Default: with the other
+    files of the templates."""
+    template_limit_gib: float = Field(default=40.0, gt=0, le=1_048_576)
+    """Most disk space in GiB for stored templates; the least recently used are removed first."""
+    tcg_cache_mib: int = Field(default=64, ge=1, le=4096)
+    """Most memory in MiB for each machine's translated code, if guests run without KVM."""
+    reaction_ms: int = Field(default=0, ge=0, le=10_000)
+    """Drawn desktops only: their programs react to each input after up to this many milliseconds, as slow programs
+    do."""
+    drawing_processes: int | None = Field(default=None, ge=0, le=1024)
+    """Worker processes that draw the desktops of `fake`; 0 draws them in the daemon. Default: one per 16 machines, at
+    most one per core."""
+
+    @model_validator(mode="after")
+    def _only_drawn_desktops_react_late(self) -> Self:
+        if self.reaction_ms and self.uri != "fake":
+            raise ValueError(f"reaction_ms is {self.reaction_ms}, but uri is {self.uri!r}; it needs uri 'fake'")
+        return self
+
+    @property
+    def template_limit_bytes(self) -> int:
+        """`template_limit_gib` in bytes."""
+        return int(self.template_limit_gib * (1 << 30))
+
+
+class RunConfig(_Section):
+    """The share of one run in each pool: of resets and forks with its label. `default` applies to every other run."""
+
+    weight: float = Field(default=1.0, ge=0.001, le=1000)
+    """The run's part of a pool's machines while several runs wait, relative to the weights of the others."""
+    quota: int | None = Field(default=None, ge=1, le=MAX_MACHINES)
+    """Most machines of a pool that the run may hold. Default: the pool's capacity."""
+
+
+class LimitsConfig(_Section):
+    """Defaults and bounds of episodes, and bounds on the use of the host."""
+
+    memory_reserve_mib: int = Field(default=1024, ge=0, le=1_048_576)
+    """Memory in MiB that must stay available on the host when all machines have grown as expected."""
+    disk_reserve_mib: int = Field(default=2048, ge=0, le=1_073_741_824)
+    """Space in MiB that must stay free on the disk of `state_dir`: no machine is forked while less is free."""
+    lease_ttl_s: float = Field(default=300.0, ge=10, le=3600)
+    """Default lease in seconds: without a call for that long, an episode's machine is reclaimed."""
+    lease_ttl_max_s: float = Field(default=3600.0, ge=10, le=3600)
+    """Longest lease in seconds that a client may request."""
+    max_steps: int = Field(default=1000, ge=1, le=100_000)
+    """Most steps of an episode; bounds the values of tasks and clients."""
+    setup_timeout_s: float = Field(default=300.0, gt=0)
+    """Longest time in seconds for a task's setup."""
+    evaluate_timeout_s: float = Field(default=120.0, gt=0)
+    """Longest time in seconds for a task's checkers together."""
+    heartbeat_interval_s: float = Field(default=60.0, ge=0)
+    """Seconds without a response of the guest after which its next step checks that it is alive."""
+    hang_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that the guest has to respond to that check; after that its episode is void."""
+    drain_timeout_s: float = Field(default=30.0, ge=0)
+    """Seconds after SIGTERM in which live episodes may end."""
+    audit_interval_s: float = Field(default=60.0, gt=0, le=86_400)
+    """Seconds between two checks for leftovers: domains, processes, overlays, sockets, memory files, database rows.
+    A leftover is removed after five minutes."""
+    runs: dict[str, RunConfig] = {}
+    """Weights and quotas of runs by name; `default` applies to every run that is not named."""
+
+    @model_validator(mode="after")
+    def _run_names_are_labels(self) -> Self:
+        for name in self.runs:
+            if not _RUN_NAME.fullmatch(name):
+                raise ValueError(f"run name {name!r} is not 1 to 64 of A-Z a-z 0-9 . _ -")
+        return self
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.lease_ttl_s > self.lease_ttl_max_s:
+            raise ValueError(f"lease_ttl_s {self.lease_ttl_s:g} is above lease_ttl_max_s {self.lease_ttl_max_s:g}")
+        return self
+
+
+class TasksConfig(_Section):
+    """The served tasks."""
+
+    suites: Annotated[tuple[TaskFile, ...], PathList] = ()
+    """Task files to load in addition to the built-in suite, each `PATH`, or `SUITE=PATH` if the file's format has no
+    suites; or `builtin:windows`, a suite for Windows; or `cua-gym:DIR`, a directory of CUA-Gym bundles. In the
+    environment, separated by `:`."""
+    allow_download: bool = False
+    """Whether files of tasks that `envd tasks fetch` did not fetch are fetched while an episode waits."""
+    check_obstacles: bool = True
+    """Whether OSWorld tasks that cannot run on this host, by `envd osworld lint`, are listed as such and refused."""
+    client_password_file: Directory | None = None
+    """File with the password of the guests' user, for setups with `{CLIENT_PASSWORD}`; only its owner may have read
+    access."""
+
+
+class RecordingConfig(_Section):
+    """Recordings of episodes: screens and steps, for replays. Typed secrets are recorded like everything else."""
+
+    directory: Directory | None = None
+    """Directory of recordings. Default: none, and episodes are not recorded."""
+    limit_gib: float = Field(default=20.0, gt=0, le=1_048_576)
+    """Most disk space in GiB for recordings; the oldest are dropped first."""
+    min_free_gib: float = Field(default=5.0, ge=0, le=1_048_576)
+    """Space in GiB that recordings leave free on their disk; with less, recording stops and episodes continue."""
+    max_rate_hz: float = Field(default=5.0, gt=0, le=60)
+    """Most frames per second between steps. The screen after each step is always recorded."""
+
+
+class SecurityConfig(_Section):
+    """Authentication and rate limits. By default every process on this host may call."""
+
+    tls_cert: Directory | None = None
+    """File of the server's certificate chain, PEM. A new version of the file applies from the next connection on."""
+    tls_key: Directory | None = None
+    """File of the certificate's private key, PEM, without a passphrase; only its owner may have read access."""
+    client_ca: Directory | None = None
+    """File of the authority for client certificates, PEM. If set, every client needs a certificate."""
+    tokens_file: Directory | None = None
+    """File of the accepted tokens, with lines as `envd tokens new` prints them; only its owner may have read access. A
+    new version of the file applies from the next call on."""
+    calls_per_second: float = Field(default=500.0, ge=0, le=1_000_000)
+    """Most calls per second of each token, or of each host without tokens; 0 for no bound."""
+    call_burst: int = Field(default=1000, ge=1, le=1_000_000)
+    """Most calls at once, after a pause."""
+    max_calls_in_flight: int = Field(default=1024, ge=1, le=1_000_000)
+    """Most running calls of each token, or of each host without tokens; `KeepAlive` and `Close` count separately."""
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together; set both")
+        if self.client_ca is not None and self.tls_cert is None:
+            raise ValueError("client_ca needs tls_cert and tls_key")
+        return self
+
+    @property
+    def is_exposable(self) -> bool:
+        """Whether other hosts may connect: connections are encrypted and callers authenticated."""
+        return self.tls_cert is not None and (self.tokens_file is not None or self.client_ca is not None)
+
+
+class TelemetryConfig(_Section):
+    """Traces."""
+
+    otlp_endpoint: HttpUrl = ""
+    """URL of an OpenTelemetry collector's OTLP receiver for HTTP, such as `http://127.0.0.1:4318`, to which traces of
+    calls are sent; empty for none. The standard `OTEL_...` variables apply to them."""
+
+
+class Config(_Section):
+    """All settings of an operator."""
+
+    listen: Listen = "127.0.0.1:50051"
+    """HOST:PORT of the gRPC service, port 0 for a free one, or `unix:PATH`. Only loopback, unless `security` has TLS
+    and tokens or client certificates."""
+    metrics_listen: HostPort = "127.0.0.1:9464"
+    """HOST:PORT of the Prometheus metrics, port 0 for a free one. Loopback is served in clear text without tokens;
+    other addresses only over TLS, to tokens of any scope or client certificates."""
+    console_listen: ConsoleListen = ""
+    """HOST:PORT of the console, a page that shows every episode live; empty for none, port 0 for a free one. It uses
+    the certificate and the tokens of `security`; a token of scope `read` sees the screens of all episodes."""
+    compat: Annotated[tuple[CompatEndpoint, ...], CommaList] = ()
+    """Protocols of other systems to serve, each `NAME` or `NAME=HOST:PORT`: `slime-osworld`, `areal`, `areal-sandbox`,
+    `windows-vm`. They use the certificate and the tokens of `security`. In the environment, separated by commas."""
+    shards: int = Field(default=1, ge=1, le=64)
+    """Daemon processes behind the one endpoint; each gets a part of every pool's machines. 1 for a single process."""
+    state_dir: Directory = Field(default_factory=default_state_dir)
+    """Directory of one daemon's state: machines, overlays, sockets, logs of QEMU."""
+    cache_dir: Directory = Field(default_factory=default_cache_dir)
+    """Directory of images; several daemons may share it."""
+    log_format: Literal["text", "json"] = "text"
+    """Format of the logs on standard error."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged."""
+    hypervisor: HypervisorConfig = HypervisorConfig()
+    """The hypervisor."""
+    limits: LimitsConfig = LimitsConfig()
+    """Bounds of episodes and on the use of the host."""
+    tasks: TasksConfig = TasksConfig()
+    """The served tasks."""
+    recording: RecordingConfig = RecordingConfig()
+    """Recordings of episodes."""
+    security: SecurityConfig = SecurityConfig()
+    """Authentication and rate limits."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """Traces."""
+    pools: dict[str, PoolConfig] = {}
+    """Pools by name."""
+
+    @property
+    def asset_dir(self) -> Path:
+        """Directory of the files that tasks need."""
+        return self.cache_dir / "assets"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _images_default_to_the_pool_name(cls, data: object) -> object:
+        pools = data.get("pools") if isinstance(data, dict) else None
+        if not isinstance(data, dict) or not isinstance(pools, dict):
+            return data
+        named = {
+            name: {"image": name, **pool} if isinstance(pool, dict) and _POOL_NAME.fullmatch(name) else pool
+            for name, pool in pools.items()
+        }
+        return {**data, "pools": named}
+
+    @model_validator(mode="after")
+    def _pool_names_fit_machine_ids(self) -> Self:
+        for name in self.pools:
+            if not _POOL_NAME.fullmatch(name):
+                raise ValueError(f"pool name {name!r} is not 1 to 24 of a-z, 0-9 and inner hyphens")
+        return self
+
+    @model_validator(mode="after")
+    def _others_are_kept_out_or_known(self) -> Self:
+        addresses = [
+            ("listen", self.listen),
+            ("metrics_listen", self.metrics_listen),
+            ("console_listen", self.console_listen),
+            *(("compat", address) for address in self.compat_addresses.values()),
+        ]
+        for name, address in addresses:
+            if address and not is_local(address) and not self.security.is_exposable:
+                raise ValueError(
+                    f"{name} {address!r} can be reached from other hosts, and without TLS and tokens only loopback is"
+                    " served; set security.tls_cert and security.tls_key, and security.tokens_file or"
+                    " security.client_ca (`envd certs` and `envd tokens new` make them), or listen on 127.0.0.1 and"
+                    " forward the port over ssh"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _compat_names_are_unique(self) -> Self:
+        names = [each.partition("=")[0] for each in self.compat]
+        if len(set(names)) < len(names):
+            raise ValueError(f"compat: {', '.join(names)} names a protocol twice; name each once")
+        return self
+
+    @property
+    def compat_addresses(self) -> dict[str, str]:
+        """`compat` as HOST:PORT by name."""
+        return {name: address for name, _, address in (each.partition("=") for each in self.compat)}
+
+    @property
+    def hypervisor_uri(self) -> str:
+        """`hypervisor.uri`, resolved."""
+        return self.hypervisor.uri or f"qemu:///embed?root={self.state_dir / 'libvirt'}"
+
+    @property
+    def template_dir(self) -> Path:
+        """`hypervisor.template_dir`, resolved."""
+        return self.hypervisor.template_dir or self.state_dir / "templates"
+
+
+#: Sections that may occur many times, each under a name of the operator's choice.
+_NAMED: Mapping[str, type[_Section]] = {"pools": PoolConfig, "limits.runs": RunConfig}
+
+
+def parse_pool_flags(specs: Sequence[str]) -> Raw:
+    """Read `--pool` flags: `N` machines of the default image, or `IMAGE=N`.
+
+    Raises:
+        ConfigError: A flag is malformed, or two name the same pool.
+    """
+    pools: Raw = {}
+    for spec in specs:
+        match = re.fullmatch(r"(?:([^=]+)=)?(\d+)", spec)
+        if match is None:
+            raise ConfigError(f"--pool {spec}: expected N or IMAGE=N, such as --pool 2 or --pool {DEFAULT_IMAGE}=2")
+        name = match[1] or DEFAULT_IMAGE
+        if name in pools:
+            raise ConfigError(f"--pool {spec}: pool {name!r} is given twice; name each pool once")
+        pools[name] = {"size": int(match[2])}
+    return pools
+
+
+def load(
+    *, file: Path | None = None, environ: Mapping[str, str] | None = None, flags: Mapping[str, object] | None = None
+) -> Config:
+    """Merge the sources and validate the result.
+
+    Args:
+        file: A TOML file; None for no file.
+        environ: Environment with `ENVD_...` variables; None for none.
+        flags: Values by dotted key (`limits.max_steps`); None values are ignored.
+
+    Raises:
+        ConfigError: A source cannot be read, or has an unknown key or an invalid value.
+    """
+    merged: Raw = {}
+    origin: dict[tuple[str, ...], str] = {}
+    if file is not None:
+        _merge(merged, origin, _read_toml(file), str(file))
+    for variable, path, value in _environment(environ or {}):
+        _merge(merged, origin, _nested(path, value), variable)
+    for key, given in (flags or {}).items():
+        if given is not None:
+            _merge(
+                merged, origin, _nested(tuple(key.split(".")), given), "--" + key.rpartition(".")[2].replace("_", "-")
+            )
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_messages(error, origin))) from error
+
+
+def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted key of every setting; pools appear as `pools.NAME`, runs as `limits.runs.NAME`."""
+    for name, info in model.model_fields.items():
+        section = _NAMED.get(f"{prefix}{name}", info.annotation)
+        path = f"{prefix}{name}.NAME" if f"{prefix}{name}" in _NAMED else f"{prefix}{name}"
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            yield from fields(section, f"{path}.")
+        else:
+            yield path
+
+
+def _read_toml(file: Path) -> Raw:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: not valid TOML: {error}") from error
+
+
+def _environment(environ: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Yield (variable, path, value) of our variables, and refuse likely misspellings.
+
+    Variables without a similar setting are ignored: Kubernetes, for example, sets `ENVD_SERVICE_HOST` in every
+    container next to a service called envd.
+    """
+    names = {path.upper().replace(".", "__"): path for path in fields() if ".NAME." not in path}
+    named = tuple(f"{section.upper().replace('.', '__')}__" for section in _NAMED)
+    for variable in sorted(environ):
+        if not variable.startswith(ENV_PREFIX):
+            continue
+        name = variable.removeprefix(ENV_PREFIX)
+        if name in names:
+            yield variable, tuple(names[name].split(".")), environ[variable]
+        elif name.startswith(named):
+            yield variable, tuple(name.lower().split("__")), environ[variable]
+        elif match := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
+            raise ConfigError(f"{variable}: unknown setting; did you mean {ENV_PREFIX}{match[0]}?")
+
+
+def _nested(path: tuple[str, ...], value: object) -> Raw:
+    for part in reversed(path):
+        value = {part: value}
+    return cast(Raw, value)
+
+
+def _merge(into: Raw, origin: dict[tuple[str, ...], str], values: Raw, source: str, at: tuple[str, ...] = ()) -> None:
+    for key, value in values.items():
+        path = (*at, key)
+        if isinstance(value, dict):
+            origin.setdefault(path, source)
+            if not isinstance(into.get(key), dict):
+                into[key] = {}
+            _merge(into[key], origin, value, source, path)
+        else:
+            into[key], origin[path] = value, source
+
+
+def _messages(error: ValidationError, origin: Mapping[tuple[str, ...], str]) -> Iterator[str]:
+    for item in error.errors(include_url=False):
+        path = tuple(str(part) for part in item["loc"])
+        known = [path[:end] for end in range(len(path), 0, -1) if path[:end] in origin]
+        source = origin[known[0]] if known else "configuration"
+        key = ".".join(path)
+        if item["type"] == "extra_forbidden":
+            match = difflib.get_close_matches(path[-1], _siblings(path), n=1)
+            text = "unknown key" + (f"; did you mean {match[0]!r}?" if match else "")
+        else:
+            text = item["msg"].removeprefix("Value error, ")
+        yield f"{source}: {key}: {text}" if key else f"{source}: {text}"
+
+
+def _siblings(path: tuple[str, ...]) -> list[str]:
+    """Return the valid keys at the end of `path`."""
+    shape = tuple("NAME" if ".".join(path[:at]) in _NAMED else part for at, part in enumerate(path[:-1]))
+    keys = [tuple(key.split(".")) for key in fields()]
+    return sorted({key[len(shape)] for key in keys if key[: len(shape)] == shape and len(key) > len(shape)})

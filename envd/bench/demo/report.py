@@ -1,0 +1,216 @@
+"""The demo's report and files: frames as PNG, the solved episode as an animated GIF, the report as JSON."""
+
+import io
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from PIL import Image
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from envd.bench.demo.picture import Panel, draw_group
+
+#: How long the animation shows each frame. The last one is shown longer, so that the result can be read.
+_FRAME_MS, _LAST_FRAME_MS = 1000, 3000
+#: Files of an earlier demo.
+_FILE_PATTERNS = ("*.png", "*.gif", "episode.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step, or the reset as step 0."""
+
+    actions: tuple[str, ...]
+    errors: tuple[str, ...]
+    """The agent's mistakes."""
+    frame: str
+    """Name of the PNG file."""
+    frame_id: str
+    settled: bool
+    timings_ms: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRecord:
+    """Result of one checker."""
+
+    name: str
+    score: float
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRecord:
+    """One episode."""
+
+    policy: str
+    description: str
+    """A few words about the policy's steps."""
+    expected_reward: float
+    episode_id: str
+    parent_episode_id: str
+    """The episode that this one is a branch of; empty for a member of the group."""
+    template_digest: str
+    """Digest of the template that its machine was forked from."""
+    state: str
+    end_reason: str
+    reward: float
+    checks: tuple[CheckRecord, ...]
+    evaluate_timings_ms: Mapping[str, float]
+    steps: tuple[StepRecord, ...]
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether the policy got the expected reward."""
+        return self.reward == self.expected_reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoReport:
+    """A whole demo."""
+
+    task_id: str
+    instruction: str
+    image: str
+    accelerator: str
+    hypervisor: str
+    timings_s: Mapping[str, float]
+    reset_timings_ms: Mapping[str, float]
+    episodes: tuple[EpisodeRecord, ...] = field(default=())
+
+    @property
+    def started_alike(self) -> bool:
+        """Whether all members of the group started from the same template with the same frame."""
+        members = [episode for episode in self.episodes if not episode.parent_episode_id]
+        return len({(episode.template_digest, episode.steps[0].frame_id) for episode in members}) == 1
+
+    @property
+    def branches_differ(self) -> bool:
+        """Whether every branch ended with a different frame than its parent."""
+        last_frames = {episode.episode_id: episode.steps[-1].frame_id for episode in self.episodes}
+        branches = [episode for episode in self.episodes if episode.parent_episode_id]
+        return all(last_frames[branch.episode_id] != last_frames.get(branch.parent_episode_id) for branch in branches)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Failed conditions; empty if the demo passed."""
+        if not self.episodes:
+            return ("no episode was played",)
+        problems = [
+            f"{episode.policy} got reward {episode.reward:g}, expected {episode.expected_reward:g}"
+            for episode in self.episodes
+            if not episode.as_expected
+        ]
+        if not self.started_alike:
+            problems.append("the members of the group did not start from the same template with the same frame")
+        if not self.branches_differ:
+            problems.append("a branch ended with the same frame as its parent")
+        return tuple(problems)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every reward is as expected, the group started alike, and every branch differs from its parent."""
+        return not self.problems
+
+    def as_json(self) -> dict[str, object]:
+        """Return the report as plain data."""
+        return {"passed": self.passed, "problems": list(self.problems), **asdict(self)}
+
+    def print(self, console: Console) -> None:
+        """Print the report as a table."""
+        table = Table(
+            "policy", "reward", "expected", "steps", "mean step", "mean settle", "evaluate", box=None, pad_edge=False
+        )
+        for episode in self.episodes:
+            steps = episode.steps[1:]
+            table.add_row(
+                episode.policy,
+                f"[{'green' if episode.as_expected else 'bold red'}]{episode.reward:g}[/]",
+                f"{episode.expected_reward:g}",
+                str(len(steps)),
+                _mean_ms(steps, "total"),
+                _mean_ms(steps, "settle"),
+                f"{episode.evaluate_timings_ms.get('total', 0):.0f} ms",
+            )
+        in_order = sorted(self.reset_timings_ms.items(), key=lambda phase: phase[0] == "total")
+        phases = ", ".join(f"{phase} {duration_ms / 1000:.2f} s" for phase, duration_ms in in_order)
+        console.print(f"{self.task_id} on {self.image}, {self.accelerator}", markup=False)
+        console.print(table)
+        console.print(f"reset of the group: {phases}", markup=False, soft_wrap=True)
+        for episode in self.episodes:
+            if episode.parent_episode_id:
+                timings_ms = episode.steps[0].timings_ms
+                line = f"{episode.policy}: branched in {timings_ms['total']:.0f} ms, its parent paused for"
+                console.print(f"{line} {timings_ms['pause']:.0f} ms", markup=False, soft_wrap=True)
+        for problem in self.problems:
+            console.print(f"[bold red]failed:[/] {escape(problem)}", soft_wrap=True)
+
+
+class DemoDirectory:
+    """The output directory of a demo; creating it removes the files of an earlier demo."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        for pattern in _FILE_PATTERNS:
+            for file in path.glob(pattern):
+                file.unlink()
+
+    def write_frame(self, name: str, png: bytes) -> str:
+        """Write one frame, and return its file name."""
+        (self.path / f"{name}.png").write_bytes(png)
+        return f"{name}.png"
+
+    def write_animation(self, name: str, frames: Sequence[str]) -> str:
+        """Write an animation of frames that are already written, and return its file name."""
+        images = [_palette(self.path / frame) for frame in frames]
+        durations_ms = [_FRAME_MS] * (len(images) - 1) + [_LAST_FRAME_MS]
+        buffer = io.BytesIO()
+        images[0].save(
+            buffer, format="GIF", save_all=True, append_images=images[1:], duration=durations_ms, loop=0, optimize=False
+        )
+        (self.path / f"{name}.gif").write_bytes(buffer.getvalue())
+        return f"{name}.gif"
+
+    def write_picture(self, name: str, report: DemoReport) -> str:
+        """Write a picture with the last frame and the reward of every episode, and return its file name."""
+        path = self.path / f"{name}.png"
+        panels = panels_of(report.episodes)
+        draw_group(panels, self.path, heading=report.task_id, text=report.instruction).save(path, "PNG")
+        return path.name
+
+    def write_report(self, report: DemoReport) -> None:
+        """Write `episode.json` atomically."""
+        draft = self.path / "episode.json.new"
+        draft.write_text(json.dumps(report.as_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        shutil.move(draft, self.path / "episode.json")
+
+
+def panels_of(episodes: Sequence[EpisodeRecord]) -> list[Panel]:
+    """Return the picture's panel of each episode."""
+    names = {episode.episode_id: episode.policy for episode in episodes}
+    return [
+        Panel(
+            title=episode.policy,
+            detail=f"branch of {names.get(episode.parent_episode_id, episode.parent_episode_id)}: {episode.description}"
+            if episode.parent_episode_id
+            else f"member of the group: {episode.description}",
+            reward=episode.reward,
+            expected_reward=episode.expected_reward,
+            frame=episode.steps[-1].frame,
+        )
+        for episode in episodes
+    ]
+
+
+def _palette(file: Path) -> Image.Image:
+    with Image.open(file) as image:
+        return image.convert("RGB").quantize(colors=256, dither=Image.Dither.NONE)
+
+
+def _mean_ms(steps: Sequence[StepRecord], phase: str) -> str:
+    return f"{sum(step.timings_ms.get(phase, 0) for step in steps) / len(steps):.0f} ms" if steps else "-"

@@ -1,0 +1,1 @@
+"""Processes that judge what guests made, apart from the daemon."""

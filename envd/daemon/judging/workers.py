@@ -1,0 +1,162 @@
+"""Judge what a guest made in worker processes with limits, so that a hostile input costs one evaluation at most.
+
+A picture, a text or a document of a guest can keep a decoder busy for hours, fill the memory, or hold the interpreter
+lock. In the daemon, each of these would stop every episode. Here they end one worker, and the evaluation fails with
+`GuestError`; it has no score.
+"""
+
+import asyncio
+import json
+import os
+import pickle
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import envd
+from envd.base.errors import GuestError
+from envd.daemon.judging.worker import HEADER
+from envd.tasks.text import CheckOutcome
+
+#: Evidence is cut to 2,000 characters later; a worker that a guest has taken over must not fill our memory.
+_MAX_ANSWER_BYTES = 256 << 10
+#: For the imports of a worker, on a busy host.
+_START_TIMEOUT_S = 120.0
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+class JudgeWorkers:
+    """Runs judge functions in worker processes, one job at a time in each. Workers start on demand and are reused.
+
+    A job that is not done after `quick_s` is run again among the slow ones, which have slots of their own. So hostile
+    inputs that use all of their time delay each other, and other jobs by `quick_s` each at most.
+
+    Args:
+        limit: Maximum of concurrent quick jobs, and of concurrent slow ones; further jobs wait.
+        memory_mib: Address space of a worker.
+        cpu_s: CPU time of a job, in seconds.
+        quick_s: Time of a quick job from its start, in seconds.
+        time_s: Time of a slow job from its start, in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: int | None = None,
+        memory_mib: int = 1024,
+        cpu_s: int = 10,
+        quick_s: float = 2.0,
+        time_s: float = 30.0,
+    ) -> None:
+        limit = limit or max(2, os.cpu_count() or 1)
+        self._slots = asyncio.Semaphore(limit)
+        self._slow_slots = asyncio.Semaphore(limit)
+        self._quick_s = quick_s
+        self._limits = (str(memory_mib), str(cpu_s))
+        self._time_s = time_s
+        self._idle: list[Process] = []
+
+    def __repr__(self) -> str:
+        return f"<JudgeWorkers {sum(worker.returncode is None for worker in self._idle)} idle>"
+
+    async def __call__(self, function: Callable[..., CheckOutcome], /, *arguments: object) -> CheckOutcome:
+        """See `envd.tasks.judging.Judge`. If the caller is cancelled, the worker is killed."""
+        job = pickle.dumps((function, arguments))
+        try:
+            try:
+                async with self._slots:
+                    answer = await self._run(job, time_s=self._quick_s)
+            except TimeoutError:
+                async with self._slow_slots:
+                    answer = await self._run(job, time_s=self._time_s)
+        except TimeoutError:
+            raise GuestError(f"judging it took longer than {self._time_s:g} s") from None
+        if "bug" in answer:
+            raise RuntimeError(f"{function.__name__}: {answer['bug']}")
+        if "guest_error" in answer:
+            raise GuestError(str(answer["guest_error"]))
+        return CheckOutcome(float(answer["score"]), str(answer["evidence"]))
+
+    async def aclose(self) -> None:
+        """End the idle workers. Those that judge end with their callers."""
+        while self._idle:
+            await _end(self._idle.pop())
+
+    async def _run(self, job: bytes, *, time_s: float) -> Mapping[str, Any]:
+        """Return a worker's answer. Raises: GuestError: The worker ended. TimeoutError: It took too long."""
+        worker = self._idle_worker() or await self._start()
+        is_reusable = False
+        try:
+            async with asyncio.timeout(time_s):
+                answer = await _ask(worker, job)
+            is_reusable = not answer.get("retire", False)
+        except TimeoutError:  # an OSError
+            raise
+        except (asyncio.IncompleteReadError, OSError, ValueError) as error:
+            raise GuestError("judging it exceeded the limits of memory or CPU time") from error
+        else:
+            return answer
+        finally:
+            if is_reusable:
+                self._idle.append(worker)
+            else:
+                await _end(worker)
+
+    def _idle_worker(self) -> Process | None:
+        while self._idle:
+            worker = self._idle.pop()
+            # The kernel ends workers first when memory runs out, idle ones too.
+            if worker.returncode is None:
+                return worker
+        return None
+
+    async def _start(self) -> Process:
+        root = str(Path(envd.__file__).parents[1])
+        path = os.pathsep.join(entry for entry in [root, *sys.path] if entry)
+        worker = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "envd.daemon.judging.worker", *self._limits),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,
+            env={**_ENVIRONMENT, "PYTHONPATH": path, "PATH": os.defpath},
+            limit=_MAX_ANSWER_BYTES,
+            # Ctrl-C in a terminal reaches the whole group; the daemon ends its workers itself.
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await _read(worker)
+        except (TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
+            await _end(worker)
+            raise RuntimeError("a judge worker does not start") from error
+        except BaseException:
+            await _end(worker)
+            raise
+        return worker
+
+
+async def _ask(worker: Process, job: bytes) -> Mapping[str, Any]:
+    assert worker.stdin is not None  # noqa: S101 -- started with a pipe
+    worker.stdin.write(HEADER.pack(len(job)) + job)
+    await worker.stdin.drain()
+    return await _read(worker)
+
+
+async def _read(worker: Process) -> Mapping[str, Any]:
+    """Return a worker's next answer. Raises: IncompleteReadError: It ended. ValueError: The answer is malformed."""
+    assert worker.stdout is not None  # noqa: S101 -- started with a pipe
+    [size] = HEADER.unpack(await worker.stdout.readexactly(HEADER.size))
+    if size > _MAX_ANSWER_BYTES:
+        raise ValueError(f"an answer of {size} bytes")
+    answer = json.loads(await worker.stdout.readexactly(size))
+    if not isinstance(answer, dict):
+        raise ValueError("an answer that is not an object")  # noqa: TRY004 -- malformed, as above
+    return answer
+
+
+async def _end(worker: Process) -> None:
+    if worker.returncode is None:
+        worker.kill()
+    await asyncio.shield(worker.wait())

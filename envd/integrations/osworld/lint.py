@@ -1,0 +1,222 @@
+"""Find the reasons why OSWorld tasks cannot run on this host. Pure: takes the tasks and a description of the host."""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from envd.hypervisor.machine import GuestOs
+from envd.integrations.osworld.files import OsworldFile
+from envd.integrations.osworld.workers import KnownNames
+from envd.tasks.osworld import asset_urls, getter_configs
+
+
+class Obstacle(Enum):
+    """Kinds of reasons why a task cannot run."""
+
+    UNKNOWN_FUNCTION = "unknown function"
+    """The installed package lacks a setup verb, getter or metric: it is older than the task files."""
+    CREDENTIALS = "credentials"
+    """The task signs in to an account."""
+    INTERNET = "internet"
+    """Setup, agent or evaluator need live web pages; guests have no network."""
+    PORT = "guest port"
+    """The task is set up or scored over a guest port that is not forwarded: the browser's or the player's."""
+    ASSETS = "assets"
+    """Files that must be fetched ahead of time are not in the cache."""
+    APPLICATION = "application"
+    """The image lacks a program."""
+    IMAGE = "image"
+    """No image has its operating system."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One reason, with its detail."""
+
+    obstacle: Obstacle
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.obstacle.value}: {self.detail}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What this host provides for OSWorld's tasks."""
+
+    known: KnownNames | None
+    """Names in the installed package; None if it is not installed."""
+    has_asset: Callable[[str], bool]
+    """Whether a URL's file is in the cache."""
+    packages: Mapping[GuestOs, Collection[str] | None]
+    """Packages in the image of each system: None if unknown, no key without an image."""
+
+
+_CREDENTIALS_VERBS = frozenset({"googledrive", "login"})
+_CREDENTIALS_GETTERS = frozenset({"googledrive_file"})
+_DOWNLOADS = re.compile(r"\b(pip3? install|apt(-get)? install|wget|curl)\b")
+#: In Linux guests the worker performs them inside the guest.
+_WINDOWS_PORT_VERBS = frozenset({"chrome_open_tabs", "chrome_close_tabs"})
+_INTERNET_GETTERS = frozenset(
+    {"info_from_website", "pdf_from_url", "gotoRecreationPage_and_get_html_content", "page_info"}
+)
+#: Getters that query the browser (Chrome's debugging protocol) or the player (VLC's HTTP interface) on their ports.
+_PORT_GETTERS = frozenset(
+    {
+        "active_tab_html_parse", "active_tab_info", "active_tab_url_parse", "chrome_appearance_mode_ui", "cookie_data",
+        "gotoRecreationPage_and_get_html_content", "number_of_search_results", "open_tabs_info", "page_info",
+        "pdf_from_url", "url_dashPart", "url_path_parse", "vlc_playing_info",
+    }
+)  # fmt: skip
+
+#: Programs named in commands, and the packages that provide them: any one suffices.
+_PROGRAMS = {
+    "chromium": ("chromium",),
+    "code": ("code",),
+    "gimp": ("gimp",),
+    "gio": ("libglib2.0-bin",),
+    "google-chrome": ("chromium", "google-chrome-stable"),
+    "libreoffice": ("libreoffice-impress", "libreoffice-calc", "libreoffice-writer"),
+    "nautilus": ("nautilus",),
+    "pactl": ("pulseaudio-utils",),
+    "soffice": ("libreoffice-impress", "libreoffice-calc", "libreoffice-writer"),
+    "thunderbird": ("thunderbird",),
+    "unzip": ("unzip",),
+    "vlc": ("vlc-bin",),
+}
+#: The same for domains: their tasks need the application even if no command names it.
+_DOMAINS = {
+    "chrome": ("chromium", "google-chrome-stable"),
+    "gimp": ("gimp",),
+    "libreoffice_calc": ("libreoffice-calc",),
+    "libreoffice_impress": ("libreoffice-impress",),
+    "libreoffice_writer": ("libreoffice-writer",),
+    "thunderbird": ("thunderbird",),
+    "vlc": ("vlc-bin",),
+    "vs_code": ("code",),
+}
+_APPLICATIONS = {
+    "calc": "libreoffice_calc", "libreoffice": "libreoffice_calc", "libreoffice calc": "libreoffice_calc",
+    "vscode": "vs_code", "writer": "libreoffice_writer", "browser": "chrome",
+}  # fmt: skip
+
+
+def findings(file: OsworldFile, host: Host) -> tuple[Finding, ...]:
+    """Return the reasons why a task cannot run here, without duplicates; empty if it can."""
+    found = [Finding(obstacle=obstacle, detail=detail) for obstacle, detail in _find(file, host)]
+    return tuple(dict.fromkeys([*found, *missing_files(file, host.has_asset)]))
+
+
+def missing_files(file: OsworldFile, has_asset: Callable[[str], bool]) -> tuple[Finding, ...]:
+    """Return the finding that files of a task are not in the cache; empty if they are."""
+    missing = [url for url in asset_urls(file.setup, file.evaluator).values() if not has_asset(url)]
+    detail = f"{len(missing)} files are not fetched, such as {missing[0]}" if missing else ""
+    return (Finding(obstacle=Obstacle.ASSETS, detail=detail),) if missing else ()
+
+
+def _find(file: OsworldFile, host: Host) -> Iterator[tuple[Obstacle, str]]:
+    verbs = [str(step["type"]) for step in (*file.setup, *(file.evaluator.get("postconfig") or ()))]
+    getters = [
+        str(part["type"])
+        for key in ("result", "expected")
+        for part in getter_configs(file.evaluator, key)
+        if "type" in part
+    ]
+    func = file.evaluator["func"]
+    metrics = [] if file.is_infeasible else [func] if isinstance(func, str) else list(func)
+    if host.known is not None:
+        for kind, names, known in (
+            ("setup verb", verbs, host.known.verbs),
+            ("getter", getters, host.known.getters),
+            ("metric", metrics, host.known.metrics),
+        ):
+            yield from ((Obstacle.UNKNOWN_FUNCTION, f"{kind} {name}") for name in names if name not in known)
+    for name in (*(set(verbs) & _CREDENTIALS_VERBS), *(set(getters) & _CREDENTIALS_GETTERS)):
+        yield Obstacle.CREDENTIALS, name
+    if file.content.get("proxy"):
+        yield Obstacle.INTERNET, "its pages are on the live web"
+    yield from ((Obstacle.INTERNET, name) for name in getters if name in _INTERNET_GETTERS)
+    # An infeasible task cannot be done with a network either.
+    if not file.is_infeasible and re.search(r"https?://|\binstall\b", file.content["instruction"], re.IGNORECASE):
+        yield Obstacle.INTERNET, "its instruction says to download or to install"
+    for step in file.setup:
+        if step["type"] == "chrome_open_tabs" and any(map(_is_web, step["parameters"].get("urls_to_open", ()))):
+            yield Obstacle.INTERNET, "it opens web pages"
+        if step["type"] in ("execute", "command") and _DOWNLOADS.search(_command(step)):
+            yield Obstacle.INTERNET, "its setup installs or downloads"
+    port_verbs = _WINDOWS_PORT_VERBS if file.os is GuestOs.WINDOWS else frozenset()
+    for name in (*(set(verbs) & port_verbs), *(set(getters) & _PORT_GETTERS)):
+        yield Obstacle.PORT, name
+    yield from _missing_programs(file, host)
+
+
+def _missing_programs(file: OsworldFile, host: Host) -> Iterator[tuple[Obstacle, str]]:
+    if file.os not in host.packages:
+        yield Obstacle.IMAGE, f"no image has {file.os.value}"
+        return
+    packages = host.packages[file.os]
+    if packages is None:
+        return
+    named = {_APPLICATIONS.get(app.lower(), app.lower()) for app in file.content.get("related_apps") or ()}
+    wanted = {name: _DOMAINS[name] for name in {file.domain, *named} if name in _DOMAINS}
+    steps = (*file.setup, *(file.evaluator.get("postconfig") or ()), *getter_configs(file.evaluator, "result"))
+    commands = " ".join(map(_command, steps))
+    wanted |= {
+        name: providers
+        for name, providers in _PROGRAMS.items()
+        if re.search(rf"(?<![\w./-]){name}(?![\w.-])", commands)
+    }
+    for name, providers in sorted(wanted.items()):
+        if not any(package in packages for package in providers):
+            yield Obstacle.APPLICATION, f"{name} (package {' or '.join(providers)})"
+
+
+def _command(step: Mapping[str, Any]) -> str:
+    """Return the command that a step or a getter runs in the guest, as one string; empty if it runs none."""
+    command = (step.get("parameters") or step).get("command", "")
+    return command if isinstance(command, str) else " ".join(map(str, command))
+
+
+def _is_web(url: object) -> bool:
+    text = str(url)
+    return text.startswith(("http://", "https://")) and not re.match(r"https?://(localhost|127\.)", text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """How many tasks of a domain can run, and which obstacles the others have."""
+
+    suite: str
+    domain: str
+    total: int
+    runnable: int
+    fetchable: int
+    """Tasks that would run if their files were fetched."""
+    obstacles: Mapping[Obstacle, int]
+    """Number of tasks with each obstacle; a task may have several."""
+
+
+def cover(files: Sequence[OsworldFile], found: Mapping[str, Sequence[Finding]]) -> list[Coverage]:
+    """Return a row for each domain.
+
+    Args:
+        files: All tasks.
+        found: The results of `findings`, by task id.
+    """
+    rows: list[Coverage] = []
+    for suite, domain in sorted({(file.suite, file.domain) for file in files}):
+        ids = [file.task_id for file in files if (file.suite, file.domain) == (suite, domain)]
+        kinds = [{finding.obstacle for finding in found[task_id]} for task_id in ids]
+        rows.append(
+            Coverage(
+                suite=suite,
+                domain=domain,
+                total=len(ids),
+                runnable=sum(not each for each in kinds),
+                fetchable=sum(each == {Obstacle.ASSETS} for each in kinds),
+                obstacles={obstacle: sum(obstacle in each for each in kinds) for obstacle in Obstacle},
+            )
+        )
+    return rows

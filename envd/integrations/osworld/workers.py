@@ -1,0 +1,253 @@
+"""Run OSWorld's code: one process imports it, and each job is a fork of that process in a sandbox."""
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import envd
+from envd.base.errors import GuestError, OsworldError
+from envd.integrations.osworld.relay import relayed
+
+_ROOT = str(Path(envd.__file__).parents[1])
+#: Our package is not part of that environment; only the worker program is imported from it.
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); from envd.integrations.osworld.worker.main import main; "
+    "sys.path.remove(sys.argv[1]); main(int(sys.argv[2]), sys.argv[3:])"
+)
+_START_TIMEOUT_S = 120.0
+#: How late the worker may notice the end of a job's time, on a busy host.
+_GRACE_S = 10.0
+_MAX_OUTPUT_BYTES = 1 << 20
+
+
+class WorkerFailed(GuestError):
+    """OSWorld's code failed or did not end. Implies nothing about the agent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownNames:
+    """The names of the setup verbs, getters and metrics of an installation of OSWorld."""
+
+    verbs: frozenset[str]
+    getters: frozenset[str]
+    metrics: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One setup or evaluation of one guest."""
+
+    kind: str
+    """`set_up` or `evaluate`."""
+    guest_url: str
+    platform: str
+    """As OSWorld calls it: Linux or Windows."""
+    screen_px: tuple[int, int]
+    time_s: float
+    """Limit in seconds; then the job is killed."""
+    steps: Sequence[Mapping[str, Any]] = ()
+    first_step: int = 0
+    """Index of the first of `steps` in the task's setup."""
+    evaluator: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """By the file names that OSWorld looks for before it downloads."""
+    password: str = field(default="", repr=False)
+    on_step: Callable[[str], None] = field(default=lambda _: None, repr=False)
+    """Called with the name of each setup step as it starts, such as `config[0] open`."""
+
+    def step_name(self, line: bytes) -> str:
+        """Return the name of the step that a line from the job announces; empty for any other line."""
+        try:
+            started = json.loads(line)["step"]
+        except (ValueError, RecursionError, LookupError, TypeError):
+            return ""
+        names = {index: f"config[{index}] {step['type']}" for index, step in enumerate(self.steps, self.first_step)}
+        return names.get(started, "") if isinstance(started, int) else ""
+
+
+class Workers:
+    """Starts OSWorld's environment once and runs jobs in it, each in its own process and sandbox.
+
+    Args:
+        python: The interpreter of OSWorld's virtual environment.
+        limit: Maximum of concurrent jobs. They mostly wait for guests, and share the memory of the imports.
+        memory_mib: Memory limit of each process of a job.
+    """
+
+    def __init__(self, python: Path, *, limit: int = 64, memory_mib: int = 2048) -> None:
+        self._python = python
+        self._memory_mib = memory_mib
+        self._slots = asyncio.Semaphore(limit)
+        #: Held while `_process`, `_control` and `_names` change.
+        self._starting = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._names: KnownNames | None = None
+
+    def __repr__(self) -> str:
+        return f"<Workers of {self._python}{'' if self._process else ' not started'}>"
+
+    async def start(self) -> KnownNames:
+        """Start the worker unless it is running; return its names. Importing OSWorld takes seconds.
+
+        Raises:
+            OsworldError: It does not start; the message says why.
+        """
+        async with self._starting:
+            if self._process is not None and self._process.returncode is None and self._names is not None:
+                return self._names
+            await self._stop()
+            return await self._start()
+
+    async def aclose(self) -> None:
+        """Stop the worker and all running jobs."""
+        async with self._starting:
+            await self._stop()
+
+    async def run(self, job: Job) -> Mapping[str, Any]:
+        """Run a job as soon as fewer than `limit` are running.
+
+        Raises:
+            WorkerFailed: It failed, died or exceeded its limit; or OSWorld does not start.
+        """
+        async with self._slots:
+            try:
+                await self.start()
+            except OsworldError as error:
+                raise WorkerFailed(str(error)) from error
+            control = self._control
+            if control is None:
+                raise WorkerFailed("OSWorld's worker has been stopped")
+            try:
+                async with asyncio.timeout(job.time_s + _GRACE_S):
+                    return await self._submit(job, control)
+            except TimeoutError:
+                raise WorkerFailed(f"exceeded its limit of {job.time_s:g} s; the worker does not respond") from None
+            except OSError as error:
+                raise WorkerFailed(f"the worker is gone: {error}") from error
+
+    async def _submit(self, job: Job, control: socket.socket) -> Mapping[str, Any]:
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.setblocking(False)
+            with theirs:
+                socket.send_fds(control, [b"job"], [theirs.fileno()])
+            return await self._follow(ours, job)
+
+    async def _follow(self, channel: socket.socket, job: Job) -> Mapping[str, Any]:
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(channel, self._line(job))
+        await _readable(channel)
+        data, handles, _, _ = socket.recv_fds(channel, 1 << 16, 1)
+        if not handles:
+            return parse_result(await _read_all(channel, data, job))
+        listener = socket.socket(fileno=handles[0])
+        listener.setblocking(False)
+        async with relayed(listener, job.guest_url):
+            return parse_result(await _read_all(channel, data, job))
+
+    def _line(self, job: Job) -> bytes:
+        value = {
+            "kind": job.kind,
+            "platform": job.platform,
+            "screen_px": job.screen_px,
+            "password": job.password,
+            "steps": list(job.steps),
+            "first_step": job.first_step,
+            "evaluator": job.evaluator,
+            "timeout_s": job.time_s,
+            "memory_bytes": self._memory_mib << 20,
+            "files": {name: str(path) for name, path in job.files.items()},
+        }
+        return json.dumps(value).encode() + b"\n"
+
+    async def _start(self) -> KnownNames:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self._control = ours
+        with theirs:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    self._python, "-I", "-c", _PROGRAM, _ROOT, str(theirs.fileno()), *self._visible(),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    cwd="/",
+                    # Threads do not survive a fork, and jobs share the CPUs anyway.
+                    env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PATH": "/usr/local/bin:/usr/bin:/bin",
+                         "NUMBA_CACHE_DIR": "/tmp", "MPLCONFIGDIR": "/tmp"},  # noqa: S108
+                )  # fmt: skip
+            except OSError as error:
+                await self._stop()
+                raise OsworldError(f"{self._python} cannot be started: {error}; run `envd osworld install`") from error
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                message = await asyncio.get_running_loop().sock_recv(ours, _MAX_OUTPUT_BYTES)
+        except TimeoutError:
+            await self._stop()
+            raise OsworldError(f"OSWorld could not be imported within {_START_TIMEOUT_S:g} s") from None
+        greeting = json.loads(message or b"{}")
+        if "ready" not in greeting:
+            await self._stop()
+            raise OsworldError(f"OSWorld cannot be imported: {greeting.get('error', 'its interpreter ended')}")
+        self._names = KnownNames(**{key: frozenset(names) for key, names in greeting["ready"].items()})
+        return self._names
+
+    def _visible(self) -> list[str]:
+        """Return the directories that jobs need: the environment, and the Python that it links to."""
+        return [str(self._python.parents[1]), sys.base_prefix, sys.base_exec_prefix]
+
+    async def _stop(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            if self._process.returncode is None:
+                self._process.kill()
+            await self._process.wait()
+            self._process = None
+
+
+def parse_result(data: bytes) -> Mapping[str, Any]:
+    """Return the result in a job's output, one line of JSON per message. Raises: WorkerFailed: There is none."""
+    try:
+        lines = [json.loads(line) for line in data.splitlines()]
+    except (ValueError, RecursionError) as error:
+        raise WorkerFailed(f"malformed output of the worker: {error}") from error
+    messages = {key: value for line in lines if isinstance(line, dict) for key, value in line.items()}
+    if messages.get("end"):
+        raise WorkerFailed(str(messages["end"]))
+    if "failure" in messages:
+        raise WorkerFailed(f"OSWorld's code failed: {messages['failure']}")
+    result = messages.get("result")
+    if "end" not in messages or not isinstance(result, dict):
+        raise WorkerFailed("the worker ended without a result")
+    return result
+
+
+async def _read_all(channel: socket.socket, data: bytes, job: Job) -> bytes:
+    """Return the output of a job until its end, after `data`. Raises: WorkerFailed: It is too large."""
+    loop = asyncio.get_running_loop()
+    while part := await loop.sock_recv(channel, 1 << 16):
+        data += part
+        # A line is sent in one piece and usually arrives so; if not, one step's name is lost.
+        for step in filter(None, map(job.step_name, part.splitlines())):
+            job.on_step(step)
+        if len(data) > _MAX_OUTPUT_BYTES:
+            raise WorkerFailed(f"the worker sent more than {_MAX_OUTPUT_BYTES} bytes")
+    return data
+
+
+async def _readable(channel: socket.socket) -> None:
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(channel.fileno(), ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(channel.fileno())

@@ -1,0 +1,1 @@
+"""Tests, and the programs and fixtures that they share."""

@@ -1,0 +1,1 @@
+"""Fixtures, stubs and servers that tests share."""

@@ -1,0 +1,49 @@
+"""A double of AReaL's inference engine with scripted replies."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.support import slime
+from trainer.adapters.areal.conversation import Request
+
+
+@dataclass
+class ModelResponse:
+    """`areal.api.ModelResponse`: the fields that the trainer reads."""
+
+    input_tokens: list[int] = field(default_factory=list)
+    output_tokens: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    output_versions: list[int] = field(default_factory=list)
+    stop_reason: str = "stop"
+
+
+class ScriptedEngine(slime.ScriptedEngine):
+    """Generates scripted replies."""
+
+    def __init__(self, script: Callable[[str], str], *, response: Callable[..., Any] = ModelResponse) -> None:
+        """Take the script, a function from the decoded prompt to the reply, and the class of responses."""
+        super().__init__(script)
+        self.version = 3
+        self.misread = False
+        """Whether it reports other ids than it was sent."""
+        self._response = response
+
+    async def ask(self, request: Request) -> Any:
+        """Generate for our `Request`; if the script raises, the engine fails."""
+        return self._respond(request, request.input_ids, request.max_new_tokens)
+
+    async def agenerate(self, request: Any) -> Any:
+        """Generate for an `areal.api.ModelRequest`."""
+        return self._respond(request, request.input_ids, request.gconfig.max_new_tokens)
+
+    def _respond(self, request: Any, input_ids: list[int], limit: int) -> Any:
+        ids, log_probs, finish = self.generate(request, input_ids, limit)
+        return self._response(
+            input_tokens=input_ids[1:] if self.misread else list(input_ids),
+            output_tokens=ids,
+            output_logprobs=log_probs,
+            output_versions=[self.version] * len(ids),
+            stop_reason=finish,
+        )

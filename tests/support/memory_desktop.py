@@ -1,0 +1,101 @@
+"""A desktop of files, windows and programs in memory, for tests of setups and checkers.
+
+Use the fake hypervisor for a desktop with a screen and input.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from envd.base.errors import GuestError
+from envd.guest.desktop import CommandResult, Desktop
+from envd.hypervisor.fake.files import GuestFiles
+from envd.hypervisor.fake.programs import OpenWindow, Programs
+
+
+class MemoryDesktop(Desktop):
+    """Runs the fake guest's programs. Tests set windows and command results."""
+
+    def __init__(self) -> None:
+        """Create a desktop with an empty home directory and no windows."""
+        self.files = GuestFiles()
+        self.windows: list[OpenWindow] = []
+        """Windows that the window manager lists, the active one last."""
+        self.opens: dict[tuple[str, ...], OpenWindow] = {}
+        """Windows opened by launching a command."""
+        self.answers: dict[tuple[str, ...], CommandResult | Exception] = {}
+        """Results of commands by their first words, in place of the fake programs."""
+        self.launched: list[tuple[str, ...]] = []
+        self.ran: list[tuple[str, ...]] = []
+        self.rests = 0
+        """Number of calls of `rest`."""
+        self.wallpaper = ""
+        """Path of the wallpaper."""
+        self._programs = Programs(self.files, windows=lambda: self)
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        as_root: bool = False,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+    ) -> CommandResult:
+        """See `Desktop`."""
+        self.ran.append(tuple(argv))
+        for words, answer in self.answers.items():
+            if tuple(argv[: len(words)]) == words:
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
+        try:
+            outcome = self._programs.run(argv, stdin=stdin)
+        except FileNotFoundError as error:
+            raise GuestError(f"{argv[0]}: no such program") from error
+        return CommandResult(exit_code=outcome.exit_code, stdout=outcome.stdout, stderr=outcome.stderr)
+
+    async def launch(self, argv: Sequence[str], *, timeout_s: float = 30.0) -> None:
+        """See `Desktop`."""
+        self.launched.append(tuple(argv))
+        if (window := self.opens.get(tuple(argv))) is not None:
+            self.windows.append(window)
+
+    async def wait_idle(self, *, max_wait_s: float) -> None:
+        """See `Desktop`."""
+        self.rests += 1
+
+    @property
+    def screen_size(self) -> tuple[int, int]:
+        """See `Desktop`."""
+        return (1280, 800)
+
+    async def change_wallpaper(self, path: str, *, timeout_s: float = 30.0) -> None:
+        """See `Desktop`."""
+        if path not in self.files:
+            raise GuestError(f"File not found: {path}")
+        self.wallpaper = path
+
+    async def read_file(self, path: str, *, max_bytes: int = 64 << 20) -> bytes | None:
+        """See `Desktop`."""
+        return self.files.get(path)
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        """See `Desktop`."""
+        self.files[path] = data
+
+    # The fake programs' window manager
+
+    def list_windows(self) -> list[OpenWindow]:
+        """Return open windows, the active one last."""
+        return self.windows
+
+    def activate_window(self, title: str) -> bool:
+        """Raise a window by id."""
+        chosen = [window for window in self.windows if hex(window.window_id) == hex(int(title, 16))]
+        self.windows = [window for window in self.windows if window not in chosen] + chosen
+        return bool(chosen)
+
+    def close_window(self, title: str) -> bool:
+        """Close a window by id."""
+        chosen = [window for window in self.windows if window.window_id == int(title, 16)]
+        self.windows = [window for window in self.windows if window not in chosen]
+        return bool(chosen)

@@ -1,0 +1,72 @@
+"""A server with a pool of real desktops, in the test's process."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from cuaenv.client import AsyncEnvClient
+
+from envd.api.server import ApiServer
+from envd.base.telemetry.metrics import Metrics
+from envd.episodes.service import EpisodeService
+from envd.hypervisor.qemu.driver import LibvirtHypervisor
+from envd.hypervisor.qemu.leftovers import machine_leftovers
+from envd.images.catalogue import Image, ImageCatalogue
+from envd.integrations.osworld.catalogue import IMAGE, desktop_task
+from envd.pool.pool import Pool
+from envd.pool.settings import PoolSettings
+from envd.tasks.catalogue import TaskCatalogue
+
+
+@asynccontextmanager
+async def real_desktops(
+    image: Image, tasks: TaskCatalogue, *, cache_dir: Path, template_dir: Path, state_dir: Path
+) -> AsyncIterator[AsyncEnvClient]:
+    """Serve three desktops and yield a client, which has access to the guests; checks that no machine is left."""
+    settings = PoolSettings(name="desktop", capacity=3, idle_target=1, allow_guest_access=True)
+    async with (
+        served_machines(
+            settings, image, tasks, cache_dir=cache_dir, template_dir=template_dir, state_dir=state_dir
+        ) as address,
+        AsyncEnvClient(address) as client,
+    ):
+        yield client
+
+
+@asynccontextmanager
+async def osworld_machines(
+    capacity: int, *, cache_dir: Path, template_dir: Path, state_dir: Path
+) -> AsyncIterator[str]:
+    """Serve machines for OSWorld's own environments and yield the address; checks that no machine is left."""
+    settings = PoolSettings(name=IMAGE, capacity=capacity, idle_target=1, allow_guest_access=True, always_running=True)
+    image = ImageCatalogue(cache_dir).get(IMAGE)
+    tasks = TaskCatalogue((), hidden=[desktop_task()])
+    async with served_machines(
+        settings, image, tasks, cache_dir=cache_dir, template_dir=template_dir, state_dir=state_dir
+    ) as address:
+        yield address
+
+
+@asynccontextmanager
+async def served_machines(
+    settings: PoolSettings,
+    image: Image,
+    tasks: TaskCatalogue,
+    *,
+    cache_dir: Path,
+    template_dir: Path,
+    state_dir: Path,
+) -> AsyncIterator[str]:
+    """Serve a pool of real machines and yield the address; checks that no machine is left."""
+    hypervisor = await LibvirtHypervisor.open(state_dir=state_dir, cache_dir=cache_dir, template_dir=template_dir)
+    pool = Pool(settings, hypervisor=hypervisor, image=ImageCatalogue(cache_dir).disk_image(image.name))
+    service = EpisodeService([pool], tasks=tasks)
+    server = ApiServer(service, listen="127.0.0.1:0", metrics=Metrics())
+    await service.start()
+    try:
+        yield await server.start()
+    finally:
+        await server.stop()
+        await service.aclose()
+        await hypervisor.close()
+    assert machine_leftovers(state_dir) == []

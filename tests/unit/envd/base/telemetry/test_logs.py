@@ -1,0 +1,79 @@
+"""Contents of log lines."""
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from envd.base.telemetry import logs
+from tests.support.command import restored_logging
+
+logger = logging.getLogger("envd.test")
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    with restored_logging():
+        yield io.StringIO()
+
+
+def test_json_lines_carry_bound_ids(stream: io.StringIO) -> None:
+    logs.setup(log_format="json", stream=stream)
+    with logs.bound(episode_id="e1"), logs.bound(machine_id="m1"):
+        logger.info("step %d", 3)
+    logger.info("after")
+    inside, after = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert (inside["message"], inside["episode_id"], inside["machine_id"]) == ("step 3", "e1", "m1")
+    assert inside["level"] == "info"
+    assert inside["time"].endswith("+00:00")
+    assert "episode_id" not in after
+
+
+def test_text_lines_name_level_logger_message_and_ids(stream: io.StringIO) -> None:
+    logs.setup(stream=stream)
+    with logs.bound(episode_id="e1"):
+        logger.warning("slow")
+    assert stream.getvalue().rstrip().endswith("WARNING envd.test: slow  [episode_id=e1]")
+
+
+async def test_concurrent_tasks_keep_their_own_ids(stream: io.StringIO) -> None:
+    logs.setup(log_format="json", stream=stream)
+
+    async def work(episode_id: str) -> None:
+        with logs.bound(episode_id=episode_id):
+            await asyncio.sleep(0)
+            logger.info("for %s", episode_id)
+
+    await asyncio.gather(work("a"), work("b"))
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert sorted((line["message"], line["episode_id"]) for line in lines) == [("for a", "a"), ("for b", "b")]
+
+
+def test_an_exception_stays_on_its_json_line(stream: io.StringIO) -> None:
+    logs.setup(log_format="json", stream=stream)
+    try:
+        int("broken")
+    except ValueError:
+        logger.exception("failed")
+    (line,) = stream.getvalue().splitlines()
+    assert "ValueError: invalid literal" in json.loads(line)["exception"]
+
+
+def test_the_level_applies_to_envd_only_and_a_second_setup_does_not_repeat_lines(stream: io.StringIO) -> None:
+    logs.setup(level="debug", stream=stream)
+    logs.setup(level="debug", stream=stream)
+    logger.debug("once")
+    logging.getLogger("library").info("not ours")
+    assert stream.getvalue().count("once") == 1
+    assert "not ours" not in stream.getvalue()
+
+
+def test_foreign_text_cannot_forge_a_log_line(stream: io.StringIO) -> None:
+    logs.setup(stream=stream)
+    with logs.bound(episode_id="ep-1\n12:00:00.000 ERROR   envd: forged"):
+        logger.warning("episode %s", "a\r\n\x1b[31mb\u2028c")
+    assert stream.getvalue().count("\n") == 1
+    assert r"episode a\r\n\x1b[31mb\u2028c  [episode_id=ep-1\n12:00:00.000 ERROR" in stream.getvalue()

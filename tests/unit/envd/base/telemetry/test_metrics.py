@@ -1,0 +1,222 @@
+"""Prometheus series and the endpoint that serves them."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from envd.base.errors import ConfigError
+from envd.base.loop_lag import LoopLag
+from envd.base.telemetry import endpoint
+from envd.base.telemetry.endpoint import serve_metrics
+from envd.base.telemetry.host import HostCollector
+from envd.base.telemetry.metrics import TOTAL, Metrics
+from envd.pool.backoff import BreakerState
+from envd.pool.status import POOL_SERIES, PoolStatus
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """Return every sample by name and label values, in the order of the label names."""
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def pool() -> PoolStatus:
+    return PoolStatus(
+        name="desktop",
+        image="desktop",
+        os="linux",
+        accelerator="fake",
+        capacity=4,
+        idle_count=1,
+        leased_count=2,
+        starting_count=0,
+        dying_count=0,
+        reserved_count=1,
+        waiting_count=3,
+        memory_bytes=1 << 20,
+        pss_bytes=3 << 20,
+        healthy=True,
+        problem="",
+        booted_total=5,
+        boot_failure_total=1,
+        lost_total=2,
+        template_boot_total=1,
+        last_start_s=0.5,
+    )
+
+
+def test_pool_gauges_show_the_instant_of_the_scrape() -> None:
+    metrics = Metrics()
+    now = [pool()]
+    metrics.watch_pools(lambda: now, POOL_SERIES)
+    assert samples(metrics)["envd_pool_machines", "desktop", "leased"] == 2
+    now[0] = replace(pool(), leased_count=0)
+    after = samples(metrics)
+    assert after["envd_pool_machines", "desktop", "leased"] == 0
+    assert after["envd_leases", "desktop"] == 0
+    assert after["envd_queue_waiting", "desktop"] == 3
+    assert after["envd_machine_memory_bytes", "desktop"] == 1 << 20
+    assert after["envd_machine_pss_bytes", "desktop"] == 3 << 20
+    assert after["envd_pool_machines", "desktop", "reserved"] == 1
+    assert after["envd_template_boots_total", "desktop"] == 1
+    assert after["envd_last_fork_seconds", "desktop"] == 0.5
+    assert after["envd_pool_healthy", "desktop"] == 1
+    assert after["envd_machine_starts_total", "failed", "desktop"] == 1
+    assert after["envd_machines_lost_total", "desktop"] == 2
+
+
+def test_a_pool_without_forks_shows_no_fork_time() -> None:
+    metrics = Metrics()
+    metrics.watch_pools(lambda: [replace(pool(), last_start_s=None)], POOL_SERIES)
+    assert ("envd_last_fork_seconds", "desktop") not in samples(metrics)
+
+
+def test_phases_given_in_milliseconds_are_recorded_in_seconds() -> None:
+    metrics = Metrics()
+    metrics.observe_phases(metrics.step_duration, "desktop", {"settle": 250.0, TOTAL: 400.0})
+    shown = samples(metrics)
+    assert shown["envd_step_duration_seconds_sum", "settle", "desktop"] == pytest.approx(0.25)
+    assert shown["envd_step_duration_seconds_count", "total", "desktop"] == 1
+
+
+def test_episode_events_are_counted_by_pool() -> None:
+    metrics = Metrics()
+    metrics.episodes_opened(pool="p", run="", count=4, timings_ms={"acquire": 1.0, "total": 2.0})
+    metrics.step_done(pool="p", timings_ms={"input": 5.0})
+    metrics.episode_evaluated(pool="p", score=1.0, timings_ms={"total": 10.0})
+    metrics.episode_ended(pool="p", run="", state="terminated")
+    metrics.episode_failed(pool="p", operation="step", reason="MACHINE_LOST")
+    shown = samples(metrics)
+    assert shown["envd_episodes_started_total", "p", "other"] == 4
+    assert shown["envd_reset_duration_seconds_count", "acquire", "p"] == 1
+    assert shown["envd_step_duration_seconds_sum", "input", "p"] == pytest.approx(0.005)
+    assert shown["envd_evaluate_duration_seconds_count", "total", "p"] == 1
+    assert shown["envd_score_ratio_sum", "p"] == 1.0
+    assert shown["envd_episodes_ended_total", "p", "other", "terminated"] == 1
+    assert shown["envd_episode_failures_total", "step", "p", "MACHINE_LOST"] == 1
+
+
+def test_admissions_are_counted_by_configured_run_and_one_label_for_all_others() -> None:
+    metrics = Metrics(run_names=["main"])
+    metrics.group_admitted(pool="p", run="main", machine_count=4, wait_s=2.5)
+    for number in range(1000):
+        metrics.group_admitted(pool="p", run=f"invented-{number}", machine_count=1, wait_s=0.0)
+        metrics.group_refused(pool="p", run=f"invented-{number}", reason="too_late")
+    metrics.group_admitted(pool="p", run="", machine_count=1, wait_s=0.0)
+    shown = samples(metrics)
+    assert shown["envd_admissions_total", "p", "main"] == 1
+    assert shown["envd_machines_granted_total", "p", "main"] == 4
+    assert shown["envd_admission_wait_seconds_sum", "p", "main"] == 2.5
+    assert shown["envd_admissions_total", "p", "other"] == 1001
+    assert shown["envd_admission_refusals_total", "p", "too_late", "other"] == 1000
+    assert not [labels for _, *labels in shown if any("invented" in label for label in labels)]
+
+
+def test_queue_holders_and_breaker_show_the_moment_of_the_scrape() -> None:
+    metrics = Metrics(run_names=["main", "sweep"])
+    status = replace(pool(), waiting_by_run={"main": 2, "x": 1, "y": 3}, held_by_run={"": 5}, breaker=BreakerState.OPEN)
+    metrics.watch_pools(lambda: [status], POOL_SERIES)
+    shown = samples(metrics)
+    assert [shown["envd_queue_groups", "desktop", run] for run in ("main", "sweep", "other")] == [2, 0, 4]
+    assert [shown["envd_run_machines", "desktop", run] for run in ("main", "sweep", "other")] == [0, 0, 5]
+    assert [shown["envd_pool_breaker", "desktop", state] for state in ("closed", "open", "half_open")] == [0, 1, 0]
+
+
+def test_two_daemons_in_one_process_do_not_share_series() -> None:
+    one, other = Metrics(), Metrics()
+    one.failures.labels(reason="MACHINE_LOST").inc()
+    assert ("envd_failures_total", "MACHINE_LOST") in samples(one)
+    assert ("envd_failures_total", "MACHINE_LOST") not in samples(other)
+
+
+async def test_a_blocked_loop_shows_as_lag() -> None:
+    metrics = Metrics()
+    lag = LoopLag(interval_s=0.001)
+    lag.listen(metrics.loop_lag.observe)
+    task = asyncio.create_task(lag.run())
+    await asyncio.sleep(0)
+    time.sleep(0.02)  # noqa: ASYNC251 - blocking the loop is what is measured
+    await asyncio.sleep(0.005)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert samples(metrics)["envd_event_loop_lag_seconds_sum",] >= 0.018
+
+
+def series_names() -> Iterator[str]:
+    metrics = Metrics()
+    metrics.watch_pools(lambda: (), POOL_SERIES)
+    return (family.name for family in text_string_to_metric_families(metrics.render().decode()))
+
+
+def test_names_have_our_prefix_and_base_units() -> None:
+    names = list(series_names())
+    assert "envd_step_duration_seconds" in names
+    assert [name for name in names if not name.startswith("envd_")] == []
+    assert [name for name in names if name.endswith(("_ms", "_mib", "_minutes"))] == []
+
+
+def test_every_series_is_in_the_operators_page() -> None:
+    metrics = Metrics()
+    metrics.watch_pools(lambda: (), POOL_SERIES)
+    metrics.registry.register(HostCollector(directories={}, certificates={}, memory=lambda: 0))
+    names = [
+        f"{family.name}_total" if family.type == "counter" else family.name for family in metrics.registry.collect()
+    ]
+    page = (Path(__file__).parents[5] / "docs" / "operators.md").read_text(encoding="utf-8")
+    assert len(names) > 15
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
+async def test_the_endpoint_serves_metrics_and_liveness_and_frees_its_port() -> None:
+    async with aiohttp.ClientSession() as session:
+        async with serve_metrics(Metrics(), "127.0.0.1:0") as address:
+            async with session.get(f"http://{address}/metrics") as response:
+                assert response.status == 200
+                assert response.headers["Content-Type"].startswith("text/plain; version=")
+                assert "envd_event_loop_lag_seconds_count" in await response.text()
+            async with session.get(f"http://{address}/healthz") as response:
+                assert await response.text() == "ok\n"
+        async with serve_metrics(Metrics(), address) as again:
+            assert again == address
+
+
+async def test_connections_beyond_the_limit_are_closed_and_the_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint, "_max_connections", lambda: 2)
+    async with serve_metrics(Metrics(), "127.0.0.1:0") as address:
+        host, port = address.split(":")
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://{address}/healthz") as response:
+                assert await response.text() == "ok\n"
+            idle_reader, idle = await asyncio.open_connection(host, int(port))
+            idle.write(f"GET /healthz HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
+            assert b"200 OK" in await idle_reader.readuntil(b"ok\n")
+            reader, refused = await asyncio.open_connection(host, int(port))
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            # On the first connection, which is kept.
+            async with session.get(f"http://{address}/healthz") as response:
+                assert await response.text() == "ok\n"
+            refused.close()
+            idle.close()
+
+
+async def test_a_taken_port_is_a_configuration_error() -> None:
+    async with serve_metrics(Metrics(), "127.0.0.1:0") as address:
+        with pytest.raises(
+            ConfigError, match=f"metrics_listen {address}: cannot be bound: address already in use; free it, or"
+        ):
+            async with serve_metrics(Metrics(), address):
+                pass

@@ -1,0 +1,65 @@
+"""Races and shields."""
+
+import asyncio
+
+import pytest
+
+from envd.base.aio import race, run_unless, shielded
+
+
+async def test_a_race_ends_with_its_first_event_and_leaves_futures_running() -> None:
+    event, future = asyncio.Event(), asyncio.get_running_loop().create_future()
+    racing = asyncio.create_task(race(event, future))
+    await asyncio.sleep(0)
+    assert not racing.done()
+    event.set()
+    await racing
+    assert not future.done()
+
+
+async def test_a_race_ends_at_its_time_limit() -> None:
+    await race(asyncio.Event(), timeout_s=0.0)
+
+
+async def test_run_unless_waits_until_cancelled_work_has_ended() -> None:
+    stop, ended = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+
+    running = asyncio.create_task(run_unless(stop, work()))
+    await asyncio.sleep(0)
+    stop.set()
+    await running
+    assert ended.is_set()
+
+
+async def test_run_unless_raises_the_error_of_its_work() -> None:
+    async def work() -> None:
+        raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        await run_unless(asyncio.Event(), work())
+
+
+async def test_shielded_work_ends_before_the_cancellation_is_delivered() -> None:
+    gate, done = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        await gate.wait()
+        done.set()
+
+    caller = asyncio.create_task(shielded(work()))
+    await asyncio.sleep(0)
+    for _ in range(2):
+        caller.cancel()
+        await asyncio.sleep(0)
+    assert not caller.done()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert done.is_set()

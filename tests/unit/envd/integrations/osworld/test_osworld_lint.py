@@ -1,0 +1,126 @@
+"""The reasons why OSWorld tasks cannot run on a host."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envd.hypervisor.machine import GuestOs
+from envd.integrations.osworld.files import OsworldFile
+from envd.integrations.osworld.lint import Finding, Host, Obstacle, cover, findings
+from envd.integrations.osworld.workers import KnownNames
+
+KNOWN = KnownNames(
+    verbs=frozenset({"launch", "download", "login", "execute", "command", "chrome_open_tabs"}),
+    getters=frozenset({"rule", "cloud_file", "vm_file", "active_tab_info", "googledrive_file"}),
+    metrics=frozenset({"exact_match", "compare"}),
+)
+HOST = Host(known=KNOWN, has_asset=lambda url: url.endswith("/here"), packages={GuestOs.LINUX: {"gimp"}})
+
+
+def task(
+    *steps: Mapping[str, Any],
+    evaluator: Mapping[str, Any] | None = None,
+    system: GuestOs = GuestOs.LINUX,
+    domain: str = "gimp",
+    **content: Any,
+) -> OsworldFile:
+    fields = {
+        "id": "one",
+        "instruction": "Do it.",
+        "config": list(steps),
+        "evaluator": evaluator or {"func": "exact_match", "result": {"type": "vm_file", "path": "/x", "dest": "x"}},
+        **content,
+    }
+    return OsworldFile(suite="osworld", domain=domain, os=system, path=Path("one.json"), content=fields)
+
+
+def step(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"type": kind, "parameters": parameters}
+
+
+def test_a_task_without_obstacles_can_run() -> None:
+    assert findings(task(step("launch", command=["gimp"])), HOST) == ()
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        (task(step("levitate")), (Obstacle.UNKNOWN_FUNCTION, "setup verb levitate")),
+        (task(evaluator={"func": ["exact_match", "guess"]}), (Obstacle.UNKNOWN_FUNCTION, "metric guess")),
+        (
+            task(evaluator={"func": "compare", "expected": {"type": "oracle"}}),
+            (Obstacle.UNKNOWN_FUNCTION, "getter oracle"),
+        ),
+        (task(step("login")), (Obstacle.CREDENTIALS, "login")),
+        (task(proxy=True), (Obstacle.INTERNET, "its pages are on the live web")),
+        (
+            task(instruction="Open https://example.org"),
+            (Obstacle.INTERNET, "its instruction says to download or to install"),
+        ),
+        (task(step("command", command="apt-get install x")), (Obstacle.INTERNET, "its setup installs or downloads")),
+        (task(step("execute", command="sudo apt install x")), (Obstacle.INTERNET, "its setup installs or downloads")),
+        (
+            task(evaluator={"func": "compare", "result": {"type": "active_tab_info"}}),
+            (Obstacle.PORT, "active_tab_info"),
+        ),
+        (
+            task(step("download", files=[{"url": "https://example.org/gone", "path": "/x"}])),
+            (Obstacle.ASSETS, "1 files are not fetched, such as https://example.org/gone"),
+        ),
+        (task(domain="vlc"), (Obstacle.APPLICATION, "vlc (package vlc-bin)")),
+        (
+            task(step("launch", command="thunderbird --headless")),
+            (Obstacle.APPLICATION, "thunderbird (package thunderbird)"),
+        ),
+        (task(related_apps=["VSCode"]), (Obstacle.APPLICATION, "vs_code (package code)")),
+        (task(system=GuestOs.WINDOWS), (Obstacle.IMAGE, "no image has windows")),
+    ],
+)  # fmt: skip
+def test_each_obstacle_is_found(file: OsworldFile, expected: tuple[Obstacle, str]) -> None:
+    assert findings(file, HOST) == (Finding(obstacle=expected[0], detail=expected[1]),)
+
+
+def test_fetched_files_are_not_an_obstacle() -> None:
+    assert findings(task(step("download", files=[{"url": "https://example.org/here", "path": "/x"}])), HOST) == ()
+
+
+def test_local_pages_need_no_internet_and_in_linux_no_port() -> None:
+    steps = step("chrome_open_tabs", urls_to_open=["http://localhost/x", "chrome://settings"])
+    assert findings(task(steps), HOST) == ()
+    windows = Host(known=None, has_asset=lambda _: True, packages={GuestOs.WINDOWS: None})
+    found = findings(task(steps, system=GuestOs.WINDOWS), windows)
+    assert [finding.obstacle for finding in found] == [Obstacle.PORT]
+
+
+def test_an_infeasible_task_has_no_metric_and_needs_no_internet() -> None:
+    file = task(evaluator={"func": "infeasible"}, instruction="Install https://example.org")
+    assert findings(file, HOST) == ()
+
+
+def test_a_program_is_found_in_a_command_and_not_in_a_path() -> None:
+    assert findings(task(step("launch", command="ls /home/user/vlc.txt")), HOST) == ()
+    assert findings(task(step("launch", command="pkill vlc")), HOST) != ()
+
+
+def test_names_and_programs_are_not_checked_if_unknown() -> None:
+    host = Host(known=None, has_asset=lambda _: True, packages={GuestOs.LINUX: None})
+    assert findings(task(step("levitate"), domain="vlc"), host) == ()
+
+
+def test_a_task_that_only_lacks_files_is_counted_as_fetchable() -> None:
+    fetch = step("download", files=[{"url": "https://example.org/gone", "path": "/x"}])
+    (row,) = cover([task(fetch)], {"osworld/one": findings(task(fetch), HOST)})
+    assert (row.runnable, row.fetchable) == (0, 1)
+    (row,) = cover([task(fetch)], {"osworld/one": findings(task(fetch, step("login")), HOST)})
+    assert (row.runnable, row.fetchable) == (0, 0)
+
+
+def test_a_task_counts_once_for_each_kind_of_obstacle() -> None:
+    files = [task(step("login"), step("googledrive")), task()]
+    found = {"osworld/one": findings(files[0], HOST)}
+    (row,) = cover(files[:1], found)
+    assert (row.suite, row.domain, row.total, row.runnable) == ("osworld", "gimp", 1, 0)
+    assert row.obstacles[Obstacle.CREDENTIALS] == 1
+    assert row.obstacles[Obstacle.ASSETS] == 0

@@ -1,0 +1,142 @@
+"""OSWorld's task files as tasks, and the files that each would download."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envd.base.errors import OsworldError
+from envd.hypervisor.machine import GuestOs
+from envd.integrations.osworld.catalogue import desktop_task, osworld_tasks
+from envd.integrations.osworld.files import read_files
+from envd.tasks.assets import AssetRef, assets_of
+from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.osworld import asset_urls
+
+TASK: dict[str, Any] = {
+    "id": "0001-a",
+    "snapshot": "os",
+    "instruction": "Do it.",
+    "config": [{"type": "launch", "parameters": {"command": ["gimp"]}}],
+    "related_apps": ["gimp"],
+    "evaluator": {
+        "func": "exact_match",
+        "result": {"type": "vm_command_line", "command": "true"},
+        "expected": {"type": "rule", "rules": {"expected": ""}},
+        "_note": "to be left",
+    },
+}
+
+
+def write(directory: Path, task: dict[str, Any], *, examples: str = "examples", domain: str = "gimp") -> None:
+    path = directory / examples / domain / f"{task['id']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(task))
+
+
+def test_a_task_keeps_osworlds_setup_and_evaluator(tmp_path: Path) -> None:
+    write(tmp_path, TASK)
+    task = TaskCatalogue(osworld_tasks(tmp_path)).get("osworld/0001-a")
+    assert (task.instruction, task.image, task.os, task.tags) == ("Do it.", "osworld", GuestOs.LINUX, ("gimp",))
+    assert [verb.model_dump(include={"kind", "steps"}) for verb in task.setup] == [
+        {"kind": "osworld", "steps": tuple(TASK["config"])}
+    ]
+    assert task.checker is not None
+    assert task.checker.kind == "osworld"
+    assert task.checker.to_osworld() == {
+        "func": "exact_match",
+        "conj": "and",
+        "result": TASK["evaluator"]["result"],
+        "expected": TASK["evaluator"]["expected"],
+        "postconfig": [],
+    }
+
+
+def test_one_id_for_two_systems_yields_two_tasks(tmp_path: Path) -> None:
+    write(tmp_path, TASK)
+    write(tmp_path, TASK, examples="examples_windows", domain="word")
+    tasks = {task.task_id: task.os for task in osworld_tasks(tmp_path)}
+    assert tasks["osworld/0001-a"] is GuestOs.LINUX
+    assert tasks["osworld-windows/0001-a"] is GuestOs.WINDOWS
+
+
+def test_the_task_of_desktop_env_is_found_by_its_id_and_not_listed(tmp_path: Path) -> None:
+    write(tmp_path, TASK)
+    tasks = TaskCatalogue([]).with_tasks(osworld_tasks(tmp_path), hidden=[desktop_task()])
+    assert tasks.get("osworld/desktop").setup == ()
+    assert [task.task_id for task in tasks.list()] == ["osworld/0001-a"]
+
+
+def test_a_task_has_the_domain_of_its_directory(tmp_path: Path) -> None:
+    write(tmp_path, TASK, domain="vs_code")
+    assert [task.domain for task in osworld_tasks(tmp_path)] == ["vs_code"]
+
+
+def test_an_infeasible_task_has_no_checker(tmp_path: Path) -> None:
+    write(tmp_path, {**TASK, "evaluator": {"func": "infeasible"}, "config": None})
+    task = TaskCatalogue(osworld_tasks(tmp_path)).get("osworld/0001-a")
+    assert (task.infeasible, task.checker, task.setup) == (True, None, ())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"instruction": None},
+        {"evaluator": {}},
+        {"evaluator": {"func": 3}},
+        {"config": [{"type": "launch"}]},
+        {"config": ["launch"]},
+        {"evaluator": {**TASK["evaluator"], "surprise": 1}},
+    ],
+)
+def test_an_invalid_task_file_is_rejected_by_name(tmp_path: Path, change: dict[str, Any]) -> None:
+    write(tmp_path, {**TASK, **change})
+    with pytest.raises(OsworldError, match=r"0001-a\.json"):
+        list(osworld_tasks(tmp_path))
+
+
+def test_a_file_that_is_not_json_is_rejected_by_name(tmp_path: Path) -> None:
+    write(tmp_path, TASK)
+    (tmp_path / "examples" / "gimp" / "broken.json").write_text("{")
+    with pytest.raises(OsworldError, match=r"broken\.json"):
+        read_files(tmp_path)
+
+
+def test_downloads_have_the_names_that_osworld_looks_for() -> None:
+    steps = [
+        {
+            "type": "download",
+            "parameters": {"files": [{"url": "https://example.org/a.png", "path": "/home/user/x.png"}]},
+        }
+    ]
+    evaluator = {
+        "postconfig": steps,
+        "expected": [
+            None,
+            {"type": "rule", "rules": {}},
+            {"type": "cloud_file", "path": "https://example.org/gold", "dest": "gold.xlsx"},
+            {"type": "cloud_file", "multi": True, "path": ["https://a/1", "https://a/2"], "dest": ["one", "two"]},
+        ],
+    }
+    # uuid5 of the URL in the URL namespace, as RFC 4122 has it.
+    assert asset_urls(steps, evaluator) == {
+        "b562a085-c33f-548e-adbe-26e29042fc3f_x.png": "https://example.org/a.png",
+        "gold.xlsx": "https://example.org/gold",
+        "one": "https://a/1",
+        "two": "https://a/2",
+    }
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a/../../up"])
+def test_a_name_outside_the_cache_directory_is_rejected(name: str) -> None:
+    with pytest.raises(ValueError, match="is not a file name below a directory"):
+        asset_urls((), {"expected": {"type": "cloud_file", "path": "https://example.org/x", "dest": name}})
+
+
+def test_the_downloads_of_an_osworld_task_are_listed_as_assets(tmp_path: Path) -> None:
+    download = {"type": "download", "parameters": {"files": [{"url": "https://example.org/a", "path": "/home/user/a"}]}}
+    expected = {"type": "cloud_file", "path": "https://example.org/b", "dest": "b"}
+    write(tmp_path, {**TASK, "config": [download], "evaluator": {**TASK["evaluator"], "expected": expected}})
+    task = TaskCatalogue(osworld_tasks(tmp_path)).get("osworld/0001-a")
+    assert list(assets_of(task)) == [AssetRef("https://example.org/a"), AssetRef("https://example.org/b")]

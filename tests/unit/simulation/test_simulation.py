@@ -1,0 +1,110 @@
+"""The simulated fleet: its invariants on a few hosts, and the commands that show it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.simulation.__main__ import app
+from tests.simulation.fleet import Fleet, simulate
+from tests.simulation.host import SimHost
+from tests.simulation.scenario import RunLoad, Scenario, Spread
+from tests.support.command import run_app
+
+SMALL = Scenario(placement="ideal", host_count=2, machines_per_host=16, minutes=10.0, warmup_minutes=5.0)
+PLACEMENTS = ["drawn", "ray", "ideal"]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_at_saturation_the_machines_are_in_use_and_every_machine_is_accounted_for(placement: str) -> None:
+    fleet = Fleet(replace(SMALL, placement=placement))
+    outcome = fleet.run()
+    # A group of 8 waits until 8 of 16 machines are free, so some are always unused.
+    assert 0.7 < outcome.utilisation <= 1.0
+    assert outcome.unfairness == 0.0
+    for host in fleet._hosts:
+        check_counts(host)
+
+
+def check_counts(host: SimHost) -> None:
+    assert len(host._machines) <= host.capacity
+    assert host.leased_count == sum(group.running_count for group in host.groups)
+    assert host.leased_count == sum(host._held.values())
+
+
+def test_a_group_that_holds_all_slots_until_its_last_episode_ends_wastes_half_of_the_machines() -> None:
+    assert simulate(replace(SMALL, placement="ray-whole")).utilisation < 0.6
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_equal_seeds_give_equal_outcomes(placement: str) -> None:
+    scenario = replace(SMALL, placement=placement, load=0.8, minutes=5.0)
+    assert simulate(scenario) == simulate(scenario)
+    assert simulate(scenario) != simulate(replace(scenario, seed=2))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_hosts_that_fail_and_drain_lose_work_but_no_group(placement: str) -> None:
+    fleet = Fleet(replace(SMALL, placement=placement, host_count=3, host_mtbf_h=0.1, drain_every_s=400.0, seed=3))
+    outcome = fleet.run()
+    assert outcome.lost_share > 0.0
+    assert outcome.episodes_per_h > 0.0
+    for host in fleet._hosts:
+        check_counts(host)
+    open_count = sum(group.running_count for host in fleet._hosts for group in host.groups)
+    waiting_count = sum(group.size for group in fleet._waiting)
+    assert sum(fleet._open_by_run.values()) == open_count + waiting_count
+
+
+def test_runs_get_machines_by_weight_where_daemons_decide() -> None:
+    runs = (RunLoad(name="a", weight=1.0, sizes=(1, 2)), RunLoad(name="b", weight=3.0, sizes=(1, 2)))
+    outcome = simulate(replace(SMALL, placement="ideal", runs=runs, oversubscribed=2.5, minutes=20.0))
+    assert outcome.unfairness < 0.15
+
+
+def test_gathered_slots_let_large_groups_begin_that_small_ones_would_pass() -> None:
+    runs = (RunLoad(name="small", sizes=(1, 2, 4)), RunLoad(name="large", sizes=(12,)))
+    scenario = replace(SMALL, host_count=4, runs=runs, oversubscribed=3.0)
+    used_s = {}
+    for name in ("ray", "ray-no-gathering"):
+        fleet = Fleet(replace(scenario, placement=name))
+        fleet.run()
+        used_s[name] = fleet._used_s["large"]
+    assert used_s["ray"] > 0.0
+    assert used_s["ray-no-gathering"] == 0.0
+
+
+def test_a_spread_has_its_median_and_95th_percentile() -> None:
+    import random
+
+    rng = random.Random(1)
+    drawn = sorted(Spread(2.0, 5.0).draw(rng) for _ in range(10_000))
+    assert drawn[5000] == pytest.approx(2.0, rel=0.05)
+    assert drawn[9500] == pytest.approx(5.0, rel=0.05)
+
+
+def test_the_command_prints_a_table_a_chart_or_json() -> None:
+    flags = ["--hosts", "1,2", "--machines", "8", "--group", "2", "--minutes", "2", "--warmup", "1"]
+    table = run_app(app, *flags)
+    # Its head may be cut: a terminal has fewer columns.
+    assert "drawn" in table.out
+    assert "ideal" in table.out
+    rows = json.loads(run_app(app, *flags, "--placement", "drawn", "--json").out)["outcomes"]
+    assert [row["scenario"]["hosts"] for row in rows] == [1, 2]
+    assert "xychart-beta" in run_app(app, *flags, "--plot").out
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--hosts", "0"], "--hosts 0: not numbers from 1 to"),
+        (["--group", "49"], "--group 49: not numbers from 1 to 48"),
+        (["--placement", "random"], "--placement random: unknown; choose from drawn"),
+        (["--run", "a=heavy"], "--run a=heavy: the weight is not a number"),
+        (["--run", "a=0"], "--run a=0: give a name, and a weight above 0"),
+    ],
+)
+def test_bad_arguments_are_refused_with_the_remedy(flags: list[str], problem: str) -> None:
+    done = run_app(app, *flags)
+    assert done.status == 2
+    assert problem in done.err

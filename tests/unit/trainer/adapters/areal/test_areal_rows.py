@@ -1,0 +1,84 @@
+"""Returns and columns of turns, and AReaL's configuration."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from trainer.adapters.areal.config import ArealConfig
+from trainer.adapters.areal.conversation import TurnRow
+from trainer.adapters.areal.rows import Rewarded, columns, discounted
+from trainer.config import ConfigError
+
+PAD = 9
+
+
+def turn(asked: list[int], said: list[int], *, image_count: int = 0) -> Rewarded:
+    row = TurnRow(
+        input_ids=tuple(asked),
+        output_ids=tuple(said),
+        log_probs=tuple(-0.1 * token for token in said),
+        versions=(4,) * len(said),
+        images=(Image.new("RGB", (32, 32)),) * image_count,
+    )
+    return Rewarded(row, 1.0)
+
+
+def test_rewards_are_discounted_backwards_from_the_last_turn() -> None:
+    assert discounted(2.0, turn_count=3, discount=0.5) == [0.5, 1.0, 2.0]
+    assert discounted(1.0, turn_count=2, discount=0.0) == [0.0, 1.0]
+    assert discounted(0.0, turn_count=0, discount=0.9) == []
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 30))
+def test_each_return_is_the_discount_times_the_next_one(reward: float, discount: float, turn_count: int) -> None:
+    returns = discounted(reward, turn_count=turn_count, discount=discount)
+    assert returns[-1] == reward
+    for earlier, later in pairwise(returns):
+        assert earlier == pytest.approx(discount * later)
+
+
+def test_a_row_is_prompt_then_reply_then_padding() -> None:
+    made = columns(
+        [turn([1, PAD, PAD], [5], image_count=1), turn([1, PAD, PAD, 5, 2], [6, 7], image_count=1)], image_id=PAD
+    )
+    assert made == {
+        "input_ids": [[1, PAD, PAD, 5, 0, 0, 0], [1, PAD, PAD, 5, 2, 6, 7]],
+        "loss_mask": [[0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 1, 1]],
+        "logprobs": [[0, 0, 0, -0.5, 0, 0, 0], [0, 0, 0, 0, 0, -0.6000000000000001, -0.7000000000000001]],
+        "versions": [[-1, -1, -1, 4, 0, 0, 0], [-1, -1, -1, -1, -1, 4, 4]],
+        "attention_mask": [[1, 1, 1, 1, 0, 0, 0], [1] * 7],
+        "mm_token_type_ids": [[0, 1, 1, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0]],
+    }
+
+
+def test_rows_without_images_have_no_column_for_them() -> None:
+    assert "mm_token_type_ids" not in columns([turn([1], [5])], image_id=None)
+
+
+def test_a_configuration_has_agent_and_reward() -> None:
+    config = ArealConfig.from_mapping(
+        {"hosts": ["127.0.0.1:50051"], "agent": {"max_turns": 3}, "reward": {"recipe": "task"}, "turn_discount": 1}
+    )
+    assert (config.hosts, config.agent.max_turns, config.group_size) == (("127.0.0.1:50051",), 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({}, "envd.hosts: missing"),
+        ({"hosts": []}, "envd.hosts"),
+        ({"hosts": ["h:1"], "max_tokens": 3}, "envd.max_tokens: unknown key"),
+        ({"hosts": ["h:1"], "group_size": 0}, "envd.group_size"),
+        ({"hosts": ["h:1"], "group_size": "4"}, "envd.group_size"),
+        ({"hosts": ["h:1"], "turn_discount": 1.5}, "envd.turn_discount"),
+        ({"hosts": ["h:1"], "agent": {"max_token": 3}}, "envd.agent.*max_token"),
+        ({"hosts": ["h:1"], "agent": 3}, "envd.agent"),
+        ({"hosts": ["h:1"], "reward": {"recipe": "luck"}}, "envd.reward"),
+    ],
+)
+def test_invalid_keys_and_values_are_refused_by_name(mapping: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ArealConfig.from_mapping(mapping)

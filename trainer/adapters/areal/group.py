@@ -1,0 +1,98 @@
+"""Run a group of episodes on forks of one state with AReaL's engine."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.adapters.areal.config import ArealConfig
+from trainer.adapters.areal.conversation import ArealConversation, Engine
+from trainer.adapters.areal.rows import Rewarded, discounted
+from trainer.agent.attempts import Environments, run_group
+from trainer.agent.loop import AgentEpisode
+from trainer.agent.pacing import pacer_of_loop
+from trainer.config import ConfigError
+from trainer.tokens.chat import Chat
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """The rows and metrics of a group."""
+
+    rows: Sequence[Rewarded]
+    """One per turn; empty if all episodes are void."""
+    metrics: Mapping[str, Sequence[float]]
+    """By name, one value per episode that has it."""
+
+
+class _Paced:
+    """Environments whose resets are spaced while they fail: AReaL replaces each rejected group at once, without end."""
+
+    def __init__(self, environments: Environments) -> None:
+        self._environments = environments
+
+    def reset_group(self, task: str, **options: Any) -> AbstractAsyncContextManager[Sequence[AgentEpisode]]:
+        return pacer_of_loop().open(task, lambda: self._environments.reset_group(task, **options))
+
+
+async def run_task_group(
+    environments: Environments, data: Mapping[str, Any], engine: Engine, *, chat: Chat, config: ArealConfig
+) -> GroupResult:
+    """Run the task of a data set row as a group.
+
+    Void episodes are omitted, never scored 0.
+
+    Args:
+        environments: Opens the episodes.
+        data: The data set row.
+        engine: AReaL's engine.
+        chat: The model's tokenizer and processor.
+        config: The configuration.
+
+    Raises:
+        ConfigError: The row has no task id.
+    """
+    task = data.get(config.task_key)
+    if not isinstance(task, str) or not task:
+        raise ConfigError(f"data set row: no {config.task_key} (envd.task_key); it has {', '.join(data)}")
+    conversations: list[ArealConversation] = []
+
+    def new_conversation() -> ArealConversation:
+        made = ArealConversation(chat, engine, settings=config.agent, engine_timeout_s=config.engine_timeout_s)
+        conversations.append(made)
+        return made
+
+    trajectories = await run_group(
+        _Paced(environments),
+        task,
+        new_conversation,
+        size=config.group_size,
+        settings=config.agent,
+        pool=config.pool,
+        attempts=config.attempts,
+    )
+    # A reply stays one object from its sampling to its turn, so its identity maps turns to rows, also after retries.
+    rows_by_reply = {id(reply): row for one in conversations for reply, row in one.turns}
+    recipe = config.make_recipe()
+    rewarded: list[Rewarded] = []
+    metrics: dict[str, list[float]] = {name: [] for name in ("reward", "task_score", "turns", "truncated", "void")}
+    for trajectory in trajectories:
+        is_void = trajectory.evaluation is None
+        metrics["void"].append(float(is_void))
+        if is_void or not trajectory.turns:
+            continue
+        facts = trajectory.facts(max_turns=config.agent.max_turns, metadata=data)
+        reward = recipe(facts).total
+        rows = [rows_by_reply[id(turn.reply)] for turn in trajectory.turns]
+        returns = discounted(reward, turn_count=len(rows), discount=config.turn_discount)
+        rewarded += map(Rewarded, rows, returns)
+        metrics["reward"].append(reward)
+        metrics["task_score"].append(facts.task_score)
+        metrics["turns"].append(float(len(rows)))
+        metrics["truncated"].append(float(facts.truncated))
+    if not rewarded:
+        logger.warning("task %s: all %d episodes of its group are void", task, config.group_size)
+    return GroupResult(rows=rewarded, metrics=metrics)

@@ -1,0 +1,67 @@
+"""Run AReaL's trainer on our desktops.
+
+```shell
+python -m trainer.adapters.areal.train --config areal.yaml scheduler.type=local
+```
+
+The file is AReaL's, with one additional key: `envd:`, see `config.ArealConfig`. AReaL refuses other
+unknown keys. `train_dataset.path` names a file of JSON lines that `trainer data prompts` wrote.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areal.api.cli_args import GRPOConfig, load_expr_config
+
+from trainer.adapters.areal.config import ArealConfig
+from trainer.config import ConfigError
+
+
+@dataclass
+class DesktopConfig(GRPOConfig):  # type: ignore[misc] # AReaL is not installed for type checks
+    """AReaL's configuration with our key."""
+
+    envd: dict[str, Any] = field(default_factory=dict)
+    """See `ArealConfig`."""
+
+
+def read_rows(path: Path, *, task_key: str) -> list[dict[str, str]]:
+    """Return a data set row per line of a file. Raises: ConfigError: It cannot be read, or a line has no task id."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [{task_key: str(json.loads(line)["metadata"]["task_id"])} for line in lines]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"train_dataset.path: {path} is not a list of tasks ({type(error).__name__}: {error}); write one with"
+            " `trainer data prompts`"
+        ) from error
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train. Raises: ConfigError: `envd:` or the tasks are invalid."""
+    # Imported late: these load all of AReaL.
+    from areal import PPOTrainer  # noqa: PLC0415
+    from datasets import Dataset  # noqa: PLC0415
+
+    config, _ = load_expr_config(list(argv), DesktopConfig)
+    # Checked here, before a worker starts.
+    task_key = ArealConfig.from_mapping(config.envd).task_key
+    rows = read_rows(Path(config.train_dataset.path), task_key=task_key)
+    with PPOTrainer(config, train_dataset=Dataset.from_list(rows)) as trainer:
+        trainer.train(
+            workflow="trainer.adapters.areal.workflow.DesktopWorkflow",
+            workflow_kwargs={
+                "gconfig": config.gconfig,
+                "tokenizer": config.tokenizer_path,
+                "processor": None if config.envd.get("agent", {}).get("text_only") else config.tokenizer_path,
+                "envd": config.envd,
+            },
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
