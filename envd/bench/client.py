@@ -21,7 +21,7 @@ class Rebuilt:
     """A frame as the client has it."""
 
     rebuild_ms: float
-    """From the encoded bytes to an array of shape (height, width, 3), its image id verified."""
+    """Time from the encoded bytes to an array of shape (height, width, 3), its image id verified."""
     pixels: bytes
     """R, G, B, row by row; empty unless requested."""
 

@@ -92,9 +92,9 @@ class EpisodesPlan:
     concurrency: int
     """Episodes at a time."""
     episode_count: int
-    """Of ours; rounded up to whole groups."""
+    """Number of our episodes; rounded up to whole groups."""
     peer_episode_count: int
-    """Of the peer; rounded up to the same number for each of its environments."""
+    """Number of the peer's episodes; rounded up to the same number for each of its environments."""
     think_s: float
     pauses: PeerPauses
 

@@ -47,7 +47,7 @@ class PlayedEpisode:
     score: float
     reset_s: float
     steps_s: Sequence[float]
-    """Without thinking."""
+    """Duration of each step, without thinking."""
     evaluate_s: float
 
 

@@ -76,7 +76,7 @@ class Recording:
 
     task_id: str
     frames_HWC: tuple[Pixels, ...]
-    """Before its first step and after each, with the pointer drawn in."""
+    """Screens before the first step and after each, with the pointer drawn in."""
 
     @property
     def step_count(self) -> int:

@@ -48,7 +48,7 @@ class LoadPlan:
     """The load."""
 
     address: str
-    """Of the daemon."""
+    """Address of the daemon."""
     echo_address: str
     task_id: str
     pool: str
@@ -56,9 +56,9 @@ class LoadPlan:
     channel_count: int
     """Connections of each process, among which the kernel chooses shards."""
     duration_s: float
-    """Of each measured phase."""
+    """Duration of each measured phase."""
     points: Sequence[tuple[int, int]]
-    """Where each client clicks, in turn."""
+    """Points that each client clicks, in turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class LoadResult:
     call_count: int
     elapsed_s: float
     latencies_ms: Sequence[float]
-    """Of each call."""
+    """Duration of each call."""
     request_bytes: int = 0
     """Median."""
     response_bytes: int = 0

@@ -39,7 +39,7 @@ class Figure:
     """One result."""
 
     name: str
-    """With its unit, as in the JSON."""
+    """Name with the unit, as in the JSON."""
     value: Value
     meaning: str
     """Exactly what was measured."""

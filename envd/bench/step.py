@@ -84,7 +84,7 @@ class StepTimes:
     """One step over gRPC, in milliseconds."""
 
     step_ms: float
-    """From the client's call until it has the response."""
+    """Time from the client's call until it has the response."""
     input_ms: float
     settle_ms: float
     resume_ms: float
@@ -93,7 +93,7 @@ class StepTimes:
     daemon_ms: float
     """The whole step as reported by the daemon."""
     rebuild_ms: float
-    """Until the client has the pixels."""
+    """Time until the client has the pixels."""
     frame_bytes: int
 
     @property

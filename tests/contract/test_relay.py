@@ -46,7 +46,7 @@ class Sharded:
     """A supervisor's server and its shards."""
 
     addresses: Sequence[str]
-    """Of each shard, for clients."""
+    """Addresses of each shard, for clients."""
     endpoints: Sequence[ApiServer]
     links: Sequence[ShardLink]
     shards: Sequence[FakeServer]
@@ -55,7 +55,7 @@ class Sharded:
 
     @property
     def address(self) -> str:
-        """Of shard 0, for clients."""
+        """Address of shard 0, for clients."""
         return self.addresses[0]
 
 

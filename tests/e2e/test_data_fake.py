@@ -1,4 +1,4 @@
-"""From a daemon's tasks to training data: oracles played over gRPC on fake desktops, joined and exported."""
+"""Training data from a daemon's tasks: oracles played over gRPC on fake desktops, joined and exported."""
 
 import asyncio
 import json

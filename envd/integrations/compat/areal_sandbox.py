@@ -51,7 +51,7 @@ class _Nothing(Body):
 class _Session:
     used_s: float
     task_id: str = _DEFAULT_TASK
-    """Also of later starts that name none, as those after a revert."""
+    """Task of this and of later starts that name none, such as those after a revert."""
     start_count: int = 0
     """Episodes that it opened: a repeated start is part of the same one."""
     episode_id: str = ""

@@ -33,7 +33,7 @@ class GradedText(FileCheck):
 
     kind: GradedKind
     text: str | None = None
-    """For `exact_match`: the expected text, apart from surrounding white space."""
+    """The expected text of `exact_match`, apart from surrounding white space."""
     encodings: Encodings = _WINDOWS_ENCODINGS
     """Tried in this order; unused if `literal`."""
     literal: bool = False

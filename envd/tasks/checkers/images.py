@@ -19,7 +19,7 @@ MAX_PIXELS = 16_000_000
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "PPM")
 
 Pixels = NDArray[numpy.uint8]
-"""Of shape (height, width, 3)."""
+"""Array of shape (height, width, 3)."""
 
 
 class ImageLike(FileCheck):
