@@ -21,7 +21,7 @@ class SoakReport:
     accounting: Accounting
     """Accounting of the finished soak."""
     longest_stall_s: float
-    """Longest lag of the daemon's event loop while clients played. The fake guests and the accounting run in the same loop."""
+    """Longest lag of the event loop while clients played. The fake guests and the accounting run in the same loop."""
     leftovers: Sequence[str]
     """Episodes, machines, files and tasks that still exist."""
 
