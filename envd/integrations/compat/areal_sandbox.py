@@ -101,7 +101,7 @@ class ArealSandbox:
         session_id = _session_id(request)
         session = self._known.get((caller.name, session_id))
         if session is None or not session.episode_id:
-            raise EpisodeNotFound(f"session {session_id}: has no sandbox; start one by POST /sandbox/start")
+            raise EpisodeNotFound(f"session {session_id}: no sandbox; start one by POST /sandbox/start")
         session.used_s = time.monotonic()
         path = request.path.partition(f"/token/{request.match_info.get('token', '')}")[2] or request.path
         body = await request.read()

@@ -62,7 +62,7 @@ def judge_graded_text(found: FoundFile, checker: GradedText) -> CheckOutcome:
         return text
     text = text.strip()
     if not text:
-        return CheckOutcome(0.0, f"{checker.path}: is empty")
+        return CheckOutcome(0.0, f"{checker.path}: empty")
     grade = _GRADERS[checker.kind](text, checker)
     return CheckOutcome(grade.score, f"{grade.reason}: {quote(text)}")
 
