@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from envd.bench.session import BenchFailed, BenchSession, new_machine_id
+from envd.bench.report import BenchFailed
+from envd.bench.session import BenchSession, new_machine_id
 from envd.hypervisor.machine import Machine
 
 _PROGRAM = Path(__file__).parent / "peer_program.py"
