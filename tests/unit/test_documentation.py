@@ -1,5 +1,6 @@
-"""CONTRIBUTING.md and the pages of docs: their paths, modules and links exist, and the map names every package."""
+"""CONTRIBUTING.md and the pages of docs: their paths, modules, tests and links exist; the map names every package."""
 
+import ast
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -56,6 +57,35 @@ def test_named_paths_and_modules_exist(page: Path) -> None:
     paths += [short for short in shorts if not any((ROOT / base / short).is_file() for base in _BASES)]
     modules = [word for word in words if _MODULE.fullmatch(word) and not files.fullmatch(word) and not is_module(word)]
     assert (paths, modules) == ([], [])
+
+
+@cache
+def named_in(file: Path) -> set[str]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+@cache
+def all_tests() -> set[str]:
+    files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "envd/hypervisor/contract").glob("*.py")]
+    return set().union(*map(named_in, files))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_named_tests_exist(page: Path) -> None:
+    text = text_of(page)
+    assert [name for name in re.findall(r"`(test_\w+[a-z0-9])`", text) if name not in all_tests()] == []
+    in_files = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert [(file, name) for file, name in in_files if name not in named_in(ROOT / file)] == []
+
+
+def test_every_guarantee_and_every_defence_names_a_test() -> None:
+    guarantees = text_of(ROOT / "docs/guarantees.md")
+    defences = text_of(ROOT / "docs/security.md").partition("## Defences")[2].partition("## Not defended")[0]
+    for section, proof in ((guarantees, "::test_"), (defences, "| `test_")):
+        rows = [line for line in section.splitlines() if re.match(r"\| (?!-|guarantee|defence)", line)]
+        assert len(rows) > 25
+        assert [row for row in rows if proof not in row] == []
 
 
 @cache
