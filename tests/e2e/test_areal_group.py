@@ -149,8 +149,10 @@ async def test_resets_of_an_unknown_task_are_spaced(monkeypatch: pytest.MonkeyPa
         pauses_s.append(duration_s)
 
     class Environments:
-        def reset_group(self, task: str, **_: Any) -> Any:
+        def reset(self, task: str, **_: Any) -> Any:
             raise TaskNotFound(f"no task {task!r}")
+
+        reset_group = reset
 
     config = ArealConfig.from_mapping({"hosts": ["127.0.0.1:1"]})
     monkeypatch.setattr(asyncio, "sleep", record)

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.adapters.areal.config import ArealConfig
 from trainer.adapters.areal.conversation import ArealConversation, Engine
 from trainer.adapters.areal.rows import Rewarded, discounted
-from trainer.agent.attempts import Environments, run_group
+from trainer.agent.attempts import GroupEnvironments, run_group
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.pacing import pacer_of_loop
 from trainer.config import ConfigError
@@ -31,15 +31,18 @@ class GroupResult:
 class _Paced:
     """Environments whose resets are spaced while they fail: AReaL replaces each rejected group at once, without end."""
 
-    def __init__(self, environments: Environments) -> None:
+    def __init__(self, environments: GroupEnvironments) -> None:
         self._environments = environments
+
+    def reset(self, task: str, **options: Any) -> AbstractAsyncContextManager[AgentEpisode]:
+        return pacer_of_loop().open(task, lambda: self._environments.reset(task, **options))
 
     def reset_group(self, task: str, **options: Any) -> AbstractAsyncContextManager[Sequence[AgentEpisode]]:
         return pacer_of_loop().open(task, lambda: self._environments.reset_group(task, **options))
 
 
 async def run_task_group(
-    environments: Environments, data: Mapping[str, Any], engine: Engine, *, chat: Chat, config: ArealConfig
+    environments: GroupEnvironments, data: Mapping[str, Any], engine: Engine, *, chat: Chat, config: ArealConfig
 ) -> GroupResult:
     """Run the task of a data set row as a group.
 
