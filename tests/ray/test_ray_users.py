@@ -81,20 +81,9 @@ async def test_trainer_eval_plays_on_the_cluster(hosts: "RayHosts", tmp_path: "P
         [[Click(819, 100, count=3)], [Click(819, 100, count=2)], [Done()]], AgentSettings().make_grammar()
     )
     async with served(ScriptedModel({task.instruction: replies})) as url:
-        words = [
-            "eval",
-            "--envd",
-            hosts.target,
-            "--endpoint",
-            url,
-            "--task",
-            TASK,
-            "--seeds",
-            "8",
-            "--temperature",
-            "1",
-            "--json",
-        ]
+        file = tmp_path / "run.toml"
+        file.write_text(f'endpoint = "{url}"\nseeds = 8\ntemperature = 1\n')
+        words = ["eval", str(file), "--envd", hosts.target, "--task", TASK, "--json"]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "trainer", *words, "--out", str(tmp_path)), stdout=PIPE, stderr=PIPE
         )
