@@ -12,8 +12,8 @@ from statistics import fmean
 
 import torch
 
+from trainer.learn import LearnError
 from trainer.learn.engine import Engine
-from trainer.learn.errors import LearnError
 from trainer.learn.loss import Row, policy_loss
 from trainer.learn.metrics import MetricsLog
 from trainer.learn.policy import Policy

@@ -15,7 +15,7 @@ from PIL import Image
 from trainer.agent.coordinates import points_of
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.types import Outcome, Trajectory
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 from trainer.learn.record import read_evaluations
 from trainer.learn.settings import Settings
 from trainer.slime.generate import run_sample

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from trainer.data.split import template_id
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 from trainer.learn.loss import Row, rows_of, trained_rows
 from trainer.learn.record import Score
 from trainer.learn.settings import HELD_OUT_SEED, Settings
@@ -345,8 +345,9 @@ class _Worker:
         self._rollouts.data_source.load(number)
 
 
-def write_tasks(path: Path, ids: Sequence[str]) -> None:
-    """Write a data set of slime's, one line per task."""
+def write_tasks(path: Path, ids: Sequence[str]) -> Path:
+    """Write a data set of slime's, one line per task; return its path."""
     rows = [{"prompt": [{"role": "user", "content": each}], "metadata": {"task_id": each}} for each in ids]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
