@@ -5,11 +5,10 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from cuaenv.client import Action, Evaluation, Observation, StepResult, View
+from cuaenv.client import Action, Observation, StepResult
 from PIL import Image
 
 from trainer.agent.coordinates import points_of
@@ -20,7 +19,7 @@ from trainer.learn.record import read_evaluations
 from trainer.learn.settings import Settings
 from trainer.slime.generate import run_sample
 from trainer.slime.rollout import Rollout
-from trainer.slime.slots import GroupSlots
+from trainer.slime.slots import GroupSlots, WrappedEpisode
 
 _DIRECTORY = "played"
 _FILE = "episode.json"
@@ -73,27 +72,17 @@ class _RecordedRollout(Rollout):
         return self._recorder
 
 
-class _Recorder:
+class _Recorder(WrappedEpisode):
     """An episode that keeps its observations."""
 
     def __init__(self, episode: AgentEpisode) -> None:
-        self._episode = episode
-        self.episode_id = episode.episode_id
-        self.task_id = episode.task_id
-        self.instruction = episode.instruction
-        self.observation = episode.observation
-        self.origin = episode.origin
+        super().__init__(episode)
         self.observations: list[Observation] = [episode.observation]
 
-    async def step(
-        self, *actions: Action, view: View | None = None, timeout: timedelta = timedelta(minutes=3)
-    ) -> StepResult:
-        result = await self._episode.step(*actions, view=view, timeout=timeout)
+    async def step(self, *actions: Action, **options: Any) -> StepResult:
+        result = await super().step(*actions, **options)
         self.observations.append(result.observation)
         return result
-
-    async def evaluate(self, *, timeout: timedelta = timedelta(minutes=5)) -> Evaluation:
-        return await self._episode.evaluate(timeout=timeout)
 
 
 def _write(directory: Path, trajectory: Trajectory, observations: Sequence[Observation]) -> None:

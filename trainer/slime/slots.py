@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Unpack
+from typing import Any, Unpack
 
 from cuaenv.client import Action, AsyncEnvClient, AsyncEpisode, Evaluation, StepResult, View
 from cuaenv.client.options import ResetOptions
@@ -111,12 +111,11 @@ class GroupSlots:
         return pacer_of_loop().open(task, lambda: self._client.reset(task, **options))
 
 
-class _Traced:
-    """An episode whose calls appear in slime's traces."""
+class WrappedEpisode:
+    """An `AgentEpisode` that passes its calls on, for subclasses that change some."""
 
-    def __init__(self, episode: AsyncEpisode, sample: Sample) -> None:
+    def __init__(self, episode: AgentEpisode) -> None:
         self._episode = episode
-        self._sample = sample
         self.episode_id = episode.episode_id
         self.task_id = episode.task_id
         self.instruction = episode.instruction
@@ -126,14 +125,31 @@ class _Traced:
     async def step(
         self, *actions: Action, view: View | None = None, timeout: timedelta = timedelta(minutes=3)
     ) -> StepResult:
-        with span(self._sample, "env_step", {"actions": len(actions)}) as traced:
-            result = await self._episode.step(*actions, view=view, timeout=timeout)
-            traced.update({f"{name}_ms": value for name, value in result.timings_ms.items()})
+        """See `AgentEpisode`."""
+        result = await self._episode.step(*actions, view=view, timeout=timeout)
         self.observation = result.observation
         return result
 
     async def evaluate(self, *, timeout: timedelta = timedelta(minutes=5)) -> Evaluation:
+        """See `AgentEpisode`."""
+        return await self._episode.evaluate(timeout=timeout)
+
+
+class _Traced(WrappedEpisode):
+    """An episode whose calls appear in slime's traces."""
+
+    def __init__(self, episode: AsyncEpisode, sample: Sample) -> None:
+        super().__init__(episode)
+        self._sample = sample
+
+    async def step(self, *actions: Action, **options: Any) -> StepResult:
+        with span(self._sample, "env_step", {"actions": len(actions)}) as traced:
+            result = await super().step(*actions, **options)
+            traced.update({f"{name}_ms": value for name, value in result.timings_ms.items()})
+        return result
+
+    async def evaluate(self, **options: Any) -> Evaluation:
         with span(self._sample, "env_evaluate") as traced:
-            evaluation = await self._episode.evaluate(timeout=timeout)
+            evaluation = await super().evaluate(**options)
             traced.update({"score": evaluation.score})
         return evaluation
