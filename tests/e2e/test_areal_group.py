@@ -12,9 +12,8 @@ from envd.hypervisor.fake import Faults
 from tests.support.areal import ScriptedEngine
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import END, Processor, Tokenizer
-from trainer.adapters.areal.config import ArealConfig
 from trainer.adapters.areal.conversation import Request
-from trainer.adapters.areal.group import GroupResult, run_task_group
+from trainer.adapters.areal.group import ArealConfig, GroupResult, run_task_group
 from trainer.adapters.areal.rows import columns
 from trainer.agent.grammars import grammar
 from trainer.config import ConfigError

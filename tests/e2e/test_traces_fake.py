@@ -28,8 +28,7 @@ from envd.base.telemetry import logs, traces
 from tests.support import areal, slime
 from tests.support.command import restored_logging
 from tests.support.server import serve_fake
-from trainer.adapters.areal.config import ArealConfig
-from trainer.adapters.areal.group import run_task_group
+from trainer.adapters.areal.group import ArealConfig, run_task_group
 from trainer.agent.attempts import run_task
 from trainer.agent.grammars import grammar
 from trainer.agent.settings import AgentSettings

@@ -13,8 +13,7 @@ from cuaenv.client import Action, AsyncEnvClient, Click, Done, shared_client
 from tests.support.areal import ScriptedEngine
 from tests.support.scripted_model import ScriptedModel, say_steps, served
 from tests.support.slime import Processor, Tokenizer
-from trainer.adapters.areal.config import ArealConfig
-from trainer.adapters.areal.group import GroupResult, run_task_group
+from trainer.adapters.areal.group import ArealConfig, GroupResult, run_task_group
 from trainer.agent.grammars import grammar
 from trainer.agent.settings import AgentSettings
 from trainer.tokens.chat import Chat

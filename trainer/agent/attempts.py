@@ -19,8 +19,8 @@ from cuaenv.client import (
     StepIndexMismatch,
     Unavailable,
 )
-from cuaenv.client.options import ResetOptions
 from cuaenv.client.tracing import span
+from cuaenv.client.view import ResetOptions
 
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.settings import AgentSettings

@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Unpack
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, GroupTooLarge
-from cuaenv.client.options import ResetOptions
+from cuaenv.client.view import ResetOptions
 
 from trainer.agent.pacing import pacer_of_loop
 

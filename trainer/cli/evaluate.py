@@ -18,6 +18,7 @@ from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation
 from trainer.cli.choice import SplitName, choose, served_tasks
+from trainer.cli.compare import print_comparison, print_summary
 from trainer.cli.options import (
     DEFAULT_RUN,
     DEFAULT_TARGET,
@@ -27,7 +28,6 @@ from trainer.cli.options import (
     read_settings,
 )
 from trainer.cli.output import UsageError, reports_errors
-from trainer.cli.tables import print_comparison, print_summary
 from trainer.config import STRICT, ConfigError, parse
 from trainer.data.prompts import describe_unrunnable
 from trainer.data.split import CannotSplit

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from cuaenv.client.credentials import is_local
 
 from trainer.agent.types import BudgetExhausted, ModelFailed
-from trainer.tokens.responses import is_context_full
+from trainer.tokens.sglang import is_context_full
 
 if TYPE_CHECKING:
     import openai

@@ -47,11 +47,11 @@ class GenerateServer:
         self.host = "127.0.0.1"
         self.ports: list[int] = []
         self._port_count = port_count
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-http", daemon=True)
         self._runners: list[web.AppRunner] = []
 
     def __enter__(self) -> Self:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-http", daemon=True)
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
         return self

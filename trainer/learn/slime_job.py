@@ -149,6 +149,7 @@ OVERRIDES: dict[str, Any] = {
     "sglang_server_concurrency": 1024,
     "router_policy": None,
     "load_debug_rollout_data": None,
+    "use_rollout_logprobs": True,  # the ratio of the loss is to the policy that sampled
     "custom_generate_function_path": "trainer.slime.generate.generate",
     "custom_rm_path": "trainer.slime.rewards.reward_func",
     "custom_reward_post_process_path": "trainer.slime.group.normalize_rewards",

@@ -23,9 +23,8 @@ from trainer.slime.samples import fill, note, set_status
 from trainer.slime.slime_compat import GenerateState, Sample
 from trainer.slime.slots import BranchContext, GroupSlots
 from trainer.tokens.chat import Chat
-from trainer.tokens.responses import is_context_full
 from trainer.tokens.rows import Row
-from trainer.tokens.sglang import SglangConversation, TokenBudget
+from trainer.tokens.sglang import SglangConversation, TokenBudget, is_context_full
 
 logger = logging.getLogger(__name__)
 _ABORT_POLL_S = 0.5

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, Unpack
 
 from cuaenv.client import Action, AsyncEnvClient, AsyncEpisode, Evaluation, StepResult, View
-from cuaenv.client.options import ResetOptions
+from cuaenv.client.view import ResetOptions
 
 from trainer.agent.branch_point import BranchPoint
 from trainer.agent.forks import group_member

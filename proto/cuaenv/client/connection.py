@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 from cuaenv.client.credentials import Access
 from cuaenv.client.errors import ClientClosed, DeadlineExceeded, EnvError, error_of
-from cuaenv.client.retry import RetryPolicy, retry_pause_s
+from cuaenv.client.placement import RetryPolicy, retry_pause_s
 from cuaenv.client.routes import FIRST, Routes
 from cuaenv.client.targets import Address
 from cuaenv.client.tracing import trace_headers

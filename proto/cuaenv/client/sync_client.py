@@ -12,9 +12,9 @@ from cuaenv.client.async_client import AsyncEnvClient
 from cuaenv.client.credentials import Tls
 from cuaenv.client.episode import AsyncEpisode
 from cuaenv.client.observation import Observation
-from cuaenv.client.options import ForkOptions, ResetOptions
+from cuaenv.client.placement import RetryPolicy
 from cuaenv.client.results import State
-from cuaenv.client.retry import RetryPolicy
+from cuaenv.client.view import ForkOptions, ResetOptions
 
 Inner = TypeVar("Inner")
 Result = TypeVar("Result")

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import ConfigError
-from trainer.rewards.breakdown import Breakdown
-from trainer.rewards.facts import ActionFacts, EpisodeFacts, TurnFacts
+from trainer.rewards.facts import ActionFacts, Breakdown, EpisodeFacts, TurnFacts
 from trainer.rewards.groups import advantages, has_signal
 from trainer.rewards.recipes import NAMES, Recipe, recipe
 from trainer.rewards.shaped import Shaped
