@@ -216,11 +216,11 @@ def rows_of_two_rollouts() -> tuple[list[Any], list[Any]]:
     """Return rows of lengths 2, 1 and 3, of which the first two are one rollout, and new log-probabilities."""
     import torch
 
-    from trainer.learn.loss import Row
+    from trainer.learn.loss import TrainRow
 
     old = [[-0.5, -1.0], [-0.2], [-2.0, -0.1, -0.7]]
     rows = [
-        Row(
+        TrainRow(
             tokens=[1, *range(len(each))],
             response_length=len(each),
             loss_mask=[1] * len(each),
@@ -285,12 +285,12 @@ class Bandit:
         self.success: list[float] = []
 
     def rollout(self, number: int) -> Any:
-        from trainer.learn.loss import Row
+        from trainer.learn.loss import TrainRow
         from trainer.learn.sampler import Prompt, Sampler
-        from trainer.learn.workers import Rollout
+        from trainer.learn.workers import Batch
         from trainer.rewards.groups import advantages
 
-        made = Rollout(patches=list(self.policy.patches(self.frames)))
+        made = Batch(patches=list(self.policy.patches(self.frames)))
         rewards = []
         for place, (ids, wanted) in enumerate(zip(prompts_of(self.policy), self.wanted, strict=True)):
             frame = self.frames[place]
@@ -299,7 +299,7 @@ class Bandit:
             group = [float(reply.ids[0] in wanted) for reply in replies.values()]
             for prompt, reply, advantage in zip(replies, replies.values(), advantages(group), strict=True):
                 made.rows.append(
-                    Row(
+                    TrainRow(
                         tokens=[*prompt.ids, *reply.ids],
                         response_length=1,
                         loss_mask=[1],

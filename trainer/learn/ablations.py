@@ -13,9 +13,9 @@ from cuaenv.client import Action, AsyncEpisode, Evaluation, MachineLost, StepRes
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.types import Outcome, Trajectory
 from trainer.data.split import template_id
+from trainer.slime.environments import SampleEnvironments, WrappedEpisode
 from trainer.slime.generate import run_sample
 from trainer.slime.rollout import Rollout
-from trainer.slime.slots import GroupSlots, WrappedEpisode
 
 __all__ = ["generate"]
 
@@ -44,11 +44,11 @@ class _FaultyRollout(Rollout):
         zero = Evaluation(score=0.0, checks=(), timings_ms={})
         return replace(trajectory, outcome=Outcome.TRUNCATED, reason="injected", error=None, evaluation=zero)
 
-    def wrap(self, slots: GroupSlots, episode: AgentEpisode) -> AgentEpisode:
+    def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:
         rng = _rng(self.args, self.sample)
-        if rng.random() >= self.args.fault_share or slots.episode is None:
+        if rng.random() >= self.args.fault_share or environments.episode is None:
             return episode
-        return _LostEpisode(episode, slots.episode, steps=rng.randrange(_STEPS + 1))
+        return _LostEpisode(episode, environments.episode, steps=rng.randrange(_STEPS + 1))
 
 
 class _LostEpisode(WrappedEpisode):

@@ -17,9 +17,9 @@ from trainer.agent.types import Outcome, Trajectory
 from trainer.learn import LearnError
 from trainer.learn.record import read_evaluations
 from trainer.learn.settings import Settings
+from trainer.slime.environments import SampleEnvironments, WrappedEpisode
 from trainer.slime.generate import run_sample
 from trainer.slime.rollout import Rollout
-from trainer.slime.slots import GroupSlots, WrappedEpisode
 
 _DIRECTORY = "played"
 _FILE = "episode.json"
@@ -67,7 +67,7 @@ class _RecordedRollout(Rollout):
             _write(Path(self.args.save) / _DIRECTORY, trajectory, observations)
         return trajectory
 
-    def wrap(self, slots: GroupSlots, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002 -- only the episode
+    def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002 -- only the episode
         self._recorder = _Recorder(episode)
         return self._recorder
 

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from trainer.data.split import template_id
 from trainer.learn import LearnError
-from trainer.learn.loss import Row, rows_of, trained_rows
+from trainer.learn.loss import TrainRow, rows_of, trained_rows
 from trainer.learn.record import Score
 from trainer.learn.settings import HELD_OUT_SEED, Settings
 
@@ -31,10 +31,10 @@ _STOP_S = 30.0
 
 
 @dataclass(slots=True)
-class Rollout:
+class Batch:
     """What the processes rolled out together."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TrainRow] = field(default_factory=list)
     rollout_count: int = 0
     """Rollouts with an advantage."""
     patches: list[Any] = field(default_factory=list)
@@ -153,11 +153,11 @@ class Workers:
                 process.join()
             pipe.close()
 
-    def rollout(self, number: int) -> Rollout:
+    def rollout(self, number: int) -> Batch:
         """Roll out one batch. Raises: LearnError: A process failed."""
         import torch  # noqa: PLC0415 -- seconds
 
-        found = Rollout()
+        found = Batch()
         for index, answer in enumerate(self._ask(("rollout", number))):
             images = [len(found.patches) + image for image in answer["images"]]
             rows = rows_of(answer["data"], images=images)

@@ -27,7 +27,7 @@ class BranchContext:
     """The current row: all that the model read and sampled in it."""
 
 
-class GroupSlots:
+class SampleEnvironments:
     """`trainer.agent.attempts.Environments` for one sample."""
 
     def __init__(
