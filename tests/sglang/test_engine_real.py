@@ -21,7 +21,7 @@ from tests.support.sglang import SglangServer
 from tests.support.sglang_process import ROOT, SglangProcess, router_of
 from tests.support.slime_job import SlimeJob, check_train_data, log_prob_gaps, slime_args
 from trainer.agent.types import Message
-from trainer.learn.workers import write_tasks
+from trainer.learn.slime_job import write_tasks
 from trainer.slime import probe
 from trainer.slime.samples import facts_of, flatten, is_void
 from trainer.tokens.chat import Chat

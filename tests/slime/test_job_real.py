@@ -21,7 +21,7 @@ from cuaenv.client import Click, Done, EnvClient
 from tests.support.served import ServedDaemon
 from tests.support.sglang import SglangServer
 from trainer.agent.grammars import grammar
-from trainer.learn.workers import write_tasks
+from trainer.learn.slime_job import write_tasks
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(1200)]
 

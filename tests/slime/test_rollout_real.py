@@ -21,7 +21,7 @@ from tests.support.slime_job import (
     slime_args,
 )
 from trainer.agent.grammars import grammar
-from trainer.learn.workers import write_tasks
+from trainer.learn.slime_job import write_tasks
 from trainer.slime.guard import Halted
 from trainer.slime.metrics import log_rollout
 from trainer.slime.samples import facts_of, flatten, is_void

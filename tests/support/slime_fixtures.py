@@ -1,5 +1,6 @@
 """Fixtures of the tests on slime's real code: a tiny model, and a daemon with drawn desktops."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,9 +39,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def other_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with other weights."""
-    from tests.support.tiny_model import write_other_weights
+    import torch
+    from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
-    return write_other_weights(tmp_path_factory.mktemp("other") / "tiny", like=checkpoint)
+    directory = tmp_path_factory.mktemp("other") / "tiny"
+    shutil.copytree(checkpoint, directory)
+    torch.manual_seed(1)
+    Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(checkpoint)).save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,9 @@ from trainer.learn.metrics import MetricsLog
 from trainer.learn.policy import Policy
 from trainer.learn.record import Evaluation, Score, recorded
 from trainer.learn.settings import Reinforce, Settings
-from trainer.learn.slime_job import use_slime
+from trainer.learn.slime_job import use_slime, write_tasks
 from trainer.learn.states import RunState, load_state, make_optimizer, save_state, train_step
-from trainer.learn.workers import Batch, Workers, WorkerSpec, exchange_directory, task_ids, write_tasks
+from trainer.learn.workers import Batch, Workers, WorkerSpec, exchange_directory, task_ids
 from trainer.slime.guard import Guard, Halt
 from trainer.slime.records import metrics_of
 

@@ -17,6 +17,7 @@ from trainer.agent.types import Outcome, Trajectory
 from trainer.learn import LearnError
 from trainer.learn.record import read_evaluations
 from trainer.learn.settings import Settings
+from trainer.learn.slime_job import write_tasks
 from trainer.slime.environments import SampleEnvironments, WrappedEpisode
 from trainer.slime.generate import run_sample
 from trainer.slime.rollout import Rollout
@@ -127,7 +128,7 @@ def play(
     from trainer.learn.engine import Engine  # noqa: PLC0415 -- torch takes seconds
     from trainer.learn.policy import Policy  # noqa: PLC0415
     from trainer.learn.states import load_state  # noqa: PLC0415
-    from trainer.learn.workers import Workers, WorkerSpec, exchange_directory, write_tasks  # noqa: PLC0415
+    from trainer.learn.workers import Workers, WorkerSpec, exchange_directory  # noqa: PLC0415
 
     states = []
     for stage, source in (("clone", run / "clone"), ("rl", run / name)):

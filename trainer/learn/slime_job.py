@@ -5,6 +5,7 @@ stand-ins replace.
 """
 
 import argparse
+import json
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -119,6 +120,14 @@ class SlimeRollouts:
         (getattr(self._ray_rollout, name, None) or getattr(self._ray_rollout, f"_{name}"))(list(groups))
         data: dict[str, Any] = manager._convert_samples_to_train_data(flatten(groups))
         return data
+
+
+def write_tasks(path: Path, ids: Sequence[str]) -> Path:
+    """Write a data set of slime's, one line per task; return its path."""
+    rows = [{"prompt": [{"role": "user", "content": each}], "metadata": {"task_id": each}} for each in ids]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
 def slime_args(envd: Mapping[str, Any], **given: Any) -> Namespace:

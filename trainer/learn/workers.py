@@ -6,7 +6,6 @@ through files, because a pipe would carry two megabytes for every row.
 
 import contextlib
 import hashlib
-import json
 import logging
 import math
 import os
@@ -343,11 +342,3 @@ class _Worker:
     def load(self, number: int) -> None:
         """Load the position in the data set."""
         self._rollouts.data_source.load(number)
-
-
-def write_tasks(path: Path, ids: Sequence[str]) -> Path:
-    """Write a data set of slime's, one line per task; return its path."""
-    rows = [{"prompt": [{"role": "user", "content": each}], "metadata": {"task_id": each}} for each in ids]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
