@@ -28,9 +28,7 @@ from envd.base.telemetry import logs, traces
 from tests.support import areal, slime
 from tests.support.command import restored_logging
 from tests.support.server import serve_fake
-from tests.support.slime_job import slime_args
-from trainer.adapters.areal.config import ArealConfig
-from trainer.adapters.areal.group import run_task_group
+from trainer.adapters.areal.group import ArealConfig, run_task_group
 from trainer.agent.attempts import run_task
 from trainer.agent.grammars import grammar
 from trainer.agent.settings import AgentSettings
@@ -276,7 +274,7 @@ async def test_the_trace_passes_through_slimes_and_areals_rollouts(recorded: InM
             mapping = {"hosts": [server.address], "engine_timeout_s": 60.0, "agent": AGENT}
             sample = slime.Sample(group_index=0, index=0, metadata={"task_id": TASK})
             parameters = {"temperature": 1.0, "max_new_tokens": 400}
-            await generate(slime_args(mapping, n_samples_per_prompt=1), sample, parameters)
+            await generate(slime.stand_in_args(mapping, n_samples_per_prompt=1), sample, parameters)
         config = ArealConfig.from_mapping({"hosts": [server.address], "group_size": 1, "agent": AGENT})
         chat = Chat(slime.Tokenizer(), slime.Processor())
         async with AsyncEnvClient(config.hosts) as client:

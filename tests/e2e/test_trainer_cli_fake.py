@@ -96,10 +96,9 @@ async def test_an_interrupted_evaluation_closes_its_episodes_and_keeps_its_resul
 
         model.before_reply = stall
         async with served(model) as url:
-            process = await start(
-                "eval", "--envd", address, "--endpoint", url, "--out", str(tmp_path), "--concurrency", "1",
-                "--task", "fake/enable", "--task", "fake/save-note",
-            )  # fmt: skip
+            file = tmp_path / "run.toml"
+            file.write_text('concurrency = 1\nselect.task_ids = ["fake/enable", "fake/save-note"]\n')
+            process = await start("eval", str(file), "--envd", address, "--endpoint", url, "--out", str(tmp_path))
             await asyncio.wait_for(second.wait(), 60)
             process.send_signal(signal.SIGINT)
             _, err = await process.communicate()
@@ -119,25 +118,15 @@ async def test_two_evaluations_share_a_daemon_by_their_labels(tmp_path: Path) ->
             runs.update(episode.run for episode in server.service.list_episodes())
 
         model.before_reply = note_runs
-        what = ["--task", "fake/enable", "--task", "fake/save-note", "--concurrency", "2", "--no-report", "--json"]
+
+        async def play(name: str, url: str) -> tuple[int, str, str]:
+            file = tmp_path / f"{name}.toml"
+            file.write_text(f'run = "{name}"\nconcurrency = 2\nreport = false\nendpoint = "{url}"\n')
+            what = ["--task", "fake/enable", "--task", "fake/save-note", "--out", str(tmp_path / name), "--json"]
+            return await run("eval", str(file), "--envd", server.address, *what)
+
         async with served(model) as url:
-            results = await asyncio.gather(
-                *(
-                    run(
-                        "eval",
-                        "--envd",
-                        server.address,
-                        "--endpoint",
-                        url,
-                        "--run",
-                        name,
-                        "--out",
-                        str(tmp_path / name),
-                        *what,
-                    )
-                    for name in ("mine", "yours")
-                )
-            )
+            results = await asyncio.gather(play("mine", url), play("yours", url))
     assert runs == {"mine", "yours"}
     for status, out, err in results:
         assert status == 0, err

@@ -1,6 +1,7 @@
 """`trainer play`: play one episode by hand, with no actions, by an oracle or by a model, and show it live."""
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +19,6 @@ from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation, Outcome
 from trainer.cli.choice import served_tasks
 from trainer.cli.evaluate import KEY_VARIABLE
-from trainer.cli.lines import Lines
 from trainer.cli.options import (
     DEFAULT_SCREEN,
     DEFAULT_TARGET,
@@ -209,3 +209,36 @@ def _print_result(played: PlayedAttempt, page: Path | None) -> None:
             out.print(f"  {check.score:.2f} {check.name}: {check.evidence}", markup=False, soft_wrap=True)
     if page is not None:
         err.print(f"wrote {page}", markup=False, soft_wrap=True)
+
+
+class Lines:
+    """Reads a file descriptor line by line."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._buffer = b""
+        self._ended = False
+
+    async def read(self) -> str | None:
+        """Return the next line without its newline, or None at the end of input."""
+        while b"\n" not in self._buffer and not self._ended:
+            await self._readable()
+            data = os.read(self._fd, 4096)
+            self._ended = not data
+            self._buffer += data
+        if not self._buffer:
+            return None
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode(errors="replace")
+
+    async def _readable(self) -> None:
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        try:
+            loop.add_reader(self._fd, ready.set)
+        except PermissionError:  # a regular file is always readable
+            return
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(self._fd)

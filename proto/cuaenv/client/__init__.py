@@ -107,6 +107,7 @@ from cuaenv.client.errors import (
 from cuaenv.client.host import HostState, HostStatistics
 from cuaenv.client.host_pool import ClientStatistics
 from cuaenv.client.observation import Element, Observation
+from cuaenv.client.placement import RetryPolicy
 from cuaenv.client.results import (
     Check,
     CommandResult,
@@ -120,7 +121,6 @@ from cuaenv.client.results import (
     StepResult,
     Task,
 )
-from cuaenv.client.retry import RetryPolicy
 from cuaenv.client.shared import ClientSettings, close_shared_clients, shared_client
 from cuaenv.client.sync_client import EnvClient, Episode
 from cuaenv.client.view import Settle, View

@@ -25,7 +25,7 @@ from cuaenv.client import (
     Unavailable,
     Wait,
 )
-from cuaenv.client.retry import retry_pause_s
+from cuaenv.client.placement import retry_pause_s
 from cuaenv.v1 import env_pb2
 from PIL import Image
 

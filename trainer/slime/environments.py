@@ -1,15 +1,16 @@
 """Open one sample's episodes: the first in its group, repeated attempts alone. Calls are traced for slime."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Unpack
 
 from cuaenv.client import Action, AsyncEnvClient, AsyncEpisode, Evaluation, StepResult, View
+from cuaenv.client.view import ResetOptions
 
 from trainer.agent.branch_point import BranchPoint
-from trainer.agent.forks import forks_of_loop
+from trainer.agent.forks import group_member
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.pacing import pacer_of_loop
 from trainer.slime.slime_compat import Sample, span
@@ -26,7 +27,7 @@ class BranchContext:
     """The current row: all that the model read and sampled in it."""
 
 
-class GroupSlots:
+class SampleEnvironments:
     """`trainer.agent.attempts.Environments` for one sample."""
 
     def __init__(
@@ -64,17 +65,15 @@ class GroupSlots:
         self._lease_ttl = lease_ttl
 
     @asynccontextmanager
-    async def reset_group(self, task: str, *, size: int, **options: Any) -> AsyncIterator[Sequence[AgentEpisode]]:
+    async def reset(self, task: str, **options: Unpack[ResetOptions]) -> AsyncIterator[AgentEpisode]:
         """Open the sample's episode: in its group the first time, alone after that. Raises: EnvError."""
-        if size != 1:
-            raise ValueError(f"size is {size}; a sample has one episode")
         self.reset_count += 1
         opening = self._opening(task, {**options, "lease_ttl": self._lease_ttl})
         async with AsyncExitStack() as stack:
             with span(self._sample, "env_reset", {"task": task, "attempt": self.reset_count}):
                 episode, self.context = await stack.enter_async_context(opening)
             self.episode = episode
-            yield [_Traced(episode, self._sample)]
+            yield _Traced(episode, self._sample)
 
     async def branch(self, context: BranchContext) -> None:
         """In a tree, let waiting members continue from the current episode."""
@@ -90,7 +89,7 @@ class GroupSlots:
 
     @asynccontextmanager
     async def _opening(
-        self, task: str, options: dict[str, Any]
+        self, task: str, options: ResetOptions
     ) -> AsyncIterator[tuple[AsyncEpisode, BranchContext | None]]:
         self._tree = None
         if self._group_size == 1 or self.reset_count > 1:
@@ -99,33 +98,24 @@ class GroupSlots:
         elif self._branch_ways:
             self._tree = tree_of_loop((self._sample.group_index, task))
             # The others continue on forks, on this host.
-            rooted = {**options, "branches": self._group_size - 1}
+            rooted: ResetOptions = {**options, "branches": self._group_size - 1}
             async with self._tree.member(lambda: self._reset(task, rooted)) as (episode, context):
                 yield episode, context
         else:
-            async with self._slot(task, options) as episode:
+            key, wait_s = (self._sample.group_index, task), self._group_wait_s
+            opening = group_member(self._client, task, group=key, size=self._group_size, wait_s=wait_s, **options)
+            async with opening as episode:
                 yield episode, None
 
-    def _reset(self, task: str, options: dict[str, Any]) -> AbstractAsyncContextManager[AsyncEpisode]:
+    def _reset(self, task: str, options: ResetOptions) -> AbstractAsyncContextManager[AsyncEpisode]:
         return pacer_of_loop().open(task, lambda: self._client.reset(task, **options))
 
-    def _slot(self, task: str, options: dict[str, Any]) -> AbstractAsyncContextManager[AsyncEpisode]:
-        return forks_of_loop().member(
-            (self._sample.group_index, task),
-            size=self._group_size,
-            open_group=lambda size: pacer_of_loop().open(
-                task, lambda: self._client.reset_group(task, size=size, **options)
-            ),
-            wait_s=self._group_wait_s,
-        )
 
+class WrappedEpisode:
+    """An `AgentEpisode` that passes its calls on, for subclasses that change some."""
 
-class _Traced:
-    """An episode whose calls appear in slime's traces."""
-
-    def __init__(self, episode: AsyncEpisode, sample: Sample) -> None:
+    def __init__(self, episode: AgentEpisode) -> None:
         self._episode = episode
-        self._sample = sample
         self.episode_id = episode.episode_id
         self.task_id = episode.task_id
         self.instruction = episode.instruction
@@ -135,14 +125,31 @@ class _Traced:
     async def step(
         self, *actions: Action, view: View | None = None, timeout: timedelta = timedelta(minutes=3)
     ) -> StepResult:
-        with span(self._sample, "env_step", {"actions": len(actions)}) as traced:
-            result = await self._episode.step(*actions, view=view, timeout=timeout)
-            traced.update({f"{name}_ms": value for name, value in result.timings_ms.items()})
+        """See `AgentEpisode`."""
+        result = await self._episode.step(*actions, view=view, timeout=timeout)
         self.observation = result.observation
         return result
 
     async def evaluate(self, *, timeout: timedelta = timedelta(minutes=5)) -> Evaluation:
+        """See `AgentEpisode`."""
+        return await self._episode.evaluate(timeout=timeout)
+
+
+class _Traced(WrappedEpisode):
+    """An episode whose calls appear in slime's traces."""
+
+    def __init__(self, episode: AsyncEpisode, sample: Sample) -> None:
+        super().__init__(episode)
+        self._sample = sample
+
+    async def step(self, *actions: Action, **options: Any) -> StepResult:
+        with span(self._sample, "env_step", {"actions": len(actions)}) as traced:
+            result = await super().step(*actions, **options)
+            traced.update({f"{name}_ms": value for name, value in result.timings_ms.items()})
+        return result
+
+    async def evaluate(self, **options: Any) -> Evaluation:
         with span(self._sample, "env_evaluate") as traced:
-            evaluation = await self._episode.evaluate(timeout=timeout)
+            evaluation = await super().evaluate(**options)
             traced.update({"score": evaluation.score})
         return evaluation
