@@ -147,6 +147,7 @@ async def serve_fake(
             [pool],
             tasks=tasks,
             limits=limits,
+            metrics=metrics,
             clock=clock,
             store=store,
             make_id=lambda: f"{prefix}{secrets.token_hex(8)}",

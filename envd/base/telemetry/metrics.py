@@ -139,6 +139,12 @@ class Metrics:
             "1 while the hypervisor works, 0 while libvirt is unreachable.",
             registry=self.registry,
         )
+        self.port_connections = self._gauge(
+            "envd_port_connections", "Open connections of clients to ports of guests.", "pool"
+        )
+        self.port_bytes = self._counter(
+            "envd_port_bytes_total", "Bytes of these connections, by direction.", "pool", "direction"
+        )
         self.relayed_calls = self._counter(
             "envd_relayed_calls_total",
             "Calls for an episode of another shard than the one that the client is connected to.",

@@ -12,6 +12,7 @@ from cuaenv.actions import Action
 from cuaenv.client.async_client import AsyncEnvClient
 from cuaenv.client.credentials import Tls
 from cuaenv.client.episode import AsyncEpisode
+from cuaenv.client.forwarding import PortForward
 from cuaenv.client.observation import Observation
 from cuaenv.client.options import ForkOptions, ResetOptions, StepOptions
 from cuaenv.client.results import CommandResult, EpisodeInfo, Evaluation, Pool, State, StepResult, Task
@@ -179,3 +180,13 @@ class Episode:
     ) -> CommandResult:
         """Run a command in the guest to its end, if the pool allows it. Raises: EnvError."""
         return self._client._wait(self._episode.run_command(argv, as_root=as_root, stdin=stdin, timeout=timeout))
+
+    @contextmanager
+    def forward(self, port: int, *, local_port: int = 0) -> Iterator[PortForward]:
+        """Listen on 127.0.0.1 during the block; connections lead to a port of the guest. See `AsyncEpisode.forward`."""
+        forwarding = self._episode.forward(port, local_port=local_port)
+        forward = self._client._wait(forwarding.__aenter__())
+        try:
+            yield forward
+        finally:
+            self._client._wait(forwarding.__aexit__(None, None, None))
