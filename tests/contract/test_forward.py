@@ -171,6 +171,7 @@ async def test_a_program_that_speaks_http_and_websockets_is_reached(server: Fake
 async def test_a_port_without_a_program_resets_the_connection_and_works_once_one_listens(
     server: FakeServer, episode: AsyncEpisode, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "cuaenv.client.forwarding")
     async with episode.forward(PORT) as forward:
         reader, writer = await asyncio.open_connection("127.0.0.1", forward.local_port)
         with pytest.raises(ConnectionResetError):

@@ -52,6 +52,7 @@ class AsyncEpisode:
         )
         """Origin of its first state."""
         self.task_id = info.task_id
+        self.pool = info.pool
         self.max_steps = info.max_steps
         self.instruction = instruction
         """The task's instruction for the agent."""
@@ -221,7 +222,7 @@ class AsyncEpisode:
         """Listen on 127.0.0.1 during a block; each connection leads to a TCP port of the guest's 127.0.0.1.
 
         The guest runs while a connection is open. The guest's program may start later: a connection that it refuses is
-        reset here, with a warning in the log.
+        reset here, and the log has the reason.
 
         Args:
             port: The guest's.

@@ -15,6 +15,7 @@ from cuaenv.client.errors import (
     BadRequest,
     ClientClosed,
     EnvError,
+    GuestRefused,
     NotFound,
     NotSupported,
     SampleVoid,
@@ -76,7 +77,9 @@ class PortForward:
         try:
             await self._carry(reader, writer)
         except EnvError as error:
-            logger.warning("%s, port %d: %s", self._episode_id, self._port, error)
+            # Programs wait for a port by connecting to it repeatedly.
+            level = logging.INFO if isinstance(error, GuestRefused) else logging.WARNING
+            logger.log(level, "%s, port %d: %s", self._episode_id, self._port, error)
             _reset(writer)
             if isinstance(error, _FINAL) and not self._ended.done():
                 self._ended.set_exception(error)

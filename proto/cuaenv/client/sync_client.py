@@ -125,6 +125,7 @@ class Episode:
         self.origin = episode.origin
         """Origin of its first state."""
         self.task_id = episode.task_id
+        self.pool = episode.pool
         self.instruction = episode.instruction
         """The task's instruction for the agent."""
 
