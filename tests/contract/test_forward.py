@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -416,3 +417,43 @@ async def test_any_other_answer_of_the_guest_is_a_typed_error(answer: bytes, err
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         with pytest.raises(error, match=text):
             await open_port(url, 1, machine_id="m-1")
+
+
+# The command
+
+
+async def test_the_command_prints_the_local_address_and_ends_with_the_episode(
+    server: FakeServer, episode: AsyncEpisode
+) -> None:
+    command = ("forward", episode.episode_id, str(ECHO), "--envd", server.address)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "envd", *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    host, _, port = (await process.stdout.readline()).decode().strip().partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"!")
+    assert await reader.readexactly(1) == b"!"
+    await episode.close()
+    errors = (await process.stderr.read()).decode()
+    writer.close()
+    assert await process.wait() == 1
+    assert f"error: episode {episode.episode_id}: closed at" in errors
+
+
+async def test_the_command_reports_an_unknown_episode_and_a_port_in_use(
+    server: FakeServer, episode: AsyncEpisode
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        local_port = used.getsockname()[1]
+        for arguments, status, text in (
+            (("ep-unknown", "80"), 1, "episode ep-unknown: is not open here"),
+            ((episode.episode_id, "80", "--local", str(local_port)), 2, f"--local {local_port}: cannot listen"),
+        ):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "envd", "forward", *arguments, "--envd", server.address, stderr=-1
+            )
+            _, errors = await process.communicate()
+            assert process.returncode == status
+            assert text in errors.decode()

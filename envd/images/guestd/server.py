@@ -23,7 +23,7 @@ MAX_IN_MEMORY_BODY_BYTES = 4 << 20
 SOCKET_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 10.0
 #: A fork has copies of its parent's connections, which lead nowhere: they end when the host does not know them.
-KEEPALIVE_IDLE_S = 60
+KEEPALIVE_IDLE_S = 10
 
 logger = logging.getLogger("guestd")
 
