@@ -16,6 +16,7 @@ from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvClient, EnvError, Epi
 from cuaenv.client.errors import error_of
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 
+from envd.api.security.guard import MESSAGE_BURST
 from envd.base.errors import GuestError, GuestUnresponsive
 from envd.base.streams import copy
 from envd.guest.tunnel import open_port
@@ -298,6 +299,25 @@ async def test_an_episode_has_a_limited_number_of_connections(server: FakeServer
             call.cancel()
         while open_count._value.get():
             await asyncio.sleep(0.001)
+
+
+async def test_messages_of_bytes_wait_above_their_rate(server: FakeServer, episode: AsyncEpisode) -> None:
+    count = MESSAGE_BURST + 200
+    async with streams(server) as open_stream:
+        call = await open_stream(episode_id=episode.episode_id, port=ECHO)
+        await call.read()
+
+        async def send() -> None:
+            for _ in range(count):
+                await call.write(env_pb2.ForwardGuestPortRequest(data=b"!"))
+            await call.done_writing()
+
+        sending = asyncio.create_task(send())
+        received = 0
+        while (response := await call.read()) is not grpc.aio.EOF:
+            received += len(response.data)
+        assert received == count
+        await sending
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from envd.integrations.osworld.desktop_machines import EnvdProvider
 from tests.support.real_desktops import osworld_machines
 
-pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
 
 #: Serves /json/version, with the guest's name, and a WebSocket that echoes text frames of up to 125 bytes.
 SERVER = """
