@@ -74,7 +74,8 @@ class Caller:
         needed = SCOPES[method] if method in SCOPES else _OTHER_SCOPES[method]
         if self.scope < needed:
             raise ScopeTooSmall(
-                f"token {self.name!r}: has scope {self.scope.word}, and {method} needs {needed.word}; ask the operator"
+                f"token {self.name!r}: scope {self.scope.word} is too small, {method} needs {needed.word};"
+                " ask the operator"
             )
 
     def may_use(self, owner: str | None) -> bool:
