@@ -126,6 +126,7 @@ class ApiServer:
         metrics: Metrics,
         security: SecurityConfig | None = None,
         is_inner: bool = False,
+        renewals: RateLimiter | None = None,
     ) -> None:
         """Check the address and read tokens and certificates; nothing listens before `start`.
 
@@ -135,11 +136,14 @@ class ApiServer:
             metrics: Counts calls, failures and unreadable security files.
             security: Authentication and TLS; by default every caller that can reach the address is trusted.
             is_inner: Whether only other processes of the same daemon call it; see `Guard`.
+            renewals: Limits renewals of each caller; by default `RENEWALS_PER_S`.
 
         Raises:
             ConfigError: The address is malformed or must not be exposed, or a token or certificate file is invalid.
         """
         security = security or SecurityConfig()
+        if renewals is None:
+            renewals = RateLimiter(calls_per_second=RENEWALS_PER_S, burst=RENEWAL_BURST)
         self._listen = parse_listen(listen, exposable=security.is_exposable)
         self._credentials = _credentials(security, metrics)
         is_shard_endpoint = isinstance(episodes, EndpointServicer)
@@ -159,7 +163,7 @@ class ApiServer:
         self.guard = Guard(
             tokens=read_token_table(security, metrics, allow_quotas=not is_shard_endpoint),
             limiter=RateLimiter(calls_per_second=security.calls_per_second, burst=security.call_burst),
-            renewals=RateLimiter(calls_per_second=RENEWALS_PER_S, burst=RENEWAL_BURST),
+            renewals=renewals,
             max_calls=security.max_calls_in_flight,
             may_use=self._servicer.may_use,
             is_inner=is_inner,

@@ -11,7 +11,6 @@ import pytest_asyncio
 from aiohttp import web
 
 from envd.base.errors import SetupFailed
-from envd.tasks import assets
 from envd.tasks.assets import AssetCache, AssetMissing, AssetRef, assets_of, open_http
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup
@@ -106,10 +105,8 @@ async def test_a_cached_file_with_changed_content_is_not_used(site: Site, cache:
         cache.read(ref)
 
 
-async def test_a_file_beyond_the_limit_is_cut_off(
-    site: Site, cache: AssetCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(assets, "MAX_ASSET_BYTES", len(DATA) - 1)
+async def test_a_file_beyond_the_limit_is_cut_off(site: Site, tmp_path: Path) -> None:
+    cache = AssetCache(tmp_path / "assets", max_bytes=len(DATA) - 1)
     with pytest.raises(AssetMissing, match="larger than"):
         await fetch(cache, AssetRef(site.url))
     assert files_in(cache) == []

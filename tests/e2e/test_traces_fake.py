@@ -214,11 +214,10 @@ async def test_a_collector_that_hangs_costs_spans_and_no_call(monkeypatch: pytes
     assert collector.spans
 
 
-async def test_the_daemon_ends_while_a_collector_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "_FLUSH_TIMEOUT_S", 0.1)
+async def test_the_daemon_ends_while_a_collector_hangs() -> None:
     async with collecting(hangs=True) as collector:
         async with (
-            traces.exported_traces(collector.url),
+            traces.exported_traces(collector.url, flush_timeout_s=0.1),
             serve_fake() as server,
             AsyncEnvClient(server.address) as client,
             client.reset(TASK),

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from envd.base.errors import EnvdError, GuestError, MachineLost
-from envd.guest import agent as agent_module
 from envd.guest.agent import GuestAgent
 from envd.guest.command import CommandResult
-from envd.hypervisor.qemu import agent_channel
 from envd.hypervisor.qemu.agent_channel import AgentChannel
 from tests.support.fuzz import corpus, fuzzed, inputs, json_values
 
@@ -84,11 +82,6 @@ CALLS: dict[str, Callable[[GuestAgent], Awaitable[object]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_module, "_FIRST_POLL_S", 0.0)
-
-
 @fuzzed(100)
 @given(st.sampled_from(sorted(CALLS)), st.lists(answers | st.integers(0, 9), max_size=5))
 @example("run", [PROPER, {**PROPER, "out-data": "é"}])
@@ -122,7 +115,7 @@ def serve(listener: socket.socket, replies: list[bytes]) -> None:
                     connection.sendall(reply)
 
 
-async def exchange(directory: str, replies: list[bytes]) -> None:
+async def exchange(directory: str, replies: list[bytes], *, skip_limit_bytes: int = 1 << 20) -> None:
     """Call over a socket whose other end sends one reply per line and then disconnects."""
     path = Path(directory, "agent.sock")
     # In a thread: asyncio accepts a connection some iterations after its client is gone, perhaps after the loop's end.
@@ -131,7 +124,7 @@ async def exchange(directory: str, replies: list[bytes]) -> None:
         listener.listen()
         serving = threading.Thread(target=serve, args=(listener, replies))
         serving.start()
-        channel = AgentChannel(path, machine_id="m-1")
+        channel = AgentChannel(path, machine_id="m-1", skip_limit_bytes=skip_limit_bytes)
         try:
             for _ in range(2):
                 try:
@@ -164,12 +157,10 @@ replies = (
 @example([b"x" * 5000], False)
 @example([b"\xff" + DEEP.encode() + b"\n"], False)
 @example([b"\xff" + b"x" * 5000 + b"\n"], False)
-def test_arbitrary_data_on_the_agents_socket_is_handled(
-    monkeypatch: pytest.MonkeyPatch, responses: list[bytes], synced: bool
-) -> None:
-    monkeypatch.setattr(agent_channel, "_SKIP_LIMIT_BYTES", 4096 if not synced else 1 << 20)
+def test_arbitrary_data_on_the_agents_socket_is_handled(responses: list[bytes], synced: bool) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
-        asyncio.run(asyncio.wait_for(exchange(directory, [SYNCED, *responses] if synced else responses), 60))
+        replies, limit_bytes = ([SYNCED, *responses], 1 << 20) if synced else (responses, 4096)
+        asyncio.run(asyncio.wait_for(exchange(directory, replies, skip_limit_bytes=limit_bytes), 60))
 
 
 @pytest.mark.parametrize("data", corpus("agent"))

@@ -14,6 +14,7 @@ from cuaenv.v1 import env_pb2, env_pb2_grpc
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
+from envd.api.security.rate import RateLimiter
 from envd.api.security.tokens import NewToken, new_token
 from envd.api.server import ApiServer
 from envd.base.config import SecurityConfig
@@ -74,11 +75,15 @@ def bearer(token: NewToken) -> tuple[tuple[str, str]]:
 
 @asynccontextmanager
 async def serving(
-    security: SecurityConfig, *, listen: str = "127.0.0.1:0", metrics: Metrics | None = None
+    security: SecurityConfig,
+    *,
+    listen: str = "127.0.0.1:0",
+    metrics: Metrics | None = None,
+    renewals: RateLimiter | None = None,
 ) -> AsyncIterator[tuple[StubEpisodes, str]]:
     """Serve episodes without machines; yield them and the address."""
     async with StubEpisodes() as episodes:
-        server = ApiServer(episodes, listen=listen, metrics=metrics or Metrics(), security=security)
+        server = ApiServer(episodes, listen=listen, metrics=metrics or Metrics(), security=security, renewals=renewals)
         address = await server.start()
         try:
             yield episodes, address

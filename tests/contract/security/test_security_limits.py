@@ -197,13 +197,9 @@ async def test_a_token_has_a_maximum_of_running_calls_and_can_still_renew_and_cl
         await alice.Close(env_pb2.CloseRequest(episode_id=ids[0]), timeout=TIMEOUT_S)
 
 
-async def test_each_id_in_keep_alive_counts_toward_a_limit_of_its_own(
-    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("envd.api.server.RENEWALS_PER_S", 0.001)
-    monkeypatch.setattr("envd.api.server.RENEWAL_BURST", 10)
+async def test_each_id_in_keep_alive_counts_toward_a_limit_of_its_own(tokens: Tokens) -> None:
     async with (
-        serving(tokens.security()) as (_, address),
+        serving(tokens.security(), renewals=RateLimiter(calls_per_second=0.001, burst=10)) as (_, address),
         connected(address, tokens.alice.secret) as alice,
         connected(address, tokens.bob.secret) as bob,
     ):

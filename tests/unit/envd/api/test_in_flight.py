@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from envd.api.security import in_flight
 from envd.api.security.in_flight import MAX_BYTES, MAX_RECEIVING, InFlight
 from envd.base.errors import InvalidRequest, RateLimited
 
@@ -69,9 +68,8 @@ async def test_few_requests_of_a_caller_are_received_at_once_and_the_rest_wait()
     assert most == MAX_RECEIVING + 1
 
 
-async def test_a_request_that_does_not_arrive_does_not_delay_others_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "RECEIVE_TIMEOUT_S", 0.01)
-    calls = InFlight()
+async def test_a_request_that_does_not_arrive_does_not_delay_others_for_long() -> None:
+    calls = InFlight(receive_timeout_s=0.01)
 
     async def nothing() -> AsyncIterator[bytes]:
         await asyncio.Event().wait()

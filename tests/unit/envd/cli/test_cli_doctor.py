@@ -234,13 +234,13 @@ async def test_the_pools_of_a_daemon_on_a_free_port_are_not_checked(tmp_path: Pa
     assert "not checked" in check.detail
 
 
-async def test_a_daemon_that_does_not_respond_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_daemon_that_does_not_respond_is_a_warning(tmp_path: Path) -> None:
     with socket.socket() as silent:  # it accepts connections and never responds
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         listen = f"127.0.0.1:{silent.getsockname()[1]}"
-        monkeypatch.setattr(doctor, "_ASK_TIMEOUT", timedelta(seconds=0.2))
-        (check,) = await doctor.check_daemon(config_with(tmp_path, listen=listen), daemon_pid=42)
+        config, soon = config_with(tmp_path, listen=listen), timedelta(seconds=0.2)
+        (check,) = await doctor.check_daemon(config, daemon_pid=42, timeout=soon)
     assert check.status is Status.WARN
     assert f"process 42 on {listen} does not respond" in check.detail
 

@@ -9,7 +9,6 @@ import pytest
 from pydantic import JsonValue
 
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
-from envd.guest import agent as agent_module
 from envd.guest.agent import GuestAgent
 
 
@@ -105,11 +104,6 @@ def exits_after(polls: int, **status: Any) -> Callable[[dict[str, Any]], Any]:
         return {"exited": True, **status} if left[0] < 0 else {"exited": False}
 
     return answer
-
-
-@pytest.fixture(autouse=True)
-def _fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_module, "_FIRST_POLL_S", 0.001)
 
 
 async def test_a_command_runs_with_input_and_environment_and_is_polled_until_it_exits() -> None:

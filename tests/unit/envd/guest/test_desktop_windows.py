@@ -13,8 +13,8 @@ from pydantic import JsonValue
 
 from envd.base.errors import GuestError
 from envd.guest.desktop import Desktop
-from envd.guest.observation import A11yFormat, Encoding, ObservationOptions, SettlePolicy
-from tests.support.display import FakeDisplay
+from envd.guest.observation import A11yFormat, Encoding, ObservationOptions
+from tests.support.display import QUICK_PAUSES, FakeDisplay
 
 TREE = """
 <desktop-frame xmlns:s="https://accessibility.ubuntu.example.org/ns/state"
@@ -70,10 +70,8 @@ def channels() -> WindowsChannels:
 
 
 @pytest.fixture
-async def desk(channels: WindowsChannels, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Desktop]:
-    monkeypatch.setattr("envd.guest.input.plan._KEY_PAUSE_S", 0.0)
-    monkeypatch.setattr("envd.guest.acting._INPUT_SETTLE", SettlePolicy(quiet_ms=20, max_ms=200))
-    desk = Desktop(channels, has_powershell=True)
+async def desk(channels: WindowsChannels) -> AsyncIterator[Desktop]:
+    desk = Desktop(channels, has_powershell=True, pauses=QUICK_PAUSES)
     yield desk
     await desk.close()
     await channels.display.close()

@@ -34,7 +34,7 @@ def task(*setup: dict[str, Any]) -> Task:
 async def run(
     desktop: MemoryDesktop, *setup: dict[str, Any], timeout_s: float = 5.0, resources: SetupResources | None = None
 ) -> None:
-    await run_setup(task(*setup), desktop, timeout_s=timeout_s, resources=resources or SetupResources())
+    await run_setup(task(*setup), desktop, timeout_s=timeout_s, resources=resources or SetupResources(), poll_s=0.001)
 
 
 async def test_write_file_writes_bytes_in_the_declared_encoding_and_newlines() -> None:
@@ -135,8 +135,7 @@ async def test_launch_is_skipped_if_the_window_is_open() -> None:
     assert desktop.launched == []
 
 
-async def test_wait_window_returns_when_the_window_appears(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envd.tasks.setup._POLL_S", 0.001)
+async def test_wait_window_returns_when_the_window_appears() -> None:
     desktop = MemoryDesktop()
     asyncio.get_running_loop().call_later(0.02, desktop.windows.append, EDITOR)
     await run(desktop, {"kind": "wait_window", "window": {"title": r"a\.txt"}})
@@ -171,10 +170,7 @@ async def test_execute_accepts_any_exit_code_if_none_is_expected() -> None:
 @pytest.mark.parametrize(
     "until", [{"exit_code": 0}, {"stdout": "up"}, {"stderr": "warm"}, {"exit_code": 9, "stdout": "up"}]
 )
-async def test_a_command_is_repeated_until_its_condition_holds(
-    monkeypatch: pytest.MonkeyPatch, until: dict[str, Any]
-) -> None:
-    monkeypatch.setattr("envd.tasks.setup._POLL_S", 0.001)
+async def test_a_command_is_repeated_until_its_condition_holds(until: dict[str, Any]) -> None:
     desktop = MemoryDesktop()
     desktop.answers["probe",] = CommandResult(exit_code=1, stdout=b"down", stderr=b"cold")
 
@@ -298,8 +294,7 @@ async def test_an_unresponsive_guest_fails_the_setup() -> None:
     assert raised.value.__cause__ is error
 
 
-async def test_a_setup_waits_for_a_starting_window_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envd.tasks.setup._POLL_S", 0.001)
+async def test_a_setup_waits_for_a_starting_window_manager() -> None:
     desktop = MemoryDesktop()
     desktop.opens["mousepad", PATH] = EDITOR
     desktop.answers["wmctrl",] = CommandResult(exit_code=1, stdout=b"", stderr=b"Cannot get client list properties.")

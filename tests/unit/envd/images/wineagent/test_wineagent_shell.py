@@ -51,7 +51,7 @@ class Helpers:
 
         def run() -> None:
             with suppress(EndOfTestError):
-                shell.run()
+                shell.run(restart_s=0.01)
 
         self._threads.append(threading.Thread(target=run))
         self._threads[-1].start()
@@ -69,8 +69,7 @@ class Helpers:
 
 
 @pytest.fixture
-def helpers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Helpers]:
-    monkeypatch.setattr("envd.images.wineagent.shell._RESTART_S", 0.01)
+def helpers() -> Iterator[Helpers]:
     helpers = Helpers()
     yield helpers
     helpers.end()
