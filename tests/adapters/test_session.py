@@ -23,6 +23,7 @@ from cuaenv.client import (
 )
 
 from tests.support.desktops import DrawnDesktops
+from tests.support.program import run_program
 from trainer.adapters.background import blocking
 from trainer.adapters.session import (
     Session,
@@ -234,11 +235,8 @@ async def test_a_process_that_ends_closes_its_sessions(desktops: DrawnDesktops) 
         f"one = blocking(open_session('{TASK}', settings=SessionSettings.connect()))\n"
         "print(one.instruction)\n"
     )
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", script, env={"ENVD_TARGET": desktops.address}, stdout=asyncio.subprocess.PIPE
-    )
-    out, _ = await process.communicate()
-    assert (process.returncode, b"Enabled" in out) == (0, True)
+    done = await run_program(sys.executable, "-c", script, env={"ENVD_TARGET": desktops.address})
+    assert (done.status, "Enabled" in done.out) == (0, True), done.err
     # Not by its lease, which lasts for minutes.
     await until(lambda: desktops.leased_count == 0)
 

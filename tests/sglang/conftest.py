@@ -91,9 +91,6 @@ def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture(scope="session")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of an `envd serve` process with drawn desktops."""
-    served = ServedDaemon(tmp_path_factory.mktemp("daemon") / "state", DAEMON)
-    try:
+    with ServedDaemon(tmp_path_factory.mktemp("daemon") / "state", DAEMON) as served:
         served.wait_for(r"pool desktop: (ready)")
         yield served.wait_for(r"listening on (\S+)")
-    finally:
-        served.end()

@@ -59,9 +59,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def fake_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of an `envd serve` process with drawn desktops."""
-    served = ServedDaemon(tmp_path_factory.mktemp("daemon") / "state", FAKE_DAEMON)
-    try:
+    with ServedDaemon(tmp_path_factory.mktemp("daemon") / "state", FAKE_DAEMON) as served:
         served.wait_for(r"pool desktop: (ready)")
         yield served.wait_for(r"listening on (\S+)")
-    finally:
-        served.end()
