@@ -174,7 +174,7 @@ async def test_a_task_lists_its_obstacles_and_cannot_be_reset_and_a_hidden_task_
                 "desktop/menu": (False, ("internet: its pages are on the live web",)),
                 "other/note": (None, ()),
             }
-            with pytest.raises(trainer.SetupFailed, match="desktop/menu: cannot run on this host: internet: its pages"):
+            with pytest.raises(trainer.SetupFailed, match=r"desktop/menu: .*internet"):
                 async with client.reset("desktop/menu"):
                     pass
             async with client.reset("desktop/machine") as episode:

@@ -45,7 +45,7 @@ async def test_a_timeout_is_unresponsive_and_a_failure_is_an_error(client: Guest
         await client.execute(["sleep", "60"], timeout_s=0.2)
     with pytest.raises(GuestError, match="no-such-program"):
         await client.execute(["no-such-program"], timeout_s=60.0)
-    with pytest.raises(GuestError, match="exceeds guestd's limit"):
+    with pytest.raises(GuestError, match="limit"):
         await client.execute(["head", "-c", str(20 << 20), "/dev/zero"], timeout_s=30)
     with pytest.raises(GuestError, match="DISPLAY is not set"):
         await client.type_text("é")
@@ -191,7 +191,7 @@ async def test_a_get_to_a_service_that_ended_restarts_it_and_is_answered() -> No
 
 async def test_a_post_is_not_repeated_on_a_restarted_service() -> None:
     async with restarting() as (client, seen):
-        with pytest.raises(GuestUnresponsive, match="guestd had ended and was restarted"):
+        with pytest.raises(GuestUnresponsive, match="restarted"):
             await client.write_file("/home/user/note", b"x")
         assert seen == ["POST /setup/upload", "restarted"]
         await client.write_file("/home/user/note", b"x")

@@ -181,7 +181,7 @@ def test_a_deleted_template_is_recreated_and_its_machines_continue(short_dir: Pa
                 async with client.fork(new, count=1, timeout=LONG_TIMEOUT) as copies:
                     await stepped(copies[0], 2)
             assert (await client.list_pools())[0].problem == ""
-            with pytest.raises(NotForkable, match="removed or replaced"):
+            with pytest.raises(NotForkable, match="template"):
                 async with client.fork(episode, count=1, timeout=LONG_TIMEOUT):
                     pass
             await stepped(episode, 3)
@@ -199,7 +199,7 @@ def test_a_killed_guestd_is_restarted_in_its_session(short_dir: Path, template_d
             await episode.run_command(KILL_GUESTD, as_root=True)
 
             # A command that may have started is not repeated but fails; the next one succeeds.
-            with pytest.raises(GuestUnresponsive, match="guestd had ended and was restarted"):
+            with pytest.raises(GuestUnresponsive, match="restarted"):
                 await episode.run_command(["true"])
             async with asyncio.timeout(60):
                 while True:
@@ -235,9 +235,9 @@ def test_a_kernel_panic_voids_only_its_own_episode(short_dir: Path, template_dir
                     await episode.step(Wait(timedelta(seconds=2)), timeout=LONG_TIMEOUT)
 
             # A slow guest may not have run the command yet, and it is paused between steps.
-            with pytest.raises(MachineLost, match="its kernel panicked: sysrq triggered crash"):
+            with pytest.raises(MachineLost, match="sysrq triggered crash"):
                 await asyncio.wait_for(step_until_lost(), 120)
-            with pytest.raises(MachineLost, match="its kernel panicked: sysrq triggered crash"):
+            with pytest.raises(MachineLost, match="sysrq triggered crash"):
                 await episode.step(Move(200, 200), timeout=LONG_TIMEOUT)
             assert (await other.step(Move(200, 200), timeout=LONG_TIMEOUT)).step_count == 1
             async with client.reset(NO_SETUP, view=NO_PIXELS, timeout=LONG_TIMEOUT) as new:

@@ -251,7 +251,7 @@ def test_resets_beyond_the_idle_machines_fork_new_ones_and_beyond_the_capacity_w
         client.reset(NO_SETUP, pool="small", view=NO_PIXELS, timeout=LONG_TIMEOUT),
         client.reset(NO_SETUP, pool="small", view=NO_PIXELS, timeout=LONG_TIMEOUT),
         client.reset(NO_SETUP, pool="small", view=NO_PIXELS, timeout=LONG_TIMEOUT),
-        pytest.raises(PoolExhausted, match="'small' had no room for 1"),
+        pytest.raises(PoolExhausted, match="'small'"),
         client.reset(NO_SETUP, pool="small", view=NO_PIXELS, timeout=timedelta(seconds=2)),
     ):
         pass

@@ -298,12 +298,12 @@ def test_nothing_of_opentelemetry_is_imported_when_traces_are_off() -> None:
 
 async def test_without_the_packages_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
-    with pytest.raises(ConfigError, match=r"opentelemetry\.exporter.* is missing; run pip install '\.\[otlp\]'"):
+    with pytest.raises(ConfigError, match=r"opentelemetry\.exporter.*\[otlp\]"):
         async with traces.exported_traces("http://127.0.0.1:1"):
             pass
 
 
 @pytest.mark.parametrize("value", ["127.0.0.1:4318", "http://", "ftp://host", "http://user:secret@host"])
 def test_a_malformed_endpoint_is_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"telemetry\.otlp_endpoint.*is not a URL"):
+    with pytest.raises(ConfigError, match=r"telemetry\.otlp_endpoint"):
         load(flags={"telemetry.otlp_endpoint": value})

@@ -136,7 +136,7 @@ BOMB = b'{"x": 1, "AT": "", "bomb": [' + b"[]," * 500_000 + b"[]]}"
 
 @pytest.mark.parametrize("call", ["accessibility", "execute", "pointer", "session", "terminal", "type_text"])
 def test_a_response_of_millions_of_values_is_rejected_unparsed(call: str) -> None:
-    with pytest.raises(GuestError, match="bytes of JSON outside of strings"):
+    with pytest.raises(GuestError, match="outside of strings"):
         asyncio.run(CALLS[call](Scripted(200, BOMB)))  # type: ignore[arg-type]
 
 

@@ -77,9 +77,10 @@ class PoolWorld:
     ) -> Pool:
         """Return a new pool with these settings; by default it keeps its whole capacity ready."""
         values: dict[str, Any] = self._defaults | settings | ({} if name is None else {"name": name})
-        values = {"idle_target": values["capacity"], "max_starting": values["capacity"]} | values
+        idle_target = values.pop("idle_target", values["capacity"])
+        values = {"max_starting": values["capacity"]} | values
         pool = Pool(
-            PoolSettings(**values),
+            PoolSettings(idle_target=idle_target, **values),
             hypervisor=self.hypervisor,
             image=IMAGE,
             memory=memory,

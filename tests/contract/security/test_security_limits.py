@@ -272,7 +272,7 @@ async def test_our_client_waits_for_the_retry_delay_and_retries(
         AsyncEnvClient(address, token=tokens.alice.secret) as client,
     ):
         await client.list_pools()
-        with pytest.raises(trainer.RateLimited, match="token 'alice': too many calls"):
+        with pytest.raises(trainer.RateLimited, match="'alice'"):
             await client.list_pools(timeout=timedelta(seconds=TIMEOUT_S))
 
 
@@ -285,15 +285,13 @@ async def test_a_token_holds_at_most_its_maximum_of_machines_and_gets_more_after
             AsyncEnvClient(server.address, token=bounded.secret, retry=HASTY) as client,
             AsyncEnvClient(server.address, token=tokens.bob.secret) as bob,
         ):
-            with pytest.raises(trainer.GroupTooLarge, match="'bounded': may hold 2 machines, and one request needs 3"):
+            with pytest.raises(trainer.GroupTooLarge, match=r"'bounded': .* 2 .* 3"):
                 async with client.reset_group(TASK, size=3):
                     pass
             async with client.reset(TASK) as first, client.fork(first, count=1) as copies:
                 hasty = timedelta(seconds=4)
                 for group in (client.reset(TASK, timeout=hasty), client.fork(first, count=1, timeout=hasty)):
-                    with pytest.raises(
-                        trainer.PoolExhausted, match="'bounded': may hold 2 machines, holds 2"
-                    ) as refused:
+                    with pytest.raises(trainer.PoolExhausted, match=r"'bounded': .* 2 .* 2") as refused:
                         async with group:
                             pass
                     assert refused.value.reason == "TOKEN_QUOTA"

@@ -185,14 +185,14 @@ def test_an_address_that_other_hosts_can_reach_requires_tls_and_authentication(
         "callers": tls_of(certs),
         "tls": tokens.security(),
     }[missing]
-    with pytest.raises(ConfigError, match=r"needs TLS and tokens or client certificates; set security\.tls_cert"):
+    with pytest.raises(ConfigError, match=r"security\.tls_cert"):
         ApiServer(StubEpisodes(), listen="0.0.0.0:0", metrics=Metrics(), security=security)
 
 
 async def test_two_servers_cannot_share_a_port_over_tls(certs: dict[str, Path]) -> None:
     async with serving(tls_of(certs)) as (_, address):
         second = ApiServer(StubEpisodes(), listen=address, metrics=Metrics(), security=tls_of(certs))
-        with pytest.raises(ConfigError, match="cannot be bound"):
+        with pytest.raises(ConfigError, match="bound"):
             await second.start()
 
 

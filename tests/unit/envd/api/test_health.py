@@ -44,7 +44,7 @@ async def test_the_number_of_watchers_is_limited() -> None:
     servicer = HealthServicer(max_watcher_count=1)
     first = watch(servicer)
     await anext(first)
-    with pytest.raises(RateLimited, match="1 watchers, at most 1"):
+    with pytest.raises(RateLimited):
         await anext(watch(servicer))
     await first.aclose()
     await anext(watch(servicer))

@@ -53,7 +53,7 @@ async def test_a_long_string_is_parsed_and_the_loop_runs_meanwhile() -> None:
     ],
 )
 async def test_a_document_with_much_outside_of_strings_is_rejected(document: bytes) -> None:
-    with pytest.raises(ValueError, match="bytes of JSON outside of strings"):
+    with pytest.raises(ValueError, match="outside of strings"):
         await parse(document)
 
 

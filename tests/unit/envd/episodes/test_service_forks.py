@@ -215,7 +215,7 @@ async def test_a_wrong_fork_is_refused_and_touches_nothing(
 async def test_an_episode_that_ended_is_not_forked(world: World) -> None:
     parent_id = await opened(world)
     await world.service.step(world.step_command(parent_id, 1, Done()))
-    with pytest.raises(EpisodeEnded, match=r"after step 2 \(AGENT_DONE\)"):
+    with pytest.raises(EpisodeEnded, match=r"step 2 \(AGENT_DONE\)"):
         await world.fork(parent_id, 2)
     assert world.captured() == []
 

@@ -245,7 +245,7 @@ async def test_a_state_that_cannot_be_frozen_keeps_nothing(world: World) -> None
 
 async def test_a_setup_whose_state_cannot_be_forked_is_a_failed_setup(world: World) -> None:
     world.hypervisor.errors["capture"] = [NotForkable("a USB device is passed through")]
-    with pytest.raises(SetupFailed, match=r"task suite/name: machine desktop-\w+: a USB device"):
+    with pytest.raises(SetupFailed, match=r"suite/name: machine desktop-\w+: a USB device"):
         await world.reset(group_size=2)
     await run_ready()
     world.check_no_leaks()
@@ -267,7 +267,7 @@ async def test_if_one_fork_of_a_group_fails_nothing_is_kept(world: World) -> Non
 async def test_if_a_guest_does_not_resume_for_its_tree_nothing_is_kept(world: World) -> None:
     for desktop in world.hypervisor.desktops:
         desktop.errors["wake"] = GuestUnresponsive("no answer within 30 s")
-    with pytest.raises(SetupFailed, match=r"task suite/plain: machine desktop-\w+: no answer within 30 s"):
+    with pytest.raises(SetupFailed, match=r"suite/plain: machine desktop-\w+: no answer within 30 s"):
         await world.reset(task_id=PLAIN.task_id, group_size=2, observe=WITH_TREE)
     await run_ready()
     world.check_no_leaks()

