@@ -22,6 +22,7 @@ from cuaenv.client import (
     Wait,
 )
 
+from tests.support.clock import until
 from tests.support.desktops import DrawnDesktops
 from tests.support.program import run_program
 from trainer.adapters.background import blocking
@@ -42,12 +43,6 @@ MINUTE = timedelta(minutes=1)
 
 def settings_of(desktops: DrawnDesktops, **options: Any) -> SessionSettings:
     return SessionSettings.connect(desktops.address, **options)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_solved_task_scores_1_and_its_machine_is_released_at_once(desktops: DrawnDesktops) -> None:

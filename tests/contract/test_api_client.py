@@ -266,6 +266,7 @@ async def test_a_failed_renewal_is_retried(
         (errors.EpisodeEnded("x"), trainer.EpisodeEnded, "FAILED_PRECONDITION"),
         (errors.GroupTooLarge("x"), trainer.GroupTooLarge, "FAILED_PRECONDITION"),
         (errors.GuestRefused("x"), trainer.GuestRefused, "FAILED_PRECONDITION"),
+        (errors.NotForkable("x"), trainer.NotForkable, "FAILED_PRECONDITION"),
         (errors.StepIndexMismatch("x"), trainer.StepIndexMismatch, "ABORTED"),
         (errors.AccessDenied("x"), trainer.AccessDenied, "PERMISSION_DENIED"),
         (errors.Unimplemented("x"), trainer.NotSupported, "UNIMPLEMENTED"),

@@ -21,6 +21,7 @@ from envd.hypervisor.qemu.killing import process_exits
 from envd.hypervisor.qemu.machine import LibvirtMachine
 from envd.hypervisor.qemu.snapshots.templates import TemplateStore
 from envd.hypervisor.qemu.user import QemuUser
+from tests.support.clock import until
 
 CAPABILITIES = "<capabilities><host/></capabilities>"
 #: Stand-in for QEMU: listens on a machine's display socket.
@@ -201,12 +202,6 @@ async def listener(libvirtd: Libvirtd) -> AsyncIterator[Listener]:
     link.subscribe(listener)
     yield listener
     await link.aclose()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_a_broken_connection_is_replaced_and_its_domains_are_looked_up_first(

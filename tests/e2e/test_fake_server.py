@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,7 @@ from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
 from envd.tasks.oracle import split_step
 from envd.tasks.verbs import Execute, WriteFile
-from tests.support.clock import ManualClock
+from tests.support.clock import ManualClock, until
 from tests.support.server import FakeServer, load_fake_tasks, serve_fake
 
 TASKS = {task.task_id: task for task in load_fake_tasks().list()}
@@ -38,12 +38,6 @@ async def play(client: AsyncEnvClient, task_id: str, steps: Sequence[Sequence[wi
             result = await episode.step(*step)
             assert result.errors == ("",) * len(step)
         return (await episode.evaluate()).score
-
-
-async def until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

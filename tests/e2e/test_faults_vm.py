@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -32,7 +31,6 @@ from cuaenv.client import (
 
 from envd.hypervisor.qemu.leftovers import daemon_leftovers
 from envd.hypervisor.qemu.processes import machine_pids
-from envd.images.catalogue import Image
 from tests.support.libvirtd import Libvirtd
 from tests.support.served import ServedDaemon
 
@@ -54,14 +52,6 @@ template_dir = "{template_dir}"
 DISK_MIB = 64
 PRINT_SESSION = ("sh", "-c", "id -un; echo $DISPLAY $XDG_RUNTIME_DIR $http_proxy")
 KILL_GUESTD = ("pkill", "-KILL", "-f", "python3 -m guestd")
-
-
-@pytest.fixture
-def short_dir(desktop_image: Image) -> Iterator[Path]:
-    assert desktop_image.name == "desktop"
-    directory = Path(tempfile.mkdtemp(prefix="envd-h-", dir="/tmp"))
-    yield directory
-    shutil.rmtree(directory)
 
 
 @contextmanager

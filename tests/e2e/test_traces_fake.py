@@ -27,6 +27,7 @@ from envd.base.errors import ConfigError
 from envd.base.telemetry import logs, traces
 from tests.support import areal, slime
 from tests.support.command import restored_logging
+from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import serve_fake
 from tests.support.slime_job import slime_args
 from trainer.adapters.areal.config import ArealConfig
@@ -34,7 +35,6 @@ from trainer.adapters.areal.group import run_task_group
 from trainer.agent.attempts import run_task
 from trainer.agent.grammars import grammar
 from trainer.agent.settings import AgentSettings
-from trainer.agent.types import Message, Reply
 from trainer.slime.generate import generate
 from trainer.tokens.chat import Chat
 
@@ -226,22 +226,6 @@ async def test_the_daemon_ends_while_a_collector_hangs() -> None:
         assert not collector.answers.is_set()
 
 
-class Scripted:
-    """A model that solves the task."""
-
-    def __init__(self) -> None:
-        self._replies = iter([SAY(turn) for turn in PLAN])
-
-    async def begin(self, messages: object) -> None:
-        pass
-
-    async def append(self, message: Message) -> None:
-        pass
-
-    async def generate(self) -> Reply:
-        return Reply(text=next(self._replies))
-
-
 async def test_the_agents_loop_has_spans_of_groups_episodes_and_turns(recorded: InMemorySpanExporter) -> None:
     async with (
         collecting() as collector,
@@ -249,7 +233,8 @@ async def test_the_agents_loop_has_spans_of_groups_episodes_and_turns(recorded: 
         serve_fake() as server,
         AsyncEnvClient(server.address) as client,
     ):
-        await run_task(client, TASK, Scripted, settings=AgentSettings(max_turns=4, coordinates="pixels"))
+        model = ScriptedReplies([SAY(turn) for turn in PLAN])
+        await run_task(client, TASK, lambda: model, settings=AgentSettings(max_turns=4, coordinates="pixels"))
     spans = recorded.get_finished_spans()
     assert tree_of(spans) >= {
         ("", "group"),

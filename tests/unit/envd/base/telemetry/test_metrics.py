@@ -14,6 +14,7 @@ from envd.base.telemetry.host import HostCollector
 from envd.base.telemetry.metrics import TOTAL, Metrics
 from envd.pool.backoff import BreakerState
 from envd.pool.status import POOL_SERIES, PoolStatus
+from tests.support.stub_episodes import pool_info
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
@@ -26,28 +27,9 @@ def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
 
 
 def pool() -> PoolStatus:
-    return PoolStatus(
-        name="desktop",
-        image="desktop",
-        os="linux",
-        accelerator="fake",
-        capacity=4,
-        idle_count=1,
-        leased_count=2,
-        starting_count=0,
-        dying_count=0,
-        reserved_count=1,
-        waiting_count=3,
-        memory_bytes=1 << 20,
-        pss_bytes=3 << 20,
-        healthy=True,
-        problem="",
-        booted_total=5,
-        boot_failure_total=1,
-        lost_total=2,
-        template_boot_total=1,
-        last_start_s=0.5,
-    )
+    counts = {"reserved_count": 1, "waiting_count": 3, "memory_bytes": 1 << 20, "pss_bytes": 3 << 20}
+    totals = {"booted_total": 5, "boot_failure_total": 1, "lost_total": 2, "template_boot_total": 1}
+    return pool_info(4, name="desktop", idle=1, leased=2, last_start_s=0.5, **counts, **totals)
 
 
 def test_pool_gauges_show_the_instant_of_the_scrape() -> None:
