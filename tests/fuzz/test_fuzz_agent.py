@@ -5,7 +5,7 @@ import json
 import socket
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pydantic import JsonValue
 
-from envd.base.errors import EnvdError, GuestError, MachineLost
+from envd.base.errors import EnvdError, GuestError
 from envd.guest.agent import GuestAgent
 from envd.guest.command import CommandResult
 from envd.hypervisor.qemu.agent_channel import AgentChannel
 from tests.support.fuzz import corpus, fuzzed, inputs, json_values
+from tests.support.stubs import StubChannels
 
 DEEP = "[" * 20_000 + "]" * 20_000
 #: Nothing that a guest says makes a message longer than this.
@@ -48,30 +48,17 @@ def check_message(error: EnvdError) -> None:
     assert len(str(error)) <= MAX_MESSAGE_CHARS
 
 
-class FuzzedChannels:
+class FuzzedChannels(StubChannels):
     """Returns prepared responses in order, then an error."""
 
-    machine_id = "m-1"
-    guestd_url = None
-    lost_reason = ""
-
     def __init__(self, answers: list[Any]) -> None:
-        self.lost = asyncio.Event()
+        super().__init__()
         self._answers = answers
 
-    def processor_s(self) -> float | None:
-        return None
-
-    async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        raise MachineLost("no display here")
-
-    async def agent_command(
-        self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float
-    ) -> JsonValue:
+    def answer(self, command: str, fields: dict[str, Any], timeout_s: float) -> Any:
         if not self._answers:
             raise GuestError(f"{command}: enough")
-        answer: JsonValue = self._answers.pop(0)
-        return answer
+        return self._answers.pop(0)
 
 
 CALLS: dict[str, Callable[[GuestAgent], Awaitable[object]]] = {

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
 
 import pytest
 from hypothesis import given
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from envd.base.errors import GroupTooLarge, TokenQuotaReached
 from envd.episodes.quotas import MachineQuotas
 from tests.support.clock import run_ready
-from tests.support.episode_world import World, running_world
+from tests.support.episode_world import World
 
 MAX_MACHINES = {"a": 3, "b": 5, "c": None}
 
@@ -48,12 +47,6 @@ def test_an_owner_never_exceeds_its_limit_and_is_refused_only_at_the_limit(
         if event == "open":
             held[owner] += count
         assert limit is None or held[owner] + opening_count[owner] <= limit
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with running_world() as world:
-        yield world
 
 
 async def test_a_reset_above_the_quota_is_refused_at_once_and_succeeds_after_an_episode_was_closed(

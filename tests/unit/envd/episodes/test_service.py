@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,13 +44,6 @@ from envd.pool.settings import PoolSettings
 from tests.support.clock import run_ready
 from tests.support.episode_world import CAPACITY, TASK, World, running_world
 from tests.support.stubs import StubHypervisor
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with running_world() as world:
-        yield world
-
 
 # -- reset ------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -35,12 +34,6 @@ from envd.hypervisor.machine import MachineState
 from tests.support.clock import run_ready
 from tests.support.episode_world import CAPACITY, FROZEN, PLAIN, TASK, World, running_world
 from tests.support.stubs import StubDesktop
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with running_world() as world:
-        yield world
 
 
 async def opened(world: World, *, step_count: int = 1) -> str:

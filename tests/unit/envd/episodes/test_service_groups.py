@@ -1,7 +1,6 @@
 """Groups start in one state: the template's, or the state after the task's setup, which runs once."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 from cuaenv.region import Region
@@ -32,12 +31,6 @@ from tests.support.episode_world import FROZEN, NO_PIXELS, PLAIN, TASK, World, r
 from tests.support.stubs import StubDesktop
 
 WITH_TREE = ObservationOptions(encoding=Encoding.NONE, a11y_format=A11yFormat.OSWORLD_XML)
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with running_world() as world:
-        yield world
 
 
 def check_that_all_began_alike(result: GroupResult) -> None:

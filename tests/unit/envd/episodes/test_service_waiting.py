@@ -1,7 +1,6 @@
 """Only resets and forks wait for machines; other calls do not wait for them. Both count for their run."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -10,12 +9,6 @@ from envd.episodes.types import EpisodeState, GroupResult
 from envd.pool.fairness import RunShare, RunShares
 from tests.support.clock import run_ready
 from tests.support.episode_world import CAPACITY, NO_PIXELS, PLAIN, World, running_world
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with running_world() as world:
-        yield world
 
 
 async def test_step_evaluate_keep_alive_and_close_never_wait_for_resets_and_forks(world: World) -> None:

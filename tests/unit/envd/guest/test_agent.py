@@ -1,48 +1,33 @@
 """The client of the guest agent, against a scripted agent."""
 
-import asyncio
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pydantic import JsonValue
 
-from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
+from envd.base.errors import GuestError, GuestUnresponsive
 from envd.guest.agent import GuestAgent
+from tests.support.stubs import StubChannels
 
 
 def b64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-class ScriptedChannels:
+class ScriptedChannels(StubChannels):
     """Answers agent commands with functions by name, and records the requests."""
 
-    machine_id = "m-1"
-    guestd_url = None
-    lost_reason = ""
-
     def __init__(self, **answers: Callable[[dict[str, Any]], Any]) -> None:
-        self.lost = asyncio.Event()
+        super().__init__()
         self._answers = {name.replace("_", "-"): answer for name, answer in answers.items()}
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.timeouts_s: list[float] = []
 
-    def processor_s(self) -> float | None:
-        return None
-
-    async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        raise MachineLost("no display here")
-
-    async def agent_command(
-        self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float
-    ) -> JsonValue:
-        fields: dict[str, Any] = dict(arguments or {})
+    def answer(self, command: str, fields: dict[str, Any], timeout_s: float) -> Any:
         self.asked.append((command, fields))
         self.timeouts_s.append(timeout_s)
-        answer: JsonValue = self._answers[command](fields)
-        return answer
+        return self._answers[command](fields)
 
     def names(self) -> list[str]:
         return [name for name, _ in self.asked]

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import os
 import time
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,20 +17,12 @@ from envd.guest.agent import GuestAgent
 from envd.guest.wake import guest_machine_id, renew_identity
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, FakeMachine, FakeSnapshot, Faults, fake_image
 from envd.hypervisor.machine import MachineSpec, MachineState
+from tests.support.fake_agent import ask
 
 SPEC = MachineSpec(
     machine_id="base", image=replace(fake_image(), has_guestd=False), screen_width_px=480, screen_height_px=320
 )
 A, SHIFT, CAPS_LOCK = 30, 42, 58
-
-
-@pytest.fixture
-async def hypervisor() -> AsyncIterator[FakeHypervisor]:
-    hypervisor = FakeHypervisor()
-    yield hypervisor
-    for machine in list(hypervisor.machines.values()):
-        await machine.destroy()
-    await hypervisor.close()
 
 
 @pytest.fixture
@@ -60,11 +51,6 @@ async def branch(hypervisor: FakeHypervisor, parent: FakeMachine, machine_id: st
     child = await running_fork(hypervisor, snapshot, machine_id)
     await snapshot.discard()
     return child
-
-
-async def ask(machine: FakeMachine, command: str, **arguments: Any) -> Any:
-    arguments = {name.replace("_", "-"): value for name, value in arguments.items()}
-    return await machine.agent_command(command, arguments, timeout_s=60.0)
 
 
 def press(machine: FakeMachine, scancode: int) -> None:

@@ -3,33 +3,18 @@
 import asyncio
 import base64
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost
-from envd.hypervisor.fake import FakeHost, FakeHypervisor, FakeMachine, Faults, fake_image
+from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
 from envd.hypervisor.machine import Accelerator, MachineSpec, MachineState
+from tests.support.fake_agent import ask
 
 SPEC = MachineSpec(
     machine_id="one", image=replace(fake_image(), has_guestd=False), screen_width_px=480, screen_height_px=320
 )
-
-
-@pytest.fixture
-async def hypervisor() -> AsyncIterator[FakeHypervisor]:
-    hypervisor = FakeHypervisor()
-    yield hypervisor
-    for machine in list(hypervisor.machines.values()):
-        await machine.destroy()
-    await hypervisor.close()
-
-
-async def ask(machine: FakeMachine, command: str, **arguments: Any) -> Any:
-    arguments = {name.replace("_", "-"): value for name, value in arguments.items()}
-    return await machine.agent_command(command, arguments, timeout_s=60.0)
 
 
 async def test_an_id_is_used_once(hypervisor: FakeHypervisor) -> None:
