@@ -39,12 +39,9 @@ capacity = {COUNT + 8}
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    served = ServedDaemon(tmp_path / "state", CONFIG)
-    try:
+    with ServedDaemon(tmp_path / "state", CONFIG) as served:
         served.wait_for(r"pool desktop: (ready)")
         yield served.wait_for(r"listening on (\S+)")
-    finally:
-        served.end()
 
 
 async def play(args: Any, sample: Sample) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -14,6 +13,7 @@ from pathlib import Path
 from cuaenv.client import AsyncEnvClient, Click, Done
 from lxml import html
 
+from tests.support.program import run_program
 from tests.support.scripted_model import ScriptedModel, say_steps, served
 from tests.support.server import serve_fake
 from trainer.agent.settings import AgentSettings
@@ -23,18 +23,11 @@ DO_NOTHING = say_steps([[Done()]], GRAMMAR)
 ENABLE = say_steps([[Click(822, 167)], [Done()]], GRAMMAR)
 
 
-async def start(*words: str, **variables: str) -> Process:
-    environment = {**os.environ, "COLUMNS": "200", **variables}
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "trainer", *words, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment
-    )
-
-
 async def run(*words: str, stdin: str = "", **variables: str) -> tuple[int, str, str]:
     """Return the exit status, standard output and standard error."""
-    process = await start(*words, **variables)
-    out, err = await process.communicate(stdin.encode())
-    return process.returncode or 0, out.decode(), err.decode()
+    environment = {**os.environ, "COLUMNS": "200", **variables}
+    done = await run_program(sys.executable, "-m", "trainer", *words, stdin=stdin.encode(), env=environment)
+    return done.status, done.out, done.err
 
 
 @asynccontextmanager
@@ -98,7 +91,8 @@ async def test_an_interrupted_evaluation_closes_its_episodes_and_keeps_its_resul
         async with served(model) as url:
             file = tmp_path / "run.toml"
             file.write_text('concurrency = 1\nselect.task_ids = ["fake/enable", "fake/save-note"]\n')
-            process = await start("eval", str(file), "--envd", address, "--endpoint", url, "--out", str(tmp_path))
+            words = ["eval", str(file), "--envd", address, "--endpoint", url, "--out", str(tmp_path)]
+            process = await asyncio.create_subprocess_exec(sys.executable, "-m", "trainer", *words, stderr=PIPE)
             await asyncio.wait_for(second.wait(), 60)
             process.send_signal(signal.SIGINT)
             _, err = await process.communicate()

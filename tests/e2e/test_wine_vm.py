@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import sys
-from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +24,7 @@ from envd.daemon.composition import open_daemon
 from envd.daemon.suites import load_tasks
 from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.leftovers import machine_leftovers
+from tests.support.program import run_program
 from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
 from trainer.recipes.catalogue import effective, launcher
 from trainer.slime.generate import generate
@@ -110,11 +110,8 @@ async def test_branches_of_a_live_episode_continue_with_its_windows_and_text(ser
 
 async def launch(stage: str, served: Served, run_dir: Path, **variables: str) -> tuple[int | None, str]:
     environment = {**os.environ, "ENVD_TARGET": served.address, "PYTHON": sys.executable, "RUN_DIR": str(run_dir)}
-    process = await asyncio.create_subprocess_exec(
-        "bash", str(launcher("windows_grpo")), stage, stdout=PIPE, stderr=STDOUT, env=environment | variables
-    )
-    said, _ = await process.communicate()
-    return process.returncode, said.decode()
+    done = await run_program("bash", launcher("windows_grpo"), stage, env=environment | variables)
+    return done.status, done.out + done.err
 
 
 async def test_the_recipe_starts_with_an_episode_of_its_suite(served: Served, tmp_path: Path) -> None:

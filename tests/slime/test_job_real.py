@@ -65,12 +65,9 @@ def play(prompt: str) -> str:
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[ServedDaemon]:
-    served = ServedDaemon(tmp_path / "state", DAEMON)
-    try:
+    with ServedDaemon(tmp_path / "state", DAEMON) as served:
         served.wait_for(r"pool desktop: (ready)")
         yield served
-    finally:
-        served.end()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from cuaenv.actions import Action
@@ -68,6 +69,36 @@ def blank_view(width_px: int, height_px: int, *, frame_id: str = "blank") -> Des
         guestd_types=True,
         home=None,
     )
+
+
+class StubChannels:
+    """Channels of a guest with an agent and nothing else. Subclasses answer its commands."""
+
+    machine_id = "m-1"
+    guestd_url = None
+    lost_reason = ""
+
+    def __init__(self) -> None:
+        self.lost = asyncio.Event()
+
+    def processor_s(self) -> float | None:
+        """Return None: no guest runs."""
+        return None
+
+    async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Raise MachineLost."""
+        raise MachineLost("no display here")
+
+    async def agent_command(
+        self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float
+    ) -> JsonValue:
+        """Answer a command."""
+        answer: JsonValue = self.answer(command, dict(arguments or {}), timeout_s)
+        return answer
+
+    def answer(self, command: str, fields: dict[str, Any], timeout_s: float) -> Any:
+        """Return the agent's response."""
+        raise NotImplementedError
 
 
 class StubSnapshot:

@@ -57,5 +57,5 @@ def test_an_unreadable_meminfo_is_an_error(tmp_path: Path, text: str) -> None:
     meminfo.write_text(text, encoding="ascii")
     with pytest.raises(HypervisorError, match="meminfo"):
         read_available_bytes(meminfo)
-    with pytest.raises(HypervisorError, match="cannot be read"):
+    with pytest.raises(HypervisorError, match="read"):
         read_available_bytes(tmp_path / "none")

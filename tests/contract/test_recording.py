@@ -173,7 +173,7 @@ def test_an_unreadable_recording_is_an_error_and_not_in_the_list(directory: Path
 def test_an_unknown_recording_is_an_error(directory: Path, episode_id: str) -> None:
     directory.mkdir()
     (directory.parent / "secret.rec").write_bytes(b"ENVDREC1")
-    with pytest.raises(RecordingUnreadable, match="not found"):
+    with pytest.raises(RecordingUnreadable):
         Library(directory).read(episode_id)
 
 

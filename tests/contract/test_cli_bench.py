@@ -601,8 +601,7 @@ async def test_the_clients_of_a_load_use_all_daemons_from_several_processes(tmp_
     assert stepped.client_cpu_s > 0
 
 
-async def test_a_benchmark_without_room_on_its_host_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envd.bench.session.SHORTAGE_PATIENCE_S", 0.01)
+async def test_a_benchmark_without_room_on_its_host_says_so() -> None:
     hypervisor = FakeHypervisor()
     memory = HostMemory(reserve_bytes=1 << 60)
     pool = Pool(
@@ -612,7 +611,7 @@ async def test_a_benchmark_without_room_on_its_host_says_so(monkeypatch: pytest.
     try:
         await pool.start()
         with pytest.raises(GuestUnresponsive, match=r"pool p: not ready after .* the host's memory is short"):
-            await bench.refilled()
+            await bench.refilled(shortage_patience_s=0.01)
     finally:
         await pool.close()
         await hypervisor.close()

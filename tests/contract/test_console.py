@@ -430,7 +430,7 @@ async def test_an_address_that_is_taken_stops_the_start(tmp_path: Path) -> None:
 
 
 async def test_the_console_is_not_served_to_other_hosts_without_tokens() -> None:
-    with pytest.raises(ConfigError, match=r"console_listen '0\.0\.0\.0:8080' can be reached from other hosts"):
+    with pytest.raises(ConfigError, match=r"console_listen '0\.0\.0\.0:8080'"):
         load(flags={"console_listen": "0.0.0.0:8080"})
 
 

@@ -1,8 +1,9 @@
-"""Metrics for other hosts: HTTPS, and a token or a client certificate."""
+"""The endpoint of metrics, and its HTTPS, tokens and client certificates."""
 
+import asyncio
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from envd.api.security.secret_files import Reloaded
 from envd.api.security.tokens import new_token, read_tokens
 from envd.base.config import SecurityConfig
 from envd.base.errors import ConfigError
+from envd.base.telemetry import endpoint
 from envd.base.telemetry.endpoint import serve_metrics
 from envd.base.telemetry.metrics import Metrics
 from envd.cli.certificates import DevelopmentCerts, make_development_certs
@@ -94,3 +96,47 @@ def test_a_key_of_another_certificate_is_a_configuration_error(tmp_path: Path) -
     (tmp_path / "server.key").write_bytes(CERTS.client.key_pem)
     with pytest.raises(ConfigError, match="are not a PEM certificate and its key"):
         tls_context(security, on_stale=lambda _: None)
+
+
+async def test_the_endpoint_serves_metrics_and_liveness_and_frees_its_port() -> None:
+    async with aiohttp.ClientSession() as session:
+        async with serve_metrics(Metrics(), "127.0.0.1:0") as address:
+            async with session.get(f"http://{address}/metrics") as response:
+                assert response.status == 200
+                assert response.headers["Content-Type"].startswith("text/plain; version=")
+                assert "envd_event_loop_lag_seconds_count" in await response.text()
+            async with session.get(f"http://{address}/healthz") as response:
+                assert await response.text() == "ok\n"
+        async with serve_metrics(Metrics(), address) as again:
+            assert again == address
+
+
+async def test_connections_beyond_the_limit_are_closed_and_the_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint, "_max_connections", lambda: 2)
+    async with serve_metrics(Metrics(), "127.0.0.1:0") as address:
+        host, port = address.split(":")
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://{address}/healthz") as response:
+                assert await response.text() == "ok\n"
+            idle_reader, idle = await asyncio.open_connection(host, int(port))
+            idle.write(f"GET /healthz HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
+            assert b"200 OK" in await idle_reader.readuntil(b"ok\n")
+            reader, refused = await asyncio.open_connection(host, int(port))
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            # On the first connection, which is kept.
+            async with session.get(f"http://{address}/healthz") as response:
+                assert await response.text() == "ok\n"
+            refused.close()
+            idle.close()
+
+
+async def test_a_taken_port_is_a_configuration_error() -> None:
+    async with serve_metrics(Metrics(), "127.0.0.1:0") as address:
+        with pytest.raises(
+            ConfigError, match=f"metrics_listen {address}: cannot be bound: address already in use; free it, or"
+        ):
+            async with serve_metrics(Metrics(), address):
+                pass
