@@ -118,7 +118,7 @@ class Pool:
             tasks=self._tasks,
             make_id=lambda: f"{settings.name}-{make_suffix()}",
             changed=self._reconcile,
-            notify=self.changes.notify,
+            notify=self._measured,
         )
         # A booted machine holds all pages that its guest has touched; a fork, only those that it has changed.
         booted_bytes = (settings.memory_mib + OVERHEAD_MIB) << 20
@@ -568,6 +568,10 @@ class Pool:
             if self._draining:
                 raise self._refusals.draining().error from None
             raise
+
+    def _measured(self) -> None:
+        self._room.publish()
+        self.changes.notify()
 
     async def wait_for_room(self) -> None:
         """See `TemplateUser`."""

@@ -7,6 +7,7 @@ import asyncio
 import functools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -277,6 +278,9 @@ class StubHypervisor:
         key = replace(stub.spec, machine_id="")
         self.stored[key] = StubSnapshot(stub.spec, frame_id=stub.frame_id, notes=notes, hypervisor=self)
         return self.stored[key]
+
+    def making_template(self, spec: MachineSpec) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     async def find_template(self, spec: MachineSpec) -> StubSnapshot | None:
         """Return a copy of a stored template, to be discarded separately."""
