@@ -5,8 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from envd.base.errors import AccessDenied, NotFound
-from envd.episodes.context import EpisodeContext
-from envd.episodes.stopwatch import Stopwatch
+from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.types import GuestCommandResult, GuestFile
 from envd.guest.desktop import Desktop
 

@@ -17,8 +17,7 @@ from pydantic import JsonValue
 
 from envd.base.errors import EnvdError, GuestError, MachineLost
 from envd.guest import agent as agent_module
-from envd.guest.agent import GuestAgent
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult, GuestAgent
 from envd.hypervisor.qemu import agent_channel
 from envd.hypervisor.qemu.agent_channel import AgentChannel
 from tests.support.fuzz import corpus, fuzzed, inputs, json_values

@@ -10,8 +10,7 @@ import pytest
 from pydantic import JsonValue
 
 from envd.base.errors import GuestError, MachineLost
-from envd.guest.agent import GuestAgent
-from envd.guest.wake import guest_machine_id, renew_identity
+from envd.guest.agent import GuestAgent, guest_machine_id, renew_identity
 
 
 class ScriptedGuest:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from envd.base.errors import HypervisorError, PoolExhausted
-from envd.pool.disk import HostDisk
+from envd.pool.host_room import HostDisk
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from tests.support.clock import ManualClock, run_ready

@@ -7,8 +7,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from envd.base.errors import Draining, GroupTooLarge, HypervisorError, MachineLost, PoolExhausted
-from envd.pool.frozen import FrozenDesktop
-from envd.pool.leased import LeasedMachine, MachineLease, Reservation
+from envd.pool.leased import FrozenDesktop, LeasedMachine, MachineLease, Reservation
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
