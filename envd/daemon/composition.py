@@ -68,12 +68,12 @@ from envd.integrations.osworld.catalogue import IMAGE
 from envd.integrations.osworld.environment import Environment
 from envd.integrations.osworld.workers import Workers
 from envd.pool.audit import Audit, MachineRows
-from envd.pool.disk import HostDisk
 from envd.pool.fairness import RunShare, RunShares
+from envd.pool.host_room import HostDisk
 from envd.pool.leased import LINGER_S
+from envd.pool.lifecycle import unregister_all
 from envd.pool.memory import HostClaims, HostMemory, host_memory_mib, read_available_bytes
 from envd.pool.pool import Pool
-from envd.pool.register import unregister_all
 from envd.pool.settings import PoolSettings
 from envd.pool.status import POOL_SERIES
 from envd.pool.template import TemplateCache

@@ -12,7 +12,6 @@ from envd.guest.display.connection import DisplayConnection
 from envd.guest.display.screen import Screen
 from envd.guest.guestd import GuestdClient
 from envd.guest.input.keysyms import named_key
-from envd.guest.input.outcome import ActionOutcome
 from envd.guest.input.plan import (
     ActionRejected,
     Input,
@@ -23,7 +22,7 @@ from envd.guest.input.plan import (
     plan,
     typing_method,
 )
-from envd.guest.observation import SettlePolicy, SettleResult
+from envd.guest.observation import ActionOutcome, SettlePolicy, SettleResult
 from envd.guest.readiness import GuestPauses
 from envd.guest.session import GuestSession
 

@@ -19,9 +19,8 @@ from envd.base.errors import GuestError, InvalidRequest, MachineLost
 from envd.base.telemetry import traces
 from envd.guest.a11y import MalformedTree, outline, parse_tree, with_marks
 from envd.guest.acting import Actor
-from envd.guest.agent import GuestAgent
+from envd.guest.agent import CommandResult, GuestAgent, renew_identity
 from envd.guest.allow_list import AllowList
-from envd.guest.command import CommandResult
 from envd.guest.display.change import screen_change
 from envd.guest.display.connection import DISPLAY_TIMEOUT_S, DisplayConnection
 from envd.guest.display.encoder import FrameEncoder
@@ -30,10 +29,10 @@ from envd.guest.display.marks import Mark, marks_of
 from envd.guest.display.screen import Screen
 from envd.guest.display.settle import settle
 from envd.guest.gateway import Gateway
-from envd.guest.input.outcome import ActionOutcome
 from envd.guest.input.plan import Input
 from envd.guest.observation import (
     A11yFormat,
+    ActionOutcome,
     Elements,
     EncodedFrame,
     Observation,
@@ -45,7 +44,6 @@ from envd.guest.readiness import GuestPauses, ReadinessProbe, ReadyReport, wait_
 from envd.guest.session import GuestSession
 from envd.guest.tunnel import open_port
 from envd.guest.view import ConnectionState, DesktopView, ScreenView
-from envd.guest.wake import renew_identity
 
 __all__ = ["CommandResult", "Desktop", "ReadyReport", "ScreenView"]
 

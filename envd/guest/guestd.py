@@ -22,7 +22,7 @@ from yarl import URL
 from envd.base import untrusted_json
 from envd.base.aio import race
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 
 _CHUNK_BYTES = 1 << 16
 #: Most bytes of a response, by path: two outputs of 16 MiB in base64, a picture, an accessibility tree, a terminal.

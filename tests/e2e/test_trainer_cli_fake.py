@@ -92,7 +92,9 @@ async def test_an_interrupted_evaluation_closes_its_episodes_and_keeps_its_resul
             file = tmp_path / "run.toml"
             file.write_text('concurrency = 1\nselect.task_ids = ["fake/enable", "fake/save-note"]\n')
             words = ["eval", str(file), "--envd", address, "--endpoint", url, "--out", str(tmp_path)]
-            process = await asyncio.create_subprocess_exec(sys.executable, "-m", "trainer", *words, stderr=asyncio.subprocess.PIPE)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "trainer", *words, stderr=asyncio.subprocess.PIPE
+            )
             await asyncio.wait_for(second.wait(), 60)
             process.send_signal(signal.SIGINT)
             _, err = await process.communicate()

@@ -24,9 +24,9 @@ from envd.episodes.service import EpisodeService
 from envd.guest.observation import SettlePolicy
 from envd.hypervisor import fake
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
+from envd.pool.lifecycle import unregister_all
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
-from envd.pool.register import unregister_all
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task

@@ -24,9 +24,9 @@ from envd.base.aio import race
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost, TemplateCorrupt
 from envd.guest.desktop import CommandResult, Desktop, ReadyReport
 from envd.guest.display.frames import Frame
-from envd.guest.input.outcome import ActionOutcome
 from envd.guest.input.plan import HeldInputs
 from envd.guest.observation import (
+    ActionOutcome,
     EncodedFrame,
     Observation,
     ObservationOptions,

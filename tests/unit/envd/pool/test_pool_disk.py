@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from envd.base.errors import HypervisorError
-from envd.pool.disk import HostDisk
+from envd.pool.host_room import HostDisk
 from tests.support.clock import run_ready
 from tests.support.pool_world import PoolWorld
 
