@@ -93,11 +93,11 @@ def parse_listen(listen: str, *, exposable: bool = False) -> ListenAddress:
     is_bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
     if not host or is_bare_ipv6 or not port.isascii() or not port.isdigit() or int(port) > 65_535:
         raise ConfigError(
-            f"listen {listen!r}: is not HOST:PORT, [IPV6]:PORT or unix:PATH; write, for example, 127.0.0.1:50051"
+            f"listen {listen!r}: not HOST:PORT, [IPV6]:PORT or unix:PATH; write, for example, 127.0.0.1:50051"
         )
     if not exposable and not _is_loopback(host):
         raise ConfigError(
-            f"listen {listen!r}: can be reached from other hosts, which needs TLS and tokens or client"
+            f"listen {listen!r}: reachable from other hosts, which needs TLS and tokens or client"
             " certificates; set security.tls_cert, tls_key and tokens_file or client_ca, or listen on 127.0.0.1 or"
             " unix:PATH and forward the port over ssh"
         )

@@ -108,7 +108,7 @@ class Daemon:
     console_address: str
     """Empty if the console is off."""
     compat_addresses: Mapping[str, str]
-    """Of other systems' protocols, by name."""
+    """Addresses of other systems' protocols, by name."""
     reaped: tuple[str, ...]
     """Machines of a previous daemon that were removed at the start."""
     known: tuple[EpisodeInfo, ...]

@@ -146,7 +146,7 @@ class EvaluateResult:
 
     episode: EpisodeInfo
     score: float
-    """In [0, 1]."""
+    """A value in [0, 1]."""
     checks: tuple[CheckResult, ...]
     timings_ms: dict[str, float]
     cached: bool = False

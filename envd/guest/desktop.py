@@ -43,6 +43,7 @@ from envd.guest.observation import (
 )
 from envd.guest.readiness import ReadinessProbe, ReadyReport, wait_idle
 from envd.guest.session import GuestSession
+from envd.guest.tunnel import open_port
 from envd.guest.view import ConnectionState, DesktopView, ScreenView
 from envd.guest.wake import renew_identity
 
@@ -492,6 +493,17 @@ class Desktop:
         if url is None:
             raise GuestError(f"machine {self._channels.machine_id} has no guestd")
         return await work(url)
+
+    @while_alive
+    async def open_port(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to a TCP port of the guest's loopback. The caller closes the connection.
+
+        Raises:
+            GuestError: Nothing listens on the port, or the image's service cannot forward ports.
+            GuestUnresponsive: The guest did not answer.
+        """
+        self._session.guestd("forward a port")
+        return await open_port(self._channels.guestd_url or "", port, machine_id=self._channels.machine_id)
 
     # The guard of every wait
 

@@ -467,6 +467,11 @@ def _failure(response: _Response) -> _Failure:
     return replace(failure, message=text[:_MAX_MESSAGE_CHARS] or "no reason given")
 
 
+def failure_text(body: bytes) -> str:
+    """Return the message in the body of an error response, bounded."""
+    return _failure(_Response(0, body)).message
+
+
 async def _parse(adapter: TypeAdapter[T], body: bytes, path: str) -> T:
     """Return a validated JSON body. Raises: GuestError."""
     try:

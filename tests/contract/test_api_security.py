@@ -533,7 +533,7 @@ async def test_our_client_raises_scope_too_small(tokens: Tokens) -> None:
         serving(SecurityConfig(tokens_file=tokens.path)) as (_, address),
         AsyncEnvClient(address, token=tokens.viewer.secret) as client,
     ):
-        with pytest.raises(trainer.ScopeTooSmall, match="token 'viewer': has scope read"):
+        with pytest.raises(trainer.ScopeTooSmall, match="token 'viewer': scope read is too small"):
             async with client.reset("desktop/note"):
                 pass
 
@@ -1118,14 +1118,14 @@ async def test_a_token_holds_at_most_its_maximum_of_machines_and_gets_more_after
             AsyncEnvClient(server.address, token=bounded.secret, retry=HASTY) as client,
             AsyncEnvClient(server.address, token=tokens.bob.secret) as bob,
         ):
-            with pytest.raises(trainer.GroupTooLarge, match="'bounded': may hold 2 machines, and one request needs 3"):
+            with pytest.raises(trainer.GroupTooLarge, match="'bounded': at most 2 machines, and one request needs 3"):
                 async with client.reset_group(TASK, size=3):
                     pass
             async with client.reset(TASK) as first, client.fork(first, count=1) as copies:
                 hasty = timedelta(seconds=4)
                 for group in (client.reset(TASK, timeout=hasty), client.fork(first, count=1, timeout=hasty)):
                     with pytest.raises(
-                        trainer.PoolExhausted, match="'bounded': may hold 2 machines, holds 2"
+                        trainer.PoolExhausted, match="'bounded': at most 2 machines, 2 are in use"
                     ) as refused:
                         async with group:
                             pass

@@ -52,7 +52,7 @@ def samples_of(count: int, *, task: str = TASK) -> list[Sample]:
 
 @pytest.mark.parametrize("as_zero", [False, True])
 async def test_a_lost_machine_is_void_or_by_request_a_zero(as_zero: bool) -> None:
-    """Of eight samples some fail, at different turns; the same ones in both ways of counting."""
+    """Some of eight samples fail, at different turns; the same ones in both ways of counting."""
     async with world() as server:
         args, samples = args_of(server, fault_share=0.6, faults_as_zero=as_zero), samples_of(8)
         await asyncio.gather(*(generate(args, sample, PARAMS) for sample in samples))

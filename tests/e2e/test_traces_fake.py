@@ -52,7 +52,7 @@ class Collector:
     """Name, trace id, span id and parent's span id, in the order of their ends."""
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     answers: asyncio.Event = field(default_factory=asyncio.Event)
-    """Until it is set, requests hang."""
+    """Requests hang until it is set."""
 
     async def receive(self, request: web.Request) -> web.Response:
         body = await request.read()

@@ -140,6 +140,7 @@ async def serve_fake(
             [pool],
             tasks=tasks,
             limits=limits,
+            metrics=metrics,
             clock=clock,
             store=store,
         )

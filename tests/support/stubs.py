@@ -219,9 +219,9 @@ class StubHypervisor:
         self.removed: set[str] = set()
         """Digests of removed templates."""
         self.errors: defaultdict[str, list[Exception]] = defaultdict(list)
-        """By method name (create, freeze, find_template, fork, load, capture): raised by its next calls, one each."""
+        """Errors of the next calls, one each, by method (create, freeze, find_template, fork, load, capture)."""
         self.gates: defaultdict[str, asyncio.Event] = defaultdict(_open_gate)
-        """By method name: cleared, it blocks the method."""
+        """Events by method name: cleared, one blocks the method."""
         self.counts: defaultdict[str, int] = defaultdict(int)
         """Number of calls by method name."""
         self.ready_gate = _open_gate()
@@ -360,10 +360,10 @@ class StubDesktop(Desktop):
         self.asleep_view = view
         """Its view while it is asleep; None once it is awake."""
         self.gates: defaultdict[str, asyncio.Event] = defaultdict(_open_gate)
-        """By method name: cleared, it blocks the method."""
+        """Events by method name: cleared, one blocks the method."""
         self.gates["wait_ready"] = ready_gate
         self.errors: dict[str, Exception] = {}
-        """By method name: raised by the method."""
+        """Errors by method name: raised by the method."""
         self.action_error = ""
         """Error in the outcome of every action."""
         self.calls: list[str] = []

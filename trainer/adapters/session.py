@@ -98,7 +98,7 @@ class SessionSettings:
     view: View = field(default_factory=View)
     """Contents of pictures. Points of actions are pixels of the picture, also if it is scaled."""
     settle: Settle | None = None
-    """When a screen counts as settled; None for the pool's own rule."""
+    """The rule by which a screen counts as settled; None for the pool's own rule."""
     lease_ttl: timedelta = timedelta(minutes=5)
     """How long machines outlive this process."""
     reset_timeout: timedelta = timedelta(minutes=10)
@@ -153,7 +153,7 @@ class Score:
     """The result of a session."""
 
     value: float | None
-    """In [0, 1]; None if the session is void."""
+    """A value in [0, 1]; None if the session is void."""
     void: str = ""
     """Why there is no value; empty if there is one."""
     checks: tuple[Check, ...] = ()

@@ -187,7 +187,7 @@ class _Conversation(SglangConversation):
             encode_image=lambda image: image,
         )
         self.extra_fields: dict[str, Any] = {}
-        """Of the engine's latest response, with the earliest version of the weights."""
+        """Fields of the engine's latest response, with the earliest version of the weights."""
         self.with_log_probs = bool(sampling_params.get("logprobs"))
         self._server = loop.server_manager
         self._response_limit = rollout.response_length

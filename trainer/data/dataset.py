@@ -50,9 +50,9 @@ class Dataset:
     """The joined trajectories, and counts of the dropped ones."""
 
     items: tuple[Item, ...]
-    """By base id, then by rank of their source."""
+    """Items ordered by base id, then by rank of their source."""
     dropped: Mapping[str, Mapping[str, int]]
-    """By source: how many are failed, surplus, malformed, duplicates, unreadable, or have wrong images."""
+    """Number of items by source that are failed, surplus, malformed, duplicates, unreadable, or have wrong images."""
 
     def parts(self) -> dict[tuple[str, Split], list[Item]]:
         """Return the items of every platform and split, also if there are none."""

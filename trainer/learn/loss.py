@@ -19,7 +19,7 @@ class TrainRow:
     response_length: int
     loss_mask: Sequence[int]
     log_probs: Sequence[float]
-    """Of the policy that sampled, for the response."""
+    """Log-probabilities of the response under the policy that sampled it."""
     advantage: float
     rollout_mask_sum: int
     """Trained tokens in all rows of the rollout."""

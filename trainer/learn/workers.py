@@ -37,9 +37,9 @@ class Batch:
     rollout_count: int = 0
     """Rollouts with an advantage."""
     patches: list[Any] = field(default_factory=list)
-    """Of the images that rows name."""
+    """Patches of the images that rows name."""
     records: list[Any] = field(default_factory=list)
-    """Of `trainer.slime.records`, for metrics."""
+    """Records of `trainer.slime.records`, for metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,9 @@ class WorkerSpec:
     engine_port: int
     groups: int
     directory: Path
-    """Of its data sets and the position in them."""
+    """Directory of its data sets and the position in them."""
     exchange: Path
-    """Of the files with patches."""
+    """Directory of the files with patches."""
     settings: Settings
     seed: int
     generate: str = ""

@@ -15,7 +15,7 @@ class ActionFacts:
     kind: str
     """The action's name in the model's grammar: "left_click", "type", "sendkey", ..."""
     arguments: Mapping[str, object] = field(default_factory=dict)
-    """As written by the model, in its own coordinate space."""
+    """Arguments written by the model, in its own coordinate space."""
     point_px: tuple[int, int] | None = None
     """Its point in the guest's pixels."""
     text: str | None = None
@@ -37,7 +37,7 @@ class TurnFacts:
     fallback: str | None = None
     """Name of the fallback that parsed the reply after strict parsing failed."""
     actions: tuple[ActionFacts, ...] = ()
-    """In order; empty if the reply could not be parsed."""
+    """Actions in order; empty if the reply could not be parsed."""
     errors: tuple[str, ...] = ()
     """The agent's mistakes, as reported by the environment."""
     done: bool = False

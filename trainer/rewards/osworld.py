@@ -65,7 +65,7 @@ class SlimeOSWorld:
     complexity: Literal["low", "medium", "high"] | None = None
     """Expected number of turns. None: from the task's metadata, else medium, or low with `config_file`."""
     max_steps: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    """For the efficiency. None: the episode's own limit."""
+    """Step limit for the efficiency; None for the episode's own limit."""
     a11y_mode: Literal["full", "off", "every_n"] = "full"
     """Values other than "full" remove grounding and tree from the sum."""
 

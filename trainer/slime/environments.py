@@ -76,7 +76,7 @@ class SampleEnvironments:
             yield _Traced(episode, self._sample)
 
     async def branch(self, context: BranchContext) -> None:
-        """In a tree, let waiting members continue from the current episode."""
+        """Let waiting members of a tree continue from the current episode."""
         if self._tree is None or self.episode is None:
             return
         episode, wait = self.episode, timedelta(seconds=self._group_wait_s)

@@ -74,7 +74,7 @@ class SglangConversation:
             encode_image: Converts an image for the engine; by default to a data URI.
         """
         self.rows: list[Row] = []
-        """In order; the last one is the current one."""
+        """Rows in order; the last one is the current one."""
         self._chat = chat
         self._engine = engine
         self._budget = budget

@@ -248,7 +248,7 @@ class HeldInputs:
     buttons: int = 0
     """RFB button mask."""
     keys: tuple[Key, ...] = ()
-    """In order of pressing."""
+    """Held keys in order of pressing."""
 
     def pointer_on(self, width_px: int, height_px: int) -> Point:
         """Return the pointer's position on a screen: the last one set, else the centre, where servers start it."""

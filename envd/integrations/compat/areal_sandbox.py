@@ -50,7 +50,7 @@ class _Nothing(Body):
 class _Session:
     owner: str
     task_id: str = _DEFAULT_TASK
-    """The task of this start and of later ones that name none, such as those after a revert."""
+    """Task of this and of later starts that name none, such as those after a revert."""
     start_count: int = 0
     """Episodes that it opened: a repeated start is part of the same one."""
     episode_id: str = ""
@@ -100,7 +100,7 @@ class ArealSandbox:
         session_id = _session_id(request)
         session = self._known.get((caller.name, session_id))
         if session is None or not session.episode_id:
-            raise EpisodeNotFound(f"session {session_id}: has no sandbox; start one by POST /sandbox/start")
+            raise EpisodeNotFound(f"session {session_id}: no sandbox; start one by POST /sandbox/start")
         self._known.touch((caller.name, session_id))
         path = request.path.partition(f"/token/{request.match_info.get('token', '')}")[2] or request.path
         body = await request.read()

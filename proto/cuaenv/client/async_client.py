@@ -11,6 +11,7 @@ from typing import Any, Final, Self, Unpack
 
 from cuaenv.client.credentials import Access, Tls
 from cuaenv.client.episode import AsyncEpisode
+from cuaenv.client.forwarding import PortForward, forwarded
 from cuaenv.client.host import Host
 from cuaenv.client.host_pool import ClientStatistics, HostPool
 from cuaenv.client.limiter import EpisodeLimiter
@@ -350,6 +351,20 @@ class AsyncEnvClient:
         request = env_pb2.CloseRequest(episode_id=episode.episode_id)
         host = await self._host_pool.host(episode.host, timeout=timeout)
         await host.connection.call("Close", request, timeout)
+
+    @asynccontextmanager
+    async def forward(
+        self, episode: EpisodeInfo, port: int, *, local_port: int = 0, timeout: timedelta = timedelta(seconds=30)
+    ) -> AsyncIterator[PortForward]:
+        """Forward a local port to a port of a listed episode's guest during the block; see `AsyncEpisode.forward`.
+
+        Raises:
+            EnvError: The episode's host cannot be reached within `timeout`.
+            ValueError, OSError: See `AsyncEpisode.forward`.
+        """
+        host = await self._host_pool.host(episode.host, timeout=timeout)
+        async with forwarded(host.connection, episode.episode_id, port, local_port=local_port) as forward:
+            yield forward
 
 
 @asynccontextmanager

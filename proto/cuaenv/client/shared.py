@@ -34,7 +34,7 @@ class ClientSettings:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     keep_alive_interval: timedelta | None = None
     token: str | None = field(default=None, repr=False)
-    """By default the variable `ENVD_TOKEN`."""
+    """Token of the caller; by default the variable `ENVD_TOKEN`."""
     tls: Tls | None = None
 
 

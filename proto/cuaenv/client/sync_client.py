@@ -11,6 +11,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 from cuaenv.client.async_client import AsyncEnvClient
 from cuaenv.client.credentials import Tls
 from cuaenv.client.episode import AsyncEpisode
+from cuaenv.client.forwarding import PortForward
 from cuaenv.client.observation import Observation
 from cuaenv.client.placement import RetryPolicy
 from cuaenv.client.results import State
@@ -130,6 +131,7 @@ class Episode(_Blocking[AsyncEpisode]):
         self.origin = episode.origin
         """Origin of its first state."""
         self.task_id = episode.task_id
+        self.pool = episode.pool
         self.instruction = episode.instruction
         """The task's instruction for the agent."""
 
@@ -158,3 +160,13 @@ class Episode(_Blocking[AsyncEpisode]):
     read_file = _blocking(AsyncEpisode.read_file)
     write_file = _blocking(AsyncEpisode.write_file)
     run_command = _blocking(AsyncEpisode.run_command)
+
+    @contextmanager
+    def forward(self, port: int, *, local_port: int = 0) -> Iterator[PortForward]:
+        """Listen on 127.0.0.1 during the block; connections lead to a port of the guest. See `AsyncEpisode.forward`."""
+        forwarding = self._inner.forward(port, local_port=local_port)
+        forward = self._wait(forwarding.__aenter__())
+        try:
+            yield forward
+        finally:
+            self._wait(forwarding.__aexit__(None, None, None))

@@ -36,7 +36,7 @@ class GroupResult:
     rows: Sequence[Rewarded]
     """One per turn; empty if all episodes are void."""
     metrics: Mapping[str, Sequence[float]]
-    """By name, one value per episode that has it."""
+    """Metrics by name, one value per episode that has it."""
 
 
 class _Paced:

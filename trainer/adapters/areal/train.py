@@ -26,7 +26,7 @@ class DesktopConfig(GRPOConfig):  # type: ignore[misc] # AReaL is not installed 
     """AReaL's configuration with our key."""
 
     envd: dict[str, Any] = field(default_factory=dict)
-    """See `ArealConfig`."""
+    """Settings of `ArealConfig`."""
 
 
 def read_rows(path: Path, *, task_key: str) -> list[dict[str, str]]:

@@ -24,16 +24,16 @@ from envd.base.errors import ConfigError, GuestUnresponsive
 from envd.base.store.store import FILE_NAME
 from envd.bench.branch import Branch, branch_report, measure_branch
 from envd.bench.branch_parents import FrameIds, WritingParent, check_branch
-from envd.bench.client import open_client
 from envd.bench.fork import UsedMemory, fork_report
 from envd.bench.frames import Comparison, Cost, FrameCost, Recording, frames_report, measure_frames
 from envd.bench.growth import GrowthFigures, Standby, growth_report, measure_growth
 from envd.bench.load import load_processes
 from envd.bench.load_client import EchoServer, LoadPlan, LoadResult
 from envd.bench.raw_fork import raw_arguments
-from envd.bench.report import BenchReport, Check, Figure, Target, p95, p99
+from envd.bench.rebuilding import open_client
+from envd.bench.report import BenchFailed, BenchReport, Check, Figure, Target, p99, percentile
 from envd.bench.scale import measure_scale, scale_configs, scale_report
-from envd.bench.session import BenchFailed, BenchSession, Steps, bench_config, open_bench
+from envd.bench.session import BenchSession, Steps, bench_config, open_bench
 from envd.bench.step import PeerTimes, StepTimes, script, step_report, xdotool_command
 from envd.cli.bench import parse_sizes
 from envd.daemon.ephemeral import run_until_signal
@@ -76,11 +76,11 @@ def fork_found(conditions: dict[str, object], *, memory: UsedMemory | None = Non
 # -- deciding ---------------------------------------------------------------------------------------------------
 
 
-def test_the_95th_percentile_is_the_least_sample_that_95_of_100_do_not_exceed() -> None:
-    assert p95([float(n) for n in range(100, 0, -1)]) == 95.0
-    assert p95([float(n) for n in range(1, 21)]) == 19.0
-    assert p95([3.0, 1.0]) == 3.0
-    assert p99([float(n) for n in range(200, 0, -1)]) == 198.0
+def test_a_percentile_is_the_least_sample_that_so_many_of_100_do_not_exceed() -> None:
+    assert percentile([float(n) for n in range(100, 0, -1)], 95) == 95.0
+    assert percentile([float(n) for n in range(1, 21)], 95) == 19.0
+    assert percentile([float(n) for n in range(200, 0, -1)], 99) == p99([float(n) for n in range(1, 201)]) == 198.0
+    assert (percentile([3.0, 1.0], 99), percentile([3.0, 1.0], 50), percentile([], 50)) == (3.0, 2.0, None)
 
 
 def test_a_target_is_met_missed_or_does_not_apply() -> None:
@@ -142,11 +142,6 @@ def test_targets_do_not_apply_to_a_branch_with_more_dirty_memory() -> None:
     )
     assert verdicts(other)["group_first_frames_ms_p50"] is None, "the target is for groups of 8"
     assert results(report)["other_ms_p50"] == 50
-
-
-def test_the_99th_percentile_is_the_least_sample_that_99_of_100_do_not_exceed() -> None:
-    assert p99([float(n) for n in range(100, 0, -1)]) == 99.0
-    assert p99([3.0, 1.0]) == 3.0
 
 
 def scale_found(

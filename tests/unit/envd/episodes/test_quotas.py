@@ -62,7 +62,9 @@ async def test_a_reset_above_the_quota_is_refused_at_once_and_succeeds_after_an_
     first = await world.open(owner="a", group_size=1, max_machines=2)
     await world.open(owner="a", max_machines=2)
     command = world.reset_command(owner="a", max_machines=2)
-    with pytest.raises(TokenQuotaReached, match=r"'a': may hold 2 machines, holds 2, and requests 1 more") as refused:
+    with pytest.raises(
+        TokenQuotaReached, match=r"'a': at most 2 machines, 2 are in use, and 1 more are requested"
+    ) as refused:
         await world.service.reset(command)
     assert refused.value.retry_after_s > 0
     await world.open(owner="b", max_machines=2)
@@ -75,7 +77,7 @@ async def test_waiting_resets_count_and_failed_ones_do_not(world: World) -> None
     world.tasks.setup_gate.clear()
     opening = asyncio.create_task(world.reset(owner="a", group_size=2, max_machines=2))
     await run_ready()
-    with pytest.raises(TokenQuotaReached, match="holds 2"):
+    with pytest.raises(TokenQuotaReached, match="2 are in use"):
         await world.reset(owner="a", max_machines=2)
     world.tasks.setup_errors.append(RuntimeError("broken"))
     world.tasks.setup_gate.set()
@@ -86,7 +88,7 @@ async def test_waiting_resets_count_and_failed_ones_do_not(world: World) -> None
 
 async def test_forks_count_for_the_owner_of_their_parent(world: World) -> None:
     parent_id = await world.open(owner="a", max_machines=2)
-    with pytest.raises(TokenQuotaReached, match="holds 1, and requests 2"):
+    with pytest.raises(TokenQuotaReached, match="1 are in use, and 2 more are requested"):
         await world.fork(parent_id, fork_count=2, max_machines=2)
     await world.fork(parent_id, fork_count=1, max_machines=2)
     with pytest.raises(TokenQuotaReached):
@@ -94,7 +96,7 @@ async def test_forks_count_for_the_owner_of_their_parent(world: World) -> None:
 
 
 async def test_a_group_larger_than_the_quota_is_refused_at_once(world: World) -> None:
-    with pytest.raises(GroupTooLarge, match="'a': may hold 2 machines, and one request needs 3"):
+    with pytest.raises(GroupTooLarge, match="'a': at most 2 machines, and one request needs 3"):
         await world.reset(owner="a", group_size=3, max_machines=2)
 
 

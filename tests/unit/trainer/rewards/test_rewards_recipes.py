@@ -286,7 +286,7 @@ def test_the_page_shows_the_current_table() -> None:
 
 
 def test_two_different_texts_are_not_a_repetition() -> None:
-    """In Slime-OSWorld they were equal because neither has a point."""
+    """They were equal in Slime-OSWorld because neither has a point."""
     assert not same_action(typed("user"), typed("password"))
     assert not same_action(
         ActionFacts(kind="scroll", arguments={"dy": 3}), ActionFacts(kind="scroll", arguments={"dy": -3})
@@ -317,7 +317,7 @@ def test_enter_counts_again_after_each_new_text() -> None:
 
 
 def test_a_letter_on_the_screen_does_not_ground_a_key() -> None:
-    """In Slime-OSWorld pressing "a" was grounded in every button with an "a" in its name."""
+    """Pressing "a" was grounded by Slime-OSWorld in every button with an "a" in its name."""
     pressed = replace(turn(ActionFacts(kind="key", keys=("a",))), tree_before="a button named Save As", tree_after="b")
     assert recipe("shaped")(episode(pressed)).parts["grounding"] == 0.0
     assert not hits_a_box(ActionFacts(kind="key", keys=("a",)), [BOX])

@@ -270,7 +270,7 @@ def test_enlightenments_are_for_windows_under_kvm() -> None:
 
 
 def test_windows_hardware_with_another_firmware_is_rejected() -> None:
-    with pytest.raises(ValueError, match="hardware windows, which boots by UEFI, not bios"):
+    with pytest.raises(ValueError, match="hardware windows boots by UEFI, not bios"):
         xml(replace(WINDOWS_HARDWARE, firmware=Firmware.BIOS))
 
 

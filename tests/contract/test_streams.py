@@ -1,4 +1,4 @@
-"""The relay from a sandbox's loopback to the guest, with real sockets."""
+"""Connections of a listener that are joined with others, with real sockets."""
 
 import asyncio
 import socket
@@ -7,9 +7,9 @@ from contextlib import suppress
 
 import pytest_asyncio
 
-from envd.integrations.osworld.relay import relayed
+from envd.base.streams import relayed
 
-LIMIT = 32
+LIMIT = 8
 
 
 class Service:
@@ -17,7 +17,7 @@ class Service:
 
     def __init__(self) -> None:
         self.count = 0
-        self.url = ""
+        self.port = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.count += 1
@@ -31,7 +31,7 @@ async def service() -> AsyncIterator[Service]:
     service = Service()
     server = await asyncio.start_server(service.serve, "127.0.0.1", 0)
     async with server:
-        service.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        service.port = server.sockets[0].getsockname()[1]
         yield service
 
 
@@ -49,7 +49,7 @@ async def test_connections_beyond_the_limit_are_refused_until_others_end(service
     listener.setblocking(False)
     port = listener.getsockname()[1]
     writers = []
-    async with relayed(listener, service.url):
+    async with relayed(listener, "127.0.0.1", service.port, limit=LIMIT):
         for _ in range(LIMIT):
             response, writer = await echo(port)
             assert response == b"line\n"
