@@ -147,7 +147,9 @@ async def test_an_episode_is_played_by_hand(tmp_path: Path) -> None:
 
 async def test_the_null_player_scores_0_and_a_person_who_leaves_has_no_score(tmp_path: Path) -> None:
     async with desktops() as (address, client, _):
-        where = ["--envd", address, "--out", str(tmp_path), "--no-report"]
+        file = tmp_path / "run.toml"
+        file.write_text("report = false\n")
+        where = [str(file), "--envd", address, "--out", str(tmp_path)]
         null = await run("play", "fake/enable", "--by", "null", *where)
         left = await run("play", "fake/enable", *where, stdin="click 3 3\n")
         assert (await client.list_pools())[0].leased_count == 0

@@ -2,17 +2,16 @@
 
 import asyncio
 import re
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated
 
 import typer
 from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out, progress
 from cuaenv.client import AsyncEnvClient, Task
-from pydantic import ConfigDict, Field, JsonValue
+from pydantic import JsonValue
 
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
@@ -20,29 +19,25 @@ from trainer.agent.types import Conversation
 from trainer.cli.choice import SplitName, choose, served_tasks
 from trainer.cli.compare import print_comparison, print_summary
 from trainer.cli.options import (
-    DEFAULT_RUN,
-    DEFAULT_TARGET,
     LIST_TIMEOUT,
     Target,
     make_client,
-    read_settings,
 )
 from trainer.cli.output import UsageError, reports_errors
-from trainer.config import STRICT, ConfigError, parse
+from trainer.cli.run_file import RunConfig, read_run
 from trainer.data.prompts import describe_unrunnable
 from trainer.data.split import CannotSplit
 from trainer.evaluate.chat import ChatConversation, Sampling
 from trainer.evaluate.comparison import compare
-from trainer.evaluate.endpoint import EndpointError, checked_url, open_endpoint, read_key
+from trainer.evaluate.endpoint import EndpointError, checked_url, open_endpoint
 from trainer.evaluate.native import load_chat, native_conversations
 from trainer.evaluate.play import ConversationFactory, EvaluationStopped, evaluate
 from trainer.evaluate.report import write_report
 from trainer.evaluate.results import Results, ResultsError, ResultsFile, Run
-from trainer.evaluate.selection import Selection, SelectionError, read_task_ids
+from trainer.evaluate.selection import Selection, SelectionError
 from trainer.evaluate.summary import summarise
 from trainer.tokens.chat import Chat
 
-KEY_VARIABLE = "TRAINER_API_KEY"
 #: Exit status of an evaluation that finished with attempts lost to errors.
 EXIT_LOST_ATTEMPTS = 3
 #: Above this the endpoint is likely to be the bottleneck.
@@ -59,109 +54,11 @@ class _Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalConfig:
-    """The keys of the file that `trainer eval` takes. Flags override them."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-    endpoint: str = ""
-    """Base URL of an OpenAI-compatible API, such as http://127.0.0.1:8000/v1."""
-    before: str = ""
-    """Base URL of the checkpoint before training; requires `after`."""
-    after: str = ""
-    """Base URL of the checkpoint after training."""
-    model: str = ""
-    """The model's name; empty for the only served one."""
-    before_model: str = ""
-    """The model's name at `before`."""
-    after_model: str = ""
-    """The model's name at `after`."""
-    checkpoint: Path | None = None
-    """Use SGLang's `/generate` with this checkpoint's chat template; URLs are then without `/v1`."""
-    label: str = ""
-    """Name of the run in tables and files; empty for the model's name."""
-    key_variable: str = KEY_VARIABLE
-    """Environment variable with the endpoint's API key."""
-    key_file: Path | None = None
-    """File with the endpoint's API key."""
-
-    envd: str = DEFAULT_TARGET
-    """HOST:PORT of the daemon."""
-    tls_ca: Path | None = None
-    """Certificate of the authority that signed the daemon's; enables TLS."""
-    pool: str = ""
-    """The daemon's pool; empty for each task's own."""
-    run: str = DEFAULT_RUN
-    """Label of the episodes at the daemon, for fair share, quotas and metrics."""
-
-    select: Selection = field(default_factory=Selection)
-    """The tasks."""
-    tasks_file: Path | None = None
-    """File with more task ids, one per line."""
-    split: SplitName = SplitName.ALL
-    """Side of the split of `trainer data`, over the chosen suites."""
-    include_unrunnable: bool = False
-    """Also tasks that the daemon's host cannot run."""
-
-    agent: Path | None = None
-    """YAML file with the agent's settings, as for training."""
-    max_turns: Annotated[int, Field(ge=1)] | None = None
-    """Replies per episode; by default the agent's setting."""
-    seeds: Annotated[int, Field(ge=1)] = 1
-    """Attempts at each task."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    """0 is greedy."""
-    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
-    request: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Additional fields of each request, such as `top_k = 20`."""
-    concurrency: Annotated[int, Field(ge=0)] = 0
-    """Concurrent episodes; 0 for the pools' capacity."""
-
-    out: Path = Path("out/eval")
-    """Directory for results, report and replays."""
-    replays: bool = True
-    """Keep each turn's picture."""
-    report: bool = True
-    """Write an HTML page."""
-
-    def candidates(self) -> list[_Candidate]:
-        """Return the models to evaluate. Raises: UsageError."""
-        if self.endpoint and not (self.before or self.after):
-            return [_Candidate(label=self.label, url=self.endpoint, model=self.model)]
-        if self.before and self.after and not self.endpoint:
-            return [
-                _Candidate(label="before", url=self.before, model=self.before_model or self.model),
-                _Candidate(label="after", url=self.after, model=self.after_model or self.model),
-            ]
-        raise UsageError("use --endpoint URL for one model, or --before URL and --after URL for two")
-
-    def settings(self) -> AgentSettings:
-        """Return the agent's settings. Raises: UsageError."""
-        return read_settings(self.agent, max_turns=self.max_turns)
-
-    def sampling(self, settings: AgentSettings) -> Sampling:
-        """Return the sampling parameters. Raises: UsageError: They cannot give different attempts."""
-        if self.temperature == 0 and self.seeds > 1:
-            raise UsageError(f"seeds {self.seeds} with greedy sampling repeats the same attempt; set temperature")
-        return Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            max_reply_tokens=settings.reply_tokens,
-            stop=settings.make_grammar().stop,
-            more=self.request,
-        )
-
-    def selection(self) -> Selection:
-        """Return the selection with the ids of `tasks_file`. Raises: SelectionError."""
-        ids = read_task_ids(self.tasks_file) if self.tasks_file else []
-        return replace(self.select, task_ids=[*self.select.task_ids, *ids])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
     """What the evaluations of one command share."""
 
-    config: EvalConfig
+    config: RunConfig
+    directory: Path
     selection: Selection
     settings: AgentSettings
     sampling: Sampling
@@ -170,45 +67,10 @@ class _Plan:
     key: str
 
 
-_ENDPOINTS: Final = frozenset({"endpoint", "before", "after"})
-#: Keys whose flags had another name.
-_KEY_OF_FLAG: Final = {
-    "tasks": "tasks_file",
-    **{name: f"select.{name}s" for name in ("suite", "level", "tag")},
-    **{"without_tag": "select.without_tags", "limit": "select.limit", "no_replays": "replays", "no_report": "report"},
-}
-
-
-def _read_config(words: Sequence[str], flags: Mapping[str, object], *, task_ids: Sequence[str]) -> EvalConfig:
-    """Return the settings of a file, overridden by flags. Raises: UsageError."""
-    for flag in (word.partition("=")[0] for word in words if word.startswith("-")):
-        name = flag.lstrip("-").replace("-", "_")
-        key = _KEY_OF_FLAG.get(name, name)
-        if key.partition(".")[0] not in {one.name for one in fields(EvalConfig)}:
-            raise UsageError(f"no such option: {flag}; see trainer eval --help")
-        raise UsageError(f"{flag} is not a flag; set the key {key} in a file: trainer eval run.toml")
-    if len(words) > 1:
-        raise UsageError(f"{len(words)} files are given; trainer eval takes one")
-    held: dict[str, Any] = {}
-    try:
-        for file in words:
-            held = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{file} cannot be read: {error}") from error
-    given = {name: value for name, value in flags.items() if value}
-    if _ENDPOINTS & given.keys():
-        held = {name: value for name, value in held.items() if name not in _ENDPOINTS}
-    try:
-        config = parse(EvalConfig, held | given)
-    except ConfigError as error:
-        raise UsageError(" ".join([*words, str(error)])) from error
-    return replace(config, select=replace(config.select, task_ids=task_ids)) if task_ids else config
-
-
 @reports_errors(CannotSplit, EndpointError, EvaluationStopped, ResultsError, SelectionError, OSError)
 def eval_command(
     *,
-    # Flags of earlier releases are among them, so that `_read_config` can name their keys.
+    # Flags of earlier releases are among them, so that `read_run` can name their keys.
     words: Annotated[list[str] | None, typer.Argument(metavar="RUN.toml", help="File with settings.")] = None,
     endpoint: Annotated[
         str, typer.Option(help="Base URL of an OpenAI-compatible API, such as http://127.0.0.1:8000/v1.")
@@ -218,7 +80,7 @@ def eval_command(
     envd: Target = "",
     task: Annotated[list[str], typer.Option(help="Only this task; may be repeated.")] = [],  # noqa: B006 -- typer's way
     split: Annotated[SplitName | None, typer.Option(help="Side of the split of `trainer data`; default: all.")] = None,
-    out_directory: Annotated[
+    directory: Annotated[
         Path | None, typer.Option("--out", help="Directory for the results; default: out/eval.")
     ] = None,
     as_json: Json = False,
@@ -231,19 +93,17 @@ def eval_command(
     attempt has a score, 3 if some were lost to errors, 1 if all were lost or the evaluation stopped, 2 for wrong
     arguments.
     """
-    config = _read_config(
-        words or [],
-        {"endpoint": endpoint, "before": before, "after": after, "envd": envd, "split": split, "out": out_directory},
-        task_ids=task,
-    )
-    candidates, settings = config.candidates(), config.settings()
+    flags = {"endpoint": endpoint, "before": before, "after": after, "envd": envd, "split": split}
+    config = read_run(words or [], flags, command="trainer eval")
+    candidates, settings = _candidates(config), config.settings()
     plan = _Plan(
         config=config,
-        selection=config.selection(),
+        directory=directory or config.out or Path("out/eval"),
+        selection=config.selection(task),
         settings=settings,
         sampling=config.sampling(settings),
         chat=None if config.checkpoint is None else load_chat(config.checkpoint),
-        key=read_key(variable=config.key_variable, file=config.key_file),
+        key=config.key(),
     )
     for candidate in candidates:
         checked_url(candidate.url, with_key=bool(plan.key))
@@ -286,7 +146,7 @@ async def _evaluate_one(
         server = await stack.enter_async_context(open_endpoint(candidate.url, key=plan.key))
         model = candidate.model or await (server.only_model() if plan.chat is None else server.model_path())
         label = candidate.label or model
-        path = config.out / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', label).strip('-.') or 'run'}.jsonl"
+        path = plan.directory / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', label).strip('-.') or 'run'}.jsonl"
         run = Run(
             label=label,
             settings=_settings_json(plan, url=server.url, model=model, tasks=tasks),
@@ -368,3 +228,15 @@ def _report(results: list[Results], files: list[Path], *, with_pages: bool, as_j
         print_comparison(comparison, out)
     for path in [*files, *pages]:
         err.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+def _candidates(config: RunConfig) -> list[_Candidate]:
+    """Return the models to evaluate. Raises: UsageError."""
+    if config.endpoint and not (config.before or config.after):
+        return [_Candidate(label=config.label, url=config.endpoint, model=config.model)]
+    if config.before and config.after and not config.endpoint:
+        return [
+            _Candidate(label="before", url=config.before, model=config.before_model or config.model),
+            _Candidate(label="after", url=config.after, model=config.after_model or config.model),
+        ]
+    raise UsageError("use --endpoint URL for one model, or --before URL and --after URL for two")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from trainer.cli import output
 from trainer.cli.app import app
-from trainer.cli.evaluate import EvalConfig
+from trainer.cli.run_file import RunConfig
 from trainer.evaluate.results import Attempt, ResultsFile, Run
 from trainer.evaluate.selection import Selection
 
@@ -115,7 +115,8 @@ def test_compare_of_a_missing_file_names_the_command_that_writes_it(tmp_path: Pa
         (["eval", "no-such-file"], 2, "no-such-file cannot be read"),
         (["play", "fake/enable", "--by", "model"], 2, "--by model requires --endpoint"),
         (["play", "fake/enable", "--endpoint", "http://127.0.0.1:9/v1"], 2, "only --by model accepts it"),
-        (["play", "fake/enable", "--by", "null", "--tls-ca", "no-such-file"], 1, "no-such-file"),
+        (["play", "fake/enable", "--agent", "a.yaml"], 2, "set the key agent in a file: trainer play TASK run.toml"),
+        (["play", "fake/enable", "--no-report"], 2, "--no-report is not a flag; set the key report"),
         (["play", "fake/enable", "--by", "null", "--envd", "gpu.example.org:1"], 2, "clear text"),
     ],
 )
@@ -156,13 +157,23 @@ def test_a_mistake_in_the_file_of_an_evaluation_is_reported(
 
 def test_the_page_about_evaluation_names_every_key() -> None:
     page = (Path(__file__).parents[4] / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    keys = [one.name for kind in (EvalConfig, Selection) for one in fields(kind)]
+    keys = [one.name for kind in (RunConfig, Selection) for one in fields(kind)]
     assert [key for key in keys if f"`{key}`" not in page and f"`[{key}]`" not in page] == []
 
 
-def test_agent_settings_with_an_unknown_key_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "agent.yaml"
-    file.write_text("agent:\n  max_tokens: 3\n")
-    failed = CliRunner().invoke(app, ["play", "fake/enable", "--by", "null", "--agent", str(file)])
-    assert failed.exit_code == 2
-    assert "max_tokens: unknown key" in failed.stderr
+@pytest.mark.parametrize(
+    ("text", "status", "message"),
+    [
+        ('agent = "agent.yaml"', 2, "max_tokens: unknown key"),
+        ('tls_ca = "no-such-file"', 1, "no-such-file"),
+    ],
+)
+def test_files_that_the_file_names_are_read(
+    text: str, status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("agent.yaml").write_text("agent:\n  max_tokens: 3\n")
+    Path("run.toml").write_text(text)
+    failed = CliRunner().invoke(app, ["play", "fake/enable", "run.toml", "--by", "null"])
+    assert failed.exit_code == status
+    assert message in failed.stderr
