@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from cuaenv.actions import Action, Click, Move, PressKeys, to_proto
+from cuaenv.action_codec import to_proto
+from cuaenv.actions import Action, Click, Move, PressKeys
 from cuaenv.client import AsyncEpisode
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id

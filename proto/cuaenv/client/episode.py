@@ -6,7 +6,8 @@ from datetime import timedelta
 from typing import Any
 
 import grpc
-from cuaenv.actions import Action, to_proto
+from cuaenv.action_codec import to_proto
+from cuaenv.actions import Action
 from cuaenv.client.errors import error_of
 from cuaenv.client.leases import Lease
 from cuaenv.client.observation import Observation, read_frame
