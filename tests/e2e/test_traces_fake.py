@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from aiohttp import web
-from cuaenv.actions import to_proto
+from cuaenv.action_codec import to_proto
 from cuaenv.client import Action, AsyncEnvClient, Click, Done, EpisodeNotFound
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from opentelemetry import trace

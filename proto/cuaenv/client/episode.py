@@ -7,7 +7,8 @@ from datetime import timedelta
 from typing import Any
 
 import grpc
-from cuaenv.actions import Action, to_proto
+from cuaenv.action_codec import to_proto
+from cuaenv.actions import Action
 from cuaenv.client.errors import error_of
 from cuaenv.client.forwarding import PortForward, forwarded
 from cuaenv.client.leases import Lease
