@@ -26,6 +26,8 @@ _SERVICE_PREFIX = "/cuaenv.v1.CUAEnv/"
 _HEALTH_PREFIX = "Health/"
 #: Two-way streams whose later requests acknowledge responses.
 _ACKNOWLEDGED = frozenset({"StreamFrames"})
+#: Two-way streams whose later requests carry bytes: too many of them wait instead of failing.
+_PACED = frozenset({"ForwardGuestPort"})
 
 Response = TypeVar("Response")
 #: grpc's type stubs for handlers describe the blocking server.
@@ -146,8 +148,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 request_count = 0
                 async for body in requests:
                     request_count += 1
+                    if call.method in _PACED and request_count > 1:
+                        await call.pace()
                     # One acknowledgement per response is free: who reads faster must not be cut off earlier.
-                    if call.method not in _ACKNOWLEDGED or not 1 < request_count <= 1 + response_count:
+                    elif call.method not in _ACKNOWLEDGED or not 1 < request_count <= 1 + response_count:
                         call.count()
                     request = call.decode(body, running)
                     report.ids = ids_of(getattr(request, "step", request)) or report.ids
@@ -213,6 +217,11 @@ class CallContext:
             self._guard.count_health_call(self.peer)
         else:
             self._guard.count(self._known_caller, self.method, self.peer)
+
+    async def pace(self) -> None:
+        """Wait until the caller may send another message of bytes."""
+        while wait_s := self._guard.message_wait_s(self._known_caller, self.peer):  # noqa: ASYNC110 -- time passes
+            await asyncio.sleep(wait_s)
 
     async def receive(self, requests: AsyncIterator[bytes], running: RunningCall) -> Message:
         """Count and return the only request of a call. The request of an unknown caller is not read but empty.

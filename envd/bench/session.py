@@ -98,7 +98,7 @@ class BenchSession:
         pids = machine_pids(self.state_dir) if self.runs_guests else {}
         return max(map(written_guest_bytes, pids.values()), default=None)
 
-    async def refilled(self, *, leased_count: int = 0) -> None:
+    async def refilled(self, *, leased_count: int = 0, shortage_patience_s: float = 60.0) -> None:
         """Wait until all standby machines of the pool are ready and it has no others than `leased_count` leased ones.
 
         Raises:
@@ -119,7 +119,7 @@ class BenchSession:
                         return
                     # A healthy pool with a problem has no room on its host. Machines that others destroy make room.
                     is_short = now.healthy and bool(now.problem)
-                    short_end_s = (short_end_s or loop_time() + SHORTAGE_PATIENCE_S) if is_short else None
+                    short_end_s = (short_end_s or loop_time() + shortage_patience_s) if is_short else None
                     limit.reschedule(min(end_s, short_end_s or end_s))
                     await changed.wait()
         except TimeoutError as error:

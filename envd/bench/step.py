@@ -15,7 +15,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
-from cuaenv.actions import Action, Click, Move, PressKeys, to_proto
+from cuaenv.action_codec import to_proto
+from cuaenv.actions import Action, Click, Move, PressKeys
 from cuaenv.client import AsyncEpisode
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id

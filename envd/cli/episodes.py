@@ -83,7 +83,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show one open episode."""
-    (episode,) = _find([episode_id], asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
+    (episode,) = find_episodes([episode_id], asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
     if as_json:
         emit_json(episode_fields(episode))
         return
@@ -112,7 +112,7 @@ def close(
     Closes nothing if one of the ids is unknown.
     """
     wanted = list(dict.fromkeys(episode_ids))
-    episodes = _find(wanted, asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
+    episodes = find_episodes(wanted, asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError("close: not confirmed, and standard input is not a terminal; add --yes")
@@ -138,7 +138,7 @@ async def _close(
             await client.close_episode(episode, timeout=CALL_TIMEOUT)
 
 
-def _find(episode_ids: Sequence[str], episodes: Sequence[EpisodeInfo]) -> list[EpisodeInfo]:
+def find_episodes(episode_ids: Sequence[str], episodes: Sequence[EpisodeInfo]) -> list[EpisodeInfo]:
     """Return the named episodes. Raises: EpisodeNotFound."""
     by_id = {episode.episode_id: episode for episode in episodes}
     for episode_id in episode_ids:

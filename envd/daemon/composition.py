@@ -68,12 +68,12 @@ from envd.integrations.osworld.catalogue import IMAGE
 from envd.integrations.osworld.environment import Environment
 from envd.integrations.osworld.workers import Workers
 from envd.pool.audit import Audit, MachineRows
-from envd.pool.disk import HostDisk
 from envd.pool.fairness import RunShare, RunShares
+from envd.pool.host_room import HostDisk
 from envd.pool.leased import LINGER_S
-from envd.pool.memory import HostMemory, host_memory_mib, read_available_bytes
+from envd.pool.lifecycle import unregister_all
+from envd.pool.memory import HostClaims, HostMemory, host_memory_mib, read_available_bytes
 from envd.pool.pool import Pool
-from envd.pool.register import unregister_all
 from envd.pool.settings import PoolSettings
 from envd.pool.status import POOL_SERIES
 from envd.pool.template import TemplateCache
@@ -174,7 +174,11 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
         templates = TemplateCache(hypervisor)
         # Fake desktops have no guest whose memory could grow: a host of 24 GiB would get 87 of them.
         runs_guests = hypervisor.capabilities.runs_guests
-        memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20) if runs_guests else None
+        memory = None
+        if runs_guests:
+            claims = HostClaims(config.cache_dir / "claims")
+            stack.callback(claims.close)
+            memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20, host=claims)
         disk = HostDisk(config.state_dir, reserve_bytes=config.limits.disk_reserve_mib << 20) if runs_guests else None
         shares = run_shares(config.limits.runs)
         pools = [

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Protocol
 
-from envd.episodes.action_text import action_text
+from cuaenv.actions import action_text
+
 from envd.episodes.episode import Episode
 from envd.episodes.types import StepCommand, StepResult
 from envd.guest.desktop import ScreenView

@@ -19,8 +19,8 @@ from envd.episodes.factory import EpisodeFactory, EpisodeParams
 from envd.episodes.forking import fork_group
 from envd.episodes.ledger import Answer, Ledger
 from envd.episodes.members import Group
+from envd.episodes.perform import with_pixels
 from envd.episodes.persistence.journal import FORK, RESET, Request
-from envd.episodes.pixels import with_pixels
 from envd.episodes.quotas import MachineQuotas
 from envd.episodes.resetting import RunSetup, choose_pool, reset_group
 from envd.episodes.task_states import TaskStates

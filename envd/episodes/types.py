@@ -6,8 +6,7 @@ from enum import Enum
 
 from cuaenv.actions import Action
 
-from envd.guest.input.outcome import ActionOutcome
-from envd.guest.observation import Observation, ObservationOptions, SettlePolicy
+from envd.guest.observation import ActionOutcome, Observation, ObservationOptions, SettlePolicy
 from envd.tasks.evaluation import CheckResult
 
 

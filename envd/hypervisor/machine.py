@@ -5,6 +5,7 @@ for load and fault tests). Both pass the contract suite `envd.hypervisor.contrac
 """
 
 from collections.abc import Collection, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -302,6 +303,12 @@ class Hypervisor(Protocol):
         Raises:
             MachineLost: The machine has ended.
             HypervisorError: It could not be frozen, for example because the disk is full.
+        """
+
+    def making_template(self, spec: MachineSpec) -> AbstractAsyncContextManager[None]:
+        """Exclude other daemons of this host from finding or making the template for a spec, for as long as it is held.
+
+        So one of them boots it, and the others find it.
         """
 
     async def find_template(self, spec: MachineSpec) -> Snapshot | None:

@@ -27,19 +27,24 @@ from envd.guest.view import ConnectionState
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine
 from envd.pool.admission import AdmissionQueue, WaitingGroup
 from envd.pool.backoff import Backoff
-from envd.pool.disk import HostDisk
 from envd.pool.fairness import Demand
-from envd.pool.frozen import FrozenDesktop
-from envd.pool.host_room import HOST_POLL_S, HostRoom
-from envd.pool.leased import LeasedMachine, MachineLease, Reservation, freeze
-from envd.pool.lifecycle import MachineFactory, MachineRecord, MakeDesktop, Work, adopted, load, prepared
-from envd.pool.lost_machine import LostMachine
+from envd.pool.host_room import HOST_POLL_S, HostDisk, HostRoom
+from envd.pool.leased import FrozenDesktop, LeasedMachine, LostMachine, MachineLease, Reservation, freeze
+from envd.pool.lifecycle import (
+    MachineFactory,
+    MachineRecord,
+    MachineRegister,
+    MakeDesktop,
+    Work,
+    adopted,
+    load,
+    prepared,
+)
 from envd.pool.machine_table import MachineTable
 from envd.pool.memory import OVERHEAD_MIB, HostMemory
 from envd.pool.planner import LifecycleState, plan
 from envd.pool.queue_report import QueuedGroup, queue_report
 from envd.pool.refusals import Refusals
-from envd.pool.register import MachineRegister
 from envd.pool.settings import PoolSettings
 from envd.pool.status import PoolStatus
 from envd.pool.template import TemplateCache
@@ -118,7 +123,7 @@ class Pool:
             tasks=self._tasks,
             make_id=lambda: f"{settings.name}-{make_suffix()}",
             changed=self._reconcile,
-            notify=self.changes.notify,
+            notify=self._measured,
         )
         # A booted machine holds all pages that its guest has touched; a fork, only those that it has changed.
         booted_bytes = (settings.memory_mib + OVERHEAD_MIB) << 20
@@ -568,6 +573,10 @@ class Pool:
             if self._draining:
                 raise self._refusals.draining().error from None
             raise
+
+    def _measured(self) -> None:
+        self._room.publish()
+        self.changes.notify()
 
     async def wait_for_room(self) -> None:
         """See `TemplateUser`."""

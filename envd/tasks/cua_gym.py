@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from envd.base.errors import GuestError
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 from envd.tasks.text import CheckOutcome, quote
 
 WORKSPACE: Final = "/tmp_workspace"  # noqa: S108 -- a path in guests

@@ -72,7 +72,7 @@ class _Tools:
         """Perform actions, wait until the screen is quiet, and return a picture and the actions' errors."""
         one = self._find(session)
         with _refused():
-            result = await one.step(*(action.read() for action in actions))
+            result = await one.step(*actions)
         lines = [f"action {number}: {error}" for number, error in enumerate(result.errors) if error]
         if result.done:
             lines.append(f"The episode has ended ({result.end_reason}). Call evaluate.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from cuaenv.plots import PlotsMissing, svg_plot
 
 from trainer.data.split import template_id
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 from trainer.learn.metrics import read_metrics
 from trainer.learn.record import Evaluation, read_evaluations, read_record, run_directories
 from trainer.learn.statistics import ByTemplate, Rate, gain, rate

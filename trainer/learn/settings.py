@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from trainer.agent.settings import AgentSettings
 from trainer.config import STRICT, parse
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 from trainer.slime.config import SlimeConfig
 
 _NAME = r"^[a-z0-9_.-]*$"

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from trainer.adapters.areal.config import ArealConfig
+from trainer.adapters.areal.group import ArealConfig
 from trainer.agent.settings import AgentSettings
 from trainer.slime.config import SlimeConfig
 

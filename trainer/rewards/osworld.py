@@ -21,8 +21,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from trainer.config import STRICT
-from trainer.rewards.breakdown import Breakdown, capped
-from trainer.rewards.facts import ActionFacts, EpisodeFacts, TurnFacts
+from trainer.rewards.facts import ActionFacts, Breakdown, EpisodeFacts, TurnFacts, capped
 
 _CODE_WEIGHTS = {
     "parsed": 0.10,

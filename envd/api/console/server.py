@@ -15,9 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from pydantic_core import from_json
 
-from envd.api.console.board import Board
-from envd.api.console.facts import episode_detail
-from envd.api.console.history import EpisodeHistory
+from envd.api.console.board import Board, EpisodeHistory, episode_detail
 from envd.api.console.pictures import Pictures
 from envd.api.console.replays import Replays
 from envd.api.console.viewer import Viewer, event

@@ -48,6 +48,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
     "ReadGuestFile": Scope.RUN,
     "WriteGuestFile": Scope.RUN,
     "RunGuestCommand": Scope.RUN,
+    "ForwardGuestPort": Scope.RUN,
 }
 
 #: The minimum scope of other services' methods. Health needs none: load balancers have no token.

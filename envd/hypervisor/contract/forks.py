@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
-from envd.guest.agent import GuestAgent
-from envd.guest.wake import guest_machine_id, renew_identity
+from envd.guest.agent import GuestAgent, guest_machine_id, renew_identity
 from envd.hypervisor.contract.fixtures import NOTES, Frozen, MachineFixtures, new_machine_id
 from envd.hypervisor.machine import Hypervisor, Machine, MachineState, Snapshot
 

@@ -26,7 +26,7 @@ from envd.hypervisor.fake.desktop.keyboard import scancode_of
 from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.fake.guest import Guest
 from envd.hypervisor.fake.snapshot import FakeSnapshot
-from envd.hypervisor.fake.wires.guestd import Guestd
+from envd.hypervisor.fake.wires.guestd import Guestd, Service
 from envd.hypervisor.fake.wires.hostile import ask_hostile_agent
 from envd.hypervisor.fake.wires.rfb import RfbConnection
 from envd.hypervisor.machine import MachineSpec, MachineState, MachineUsage
@@ -73,6 +73,8 @@ class FakeMachine:
         self.on_lost: Callable[[FakeMachine], None] = lambda _: None
         """Called once the machine is lost, before anything raises MachineLost."""
         self.faults = faults
+        self.services: Mapping[int, Service] = {}
+        """Programs that listen on ports of the guest's loopback."""
         self.input_count = 0
         """Key and pointer events that the guest received, without dropped ones."""
         self._on_destroyed = on_destroyed

@@ -50,7 +50,7 @@ class _Nothing(Body):
 class _Session:
     owner: str
     task_id: str = _DEFAULT_TASK
-    """The task of this start and of later ones that name none, such as those after a revert."""
+    """Task of this and of later starts that name none, such as those after a revert."""
     start_count: int = 0
     """Episodes that it opened: a repeated start is part of the same one."""
     episode_id: str = ""

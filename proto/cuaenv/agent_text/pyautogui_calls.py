@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, cast
 
 from cuaenv.actions import (
+    MAX_ACTION_COUNT,
     Action,
     Click,
     Drag,
@@ -25,9 +26,6 @@ from cuaenv.actions import (
 )
 from cuaenv.agent_text import values
 from cuaenv.agent_text.values import ParseError
-
-#: Maximum actions of one `Step`.
-MAX_ACTION_COUNT = 64
 
 _ALIASES = {
     "type": "write",

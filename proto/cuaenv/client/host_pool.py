@@ -18,8 +18,7 @@ from cuaenv.client.errors import DeadlineExceeded, EnvError, Unavailable
 from cuaenv.client.host import Host, HostStatistics
 from cuaenv.client.limiter import EpisodeLimiter
 from cuaenv.client.place import HostTable, OpenRequest, Place, Placement
-from cuaenv.client.placement import NextAttempt, next_attempt
-from cuaenv.client.retry import RetryPolicy, retry_pause_s
+from cuaenv.client.placement import NextAttempt, RetryPolicy, next_attempt, retry_pause_s
 from cuaenv.client.targets import is_ray
 
 logger = logging.getLogger(__name__)

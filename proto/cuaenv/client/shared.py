@@ -12,7 +12,7 @@ from typing import Final
 
 from cuaenv.client.async_client import AsyncEnvClient
 from cuaenv.client.credentials import Tls
-from cuaenv.client.retry import RetryPolicy
+from cuaenv.client.placement import RetryPolicy
 
 _CLOSE_TIMEOUT: Final = timedelta(seconds=20)
 

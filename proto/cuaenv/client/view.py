@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, TypedDict
 
 from cuaenv.client.observation import Observation
 from cuaenv.v1 import env_pb2
@@ -112,3 +112,27 @@ def wire_view(view: View, *, known: Observation | None = None, of_step: bool = F
         include_grey_difference=view.grey_difference and of_step,
         known_image_id=known.image_id if known is not None and known.tiles is not None else "",
     )
+
+
+class StepOptions(TypedDict, total=False):
+    coordinate_space: tuple[int, int] | None
+    settle: Settle | None
+    view: View | None
+    timeout: timedelta
+
+
+class ResetOptions(TypedDict, total=False):
+    branches: int
+    pool: str
+    max_steps: int
+    lease_ttl: timedelta
+    settle: Settle | None
+    view: View
+    coordinate_space: tuple[int, int] | None
+    timeout: timedelta
+
+
+class ForkOptions(TypedDict, total=False):
+    lease_ttl: timedelta
+    view: View | None
+    timeout: timedelta

@@ -17,7 +17,7 @@ from typing import Any
 
 from areal.api.cli_args import GRPOConfig, load_expr_config
 
-from trainer.adapters.areal.config import ArealConfig
+from trainer.adapters.areal.group import ArealConfig
 from trainer.config import ConfigError
 
 

@@ -118,12 +118,12 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
     path = write(tmp_path / "tokens", new_token("a", "run").line)
     status = os.stat_result((0o100600, 1, 1, 1, 12345, 0, 10, 0, 0, 0))
     monkeypatch.setattr(os, "fstat", lambda _: status)
-    with pytest.raises(ConfigError, match="is owned by user 12345, not by envd's own user or root"):
+    with pytest.raises(ConfigError, match="12345"):
         read_secret(path, setting="security.tokens_file")
 
 
 def test_a_file_that_is_missing_not_text_or_too_large_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match="No such file"):
         read_tokens(tmp_path / "none")
     binary = write(tmp_path / "binary")
     binary.write_bytes(b"\xff\xfe\x00")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from envd.base.errors import GuestError
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
 from envd.tasks.checkers.cua_gym import CuaGymCheck
 from envd.tasks.cua_gym import CHECK_PARTS, MAX_ARCHIVE_BYTES, SETUP_COMMANDS, archive, judge_check

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 from trainer.learn.metrics import MetricsLog
 from trainer.learn.record import Evaluation, Score, read_record, recorded
 from trainer.learn.report import write_report

@@ -34,6 +34,7 @@ LIMITS = BuildLimits(
     shutdown=timedelta(seconds=30),
     still=timedelta(0),
     unrest=timedelta(seconds=30),
+    watch_interval_s=0.001,
 )
 SOON = timedelta(seconds=0.05)
 CONSOLE = b"".join(
@@ -189,8 +190,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> BuildPlan:
 
 
 @pytest.fixture
-def builder(plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Builder:
-    monkeypatch.setattr(build_module, "_WATCH_INTERVAL_S", 0.001)
+def builder(plan: BuildPlan, tmp_path: Path) -> Builder:
     return Builder(plan, tmp_path)
 
 

@@ -68,12 +68,12 @@ def test_files_in_udf_are_found(tmp_path: Path) -> None:
 def test_other_files_are_not_iso_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "windows.zip"
     path.write_bytes(content)
-    with pytest.raises(ImageError, match=r"windows.zip: not an ISO file, or damaged"), open_disc(path):
+    with pytest.raises(ImageError, match=r"windows\.zip"), open_disc(path):
         pass
 
 
 def test_a_missing_iso_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match=r"cannot be read: No such file or directory"), open_disc(tmp_path / "no.iso"):
+    with pytest.raises(ImageError, match="No such file"), open_disc(tmp_path / "no.iso"):
         pass
 
 
@@ -121,9 +121,9 @@ def test_drivers_are_those_of_the_release_without_symbols(virtio_iso: Path) -> N
 def test_missing_drivers_are_listed(tmp_path: Path) -> None:
     files = {path: data for path, data in virtio_files("w10").items() if not path.startswith("viogpudo")}
     with open_disc(make_virtio_iso(tmp_path / "virtio-win.iso", files)) as disc:
-        with pytest.raises(ImageError, match=r"no viogpudo/w10/amd64; download the current virtio-win.iso"):
+        with pytest.raises(ImageError, match="viogpudo/w10/amd64"):
             find_guest_files(disc, Release.WINDOWS_10)
-        with pytest.raises(ImageError, match=r"no vioscsi/w11/amd64, NetKVM/w11/amd64, .*; download"):
+        with pytest.raises(ImageError, match="vioscsi/w11/amd64, NetKVM/w11/amd64"):
             find_guest_files(disc, Release.WINDOWS_11)
 
 

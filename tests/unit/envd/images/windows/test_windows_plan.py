@@ -103,7 +103,7 @@ def test_a_wrong_option_is_an_error_with_its_remedy(
 
 def test_a_virtio_iso_without_drivers_for_the_release_is_an_error(options: WindowsOptions, tmp_path: Path) -> None:
     old = make_virtio_iso(tmp_path / "old.iso", virtio_files("w8", "w10"))
-    with pytest.raises(ImageError, match=r"old.iso: no vioscsi/w11/amd64, .*download the current virtio-win.iso"):
+    with pytest.raises(ImageError, match=r"old\.iso: .*vioscsi/w11/amd64"):
         plan_build(replace(options, virtio_win=old), directory=tmp_path)
 
 
@@ -112,7 +112,7 @@ def test_too_little_space_on_the_host_is_an_error(
 ) -> None:
     free = type("Usage", (), {"free": 7 << 30})
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: free)
-    with pytest.raises(ImageError, match=r"disk space: 7 GiB free in .*, 8 GiB needed; free some space"):
+    with pytest.raises(ImageError, match=r"7 GiB .* 8 GiB"):
         plan_build(options, directory=tmp_path / "cache")
 
 
@@ -132,7 +132,7 @@ def test_missing_firmware_is_an_error_with_its_package(
     options: WindowsOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_module, "find_firmware", lambda: None)
-    with pytest.raises(ImageError, match=r"needs UEFI firmware \(OVMF\); install the package ovmf"):
+    with pytest.raises(ImageError, match="package ovmf"):
         plan_build(options, directory=tmp_path)
 
 
