@@ -115,7 +115,7 @@ def close(
     episodes = find_episodes(wanted, asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError("close: needs a confirmation, and standard input is not a terminal; add --yes")
+            raise ConfigError("close: not confirmed, and standard input is not a terminal; add --yes")
         err.print(episode_table(episodes, now=datetime.now(UTC)))
         typer.confirm(f"Close {len(episodes)} episode{'s' * (len(episodes) > 1)}?", abort=True, err=True)
     asyncio.run(_close(episodes, envd, tls_ca, tls_cert, tls_key))
@@ -144,7 +144,6 @@ def find_episodes(episode_ids: Sequence[str], episodes: Sequence[EpisodeInfo]) -
     for episode_id in episode_ids:
         if episode_id not in by_id:
             raise EpisodeNotFound(
-                f"episode {episode_id}: is not open here, or belongs to another token;"
-                " `envd episodes list` shows the open ones"
+                f"episode {episode_id}: not open here, or of another token; `envd episodes list` shows the open ones"
             )
     return [by_id[episode_id] for episode_id in episode_ids]

@@ -6,10 +6,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from envd.base.errors import AccessDenied, NotFound, RateLimited
-from envd.episodes.context import EpisodeContext
+from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.port_connection import PortConnection
-from envd.episodes.stopwatch import Stopwatch
 from envd.episodes.types import GuestCommandResult, GuestFile
 from envd.guest.desktop import Desktop
 

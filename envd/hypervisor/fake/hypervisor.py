@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Collection, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -162,6 +163,10 @@ class FakeHypervisor:
         finally:
             await booted.destroy()
         return self._template(frozen, booted.spec, begin_s)
+
+    def making_template(self, spec: MachineSpec) -> AbstractAsyncContextManager[None]:  # noqa: ARG002
+        """Exclude nothing: drawn templates are in this process."""
+        return nullcontext()
 
     async def find_template(self, spec: MachineSpec) -> FakeSnapshot | None:
         """Return the host's template for such machines, or None.

@@ -158,7 +158,7 @@ class FakeMachine:
     def load(self, snapshot: FakeSnapshot) -> None:
         """Put a machine that waits for a state into that of a snapshot. Raises: HypervisorError: it does not wait."""
         if not self._waits_for_state or self.snapshot is None or self.snapshot.template is not snapshot.template:
-            raise HypervisorError(f"machine {self.machine_id}: does not wait for a state of {snapshot!r}")
+            raise HypervisorError(f"machine {self.machine_id}: not waiting for a state of {snapshot!r}")
         former, self.snapshot = self.snapshot, snapshot
         if snapshot is not former:
             snapshot.acquire()
@@ -250,7 +250,7 @@ class FakeMachine:
         """Resume the guest. Raises: MachineLost."""
         self.check_present("resume it")
         if self._waits_for_state:
-            raise HypervisorError(f"machine {self.machine_id}: has no state yet; load one first")
+            raise HypervisorError(f"machine {self.machine_id}: no state yet; load one first")
         self._running.set()
         self.guest.clock.start()
 

@@ -50,7 +50,7 @@ class Job:
     """`set_up` or `evaluate`."""
     guest_url: str
     platform: str
-    """As OSWorld calls it: Linux or Windows."""
+    """OSWorld's name of it: Linux or Windows."""
     screen_px: tuple[int, int]
     time_s: float
     """Limit in seconds; then the job is killed."""
@@ -59,7 +59,7 @@ class Job:
     """Index of the first of `steps` in the task's setup."""
     evaluator: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, Path] = field(default_factory=dict)
-    """By the file names that OSWorld looks for before it downloads."""
+    """Files by the names that OSWorld looks for before it downloads."""
     password: str = field(default="", repr=False)
     on_step: Callable[[str], None] = field(default=lambda _: None, repr=False)
     """Called with the name of each setup step as it starts, such as `config[0] open`."""

@@ -53,23 +53,8 @@ EnvError
 ```
 """
 
-from cuaenv.actions import (
-    Action,
-    Button,
-    Click,
-    Done,
-    Drag,
-    Fail,
-    KeyDown,
-    KeyUp,
-    MouseDown,
-    MouseUp,
-    Move,
-    PressKeys,
-    Scroll,
-    TypeText,
-    Wait,
-)
+from cuaenv import actions
+from cuaenv.actions import *  # noqa: F403
 from cuaenv.client.async_client import AsyncEnvClient
 from cuaenv.client.credentials import Tls
 from cuaenv.client.episode import AsyncEpisode
@@ -109,6 +94,7 @@ from cuaenv.client.forwarding import PortForward
 from cuaenv.client.host import HostState, HostStatistics
 from cuaenv.client.host_pool import ClientStatistics
 from cuaenv.client.observation import Element, Observation
+from cuaenv.client.placement import RetryPolicy
 from cuaenv.client.results import (
     Check,
     CommandResult,
@@ -122,27 +108,21 @@ from cuaenv.client.results import (
     StepResult,
     Task,
 )
-from cuaenv.client.retry import RetryPolicy
 from cuaenv.client.shared import ClientSettings, close_shared_clients, shared_client
 from cuaenv.client.sync_client import EnvClient, Episode
 from cuaenv.client.view import Settle, View
 
 __all__ = [
     "AccessDenied",
-    "Action",
     "AsyncEnvClient",
     "AsyncEpisode",
     "BadRequest",
-    "Button",
     "Check",
-    "Click",
     "ClientClosed",
     "ClientSettings",
     "ClientStatistics",
     "CommandResult",
     "DeadlineExceeded",
-    "Done",
-    "Drag",
     "Draining",
     "Element",
     "EnvClient",
@@ -153,20 +133,14 @@ __all__ = [
     "EpisodeNotFound",
     "Evaluation",
     "EvaluatorFailed",
-    "Fail",
     "GroupTooLarge",
     "GuestFailed",
     "GuestRefused",
     "GuestUnresponsive",
     "HostState",
     "HostStatistics",
-    "KeyDown",
-    "KeyUp",
     "MachineLost",
     "MessageTooLarge",
-    "MouseDown",
-    "MouseUp",
-    "Move",
     "NotForkable",
     "NotFound",
     "NotSupported",
@@ -177,14 +151,12 @@ __all__ = [
     "PoolFailing",
     "PoolNotFound",
     "PortForward",
-    "PressKeys",
     "QueuedGroup",
     "RateLimited",
     "RetryPolicy",
     "SampleVoid",
     "ScopeTooSmall",
     "ScreenChange",
-    "Scroll",
     "ServiceFault",
     "Settle",
     "SetupFailed",
@@ -194,11 +166,10 @@ __all__ = [
     "Task",
     "TaskNotFound",
     "Tls",
-    "TypeText",
     "Unauthenticated",
     "Unavailable",
     "View",
-    "Wait",
     "close_shared_clients",
     "shared_client",
 ]
+__all__ += actions.__all__

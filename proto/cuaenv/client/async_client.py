@@ -16,12 +16,11 @@ from cuaenv.client.host import Host
 from cuaenv.client.host_pool import ClientStatistics, HostPool
 from cuaenv.client.limiter import EpisodeLimiter
 from cuaenv.client.observation import Observation
-from cuaenv.client.options import ResetOptions, StepOptions
 from cuaenv.client.place import OpenRequest, Place
+from cuaenv.client.placement import RetryPolicy
 from cuaenv.client.results import EpisodeInfo, Pool, Task, read_episode, read_pool
-from cuaenv.client.retry import RetryPolicy
 from cuaenv.client.targets import is_ray, parse_targets
-from cuaenv.client.view import Settle, View, wire_settle, wire_view
+from cuaenv.client.view import ResetOptions, Settle, StepOptions, View, wire_settle, wire_view
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id, wire_duration
 

@@ -7,15 +7,15 @@ from datetime import timedelta
 from typing import Any
 
 import grpc
-from cuaenv.actions import Action, to_proto
+from cuaenv.action_codec import to_proto
+from cuaenv.actions import Action
 from cuaenv.client.errors import error_of
 from cuaenv.client.forwarding import PortForward, forwarded
 from cuaenv.client.leases import Lease
 from cuaenv.client.observation import Observation, read_frame
-from cuaenv.client.options import StepOptions
 from cuaenv.client.place import Place
 from cuaenv.client.results import STATES, Check, CommandResult, Evaluation, Origin, StepResult, read_screen_change
-from cuaenv.client.view import Settle, View, wire_settle, wire_view
+from cuaenv.client.view import Settle, StepOptions, View, wire_settle, wire_view
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id, wire_duration
 

@@ -187,7 +187,7 @@ class EpisodeInfo:
     max_steps: int
     create_time: datetime
     expire_time: datetime
-    """When its lease expires, by its host's clock."""
+    """End of its lease, by its host's clock."""
     host: str
     """Its host."""
 
