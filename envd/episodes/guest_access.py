@@ -58,7 +58,7 @@ class GuestAccess:
         episode = self._accessible(episode_id)
         if self._connection_counts[episode_id] >= MAX_CONNECTIONS:
             raise RateLimited(
-                f"episode {episode_id}: has {MAX_CONNECTIONS} connections to its guest's ports, the maximum; close one",
+                f"episode {episode_id}: {MAX_CONNECTIONS} connections to its guest are open, the maximum; close one",
                 retry_after_s=1.0,
             )
         async with AsyncExitStack() as held:
