@@ -28,6 +28,7 @@ from envd.hypervisor import fake
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
 from envd.pool.lifecycle import unregister_all
 from envd.pool.memory import HostMemory
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
@@ -140,7 +141,11 @@ async def serve_fake(
             allow_guest_access=True,
             settle=settle,
         )
-        pool = Pool(settings, hypervisor=hypervisor, image=fake_image(), memory=memory, store=store)
+        pool = Pool(
+            settings,
+            image=fake_image(),
+            host=PoolHost(hypervisor=hypervisor, memory=memory, store=store or NullStore()),
+        )
         metrics = Metrics()
         prefix = "" if shard is None else id_prefix(shard)
         service = EpisodeService(

@@ -35,6 +35,7 @@ from envd.guest.display.marks import Mark
 from envd.guest.observation import A11yFormat, EncodedFrame, Observation, ObservationOptions
 from envd.guest.view import DesktopView, ScreenView
 from envd.hypervisor.machine import Machine
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.queue_report import QueuedGroup
 from envd.pool.settings import PoolSettings
@@ -150,7 +151,7 @@ class StubEpisodes(EpisodeService):
         stub_tasks.check_gate.set()
         self._hypervisor.gates["capture"] = self.gate
         settings = PoolSettings(name="fake", capacity=_CAPACITY, idle_target=0, max_starting=8, allow_guest_access=True)
-        pool = Pool(settings, hypervisor=self._hypervisor, image=IMAGE, make_desktop=self._connect)
+        pool = Pool(settings, image=IMAGE, host=PoolHost(hypervisor=self._hypervisor), make_desktop=self._connect)
         super().__init__(
             [pool],
             tasks=tasks,

@@ -40,6 +40,7 @@ from envd.guest.observation import (
     SettlePolicy,
 )
 from envd.hypervisor.machine import DiskImage, GuestOs
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from tests.support.clock import run_ready
@@ -198,7 +199,9 @@ def make_pool(
     name: str, *, image: str = "desktop", os: GuestOs = GuestOs.LINUX, provides: frozenset[str] = frozenset()
 ) -> Pool:
     disk = DiskImage(name=image, digest="0" * 64, disk=Path("/nowhere"), os=os, provides=provides)
-    return Pool(PoolSettings(name=name, capacity=1, idle_target=0), hypervisor=StubHypervisor(), image=disk)
+    return Pool(
+        PoolSettings(name=name, capacity=1, idle_target=0), image=disk, host=PoolHost(hypervisor=StubHypervisor())
+    )
 
 
 def test_the_pool_is_the_requested_one_or_the_tasks_own_or_the_only_one_that_fits() -> None:

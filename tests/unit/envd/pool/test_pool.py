@@ -9,6 +9,7 @@ import pytest
 
 from envd.base.errors import Draining, GroupTooLarge, GuestUnresponsive, HypervisorError, PoolExhausted
 from envd.pool.leased import LeasedMachine
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from tests.support.clock import ManualClock, run_ready
@@ -40,7 +41,12 @@ async def make_pool(clock: ManualClock, hypervisor: StubHypervisor) -> AsyncIter
                 max_starting=int(more.pop("max_starting", capacity)),
                 **more,  # type: ignore[arg-type]
             )
-            pool = Pool(settings, hypervisor=hypervisor, image=IMAGE, make_desktop=hypervisor.desktop, clock=clock)
+            pool = Pool(
+                settings,
+                image=IMAGE,
+                host=PoolHost(hypervisor=hypervisor, clock=clock),
+                make_desktop=hypervisor.desktop,
+            )
             stack.push_async_callback(pool.close)
             return pool
 

@@ -10,6 +10,7 @@ from envd.base.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted
 from envd.base.telemetry.metrics import Metrics
 from envd.pool.fairness import RunShare, RunShares
 from envd.pool.leased import MachineLease
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from tests.support.clock import ManualClock, run_ready
@@ -61,11 +62,9 @@ async def make_pool(clock: ManualClock, metrics: RecordingMetrics) -> AsyncItera
             )
             pool = Pool(
                 settings,
-                hypervisor=hypervisor,
                 image=IMAGE,
+                host=PoolHost(hypervisor=hypervisor, metrics=metrics, clock=clock),
                 make_desktop=hypervisor.desktop,
-                metrics=metrics,
-                clock=clock,
             )
             stack.push_async_callback(pool.close)
             await pool.start()

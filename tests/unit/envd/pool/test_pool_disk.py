@@ -7,6 +7,7 @@ import pytest
 
 from envd.base.errors import HypervisorError, PoolExhausted
 from envd.pool.host_room import HostDisk
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from tests.support.clock import ManualClock, run_ready
@@ -44,11 +45,9 @@ async def pool(hypervisor: StubHypervisor, clock: ManualClock, host: Host) -> As
     settings = PoolSettings(name="desktop", capacity=4, idle_target=2, disk_quota_mib=100)
     pool = Pool(
         settings,
-        hypervisor=hypervisor,
         image=IMAGE,
-        disk=host.disk,
+        host=PoolHost(hypervisor=hypervisor, disk=host.disk, clock=clock),
         make_desktop=hypervisor.desktop,
-        clock=clock,
     )
     yield pool
     await pool.close()

@@ -9,6 +9,7 @@ import pytest
 from envd.base.errors import HypervisorError, PoolExhausted, PoolFailing
 from envd.pool.backoff import Backoff, BreakerState
 from envd.pool.leased import MachineLease
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from tests.support.clock import ManualClock, run_ready
@@ -42,7 +43,12 @@ async def make_pool(clock: ManualClock, hypervisor: StubHypervisor) -> AsyncIter
                 backoff_min_s=1.0,
                 backoff_max_s=60.0,
             )
-            pool = Pool(settings, hypervisor=hypervisor, image=IMAGE, make_desktop=hypervisor.desktop, clock=clock)
+            pool = Pool(
+                settings,
+                image=IMAGE,
+                host=PoolHost(hypervisor=hypervisor, clock=clock),
+                make_desktop=hypervisor.desktop,
+            )
             stack.push_async_callback(pool.close)
             return pool
 

@@ -9,6 +9,7 @@ import pytest
 from envd.base.errors import Draining, GroupTooLarge, HypervisorError, MachineLost, PoolExhausted
 from envd.pool.leased import FrozenDesktop, LeasedMachine, MachineLease, Reservation
 from envd.pool.memory import HostMemory
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from tests.support.clock import ManualClock, run_ready
@@ -43,11 +44,9 @@ async def make_pool(clock: ManualClock, hypervisor: StubHypervisor) -> AsyncIter
             )
             pool = Pool(
                 settings,
-                hypervisor=hypervisor,
                 image=IMAGE,
-                memory=memory,
+                host=PoolHost(hypervisor=hypervisor, memory=memory, clock=clock),
                 make_desktop=hypervisor.desktop,
-                clock=clock,
             )
             stack.push_async_callback(pool.close)
             return pool
@@ -241,7 +240,9 @@ async def test_forks_for_reservations_count_against_max_starting(
     make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
 ) -> None:
     settings = PoolSettings(name="desktop", capacity=4, idle_target=0, max_starting=2)
-    pool = Pool(settings, hypervisor=hypervisor, image=IMAGE, make_desktop=hypervisor.desktop, clock=clock)
+    pool = Pool(
+        settings, image=IMAGE, host=PoolHost(hypervisor=hypervisor, clock=clock), make_desktop=hypervisor.desktop
+    )
     await started(pool)
     granted = await pool.lease(0, reserved=4, timeout_s=1.0)
     before = hypervisor.counts["fork"]
@@ -481,11 +482,9 @@ async def test_pools_leave_each_other_the_expected_growth_of_their_machines(
     pools = [
         Pool(
             PoolSettings(name=name, capacity=2, idle_target=2),
-            hypervisor=hypervisor,
             image=IMAGE,
-            memory=host.memory,
+            host=PoolHost(hypervisor=hypervisor, memory=host.memory, clock=clock),
             make_desktop=hypervisor.desktop,
-            clock=clock,
         )
         for name in ("one", "other")
     ]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from envd.base.errors import Draining, GuestUnresponsive, HypervisorError, HypervisorUnavailable, PoolExhausted
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.pool.template import TemplateCache
@@ -45,11 +46,9 @@ async def make_pool(
             )
             pool = Pool(
                 settings,
-                hypervisor=hypervisor,
                 image=IMAGE,
-                templates=templates,
+                host=PoolHost(hypervisor=hypervisor, templates=templates, clock=clock),
                 make_desktop=hypervisor.desktop,
-                clock=clock,
             )
             stack.push_async_callback(pool.close)
             return pool
