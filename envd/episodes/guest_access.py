@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from envd.base.errors import AccessDenied, NotFound
 from envd.episodes.context import EpisodeContext, Stopwatch
-from envd.episodes.types import GuestCommandResult, GuestFile
+from envd.guest.agent import CommandResult
 from envd.guest.desktop import Desktop
 
 T = TypeVar("T")
@@ -18,29 +18,46 @@ class GuestAccess:
     def __init__(self, context: EpisodeContext) -> None:
         self._context = context
 
-    async def read_file(self, episode_id: str, path: str, *, max_bytes: int) -> GuestFile:
-        """See `EpisodeService.read_file`."""
+    async def read_file(self, episode_id: str, path: str, *, max_bytes: int) -> bytes:
+        """Read a guest file. Renews the lease.
+
+        Raises:
+            EpisodeNotFound, MachineLost: See `Stepping.observe`.
+            AccessDenied: The pool does not allow it.
+            NotFound: No such file.
+            GuestError: It is larger than `max_bytes`, or cannot be read.
+        """
         async with self._desktop(episode_id) as desktop:
             data = await desktop.read_file(path, max_bytes=max_bytes)
         if data is None:
             raise NotFound(f"episode {episode_id}: no file {path!r} in its guest")
-        return GuestFile(path=path, data=data)
+        return data
 
     async def write_file(self, episode_id: str, path: str, data: bytes) -> None:
-        """See `EpisodeService.write_file`."""
+        """Write a guest file as the session's user. Renews the lease. Raises: as `read_file`."""
         async with self._desktop(episode_id) as desktop:
             await desktop.write_file(path, data)
 
     async def run_command(
-        self, episode_id: str, argv: Sequence[str], *, timeout_s: float, as_root: bool, stdin: bytes
-    ) -> GuestCommandResult:
-        """See `EpisodeService.run_command`."""
-        async with self._desktop(episode_id) as desktop:
-            result = await desktop.run(argv, timeout_s=timeout_s, as_root=as_root, stdin=stdin)
-        return GuestCommandResult(exit_code=result.exit_code, stdout=result.stdout, stderr=result.stderr)
+        self, episode_id: str, argv: Sequence[str], *, timeout_s: float, as_root: bool = False, stdin: bytes = b""
+    ) -> CommandResult:
+        """Run a command in the guest to its end. Renews the lease.
 
-    async def with_service(self, episode_id: str, work: Callable[[str], Coroutine[Any, Any, T]]) -> T:
-        """See `EpisodeService.with_guest_service`."""
+        Raises:
+            EpisodeNotFound, MachineLost, AccessDenied: See `read_file`.
+            GuestUnresponsive: It did not end within `timeout_s`.
+            GuestError: It could not be started.
+        """
+        async with self._desktop(episode_id) as desktop:
+            return await desktop.run(argv, timeout_s=timeout_s, as_root=as_root, stdin=stdin)
+
+    async def with_guest_service(self, episode_id: str, work: Callable[[str], Coroutine[Any, Any, T]]) -> T:
+        """Run work that calls the guest's HTTP service itself, given its URL on the host's loopback. Renews the lease.
+
+        Raises:
+            EpisodeNotFound, MachineLost, AccessDenied: See `read_file`.
+            GuestError: The image has no such service.
+        """
         async with self._desktop(episode_id) as desktop:
             return await desktop.with_guestd(work)
 

@@ -703,7 +703,7 @@ async def test_watching_pools_yields_at_once_then_newest_states_only(world: Worl
 async def test_guest_files_and_commands_work_if_the_pool_allows_them(world: World) -> None:
     episode_id = await world.open()
     await world.service.write_file(episode_id, "/home/user/a", b"\xff\x00")
-    assert (await world.service.read_file(episode_id, "/home/user/a", max_bytes=10)).data == b"\xff\x00"
+    assert await world.service.read_file(episode_id, "/home/user/a", max_bytes=10) == b"\xff\x00"
     with pytest.raises(NotFound, match="no file '/home/user/b'"):
         await world.service.read_file(episode_id, "/home/user/b", max_bytes=10)
     result = await world.service.run_command(episode_id, ["uname", "-a"], timeout_s=60.0)
