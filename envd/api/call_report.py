@@ -27,9 +27,7 @@ Context = Any
 class CallReport:
     """Measures and logs one call. An async context manager around it, which answers its failure."""
 
-    def __init__(
-        self, metrics: Metrics, method: str, context: Context, *, caller: str = "", is_inner: bool = False
-    ) -> None:
+    def __init__(self, metrics: Metrics, method: str, context: Context, *, caller: str = "") -> None:
         """Start measuring.
 
         Args:
@@ -37,7 +35,6 @@ class CallReport:
             method: The method.
             context: grpc's context of the call.
             caller: Name of its token.
-            is_inner: Whether another process of the daemon relayed the call, and measures it.
         """
         self._metrics = metrics
         self._method = method
@@ -47,7 +44,6 @@ class CallReport:
         self.peer: str = context.peer()
         """Address of the caller."""
         self._origin = {"peer": self.peer, **({"caller": caller} if caller else {})}
-        self._is_inner = is_inner
         self._began_s = time.monotonic()
 
     async def __aenter__(self) -> Self:
@@ -67,16 +63,11 @@ class CallReport:
     def _finish(self, code: grpc.StatusCode) -> float:
         """Measure the call; return its duration in seconds."""
         duration_s = time.monotonic() - self._began_s
-        if not self._is_inner:
-            self._metrics.rpc_duration.labels(method=self._method, code=code.name).observe(duration_s)
+        self._metrics.rpc_duration.labels(method=self._method, code=code.name).observe(duration_s)
         return duration_s
 
     async def _fail(self, error: Exception) -> NoReturn:
-        """Measure, log and answer a failure. A shard's status is passed on: the shard has logged it."""
-        if isinstance(error, grpc.aio.AioRpcError):
-            self._finish(error.code())
-            trailing = tuple(error.trailing_metadata() or ())
-            await self._context.abort(error.code(), error.details() or "", trailing)
+        """Measure, log and answer a failure."""
         code = code_of(error) if isinstance(error, EnvdError) else grpc.StatusCode.INTERNAL
         reason = reason_of(error)
         duration_s = self._finish(code)

@@ -45,8 +45,8 @@ class EpisodeService:
     """Opens, steps, scores and closes episodes on machines of its pools; starts and closes the pools.
 
     Its calls are those of its parts, which document them: `Opening.reset` and `fork`; `Stepping.step`, `observe`,
-    `watch_frames` and `watch_screen`; `Evaluating.evaluate`; `GuestAccess.read_file`, `write_file`, `run_command` and
-    `with_guest_service`; `EpisodeRegistry.find`, `owner_of` and `close`.
+    `watch_frames` and `watch_screen`; `Evaluating.evaluate`; `GuestAccess.read_file`, `write_file`, `run_command`,
+    `connect_port` and `with_guest_service`; `EpisodeRegistry.find`, `owner_of` and `close`.
     """
 
     def __init__(
@@ -105,7 +105,8 @@ class EpisodeService:
         self._evaluating = Evaluating(context, run_checkers=run_checkers)
         self.evaluate = self._evaluating.evaluate
         self.read_file, self.write_file = guest_access.read_file, guest_access.write_file
-        self.run_command, self.with_guest_service = guest_access.run_command, guest_access.with_guest_service
+        self.run_command, self.connect_port = guest_access.run_command, guest_access.connect_port
+        self.with_guest_service = guest_access.with_guest_service
         self.find, self.owner_of, self.close = self._registry.find, self._registry.owner_of, self._registry.close
         self._pool_changes = Changes()
         for pool in self._pools.values():

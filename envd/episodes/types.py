@@ -80,8 +80,6 @@ class ResetCommand:
     observe: ObservationOptions = field(default_factory=ObservationOptions)
     timeout_s: float = 600.0
     """Limit for admission and setup."""
-    may_queue: bool = True
-    """Whether the group may queue for machines that others hold; else it is refused at once."""
     fingerprint: bytes = b""
     """Digest of the whole request: same request_id, same fingerprint."""
 
@@ -147,7 +145,7 @@ class EvaluateResult:
 
     episode: EpisodeInfo
     score: float
-    """In [0, 1]."""
+    """A value in [0, 1]."""
     checks: tuple[CheckResult, ...]
     timings_ms: dict[str, float]
     cached: bool = False

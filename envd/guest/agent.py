@@ -38,7 +38,7 @@ class CommandResult:
     """The result of a command in a guest."""
 
     exit_code: int
-    """As in a shell: 128 plus the signal number if a signal ended it. At most 32 bits, as on the wire."""
+    """Exit status as in a shell: 128 plus the signal number if a signal ended it. At most 32 bits, as on the wire."""
     stdout: bytes
     stderr: bytes
 

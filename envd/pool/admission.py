@@ -27,9 +27,9 @@ class WaitingGroup:
 
     demand: Demand
     enter_s: float
-    """When it joined, on the monotonic clock."""
+    """Time at which it joined, on the monotonic clock."""
     deadline_s: float
-    """When it times out, on the monotonic clock."""
+    """Time at which it times out, on the monotonic clock."""
     owner: str = ""
     """Name of the token that asked; empty if the daemon uses no tokens."""
     passed_count: int = 0

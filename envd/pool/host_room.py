@@ -45,7 +45,7 @@ class HostDisk:
 
 
 class HostRoom:
-    """One pool's view of the memory and disk that it shares with the other pools of the host."""
+    """One pool's view of the memory and disk that it shares with all other pools of the host."""
 
     def __init__(
         self,
@@ -88,13 +88,23 @@ class HostRoom:
             self._memory.leave(self._claims)
 
     def count(self) -> int:
-        """Return how many more machines fit. Raises: HypervisorError: memory or disk cannot be read."""
+        """Return how many more machines fit, which other daemons find taken until `note`.
+
+        Raises:
+            HypervisorError: Memory or disk cannot be read.
+        """
         if self._disk is not None and self._disk.is_short:
             return 0
         return self._capacity if self._memory is None else self._memory.room(self._expected_bytes)
 
+    def publish(self) -> None:
+        """Publish the claims for the host's other daemons."""
+        if self._memory is not None:
+            self._memory.publish()
+
     def note(self, *, is_short: bool) -> None:
-        """Record whether a machine was wanted for which there was no room."""
+        """Record whether a machine was wanted for which there was no room, and publish the claims."""
+        self.publish()
         self.shortage = ""
         if is_short:
             if self._disk is not None and self._disk.is_short:

@@ -80,7 +80,7 @@ class Pool:
             make_desktop=make_desktop,
             make_suffix=make_suffix,
             changed=self._reconcile,
-            notify=self.changes.notify,
+            notify=self._measured,
         )
         self._hypervisor = host.hypervisor
         self._clock = host.clock
@@ -193,7 +193,6 @@ class Pool:
         run: str = "",
         owner: str = "",
         retained_count: int = 0,
-        may_queue: bool = True,
         timeout_s: float,
     ) -> MachineLease:
         """Take `count` ready machines and `reserved` reservations, all or none, when it is the run's turn.
@@ -208,12 +207,11 @@ class Pool:
             run: The run whose share they count for; empty for the run without a label.
             owner: Name of the token that asks, for listings of the queue.
             retained_count: Machines of the run that the caller holds, and returns only after these.
-            may_queue: Whether to wait for machines that others hold or wait for, not only for new ones.
             timeout_s: Longest wait.
 
         Raises:
             GroupTooLarge: The pool, or the run's quota, can never hold that many.
-            PoolExhausted: The queue is full, it was not the run's turn within `timeout_s`, or `may_queue` is false.
+            PoolExhausted: The queue is full, or it was not the run's turn within `timeout_s`.
             PoolFailing: Machines do not start, and none were ready.
             Draining: The pool is draining.
         """
@@ -225,9 +223,6 @@ class Pool:
             refusal = self._refusals.draining()
         if refusal is not None:
             raise self._refusals.counted(refusal, run=run)
-        if not may_queue:
-            most_count = min(self.capacity, len(self._machines) + self._machines.reserved_count + self._room.count())
-            self._refusals.require_room(demand, held=self._machines.held(), most_count=most_count)
         now_s = self._clock.monotonic()
         group = WaitingGroup(demand=demand, owner=owner, enter_s=now_s, deadline_s=now_s + timeout_s)
         self._queue.enter(group)
@@ -522,6 +517,10 @@ class Pool:
             if self._draining:
                 raise self._refusals.draining().error from None
             raise
+
+    def _measured(self) -> None:
+        self._room.publish()
+        self.changes.notify()
 
     async def wait_for_room(self) -> None:
         """See `TemplateUser`."""

@@ -68,7 +68,7 @@ class Board:
         self._listeners: list[Callable[[], None]] = []
         self._task: asyncio.Task[None] | None = None
         self.episodes: dict[str, Facts] = {}
-        """By id, oldest first."""
+        """Episodes by id, oldest first."""
         self.pools: list[Facts] = []
 
     def __repr__(self) -> str:
