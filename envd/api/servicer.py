@@ -255,8 +255,8 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         episode_id, path = episode_id_of(request.episode_id), guest_path_of(request.path)
         max_bytes = int_in_range(request.max_bytes, "max_bytes", default=MAX_FILE_BYTES, low=1, high=MAX_FILE_BYTES)
         with _refusals():
-            file = await self._episodes.read_file(episode_id, path, max_bytes=max_bytes)
-        return env_pb2.ReadGuestFileResponse(data=file.data)
+            data = await self._episodes.read_file(episode_id, path, max_bytes=max_bytes)
+        return env_pb2.ReadGuestFileResponse(data=data)
 
     async def WriteGuestFile(
         self, request: env_pb2.WriteGuestFileRequest, context: Context

@@ -151,23 +151,6 @@ class EvaluateResult:
     cached: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuestFile:
-    """Bytes read from a guest."""
-
-    path: str
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuestCommandResult:
-    """The result of a command in a guest."""
-
-    exit_code: int
-    stdout: bytes
-    stderr: bytes
-
-
 def listing_key(create_time: datetime, episode_id: str) -> str:
     """Return a unique key that sorts episodes from the oldest to the newest."""
     return f"{create_time.isoformat(timespec='microseconds')}/{episode_id}"

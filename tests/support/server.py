@@ -26,6 +26,7 @@ from envd.hypervisor import fake
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
 from envd.pool.lifecycle import unregister_all
 from envd.pool.memory import HostMemory
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
@@ -136,7 +137,8 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
         reaped = await hypervisor.reap()
         await unregister_all(store or NullStore(), adopted=machines, reaped=reaped)
         settings = chosen.pool_settings()
-        pool = Pool(settings, hypervisor=hypervisor, image=fake_image(), memory=chosen.memory, store=store)
+        pool_host = PoolHost(hypervisor=hypervisor, memory=chosen.memory, store=store or NullStore())
+        pool = Pool(settings, image=fake_image(), host=pool_host)
         metrics = Metrics()
         service = EpisodeService(
             [pool],
