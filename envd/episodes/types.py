@@ -8,7 +8,7 @@ from cuaenv.actions import Action
 
 from envd.guest.input.outcome import ActionOutcome
 from envd.guest.observation import Observation, ObservationOptions, SettlePolicy
-from envd.tasks.evaluation import CheckResult
+from envd.tasks.checkers.evaluate import CheckResult
 
 
 class EpisodeState(Enum):

@@ -44,7 +44,7 @@ from envd.guest.observation import (
 )
 from envd.hypervisor.machine import GuestOs
 from envd.pool.status import PoolStatus
-from envd.tasks.evaluation import CheckResult
+from envd.tasks.checkers.evaluate import CheckResult
 from envd.tasks.model import Task
 
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, 678000, tzinfo=UTC)

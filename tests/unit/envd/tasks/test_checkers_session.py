@@ -103,7 +103,7 @@ async def test_a_clipboard_that_cannot_be_read_gives_no_score() -> None:
 
 
 async def test_an_empty_clipboard_is_never_right() -> None:
-    with pytest.raises(ValidationError, match="an empty clipboard must not be right"):
+    with pytest.raises(ValidationError, match="an empty text must not be right"):
         await score(MemoryDesktop(), {"kind": "clipboard", "matches": ".*"})
 
 
