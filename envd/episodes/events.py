@@ -21,7 +21,7 @@ class PerformedStep:
 
     index: int
     time: datetime
-    """When it had ended, in UTC."""
+    """End of the step, in UTC."""
     actions: tuple[str, ...]
     """Each performed action, and why the guest refused it if it did."""
     is_settled: bool

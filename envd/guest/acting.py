@@ -11,7 +11,6 @@ from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest.display.connection import DisplayConnection
 from envd.guest.display.screen import Screen
 from envd.guest.guestd import GuestdClient
-from envd.guest.input.outcome import ActionOutcome
 from envd.guest.input.plan import (
     ActionRejected,
     Input,
@@ -23,18 +22,14 @@ from envd.guest.input.plan import (
     plan,
     typing_method,
 )
-from envd.guest.observation import Point, SettlePolicy, SettleResult
+from envd.guest.observation import ActionOutcome, Point, SettlePolicy, SettleResult
+from envd.guest.readiness import GuestPauses
 from envd.guest.session import GuestSession
 
-# How long input may take to have its effect before later input that depends on it, bounded. Two cases: a click focuses
-# a window only after the window manager has handled it, and keys sent at once would go to the old one; and guestd's
-# connection to the X server is not the keyboard's, so text could overtake keys.
-_INPUT_SETTLE = SettlePolicy(quiet_ms=100, max_ms=1500)
 #: Enter, space, and Alt with a mnemonic.
 _ACTIVATING_KEYSYMS = frozenset({0xFF0D, 0xFF8D, 0x0020, 0xFFE9, 0xFFEA})
 _ANY_SCREEN = InputState(width_px=1 << 15, height_px=1 << 15, pointer=Point(0, 0))
 _POINTER_TIMEOUT_S = 2.0
-_POINTER_POLL_S = 0.1
 _POINTER_TOLERANCE_PX = 2
 
 _TYPING_TIMEOUT_S = 30.0
@@ -54,12 +49,14 @@ class Actor:
         screen: Screen,
         held: Input,
         session: GuestSession,
+        pauses: GuestPauses,
     ) -> None:
         self._machine_id = machine_id
         self._display = display
         self._screen = screen
         self._input = held
         self._session = session
+        self._pauses = pauses
         self.input_s = time.monotonic()
         """Monotonic time of the last input."""
         self.may_act_late = False
@@ -96,7 +93,7 @@ class Actor:
         except ActionRejected as rejection:
             return ActionOutcome(error=str(rejection))
         if _is_keyboard_only(events) and self._pointer_s > self._quiet_s:
-            await settle(_INPUT_SETTLE)
+            await settle(self._pauses.input_settle)
         await self._play(events)
         return ActionOutcome(input_ms=_ms_since(began_s))
 
@@ -139,7 +136,7 @@ class Actor:
             await self._wait_for_pointer(guestd)
             self.input_s = time.monotonic()  # the input is known to have arrived only now
         if max(self._pointer_s, self._key_s) > self._quiet_s:
-            await settle(_INPUT_SETTLE)
+            await settle(self._pauses.input_settle)
         try:
             if guestd is not None:
                 await guestd.type_text(text, timeout_s=_TYPING_TIMEOUT_S + _TYPING_TIMEOUT_PER_CHAR_S * len(text))
@@ -157,7 +154,7 @@ class Actor:
                     actual = await guestd.pointer()
                     if max(abs(actual.x_px - expected.x_px), abs(actual.y_px - expected.y_px)) <= _POINTER_TOLERANCE_PX:
                         return
-                    await asyncio.sleep(_POINTER_POLL_S)
+                    await asyncio.sleep(self._pauses.pointer_poll_s)
 
 
 def may_act_late(action: Action) -> bool:

@@ -1,7 +1,8 @@
 """How a bundle of CUA-Gym is staged, set up and scored in a guest: archives, commands, and the checker.
 
 Everything that the agent must not see passes through the root agent and is readable by root only. `hidden/` and
-`setup.sh` are removed before the agent starts; `gt/` and `check.sh` reach the guest only after it has ended.
+`setup.sh` are removed before the agent starts. `gt/` and `check.sh` reach the guest only after the agent has ended and
+its processes are stopped, and `check.sh` in a directory that its user cannot enter.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import ClassVar, Final, Literal
 
 from envd.base.errors import GuestError
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import GuestInspector, LeafChecker
 from envd.tasks.fields import Timeout
@@ -32,7 +33,8 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "UDA_GYM_HARNESS_STATE_DIR": "/root/.uda_gym",
 }
 
-_PRIVATE = f"{WORKSPACE}/.uda_private"
+# The agent's user can neither enter nor replace it.
+_PRIVATE = "/root/.uda_private"
 _SETUP, _CHECK = "setup.sh", "check.sh"
 _BASH = ("bash", "-c")
 # Every step replaces what an earlier attempt left.
@@ -47,10 +49,22 @@ _RUN = (
     "cd {workspace} && bash {private}/{script} >{private}/out 2>{private}/err </dev/null; code=$?;"
     " tail -c 65536 {private}/out; tail -c 4096 {private}/err >&2; rm -rf {removed}; exit $code"
 )
-_STAGE_TRUTH = (
-    f"umask 077 && rm -rf {_PRIVATE} {WORKSPACE}/gt && mkdir -p {_PRIVATE} && tar -xf - -C {_PRIVATE} --no-same-owner"
-    f" && mkdir -p {_PRIVATE}/gt && mv {_PRIVATE}/gt {WORKSPACE}/gt"
-)
+# Stops the agent's processes, by their program: a stopped process cannot start another one, so the loop ends. A check
+# may ask the X server and the session bus. Rounds are bounded: a check is not to wait for a fork bomb.
+_STOP_AGENT = """for round in $(seq 50); do left=
+for process in $(pgrep -U user -r R,S,D,I); do case $(readlink /proc/$process/exe) in
+/usr/lib/xorg/Xorg | /usr/bin/dbus-daemon | '') ;;
+*) kill -STOP $process 2>/dev/null && left=1 ;; esac; done
+[ -n "$left" ] || break; sleep 0.05; done
+"""
+# With the workspace itself closed to the agent's user, nothing in it can be renamed or created next to the truth. Links
+# to the truth, to the check or into the kernel's file systems would have the check read what the agent cannot.
+_STAGE_TRUTH = f"""umask 077; chown root: {WORKSPACE} && chmod 755 {WORKSPACE} || exit 90
+find {WORKSPACE} -xdev -type l -print0 | while IFS= read -r -d '' link; do case $(readlink -m -- "$link") in
+{WORKSPACE}/gt | {WORKSPACE}/gt/* | /root/* | /proc/* | /sys/* | /dev/*) rm -f -- "$link" ;; esac; done
+rm -rf {_PRIVATE} {WORKSPACE}/gt && mkdir -p {_PRIVATE} && tar -xf - -C {_PRIVATE} --no-same-owner \
+&& mkdir -p {_PRIVATE}/gt && mv {_PRIVATE}/gt {WORKSPACE}/gt || exit 90
+"""
 
 #: Commands of a setup, each with the parts of the bundle on its standard input.
 SETUP_COMMANDS: Final[Sequence[tuple[tuple[str, ...], Sequence[tuple[str, str]]]]] = (
@@ -61,10 +75,13 @@ RUN_SETUP: Final = (
     *_BASH,
     _RUN.format(workspace=WORKSPACE, private=_PRIVATE, script=_SETUP, removed=f"{_PRIVATE} {WORKSPACE}/.uda_hidden"),
 )
-CHECK_COMMANDS: Final[Sequence[tuple[tuple[str, ...], Sequence[tuple[str, str]]]]] = (
-    ((*_BASH, _STAGE_TRUTH), [("gt", "gt"), (_CHECK, _CHECK)]),
+#: Parts of the bundle on the standard input of `RUN_CHECK`.
+CHECK_PARTS: Final[Sequence[tuple[str, str]]] = [("gt", "gt"), (_CHECK, _CHECK)]
+#: One command, so that the agent's user cannot act between staging and checking.
+RUN_CHECK: Final = (
+    *_BASH,
+    _STOP_AGENT + _STAGE_TRUTH + _RUN.format(workspace=WORKSPACE, private=_PRIVATE, script=_CHECK, removed=_PRIVATE),
 )
-RUN_CHECK: Final = (*_BASH, _RUN.format(workspace=WORKSPACE, private=_PRIVATE, script=_CHECK, removed=_PRIVATE))
 
 
 def archive(bundle: Path, parts: Sequence[tuple[str, str]]) -> bytes:
@@ -156,16 +173,15 @@ class CuaGymCheck(LeafChecker):
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
         """See `LeafChecker`."""
-        desktop = inspector.desktop
-        for argv, parts in CHECK_COMMANDS:
-            try:
-                content = await asyncio.to_thread(archive, Path(self.bundle), parts)
-            except (ValueError, OSError) as error:
-                raise GuestError(f"bundle {self.subject}: {error}") from error
-            staged = await desktop.run(argv, timeout_s=_STAGE_TIMEOUT_S, as_root=True, stdin=content)
-            if staged.exit_code:
-                raise GuestError(f"bundle {self.subject}: gt cannot be staged: {quote(staged.stderr)}")
-        result = await desktop.run(
-            RUN_CHECK, timeout_s=self.timeout_s, as_root=True, env={**ENVIRONMENT, "TASK_ID": self.subject}
+        try:
+            content = await asyncio.to_thread(archive, Path(self.bundle), CHECK_PARTS)
+        except (ValueError, OSError) as error:
+            raise GuestError(f"bundle {self.subject}: {error}") from error
+        result = await inspector.desktop.run(
+            RUN_CHECK,
+            timeout_s=self.timeout_s + _STAGE_TIMEOUT_S,
+            as_root=True,
+            env={**ENVIRONMENT, "TASK_ID": self.subject},
+            stdin=content,
         )
         return await inspector.judge(judge_check, result)

@@ -40,6 +40,7 @@ from envd.tasks.fields import AssetRef
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
 from tests.support.local_guestd import serve_guestd
+from tests.support.program import run_program
 
 pytestmark = [
     pytest.mark.vm,
@@ -295,7 +296,7 @@ async def test_an_unmodified_desktop_env_runs_on_our_forks(
     import_path = os.pathsep.join([str(packages), *roots])
     program = tmp_path / "agent.py"
     program.write_text(AGENT)
-    process = await asyncio.create_subprocess_exec(
+    done = await run_program(
         environment.python,
         program,
         environment.tasks / "examples" / "os" / f"{DESKTOP_ENV_TASK}.json",
@@ -306,9 +307,6 @@ async def test_an_unmodified_desktop_env_runs_on_our_forks(
             "PYTHONPATH": import_path,
             "ENVD_ADDRESS": address,
         },
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
     )
-    said, errors = await process.communicate()
-    assert process.returncode == 0, errors.decode()[-3000:]
-    assert json.loads(said.decode().splitlines()[-1]) == {"done": True, "solved": 1.0, "after_revert": 0.0}
+    assert done.status == 0, done.err[-3000:]
+    assert json.loads(done.out.splitlines()[-1]) == {"done": True, "solved": 1.0, "after_revert": 0.0}

@@ -56,23 +56,20 @@ TASKS = TaskCatalogue(
 )
 
 
-def pool_info(capacity: int, *, name: str = "fake", idle: int = 0, leased: int = 0) -> PoolStatus:
-    """Return the status of a healthy pool, for `StubEpisodes.report_pools`."""
-    return PoolStatus(
-        name=name,
-        image="desktop",
-        os="linux",
-        accelerator="fake",
-        capacity=capacity,
-        idle_count=idle,
-        leased_count=leased,
-        starting_count=0,
-        dying_count=0,
-        waiting_count=0,
-        memory_bytes=0,
-        healthy=True,
-        problem="",
-    )
+def pool_info(capacity: int, *, name: str = "fake", idle: int = 0, leased: int = 0, **more: Any) -> PoolStatus:
+    """Return the status of a pool, for `StubEpisodes.report_pools`; by default a healthy one."""
+    usual: dict[str, Any] = {
+        "image": "desktop",
+        "os": "linux",
+        "accelerator": "fake",
+        "starting_count": 0,
+        "dying_count": 0,
+        "waiting_count": 0,
+        "memory_bytes": 0,
+        "healthy": True,
+        "problem": "",
+    }
+    return PoolStatus(name=name, capacity=capacity, idle_count=idle, leased_count=leased, **(usual | more))
 
 
 class _BlackDesktop(StubDesktop):

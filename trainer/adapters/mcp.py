@@ -33,7 +33,7 @@ class Result(BaseModel):
     """The result of `evaluate`."""
 
     score: float | None
-    """In [0, 1]; null if the session is void."""
+    """A value in [0, 1]; null if the session is void."""
     void: str
     """Why there is no score; empty if there is one."""
     checks: list[str]

@@ -51,5 +51,5 @@ def read_oracles(path: Path) -> list[Oracle]:
         except (ValueError, TypeError, KeyError, LookupError) as error:
             raise BadOracle(f"{path}, line {number}: {error!r}; write it with `envd tasks oracles`") from error
     if not oracles:
-        raise BadOracle(f"{path}: holds no oracles; write it with `envd tasks oracles`")
+        raise BadOracle(f"{path}: no oracles; write it with `envd tasks oracles`")
     return oracles

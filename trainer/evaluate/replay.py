@@ -33,7 +33,7 @@ class TurnRecord(_Record):
     parsed: bool
     fallback: str = ""
     actions: Sequence[str]
-    """As text, coordinates in the guest's pixels."""
+    """Actions as text, coordinates in the guest's pixels."""
     errors: Sequence[str]
     """The agent's mistakes."""
     model_s: float
@@ -61,7 +61,7 @@ class RecordedConversation:
         self.newest = ""
         """File name of the newest picture without a reply; empty if there is none."""
         self.images: list[str] = []
-        """For each reply, the file name of the newest picture; empty if it had already been shown."""
+        """File name of the newest picture of each reply; empty if it had already been shown."""
         directory.mkdir(parents=True, exist_ok=True)
 
     async def begin(self, messages: Sequence[Message]) -> None:

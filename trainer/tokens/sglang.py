@@ -73,7 +73,7 @@ class SglangConversation:
             encode_image: Converts an image for the engine; by default to a data URI.
         """
         self.rows: list[Row] = []
-        """In order; the last one is the current one."""
+        """Rows in order; the last one is the current one."""
         self._chat = chat
         self._engine = engine
         self._budget = budget
@@ -180,3 +180,16 @@ class SglangConversation:
     def _check_images(self, count: int) -> None:
         if count > self._budget.images:
             raise BudgetExhausted(f"the row would have {count} images of {self._budget.images}", budget="images")
+
+
+_CONTEXT_FULL = (
+    "context_length_exceeded",
+    "maximum context length",
+    "longer than the model's context length",
+    "exceeds the maximum allowed length",
+)
+
+
+def is_context_full(status: int, text: str) -> bool:
+    """Return whether a refusal means that the prompt does not fit into the model's context."""
+    return status in {400, 413, 422} and any(sign in text for sign in _CONTEXT_FULL)

@@ -62,7 +62,7 @@ _DRAG_PAUSE_S = 0.06
 # queues it (ui/input.c, `qemu_input_event_send_key_delay`; pointer events do not queue and would overtake it). So a
 # pause follows each key event: the order of keyboard and pointer holds, and when `Input.play` returns, the guest's
 # devices have all events. Without the pause, a refresh was answered while the last keys of a chord were still queued.
-_KEY_PAUSE_S = 0.0125
+KEY_PAUSE_S = 0.0125
 
 # A virtio keyboard or tablet has a queue of 64 elements and silently drops an event group that does not fit
 # (QEMU's hw/input/virtio-input.c); the guest's evdev clients hold as many; USB and PS/2 keyboards hold 16 key events.
@@ -247,7 +247,7 @@ class HeldInputs:
     buttons: int = 0
     """RFB button mask."""
     keys: tuple[Key, ...] = ()
-    """In order of pressing."""
+    """Held keys in order of pressing."""
 
     def pointer_on(self, width_px: int, height_px: int) -> Point:
         """Return the pointer's position on a screen: the last one set, else the centre, where servers start it."""
@@ -267,10 +267,12 @@ class Input:
         self,
         *,
         held: HeldInputs | None = None,
+        key_pause_s: float = KEY_PAUSE_S,
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         held = held or HeldInputs()
+        self._key_pause_s = key_pause_s
         self._monotonic = monotonic
         self._sleep = sleep
         self._pointer = held.pointer
@@ -330,7 +332,7 @@ class Input:
                     client.key(keysym=key.keysym, scancode=key.scancode, down=down)
                     if not down:
                         self._held.pop(key.scancode, None)
-                    await self._rest(client, _KEY_PAUSE_S)
+                    await self._rest(client, self._key_pause_s)
                 case PointerEvent(at, buttons):
                     cost = 3 + (self._buttons ^ buttons).bit_count()
                     await self._rest(client, self._pointer_pace.take(cost, self._monotonic()))

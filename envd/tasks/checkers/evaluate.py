@@ -29,7 +29,7 @@ class CheckResult:
 
     name: str
     score: float
-    """In [0, 1]."""
+    """A value in [0, 1]."""
     evidence: str
     """What was found; at most 2,000 characters."""
 
@@ -39,7 +39,7 @@ class Evaluation:
     """A task's score, with the results of its checkers."""
 
     score: float
-    """In [0, 1]."""
+    """A value in [0, 1]."""
     checks: tuple[CheckResult, ...]
 
 

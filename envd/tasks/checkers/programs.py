@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from envd.base.errors import GuestError
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 from envd.tasks.checkers.base import QUERY_TIMEOUT_S, GuestInspector, LeafChecker
 from envd.tasks.fields import Argv, Timeout, WindowMatch
 from envd.tasks.queries import describe_windows, find_window, parse_windows, process_query, query_windows

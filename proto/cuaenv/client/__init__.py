@@ -12,7 +12,8 @@ with EnvClient("127.0.0.1:50051") as client, client.reset("desktop/note-hello") 
 ```
 
 `AsyncEnvClient` is the same with `async with` and `await`, for many episodes at once. `reset_group` opens a group of
-episodes in one state, and `fork` branches an episode in its current state. Both clients accept several hosts and open
+episodes in one state, and `fork` branches an episode in its current state. `forward` opens a local port that leads to a
+port of an episode's guest, such as a browser's DevTools. Both clients accept several hosts and open
 episodes on those with free machines; `shared_client` returns one client for all event loops of a process. See
 docs/client.md.
 
@@ -89,9 +90,11 @@ from cuaenv.client.errors import (
     Unauthenticated,
     Unavailable,
 )
+from cuaenv.client.forwarding import PortForward
 from cuaenv.client.host import HostState, HostStatistics
 from cuaenv.client.host_pool import ClientStatistics
 from cuaenv.client.observation import Element, Observation
+from cuaenv.client.placement import RetryPolicy
 from cuaenv.client.results import (
     Check,
     CommandResult,
@@ -105,7 +108,6 @@ from cuaenv.client.results import (
     StepResult,
     Task,
 )
-from cuaenv.client.retry import RetryPolicy
 from cuaenv.client.shared import ClientSettings, close_shared_clients, shared_client
 from cuaenv.client.sync_client import EnvClient, Episode
 from cuaenv.client.view import Settle, View
@@ -148,6 +150,7 @@ __all__ = [
     "PoolExhausted",
     "PoolFailing",
     "PoolNotFound",
+    "PortForward",
     "QueuedGroup",
     "RateLimited",
     "RetryPolicy",

@@ -21,9 +21,9 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_vl_chat_template
 
 from tests.support.desktops import DrawnDesktops
-from tests.support.tiny_model import write_checkpoint
 from trainer.adapters.session import SessionSettings, SessionVoid
 from trainer.adapters.trl import DesktopEnvironment
+from trainer.learn.checkpoint import write_checkpoint
 
 # Warnings of the frameworks are not ours.
 pytestmark = pytest.mark.filterwarnings("default")

@@ -17,7 +17,7 @@ from cuaenv.client import (
     SampleVoid,
     Unavailable,
 )
-from cuaenv.client.retry import retry_pause_s
+from cuaenv.client.placement import retry_pause_s
 from PIL import Image
 
 POLICY = RetryPolicy(first_pause=timedelta(seconds=1), max_pause=timedelta(seconds=5))

@@ -37,7 +37,7 @@ class Parsed:
     """A parsed reply."""
 
     intents: tuple[Intent, ...] = ()
-    """In order; empty if the reply could not be parsed."""
+    """Intents in order; empty if the reply could not be parsed."""
     error: str = ""
     """Why the reply could not be parsed, written for the agent; empty otherwise."""
     fallback: str | None = None

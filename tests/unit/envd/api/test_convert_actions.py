@@ -62,7 +62,7 @@ def test_a_bad_field_is_named(action: env_pb2.Action, field: str) -> None:
 def test_an_unknown_button_is_named() -> None:
     # proto3 enums accept any number, as a newer client may send.
     click = env_pb2.Click.FromString(b"\x10\x09")
-    with pytest.raises(InvalidRequest, match="9 is not a button") as caught:
+    with pytest.raises(InvalidRequest) as caught:
         actions_from_proto([env_pb2.Action(click=click)], scale=None)
     assert caught.value.field == "actions[0].click.button"
 

@@ -47,9 +47,9 @@ def test_a_directory_loads_its_yaml_files_in_order(tmp_path: Path) -> None:
 
 def test_an_unknown_task_is_rejected_with_similar_ids(tmp_path: Path) -> None:
     catalogue = TaskCatalogue.load([write(tmp_path, GOOD)], include_builtin=False)
-    with pytest.raises(TaskNotFound, match=r"task 'mine/frist' not found; did you mean mine/first\?"):
+    with pytest.raises(TaskNotFound, match=r"'mine/frist' .*mine/first"):
         catalogue.get("mine/frist")
-    with pytest.raises(TaskNotFound, match="task 'zzz' not found; the suites loaded here are mine"):
+    with pytest.raises(TaskNotFound, match=r"'zzz' .*mine"):
         catalogue.get("zzz")
 
 
