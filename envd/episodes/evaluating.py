@@ -10,7 +10,7 @@ from envd.episodes.episode import Episode
 from envd.episodes.persistence.journal import EVALUATE, Request
 from envd.episodes.resetting import RunCheckers
 from envd.episodes.types import EpisodeState, EvaluateResult
-from envd.tasks.evaluation import Evaluation
+from envd.tasks.checkers.evaluate import Evaluation
 
 logger = logging.getLogger(__name__)
 

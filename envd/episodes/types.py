@@ -7,7 +7,7 @@ from enum import Enum
 from cuaenv.actions import Action
 
 from envd.guest.observation import ActionOutcome, Observation, ObservationOptions, SettlePolicy
-from envd.tasks.evaluation import CheckResult
+from envd.tasks.checkers.evaluate import CheckResult
 
 
 class EpisodeState(Enum):

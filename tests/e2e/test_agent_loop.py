@@ -11,11 +11,11 @@ from cuaenv.client import Action, AsyncEnvClient, Click, Done, Drag, Fail, Press
 from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import serve_fake
 from trainer.agent.attempts import run_task
-from trainer.agent.branch_point import BranchPoint
 from trainer.agent.coordinates import CoordinateSpace, to_model_points
 from trainer.agent.grammars import grammar
 from trainer.agent.loop import run_episode
 from trainer.agent.settings import AgentSettings
+from trainer.agent.turns import BranchPoint
 from trainer.agent.types import Outcome
 
 SETTINGS = AgentSettings(max_turns=6)

@@ -34,9 +34,10 @@ from envd.integrations.osworld.workers import Job, Workers
 from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
-from envd.tasks.assets import AssetCache, AssetRef
+from envd.tasks.assets import AssetCache
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.fields import AssetRef
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
 from tests.support.local_guestd import serve_guestd

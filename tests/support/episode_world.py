@@ -33,7 +33,7 @@ from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.evaluation import CheckResult, Evaluation
+from envd.tasks.checkers.evaluate import CheckResult, Evaluation
 from envd.tasks.model import Task
 from envd.tasks.verbs import MakeDirectory
 from tests.support.clock import ManualClock, run_ready
