@@ -468,7 +468,7 @@ async def test_the_command_reports_an_unknown_episode_and_a_port_in_use(
     with socket.create_server(("127.0.0.1", 0)) as used:
         local_port = used.getsockname()[1]
         for arguments, status, text in (
-            (("ep-unknown", "80"), 1, "episode ep-unknown: is not open here"),
+            (("ep-unknown", "80"), 1, "episode ep-unknown: not open here"),
             ((episode.episode_id, "80", "--local", str(local_port)), 2, f"--local {local_port}: cannot listen"),
         ):
             process = await asyncio.create_subprocess_exec(

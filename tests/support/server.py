@@ -144,6 +144,7 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
             [pool],
             tasks=tasks,
             limits=chosen.limits,
+            metrics=metrics,
             clock=clock,
             store=store,
         )
