@@ -1,8 +1,8 @@
 """Read files, write files, run commands and connect to ports in an episode's guest, if its pool allows it."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from envd.base.errors import AccessDenied, NotFound, RateLimited
@@ -83,30 +83,36 @@ class GuestAccess:
         """
         context = self._context
         episode = self._accessible(episode_id)
-        counts = self._connection_counts
-        if counts[episode_id] >= MAX_CONNECTIONS:
+        if self._connection_counts[episode_id] >= MAX_CONNECTIONS:
             raise RateLimited(
-                f"episode {episode_id}: has {MAX_CONNECTIONS} connections to its guest's ports, the maximum; close one",
+                f"episode {episode_id}: {MAX_CONNECTIONS} connections to its guest are open, the maximum; close one",
                 retry_after_s=1.0,
             )
-        counts[episode_id] += 1
-        open_count = context.metrics.port_connections.labels(pool=episode.pool)
-        open_count.inc()
+        async with AsyncExitStack() as held:
+            held.enter_context(self._counted(episode))
+            # Only opening it is a call: a call keeps its lease for longer than a connection without bytes may.
+            with context.registry.call(episode, renews=True):
+                episode.require_machine()
+                await held.enter_async_context(context.awake(episode, Stopwatch(context.clock)))
+                streams = await episode.machine.desktop.open_port(port)
+            context.journal.save_lease(episode)
+            async with PortConnection(
+                context, episode, streams, held=held, port=port, idle_timeout_s=idle_timeout_s
+            ) as connection:
+                yield connection
+
+    @contextmanager
+    def _counted(self, episode: Episode) -> Iterator[None]:
+        counts, gauge = self._connection_counts, self._context.metrics.port_connections.labels(pool=episode.pool)
+        counts[episode.episode_id] += 1
+        gauge.inc()
         try:
-            async with AsyncExitStack() as stack:
-                # Only opening it is a call: a call keeps its lease for longer than a connection without bytes may.
-                with context.registry.call(episode, renews=True):
-                    episode.require_machine()
-                    await stack.enter_async_context(context.awake(episode, Stopwatch(context.clock)))
-                    streams = await episode.machine.desktop.open_port(port)
-                context.journal.save_lease(episode)
-                connection = PortConnection(context, episode, *streams, port=port, idle_timeout_s=idle_timeout_s)
-                yield await stack.enter_async_context(connection)
+            yield
         finally:
-            open_count.dec()
-            counts[episode_id] -= 1
-            if not counts[episode_id]:
-                del counts[episode_id]
+            gauge.dec()
+            counts[episode.episode_id] -= 1
+            if not counts[episode.episode_id]:
+                del counts[episode.episode_id]
 
     def _accessible(self, episode_id: str) -> Episode:
         """Return an episode whose guest clients may access. Raises: EpisodeNotFound, AccessDenied."""

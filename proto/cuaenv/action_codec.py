@@ -164,7 +164,7 @@ class Form:
     name: str
     """Its name in JSON."""
     fields: Mapping[str, _Field]
-    """By their names in JSON."""
+    """Fields by their names in JSON."""
     points: Mapping[str, tuple[_Field, _Field]]
     """Its positions, by their names in the contract."""
     others: tuple[_Field, ...]
@@ -231,7 +231,7 @@ def _forms() -> Iterator[Form]:
 
 
 FORMS: Mapping[str, Form] = {form.name: form for form in _forms()}
-"""By name in JSON, in the contract's order."""
+"""Actions by name in JSON, in the contract's order."""
 _BY_KIND = {form.kind: form for form in FORMS.values()}
 _BY_WIRE_NAME = {form.wire_name: form for form in FORMS.values()}
 

@@ -141,7 +141,7 @@ async def outcome(stub: Any, method: str, request: Any) -> Any:
 
 
 def refusal_of(failure: grpc.aio.AioRpcError) -> Refusal:
-    """Return what a failed call was told."""
+    """Return the error of a failed call."""
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     status = rpc_status.from_call(failure)  # type: ignore[arg-type]
     reason, delay = "", None
