@@ -10,13 +10,13 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from envd.api.call_report import CallReport, ids_of
-from envd.api.requests import decode_request
-from envd.api.security.access import Caller, set_current_caller
+from envd.api.security.access import Caller, rule_of, set_current_caller
 from envd.api.security.guard import Guard, Metadata
 from envd.api.security.in_flight import RunningCall
+from envd.base.errors import InvalidRequest
 from envd.base.telemetry import traces
 from envd.base.telemetry.logs import bound
 from envd.base.telemetry.metrics import Metrics
@@ -203,7 +203,7 @@ class CallContext:
 
     def decode(self, body: bytes | None, running: RunningCall) -> Message:
         """Return the request in a body, and count its bytes while it is in use. Raises: as `receive`."""
-        request = decode_request(self.method, body, self._parse)
+        request = _decoded(self.method, body, self._parse)
         running.hold(len(body or b""))
         return request
 
@@ -251,3 +251,16 @@ def _method_of(path: str) -> str:
         return path.removeprefix(_SERVICE_PREFIX)
     service, _, name = path.removeprefix("/").rpartition("/")
     return f"{service.rpartition('.')[2]}/{name}"
+
+
+def _decoded(method: str, body: bytes | None, parse: Callable[[bytes], Message]) -> Message:
+    """Return the request in a body. Raises: InvalidRequest: it is missing, too large or malformed."""
+    if body is None:
+        raise InvalidRequest("request", "is missing; send one message")
+    max_bytes = rule_of(method).max_bytes
+    if len(body) > max_bytes:
+        raise InvalidRequest("request", f"has {len(body)} bytes; {method} takes at most {max_bytes}")
+    try:
+        return parse(body)
+    except DecodeError:
+        raise InvalidRequest("request", f"is not a valid message of {method}; use the contract's bindings") from None

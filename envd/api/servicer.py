@@ -46,8 +46,7 @@ from envd.api.convert_results import (
     task_message,
 )
 from envd.api.fields import int_in_range, request_id_of
-from envd.api.flow_control import AckTracker, paced
-from envd.api.forwarding import forwarded
+from envd.api.flow_control import AckTracker, forwarded, paced
 from envd.api.pages import page_of
 from envd.api.security.access import Caller, current_caller
 from envd.base.aio import race
