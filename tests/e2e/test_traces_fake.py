@@ -28,7 +28,7 @@ from envd.base.telemetry import logs, traces
 from tests.support import areal, slime
 from tests.support.command import restored_logging
 from tests.support.scripted_replies import ScriptedReplies
-from tests.support.server import serve_fake
+from tests.support.server import serve_fake, served_client
 from tests.support.slime_job import slime_args
 from trainer.adapters.areal.config import ArealConfig
 from trainer.adapters.areal.group import run_task_group
@@ -123,8 +123,7 @@ async def test_a_call_continues_the_clients_trace_and_has_its_phases(recorded: I
     async with (
         collecting() as collector,
         traces.exported_traces(collector.url),
-        serve_fake(size=2, capacity=4) as server,
-        AsyncEnvClient(server.address) as client,
+        served_client(size=2, capacity=4) as (_, client),
     ):
         with tracer.start_as_current_span("rollout") as rollout:
             async with client.reset(TASK) as episode:
@@ -148,8 +147,7 @@ async def test_steps_of_a_stream_and_calls_without_a_client_trace_have_spans_of_
     async with (
         collecting() as collector,
         traces.exported_traces(collector.url),
-        serve_fake() as server,
-        AsyncEnvClient(server.address) as client,
+        served_client() as (server, client),
         client.reset(TASK) as episode,
     ):
         await episode.step(Click(1, 1))
@@ -173,8 +171,7 @@ async def test_logs_of_a_failed_call_carry_the_trace(recorded: InMemorySpanExpor
     async with (
         collecting() as collector,
         traces.exported_traces(collector.url),
-        serve_fake() as server,
-        AsyncEnvClient(server.address) as client,
+        served_client() as (_, client),
         client.reset(TASK) as episode,
     ):
         await episode.close()
@@ -199,8 +196,7 @@ async def test_a_collector_that_hangs_costs_spans_and_no_call(monkeypatch: pytes
     async with (
         collecting(hangs=True) as collector,
         traces.exported_traces(collector.url),
-        serve_fake() as server,
-        AsyncEnvClient(server.address) as client,
+        served_client() as (_, client),
         client.reset(TASK) as episode,
     ):
         await collector.asked.wait()
@@ -218,8 +214,7 @@ async def test_the_daemon_ends_while_a_collector_hangs() -> None:
     async with collecting(hangs=True) as collector:
         async with (
             traces.exported_traces(collector.url, flush_timeout_s=0.1),
-            serve_fake() as server,
-            AsyncEnvClient(server.address) as client,
+            served_client() as (_, client),
             client.reset(TASK),
         ):
             pass
@@ -227,12 +222,7 @@ async def test_the_daemon_ends_while_a_collector_hangs() -> None:
 
 
 async def test_the_agents_loop_has_spans_of_groups_episodes_and_turns(recorded: InMemorySpanExporter) -> None:
-    async with (
-        collecting() as collector,
-        traces.exported_traces(collector.url),
-        serve_fake() as server,
-        AsyncEnvClient(server.address) as client,
-    ):
+    async with collecting() as collector, traces.exported_traces(collector.url), served_client() as (_, client):
         model = ScriptedReplies([SAY(turn) for turn in PLAN])
         await run_task(client, TASK, lambda: model, settings=AgentSettings(max_turns=4, coordinates="pixels"))
     spans = recorded.get_finished_spans()

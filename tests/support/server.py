@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cuaenv.client import AsyncEnvClient
+
 from envd.api.relay.merge import id_prefix
 from envd.api.server import ApiServer
 from envd.api.servicer import CUAEnvServicer
@@ -171,3 +173,10 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
             metrics=metrics,
             tasks=tasks,
         )
+
+
+@asynccontextmanager
+async def served_client(**options: Any) -> AsyncIterator[tuple[FakeServer, AsyncEnvClient]]:
+    """Serve with `FakeOptions`; yield the server and a client of it."""
+    async with serve_fake(**options) as server, AsyncEnvClient(server.address) as client:
+        yield server, client
