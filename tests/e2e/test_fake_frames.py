@@ -4,17 +4,16 @@ import asyncio
 import gc
 from contextlib import aclosing
 from datetime import timedelta
-from typing import Any
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 import pytest
 from cuaenv import client as wire
 from cuaenv.client import Observation
-from cuaenv.v1 import env_pb2, env_pb2_grpc
+from cuaenv.v1 import env_pb2
 
 from envd.hypervisor.fake import FakeMachine
+from tests.support.callers import connected
 from tests.support.server import served_client
 
 COUNT = wire.Click(x=819, y=100)
@@ -125,8 +124,7 @@ async def test_an_unknown_base_image_gives_the_full_image() -> None:
     async with served_client(size=1) as (server, client), client.reset(TASK, view=EXACT) as episode:
         options = env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_RAW_ZSTD, known_image_id="e" * 32)
         request = env_pb2.ObserveRequest(episode_id=episode.episode_id, observation=options)
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            stub: Any = env_pb2_grpc.CUAEnvStub(channel)
+        async with connected(server.address) as stub:
             response = await stub.Observe(request, timeout=60)
         assert response.observation.frame.WhichOneof("content") == "keyframe"
 

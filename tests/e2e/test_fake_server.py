@@ -23,6 +23,7 @@ from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
 from envd.tasks.oracle import split_step
 from envd.tasks.verbs import Execute, WriteFile
+from tests.support.callers import connected
 from tests.support.clock import ManualClock, until
 from tests.support.server import FakeServer, load_fake_tasks, serve_fake, served_client
 
@@ -132,8 +133,7 @@ async def test_the_machine_of_a_vanished_client_is_reclaimed() -> None:
         await clock.advance(10.0)
         await until(lambda: machine_id not in server.hypervisor.leftover_ids)
         await until(lambda: server.pool.statistics().idle_count == 1)
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            stub: Any = env_pb2_grpc.CUAEnvStub(channel)
+        async with connected(server.address) as stub:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Observe(env_pb2.ObserveRequest(episode_id=episode.episode_id), timeout=60)
             assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -286,10 +286,9 @@ async def test_a_guest_that_responded_recently_is_not_probed() -> None:
 async def test_callers_of_machines_that_do_not_boot_wait_no_longer_than_their_timeout() -> None:
     async with (
         serve_fake(size=1, faults=Faults(create_error="no memory left")) as server,
-        grpc.aio.insecure_channel(server.address) as channel,
+        connected(server.address) as stub,
         AsyncEnvClient(server.address) as client,
     ):
-        stub: Any = env_pb2_grpc.CUAEnvStub(channel)
         request = env_pb2.ResetRequest(
             request_id=str(uuid.uuid4()), task_id="fake/save-note", ready_timeout=Duration(seconds=1)
         )

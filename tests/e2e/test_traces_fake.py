@@ -8,14 +8,12 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-import grpc
 import pytest
 from aiohttp import web
 from cuaenv.actions import to_proto
 from cuaenv.client import Action, AsyncEnvClient, Click, Done, EpisodeNotFound
-from cuaenv.v1 import env_pb2, env_pb2_grpc
+from cuaenv.v1 import env_pb2
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -26,6 +24,7 @@ from envd.base.config import load
 from envd.base.errors import ConfigError
 from envd.base.telemetry import logs, traces
 from tests.support import areal, slime
+from tests.support.callers import connected
 from tests.support.command import restored_logging
 from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import serve_fake, served_client
@@ -154,8 +153,7 @@ async def test_steps_of_a_stream_and_calls_without_a_client_trace_have_spans_of_
         step = env_pb2.StepRequest(
             request_id="r-1", episode_id=episode.episode_id, step_index=1, actions=[to_proto(Click(1, 1))]
         )
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            stub: Any = env_pb2_grpc.CUAEnvStub(channel)
+        async with connected(server.address) as stub:
             headers = (("traceparent", f"00-{'ab' * 16}-{'cd' * 8}-01"),)
             call = stub.StreamSteps(iter([env_pb2.StreamStepsRequest(step=step)]), metadata=headers)
             assert [response.request_id async for response in call] == ["r-1"]
