@@ -52,6 +52,9 @@ MAX_ARGUMENT_COUNT = 256
 MAX_ARGUMENT_CHARS = 65_536
 MAX_COMMAND_S = 600.0
 DEFAULT_COMMAND_S = 60.0
+MAX_PORT_DATA_BYTES = 128 << 10
+DEFAULT_PORT_IDLE_S = 600.0
+MAX_PORT_IDLE_S = 3600.0
 MAX_KEEP_ALIVE_COUNT = 1000
 MAX_TASK_ID_COUNT = 1000
 
@@ -89,7 +92,6 @@ def reset_command(
     *,
     time_remaining_s: float | None,
     caller: Caller = TRUSTED,
-    may_queue: bool = True,
 ) -> ResetCommand:
     """Convert a reset request.
 
@@ -97,7 +99,6 @@ def reset_command(
         request: The request.
         time_remaining_s: Time until the call's deadline, if it has one.
         caller: Owner of the new episodes.
-        may_queue: Whether the group may queue for machines that others hold.
 
     Raises:
         InvalidRequest: A field is missing or out of range.
@@ -117,7 +118,6 @@ def reset_command(
         max_machines=caller.max_machines,
         settle=settle_policy(request.settle, "settle") if request.HasField("settle") else None,
         observe=observation_options(request.observation, "observation"),
-        may_queue=may_queue,
         timeout_s=ready_timeout_s(request, time_remaining_s=time_remaining_s),
         fingerprint=fingerprint_of(request),
     )
@@ -233,6 +233,23 @@ def command_timeout_s(request: env_pb2.RunGuestCommandRequest) -> float:
     """Return the timeout of a command in seconds. Raises: InvalidRequest."""
     timeout = request.timeout if request.HasField("timeout") else None
     return seconds(timeout, "timeout", above=0.0, high=MAX_COMMAND_S, default=DEFAULT_COMMAND_S)
+
+
+def forward_request(request: env_pb2.ForwardGuestPortRequest) -> tuple[str, int, float]:
+    """Return the episode id, the port and the idle timeout in seconds of a connection. Raises: InvalidRequest."""
+    idle_timeout = request.idle_timeout if request.HasField("idle_timeout") else None
+    return (
+        episode_id_of(request.episode_id),
+        int_in_range(request.port, "port", low=1, high=65_535),
+        seconds(idle_timeout, "idle_timeout", low=1.0, high=MAX_PORT_IDLE_S, default=DEFAULT_PORT_IDLE_S),
+    )
+
+
+def port_data_of(request: env_pb2.ForwardGuestPortRequest) -> bytes:
+    """Return the bytes for a guest's port. Raises: InvalidRequest."""
+    if len(request.data) > MAX_PORT_DATA_BYTES:
+        raise InvalidRequest("data", f"has {len(request.data)} bytes; at most {MAX_PORT_DATA_BYTES}")
+    return request.data
 
 
 def settle_policy(message: env_pb2.SettlePolicy, field: str) -> SettlePolicy:

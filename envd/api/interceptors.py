@@ -26,6 +26,8 @@ _SERVICE_PREFIX = "/cuaenv.v1.CUAEnv/"
 _HEALTH_PREFIX = "Health/"
 #: Two-way streams whose later requests acknowledge responses.
 _ACKNOWLEDGED = frozenset({"StreamFrames"})
+#: Two-way streams whose later requests carry bytes: too many of them wait instead of failing.
+_PACED = frozenset({"ForwardGuestPort"})
 
 Response = TypeVar("Response")
 #: grpc's type stubs for handlers describe the blocking server.
@@ -36,10 +38,9 @@ Context = Any
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Authorizes and measures calls; answers failures with `google.rpc.Status`."""
 
-    def __init__(self, metrics: Metrics, guard: Guard, *, is_inner: bool = False) -> None:
+    def __init__(self, metrics: Metrics, guard: Guard) -> None:
         self._metrics = metrics
         self._guard = guard
-        self._is_inner = is_inner
 
     async def intercept_service(
         self,
@@ -76,7 +77,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Return a handler that fails at once, for a method of any kind."""
 
         async def refuse(_requests: AsyncIterator[bytes], context: Context) -> NoReturn:
-            report = CallReport(self._metrics, method, peer=context.peer(), is_inner=self._is_inner)
+            report = CallReport(self._metrics, method, peer=context.peer())
             try:
                 self._guard.count_unauthenticated(context.peer())
             except EnvdError as limited:
@@ -88,7 +89,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def _report(self, call: "CallContext", context: Context) -> CallReport:
         call.peer = context.peer()
-        return CallReport(self._metrics, call.method, peer=call.peer, caller=call.caller_name, is_inner=self._is_inner)
+        return CallReport(self._metrics, call.method, peer=call.peer, caller=call.caller_name)
 
     def _unary(
         self, call: "CallContext", inner: Callable[[Message, Context], Awaitable[Response]]
@@ -130,8 +131,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                             call.recheck(report.ids)
                             yield response
 
-            async with aclosing(report.relay(responses, context)) as relayed:
-                async for response in relayed:
+            async with aclosing(report.forward(responses, context)) as answers:
+                async for response in answers:
                     yield response
 
         return answer
@@ -147,8 +148,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 request_count = 0
                 async for body in requests:
                     request_count += 1
+                    if call.method in _PACED and request_count > 1:
+                        await call.pace()
                     # One acknowledgement per response is free: who reads faster must not be cut off earlier.
-                    if call.method not in _ACKNOWLEDGED or not 1 < request_count <= 1 + response_count:
+                    elif call.method not in _ACKNOWLEDGED or not 1 < request_count <= 1 + response_count:
                         call.count()
                     request = call.decode(body, running)
                     report.ids = ids_of(getattr(request, "step", request)) or report.ids
@@ -165,8 +168,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                             response_count += 1
                             yield response
 
-            async with aclosing(report.relay(responses, context)) as relayed:
-                async for response in relayed:
+            async with aclosing(report.forward(responses, context)) as answers:
+                async for response in answers:
                     yield response
 
         return answer
@@ -214,6 +217,11 @@ class CallContext:
             self._guard.count_health_call(self.peer)
         else:
             self._guard.count(self._known_caller, self.method, self.peer)
+
+    async def pace(self) -> None:
+        """Wait until the caller may send another message of bytes."""
+        while wait_s := self._guard.message_wait_s(self._known_caller, self.peer):  # noqa: ASYNC110 -- time passes
+            await asyncio.sleep(wait_s)
 
     async def receive(self, requests: AsyncIterator[bytes], running: RunningCall) -> Message:
         """Count and return the only request of a call. The request of an unknown caller is not read but empty.

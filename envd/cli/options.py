@@ -53,7 +53,7 @@ def load_config(
     log_format: str | None = None,
     log_level: str | None = None,
     tasks: list[str] | None = None,
-    shards: int | None = None,
+    shards: str | None = None,
 ) -> Config:
     """Load the configuration from its file, the environment and a command's flags. Raises: ConfigError."""
     flags: Raw = {

@@ -7,8 +7,7 @@ import asyncio
 import gc
 import logging
 import os
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -19,8 +18,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from envd.api.console.server import PUBLIC_PATHS, serve_console
-from envd.api.relay.endpoint import EndpointServicer
-from envd.api.relay.link import RelayChannel
 from envd.api.security.access import Scope
 from envd.api.security.http import (
     caller_name,
@@ -32,7 +29,6 @@ from envd.api.security.http import (
 )
 from envd.api.security.secret_files import read_secret
 from envd.api.server import ApiServer, read_token_table
-from envd.api.servicer import CUAEnvServicer
 from envd.base.aio import run_unless
 from envd.base.clock import SystemClock
 from envd.base.config import DEFAULT_RUN, Config, PoolConfig, RecordingConfig, RunConfig
@@ -46,8 +42,7 @@ from envd.base.telemetry.metrics import Metrics
 from envd.base.telemetry.traces import exported_traces
 from envd.base.version import envd_version
 from envd.daemon.judging.workers import JudgeWorkers
-from envd.daemon.shards.layout import Shard, clear_layout, growth_file, mark_layout, supervisor_socket
-from envd.daemon.state_lock import locked
+from envd.daemon.state_lock import locked, refuse_shards
 from envd.daemon.suites import load_tasks
 from envd.episodes.limits import EpisodeLimits
 from envd.episodes.persistence.journal import EpisodeRows
@@ -73,12 +68,12 @@ from envd.integrations.osworld.catalogue import IMAGE
 from envd.integrations.osworld.environment import Environment
 from envd.integrations.osworld.workers import Workers
 from envd.pool.audit import Audit, MachineRows
-from envd.pool.disk import HostDisk
 from envd.pool.fairness import RunShare, RunShares
+from envd.pool.host_room import HostDisk
 from envd.pool.leased import LINGER_S
-from envd.pool.memory import GrowthBoard, HostMemory, host_memory_mib, read_available_bytes
+from envd.pool.lifecycle import unregister_all
+from envd.pool.memory import HostClaims, HostMemory, host_memory_mib, read_available_bytes
 from envd.pool.pool import Pool
-from envd.pool.register import unregister_all
 from envd.pool.settings import PoolSettings
 from envd.pool.status import POOL_SERIES
 from envd.pool.template import TemplateCache
@@ -106,14 +101,14 @@ class Daemon:
     hypervisor: Hypervisor
     pools: tuple[Pool, ...]
     service: EpisodeService
-    servers: tuple[ApiServer, ...]
+    server: ApiServer
     address: str
     """Address for clients."""
     metrics_address: str
     console_address: str
     """Empty if the console is off."""
     compat_addresses: Mapping[str, str]
-    """Of other systems' protocols, by name."""
+    """Addresses of other systems' protocols, by name."""
     reaped: tuple[str, ...]
     """Machines of a previous daemon that were removed at the start."""
     known: tuple[EpisodeInfo, ...]
@@ -121,8 +116,7 @@ class Daemon:
 
     async def drain(self, *, hurry: asyncio.Event) -> None:
         """Refuse new episodes and wait for live ones, for `limits.drain_timeout_s` or until `hurry` is set."""
-        for server in self.servers:
-            await server.drain()
+        await self.server.drain()
         # What draining leaves undone is closing episodes; closing the daemon does that in any case.
         await run_unless(hurry, self.service.drain(self.config.limits.drain_timeout_s))
 
@@ -142,14 +136,13 @@ def freeze_gc() -> None:
 
 
 @asynccontextmanager
-async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIterator[Daemon]:
+async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
     """Run a daemon until the block ends; then every episode, machine and socket is gone.
 
     On failure nothing is left running.
 
     Args:
         config: Its settings.
-        shard: The shard that it is; None for a daemon that serves clients itself.
 
     Raises:
         ConfigError: No pool is configured, the state directory is in use, an address is taken, or a task suite, token
@@ -166,13 +159,11 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
     metrics = Metrics(run_names=set(config.limits.runs) - {DEFAULT_RUN}, process=True)
     async with AsyncExitStack() as stack:
         stack.enter_context(locked(config.state_dir))
-        if shard is None:
-            mark_layout(config.state_dir, count=1)
-            stack.callback(clear_layout, config.state_dir)
+        refuse_shards(config.state_dir)
         await stack.enter_async_context(exported_traces(config.telemetry.otlp_endpoint))
         store = SqliteStore(config.state_dir / FILE_NAME)
         stack.push_async_callback(store.aclose)
-        metrics_address = await stack.enter_async_context(serve_secured_metrics(metrics, config))
+        metrics_address = await stack.enter_async_context(_serve_secured_metrics(metrics, config))
         hypervisor = await open_hypervisor(config, images=[image for image, _ in images.values()])
         stack.push_async_callback(hypervisor.close)
         logger.info("hypervisor: %s", hypervisor.description)
@@ -183,9 +174,11 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
         templates = TemplateCache(hypervisor)
         # Fake desktops have no guest whose memory could grow: a host of 24 GiB would get 87 of them.
         runs_guests = hypervisor.capabilities.runs_guests
-        board = GrowthBoard(growth_file(config.state_dir.parent), index=shard.index) if shard else None
-        memory_reserve_bytes = config.limits.memory_reserve_mib << 20
-        memory = HostMemory(reserve_bytes=memory_reserve_bytes, board=board) if runs_guests else None
+        memory = None
+        if runs_guests:
+            claims = HostClaims(config.cache_dir / "claims")
+            stack.callback(claims.close)
+            memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20, host=claims)
         disk = HostDisk(config.state_dir, reserve_bytes=config.limits.disk_reserve_mib << 20) if runs_guests else None
         shares = run_shares(config.limits.runs)
         pools = [
@@ -223,7 +216,6 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
             limits=EpisodeLimits(**_shared(config.limits, EpisodeLimits)),
             metrics=metrics,
             store=store,
-            make_id=lambda: f"{shard.id_prefix if shard else ''}{secrets.token_hex(8)}",
         )
         library = None
         if config.recording.directory is not None:
@@ -232,16 +224,8 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
             stack.push_async_callback(recorder.aclose)
             library = Library(config.recording.directory)
         stack.push_async_callback(service.aclose)
-        servicer = CUAEnvServicer(service, is_shard=shard is not None)
-        server = ApiServer(
-            servicer,
-            listen=config.listen,
-            metrics=metrics,
-            security=config.security,
-            is_inner=shard is not None,
-        )
+        server = ApiServer(service, listen=config.listen, metrics=metrics, security=config.security)
         stack.push_async_callback(server.stop, grace=_STOP_GRACE)
-        endpoint = await stack.enter_async_context(_endpoint(shard, servicer, metrics)) if shard else None
         metrics.build_info.labels(version=envd_version(), accelerator=hypervisor.accelerator.value).set(1)
         metrics.hypervisor_up.set_function(lambda: not hypervisor.problem)
         metrics.watch_pools(lambda: [pool.statistics() for pool in pools], POOL_SERIES)
@@ -268,8 +252,6 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
         stack.push_async_callback(_cancel, auditing)
         # Listen first, so that no machine starts if the address is taken.
         address = await server.start()
-        if endpoint is not None:
-            await endpoint.start()
         compat_addresses = await stack.enter_async_context(_serve_compat(service, server, metrics, config))
         await service.start()
         yield Daemon(
@@ -277,7 +259,7 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
             hypervisor=hypervisor,
             pools=tuple(pools),
             service=service,
-            servers=(server, endpoint) if endpoint else (server,),
+            server=server,
             address=address,
             metrics_address=metrics_address,
             console_address=console_address,
@@ -285,21 +267,6 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
             reaped=tuple(reaped),
             known=known,
         )
-
-
-@asynccontextmanager
-async def _endpoint(shard: Shard, own: CUAEnvServicer, metrics: Metrics) -> AsyncIterator[ApiServer]:
-    """Return a shard's server for clients, not yet started; stop it at the end. Raises: ConfigError."""
-    supervisor = RelayChannel(f"unix:{supervisor_socket(shard.whole)}")
-    try:
-        servicer = EndpointServicer(own, supervisor, index=shard.index, metrics=metrics)
-        server = ApiServer(servicer, listen=shard.whole.listen, metrics=metrics, security=shard.whole.security)
-        try:
-            yield server
-        finally:
-            await server.stop(grace=_STOP_GRACE)
-    finally:
-        await supervisor.aclose()
 
 
 def _setup_resources(config: Config) -> SetupResources:
@@ -315,16 +282,14 @@ def _setup_resources(config: Config) -> SetupResources:
     )
 
 
-def serve_secured_metrics(
-    metrics: Metrics, config: Config, *, merge: Callable[[bytes], Awaitable[bytes]] | None = None
-) -> AbstractAsyncContextManager[str]:
+def _serve_secured_metrics(metrics: Metrics, config: Config) -> AbstractAsyncContextManager[str]:
     """Serve metrics: to every process on loopback, to others by the rules of `security`."""
     if is_local(config.metrics_listen):
-        return serve_metrics(metrics, config.metrics_listen, merge=merge)
+        return serve_metrics(metrics, config.metrics_listen)
     tls = tls_context(config.security, on_stale=metrics.security_files_stale.labels(setting="tls_cert").set)
     tokens = read_token_table(config.security, metrics)
     check = require_token(tokens, Scope.READ, exempt=["/healthz"])
-    return serve_metrics(metrics, config.metrics_listen, tls=tls, middlewares=[check], merge=merge)
+    return serve_metrics(metrics, config.metrics_listen, tls=tls, middlewares=[check])
 
 
 def _recorder(service: EpisodeService, metrics: Metrics, directory: Path, config: RecordingConfig) -> Recorder:

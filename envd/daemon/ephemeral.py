@@ -38,8 +38,8 @@ def ephemeral_config(settings: Config, *, name: str, pool: Mapping[str, object],
         configured = next((each for each in settings.pools.values() if each.image == image), None)
         own_pool = configured or own_pool.model_copy(update={"image": image})
     own_pool = own_pool.model_copy(update=dict(pool))
-    # The root of an embedded driver and the stored templates allow one daemon at a time; unset, both are below the
-    # state directory.
+    # The root of an embedded driver allows one daemon at a time, and this daemon's templates must not displace the
+    # operator's. Unset, both are below the state directory.
     uri = "" if settings.hypervisor.uri.startswith("qemu:///embed") else settings.hypervisor.uri
     return settings.model_copy(
         update={
@@ -47,7 +47,6 @@ def ephemeral_config(settings: Config, *, name: str, pool: Mapping[str, object],
             "metrics_listen": "127.0.0.1:0",
             "console_listen": "",
             "compat": (),
-            "shards": 1,
             "recording": RecordingConfig(),
             # The command has no token, and must not be rate-limited.
             "security": SecurityConfig(calls_per_second=0),

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 from envd.base.errors import EnvdError, EvaluatorFailed, MachineLost
 from envd.base.telemetry import traces
-from envd.episodes.context import EpisodeContext
+from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.persistence.journal import EVALUATE, Request
 from envd.episodes.resetting import RunCheckers
-from envd.episodes.stopwatch import Stopwatch
 from envd.episodes.types import EpisodeState, EvaluateResult
 from envd.tasks.evaluation import Evaluation
 

@@ -1,14 +1,19 @@
-"""Read files, write files and run commands in an episode's guest, if its pool allows it."""
+"""Read files, write files, run commands and connect to ports in an episode's guest, if its pool allows it."""
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
-from envd.base.errors import AccessDenied, NotFound
-from envd.episodes.context import EpisodeContext
-from envd.episodes.stopwatch import Stopwatch
+from envd.base.errors import AccessDenied, NotFound, RateLimited
+from envd.episodes.context import EpisodeContext, Stopwatch
+from envd.episodes.episode import Episode
+from envd.episodes.port_connection import PortConnection
 from envd.episodes.types import GuestCommandResult, GuestFile
 from envd.guest.desktop import Desktop
+
+#: Connections to ports of one episode's guest. Each takes two file descriptors of this process.
+MAX_CONNECTIONS = 32
 
 T = TypeVar("T")
 
@@ -18,6 +23,7 @@ class GuestAccess:
 
     def __init__(self, context: EpisodeContext) -> None:
         self._context = context
+        self._connection_counts: Counter[str] = Counter()
 
     async def read_file(self, episode_id: str, path: str, *, max_bytes: int) -> GuestFile:
         """See `EpisodeService.read_file`."""
@@ -46,14 +52,49 @@ class GuestAccess:
             return await desktop.with_guestd(work)
 
     @asynccontextmanager
-    async def _desktop(self, episode_id: str) -> AsyncIterator[Desktop]:
+    async def connect(self, episode_id: str, port: int, *, idle_timeout_s: float) -> AsyncIterator[PortConnection]:
+        """See `EpisodeService.connect_port`."""
         context = self._context
-        episode = context.registry.get(episode_id)
-        if not context.pools[episode.pool].settings.allow_guest_access:
+        episode = self._accessible(episode_id)
+        counts = self._connection_counts
+        if counts[episode_id] >= MAX_CONNECTIONS:
+            raise RateLimited(
+                f"episode {episode_id}: has {MAX_CONNECTIONS} connections to its guest's ports, the maximum; close one",
+                retry_after_s=1.0,
+            )
+        counts[episode_id] += 1
+        open_count = context.metrics.port_connections.labels(pool=episode.pool)
+        open_count.inc()
+        try:
+            async with AsyncExitStack() as stack:
+                # Only opening it is a call: a call keeps its lease for longer than a connection without bytes may.
+                with context.registry.call(episode, renews=True):
+                    episode.require_machine()
+                    await stack.enter_async_context(context.awake(episode, Stopwatch(context.clock)))
+                    streams = await episode.machine.desktop.open_port(port)
+                context.journal.save_lease(episode)
+                connection = PortConnection(context, episode, *streams, port=port, idle_timeout_s=idle_timeout_s)
+                yield await stack.enter_async_context(connection)
+        finally:
+            open_count.dec()
+            counts[episode_id] -= 1
+            if not counts[episode_id]:
+                del counts[episode_id]
+
+    def _accessible(self, episode_id: str) -> Episode:
+        """Return an episode whose guest clients may access. Raises: EpisodeNotFound, AccessDenied."""
+        episode = self._context.registry.get(episode_id)
+        if not self._context.pools[episode.pool].settings.allow_guest_access:
             raise AccessDenied(
                 f"pool {episode.pool!r}: clients have no access to its guests; ask the operator to set"
                 " allow_guest_access"
             )
+        return episode
+
+    @asynccontextmanager
+    async def _desktop(self, episode_id: str) -> AsyncIterator[Desktop]:
+        context = self._context
+        episode = self._accessible(episode_id)
         with context.registry.call(episode, renews=True):
             episode.require_machine()
             async with context.awake(episode, Stopwatch(context.clock)):

@@ -8,7 +8,6 @@ from envd.base.errors import (
     EnvdError,
     EpisodeEnded,
     InvalidRequest,
-    PoolExhausted,
     RequestIdReused,
     SetupFailed,
     StepIndexMismatch,
@@ -20,8 +19,8 @@ from envd.episodes.factory import EpisodeFactory, EpisodeParams
 from envd.episodes.forking import fork_group
 from envd.episodes.ledger import Answer, Ledger
 from envd.episodes.members import Group
+from envd.episodes.perform import with_pixels
 from envd.episodes.persistence.journal import FORK, RESET, Request
-from envd.episodes.pixels import with_pixels
 from envd.episodes.quotas import MachineQuotas
 from envd.episodes.resetting import RunSetup, choose_pool, reset_group
 from envd.episodes.task_states import TaskStates
@@ -100,10 +99,8 @@ class Opening:
                     clock=context.clock,
                 )
         except EnvdError as error:
-            # A group that may not queue is expected to be refused: the supervisor tries the next shard.
-            if command.may_queue or not isinstance(error, PoolExhausted):
-                logger.warning("reset %s: task %s: %s: %s", command.request_id, task.task_id, error.reason, error)
-                context.metrics.episode_failed(pool=pool.name, operation="reset", reason=error.reason)
+            logger.warning("reset %s: task %s: %s: %s", command.request_id, task.task_id, error.reason, error)
+            context.metrics.episode_failed(pool=pool.name, operation="reset", reason=error.reason)
             raise
         finally:
             self.resetting_count -= 1

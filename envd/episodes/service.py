@@ -11,6 +11,7 @@ Always true, because the event loop is atomic between awaits:
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from envd.base.aio import Changes
@@ -28,6 +29,7 @@ from envd.episodes.limits import EpisodeLimits
 from envd.episodes.opening import Opening
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.persistence.recovery import PersistedState, Recovery
+from envd.episodes.port_connection import PortConnection
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.resetting import RunCheckers, RunSetup
 from envd.episodes.stepping import Stepping
@@ -401,3 +403,19 @@ class EpisodeService:
             GuestError: It could not be started.
         """
         return await self._guest_access.run_command(episode_id, argv, timeout_s=timeout_s, as_root=as_root, stdin=stdin)
+
+    def connect_port(
+        self, episode_id: str, port: int, *, idle_timeout_s: float
+    ) -> AbstractAsyncContextManager[PortConnection]:
+        """Connect to a TCP port of the guest's loopback during the block, in which the guest runs.
+
+        Opening the connection and its bytes renew the lease. It ends with the episode, and without bytes for
+        `idle_timeout_s`.
+
+        Raises:
+            EpisodeNotFound, MachineLost, AccessDenied: See `read_file`.
+            RateLimited: The episode has as many connections as it may.
+            GuestError: Nothing listens on the port, or the image cannot forward ports.
+            GuestUnresponsive: The guest did not answer.
+        """
+        return self._guest_access.connect(episode_id, port, idle_timeout_s=idle_timeout_s)

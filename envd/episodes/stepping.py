@@ -8,12 +8,10 @@ from dataclasses import replace
 from envd.base.aio import LoopThrottle
 from envd.base.errors import StoreError
 from envd.base.telemetry import traces
-from envd.episodes.context import EpisodeContext
+from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
-from envd.episodes.perform import check_region, observe, perform
+from envd.episodes.perform import check_region, observe, perform, with_pixels
 from envd.episodes.persistence.journal import STEP, Request
-from envd.episodes.pixels import with_pixels
-from envd.episodes.stopwatch import Stopwatch
 from envd.episodes.types import StepCommand, StepResult
 from envd.episodes.watching import frames_of, views_of
 from envd.guest.desktop import ScreenView

@@ -6,8 +6,7 @@ from enum import Enum
 
 from cuaenv.actions import Action
 
-from envd.guest.input.outcome import ActionOutcome
-from envd.guest.observation import Observation, ObservationOptions, SettlePolicy
+from envd.guest.observation import ActionOutcome, Observation, ObservationOptions, SettlePolicy
 from envd.tasks.evaluation import CheckResult
 
 
@@ -81,8 +80,6 @@ class ResetCommand:
     observe: ObservationOptions = field(default_factory=ObservationOptions)
     timeout_s: float = 600.0
     """Limit for admission and setup."""
-    may_queue: bool = True
-    """Whether the group may queue for machines that others hold; else it is refused at once."""
     fingerprint: bytes = b""
     """Digest of the whole request: same request_id, same fingerprint."""
 
@@ -148,7 +145,7 @@ class EvaluateResult:
 
     episode: EpisodeInfo
     score: float
-    """In [0, 1]."""
+    """A value in [0, 1]."""
     checks: tuple[CheckResult, ...]
     timings_ms: dict[str, float]
     cached: bool = False

@@ -5,30 +5,30 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from cuaenv.actions import Action, Done, Fail, KeyDown, KeyUp, PressKeys, TypeText, Wait
+from cuaenv.actions import Action, Done, Fail, TypeText, Wait
 
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest.display.connection import DisplayConnection
 from envd.guest.display.screen import Screen
 from envd.guest.guestd import GuestdClient
-from envd.guest.input.keysyms import named_key
-from envd.guest.input.outcome import ActionOutcome
 from envd.guest.input.plan import (
     ActionRejected,
     Input,
     InputEvent,
+    InputState,
     KeyEvent,
     PointerEvent,
     TypingMethod,
     plan,
     typing_method,
 )
-from envd.guest.observation import SettlePolicy, SettleResult
+from envd.guest.observation import ActionOutcome, Point, SettlePolicy, SettleResult
 from envd.guest.readiness import GuestPauses
 from envd.guest.session import GuestSession
 
 #: Enter, space, and Alt with a mnemonic.
 _ACTIVATING_KEYSYMS = frozenset({0xFF0D, 0xFF8D, 0x0020, 0xFFE9, 0xFFEA})
+_ANY_SCREEN = InputState(width_px=1 << 15, height_px=1 << 15, pointer=Point(0, 0))
 _POINTER_TIMEOUT_S = 2.0
 _POINTER_TOLERANCE_PX = 2
 
@@ -92,7 +92,7 @@ class Actor:
             events = plan(action, self._input.state(self._screen.size, caps_lock=self._screen.caps_lock))
         except ActionRejected as rejection:
             return ActionOutcome(error=str(rejection))
-        if isinstance(action, TypeText | PressKeys | KeyDown | KeyUp) and self._pointer_s > self._quiet_s:
+        if _is_keyboard_only(events) and self._pointer_s > self._quiet_s:
             await settle(self._pauses.input_settle)
         await self._play(events)
         return ActionOutcome(input_ms=_ms_since(began_s))
@@ -163,17 +163,20 @@ def may_act_late(action: Action) -> bool:
     GTK shows such a button as pressed for 250 ms first (gtkbutton.c, `ACTIVATE_TIMEOUT`). Spaces and Enter within a
     text are typing.
     """
-    match action:
-        case PressKeys(keys=keys):
-            names: Sequence[str] = keys
-        case KeyDown(key=key) | KeyUp(key=key):
-            names = (key,)
-        case TypeText(text=text):
-            return text.endswith("\n")
-        case _:
-            return False
-    strokes = (named_key(name) for name in names)
-    return any(stroke is not None and stroke.key.keysym in _ACTIVATING_KEYSYMS for stroke in strokes)
+    if isinstance(action, TypeText):
+        return action.text.endswith("\n")
+    try:
+        events = plan(action, _ANY_SCREEN)
+    except ActionRejected:
+        return False
+    return _is_keyboard_only(events) and any(
+        isinstance(event, KeyEvent) and event.key.keysym in _ACTIVATING_KEYSYMS for event in events
+    )
+
+
+def _is_keyboard_only(events: Sequence[InputEvent]) -> bool:
+    kinds = {type(event) for event in events}
+    return KeyEvent in kinds and PointerEvent not in kinds
 
 
 def _ms_since(began_s: float) -> float:

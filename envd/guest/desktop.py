@@ -19,9 +19,8 @@ from envd.base.errors import GuestError, InvalidRequest, MachineLost
 from envd.base.telemetry import traces
 from envd.guest.a11y import MalformedTree, outline, parse_tree, with_marks
 from envd.guest.acting import Actor
-from envd.guest.agent import GuestAgent
+from envd.guest.agent import CommandResult, GuestAgent, renew_identity
 from envd.guest.allow_list import AllowList
-from envd.guest.command import CommandResult
 from envd.guest.display.change import screen_change
 from envd.guest.display.connection import DISPLAY_TIMEOUT_S, DisplayConnection
 from envd.guest.display.encoder import FrameEncoder
@@ -30,10 +29,10 @@ from envd.guest.display.marks import Mark, marks_of
 from envd.guest.display.screen import Screen
 from envd.guest.display.settle import settle
 from envd.guest.gateway import Gateway
-from envd.guest.input.outcome import ActionOutcome
 from envd.guest.input.plan import Input
 from envd.guest.observation import (
     A11yFormat,
+    ActionOutcome,
     Elements,
     EncodedFrame,
     Observation,
@@ -43,8 +42,8 @@ from envd.guest.observation import (
 )
 from envd.guest.readiness import GuestPauses, ReadinessProbe, ReadyReport, wait_idle
 from envd.guest.session import GuestSession
+from envd.guest.tunnel import open_port
 from envd.guest.view import ConnectionState, DesktopView, ScreenView
-from envd.guest.wake import renew_identity
 
 __all__ = ["CommandResult", "Desktop", "ReadyReport", "ScreenView"]
 
@@ -495,6 +494,17 @@ class Desktop:
         if url is None:
             raise GuestError(f"machine {self._channels.machine_id} has no guestd")
         return await work(url)
+
+    @while_alive
+    async def open_port(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to a TCP port of the guest's loopback. The caller closes the connection.
+
+        Raises:
+            GuestError: Nothing listens on the port, or the image's service cannot forward ports.
+            GuestUnresponsive: The guest did not answer.
+        """
+        self._session.guestd("forward a port")
+        return await open_port(self._channels.guestd_url or "", port, machine_id=self._channels.machine_id)
 
     # The guard of every wait
 

@@ -22,7 +22,7 @@ from yarl import URL
 from envd.base import untrusted_json
 from envd.base.aio import race
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 
 _CHUNK_BYTES = 1 << 16
 #: Most bytes of a response, by path: two outputs of 16 MiB in base64, a picture, an accessibility tree, a terminal.
@@ -471,6 +471,11 @@ def _failure(response: _Response) -> _Failure:
         failure = _Failure()
     text = failure.message or failure.error or body.decode("utf-8", "replace").strip()
     return replace(failure, message=text[:_MAX_MESSAGE_CHARS] or "no reason given")
+
+
+def failure_text(body: bytes) -> str:
+    """Return the message in the body of an error response, bounded."""
+    return _failure(_Response(0, body)).message
 
 
 async def _parse(adapter: TypeAdapter[T], body: bytes, path: str) -> T:

@@ -5,6 +5,7 @@ for load and fault tests). Both pass the contract suite `envd.hypervisor.contrac
 """
 
 from collections.abc import Collection, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -88,7 +89,7 @@ class DiskImage:
     """State of the TPM that its machines boot with, in swtpm's format; None for a new TPM."""
     drives: tuple[Drive, ...] = ()
     expire_time: datetime | None = None
-    """When an evaluation ends; None for never."""
+    """End of an evaluation period; None for never."""
 
     @property
     def has_tpm(self) -> bool:
@@ -302,6 +303,12 @@ class Hypervisor(Protocol):
         Raises:
             MachineLost: The machine has ended.
             HypervisorError: It could not be frozen, for example because the disk is full.
+        """
+
+    def making_template(self, spec: MachineSpec) -> AbstractAsyncContextManager[None]:
+        """Exclude other daemons of this host from finding or making the template for a spec, for as long as it is held.
+
+        So one of them boots it, and the others find it.
         """
 
     async def find_template(self, spec: MachineSpec) -> Snapshot | None:

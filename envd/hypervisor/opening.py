@@ -1,6 +1,5 @@
 """Opens the hypervisor backend that the configuration selects."""
 
-import os
 from collections.abc import Iterable
 from importlib.util import find_spec
 
@@ -14,9 +13,6 @@ if _HAS_LIBVIRT:
     # libvirt must be imported before the event loop starts. If it is imported later it cannot start QEMU, whose log
     # then has `Unable to notify child process: Bad file descriptor`.
     from envd.hypervisor.qemu.driver import LibvirtHypervisor
-
-#: A worker costs about 0.5 s of CPU time to start, so few desktops are drawn in the daemon.
-_MACHINES_PER_WORKER = 16
 
 
 async def open_hypervisor(config: Config, *, images: Iterable[DiskImage] = ()) -> Hypervisor:
@@ -32,7 +28,7 @@ async def open_hypervisor(config: Config, *, images: Iterable[DiskImage] = ()) -
         HypervisorError: libvirt failed.
     """
     if config.hypervisor_uri == "fake":
-        return await _open_fake(config)
+        return _open_fake(config)
     if not _HAS_LIBVIRT:
         raise ConfigError(
             f"hypervisor {config.hypervisor_uri}: the Python module libvirt is missing; install envd with"
@@ -53,23 +49,8 @@ async def open_hypervisor(config: Config, *, images: Iterable[DiskImage] = ()) -
     )
 
 
-async def _open_fake(config: Config) -> Hypervisor:
+def _open_fake(config: Config) -> Hypervisor:
     # Imported lazily: a daemon with real machines does not need them.
-    count = config.hypervisor.drawing_processes
-    if count is None:
-        machine_count = sum(pool.machine_limit for pool in config.pools.values())
-        count = min(machine_count // _MACHINES_PER_WORKER, os.cpu_count() or 1)
     from envd.hypervisor.fake import FakeHypervisor, Faults  # noqa: PLC0415
 
-    faults = Faults(reaction_s=config.hypervisor.reaction_ms / 1000)
-    if count == 0:
-        return FakeHypervisor(faults=faults)
-    from envd.hypervisor.fake.workers.hypervisor import DrawingWorkers  # noqa: PLC0415
-
-    workers = DrawingWorkers(count, faults=faults)
-    try:
-        await workers.start()
-    except BaseException:
-        await workers.close()
-        raise
-    return workers
+    return FakeHypervisor(faults=Faults(reaction_s=config.hypervisor.reaction_ms / 1000))

@@ -4,22 +4,21 @@ Forks share their template's memory and grow as they are used, so free memory at
 need. Each machine is expected to reach a fixed size; none is added if the host could not give all of them that size.
 """
 
-import asyncio
-import mmap
+import fcntl
 import os
-import struct
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
-from envd.base.errors import HypervisorError
+from envd.base.errors import ConfigError, HypervisorError
 
 #: Memory of QEMU itself, in addition to the guest's.
 OVERHEAD_MIB = 128
 
-_BYTES: Final = struct.Struct("=q")
 _MEMINFO = Path("/proc/meminfo")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,43 +67,75 @@ def host_memory_mib() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
 
 
-class GrowthBoard:
-    """What the machines of each shard have yet to grow into, in a file that all shards map."""
+class HostClaims:
+    """The memory that the machines of each daemon of a host have yet to grow into.
 
-    def __init__(self, path: Path, *, index: int) -> None:
-        """Map a file that `create` made. Raises: OSError."""
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 0)
-        self.shard_count = len(self._map) // _BYTES.size
-        """Daemons that share the host's memory."""
-        self._index = index
+    Each daemon writes its number to a file of a shared directory and keeps the file locked. The kernel releases the
+    lock when the daemon ends, for any reason, and the next reader removes the file.
+    """
 
-    @staticmethod
-    def create(path: Path, *, shard_count: int) -> None:
-        """Create the file, or set it to zeros. Raises: OSError."""
-        path.write_bytes(bytes(shard_count * _BYTES.size))
+    def __init__(self, directory: Path) -> None:
+        """Join the daemons that use a directory. Raises: ConfigError: it cannot be written."""
+        self._directory = directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._mutex = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            # Several hosts may mount the directory; only daemons of one boot of this host share its memory.
+            self._prefix = f"{_BOOT_ID.read_text(encoding='ascii').strip()}."
+            with self.exclusive():
+                self._file, self._path = tempfile.mkstemp(prefix=self._prefix, dir=directory)
+                fcntl.flock(self._file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise ConfigError(f"{directory}: {error.strerror}; choose another --cache-dir") from error
+
+    def close(self) -> None:
+        """Withdraw this daemon's number."""
+        os.unlink(self._path)
+        os.close(self._file)
+        os.close(self._mutex)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Exclude other daemons from the same section. Do not await in the block."""
+        fcntl.flock(self._mutex, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._mutex, fcntl.LOCK_UN)
 
     def publish(self, growth_bytes: int) -> None:
-        """Set the growth of this shard."""
-        _BYTES.pack_into(self._map, self._index * _BYTES.size, growth_bytes)
+        """Set this daemon's number."""
+        os.pwrite(self._file, b"%020d" % growth_bytes, 0)
 
     def others_bytes(self) -> int:
-        """Return the growth of all other shards."""
-        return sum(number for index, (number,) in enumerate(_BYTES.iter_unpack(self._map)) if index != self._index)
+        """Return the sum of the other live daemons; call it in `exclusive`."""
+        total_bytes = 0
+        for path in self._directory.glob(f"{self._prefix}*"):
+            if str(path) == self._path:
+                continue
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                total_bytes += int(os.read(file, 32) or 0)
+            else:
+                path.unlink()  # its daemon has ended
+            finally:
+                os.close(file)
+        return total_bytes
 
 
 class HostMemory:
-    """A host's memory, shared by the pools of a daemon, and with other shards."""
+    """A host's memory, shared by the pools of a daemon and, with `host`, by all daemons of the host."""
 
     def __init__(
-        self, *, reserve_bytes: int, board: GrowthBoard | None = None, read: Callable[[], int] = read_available_bytes
+        self, *, reserve_bytes: int, host: HostClaims | None = None, read: Callable[[], int] = read_available_bytes
     ) -> None:
         """Keep `reserve_bytes` free of the available memory that `read` returns.
 
-        With a `board`, other shards' growth counts too, and this shard takes at most its part of the room at a time:
-        all of them may find the same room in the same moment.
+        With `host`, the machines of the host's other daemons count too.
         """
-        self._board = board
+        self._host = host
         self.reserve_bytes = reserve_bytes
         self._read = read
         self._claimants: list[Callable[[], Iterable[MemoryClaim]]] = []
@@ -119,25 +150,29 @@ class HostMemory:
             self._claimants.remove(claims)
 
     def room(self, expected_bytes: int) -> int:
-        """Return how many more machines of `expected_bytes` each may be started now."""
-        others_bytes = 0
-        if self._board is not None:
-            self.publish()
-            # Again once the caller has started machines.
-            asyncio.get_running_loop().call_soon(self.publish)
-            others_bytes = self._board.others_bytes()
-        count = machines_that_fit(
+        """Return how many more machines of `expected_bytes` each may be started now.
+
+        Other daemons find no room for these until `publish`: call it as soon as the machines are among the claims.
+        """
+        if self._host is None:
+            return self._fitting(expected_bytes, others_bytes=0)
+        with self._host.exclusive():
+            count = self._fitting(expected_bytes, others_bytes=self._host.others_bytes())
+            self._host.publish(growth_of(self._claims()) + count * expected_bytes)
+        return count
+
+    def publish(self) -> None:
+        """Publish, for the host's other daemons, what the machines of this one have yet to grow into."""
+        if self._host is not None:
+            self._host.publish(growth_of(self._claims()))
+
+    def _fitting(self, expected_bytes: int, *, others_bytes: int) -> int:
+        return machines_that_fit(
             self._claims(),
             available_bytes=self._read() - others_bytes,
             reserve_bytes=self.reserve_bytes,
             expected_bytes=expected_bytes,
         )
-        return count // (self._board.shard_count if self._board else 1)
-
-    def publish(self) -> None:
-        """Report the growth of this daemon's machines to the other shards, if there are any."""
-        if self._board is not None:
-            self._board.publish(growth_of(self._claims()))
 
     def _claims(self) -> Iterable[MemoryClaim]:
         return (claim for claims in self._claimants for claim in claims())

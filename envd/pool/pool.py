@@ -27,19 +27,24 @@ from envd.guest.view import ConnectionState
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine
 from envd.pool.admission import AdmissionQueue, WaitingGroup
 from envd.pool.backoff import Backoff
-from envd.pool.disk import HostDisk
 from envd.pool.fairness import Demand
-from envd.pool.frozen import FrozenDesktop
-from envd.pool.host_room import HOST_POLL_S, HostRoom
-from envd.pool.leased import LeasedMachine, MachineLease, Reservation, freeze
-from envd.pool.lifecycle import MachineFactory, MachineRecord, MakeDesktop, Work, adopted, load, prepared
-from envd.pool.lost_machine import LostMachine
+from envd.pool.host_room import HOST_POLL_S, HostDisk, HostRoom
+from envd.pool.leased import FrozenDesktop, LeasedMachine, LostMachine, MachineLease, Reservation, freeze
+from envd.pool.lifecycle import (
+    MachineFactory,
+    MachineRecord,
+    MachineRegister,
+    MakeDesktop,
+    Work,
+    adopted,
+    load,
+    prepared,
+)
 from envd.pool.machine_table import MachineTable
 from envd.pool.memory import OVERHEAD_MIB, HostMemory
 from envd.pool.planner import LifecycleState, plan
 from envd.pool.queue_report import QueuedGroup, queue_report
 from envd.pool.refusals import Refusals
-from envd.pool.register import MachineRegister
 from envd.pool.settings import PoolSettings
 from envd.pool.status import PoolStatus
 from envd.pool.template import TemplateCache
@@ -118,7 +123,7 @@ class Pool:
             tasks=self._tasks,
             make_id=lambda: f"{settings.name}-{make_suffix()}",
             changed=self._reconcile,
-            notify=self.changes.notify,
+            notify=self._measured,
         )
         # A booted machine holds all pages that its guest has touched; a fork, only those that it has changed.
         booted_bytes = (settings.memory_mib + OVERHEAD_MIB) << 20
@@ -244,7 +249,6 @@ class Pool:
         run: str = "",
         owner: str = "",
         retained_count: int = 0,
-        may_queue: bool = True,
         timeout_s: float,
     ) -> MachineLease:
         """Take `count` ready machines and `reserved` reservations, all or none, when it is the run's turn.
@@ -259,12 +263,11 @@ class Pool:
             run: The run whose share they count for; empty for the run without a label.
             owner: Name of the token that asks, for listings of the queue.
             retained_count: Machines of the run that the caller holds, and returns only after these.
-            may_queue: Whether to wait for machines that others hold or wait for, not only for new ones.
             timeout_s: Longest wait.
 
         Raises:
             GroupTooLarge: The pool, or the run's quota, can never hold that many.
-            PoolExhausted: The queue is full, it was not the run's turn within `timeout_s`, or `may_queue` is false.
+            PoolExhausted: The queue is full, or it was not the run's turn within `timeout_s`.
             PoolFailing: Machines do not start, and none were ready.
             Draining: The pool is draining.
         """
@@ -276,9 +279,6 @@ class Pool:
             refusal = self._refusals.draining()
         if refusal is not None:
             raise self._refusals.counted(refusal, run=run)
-        if not may_queue:
-            most_count = min(self.capacity, len(self._machines) + self._machines.reserved_count + self._room.count())
-            self._refusals.require_room(demand, held=self._machines.held(), most_count=most_count)
         now_s = self._clock.monotonic()
         group = WaitingGroup(demand=demand, owner=owner, enter_s=now_s, deadline_s=now_s + timeout_s)
         self._queue.enter(group)
@@ -573,6 +573,10 @@ class Pool:
             if self._draining:
                 raise self._refusals.draining().error from None
             raise
+
+    def _measured(self) -> None:
+        self._room.publish()
+        self.changes.notify()
 
     async def wait_for_room(self) -> None:
         """See `TemplateUser`."""

@@ -6,12 +6,11 @@ from enum import Enum
 
 from envd.base.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted, PoolFailing
 from envd.base.telemetry.metrics import Metrics
-from envd.pool.admission import AdmissionQueue, WaitingGroup
+from envd.pool.admission import AdmissionQueue, Turnover, WaitingGroup
 from envd.pool.backoff import Backoff
 from envd.pool.fairness import Demand, RunShares
 from envd.pool.queue_report import quota_note
 from envd.pool.status import PoolStatus
-from envd.pool.turnover import Turnover
 
 #: Assumed start time of a machine before one was measured: there may be no template yet.
 _START_GUESS_S = 10.0
@@ -105,22 +104,6 @@ class Refusals:
             )
             return Refusal(reason=RefusalReason.OVER_QUOTA, error=error)
         return None
-
-    def require_room(self, demand: Demand, *, held: Mapping[str, int], most_count: int) -> None:
-        """Raise PoolExhausted if a group would have to wait for others' machines. Not counted as a refused group.
-
-        Args:
-            demand: The group.
-            held: Machines and reservations held by each run.
-            most_count: Most machines at once, as far as the host has room for them.
-        """
-        taken_count = sum(held.values()) + self._queue.machine_count
-        if taken_count + demand.machine_count > most_count:
-            raise PoolExhausted(
-                f"pool {self._pool!r}: {taken_count} of {most_count} machines are leased or queued for, so a group of"
-                f" {demand.machine_count} has to wait; let it queue",
-                retry_after_s=1.0,
-            )
 
     def queue_full(self, demand: Demand, *, now_s: float, status: PoolStatus) -> Refusal:
         """Refuse a group that finds the queue full."""

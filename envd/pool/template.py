@@ -14,7 +14,7 @@ from envd.base.aio import shielded
 from envd.base.errors import Draining, EnvdError, HypervisorUnavailable, TemplateCorrupt
 from envd.guest.view import DesktopView
 from envd.hypervisor.machine import Hypervisor, MachineSpec, Snapshot
-from envd.pool.frozen import FrozenDesktop
+from envd.pool.leased import FrozenDesktop
 from envd.pool.lifecycle import MachineFactory, MachineRecord, Work
 from envd.pool.planner import LifecycleState
 
@@ -66,8 +66,9 @@ class TemplateCache:
         key = replace(spec, machine_id="")
         async with self._locks[key]:
             if key not in self._frozen:
-                frozen = await self._load(spec, builder)
-                self._frozen[key] = frozen or await _test(await _boot(spec, builder), builder)
+                async with self._hypervisor.making_template(spec):
+                    frozen = await self._load(spec, builder)
+                    self._frozen[key] = frozen or await _test(await _boot(spec, builder), builder)
             self._user_counts[self._frozen[key]] += 1
             return self._frozen[key]
 

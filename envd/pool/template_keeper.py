@@ -8,7 +8,7 @@ from envd.base.clock import Clock
 from envd.base.errors import Draining, EnvdError, TemplateCorrupt
 from envd.hypervisor.machine import Hypervisor, MachineSpec
 from envd.pool.backoff import Backoff
-from envd.pool.frozen import FrozenDesktop
+from envd.pool.leased import FrozenDesktop
 from envd.pool.lifecycle import MachineRecord, Work, prepared
 from envd.pool.template import TemplateBuilder, TemplateCache
 

@@ -126,7 +126,7 @@ class AssetCache:
             with tempfile.NamedTemporaryFile(dir=self._files, prefix=_PART) as part:
                 digest, size_bytes = await _download(ref.url, part, http, max_bytes=self._max_bytes)
                 if ref.sha256 and digest != ref.sha256:
-                    raise AssetMissing(f"{ref.url}: has sha256 {digest}, the task needs {ref.sha256}")
+                    raise AssetMissing(f"{ref.url}: sha256 is {digest}, the task needs {ref.sha256}")
                 _publish(part, self._files / digest)
             entry = _Entry(url=ref.url, sha256=digest, size_bytes=size_bytes)
             with tempfile.NamedTemporaryFile(dir=self._names, prefix=_PART) as part:

@@ -83,7 +83,7 @@ async def test_a_fetched_file_is_copied_into_the_guest_without_its_server(site: 
 
 
 async def test_a_file_with_another_digest_is_not_kept(site: Site, cache: AssetCache) -> None:
-    with pytest.raises(AssetMissing, match=f"has sha256 {DIGEST}, the task needs {'0' * 64}"):
+    with pytest.raises(AssetMissing, match=f"sha256 is {DIGEST}, the task needs {'0' * 64}"):
         await fetch(cache, AssetRef(site.url, "0" * 64))
     assert files_in(cache) == []
 

@@ -375,7 +375,7 @@ async def test_one_token_cannot_take_all_pages(tmp_path: Path, monkeypatch: pyte
         served.session.get(f"{served.url}/api/events", headers=greedy) as first,
     ):
         assert first.status == 200
-        problem = "token greedy: has 1 open pages, its maximum; close one\n"
+        problem = "token greedy: 1 pages are open, the maximum; close one\n"
         assert await served.get("/api/events", **greedy) == (429, problem)
         async with served.session.get(f"{served.url}/api/events", headers=other) as second:
             assert second.status == 200

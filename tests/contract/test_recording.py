@@ -323,6 +323,6 @@ async def test_without_the_package_only_gif_is_written(
         episode_id = await running.play(Click(379, 311))
     monkeypatch.setitem(__import__("sys").modules, "av", None)
     recording = Library(directory).read(episode_id)
-    with pytest.raises(ConfigError, match=r"needs the package av; install envd-trainer\[video\]"):
+    with pytest.raises(ConfigError, match=r"the package av is missing; install envd-trainer\[video\]"):
         export_video(recording, tmp_path / "a.mp4", VideoFormat.MP4, max_pause_s=1.0)
     export_video(recording, tmp_path / "a.gif", VideoFormat.GIF, max_pause_s=1.0)

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from envd.base.errors import GuestError, GuestUnresponsive, NotForkable
-from envd.guest.agent import GuestAgent
-from envd.guest.wake import renew_identity
+from envd.guest.agent import GuestAgent, renew_identity
 from envd.hypervisor.contract.fixtures import new_machine_id
 from envd.hypervisor.contract.forks import ForkContract
 from envd.hypervisor.machine import DiskImage, Drive, LeftoverKind, Machine, MachineSpec, Snapshot

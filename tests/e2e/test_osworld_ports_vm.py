@@ -1,4 +1,4 @@
-"""The DevTools port of OSWorld's provider, on real guests: a server in each guest, and the client's connections."""
+"""Forwarded ports on real guests, through OSWorld's provider: a server in each guest, and the client's connections."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ import pytest
 from envd.integrations.osworld.desktop_machines import EnvdProvider
 from tests.support.real_desktops import osworld_machines
 
-pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
 
 #: Serves /json/version, with the guest's name, and a WebSocket that echoes text frames of up to 125 bytes.
 SERVER = """
@@ -49,7 +49,7 @@ START = 'exec python3 -c "$0" "$1" </dev/null >/dev/null 2>&1'
 @pytest.fixture
 async def address(cache_dir: Path, template_dir: Path, vm_state_dir: Path) -> AsyncIterator[str]:
     directories = {"cache_dir": cache_dir, "template_dir": template_dir, "state_dir": vm_state_dir}
-    async with osworld_machines(3, **directories) as address:
+    async with osworld_machines(3, "desktop", **directories) as address:
         yield address
 
 
@@ -74,7 +74,7 @@ async def echoed(websocket: aiohttp.ClientWebSocketResponse) -> str:
 
 
 async def test_each_fork_has_its_own_devtools_and_a_connection_ends_with_its_machine(address: str) -> None:
-    one, two = EnvdProvider(address), EnvdProvider(address)
+    one, two = (EnvdProvider(address, pool="desktop") for _ in range(2))
     async with aiohttp.ClientSession() as http:
         try:
             for provider, name in ((one, "one"), (two, "two")):

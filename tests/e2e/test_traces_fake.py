@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from aiohttp import web
-from cuaenv.actions import to_proto
+from cuaenv.action_codec import to_proto
 from cuaenv.client import Action, AsyncEnvClient, Click, Done, EpisodeNotFound
 from cuaenv.v1 import env_pb2
 from opentelemetry import trace
@@ -28,9 +28,7 @@ from tests.support.callers import connected
 from tests.support.command import restored_logging
 from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import serve_fake, served_client
-from tests.support.slime_job import slime_args
-from trainer.adapters.areal.config import ArealConfig
-from trainer.adapters.areal.group import run_task_group
+from trainer.adapters.areal.group import ArealConfig, run_task_group
 from trainer.agent.attempts import run_task
 from trainer.agent.grammars import grammar
 from trainer.agent.settings import AgentSettings
@@ -53,7 +51,7 @@ class Collector:
     """Name, trace id, span id and parent's span id, in the order of their ends."""
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     answers: asyncio.Event = field(default_factory=asyncio.Event)
-    """Until it is set, requests hang."""
+    """Requests hang until it is set."""
 
     async def receive(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -248,7 +246,7 @@ async def test_the_trace_passes_through_slimes_and_areals_rollouts(recorded: InM
             mapping = {"hosts": [server.address], "engine_timeout_s": 60.0, "agent": AGENT}
             sample = slime.Sample(group_index=0, index=0, metadata={"task_id": TASK})
             parameters = {"temperature": 1.0, "max_new_tokens": 400}
-            await generate(slime_args(mapping, n_samples_per_prompt=1), sample, parameters)
+            await generate(slime.stand_in_args(mapping, n_samples_per_prompt=1), sample, parameters)
         config = ArealConfig.from_mapping({"hosts": [server.address], "group_size": 1, "agent": AGENT})
         chat = Chat(slime.Tokenizer(), slime.Processor())
         async with AsyncEnvClient(config.hosts) as client:

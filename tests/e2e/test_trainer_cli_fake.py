@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -90,11 +89,12 @@ async def test_an_interrupted_evaluation_closes_its_episodes_and_keeps_its_resul
 
         model.before_reply = stall
         async with served(model) as url:
+            file = tmp_path / "run.toml"
+            file.write_text('concurrency = 1\nselect.task_ids = ["fake/enable", "fake/save-note"]\n')
+            words = ["eval", str(file), "--envd", address, "--endpoint", url, "--out", str(tmp_path)]
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "trainer", "eval", "--envd", address,
-                "--endpoint", url, "--out", str(tmp_path), "--concurrency", "1",
-                "--task", "fake/enable", "--task", "fake/save-note", stderr=PIPE,
-            )  # fmt: skip
+                sys.executable, "-m", "trainer", *words, stderr=asyncio.subprocess.PIPE
+            )
             await asyncio.wait_for(second.wait(), 60)
             process.send_signal(signal.SIGINT)
             _, err = await process.communicate()
@@ -114,25 +114,15 @@ async def test_two_evaluations_share_a_daemon_by_their_labels(tmp_path: Path) ->
             runs.update(episode.run for episode in server.service.list_episodes())
 
         model.before_reply = note_runs
-        what = ["--task", "fake/enable", "--task", "fake/save-note", "--concurrency", "2", "--no-report", "--json"]
+
+        async def play(name: str, url: str) -> tuple[int, str, str]:
+            file = tmp_path / f"{name}.toml"
+            file.write_text(f'run = "{name}"\nconcurrency = 2\nreport = false\nendpoint = "{url}"\n')
+            what = ["--task", "fake/enable", "--task", "fake/save-note", "--out", str(tmp_path / name), "--json"]
+            return await run("eval", str(file), "--envd", server.address, *what)
+
         async with served(model) as url:
-            results = await asyncio.gather(
-                *(
-                    run(
-                        "eval",
-                        "--envd",
-                        server.address,
-                        "--endpoint",
-                        url,
-                        "--run",
-                        name,
-                        "--out",
-                        str(tmp_path / name),
-                        *what,
-                    )
-                    for name in ("mine", "yours")
-                )
-            )
+            results = await asyncio.gather(play("mine", url), play("yours", url))
     assert runs == {"mine", "yours"}
     for status, out, err in results:
         assert status == 0, err
@@ -157,7 +147,9 @@ async def test_an_episode_is_played_by_hand(tmp_path: Path) -> None:
 
 async def test_the_null_player_scores_0_and_a_person_who_leaves_has_no_score(tmp_path: Path) -> None:
     async with desktops() as (address, client, _):
-        where = ["--envd", address, "--out", str(tmp_path), "--no-report"]
+        file = tmp_path / "run.toml"
+        file.write_text("report = false\n")
+        where = [str(file), "--envd", address, "--out", str(tmp_path)]
         null = await run("play", "fake/enable", "--by", "null", *where)
         left = await run("play", "fake/enable", *where, stdin="click 3 3\n")
         assert (await client.list_pools())[0].leased_count == 0

@@ -25,8 +25,7 @@ from envd.daemon.suites import load_tasks
 from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.leftovers import machine_leftovers
 from tests.support.program import run_program
-from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_slime
-from tests.support.slime_job import slime_args
+from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
 from trainer.recipes.catalogue import effective, launcher
 from trainer.slime.generate import generate
 from trainer.slime.samples import facts_of
@@ -146,7 +145,7 @@ def act(prompt: str) -> str:
 async def test_a_group_of_the_recipe_becomes_samples(served: Served, stage: str, has_pictures: bool) -> None:
     """The recipe's settings, with doubles of slime and of the model."""
     config = effective("windows_grpo", stage=stage, hosts=served.address).config["envd"]
-    args = slime_args(config, n_samples_per_prompt=4, rollout_max_response_len=256, rollout_max_context_len=16384)
+    args = stand_in_args(config, n_samples_per_prompt=4, rollout_max_response_len=256, rollout_max_context_len=16384)
     samples = [Sample(group_index=0, index=index, metadata={"task_id": SELECTED[0]}) for index in range(4)]
     engine = ScriptedEngine(act)
     with stand_in_slime(engine):

@@ -20,8 +20,8 @@ from cuaenv.client import Click, Done, EnvClient
 
 from tests.support.served import ServedDaemon
 from tests.support.sglang import SglangServer
-from tests.support.slime_job import write_tasks
 from trainer.agent.grammars import grammar
+from trainer.learn.slime_job import write_tasks
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(1200)]
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from envd.base.telemetry.metrics import Metrics
-from envd.pool.disk import HostDisk
+from envd.pool.host_room import HostDisk
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings

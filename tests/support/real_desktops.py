@@ -35,11 +35,13 @@ async def real_desktops(
 
 @asynccontextmanager
 async def osworld_machines(
-    capacity: int, *, cache_dir: Path, template_dir: Path, state_dir: Path
+    capacity: int, image_name: str = IMAGE, /, *, cache_dir: Path, template_dir: Path, state_dir: Path
 ) -> AsyncIterator[str]:
     """Serve machines for OSWorld's own environments and yield the address; checks that no machine is left."""
-    settings = PoolSettings(name=IMAGE, capacity=capacity, idle_target=1, allow_guest_access=True, always_running=True)
-    image = ImageCatalogue(cache_dir).get(IMAGE)
+    settings = PoolSettings(
+        name=image_name, capacity=capacity, idle_target=1, allow_guest_access=True, always_running=True
+    )
+    image = ImageCatalogue(cache_dir).get(image_name)
     tasks = TaskCatalogue((), hidden=[desktop_task()])
     async with served_machines(
         settings, image, tasks, cache_dir=cache_dir, template_dir=template_dir, state_dir=state_dir

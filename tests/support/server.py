@@ -6,7 +6,6 @@ async with serve_fake(size=4) as server:
 ```
 """
 
-import secrets
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -16,9 +15,7 @@ from typing import Any
 
 from cuaenv.client import AsyncEnvClient
 
-from envd.api.relay.merge import id_prefix
 from envd.api.server import ApiServer
-from envd.api.servicer import CUAEnvServicer
 from envd.base.clock import Clock, SystemClock
 from envd.base.config import SecurityConfig
 from envd.base.store.store import NullStore, SqliteStore
@@ -29,9 +26,9 @@ from envd.episodes.service import EpisodeService
 from envd.guest.observation import SettlePolicy
 from envd.hypervisor import fake
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
+from envd.pool.lifecycle import unregister_all
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
-from envd.pool.register import unregister_all
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
@@ -47,7 +44,6 @@ class FakeServer:
     address: str
     """Address for clients."""
     server: ApiServer
-    servicer: CUAEnvServicer
     hypervisor: FakeHypervisor
     pool: Pool
     service: EpisodeService
@@ -109,8 +105,6 @@ class FakeOptions:
     database: Path | None = None
     """File of the episode database; None for no database."""
     listen: str = "127.0.0.1:0"
-    shard: int | None = None
-    """Number of the shard that the server is; by default none."""
 
     def pool_settings(self) -> PoolSettings:
         """Return the settings of the only pool."""
@@ -146,26 +140,21 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
         settings = chosen.pool_settings()
         pool = Pool(settings, hypervisor=hypervisor, image=fake_image(), memory=chosen.memory, store=store)
         metrics = Metrics()
-        is_shard = chosen.shard is not None
-        prefix = "" if chosen.shard is None else id_prefix(chosen.shard)
         service = EpisodeService(
             [pool],
             tasks=tasks,
             limits=chosen.limits,
             clock=clock,
             store=store,
-            make_id=lambda: f"{prefix}{secrets.token_hex(8)}",
         )
         stack.push_async_callback(service.aclose)
-        servicer = CUAEnvServicer(service, is_shard=is_shard)
-        server = ApiServer(servicer, listen=chosen.listen, metrics=metrics, security=chosen.security, is_inner=is_shard)
+        server = ApiServer(service, listen=chosen.listen, metrics=metrics, security=chosen.security)
         stack.push_async_callback(server.stop)
         await service.restore(persisted, machines)
         await service.start()
         yield FakeServer(
             address=await server.start(),
             server=server,
-            servicer=servicer,
             store=store,
             hypervisor=hypervisor,
             pool=pool,

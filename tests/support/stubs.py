@@ -7,6 +7,7 @@ import asyncio
 import functools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -23,9 +24,9 @@ from envd.base.aio import race
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost, TemplateCorrupt
 from envd.guest.desktop import CommandResult, Desktop, ReadyReport
 from envd.guest.display.frames import Frame
-from envd.guest.input.outcome import ActionOutcome
 from envd.guest.input.plan import HeldInputs
 from envd.guest.observation import (
+    ActionOutcome,
     EncodedFrame,
     Observation,
     ObservationOptions,
@@ -250,9 +251,9 @@ class StubHypervisor:
         self.removed: set[str] = set()
         """Digests of removed templates."""
         self.errors: defaultdict[str, list[Exception]] = defaultdict(list)
-        """By method name (create, freeze, find_template, fork, load, capture): raised by its next calls, one each."""
+        """Errors of the next calls, one each, by method (create, freeze, find_template, fork, load, capture)."""
         self.gates: defaultdict[str, asyncio.Event] = defaultdict(_open_gate)
-        """By method name: cleared, it blocks the method."""
+        """Events by method name: cleared, one blocks the method."""
         self.counts: defaultdict[str, int] = defaultdict(int)
         """Number of calls by method name."""
         self.ready_gate = _open_gate()
@@ -277,6 +278,9 @@ class StubHypervisor:
         key = replace(stub.spec, machine_id="")
         self.stored[key] = StubSnapshot(stub.spec, frame_id=stub.frame_id, notes=notes, hypervisor=self)
         return self.stored[key]
+
+    def making_template(self, spec: MachineSpec) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     async def find_template(self, spec: MachineSpec) -> StubSnapshot | None:
         """Return a copy of a stored template, to be discarded separately."""
@@ -391,10 +395,10 @@ class StubDesktop(Desktop):
         self.asleep_view = view
         """Its view while it is asleep; None once it is awake."""
         self.gates: defaultdict[str, asyncio.Event] = defaultdict(_open_gate)
-        """By method name: cleared, it blocks the method."""
+        """Events by method name: cleared, one blocks the method."""
         self.gates["wait_ready"] = ready_gate
         self.errors: dict[str, Exception] = {}
-        """By method name: raised by the method."""
+        """Errors by method name: raised by the method."""
         self.action_error = ""
         """Error in the outcome of every action."""
         self.calls: list[str] = []

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 from trainer.learn.settings import Settings
 
 _START_S = 120.0
@@ -21,8 +21,6 @@ log_level = "warning"
 [hypervisor]
 uri = "fake"
 reaction_ms = {reaction_ms}
-# There are several daemons already.
-drawing_processes = 0
 
 [pools.desktop]
 image = "desktop"

@@ -7,7 +7,7 @@ each message of a stream is sent, so that revoking a token takes effect at once.
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from envd.api.security.access import ALWAYS_SERVED, TRUSTED, Caller, bearer_token, forwarded_caller
+from envd.api.security.access import ALWAYS_SERVED, TRUSTED, Caller, bearer_token
 from envd.api.security.in_flight import InFlight, RunningCall
 from envd.api.security.rate import RateLimiter
 from envd.api.security.secret_files import Reloaded
@@ -25,6 +25,9 @@ MAX_COUNTED_IDS: Final = 1000
 #: Ids per second, and at once, in `KeepAlive` and `Close`, which the configured call rate does not limit.
 RENEWALS_PER_S: Final = 2000.0
 RENEWAL_BURST: Final = 20_000
+#: Messages with bytes for guests' ports per second, and at once, of one caller: half of a processor's core.
+MESSAGES_PER_S: Final = 4000.0
+MESSAGE_BURST: Final = 4000
 
 
 class Guard:
@@ -38,7 +41,6 @@ class Guard:
         renewals: RateLimiter,
         max_calls: int,
         may_use: Callable[[Caller, str], bool],
-        is_inner: bool = False,
     ) -> None:
         """Set up a guard.
 
@@ -48,13 +50,11 @@ class Guard:
             renewals: Limits the rate of ids in the calls that `limiter` exempts, which only keep or release.
             max_calls: Maximum number of running calls of each caller.
             may_use: Returns whether a caller may use the episode of an id.
-            is_inner: Whether all calls come from processes of the same daemon, which authenticated the caller and name
-                it.
         """
-        self._is_inner = is_inner
         self._tokens = tokens
         self._limiter = limiter
         self._renewals = renewals
+        self._messages = RateLimiter(calls_per_second=MESSAGES_PER_S, burst=MESSAGE_BURST)
         self._in_flight = InFlight()
         self._max_calls = max_calls
         self._may_use = may_use
@@ -92,6 +92,10 @@ class Guard:
         """Count a request. Raises: RateLimited: the caller exceeds its call rate."""
         _take(self._renewals if method in ALWAYS_SERVED else self._limiter, _name_of(caller, peer))
 
+    def message_wait_s(self, caller: Caller, peer: str) -> float:
+        """Count a message with bytes for a guest's port and return 0, or return the seconds until it may be taken."""
+        return self._messages.take(_name_of(caller, peer))
+
     def count_health_call(self, peer: str) -> None:
         """Count a health call against its host. Raises: RateLimited."""
         _take(self._limiter, f"health of {_host(peer)}")
@@ -125,8 +129,6 @@ class Guard:
             raise unknown_episode(episode_id)
 
     def _authenticate(self, metadata: Metadata) -> Caller:
-        if self._is_inner:
-            return forwarded_caller(metadata)
         if self._tokens is None:
             return TRUSTED
         found = self._tokens.get().find(bearer_token(metadata))

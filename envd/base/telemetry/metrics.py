@@ -139,12 +139,12 @@ class Metrics:
             "1 while the hypervisor works, 0 while libvirt is unreachable.",
             registry=self.registry,
         )
-        self.relayed_calls = self._counter(
-            "envd_relayed_calls_total",
-            "Calls for an episode of another shard than the one that the client is connected to.",
-            "method",
+        self.port_connections = self._gauge(
+            "envd_port_connections", "Open connections of clients to ports of guests.", "pool"
         )
-        self.shard_up = self._gauge("envd_shard_up", "1 while the shard serves, else 0.", "shard")
+        self.port_bytes = self._counter(
+            "envd_port_bytes_total", "Bytes of these connections, by direction.", "pool", "direction"
+        )
         self.recording_failed = self._gauge(
             "envd_recording_failed", "1 after an episode's recording ended early, until one works again; else 0."
         )

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Collection, Coroutine, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -86,7 +87,7 @@ class LibvirtHypervisor:
             self._confinement = read_confinement(capabilities, user_id=os.geteuid(), group_id=os.getegid())
         self._machines_dir = state_dir / "machines"
         self._machines: dict[str, LibvirtMachine] = {}
-        """By domain name."""
+        """Machines by domain name."""
         self._store = store
         self._captures_dir = state_dir / "captures"
         self._captures: WeakSet[LibvirtSnapshot] = WeakSet()
@@ -101,7 +102,7 @@ class LibvirtHypervisor:
         )
         root = embedded_root(uri)
         self._logs = root and root / "log" / "qemu"
-        """Of an embedded driver: a file for each start of a QEMU."""
+        """Directory with a file for each start of a QEMU; only of an embedded driver."""
         libvirt_version = dotted_version(libvirt.getVersion())
         qemu_version = dotted_version(link.connection.getVersion())
         self._freezer = Freezer(
@@ -140,7 +141,7 @@ class LibvirtHypervisor:
             state_dir: Directory of machines' files. Its path must be short, because Unix sockets are below it.
             accelerator: `auto`, `kvm` or `tcg`.
             cache_dir: Keeps libvirt's QEMU capabilities, about 8 s to probe, for all state directories.
-            template_dir: Directory of templates; None for one below `state_dir`.
+            template_dir: Directory of templates, which several daemons may share; None for one below `state_dir`.
             template_memory_dir: Directory of templates' memory files, such as a tmpfs; None for one in `template_dir`.
             template_limit_bytes: Most disk space of all templates.
             tcg_cache_mib: Limit of each machine's translation cache under TCG.
@@ -156,9 +157,11 @@ class LibvirtHypervisor:
         check_path_lengths(uri, state_dir)
         (state_dir / "machines").mkdir(parents=True, exist_ok=True)
         owner = ensure_owner(state_dir)
+        template_dir = template_dir or state_dir / "templates"
         store = TemplateStore(
-            template_dir or state_dir / "templates",
-            memory_dir=template_memory_dir / owner if template_memory_dir else None,
+            template_dir,
+            # Other daemons that share the directories must not remove the memory of a machine that is being frozen.
+            memory_dir=(template_memory_dir or template_dir / "memory") / owner,
             limit_bytes=template_limit_bytes,
         )
         choice = await choose_accelerator(accelerator)
@@ -250,6 +253,10 @@ class LibvirtHypervisor:
         finally:
             await machine.destroy()
 
+    def making_template(self, spec: MachineSpec) -> AbstractAsyncContextManager[None]:
+        """See `Hypervisor.making_template`."""
+        return self._store.booting(self._freezer.key(spec))
+
     async def find_template(self, spec: MachineSpec) -> LibvirtSnapshot | None:
         """See `Hypervisor.find_template`. Raises: TemplateCorrupt."""
         return await self._link.call(self._freezer.find, spec)
@@ -309,6 +316,7 @@ class LibvirtHypervisor:
     async def close(self) -> None:
         """Disconnect from libvirt. Machines must have been destroyed before."""
         await self._link.aclose()
+        self._store.close()
 
     def on_domain_ended(self, name: str, reason: str) -> None:
         """Mark the domain's machine as lost."""

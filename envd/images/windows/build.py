@@ -260,7 +260,7 @@ class WindowsBuild:
             (self._reports / "install.log").write_bytes(log)
         data = await agent.read_file(_RESULT_FILE)
         if data is None:
-            raise ImageError("first logon: did not finish; see install.log")
+            raise ImageError("first logon: not finished; see install.log")
         try:
             result = json.loads(data.decode("utf-8-sig"))
             failures, self.defender = result["failures"], str(result.get("defender", ""))
@@ -281,7 +281,7 @@ class WindowsBuild:
                         await race(machine.lost, timeout_s=self._limits.watch_interval_s)
         except TimeoutError as error:
             raise ImageError(
-                f"screen: is {size[0]}x{size[1]}, not {wanted[0]}x{wanted[1]}; choose a common size, such as 1280x720"
+                f"screen: {size[0]}x{size[1]}, not {wanted[0]}x{wanted[1]}; choose a common size, such as 1280x720"
             ) from error
 
     async def _wait_until_still(self, machine: LibvirtMachine) -> None:

@@ -6,11 +6,13 @@ alone: no protocol can evict a live episode, and a client that dies leaves nothi
 
 import asyncio
 import math
+import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from cuaenv.actions import Action, Done, Fail, Wait
 from cuaenv.agent_text.pyautogui_calls import parse_calls
@@ -18,7 +20,7 @@ from cuaenv.agent_text.values import ParseError
 
 from envd.api.convert_requests import guest_path_of
 from envd.api.security.access import Caller
-from envd.base.errors import EpisodeEnded, GuestError, GuestRefused, InvalidRequest, TaskNotFound
+from envd.base.errors import EpisodeEnded, GuestError, GuestRefused, InvalidRequest, PoolExhausted, TaskNotFound
 from envd.episodes.registry import unknown_episode
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo, EpisodeState, GroupResult, ResetCommand, StepCommand
@@ -30,6 +32,10 @@ from envd.tasks.model import Task
 _LEASE_TTL_S = 900.0
 _MAX_PAUSE_S = 60.0
 _MIN_WAIT_S = 0.1
+#: Sessions of one caller in a protocol that has sessions without episodes.
+_MAX_SESSIONS = 1024
+#: A session without a call for this long is removed; its episode's lease expired long before.
+_IDLE_S = 3600.0
 T = TypeVar("T")
 
 _NOTHING = ObservationOptions(encoding=Encoding.NONE, cursor=CursorMode.REPORTED)
@@ -48,6 +54,54 @@ class Acted:
     def done(self) -> bool:
         """Whether the episode accepts no more actions."""
         return self.info.state is not EpisodeState.ACTIVE
+
+
+class Owned(Protocol):
+    """What belongs to a caller."""
+
+    owner: str
+
+
+K = TypeVar("K", bound=Hashable)
+S = TypeVar("S", bound=Owned)
+
+
+class SessionTable(Generic[K, S]):
+    """A protocol's sessions by key: bounded for each caller, and removed once idle for an hour."""
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[K, tuple[float, S]] = OrderedDict()
+        self._counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def get(self, key: K) -> S | None:
+        """Return a session; None if there is none."""
+        found = self._sessions.get(key)
+        return found[1] if found is not None else None
+
+    def add(self, key: K, session: S) -> None:
+        """Add a session, used now. Raises: PoolExhausted: its owner has too many."""
+        idle_since_s = time.monotonic() - _IDLE_S
+        # In order of their last use.
+        while self._sessions and next(iter(self._sessions.values()))[0] < idle_since_s:
+            self.remove(next(iter(self._sessions)))
+        if self._counts[session.owner] >= _MAX_SESSIONS:
+            raise PoolExhausted(f"sessions: {_MAX_SESSIONS} of one token are open; close some", retry_after_s=10.0)
+        self._counts[session.owner] += 1
+        self._sessions[key] = (time.monotonic(), session)
+
+    def touch(self, key: K) -> None:
+        """Note that a session is used now."""
+        self._sessions[key] = (time.monotonic(), self._sessions[key][1])
+        self._sessions.move_to_end(key)
+
+    def remove(self, key: K) -> None:
+        """Remove a session, if it is there."""
+        found = self._sessions.pop(key, None)
+        if found is not None:
+            self._counts[found[1].owner] -= 1
 
 
 class Sessions:

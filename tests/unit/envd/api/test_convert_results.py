@@ -30,8 +30,8 @@ from envd.episodes.types import (
     Origin,
     StepResult,
 )
-from envd.guest.input.outcome import ActionOutcome
 from envd.guest.observation import (
+    ActionOutcome,
     EncodedFrame,
     Encoding,
     Keyframe,

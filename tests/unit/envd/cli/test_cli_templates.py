@@ -54,6 +54,7 @@ def state_dir(tmp_path: Path) -> Path:
         )
         store.complete(files, manifest)
         os.utime(files.manifest, (use_time_s, use_time_s))
+    store.close()
     return state_dir
 
 

@@ -13,8 +13,7 @@ from envd.episodes.ledger import Ledger
 from envd.episodes.types import EpisodeState, Origin
 from envd.guest.observation import SettlePolicy
 from envd.hypervisor.machine import MachineSpec
-from envd.pool.frozen import FrozenDesktop
-from envd.pool.leased import LeasedMachine
+from envd.pool.leased import FrozenDesktop, LeasedMachine
 from envd.tasks.model import Task
 from tests.support.clock import ManualClock
 from tests.support.stubs import IMAGE, StubHypervisor, StubMachine, StubSnapshot, blank_view

@@ -68,7 +68,7 @@ async def test_waiting_resets_count_and_failed_ones_do_not(world: World) -> None
     world.tasks.setup_gate.clear()
     opening = asyncio.create_task(world.reset(owner="a", group_size=2, max_machines=2))
     await run_ready()
-    with pytest.raises(TokenQuotaReached, match="holds 2"):
+    with pytest.raises(TokenQuotaReached, match="2 are in use"):
         await world.reset(owner="a", max_machines=2)
     world.tasks.setup_errors.append(RuntimeError("broken"))
     world.tasks.setup_gate.set()

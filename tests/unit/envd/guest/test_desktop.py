@@ -19,7 +19,7 @@ from pydantic import JsonValue
 
 from envd.base.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost
 from envd.guest.acting import may_act_late
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 from envd.guest.desktop import Desktop
 from envd.guest.display import frames
 from envd.guest.display.screen import Screen

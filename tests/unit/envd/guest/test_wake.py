@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from envd.base.errors import GuestError
-from envd.guest.agent import GuestAgent
-from envd.guest.wake import guest_machine_id, renew_identity
+from envd.guest.agent import GuestAgent, guest_machine_id, renew_identity
 from tests.support.stubs import StubChannels
 
 

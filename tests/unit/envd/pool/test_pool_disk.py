@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from envd.base.errors import HypervisorError, PoolExhausted
-from envd.pool.disk import HostDisk
+from envd.base.errors import HypervisorError
+from envd.pool.host_room import HostDisk
 from tests.support.clock import run_ready
 from tests.support.pool_world import PoolWorld
 
@@ -59,16 +59,6 @@ async def test_no_machine_is_forked_below_the_disk_reserve_and_the_pool_reports_
     await world.clock.advance(1.0)
     assert pool.statistics().idle_count == 2
     assert pool.statistics().problem == ""
-
-
-async def test_a_group_that_may_not_queue_is_refused_where_the_host_has_no_room_for_new_machines(
-    world: PoolWorld, host: Host
-) -> None:
-    pool = await world.started(disk=host.disk)
-    host.free_mib = 2047
-    assert len((await pool.lease(2, may_queue=False, timeout_s=1.0)).machines) == 2
-    with pytest.raises(PoolExhausted, match="2 of 2"):
-        await pool.lease(1, may_queue=False, timeout_s=1.0)
 
 
 async def test_the_template_is_not_booted_below_the_disk_reserve(world: PoolWorld, host: Host) -> None:

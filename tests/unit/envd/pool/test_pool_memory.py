@@ -1,12 +1,15 @@
 """How many machines a host's memory allows, and reading it."""
 
-import asyncio
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from envd.base.errors import HypervisorError
-from envd.pool.memory import GrowthBoard, HostMemory, MemoryClaim, machines_that_fit, read_available_bytes
+from envd.base.errors import ConfigError, HypervisorError
+from envd.pool.memory import HostClaims, HostMemory, MemoryClaim, machines_that_fit, read_available_bytes
 
 MIB = 1 << 20
 
@@ -30,38 +33,6 @@ def test_expected_growth_counts_as_taken(available_mib: int, held_mib: list[int]
         reserve_bytes=1024 * MIB,
         expected_bytes=256 * MIB,
     )
-
-
-async def test_shards_together_never_exceed_the_hosts_memory(tmp_path: Path) -> None:
-    GrowthBoard.create(tmp_path / "growth", shard_count=2)
-    available_bytes = 1024 * MIB
-    claims: list[list[MemoryClaim]] = [[], []]
-    shards = [
-        HostMemory(
-            reserve_bytes=24 * MIB,
-            board=GrowthBoard(tmp_path / "growth", index=index),
-            read=lambda: available_bytes,
-        )
-        for index in range(2)
-    ]
-    shards[0].join(lambda: claims[0])
-    shards[1].join(lambda: claims[1])
-    new = MemoryClaim(expected_bytes=100 * MIB)
-    # Both find the same room, before either starts a machine.
-    rooms = [shard.room(100 * MIB) for shard in shards]
-    assert rooms == [5, 5]
-    claims[0] += [new] * 4
-    claims[1] += [new] * 2
-    await asyncio.sleep(0)
-    assert [shard.room(100 * MIB) for shard in shards] == [2, 2]
-    # The first shard's machines reach what was expected.
-    available_bytes -= 400 * MIB
-    claims[0][:] = [MemoryClaim(expected_bytes=100 * MIB, held_bytes=100 * MIB)] * 4
-    shards[0].publish()
-    assert [shard.room(100 * MIB) for shard in shards] == [2, 2]
-    claims[0] += [new] * 4
-    shards[0].publish()
-    assert [shard.room(100 * MIB) for shard in shards] == [0, 0]
 
 
 def test_pools_share_one_host() -> None:
@@ -92,3 +63,91 @@ def test_an_unreadable_meminfo_is_an_error(tmp_path: Path, text: str) -> None:
         read_available_bytes(meminfo)
     with pytest.raises(HypervisorError, match="read"):
         read_available_bytes(tmp_path / "none")
+
+
+#: A daemon with 10 machines' worth of available memory, which reports the room for machines of 100 MiB and, told a
+#: number, has that many of them.
+DAEMON = """
+import sys
+from pathlib import Path
+from envd.pool.memory import HostClaims, HostMemory, MemoryClaim
+MIB = 1 << 20
+claims = []
+memory = HostMemory(reserve_bytes=24 * MIB, host=HostClaims(Path(sys.argv[1])), read=lambda: 1024 * MIB)
+memory.join(lambda: claims)
+while True:
+    print(memory.room(100 * MIB), flush=True)
+    count = sys.stdin.readline()
+    claims[:] = [MemoryClaim(expected_bytes=100 * MIB)] * int(count)
+    memory.publish()
+    print("published", flush=True)
+    sys.stdin.readline()
+"""
+
+
+class Daemon:
+    """A process with its own claims on the memory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DAEMON, directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def room(self) -> int:
+        """Return the room that the daemon has found."""
+        return int(self.read())
+
+    def read(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.readline()
+
+    def write(self, line: str) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def has(self, count: int) -> None:
+        """Have this many machines, published."""
+        self.write(str(count))
+        assert self.read() == "published\n"
+
+    def end(self) -> None:
+        """Kill the daemon."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate()
+
+
+def test_the_daemons_of_a_host_together_never_exceed_its_memory(tmp_path: Path) -> None:
+    first, second = Daemon(tmp_path), Daemon(tmp_path)
+    try:
+        # In either order: whoever looks second finds nothing until the first has said how much it takes.
+        assert sorted([first.room(), second.room()]) == [0, 10]
+        first.has(6)
+        second.has(0)
+        second.write("look")
+        assert second.room() == 4
+        second.has(4)
+        first.write("look")
+        # Its own 6 and the other's 4 are all that fit.
+        assert first.room() == 0
+        first.end()
+        second.write("look")
+        assert second.room() == 6, "the claims of a killed daemon remain"
+        assert len(list(tmp_path.iterdir())) == 2, "the killed daemon's file remains"
+    finally:
+        first.end()
+        second.end()
+
+
+def test_claims_of_another_host_that_mounts_the_directory_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "another-boot.x").write_text("1000000000000", encoding="ascii")
+    claims = HostClaims(tmp_path)
+    assert HostMemory(reserve_bytes=0, host=claims, read=lambda: 1024 * MIB).room(256 * MIB) == 4
+    claims.close()
+    assert sorted(os.listdir(tmp_path)) == ["another-boot.x", "lock"]
+
+
+def test_claims_in_an_unusable_directory_are_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="choose another --cache-dir"):
+        HostClaims(tmp_path / "file")

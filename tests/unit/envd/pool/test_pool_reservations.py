@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from envd.base.errors import Draining, GroupTooLarge, HypervisorError, MachineLost, PoolExhausted
-from envd.pool.frozen import FrozenDesktop
-from envd.pool.leased import LeasedMachine, MachineLease, Reservation
+from envd.pool.leased import FrozenDesktop, LeasedMachine, MachineLease, Reservation
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
 from tests.support.clock import run_ready

@@ -68,19 +68,6 @@ async def test_leases_wait_and_nothing_is_forked_while_the_template_boots(world:
     assert world.hypervisor.peak_count <= 2
 
 
-async def test_a_group_that_may_not_queue_waits_for_machines_that_are_being_made(world: PoolWorld) -> None:
-    world.hypervisor.ready_gate.clear()
-    pool = await world.started()
-    waiting = [asyncio.create_task(pool.lease(1, may_queue=False, timeout_s=60.0)) for _ in range(3)]
-    await run_ready()
-    assert [task.done() for task in waiting] == [False, False, True], "the pool has capacity for two"
-    with pytest.raises(PoolExhausted, match="2 of 2"):
-        await waiting.pop()
-    world.hypervisor.ready_gate.set()
-    granted = await asyncio.gather(*waiting)
-    assert sum(len(each.machines) for each in granted) == 2
-
-
 async def test_equal_pools_share_one_template(world: PoolWorld) -> None:
     one, other = world.make("one"), world.make("other")
     await start(one, other)

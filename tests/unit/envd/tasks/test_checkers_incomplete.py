@@ -7,7 +7,7 @@ from cuaenv.actions import Done
 from PIL import Image
 
 from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 from envd.guest.observation import EncodedFrame, Observation
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.images import read_pixels

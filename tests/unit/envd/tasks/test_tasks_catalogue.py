@@ -68,7 +68,7 @@ def test_a_wrong_verb_is_named_by_its_index_in_the_setup(tmp_path: Path) -> None
 def test_a_wrong_oracle_is_named_by_step_and_action(tmp_path: Path) -> None:
     oracle = "    oracle: [[{press: enter}], [{clack: {}}]]\n    checker"
     message = refusal(write(tmp_path, GOOD.replace("    checker", oracle)))
-    assert "oracle[1][0]: Value error, unknown action 'clack'" in message
+    assert "oracle[1][0]: Value error, action: unknown action 'clack'" in message
 
 
 def test_a_duplicate_task_id_is_rejected(tmp_path: Path) -> None:

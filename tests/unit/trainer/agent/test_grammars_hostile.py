@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from cuaenv.agent_text.pyautogui_calls import MAX_ACTION_COUNT
+from cuaenv.actions import MAX_ACTION_COUNT
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Click, PressKeys, Scroll, TypeText, Wait
 from hypothesis import example, given

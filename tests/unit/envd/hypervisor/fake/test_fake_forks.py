@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from envd.base.errors import GuestError, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
-from envd.guest.agent import GuestAgent
-from envd.guest.wake import guest_machine_id, renew_identity
+from envd.guest.agent import GuestAgent, guest_machine_id, renew_identity
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, FakeMachine, FakeSnapshot, Faults, fake_image
 from envd.hypervisor.machine import MachineSpec, MachineState
 from tests.support.fake_agent import ask

@@ -1,6 +1,10 @@
 """Templates on disk: lookup, verification, removal of damaged ones, size limit."""
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -151,7 +155,9 @@ def test_a_memory_file_lost_in_a_host_restart_is_not_corruption(tmp_path: Path) 
 def test_pruning_removes_the_least_recently_used_and_keeps_those_in_use(tmp_path: Path) -> None:
     size = 1 << 20
     for key, use_time_s in (("old", 1000.0), ("used", 500.0), ("new", 2000.0)):
-        add(store_at(tmp_path), key, size=size, use_time_s=use_time_s)
+        earlier = store_at(tmp_path)
+        add(earlier, key, size=size, use_time_s=use_time_s)
+        earlier.close()
     store = store_at(tmp_path, limit_bytes=int(2.5 * size))
     assert keys(store) == ["used", "old", "new"]
     assert store.find("used") is not None
@@ -202,3 +208,68 @@ def test_memory_blocks_are_parsed_by_name_and_unnamed_ones_are_ignored() -> None
         "0000:00:01.0/vga.vram": 8 << 20,
         "/rom@etc/acpi/tables": 128 << 10,
     }
+
+
+#: A daemon that needs the template `k1`: it boots it unless it is there, says so, and uses it until it ends.
+DAEMON = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from test_templates import TemplateStore, add
+store = TemplateStore(Path(sys.argv[1]), memory_dir=Path(sys.argv[2]), limit_bytes=1 << 30)
+async def main():
+    async with store.booting("k1"):
+        if store.find("k1"):
+            print("loaded", flush=True)
+        else:
+            await asyncio.sleep(0.2)
+            add(store, "k1")
+            print("booted", flush=True)
+asyncio.run(main())
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def daemon(directory: Path, name: str) -> Iterator[subprocess.Popen[str]]:
+    paths = [str(directory / "templates"), str(directory / name), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", DAEMON, *paths]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout
+    return process.stdout.readline().strip()
+
+
+def test_of_two_daemons_one_boots_a_template_and_both_use_its_memory_file(tmp_path: Path) -> None:
+    with daemon(tmp_path, "a") as first, daemon(tmp_path, "b") as second:
+        assert sorted([said(first), said(second)]) == ["booted", "loaded"]
+        memories = list(tmp_path.glob("*/*.ram"))
+        assert len(memories) == 1, "two copies would be two in the page cache"
+
+
+def test_a_template_that_another_daemon_uses_is_not_pruned(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    with daemon(tmp_path, "a") as user:
+        assert said(user) == "booted"
+        store.sweep()
+        assert store.prune(limit_bytes=0) == []
+        assert keys(store) == ["k1"]
+    # The daemon was killed: the kernel has released its lock.
+    assert store.prune(limit_bytes=0) == ["k1"]
+    assert keys(store) == []
+
+
+async def test_a_template_that_another_daemon_is_writing_is_not_swept(tmp_path: Path) -> None:
+    writer, store = store_at(tmp_path), store_at(tmp_path)
+    async with writer.booting("k1"):
+        files = writer.begin("k1")
+        store.sweep()
+        assert files.directory.exists()
+    store.sweep()
+    assert not files.directory.exists()

@@ -98,8 +98,8 @@ def test_the_boot_disc_boots_the_image_without_a_prompt_and_leaves_the_iso(tmp_p
 @pytest.mark.parametrize(
     ("boot_images", "problem"),
     [
-        ({PROMPT_IMAGE: b""}, f"has no {NO_PROMPT_IMAGE}; use an unmodified ISO"),
-        ({NO_PROMPT_IMAGE: b""}, "does not boot with UEFI; use an unmodified 64-bit ISO"),
+        ({PROMPT_IMAGE: b""}, f"no {NO_PROMPT_IMAGE} in it; use an unmodified ISO"),
+        ({NO_PROMPT_IMAGE: b""}, "not bootable with UEFI; use an unmodified 64-bit ISO"),
     ],
 )
 def test_an_iso_without_a_uefi_boot_image_is_an_error(
@@ -165,10 +165,10 @@ def test_the_answer_disc_has_what_setup_looks_for(tmp_path: Path, virtio_iso: Pa
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "cannot be installed; use a file that ends in .msi, .exe, .ps1"),
-        ("setup.zip", "cannot be installed"),
+        ("", "unknown kind of installer; use a file that ends in .msi, .exe, .ps1"),
+        ("setup.zip", "unknown kind of installer"),
         ("'setup.exe", "No closing quotation"),
-        ("absent.msi", "program absent.msi: does not exist"),
+        ("absent.msi", "program absent.msi: no such file"),
     ],
 )
 def test_a_program_that_cannot_be_installed_is_an_error(text: str, problem: str) -> None:
