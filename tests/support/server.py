@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cuaenv.client import AsyncEnvClient
+
 from envd.api.server import ApiServer
 from envd.base.clock import Clock, SystemClock
 from envd.base.config import SecurityConfig
@@ -163,3 +165,10 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
             metrics=metrics,
             tasks=tasks,
         )
+
+
+@asynccontextmanager
+async def served_client(**options: Any) -> AsyncIterator[tuple[FakeServer, AsyncEnvClient]]:
+    """Serve with `FakeOptions`; yield the server and a client of it."""
+    async with serve_fake(**options) as server, AsyncEnvClient(server.address) as client:
+        yield server, client

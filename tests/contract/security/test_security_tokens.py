@@ -4,14 +4,13 @@ import asyncio
 import logging
 import os
 import stat
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from cuaenv import client as trainer
-from cuaenv.client import AsyncEnvClient, RetryPolicy
+from cuaenv.client import AsyncEnvClient
 from cuaenv.v1 import env_pb2
 
 from envd.api.security.access import RULES, Scope
@@ -21,6 +20,7 @@ from envd.base.config import SecurityConfig
 from envd.base.errors import ConfigError
 from envd.base.telemetry.metrics import Metrics
 from tests.support.callers import (
+    HASTY,
     METHODS,
     SHORT_S,
     TASK,
@@ -40,8 +40,6 @@ from tests.support.callers import (
 )
 from tests.support.stub_episodes import StubEpisodes, pool_info
 
-#: Connections are retried only briefly.
-HASTY = RetryPolicy(first_pause=timedelta(milliseconds=10), max_pause=timedelta(milliseconds=50))
 Code = grpc.StatusCode
 
 
