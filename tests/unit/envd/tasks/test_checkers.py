@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -351,3 +352,9 @@ def test_a_checker_must_say_whether_it_runs_before_the_start() -> None:
 
             async def check(self, inspector: GuestInspector) -> CheckOutcome:
                 return CheckOutcome(1.0, "")
+
+
+def test_every_checker_is_documented() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    kinds = [get_args(kind.model_fields["kind"].annotation)[0] for kind in get_args(AnyLeafChecker)]
+    assert [kind for kind in kinds if f"`{kind}`" not in page] == []
