@@ -128,8 +128,7 @@ def plan(
     free = min(room, host_room)
     # A dying machine holds its memory until the hypervisor confirms that it is gone, so it counts against capacity.
     dying_count = states.count(LifecycleState.DYING)
-    evict_count = _evict_count(queue, idle_count=len(idle), coming_count=free + dying_count)
-    kept = idle[: len(idle) - evict_count]
+    kept = idle[: len(idle) - _evict_count(queue, idle_count=len(idle), coming_count=free + dying_count)]
     starting_count = states.count(LifecycleState.STARTING)
 
     def starts(free: int) -> int:
