@@ -6,6 +6,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,30 @@ def vm_state_dir() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="envd-t-", dir="/tmp"))
     yield directory
     shutil.rmtree(directory)
+
+
+@contextmanager
+def _short_directory() -> Iterator[Path]:
+    """Create a directory below /tmp: paths of Unix sockets are limited to 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="envd-t-", dir="/tmp") as name:
+        Path(name).chmod(0o755)  # libvirt and QEMU access it as other users
+        yield Path(name)
+
+
+@pytest.fixture
+def short_dir(desktop_image: Image) -> Iterator[Path]:
+    """Create a directory for the daemons of one test with real machines."""
+    assert desktop_image.name == "desktop"
+    with _short_directory() as directory:
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def module_dir(desktop_image: Image) -> Iterator[Path]:
+    """Create a directory for the daemons of one module with real machines."""
+    assert desktop_image.name == "desktop"
+    with _short_directory() as directory:
+        yield directory
 
 
 @pytest.fixture(scope="session", autouse=True)

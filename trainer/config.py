@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
-"""For models, and for dataclasses as `__pydantic_config__`: refuse unknown keys and convert no types."""
+"""Refuse unknown keys and convert no types, in models, and in dataclasses as `__pydantic_config__`."""
 
 
 T = TypeVar("T")

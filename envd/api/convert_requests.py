@@ -52,6 +52,9 @@ MAX_ARGUMENT_COUNT = 256
 MAX_ARGUMENT_CHARS = 65_536
 MAX_COMMAND_S = 600.0
 DEFAULT_COMMAND_S = 60.0
+MAX_PORT_DATA_BYTES = 128 << 10
+DEFAULT_PORT_IDLE_S = 600.0
+MAX_PORT_IDLE_S = 3600.0
 MAX_KEEP_ALIVE_COUNT = 1000
 MAX_TASK_ID_COUNT = 1000
 
@@ -230,6 +233,23 @@ def command_timeout_s(request: env_pb2.RunGuestCommandRequest) -> float:
     """Return the timeout of a command in seconds. Raises: InvalidRequest."""
     timeout = request.timeout if request.HasField("timeout") else None
     return seconds(timeout, "timeout", above=0.0, high=MAX_COMMAND_S, default=DEFAULT_COMMAND_S)
+
+
+def forward_request(request: env_pb2.ForwardGuestPortRequest) -> tuple[str, int, float]:
+    """Return the episode id, the port and the idle timeout in seconds of a connection. Raises: InvalidRequest."""
+    idle_timeout = request.idle_timeout if request.HasField("idle_timeout") else None
+    return (
+        episode_id_of(request.episode_id),
+        int_in_range(request.port, "port", low=1, high=65_535),
+        seconds(idle_timeout, "idle_timeout", low=1.0, high=MAX_PORT_IDLE_S, default=DEFAULT_PORT_IDLE_S),
+    )
+
+
+def port_data_of(request: env_pb2.ForwardGuestPortRequest) -> bytes:
+    """Return the bytes for a guest's port. Raises: InvalidRequest."""
+    if len(request.data) > MAX_PORT_DATA_BYTES:
+        raise InvalidRequest("data", f"has {len(request.data)} bytes; at most {MAX_PORT_DATA_BYTES}")
+    return request.data
 
 
 def settle_policy(message: env_pb2.SettlePolicy, field: str) -> SettlePolicy:

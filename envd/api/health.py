@@ -22,9 +22,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class HealthServicer(health_pb2_grpc.HealthServicer):
     """Reports whether the server accepts new episodes."""
 
-    def __init__(self, *services: str) -> None:
+    def __init__(self, *services: str, max_watcher_count: int = MAX_WATCHER_COUNT) -> None:
         """Report NOT_SERVING for `services`, and for the server as a whole (an empty name)."""
         self._services = {"", *services}
+        self._max_watcher_count = max_watcher_count
         self._is_serving = False
         self._watcher_count = 0
         self._changes = Changes()
@@ -44,9 +45,9 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Yield the status, at once and on change; a slow reader skips states."""
-        if self._watcher_count >= MAX_WATCHER_COUNT:
+        if self._watcher_count >= self._max_watcher_count:
             raise RateLimited(
-                f"health: {self._watcher_count} watchers, at most {MAX_WATCHER_COUNT}; use Check",
+                f"health: {self._watcher_count} watchers, at most {self._max_watcher_count}; use Check",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._watcher_count += 1

@@ -5,9 +5,9 @@ after its call was counted, and a malformed one is an ordinary failure.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -17,7 +17,6 @@ from envd.api.requests import decode_request
 from envd.api.security.access import Caller, set_current_caller
 from envd.api.security.guard import Guard, Metadata
 from envd.api.security.in_flight import RunningCall
-from envd.base.errors import EnvdError
 from envd.base.telemetry import traces
 from envd.base.telemetry.logs import bound
 from envd.base.telemetry.metrics import Metrics
@@ -26,6 +25,8 @@ _SERVICE_PREFIX = "/cuaenv.v1.CUAEnv/"
 _HEALTH_PREFIX = "Health/"
 #: Two-way streams whose later requests acknowledge responses.
 _ACKNOWLEDGED = frozenset({"StreamFrames"})
+#: Two-way streams whose later requests carry bytes: too many of them wait instead of failing.
+_PACED = frozenset({"ForwardGuestPort"})
 
 Response = TypeVar("Response")
 #: grpc's type stubs for handlers describe the blocking server.
@@ -61,40 +62,31 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return grpc.stream_unary_rpc_method_handler(
                 self._unary(call, handler.unary_unary), None, handler.response_serializer
             )
-        if handler.unary_stream:
-            return grpc.stream_stream_rpc_method_handler(
-                self._server_stream(call, handler.unary_stream), None, handler.response_serializer
-            )
-        if handler.stream_stream:
-            return grpc.stream_stream_rpc_method_handler(
-                self._two_way_stream(call, handler.stream_stream), None, handler.response_serializer
-            )
+        if handler.unary_stream or handler.stream_stream:
+            return grpc.stream_stream_rpc_method_handler(self._stream(call, handler), None, handler.response_serializer)
         raise NotImplementedError(f"{method} streams only requests; add a wrapper for that kind here")
 
     def _refusal(self, method: str, error: Exception) -> Handler:
         """Return a handler that fails at once, for a method of any kind."""
 
-        async def refuse(_requests: AsyncIterator[bytes], context: Context) -> NoReturn:
-            report = CallReport(self._metrics, method, peer=context.peer())
-            try:
-                self._guard.count_unauthenticated(context.peer())
-            except EnvdError as limited:
-                await report.fail(limited, context)
-            await report.fail(error, context)
+        async def refuse(_requests: AsyncIterator[bytes], context: Context) -> None:
+            async with CallReport(self._metrics, method, context) as report:
+                self._guard.count_unauthenticated(report.peer)
+                raise error
 
         # A streaming handler never reads the body, up to 64 MiB, of an unauthorized call.
         return grpc.stream_unary_rpc_method_handler(refuse)
 
     def _report(self, call: "CallContext", context: Context) -> CallReport:
-        call.peer = context.peer()
-        return CallReport(self._metrics, call.method, peer=call.peer, caller=call.caller_name)
+        report = CallReport(self._metrics, call.method, context, caller=call.caller_name)
+        call.peer = report.peer
+        return report
 
     def _unary(
         self, call: "CallContext", inner: Callable[[Message, Context], Awaitable[Response]]
     ) -> Callable[[AsyncIterator[bytes], Context], Awaitable[Response]]:
         async def answer(requests: AsyncIterator[bytes], context: Context) -> Response:
-            report = self._report(call, context)
-            try:
+            async with self._report(call, context) as report:
                 with call.running() as running:
                     request = await call.receive(requests, running)
                     report.ids = ids_of(request)
@@ -102,42 +94,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                         report.ids |= trace_ids
                         with bound(**report.ids, **call.log_ids):
                             call.admit(request, report.ids)
-                            response = await inner(request, context)
-            except asyncio.CancelledError:
-                report.finish(grpc.StatusCode.CANCELLED)
-                raise
-            except Exception as error:
-                await report.fail(error, context)
-            report.finish(grpc.StatusCode.OK)
-            return response
+                            return await inner(request, context)
 
         return answer
 
-    def _server_stream(
-        self, call: "CallContext", inner: Callable[[Message, Context], AsyncGenerator[Response, None]]
+    def _stream(
+        self, call: "CallContext", handler: Handler
     ) -> Callable[[AsyncIterator[bytes], Context], AsyncIterator[Response]]:
-        async def answer(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Response]:
-            report = self._report(call, context)
+        """Return the handler of streamed responses to one request, or to a stream of requests."""
 
-            async def responses() -> AsyncIterator[Response]:
-                with call.running() as running:
-                    request = await call.receive(requests, running)
-                    report.ids = ids_of(request)
-                    call.admit(request, report.ids)
-                    async with aclosing(inner(request, context)) as answers:
-                        async for response in answers:
-                            call.recheck(report.ids)
-                            yield response
-
-            async with aclosing(report.forward(responses, context)) as answers:
-                async for response in answers:
-                    yield response
-
-        return answer
-
-    def _two_way_stream(
-        self, call: "CallContext", inner: Callable[[AsyncIterator[Message], Context], AsyncGenerator[Response, None]]
-    ) -> Callable[[AsyncIterator[bytes], Context], AsyncIterator[Response]]:
         async def answer(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Response]:
             report = self._report(call, context)
             response_count = 0
@@ -146,8 +111,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 request_count = 0
                 async for body in requests:
                     request_count += 1
+                    if call.method in _PACED and request_count > 1:
+                        await call.pace()
                     # One acknowledgement per response is free: who reads faster must not be cut off earlier.
-                    if call.method not in _ACKNOWLEDGED or not 1 < request_count <= 1 + response_count:
+                    elif call.method not in _ACKNOWLEDGED or not 1 < request_count <= 1 + response_count:
                         call.count()
                     request = call.decode(body, running)
                     report.ids = ids_of(getattr(request, "step", request)) or report.ids
@@ -155,18 +122,21 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     call.admit(request, report.ids)
                     yield request
 
-            async def responses() -> AsyncIterator[Response]:
-                nonlocal response_count
+            # No bound() here: grpc finishes a dropped stream in another context, where the ids cannot be unbound.
+            async with report:
                 with call.running() as running:
-                    async with aclosing(inner(admitted(running), context)) as answers:
-                        async for response in answers:
+                    if handler.stream_stream:
+                        responses = handler.stream_stream(admitted(running), context)
+                    else:
+                        request = await call.receive(requests, running)
+                        report.ids = ids_of(request)
+                        call.admit(request, report.ids)
+                        responses = handler.unary_stream(request, context)
+                    async with aclosing(responses):
+                        async for response in responses:
                             call.recheck(report.ids)
                             response_count += 1
                             yield response
-
-            async with aclosing(report.forward(responses, context)) as answers:
-                async for response in answers:
-                    yield response
 
         return answer
 
@@ -213,6 +183,11 @@ class CallContext:
             self._guard.count_health_call(self.peer)
         else:
             self._guard.count(self._known_caller, self.method, self.peer)
+
+    async def pace(self) -> None:
+        """Wait until the caller may send another message of bytes."""
+        while wait_s := self._guard.message_wait_s(self._known_caller, self.peer):  # noqa: ASYNC110 -- time passes
+            await asyncio.sleep(wait_s)
 
     async def receive(self, requests: AsyncIterator[bytes], running: RunningCall) -> Message:
         """Count and return the only request of a call. The request of an unknown caller is not read but empty.

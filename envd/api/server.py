@@ -93,11 +93,11 @@ def parse_listen(listen: str, *, exposable: bool = False) -> ListenAddress:
     is_bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
     if not host or is_bare_ipv6 or not port.isascii() or not port.isdigit() or int(port) > 65_535:
         raise ConfigError(
-            f"listen {listen!r}: is not HOST:PORT, [IPV6]:PORT or unix:PATH; write, for example, 127.0.0.1:50051"
+            f"listen {listen!r}: not HOST:PORT, [IPV6]:PORT or unix:PATH; write, for example, 127.0.0.1:50051"
         )
     if not exposable and not _is_loopback(host):
         raise ConfigError(
-            f"listen {listen!r}: can be reached from other hosts, which needs TLS and tokens or client"
+            f"listen {listen!r}: reachable from other hosts, which needs TLS and tokens or client"
             " certificates; set security.tls_cert, tls_key and tokens_file or client_ca, or listen on 127.0.0.1 or"
             " unix:PATH and forward the port over ssh"
         )
@@ -123,6 +123,7 @@ class ApiServer:
         listen: str,
         metrics: Metrics,
         security: SecurityConfig | None = None,
+        renewals: RateLimiter | None = None,
     ) -> None:
         """Check the address and read tokens and certificates; nothing listens before `start`.
 
@@ -131,11 +132,14 @@ class ApiServer:
             listen: The address; see `parse_listen`.
             metrics: Counts calls, failures and unreadable security files.
             security: Authentication and TLS; by default every caller that can reach the address is trusted.
+            renewals: Limits renewals of each caller; by default `RENEWALS_PER_S`.
 
         Raises:
             ConfigError: The address is malformed or must not be exposed, or a token or certificate file is invalid.
         """
         security = security or SecurityConfig()
+        if renewals is None:
+            renewals = RateLimiter(calls_per_second=RENEWALS_PER_S, burst=RENEWAL_BURST)
         self._listen = parse_listen(listen, exposable=security.is_exposable)
         self._credentials = _credentials(security, metrics)
         self._options = (
@@ -150,7 +154,7 @@ class ApiServer:
         self.guard = Guard(
             tokens=read_token_table(security, metrics),
             limiter=RateLimiter(calls_per_second=security.calls_per_second, burst=security.call_burst),
-            renewals=RateLimiter(calls_per_second=RENEWALS_PER_S, burst=RENEWAL_BURST),
+            renewals=renewals,
             max_calls=security.max_calls_in_flight,
             may_use=self._servicer.may_use,
         )

@@ -23,6 +23,7 @@ from envd.api.convert_requests import (
     file_data_of,
     fingerprint_of,
     fork_command,
+    forward_request,
     frames_request,
     guest_path_of,
     keep_alive_of,
@@ -46,6 +47,7 @@ from envd.api.convert_results import (
 )
 from envd.api.fields import int_in_range, request_id_of
 from envd.api.flow_control import AckTracker, paced
+from envd.api.forwarding import forwarded
 from envd.api.pages import page_of
 from envd.api.security.access import Caller, current_caller
 from envd.base.aio import race
@@ -253,8 +255,8 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         episode_id, path = episode_id_of(request.episode_id), guest_path_of(request.path)
         max_bytes = int_in_range(request.max_bytes, "max_bytes", default=MAX_FILE_BYTES, low=1, high=MAX_FILE_BYTES)
         with _refusals():
-            file = await self._episodes.read_file(episode_id, path, max_bytes=max_bytes)
-        return env_pb2.ReadGuestFileResponse(data=file.data)
+            data = await self._episodes.read_file(episode_id, path, max_bytes=max_bytes)
+        return env_pb2.ReadGuestFileResponse(data=data)
 
     async def WriteGuestFile(
         self, request: env_pb2.WriteGuestFileRequest, context: Context
@@ -276,6 +278,21 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
                 episode_id, argv, timeout_s=timeout_s, as_root=request.as_root, stdin=stdin
             )
         return env_pb2.RunGuestCommandResponse(exit_code=result.exit_code, stdout=result.stdout, stderr=result.stderr)
+
+    async def ForwardGuestPort(
+        self, request_iterator: AsyncIterator[env_pb2.ForwardGuestPortRequest], context: Context
+    ) -> AsyncIterator[env_pb2.ForwardGuestPortResponse]:
+        """Carry bytes between the client and a port of a guest, until both directions or the episode have ended."""
+        requests = aiter(request_iterator)
+        first = await anext(requests, env_pb2.ForwardGuestPortRequest())
+        episode_id, port, idle_timeout_s = forward_request(first)
+        with _refusals():
+            async with (
+                self._episodes.connect_port(episode_id, port, idle_timeout_s=idle_timeout_s) as connection,
+                aclosing(forwarded(connection, first, requests)) as responses,
+            ):
+                async for response in responses:
+                    yield response
 
     def _is_callers(self, episode_id: str) -> bool:
         return self.may_use(current_caller(), episode_id)

@@ -57,12 +57,12 @@ class _Section(BaseModel):
 
 
 class SettleConfig(_Section):
-    """When a screen counts as settled, unless the client overrides it. Milliseconds."""
+    """The rule by which a screen counts as settled, unless the client overrides it. Milliseconds."""
 
     quiet_ms: int = Field(default=300, ge=0, le=60_000)
     """The screen must not have changed for this long."""
     idle_ms: int = Field(default=40, ge=0, le=60_000)
-    """Or only for this long, if the guest's processors handled the input and were then idle as long; 0 for a fixed
+    """A shorter quiet time for a guest whose processors handled the input and were then idle as long; 0 for a fixed
     quiet time. Not after keys that activate a button, which some programs delay."""
     min_ms: int = Field(default=0, ge=0, le=60_000)
     """A step never returns sooner than this after its last input."""
@@ -123,7 +123,7 @@ class PoolConfig(_Section):
     boot_timeout_s: float = Field(default=600.0, gt=0, le=7200)
     """Longest time in seconds from starting a machine to a settled desktop, when the pool's template is booted."""
     settle: SettleConfig = SettleConfig()
-    """When a screen counts as settled, unless the client overrides it."""
+    """The rule by which a screen counts as settled, unless the client overrides it."""
 
     @model_validator(mode="after")
     def _room_for_the_ready_ones(self) -> Self:

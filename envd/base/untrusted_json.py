@@ -28,14 +28,16 @@ async def parse(document: bytes) -> JsonValue:
     return value
 
 
-async def check_structure(document: bytes) -> None:
+async def check_structure(
+    document: bytes, *, max_structure_bytes: int = MAX_STRUCTURE_BYTES, piece_bytes: int = _PIECE_BYTES
+) -> None:
     """Check that a document can be parsed quickly. Raises: ValueError: too much structure or too many escapes."""
-    if len(document) <= MAX_STRUCTURE_BYTES:
+    if len(document) <= max_structure_bytes:
         return
     structure_bytes = escape_count = 0
     is_in_string = is_escaped = False
-    for start in range(0, len(document), _PIECE_BYTES):
-        piece = document[start : start + _PIECE_BYTES]
+    for start in range(0, len(document), piece_bytes):
+        piece = document[start : start + piece_bytes]
         if is_escaped:
             piece = b"_" + piece[1:]
         # Escape sequences first, so that each quote that is left begins or ends a string.
@@ -45,8 +47,8 @@ async def check_structure(document: bytes) -> None:
         parts = piece.replace(b'\\"', b"__").split(b'"')
         structure_bytes += sum(map(len, parts[is_in_string::2]))
         is_in_string ^= len(parts) % 2 == 0
-        if structure_bytes > MAX_STRUCTURE_BYTES:
-            raise ValueError(f"more than {MAX_STRUCTURE_BYTES} bytes of JSON outside of strings")
+        if structure_bytes > max_structure_bytes:
+            raise ValueError(f"more than {max_structure_bytes} bytes of JSON outside of strings")
         if escape_count > MAX_ESCAPES:
             raise ValueError(f"more than {MAX_ESCAPES} escaped characters in JSON")
         await asyncio.sleep(0)

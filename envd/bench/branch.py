@@ -16,10 +16,8 @@ from envd.bench.report import (
     exempt_without_guests,
     figure,
     figures_of,
+    from_samples,
     mib,
-    p50,
-    p50_or_none,
-    p95,
 )
 from envd.bench.session import BenchSession, Steps
 
@@ -194,31 +192,20 @@ def branch_report(
     figures: list[Figure] = []
     all_samples: dict[str, list[float]] = {}
     for prefix, subject, samples in (("light_", "a fresh desktop", light), ("", who, worked)):
-        branch_ms = [sample.branch_ms for sample in samples]
-        pause_ms = [sample.parent_pause_ms for sample in samples]
-        dirty_mib = [mib(sample.dirty_bytes) for sample in samples if sample.dirty_bytes is not None]
-        values = BranchFigures(
-            branch_ms_p50=p50(branch_ms),
-            branch_ms_p95=p95(branch_ms),
-            parent_pause_ms_p50=p50(pause_ms),
-            copy_ms_p50=p50([sample.copy_ms for sample in samples]),
-            start_ms_p50=p50([sample.start_ms for sample in samples]),
-            other_ms_p50=p50([sample.other_ms for sample in samples]),
-            dirty_mib_p50=p50_or_none(dirty_mib),
-        )
+        measured = {
+            name: [getattr(sample, name) for sample in samples]
+            for name in ("branch_ms", "parent_pause_ms", "copy_ms", "start_ms", "other_ms")
+        }
+        measured["dirty_mib"] = [mib(sample.dirty_bytes) for sample in samples if sample.dirty_bytes is not None]
+        values = from_samples(BranchFigures, measured)
         exempt = exempt_without_guests(conditions)
         if (dirty := values.dirty_mib_p50) is not None and dirty > TARGET_DIRTY_MIB:
             exempt = exempt or f"{dirty:.0f} MiB are dirty; the target is for {TARGET_DIRTY_MIB} MiB"
         figures += figures_of(values, name=f"{prefix}{{}}", meaning=f"{subject}: {{}}", exempt=exempt)
-        all_samples |= {
-            f"{prefix}branch_ms": branch_ms,
-            f"{prefix}parent_pause_ms": pause_ms,
-            f"{prefix}dirty_mib": dirty_mib,
-        }
+        all_samples |= {f"{prefix}{name}": measured[name] for name in ("branch_ms", "parent_pause_ms", "dirty_mib")}
     exempt = exempt_without_guests(conditions)
     if (size := conditions["group_size"]) != TARGET_GROUP_SIZE:
         exempt = exempt or f"group_size is {size}, not {TARGET_GROUP_SIZE}"
-    groups = GroupFigures(group_first_frames_ms_p50=p50(group_ms), group_first_frames_ms_p95=p95(group_ms))
-    figures += figures_of(groups, exempt=exempt)
     all_samples["group_first_frames_ms"] = list(group_ms)
+    figures += figures_of(from_samples(GroupFigures, all_samples), exempt=exempt)
     return BenchReport(benchmark="branch", conditions=conditions, figures=figures, checks=(check,), samples=all_samples)

@@ -1,10 +1,11 @@
-"""Child processes of benchmarks and soaks: a module of envd with pipes for input and output."""
+"""Child processes of benchmarks and soaks, with pipes for input and output."""
 
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 #: Longest line that a child may write.
 _LINE_BYTES = 1 << 26
@@ -19,16 +20,27 @@ class Child:
     stdout: asyncio.StreamReader
 
 
+def run_module(module: str) -> AbstractAsyncContextManager[Child]:
+    """Run `python -m module`; see `run_program`. It inherits standard error."""
+    return run_program(sys.executable, "-m", module)
+
+
 @asynccontextmanager
-async def run_module(module: str) -> AsyncIterator[Child]:
-    """Run `python -m module`; after the block the process is killed unless it has ended. It inherits standard error."""
+async def run_program(*command: str, **options: Any) -> AsyncIterator[Child]:
+    """Run a command; after the block the process is killed unless it has ended.
+
+    Args:
+        command: The program and its arguments.
+        options: Further options of `asyncio.create_subprocess_exec`.
+    """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module),
+        *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         # Ctrl-C must reach only this process, which then ends the child.
         start_new_session=True,
         limit=_LINE_BYTES,
+        **options,
     )
     if process.stdin is None or process.stdout is None:
         raise AssertionError("the process was started with pipes")

@@ -51,7 +51,7 @@ DEFAULT_TASKS: Mapping[str, DefaultTasks] = {
         frames=("fake/save-note", "fake/move-and-count"),
     ),
 }
-"""By `Capabilities.task_suite`."""
+"""Default tasks by `Capabilities.task_suite`."""
 
 TASKS_WITHOUT_SETUP: Mapping[GuestOs, str] = {
     GuestOs.LINUX: "desktop/open-calculator",

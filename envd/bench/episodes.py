@@ -20,7 +20,7 @@ from cuaenv.client import AsyncEpisode
 from envd.base.errors import ConfigError
 from envd.bench.episodes_peer import PeerEpisode, PeerPauses, PlayedEpisode, play_as_peer
 from envd.bench.process_tree import tree_cpu_s, tree_pss_bytes
-from envd.bench.report import BenchReport, Check, figure, figures_of, mib, p50, p99
+from envd.bench.report import BenchReport, Check, figure, figures_of, from_samples, mib
 from envd.bench.session import BenchSession, Steps
 from envd.integrations.osworld.environment import Environment
 
@@ -92,9 +92,9 @@ class EpisodesPlan:
     concurrency: int
     """Episodes at a time."""
     episode_count: int
-    """Of ours; rounded up to whole groups."""
+    """Number of our episodes; rounded up to whole groups."""
     peer_episode_count: int
-    """Of the peer; rounded up to the same number for each of its environments."""
+    """Number of the peer's episodes; rounded up to the same number for each of its environments."""
     think_s: float
     pauses: PeerPauses
 
@@ -264,9 +264,9 @@ def episodes_report(conditions: dict[str, object], ours: Side, peer: Side, *, co
             ("evaluate", [episode.evaluate_s for episode in side.episodes]),
         )
     }
-    quantiles = {f"{name}_p50": p50(values) for name, values in samples.items()}
-    quantiles |= {f"{name}_p99": p99(values) for name, values in samples.items()}
-    values = EpisodesFigures(
+    values = from_samples(
+        EpisodesFigures,
+        samples,
         episodes_per_hour=per_hour,
         peer_episodes_per_hour=peer_per_hour,
         ratio=per_hour / peer_per_hour,
@@ -274,7 +274,6 @@ def episodes_report(conditions: dict[str, object], ours: Side, peer: Side, *, co
         peer_memory_mib_per_episode=mib(peer.memory_bytes) / concurrency,
         cpu_s_per_episode=ours.cpu_s / len(ours.episodes),
         peer_cpu_s_per_episode=peer.cpu_s / len(peer.episodes),
-        **quantiles,
     )
     solved, peer_solved = (sum(episode.score == 1.0 for episode in side.episodes) for side in (ours, peer))
     return BenchReport(

@@ -4,7 +4,6 @@ Its machines are made by the same hypervisor from the same image, and boot for e
 provider. `envd.bench.peer_program` has the flow.
 """
 
-import asyncio
 import json
 import os
 import tempfile
@@ -14,7 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from envd.bench.session import BenchFailed, BenchSession, new_machine_id
+from envd.bench.child import Child, run_program
+from envd.bench.report import BenchFailed
+from envd.bench.session import BenchSession, new_machine_id
 from envd.hypervisor.machine import Machine
 
 _PROGRAM = Path(__file__).parent / "peer_program.py"
@@ -47,7 +48,7 @@ class PlayedEpisode:
     score: float
     reset_s: float
     steps_s: Sequence[float]
-    """Without thinking."""
+    """Duration of each step, without thinking."""
     evaluate_s: float
 
 
@@ -77,7 +78,6 @@ async def play_as_peer(
     }
     try:
         async with _peer(python) as (process, log):
-            assert process.stdin is not None and process.stdout is not None  # noqa: S101, PT018 -- started with pipes
             process.stdin.write(json.dumps(plan).encode() + b"\n")
             while line := await process.stdout.readline():
                 message = json.loads(line)
@@ -104,24 +104,16 @@ async def play_as_peer(
 
 
 @asynccontextmanager
-async def _peer(python: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, Path]]:
+async def _peer(python: Path) -> AsyncIterator[tuple[Child, Path]]:
     """Run the program in an empty directory; yield its process and its log. Afterwards it is killed."""
     with tempfile.TemporaryDirectory(prefix="envd-peer-") as directory:
         log = Path(directory) / "log"
         with log.open("w") as errors:
-            process = await asyncio.create_subprocess_exec(
+            running = run_program(
                 *(str(python), "-I", str(_PROGRAM)),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
                 cwd=directory,
                 env={**os.environ, "TMPDIR": directory},
-                # Ctrl-C must reach only this process, which then ends the child.
-                start_new_session=True,
             )
-        try:
-            yield process, log
-        finally:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
+            async with running as child:
+                yield child, log

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 
 from envd.base.aio import shielded
 from envd.bench.report import (
+    BenchFailed,
     BenchReport,
     Target,
     exempt_without_guests,
     figure,
     figures_of,
+    from_samples,
     mib,
     p50,
-    p50_or_none,
-    p95,
 )
-from envd.bench.session import BenchFailed, BenchSession, Steps, new_machine_id
+from envd.bench.session import BenchSession, Steps, new_machine_id
 from envd.guest.desktop import Desktop
 from envd.hypervisor.machine import Accelerator, GuestOs
 from envd.hypervisor.qemu.processes import machine_pids, memory_of
@@ -257,23 +257,20 @@ def fork_report(
     memory: UsedMemory | None,
 ) -> BenchReport:
     """Return the report. Pure."""
-    raw = p50_or_none(raw_ms)
-    values = ForkFigures(
+    samples = {"acquire_ms": acquire_ms, "fork_ms": fork_ms, "raw_qemu_fork_ms": raw_ms, "destroy_ms": destroy_ms}
+    values = from_samples(
+        ForkFigures,
+        samples,
         cold_boot_s=cold_boot_s,
-        acquire_ms_p50=p50(acquire_ms),
         acquire_ms_first=acquire_ms[0],
         acquire_ms_max=max(acquire_ms),
         cold_boot_over_acquire=1000 * cold_boot_s / p50(acquire_ms),
-        fork_ms_p50=p50(fork_ms),
-        fork_ms_p95=p95(fork_ms),
-        raw_qemu_fork_ms_p50=raw,
-        fork_over_raw=None if raw is None else p50(fork_ms) / raw,
-        destroy_ms_p50=p50(destroy_ms),
+        fork_over_raw=p50(fork_ms) / p50(raw_ms) if raw_ms else None,
         forks_per_min_1=forks_per_min[0],
         forks_per_min_2=forks_per_min[1],
-        marginal_pss_mib=None if memory is None else mib(memory.pss_bytes + memory.daemon_growth_bytes),
-        private_dirty_mib=None if memory is None else mib(memory.private_dirty_bytes),
-        standby_pss_mib=None if memory is None else mib(memory.standby_pss_bytes),
+        marginal_pss_mib=mib(memory.pss_bytes + memory.daemon_growth_bytes) if memory else None,
+        private_dirty_mib=mib(memory.private_dirty_bytes) if memory else None,
+        standby_pss_mib=mib(memory.standby_pss_bytes) if memory else None,
     )
     return BenchReport(
         benchmark="fork",
@@ -282,7 +279,7 @@ def fork_report(
             replace(each, exempt=each.exempt or _other_load(conditions)) if each.name == "marginal_pss_mib" else each
             for each in figures_of(values, exempt=exempt_without_guests(conditions))
         ],
-        samples={"acquire_ms": acquire_ms, "fork_ms": fork_ms, "raw_qemu_fork_ms": raw_ms, "destroy_ms": destroy_ms},
+        samples=samples,
     )
 
 

@@ -21,10 +21,21 @@ from cuaenv.frames import TiledImage
 from PIL import Image
 
 from envd.api.convert_results import frame_message
-from envd.bench.client import ClientProcess, open_client
 from envd.bench.playing import max_steps_of, play
-from envd.bench.report import BenchReport, Check, Target, exempt_without_guests, figure, figures_of, kib, p50
-from envd.bench.session import BenchFailed, BenchSession, Steps
+from envd.bench.rebuilding import ClientProcess, open_client
+from envd.bench.report import (
+    BenchFailed,
+    BenchReport,
+    Check,
+    Target,
+    exempt_without_guests,
+    figure,
+    figures_of,
+    from_samples,
+    kib,
+    p50,
+)
+from envd.bench.session import BenchSession, Steps
 from envd.guest.display.encoder import FrameEncoder
 from envd.guest.display.frames import Frame
 from envd.guest.observation import Encoding, ObservationOptions
@@ -34,6 +45,7 @@ from envd.tasks.model import Task
 _TARGET_FRAMES = 20
 #: The first round loads code, in this process and in the client's.
 _WARM_UPS = 1
+_KINDS = ("png", "delta", "keyframe")
 _RAW = ObservationOptions(encoding=Encoding.RAW_ZSTD)
 
 Pixels = npt.NDArray[np.uint8]
@@ -76,7 +88,7 @@ class Recording:
 
     task_id: str
     frames_HWC: tuple[Pixels, ...]
-    """Before its first step and after each, with the pointer drawn in."""
+    """Screens before the first step and after each, with the pointer drawn in."""
 
     @property
     def step_count(self) -> int:
@@ -306,25 +318,19 @@ def _median(costs: Sequence[FrameCost]) -> FrameCost:
 
 def frames_report(conditions: dict[str, object], costs: Sequence[FrameCost], lossless: Check) -> BenchReport:
     """Return the report. Pure."""
-    samples = {
-        "png_ms": [cost.png.total_ms for cost in costs],
-        "png_kib": [kib(cost.png.size_bytes) for cost in costs],
-        "delta_ms": [cost.delta.total_ms for cost in costs],
-        "delta_kib": [kib(cost.delta.size_bytes) for cost in costs],
-        "encode_ms": [cost.delta.encode_ms for cost in costs],
-        "client_rebuild_ms": [cost.delta.rebuild_ms for cost in costs],
-        "keyframe_ms": [cost.keyframe.total_ms for cost in costs],
-        "keyframe_kib": [kib(cost.keyframe.size_bytes) for cost in costs],
-    }
-    medians = {f"{name}_p50": p50(values) for name, values in samples.items()}
+    samples = {f"{kind}_ms": [getattr(cost, kind).total_ms for cost in costs] for kind in _KINDS}
+    samples |= {f"{kind}_kib": [kib(getattr(cost, kind).size_bytes) for cost in costs] for kind in _KINDS}
+    samples["encode_ms"] = [cost.delta.encode_ms for cost in costs]
+    samples["client_rebuild_ms"] = [cost.delta.rebuild_ms for cost in costs]
     changed = [cost.delta for cost in costs if cost.has_changed]
-    values = FrameFigures(
+    values = from_samples(
+        FrameFigures,
+        samples,
         changed_delta_ms_p50=p50([cost.total_ms for cost in changed]),
         changed_delta_kib_p50=p50([kib(cost.size_bytes) for cost in changed]),
-        delta_time_ratio=medians["delta_ms_p50"] / medians["png_ms_p50"],
-        delta_size_ratio=medians["delta_kib_p50"] / medians["png_kib_p50"],
+        delta_time_ratio=p50(samples["delta_ms"]) / p50(samples["png_ms"]),
+        delta_size_ratio=p50(samples["delta_kib"]) / p50(samples["png_kib"]),
         lossless=lossless.passed,
-        **medians,
     )
     exempt = exempt_without_guests(conditions)
     if len(costs) < _TARGET_FRAMES:

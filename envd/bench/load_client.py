@@ -47,15 +47,15 @@ class LoadPlan:
     """The load."""
 
     addresses: Sequence[str]
-    """Of the daemons."""
+    """Addresses of the daemons."""
     echo_address: str
     task_id: str
     pool: str
     client_count: int
     duration_s: float
-    """Of each measured phase."""
+    """Duration of each measured phase."""
     points: Sequence[tuple[int, int]]
-    """Where each client clicks, in turn."""
+    """Points that each client clicks, in turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class LoadResult:
     call_count: int
     elapsed_s: float
     latencies_ms: Sequence[float]
-    """Of each call."""
+    """Duration of each call."""
     request_bytes: int = 0
     """Median."""
     response_bytes: int = 0

@@ -1,20 +1,24 @@
 """Draws the JSON reports of benchmarks as SVG: all samples, growth over machines, the trade-off of settling, steps/s.
 
-Decides which plots a report has; `cuaenv.plots` draws them.
+Needs the extra `plots`.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from statistics import median
 
-from cuaenv.plots import Point, Series, amounts, connected, strips
+from cuaenv.plots import PlotsMissing, svg_plot
 from pydantic import BaseModel, ValidationError
 
 from envd.base.errors import ConfigError
 
 #: The name of a list of times: what was measured, its unit, and for `growth` the number of machines.
 _TIMES = re.compile(r"(?P<name>\w+?)_(?P<unit>ms|s)(?:_(?P<size>\d+))?")
+#: Most dots of a row of samples.
+_MAX_DOTS = 100
 #: Plots of `growth`: the y axis, and the label of each result.
 _GROWTH = {
     "memory": (
@@ -65,17 +69,18 @@ def write_plots(directory: Path) -> list[Path]:
     They replace files of an earlier call. Nothing is written if a report is malformed.
 
     Raises:
-        ConfigError: The directory has no report, or a JSON file of it is not a report.
+        ConfigError: The directory has no report, a JSON file of it is not a report, or matplotlib is not installed.
     """
-    reports = {path.stem: _read(path) for path in sorted(directory.glob("*.json"))}
+    reports = {path.with_suffix(""): _read(path) for path in sorted(directory.glob("*.json"))}
     if not reports:
-        raise ConfigError(f"{directory}: has no report NAME.json; write one with `envd bench step --json`")
-    plots = _rates(reports)
-    for stem, report in reports.items():
-        plots |= _plots(stem, report)
-    for name, plot in plots.items():
-        (directory / f"{name}.svg").write_text(plot)
-    return [directory / f"{name}.svg" for name in plots]
+        raise ConfigError(f"{directory}: no report NAME.json; write one with `envd bench step --json`")
+    try:
+        return [
+            *_draw_rates(directory / "rates.svg", {path.name: each for path, each in reports.items()}),
+            *(plot for path, report in reports.items() for plot in _draw(path, report)),
+        ]
+    except PlotsMissing as error:
+        raise ConfigError(f"envd bench plot: {error}") from error
 
 
 def _read(path: Path) -> _Report:
@@ -85,44 +90,102 @@ def _read(path: Path) -> _Report:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ConfigError(
-            f"{path}: is not a report of `envd bench` ({where}: {first['msg']}); write it with --json, or move it away"
+            f"{path}: not a report of `envd bench` ({where}: {first['msg']}); write it with --json, or move it away"
         ) from error
 
 
-def _plots(stem: str, report: _Report) -> dict[str, str]:
-    """Return the plots of a report by name."""
-    plots = {}
-    times = _times(report.samples)
-    if times:
-        unit, rows = times
-        plots[stem] = strips(rows, title=report.title(stem), unit=unit)
+def _draw(path: Path, report: _Report) -> list[Path]:
+    """Draw a report as files whose names start with `path`; return them."""
+    written = []
+    if times := _times(report.samples):
+        written.append(path.with_name(f"{path.name}.svg"))
+        _draw_samples(written[-1], *times, title=report.title(path.name))
     if report.benchmark == "growth":
         for name, (unit, shown) in _GROWTH.items():
-            series = _growth(report, shown)
-            if series:
-                plots[f"{stem}-{name.lower()}"] = connected(
-                    series,
-                    title=report.title(f"{stem}: {name}"),
-                    x_title="standby machines",
-                    y_title=unit,
-                    x_ticks=report.conditions.sizes,
-                )
+            if series := _growth(report, shown):
+                written.append(path.with_name(f"{path.name}-{name.lower()}.svg"))
+                with svg_plot(written[-1], title=report.title(f"{path.name}: {name}")) as axes:
+                    for label, points in series.items():
+                        axes.plot(*zip(*points, strict=True), "o-", label=label, gid=label)
+                    axes.set(xlabel="standby machines", ylabel=unit, xticks=report.conditions.sizes, ylim=(0, None))
+                    axes.legend()
     if report.curve:
-        plots[f"{stem}-curve"] = _curve(report)
-    return plots
+        written.append(path.with_name(f"{path.name}-curve.svg"))
+        _draw_curve(written[-1], report)
+    return written
 
 
-def _rates(reports: Mapping[str, _Report]) -> dict[str, str]:
-    """Return one plot of all reports of `envd bench scale`, to compare them; none without such a report."""
+def _draw_samples(path: Path, unit: str, rows: Mapping[str, Sequence[float]], *, title: str) -> None:
+    """Draw the samples of each row as dots, with a line at the row's median.
+
+    Of a row with more than 100 samples, 100 are drawn that are evenly spaced in their order of size.
+    """
+    least = min((value for values in rows.values() for value in values if value > 0), default=1.0)
+    with svg_plot(path, title=title, height_in=1.2 + 0.3 * len(rows)) as axes:
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator  # noqa: PLC0415 -- an extra
+
+        for row, (name, values) in enumerate(rows.items()):
+            ordered = sorted(values)
+            count = min(len(ordered), _MAX_DOTS)
+            # A sample of 0 has no place on a logarithmic axis.
+            x = [max(least, ordered[index * (len(ordered) - 1) // max(1, count - 1)]) for index in range(count)]
+            # Spread over the row's height in a fixed pattern, so that equal samples do not hide each other.
+            y = [row - 0.3 + 0.6 * (index * 0.618 % 1) for index in range(count)]
+            axes.plot(x, y, "o", color="C0", alpha=0.4, markersize=4, markeredgewidth=0, gid=name)
+            middle = median(values)
+            axes.vlines(max(least, middle), row - 0.4, row + 0.4, color="C1", linewidth=2.5)
+            axes.text(1.01, row, f"{_number(middle)} {unit}", va="center", transform=axes.get_yaxis_transform())
+        axes.set(xscale="log", xlabel=f"{unit}, logarithmic; a line is a median")
+        low, high = axes.get_xlim()
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set(yticks=range(len(rows)), yticklabels=rows, ylim=(len(rows) - 0.4, -0.6))
+        axes.grid(visible=False, axis="y")
+
+
+def _draw_curve(path: Path, report: _Report) -> None:
+    """Draw the trade-off of settling: a curve per kind of policy, such as `idle 100 ms`."""
+    kinds: dict[str, list[_Policy]] = {"fixed": [], "idle": []}
+    for each in report.curve:
+        kinds.setdefault(each.policy.partition(" ")[0], []).append(each)
+    with svg_plot(path, title=report.title("settling: waiting time and too early frames")) as axes:
+        room_ms = max(each.settle_ms_p50 for each in report.curve) / 10
+        for index, (kind, policies) in enumerate(kinds.items()):
+            if not policies:
+                continue
+            points = [(each.settle_ms_p50, 100 * each.late_change_rate) for each in policies]
+            axes.plot(*zip(*points, strict=True), "o-" if len(points) > 1 else "s", label=kind)
+            labelled = (-math.inf, 0.0)
+            for each, (x, y) in zip(policies, points, strict=True):
+                if x - labelled[0] >= room_ms or y != labelled[1]:
+                    labelled = (x, y)
+                    # Below the points of every second kind, so that labels of neighbours do not overlap.
+                    offset = (5, -12 if index % 2 else 5)
+                    axes.annotate(each.policy.partition(" ")[2], labelled, offset, textcoords="offset points")
+        axes.set(xlabel="settle time, median (ms)", ylabel="% of the steps that change after their frame")
+        axes.set(xlim=(0, None), ylim=(0, None))
+        axes.legend()
+
+
+def _draw_rates(path: Path, reports: Mapping[str, _Report]) -> list[Path]:
+    """Draw one plot of all reports of `envd bench scale`, to compare them; return it. None without such a report."""
     scales = {stem: report for stem, report in reports.items() if report.benchmark == "scale"}
     if not scales:
-        return {}
+        return []
     shown = {"steps": "steps_per_s", "bare gRPC": "bare_rpc_per_s"}
     rows = {f"{stem}: {name}": each.results[key] or 0 for stem, each in scales.items() for name, key in shown.items()}
     subject = "steps per second of all clients"
     titles = {each.title(subject) for each in scales.values()}
     # Reports of different hosts have no common title.
-    return {"rates": amounts(rows, title=titles.pop() if len(titles) == 1 else subject, x_title="per second")}
+    title = titles.pop() if len(titles) == 1 else subject
+    with svg_plot(path, title=title, height_in=1.1 + 0.3 * len(rows)) as axes:
+        axes.bar_label(axes.barh(list(rows), list(rows.values())), fmt=_number, padding=4)
+        axes.set(xlabel="per second")
+        axes.margins(x=0.12)
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+    return [path]
 
 
 def _times(samples: Mapping[str, Sequence[float]]) -> tuple[str, dict[str, Sequence[float]]] | None:
@@ -138,31 +201,21 @@ def _times(samples: Mapping[str, Sequence[float]]) -> tuple[str, dict[str, Seque
     return (unit, rows) if rows else None
 
 
-def _growth(report: _Report, shown: Mapping[str, str]) -> list[Series]:
-    """Return a series over the numbers of machines for each result.
+def _growth(report: _Report, shown: Mapping[str, str]) -> dict[str, list[tuple[int, float]]]:
+    """Return points over the numbers of machines for each result.
 
     Values that were not measured are left out, and negative ones: MemAvailable rises if other users of the host end.
     """
     found = {
         label: [
-            Point(size, value)
+            (size, value)
             for size in report.conditions.sizes
             if (value := report.results.get(f"{name}_{size}")) is not None and value >= 0
         ]
         for name, label in shown.items()
     }
-    return [Series(label, points) for label, points in found.items() if points]
+    return {label: points for label, points in found.items() if points}
 
 
-def _curve(report: _Report) -> str:
-    """Return the trade-off of settling: a curve per kind of policy, such as `idle 100 ms`."""
-    kinds: dict[str, list[Point]] = {"fixed": [], "idle": []}
-    for each in report.curve:
-        kind, _, rest = each.policy.partition(" ")
-        kinds.setdefault(kind, []).append(Point(each.settle_ms_p50, 100 * each.late_change_rate, rest))
-    return connected(
-        [Series(kind, points) for kind, points in kinds.items() if points],
-        title=report.title("settling: waiting time and too early frames"),
-        x_title="settle time, median (ms)",
-        y_title="% of the steps whose screen changes after their frame",
-    )
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

@@ -41,9 +41,9 @@ class RawFork:
     overlay_ms: float
     """Creating its directory and disk."""
     spawn_ms: float
-    """Until QEMU's monitor responded."""
+    """Starting QEMU, until its monitor responded."""
     load_ms: float
-    """Until its state was loaded and its port known."""
+    """Loading the state, until the forwarded port was known."""
 
     @property
     def total_ms(self) -> float:

@@ -5,18 +5,26 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from envd.base.errors import EnvdError
 from envd.hypervisor.machine import Accelerator
 
+F = TypeVar("F")
 Value = float | bool | None
 """Value of a figure; None if it cannot be measured on this host."""
 
 _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
+
+
+class BenchFailed(EnvdError):
+    """The service returned a wrong result, so that the figures would mean nothing."""
+
+    reason = "BENCH_FAILED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +47,7 @@ class Figure:
     """One result."""
 
     name: str
-    """With its unit, as in the JSON."""
+    """Name with the unit, as in the JSON."""
     value: Value
     meaning: str
     """Exactly what was measured."""
@@ -58,6 +66,15 @@ class Figure:
 def figure(meaning: str, target: Target | None = None) -> Any:
     """Declare a field of a dataclass for `figures_of`; the field's name is the figure's, with its unit."""
     return field(metadata={"meaning": meaning, "target": target})
+
+
+def from_samples(kind: type[F], samples: Mapping[str, Sequence[float]], **values: Value) -> F:
+    """Return a dataclass of figures: a field NAME_pNN is that percentile of the samples NAME, others are `values`."""
+    for each in fields(kind):  # type: ignore[arg-type] # a dataclass
+        name, _, percent = each.name.rpartition("_p")
+        if percent.isdecimal() and name in samples:
+            values.setdefault(each.name, percentile(samples[name], int(percent)))
+    return kind(**values)
 
 
 def figures_of(
@@ -180,28 +197,20 @@ def exempt_without_guests(conditions: Mapping[str, object]) -> str:
     return "fake desktops: no guest runs" if conditions["accelerator"] == Accelerator.FAKE.value else ""
 
 
+def percentile(samples: Sequence[float], percent: int) -> float | None:
+    """Return the median, or the least sample that `percent` of 100 do not exceed; None without samples."""
+    if not samples:
+        return None
+    return median(samples) if percent == 50 else sorted(samples)[math.ceil(percent * len(samples) / 100) - 1]
+
+
 def p50(samples: Sequence[float]) -> float:
-    """Return the median."""
+    """Return the median of at least one sample."""
     return median(samples)
 
 
-def p50_or_none(samples: Sequence[float]) -> float | None:
-    """Return the median, or None without samples."""
-    return median(samples) if samples else None
-
-
-def p90(samples: Sequence[float]) -> float:
-    """Return the least sample that 90 of 100 do not exceed; with fewer than 10 samples, the largest."""
-    return sorted(samples)[math.ceil(0.9 * len(samples)) - 1]
-
-
-def p95(samples: Sequence[float]) -> float:
-    """Return the least sample that 95 of 100 do not exceed; with fewer than 20 samples, the largest."""
-    return sorted(samples)[math.ceil(0.95 * len(samples)) - 1]
-
-
 def p99(samples: Sequence[float]) -> float:
-    """Return the least sample that 99 of 100 do not exceed; with fewer than 100 samples, the largest."""
+    """Return the least of at least one sample that 99 of 100 do not exceed."""
     return sorted(samples)[math.ceil(0.99 * len(samples)) - 1]
 
 

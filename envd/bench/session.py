@@ -17,22 +17,21 @@ from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, View
 from envd.base.config import Config
 from envd.base.errors import EnvdError, GuestUnresponsive
 from envd.base.version import envd_version
+from envd.bench.report import BenchFailed
 from envd.daemon.composition import Daemon, open_daemon
 from envd.daemon.ephemeral import ephemeral_config
 from envd.hypervisor.machine import Snapshot
 from envd.hypervisor.qemu.processes import machine_pids, written_guest_bytes
+from envd.pool.leased import LeasedMachine
 from envd.pool.memory import host_memory_mib
 from envd.pool.pool import Pool
+from envd.tasks.model import Task
+from envd.tasks.setup import run_setup
 
 #: How long a benchmark waits for room for its machines on the host.
 SHORTAGE_PATIENCE_S = 60.0
+_SETUP_TIMEOUT_S = 300.0
 _PNG = b"\x89PNG\r\n\x1a\n"
-
-
-class BenchFailed(EnvdError):
-    """The service returned a wrong result, so that the figures would mean nothing."""
-
-    reason = "BENCH_FAILED"
 
 
 class CallError(EnvdError):
@@ -99,7 +98,7 @@ class BenchSession:
         pids = machine_pids(self.state_dir) if self.runs_guests else {}
         return max(map(written_guest_bytes, pids.values()), default=None)
 
-    async def refilled(self, *, leased_count: int = 0) -> None:
+    async def refilled(self, *, leased_count: int = 0, shortage_patience_s: float = 60.0) -> None:
         """Wait until all standby machines of the pool are ready and it has no others than `leased_count` leased ones.
 
         Raises:
@@ -120,7 +119,7 @@ class BenchSession:
                         return
                     # A healthy pool with a problem has no room on its host. Machines that others destroy make room.
                     is_short = now.healthy and bool(now.problem)
-                    short_end_s = (short_end_s or loop_time() + SHORTAGE_PATIENCE_S) if is_short else None
+                    short_end_s = (short_end_s or loop_time() + shortage_patience_s) if is_short else None
                     limit.reschedule(min(end_s, short_end_s or end_s))
                     await changed.wait()
         except TimeoutError as error:
@@ -152,6 +151,22 @@ class BenchSession:
             if len(episodes) != size or not all(each.observation.data.startswith(_PNG) for each in episodes):
                 raise BenchFailed(f"task {task_id}: Reset did not return {size} first frames as PNG")
             yield episodes
+
+    @asynccontextmanager
+    async def set_up_machine(self, task: Task) -> AsyncIterator[LeasedMachine]:
+        """Lease a machine directly from the pool, run it throughout the block, and perform a task's setup on it.
+
+        Raises:
+            MachineLost, GuestError, GuestUnresponsive, SetupFailed: The setup failed.
+        """
+        granted = await self.pool.lease(timeout_s=_SETUP_TIMEOUT_S)
+        [leased] = granted.machines
+        try:
+            async with leased.running():
+                await run_setup(task, leased.desktop, timeout_s=_SETUP_TIMEOUT_S)
+                yield leased
+        finally:
+            await self.pool.release([leased])
 
     def conditions(self, **more: object) -> dict[str, object]:
         """Return a description of the host, the machines and, with `more`, the run."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from cuaenv.actions import Action, Done, Fail, Wait
 
 from envd.bench.playing import wait_until_met
-from envd.bench.report import BenchReport, figure, figures_of, p50, p90
-from envd.bench.session import BenchFailed, BenchSession, Steps
+from envd.bench.report import BenchFailed, BenchReport, figure, figures_of, from_samples, p50, percentile
+from envd.bench.session import BenchSession, Steps
 from envd.bench.settle_recording import RecordedStep, Recorder, replay_settling
 from envd.guest.observation import SettlePolicy
 from envd.pool.leased import LeasedMachine
@@ -23,10 +23,7 @@ from envd.tasks.model import Task
 from envd.tasks.oracle import WaitFor
 from envd.tasks.queries import Query
 from envd.tasks.replay import replay
-from envd.tasks.setup import run_setup
 
-_LEASE_TIMEOUT_S = 300.0
-_SETUP_TIMEOUT_S = 300.0
 _QUERY_TIMEOUT_S = 120.0
 _QUERY_INTERVAL_S = 0.5
 _IDLE_MS = (25, 50, 75, 100, 150, 200)
@@ -89,18 +86,10 @@ async def measure_settle(bench: BenchSession, tasks: Sequence[Task], *, watch_s:
 async def record_task(bench: BenchSession, task: Task, *, watch_s: float, steps: Steps) -> list[RecordedStep]:
     """Play a task's oracle on a new machine; return the recordings of its steps with input."""
     steps.begin(f"setting up {task.task_id}")
-    granted = await bench.pool.lease(timeout_s=_LEASE_TIMEOUT_S)
-    [leased] = granted.machines
-    try:
-        async with leased.running():
-            await run_setup(task, leased.desktop, timeout_s=_SETUP_TIMEOUT_S)
-            recorder = Recorder(
-                leased.desktop, leased.machine, watch_s=watch_s, ignored=bench.pool.settings.settle.ignored
-            )
-            await _play(leased, task, recorder, steps=steps)
-            return recorder.steps()
-    finally:
-        await bench.pool.release([leased])
+    async with bench.set_up_machine(task) as leased:
+        recorder = Recorder(leased.desktop, leased.machine, watch_s=watch_s, ignored=bench.pool.settings.settle.ignored)
+        await _play(leased, task, recorder, steps=steps)
+        return recorder.steps()
 
 
 async def _play(leased: LeasedMachine, task: Task, recorder: Recorder, *, steps: Steps) -> None:
@@ -170,28 +159,27 @@ async def settle_report(
         f"idle {idle_ms} ms": await judge(recorded, replace(policy, idle_ms=idle_ms), watch_s=watch_s)
         for idle_ms in _IDLE_MS
     }
-    values = SettleFigures(
+    samples = {"settle_ms": own.settle_ms, "fixed_settle_ms": fixed.settle_ms}
+    values = from_samples(
+        SettleFigures,
+        samples,
         steps=len(recorded),
         late_change_rate=own.late_change_rate,
         fixed_late_change_rate=fixed.late_change_rate,
-        settle_ms_p50=p50(own.settle_ms),
-        settle_ms_p90=p90(own.settle_ms),
-        fixed_settle_ms_p50=p50(fixed.settle_ms),
-        fixed_settle_ms_p90=p90(fixed.settle_ms),
         unsettled_rate=1 - sum(own.is_settled) / len(recorded),
     )
     return BenchReport(
         benchmark="settle",
         conditions=dict(conditions),
         figures=figures_of(values),
-        samples={"settle_ms": own.settle_ms, "fixed_settle_ms": fixed.settle_ms},
+        samples=samples,
         tables={
             "curve": [
                 {
                     "policy": name,
                     "late_change_rate": each.late_change_rate,
                     "settle_ms_p50": p50(each.settle_ms),
-                    "settle_ms_p90": p90(each.settle_ms),
+                    "settle_ms_p90": percentile(each.settle_ms, 90) or 0.0,
                 }
                 for name, each in {"pool": own, **curve}.items()
             ]

@@ -62,7 +62,7 @@ class RecordedStep:
 
     input_s: float
     may_act_late: bool
-    """See `envd.guest.acting.may_act_late`."""
+    """Result of `envd.guest.acting.may_act_late` for the input."""
     refreshes: Sequence[Refresh]
     changes: Sequence[Change]
     content_s: Sequence[float] = ()

@@ -13,23 +13,32 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from cuaenv.actions import Action, Click, Move, PressKeys, to_proto
+from cuaenv.action_codec import to_proto
+from cuaenv.actions import Action, Click, Move, PressKeys
 from cuaenv.client import AsyncEpisode
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id
 from PIL import Image
 
 from envd.bench.child import run_module
-from envd.bench.client import ClientProcess, open_client
-from envd.bench.report import BenchReport, Target, exempt_without_guests, figure, figures_of, kib, p50, p50_or_none, p99
-from envd.bench.session import BenchFailed, BenchSession, Steps
+from envd.bench.rebuilding import ClientProcess, open_client
+from envd.bench.report import (
+    BenchFailed,
+    BenchReport,
+    Target,
+    exempt_without_guests,
+    figure,
+    figures_of,
+    from_samples,
+    kib,
+    p50,
+)
+from envd.bench.session import BenchSession, Steps
 from envd.guest.guestd import GuestdClient
 from envd.pool.leased import LeasedMachine
 from envd.tasks.model import Task
-from envd.tasks.setup import run_setup
 
 #: The pause of peers between an action and its screenshot.
 PEER_PAUSE_S = 2.0
@@ -40,7 +49,7 @@ _PEER_WARM_UPS = 3
 _THINK_S = 0.05
 _STEP_TIMEOUT_S = 300.0
 _COMMAND_TIMEOUT_S = 60.0
-_SETUP_TIMEOUT_S = 300.0
+_VIEWER_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +93,7 @@ class StepTimes:
     """One step over gRPC, in milliseconds."""
 
     step_ms: float
-    """From the client's call until it has the response."""
+    """Time from the client's call until it has the response."""
     input_ms: float
     settle_ms: float
     resume_ms: float
@@ -93,7 +102,7 @@ class StepTimes:
     daemon_ms: float
     """The whole step as reported by the daemon."""
     rebuild_ms: float
-    """Until the client has the pixels."""
+    """Time until the client has the pixels."""
     frame_bytes: int
 
     @property
@@ -125,6 +134,11 @@ class PeerTimes:
     def step_ms(self) -> float:
         """The whole step."""
         return self.input_ms + self.pause_ms + self.screenshot_ms + self.decode_ms
+
+
+#: Parts of a step, in the report's order.
+_PARTS = ("overhead", "step", "input", "settle", "resume", "observe", "pause", "wire", "rebuild")
+_PEER_PARTS = ("step", "input", "screenshot", "decode")
 
 
 def script(count: int) -> tuple[Action, ...]:
@@ -208,7 +222,7 @@ async def _viewer(bench: BenchSession, shown_count: int) -> AsyncIterator[None]:
         return
     async with run_module("envd.bench.console_viewer") as child:
         child.stdin.write(f"http://{bench.daemon.console_address} {shown_count}\n".encode())
-        async with asyncio.timeout(_SETUP_TIMEOUT_S):
+        async with asyncio.timeout(_VIEWER_TIMEOUT_S):
             line = await child.stdout.readline()
         if line != b"ready\n":
             raise BenchFailed("the console's page ended; its error is on standard error")
@@ -272,21 +286,15 @@ async def _play_as_peers(
 ) -> list[PeerTimes]:
     """Play on a machine leased directly from the pool, which runs throughout."""
     steps.begin("setting up for peers")
-    granted = await bench.pool.lease(timeout_s=_SETUP_TIMEOUT_S)
-    [leased] = granted.machines
-    try:
-        async with leased.running():
-            await run_setup(task, leased.desktop, timeout_s=_SETUP_TIMEOUT_S)
-            # Peers have no display connection that costs QEMU time.
-            await leased.desktop.close()
-            async with _guestd(leased) as guestd:
-                times = []
-                for action in actions:
-                    times.append(await _peer_step(guestd, action))
-                    steps.done("stepping as peers do")
-                return times
-    finally:
-        await bench.pool.release([leased])
+    async with bench.set_up_machine(task) as leased:
+        # Peers have no display connection that costs QEMU time.
+        await leased.desktop.close()
+        async with _guestd(leased) as guestd:
+            times = []
+            for action in actions:
+                times.append(await _peer_step(guestd, action))
+                steps.done("stepping as peers do")
+            return times
 
 
 def _guestd(leased: LeasedMachine) -> GuestdClient:
@@ -333,29 +341,12 @@ def xdotool_command(action: Action) -> list[str]:
 
 def step_report(conditions: dict[str, object], times: Sequence[StepTimes], peer: Sequence[PeerTimes]) -> BenchReport:
     """Return the report; `peer` is empty if no guest runs. Pure."""
-    samples = {
-        "overhead_ms": [each.overhead_ms for each in times],
-        "step_ms": [each.step_ms for each in times],
-        "input_ms": [each.input_ms for each in times],
-        "settle_ms": [each.settle_ms for each in times],
-        "resume_ms": [each.resume_ms for each in times],
-        "observe_ms": [each.observe_ms for each in times],
-        "pause_ms": [each.pause_ms for each in times],
-        "wire_ms": [each.wire_ms for each in times],
-        "rebuild_ms": [each.rebuild_ms for each in times],
-        "frame_kib": [kib(each.frame_bytes) for each in times],
-        "peer_step_ms": [each.step_ms for each in peer],
-        "peer_input_ms": [each.input_ms for each in peer],
-        "peer_screenshot_ms": [each.screenshot_ms for each in peer],
-        "peer_decode_ms": [each.decode_ms for each in peer],
-    }
-    medians: dict[str, Any] = {f"{name}_p50": p50_or_none(values) for name, values in samples.items()}
+    samples = {f"{part}_ms": [getattr(each, f"{part}_ms") for each in times] for part in _PARTS}
+    samples["frame_kib"] = [kib(each.frame_bytes) for each in times]
+    samples |= {f"peer_{part}_ms": [getattr(each, f"{part}_ms") for each in peer] for part in _PEER_PARTS}
     ours_ms = p50(samples["step_ms"]) + p50(samples["rebuild_ms"])
-    values = StepFigures(
-        overhead_ms_p99=p99(samples["overhead_ms"]),
-        peer_over_step=p50(samples["peer_step_ms"]) / ours_ms if peer else None,
-        **medians,
-    )
+    peer_over_step = p50(samples["peer_step_ms"]) / ours_ms if peer else None
+    values = from_samples(StepFigures, samples, peer_over_step=peer_over_step)
     return BenchReport(
         benchmark="step",
         conditions=conditions,

@@ -11,8 +11,9 @@ from datetime import timedelta
 from enum import Enum
 
 from cuaenv.actions import Action, Done
-from cuaenv.cli.terminal import emit_json, out, progress
+from cuaenv.cli.terminal import progress
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, StepResult, View
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -65,6 +66,8 @@ class Verification:
 
     accelerator: str
     results: tuple[PolicyResult, ...]
+    skipped: tuple[str, ...] = ()
+    """Ids of the tasks that were not played."""
 
     def count(self, policy: Policy) -> int:
         """Return the number of tasks in which a policy has the expected score."""
@@ -74,6 +77,11 @@ class Verification:
     def failures(self) -> tuple[PolicyResult, ...]:
         """The results without the expected score."""
         return tuple(each for each in self.results if not each.passed)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all results have the expected score."""
+        return not self.failures
 
     def as_json(self) -> dict[str, object]:
         """Return the report for `--json`."""
@@ -92,7 +100,23 @@ class Verification:
                 }
                 for each in self.failures
             ],
+            "skipped": list(self.skipped),
         }
+
+    def print(self, console: Console) -> None:
+        """Print the results, and the number of tasks that were not played."""
+        played = [policy for policy in Policy if any(each.policy is policy for each in self.results)]
+        table = Table("task", *(policy.value for policy in played), "problem", box=None, pad_edge=False)
+        by_task: dict[str, list[PolicyResult]] = {}
+        for each in self.results:
+            by_task.setdefault(each.task_id, []).append(each)
+        for task_id, results in by_task.items():
+            problems = "\n".join(f"{each.policy.value}: {each.detail}" for each in results if not each.passed)
+            table.add_row(task_id, *map(_score, results), escape(problems))
+        console.print(table)
+        counts = ", ".join(f"{self.count(policy)} {policy.value}" for policy in played)
+        rest = f"; {len(self.skipped)} skipped" if self.skipped else ""
+        console.print(f"{len(by_task)} tasks on {self.accelerator}; passed: {counts}{rest}", markup=False)
 
 
 def verify_config(settings: Config, *, parallel_count: int, image: str = "") -> Config:
@@ -181,25 +205,6 @@ async def _play_policy(task: Task, policy: Policy, episode: AsyncEpisode, *, run
         return PolicyResult(task_id=task.task_id, policy=policy, detail=f"{error.code}: {error}")
     problems += [f"{check.name}: {check.score:g}, {check.evidence}" for check in evaluation.checks]
     return PolicyResult(task_id=task.task_id, policy=policy, score=evaluation.score, detail="; ".join(problems))
-
-
-def print_verification(verification: Verification, *, as_json: bool, skipped: Sequence[str] = ()) -> None:
-    """Print the results, and the number of tasks that were not played."""
-    if as_json:
-        emit_json({**verification.as_json(), "skipped": list(skipped)})
-        return
-    played = [policy for policy in Policy if any(each.policy is policy for each in verification.results)]
-    table = Table("task", *(policy.value for policy in played), "problem", box=None, pad_edge=False)
-    by_task: dict[str, list[PolicyResult]] = {}
-    for each in verification.results:
-        by_task.setdefault(each.task_id, []).append(each)
-    for task_id, results in by_task.items():
-        problems = "\n".join(f"{each.policy.value}: {each.detail}" for each in results if not each.passed)
-        table.add_row(task_id, *map(_score, results), escape(problems))
-    out.print(table)
-    counts = ", ".join(f"{verification.count(policy)} {policy.value}" for policy in played)
-    rest = f"; {len(skipped)} skipped" if skipped else ""
-    out.print(f"{len(by_task)} tasks on {verification.accelerator}; passed: {counts}{rest}", markup=False)
 
 
 def _score(result: PolicyResult) -> str:

@@ -25,6 +25,7 @@ _COMMANDS = {
         "envd.cli.episodes:app",
         "List, show and close the episodes of a running daemon; export recorded ones.",
     ),
+    "forward": ("envd.cli.forward:forward", "Forward a local port to a port of an episode's guest."),
     "osworld": ("envd.cli.osworld:app", "OSWorld's tasks, with its own setup and evaluators."),
     "tokens": ("envd.cli.tokens:app", "Create tokens that clients authenticate with."),
     "bench": ("envd.cli.bench:app", "Measure forks, branches, standby machines, frames, steps and episodes."),

@@ -52,7 +52,6 @@ _GIB = 1 << 30
 _KVM_PROBE_TIMEOUT_S = 5.0
 _OPEN_TIMEOUT_S = 60.0
 _TOOL_TIMEOUT_S = 10.0
-_ASK_TIMEOUT = timedelta(seconds=5)
 #: The oldest release that this project was tested with.
 _QEMU_MIN = (7, 2)
 _CERT_WARN_DAYS = 14
@@ -302,7 +301,9 @@ def _check_pool(pool: Pool) -> Check:
     )
 
 
-async def check_daemon(config: Config, *, daemon_pid: int | None) -> list[Check]:
+async def check_daemon(
+    config: Config, *, daemon_pid: int | None, timeout: timedelta = timedelta(seconds=5)
+) -> list[Check]:
     """Check the pools of the daemon that uses this state directory, if one runs."""
     if daemon_pid is None:
         return [_ok("daemon", f"not running in {config.state_dir}")]
@@ -312,7 +313,7 @@ async def check_daemon(config: Config, *, daemon_pid: int | None) -> list[Check]
         return [_ok("daemon", detail)]
     try:
         async with AsyncEnvClient(config.listen, token="") as client:
-            pools = await client.list_pools(timeout=_ASK_TIMEOUT)
+            pools = await client.list_pools(timeout=timeout)
     except (EnvError, ValueError) as error:
         return [
             _warn(

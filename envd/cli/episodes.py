@@ -83,7 +83,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show one open episode."""
-    (episode,) = _find([episode_id], asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
+    (episode,) = find_episodes([episode_id], asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
     if as_json:
         emit_json(episode_fields(episode))
         return
@@ -112,10 +112,10 @@ def close(
     Closes nothing if one of the ids is unknown.
     """
     wanted = list(dict.fromkeys(episode_ids))
-    episodes = _find(wanted, asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
+    episodes = find_episodes(wanted, asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError("close: needs a confirmation, and standard input is not a terminal; add --yes")
+            raise ConfigError("close: not confirmed, and standard input is not a terminal; add --yes")
         err.print(episode_table(episodes, now=datetime.now(UTC)))
         typer.confirm(f"Close {len(episodes)} episode{'s' * (len(episodes) > 1)}?", abort=True, err=True)
     asyncio.run(_close(episodes, envd, tls_ca, tls_cert, tls_key))
@@ -138,13 +138,12 @@ async def _close(
             await client.close_episode(episode, timeout=CALL_TIMEOUT)
 
 
-def _find(episode_ids: Sequence[str], episodes: Sequence[EpisodeInfo]) -> list[EpisodeInfo]:
+def find_episodes(episode_ids: Sequence[str], episodes: Sequence[EpisodeInfo]) -> list[EpisodeInfo]:
     """Return the named episodes. Raises: EpisodeNotFound."""
     by_id = {episode.episode_id: episode for episode in episodes}
     for episode_id in episode_ids:
         if episode_id not in by_id:
             raise EpisodeNotFound(
-                f"episode {episode_id}: is not open here, or belongs to another token;"
-                " `envd episodes list` shows the open ones"
+                f"episode {episode_id}: not open here, or of another token; `envd episodes list` shows the open ones"
             )
     return [by_id[episode_id] for episode_id in episode_ids]

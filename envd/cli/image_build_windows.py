@@ -165,7 +165,7 @@ def _build(
 def _dry_run(plan: BuildPlan, directory: Path, *, memory_mib: int, vcpu_count: int) -> Media:
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
-        raise ConfigError(f"--dry-run {directory}: is not empty; name a new directory")
+        raise ConfigError(f"--dry-run {directory}: not empty; name a new directory")
     media = write_media(plan, directory.resolve())
     files = MachineFiles(directory=directory.resolve() / "machine")
     spec = MachineSpec(
@@ -230,4 +230,4 @@ def _key(source: str) -> str:
             return Path(place).read_text().strip()
     except (KeyError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--key {source}: cannot be read; set the variable or check the path") from error
-    raise ConfigError("--key: must be env:NAME, file:PATH or none, never the key itself")
+    raise ConfigError("--key: expected env:NAME, file:PATH or none, never the key itself")

@@ -8,7 +8,7 @@ from rich.console import Console
 
 
 class Result(Protocol):
-    """The report of a benchmark, a soak or a demo."""
+    """The report of a benchmark, a verification or a demo."""
 
     @property
     def passed(self) -> bool:

@@ -1,16 +1,18 @@
 """The command `envd tasks verify`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import typer
-from cuaenv.cli.terminal import EXIT_FAILED, Json, err
+from cuaenv.cli.terminal import Json, err
 
 from envd.base.errors import ConfigError
 from envd.base.telemetry import logs
 from envd.base.terminal import reports_errors
-from envd.bench.verification import Policy, print_verification, verify, verify_config
+from envd.bench.verification import Policy, verify, verify_config
 from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, StateDir, TaskFiles, load_config
+from envd.cli.result import print_result
 from envd.daemon.ephemeral import ensure_image, run_until_signal
 from envd.daemon.suites import load_tasks, with_suites
 from envd.hypervisor.machine import GuestOs
@@ -74,9 +76,7 @@ def verify_command(
     own = verify_config(settings, parallel_count=parallel_count, image=image)
     policies = (Policy.NULL,) if starts else tuple(Policy)
     verification = run_until_signal(verify(own, chosen, parallel_count=parallel_count, policies=policies))
-    print_verification(verification, as_json=as_json, skipped=[task.task_id for task in unmet])
-    if verification.failures:
-        raise typer.Exit(EXIT_FAILED)
+    print_result(replace(verification, skipped=tuple(task.task_id for task in unmet)), as_json=as_json)
 
 
 def image_of(tasks: Sequence[Task], images: ImageCatalogue) -> str:

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 from envd.base.errors import EnvdError, EvaluatorFailed, MachineLost
 from envd.base.telemetry import traces
-from envd.episodes.context import EpisodeContext
+from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.persistence.journal import EVALUATE, Request
 from envd.episodes.resetting import RunCheckers
-from envd.episodes.stopwatch import Stopwatch
 from envd.episodes.types import EpisodeState, EvaluateResult
 from envd.tasks.evaluation import Evaluation
 
@@ -24,7 +23,14 @@ class Evaluating:
         self._run_checkers = run_checkers
 
     async def evaluate(self, episode_id: str, *, request_id: str, fingerprint: bytes) -> EvaluateResult:
-        """See `EpisodeService.evaluate`."""
+        """Score an episode in its machine's present state, and end it if active. The checkers run once.
+
+        Raises:
+            EpisodeNotFound: No such episode.
+            RequestIdReused: The id came before with a different body.
+            EvaluatorFailed: A checker failed; later calls raise it too.
+            MachineLost: The machine is gone, and no score was recorded.
+        """
         episode = self._context.registry.get(episode_id)
         episode.lease.renew(self._context.clock.monotonic())
         request = Request(EVALUATE, episode_id, request_id, fingerprint)

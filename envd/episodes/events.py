@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Protocol
 
-from envd.episodes.action_text import action_text
+from cuaenv.actions import action_text
+
 from envd.episodes.episode import Episode
 from envd.episodes.types import StepCommand, StepResult
 from envd.guest.desktop import ScreenView
@@ -20,7 +21,7 @@ class PerformedStep:
 
     index: int
     time: datetime
-    """When it had ended, in UTC."""
+    """End of the step, in UTC."""
     actions: tuple[str, ...]
     """Each performed action, and why the guest refused it if it did."""
     is_settled: bool

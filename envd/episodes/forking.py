@@ -8,15 +8,14 @@ import asyncio
 from envd.base.clock import Clock
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, SetupFailed
 from envd.base.telemetry import traces
+from envd.episodes.context import Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.members import Group, fork_all, observe_all
 from envd.episodes.perform import check_region
 from envd.episodes.registry import EpisodeRegistry
-from envd.episodes.stopwatch import Stopwatch
 from envd.episodes.task_states import TaskStates
 from envd.episodes.types import ForkCommand
-from envd.pool.frozen import FrozenDesktop
-from envd.pool.leased import Reservation
+from envd.pool.leased import FrozenDesktop, Reservation
 from envd.pool.pool import Pool
 
 

@@ -12,8 +12,7 @@ from envd.episodes.types import Origin
 from envd.guest.display.marks import marks_of
 from envd.guest.observation import Encoding, Observation, ObservationOptions, SettleResult
 from envd.guest.view import DesktopView
-from envd.pool.frozen import FrozenDesktop
-from envd.pool.leased import LeasedMachine, Reservation
+from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
 from envd.pool.pool import Pool
 
 T = TypeVar("T")

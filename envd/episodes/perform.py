@@ -1,4 +1,4 @@
-"""Perform one step on a desktop: act, settle, observe. Knows no ledgers, leases or states."""
+"""Perform one step on a desktop: act, settle, observe. Knows no ledgers or leases."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,13 +9,13 @@ from cuaenv.actions import Action, Done, Fail
 
 from envd.base.aio import LoopThrottle
 from envd.base.clock import Clock
-from envd.base.errors import InvalidRequest
+from envd.base.errors import EnvdError, InvalidRequest
+from envd.episodes.context import Stopwatch
+from envd.episodes.episode import Episode
 from envd.episodes.limits import EpisodeLimits
-from envd.episodes.stopwatch import Stopwatch
 from envd.guest.desktop import Desktop
 from envd.guest.display.frames import Frame
-from envd.guest.input.outcome import ActionOutcome
-from envd.guest.observation import Observation, ObservationOptions, SettlePolicy
+from envd.guest.observation import ActionOutcome, Encoding, Observation, ObservationOptions, SettlePolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,3 +128,24 @@ async def perform(
     return Performed(
         outcomes=tuple(outcomes), last_action=last_action, observation=observation, timings_ms=watch.timings_ms
     )
+
+
+async def with_pixels(observation: Observation, episode: Episode | None, options: ObservationOptions) -> Observation:
+    """Return a recorded observation with its pixels if the screen still shows them, else unchanged. Resumes no guest.
+
+    Args:
+        observation: As recorded, without pixels.
+        episode: The observed episode; None if it is gone.
+        options: The options of the request.
+    """
+    if options.encoding is Encoding.NONE or episode is None or episode.machine.lost.is_set():
+        return observation
+    desktop = episode.machine.desktop
+    try:
+        frame = await desktop.frame()
+        if frame.frame_id != observation.frame.frame_id:
+            return observation
+        encoded = await desktop.encode(frame, options)
+    except EnvdError:
+        return observation  # the recorded response is valid even if the machine fails now
+    return replace(observation, frame=replace(encoded, capture_time=observation.frame.capture_time))

@@ -35,13 +35,13 @@ class MachineQuotas:
             held = self._held_count(owner) + self._opening[owner]
             if count > max_machines:
                 raise GroupTooLarge(
-                    f"token {owner!r}: may hold {max_machines} machines, and one request needs {count};"
+                    f"token {owner!r}: at most {max_machines} machines, and one request needs {count};"
                     " request a smaller group"
                 )
             if held + count > max_machines:
                 raise TokenQuotaReached(
-                    f"token {owner!r}: may hold {max_machines} machines, holds {held}, and requests {count} more;"
-                    " close episodes",
+                    f"token {owner!r}: at most {max_machines} machines, {held} are in use, and {count} more are"
+                    " requested; close episodes",
                     retry_after_s=_RETRY_AFTER_S,
                 )
         self._opening[owner] += count

@@ -21,16 +21,15 @@ from envd.base.errors import (
     SetupFailed,
     TemplateCorrupt,
 )
+from envd.episodes.context import Stopwatch
 from envd.episodes.members import ALREADY_SETTLED, Group, Member, fork_all, map_errors, observe_all
 from envd.episodes.perform import check_region
-from envd.episodes.stopwatch import Stopwatch
 from envd.episodes.task_states import StateKey, TaskState, TaskStates
 from envd.episodes.types import ResetCommand
 from envd.guest.desktop import Desktop
 from envd.guest.observation import SettleResult
 from envd.guest.view import DesktopView
-from envd.pool.frozen import FrozenDesktop
-from envd.pool.leased import LeasedMachine, Reservation
+from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
 from envd.pool.pool import Pool
 from envd.tasks.evaluation import Evaluation
 from envd.tasks.model import Task

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from envd.base.aio import OwnedTasks
 from envd.guest.observation import SettleResult
-from envd.pool.frozen import FrozenDesktop
+from envd.pool.leased import FrozenDesktop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,7 @@ from enum import Enum
 
 from cuaenv.actions import Action
 
-from envd.guest.input.outcome import ActionOutcome
-from envd.guest.observation import Observation, ObservationOptions, SettlePolicy
+from envd.guest.observation import ActionOutcome, Observation, ObservationOptions, SettlePolicy
 from envd.tasks.evaluation import CheckResult
 
 
@@ -146,27 +145,10 @@ class EvaluateResult:
 
     episode: EpisodeInfo
     score: float
-    """In [0, 1]."""
+    """A value in [0, 1]."""
     checks: tuple[CheckResult, ...]
     timings_ms: dict[str, float]
     cached: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuestFile:
-    """Bytes read from a guest."""
-
-    path: str
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuestCommandResult:
-    """The result of a command in a guest."""
-
-    exit_code: int
-    stdout: bytes
-    stderr: bytes
 
 
 def listing_key(create_time: datetime, episode_id: str) -> str:

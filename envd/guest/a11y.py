@@ -82,20 +82,20 @@ class _Visible(NamedTuple):
     element: Element
 
 
-def parse_tree(xml: str, *, screen_px: tuple[int, int]) -> Elements:
+def parse_tree(xml: str, *, screen_px: tuple[int, int], max_nodes: int = MAX_NODES) -> Elements:
     """Return the elements on a screen of (width, height).
 
     Raises:
         MalformedTree: The text is not XML, or larger than `MAX_TREE_BYTES`.
     """
     root = _parse(xml)
-    visible = list(_walk(root, screen_px))
+    visible = list(_walk(root, screen_px, max_nodes))
     windows = [[item.element for item in group] for _, group in groupby(visible, key=lambda item: item.window)]
     # The sort is stable: the other windows keep the tree's order.
     windows.sort(key=lambda window: "active" not in window[0].states)
     flat = [element for window in windows for element in window]
     left_out = max(0, len(flat) - MAX_ELEMENTS)
-    is_partial = root.get("truncated") == "true" or next(islice(root.iter("*"), MAX_NODES, None), None) is not None
+    is_partial = root.get("truncated") == "true" or next(islice(root.iter("*"), max_nodes, None), None) is not None
     return Elements(items=tuple(flat[:MAX_ELEMENTS]), left_out_count=left_out, is_cut=is_partial)
 
 
@@ -175,12 +175,12 @@ def _parse(xml: str) -> etree._Element:
         raise MalformedTree(f"not XML: {str(error)[:200]}") from error
 
 
-def _walk(root: etree._Element, screen_px: tuple[int, int]) -> Iterator[_Visible]:
+def _walk(root: etree._Element, screen_px: tuple[int, int], max_nodes: int) -> Iterator[_Visible]:
     """Yield the visible elements in the tree's order."""
     window = 0
     # Nodes to visit, the next one last: (node, its depth in the list).
     stack = [(root, 0)]
-    for _ in range(MAX_NODES):
+    for _ in range(max_nodes):
         if not stack:
             return
         node, depth = stack.pop()

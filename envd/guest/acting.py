@@ -5,35 +5,31 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from cuaenv.actions import Action, Done, Fail, KeyDown, KeyUp, PressKeys, TypeText, Wait
+from cuaenv.actions import Action, Done, Fail, TypeText, Wait
 
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest.display.connection import DisplayConnection
 from envd.guest.display.screen import Screen
 from envd.guest.guestd import GuestdClient
-from envd.guest.input.keysyms import named_key
-from envd.guest.input.outcome import ActionOutcome
 from envd.guest.input.plan import (
     ActionRejected,
     Input,
     InputEvent,
+    InputState,
     KeyEvent,
     PointerEvent,
     TypingMethod,
     plan,
     typing_method,
 )
-from envd.guest.observation import SettlePolicy, SettleResult
+from envd.guest.observation import ActionOutcome, Point, SettlePolicy, SettleResult
+from envd.guest.readiness import GuestPauses
 from envd.guest.session import GuestSession
 
-# How long input may take to have its effect before later input that depends on it, bounded. Two cases: a click focuses
-# a window only after the window manager has handled it, and keys sent at once would go to the old one; and guestd's
-# connection to the X server is not the keyboard's, so text could overtake keys.
-_INPUT_SETTLE = SettlePolicy(quiet_ms=100, max_ms=1500)
 #: Enter, space, and Alt with a mnemonic.
 _ACTIVATING_KEYSYMS = frozenset({0xFF0D, 0xFF8D, 0x0020, 0xFFE9, 0xFFEA})
+_ANY_SCREEN = InputState(width_px=1 << 15, height_px=1 << 15, pointer=Point(0, 0))
 _POINTER_TIMEOUT_S = 2.0
-_POINTER_POLL_S = 0.1
 _POINTER_TOLERANCE_PX = 2
 
 _TYPING_TIMEOUT_S = 30.0
@@ -53,12 +49,14 @@ class Actor:
         screen: Screen,
         held: Input,
         session: GuestSession,
+        pauses: GuestPauses,
     ) -> None:
         self._machine_id = machine_id
         self._display = display
         self._screen = screen
         self._input = held
         self._session = session
+        self._pauses = pauses
         self.input_s = time.monotonic()
         """Monotonic time of the last input."""
         self.may_act_late = False
@@ -94,8 +92,8 @@ class Actor:
             events = plan(action, self._input.state(self._screen.size, caps_lock=self._screen.caps_lock))
         except ActionRejected as rejection:
             return ActionOutcome(error=str(rejection))
-        if isinstance(action, TypeText | PressKeys | KeyDown | KeyUp) and self._pointer_s > self._quiet_s:
-            await settle(_INPUT_SETTLE)
+        if _is_keyboard_only(events) and self._pointer_s > self._quiet_s:
+            await settle(self._pauses.input_settle)
         await self._play(events)
         return ActionOutcome(input_ms=_ms_since(began_s))
 
@@ -138,7 +136,7 @@ class Actor:
             await self._wait_for_pointer(guestd)
             self.input_s = time.monotonic()  # the input is known to have arrived only now
         if max(self._pointer_s, self._key_s) > self._quiet_s:
-            await settle(_INPUT_SETTLE)
+            await settle(self._pauses.input_settle)
         try:
             if guestd is not None:
                 await guestd.type_text(text, timeout_s=_TYPING_TIMEOUT_S + _TYPING_TIMEOUT_PER_CHAR_S * len(text))
@@ -156,7 +154,7 @@ class Actor:
                     actual = await guestd.pointer()
                     if max(abs(actual.x_px - expected.x_px), abs(actual.y_px - expected.y_px)) <= _POINTER_TOLERANCE_PX:
                         return
-                    await asyncio.sleep(_POINTER_POLL_S)
+                    await asyncio.sleep(self._pauses.pointer_poll_s)
 
 
 def may_act_late(action: Action) -> bool:
@@ -165,17 +163,20 @@ def may_act_late(action: Action) -> bool:
     GTK shows such a button as pressed for 250 ms first (gtkbutton.c, `ACTIVATE_TIMEOUT`). Spaces and Enter within a
     text are typing.
     """
-    match action:
-        case PressKeys(keys=keys):
-            names: Sequence[str] = keys
-        case KeyDown(key=key) | KeyUp(key=key):
-            names = (key,)
-        case TypeText(text=text):
-            return text.endswith("\n")
-        case _:
-            return False
-    strokes = (named_key(name) for name in names)
-    return any(stroke is not None and stroke.key.keysym in _ACTIVATING_KEYSYMS for stroke in strokes)
+    if isinstance(action, TypeText):
+        return action.text.endswith("\n")
+    try:
+        events = plan(action, _ANY_SCREEN)
+    except ActionRejected:
+        return False
+    return _is_keyboard_only(events) and any(
+        isinstance(event, KeyEvent) and event.key.keysym in _ACTIVATING_KEYSYMS for event in events
+    )
+
+
+def _is_keyboard_only(events: Sequence[InputEvent]) -> bool:
+    kinds = {type(event) for event in events}
+    return KeyEvent in kinds and PointerEvent not in kinds
 
 
 def _ms_since(began_s: float) -> float:

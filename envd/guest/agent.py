@@ -1,21 +1,23 @@
 """Client of one machine's QEMU guest agent: commands as root, files as bytes, the clock. Needs no network.
 
 The agent serves one command at a time and has no timeouts, so every call here has a deadline. An error of the agent
-raises `GuestError`; a missing response raises `GuestUnresponsive`.
+raises `GuestError`; a missing response raises `GuestUnresponsive`. `renew_identity` makes a fork a machine of its own.
 """
 
 import asyncio
 import base64
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from uuid import UUID, uuid5
 
 from pydantic import JsonValue
 
 from envd.base import untrusted_json
 from envd.base.channels import GuestChannels
 from envd.base.errors import GuestError, GuestUnresponsive
-from envd.guest.command import CommandResult
 
 # libvirt accepts agent messages of a few MiB; base64 adds a third.
 _CHUNK_BYTES = 1 << 20
@@ -25,6 +27,24 @@ _LAST_POLL_S = 0.5
 _CLEANUP_TIMEOUT_S = 2.0
 _MAX_QUOTED_CHARS = 200
 _CLOCK_TOLERANCE_NS = 5_000_000_000
+#: Namespace of the guests' machine ids (machine-id(5)).
+_MACHINE_IDS = UUID("6f2d1e5c-0d4b-4b0e-9a57-0e5d5c1d2a02")
+_SEED_BYTES = 64
+_WAKE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandResult:
+    """The result of a command in a guest."""
+
+    exit_code: int
+    """Exit status as in a shell: 128 plus the signal number if a signal ended it. At most 32 bits, as on the wire."""
+    stdout: bytes
+    stderr: bytes
+
+    def __post_init__(self) -> None:
+        """Clamp the exit code: it is a guest's, which may send any integer."""
+        object.__setattr__(self, "exit_code", max(-(1 << 31), min(self.exit_code, (1 << 31) - 1)))
 
 
 class _Deadline:
@@ -224,3 +244,32 @@ async def _bytes(fields: Mapping[str, JsonValue], name: str, command: str) -> by
 def _quoted(value: object) -> str:
     """Return guest data as text, truncated."""
     return ascii(value)[:_MAX_QUOTED_CHARS]
+
+
+def guest_machine_id(machine_id: str) -> str:
+    """Return the machine id of a guest: 32 hex digits, a function of our machine id."""
+    return uuid5(_MACHINE_IDS, machine_id).hex
+
+
+async def renew_identity(agent: GuestAgent, *, machine_id: str, windows: bool) -> None:
+    """Give a fork the host's time, its own machine id and fresh entropy, before anything else runs in it.
+
+    A fork wakes with its template's time and secrets. The kernel's random numbers are renewed by the virtual generation
+    id, which QEMU changes for each fork (drivers/virt/vmgenid.c: the guest is interrupted and reseeds); entropy is
+    written here too, for kernels without that driver. The host name stays: it appears in prompts, and the members of a
+    group must look alike. docs/fork-correctness.md lists every hazard.
+
+    Raises:
+        GuestUnresponsive: The agent did not respond in time.
+        GuestError: A step failed; the fork must not be used.
+    """
+    if windows:
+        await agent.set_time(time.time_ns())
+        return
+    # The agent writes files by itself; only `date` is a program. Each program costs a slow guest 0.1 s.
+    await agent.write_file("/dev/urandom", secrets.token_bytes(_SEED_BYTES), timeout_s=_WAKE_TIMEOUT_S)
+    await agent.write_file("/etc/machine-id", f"{guest_machine_id(machine_id)}\n".encode(), timeout_s=_WAKE_TIMEOUT_S)
+    result = await agent.run(["/bin/date", "-u", "-s", f"@{time.time():.6f}"], timeout_s=_WAKE_TIMEOUT_S)
+    if result.exit_code:
+        message = result.stderr.decode("utf-8", "replace").strip()
+        raise GuestError(f"machine {machine_id}: its clock could not be set (exit {result.exit_code}): {message}")

@@ -19,9 +19,8 @@ from envd.base.errors import GuestError, InvalidRequest, MachineLost
 from envd.base.telemetry import traces
 from envd.guest.a11y import MalformedTree, outline, parse_tree, with_marks
 from envd.guest.acting import Actor
-from envd.guest.agent import GuestAgent
+from envd.guest.agent import CommandResult, GuestAgent, renew_identity
 from envd.guest.allow_list import AllowList
-from envd.guest.command import CommandResult
 from envd.guest.display.change import screen_change
 from envd.guest.display.connection import DISPLAY_TIMEOUT_S, DisplayConnection
 from envd.guest.display.encoder import FrameEncoder
@@ -30,10 +29,10 @@ from envd.guest.display.marks import Mark, marks_of
 from envd.guest.display.screen import Screen
 from envd.guest.display.settle import settle
 from envd.guest.gateway import Gateway
-from envd.guest.input.outcome import ActionOutcome
 from envd.guest.input.plan import Input
 from envd.guest.observation import (
     A11yFormat,
+    ActionOutcome,
     Elements,
     EncodedFrame,
     Observation,
@@ -41,14 +40,13 @@ from envd.guest.observation import (
     SettlePolicy,
     SettleResult,
 )
-from envd.guest.readiness import ReadinessProbe, ReadyReport, wait_idle
+from envd.guest.readiness import GuestPauses, ReadinessProbe, ReadyReport, wait_idle
 from envd.guest.session import GuestSession
+from envd.guest.tunnel import open_port
 from envd.guest.view import ConnectionState, DesktopView, ScreenView
-from envd.guest.wake import renew_identity
 
 __all__ = ["CommandResult", "Desktop", "ReadyReport", "ScreenView"]
 
-_IDLE_READING_S = 0.5
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -82,6 +80,7 @@ class Desktop:
         allowed: AllowList | None = None,
         screen_px: tuple[int, int] | None = None,
         has_powershell: bool = False,
+        pauses: GuestPauses | None = None,
     ) -> None:
         """Prepare to connect to a machine.
 
@@ -93,7 +92,9 @@ class Desktop:
             screen_px: The (width, height) that it should have. Twice as much is accepted on each side, and at least
                 1280x1024; None for any size up to 16 Mpx.
             has_powershell: Whether the guest's agent runs the scripts of `envd.guest.powershell`.
+            pauses: Pauses between readings and events.
         """
+        self._pauses = pauses or GuestPauses()
         self._channels = channels
         self._view = view
         self._allowed = allowed
@@ -102,7 +103,7 @@ class Desktop:
         self._session = GuestSession(channels, self._agent, view=view, has_powershell=has_powershell)
         self._screen = Screen()
         self._encoder = FrameEncoder()
-        self._input = Input(held=view.inputs if view else None)
+        self._input = Input(held=view.inputs if view else None, key_pause_s=self._pauses.key_pause_s)
         self._display = DisplayConnection(channels, self._screen, self._input, screen_px=screen_px)
         self._actor = Actor(
             channels.machine_id,
@@ -110,6 +111,7 @@ class Desktop:
             screen=self._screen,
             held=self._input,
             session=self._session,
+            pauses=self._pauses,
         )
         self._woken = asyncio.Event()
         self._was_idle = True
@@ -167,7 +169,7 @@ class Desktop:
         Raises:
             GuestUnresponsive: One of the first three did not happen within `timeout_s`.
         """
-        probe = ReadinessProbe(self._channels, self._agent, self._session, settle=self._settle)
+        probe = ReadinessProbe(self._channels, self._agent, self._session, settle=self._settle, pauses=self._pauses)
         return await probe.wait_ready(timeout_s=timeout_s)
 
     @while_alive
@@ -219,7 +221,7 @@ class Desktop:
         Args:
             max_wait_s: The longest wait in seconds; some guests are never idle.
         """
-        await wait_idle(self._channels, reading_s=_IDLE_READING_S, max_wait_s=max_wait_s)
+        await wait_idle(self._channels, reading_s=self._pauses.idle_reading_s, max_wait_s=max_wait_s)
 
     async def close(self) -> None:
         """Close the connections. Idempotent; never fails."""
@@ -492,6 +494,17 @@ class Desktop:
         if url is None:
             raise GuestError(f"machine {self._channels.machine_id} has no guestd")
         return await work(url)
+
+    @while_alive
+    async def open_port(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to a TCP port of the guest's loopback. The caller closes the connection.
+
+        Raises:
+            GuestError: Nothing listens on the port, or the image's service cannot forward ports.
+            GuestUnresponsive: The guest did not answer.
+        """
+        self._session.guestd("forward a port")
+        return await open_port(self._channels.guestd_url or "", port, machine_id=self._channels.machine_id)
 
     # The guard of every wait
 

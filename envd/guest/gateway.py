@@ -9,21 +9,20 @@ rejected unless they are listed themselves: a listed name must not lead into the
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from urllib.parse import urlsplit
 
 from envd.base.errors import GuestUnresponsive
+from envd.base.streams import close, copy
 from envd.guest.allow_list import AllowList, Destination
+from envd.guest.tunnel import Connect, open_tunnel
 
 logger = logging.getLogger(__name__)
 
 #: Connections kept waiting in the guest, and the limit on all connections of one guest.
 _WAITING_COUNT = 4
 _MAX_CONNECTIONS = 64
-_CHUNK_BYTES = 64 << 10
 _OPEN_TIMEOUT_S = 20.0
 _CONNECT_TIMEOUT_S = 20.0
-_CLOSE_TIMEOUT_S = 5.0
 #: Limit on rejected destinations logged per guest.
 _MAX_LOGGED = 32
 
@@ -70,7 +69,6 @@ def parse_head(head: bytes) -> tuple[Destination, bytes]:
 #: Headers for one hop, and the one that could name a host other than the checked one.
 _REPLACED = {"host", "connection", "keep-alive", "proxy-connection", "proxy-authorization"}
 
-Connect = Callable[[str, int], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
@@ -117,9 +115,9 @@ class Gateway:
         """Make the proxy available to the guest's programs. Raises: GuestUnresponsive: guestd does not answer."""
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
-                reader, writer = await self._post("/envd/gateway/open")
+                reader, writer = await open_tunnel(self._guestd, "/envd/gateway/open", connect=self._connect)
                 await reader.read()
-                await _close(writer)
+                await close(writer)
         except (OSError, EOFError, TimeoutError) as error:
             raise GuestUnresponsive(f"guestd on {self._machine_id} did not open its gateway: {error}") from error
         self._refill()
@@ -144,26 +142,12 @@ class Gateway:
             logger.error("%s: a gateway connection failed", self._machine_id, exc_info=error)
         self._refill()
 
-    async def _post(self, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Send a POST to guestd and read the head of the response. Raises: OSError, EOFError."""
-        reader, writer = await self._connect(*self._guestd)
-        head = f"POST {path} HTTP/1.1\r\nHost: guest\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-        try:
-            writer.write(head.encode())
-            response = await reader.readuntil(b"\r\n\r\n")
-            if response.split(b" ", 2)[1] not in {b"101", b"200"}:
-                raise ConnectionError(response.split(b"\r\n")[0].decode("latin-1"))  # noqa: TRY301
-        except BaseException:
-            writer.close()
-            raise
-        return reader, writer
-
     async def _run_connection(self) -> None:
         """Wait in the guest for one program, and serve it."""
         is_waiting = True
         writer: asyncio.StreamWriter | None = None
         try:
-            reader, writer = await self._post("/envd/gateway/wait")
+            reader, writer = await open_tunnel(self._guestd, "/envd/gateway/wait", connect=self._connect)
             head = await reader.readuntil(b"\r\n\r\n")
             is_waiting = False
             self._waiting_count -= 1
@@ -177,7 +161,7 @@ class Gateway:
             if is_waiting:
                 self._waiting_count -= 1
             if writer is not None:
-                await _close(writer)
+                await close(writer)
 
     async def _serve(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -202,9 +186,9 @@ class Gateway:
                 far_writer.write(first)
             else:
                 writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
-            await asyncio.gather(_relay(reader, far_writer), _relay(far_reader, writer))
+            await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
         finally:
-            await _close(far_writer)
+            await close(far_writer)
         return None
 
     async def _connect_to(self, destination: Destination) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -226,23 +210,6 @@ class Gateway:
         if text not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(text)
             logger.info("%s: rejected %r, which is not in the list of allowed hosts", self._machine_id, text)
-
-
-async def _relay(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    """Copy one direction until its end; pending bytes are bounded by the transports' buffers."""
-    while data := await source.read(_CHUNK_BYTES):
-        sink.write(data)
-        await sink.drain()
-    with suppress(OSError):
-        sink.write_eof()
-
-
-async def _close(writer: asyncio.StreamWriter) -> None:
-    """Close a connection; waits a bounded time until pending bytes are sent."""
-    writer.close()
-    with suppress(OSError, TimeoutError):
-        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-            await writer.wait_closed()
 
 
 async def _send_error(writer: asyncio.StreamWriter, status: str, message: str) -> None:

@@ -22,7 +22,7 @@ from yarl import URL
 from envd.base import untrusted_json
 from envd.base.aio import race
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 
 _CHUNK_BYTES = 1 << 16
 #: Most bytes of a response, by path: two outputs of 16 MiB in base64, a picture, an accessibility tree, a terminal.
@@ -38,7 +38,6 @@ _ERROR_RESPONSE_BYTES = 64 << 10
 _MAX_MESSAGE_CHARS = 2000
 # Longer than the guest's own deadline, so that the guest, which kills the command, reports the timeout.
 _GRACE_S = 5.0
-_LOST_GRACE_S = 0.2
 #: Interval between attempts to reach a service that was restarted.
 _RESTART_POLL_S = 0.5
 
@@ -136,14 +135,21 @@ class GuestdClient:
         base_url: On the host's loopback.
         lost: Set when the machine is lost.
         restart: Called when a connection breaks; restarts the service if it has ended, and returns whether it did.
+        lost_grace_s: How long a broken connection waits for the news that the machine is lost.
     """
 
     def __init__(
-        self, base_url: str, *, lost: asyncio.Event, restart: Callable[[], Awaitable[bool]] | None = None
+        self,
+        base_url: str,
+        *,
+        lost: asyncio.Event,
+        restart: Callable[[], Awaitable[bool]] | None = None,
+        lost_grace_s: float = 0.2,
     ) -> None:
         self._base_url = URL(base_url)
         self._lost = lost
         self._restart = restart
+        self._lost_grace_s = lost_grace_s
         self._http: aiohttp.ClientSession | None = None
         self._closed = False
         self._is_ours = False
@@ -333,7 +339,7 @@ class GuestdClient:
             await race(call, self._lost, timeout_s=timeout_s)
             if call.done() and isinstance(call.exception(), GuestUnresponsive):
                 # A connection breaks some milliseconds before the hypervisor reports that the machine is lost.
-                await race(self._lost, timeout_s=_LOST_GRACE_S)
+                await race(self._lost, timeout_s=self._lost_grace_s)
             elif call.done():
                 return call.result()
             if self._lost.is_set():
@@ -465,6 +471,11 @@ def _failure(response: _Response) -> _Failure:
         failure = _Failure()
     text = failure.message or failure.error or body.decode("utf-8", "replace").strip()
     return replace(failure, message=text[:_MAX_MESSAGE_CHARS] or "no reason given")
+
+
+def failure_text(body: bytes) -> str:
+    """Return the message in the body of an error response, bounded."""
+    return _failure(_Response(0, body)).message
 
 
 async def _parse(adapter: TypeAdapter[T], body: bytes, path: str) -> T:

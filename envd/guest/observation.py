@@ -59,7 +59,7 @@ class SettlePolicy:
     quiet_ms: int = 300
     """The screen must not have changed for this long."""
     idle_ms: int = 0
-    """Or only for this long, if the guest has worked since the input and has then been idle as long; 0 for never."""
+    """A shorter quiet time for a guest that has worked since the input and has then been idle as long; 0 for never."""
     min_ms: int = 0
     """Shortest wait after the last input."""
     max_ms: int = 5000
@@ -93,7 +93,7 @@ class ObservationOptions:
 
     encoding: Encoding = Encoding.PNG
     quality: int = 85
-    """For the lossy encodings, 1 to 100."""
+    """Quality of the lossy encodings, 1 to 100."""
     region: Region | None = None
     """Crop to this region of the screen; None for all of it."""
     max_width_px: int = 0
@@ -114,9 +114,9 @@ class ObservationOptions:
     known_image_id: str = ""
     """An image that the client has; the frame may be sent as a change to it."""
     include_screen_change: bool = False
-    """For a step: include what it changed on the screen."""
+    """Whether a step's observation includes what it changed on the screen."""
     include_grey_difference: bool = False
-    """For a step: also include the mean difference in grey."""
+    """Whether a step's observation also includes the mean difference in grey."""
 
     @property
     def asks_for_tree(self) -> bool:
@@ -239,3 +239,13 @@ class Observation:
     screen_change: ScreenChange | None = None
     timings_ms: dict[str, float] = field(default_factory=dict)
     """Milliseconds by phase, such as `input`, `settle`, `encode`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionOutcome:
+    """The result of one action. An agent's mistake is reported here, never raised."""
+
+    error: str = ""
+    """Why the action had no effect or only part of it, as text for the agent; empty if it was performed."""
+    input_ms: float = 0.0
+    """Time spent on handing the input to the machine."""

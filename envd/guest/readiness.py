@@ -3,22 +3,45 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from envd.base.channels import GuestChannels
 from envd.base.errors import GuestError, GuestUnresponsive
 from envd.guest.agent import GuestAgent
+from envd.guest.input.plan import KEY_PAUSE_S
 from envd.guest.observation import SettlePolicy, SettleResult
 from envd.guest.session import GuestSession
 
-_FIRST_POLL_S = 0.1
 _LAST_POLL_S = 1.0
 _PROBE_TIMEOUT_S = 5.0
-_QUIET_MS = 500
 # An idle desktop uses a few hundredths of a core, one that still starts services uses all of one; some are never idle.
 _IDLE_SHARE = 0.15
-_IDLE_READING_S = 2.0
-_MAX_IDLE_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuestPauses:
+    """Pauses between the readings and events of one guest. Tests with drawn guests shorten them."""
+
+    first_poll_s: float = 0.1
+    """Pause after the first reading of a guest that is not ready; each later one is longer."""
+    boot_quiet_ms: int = 500
+    """A booted guest's screen must not have changed for this long."""
+    boot_reading_s: float = 2.0
+    """Period over which a booted guest's CPU time is measured."""
+    max_idle_wait_s: float = 60.0
+    """Longest wait for a booted guest to be idle."""
+    idle_reading_s: float = 0.5
+    """Period over which a running guest's CPU time is measured."""
+    key_pause_s: float = KEY_PAUSE_S
+    """Pause after each key event."""
+    pointer_poll_s: float = 0.1
+    """Pause between readings of the pointer's position."""
+    input_settle: SettlePolicy = field(default_factory=lambda: SettlePolicy(quiet_ms=100, max_ms=1500))
+    """How long input may take to have its effect before later input that depends on it, bounded.
+
+    Two cases: a click focuses a window only after the window manager has handled it, and keys sent at once would go to
+    the old one; and guestd's connection to the X server is not the keyboard's, so text could overtake keys.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +63,13 @@ class ReadinessProbe:
         session: GuestSession,
         *,
         settle: Callable[[SettlePolicy], Awaitable[SettleResult]],
+        pauses: GuestPauses,
     ) -> None:
         self._channels = channels
         self._agent = agent
         self._session = session
         self._settle = settle
+        self._pauses = pauses
         self._problem = ""
 
     async def wait_ready(self, *, timeout_s: float) -> ReadyReport:
@@ -67,7 +92,8 @@ class ReadinessProbe:
                 session_s = time.monotonic() - began_s
                 missing = "the screen did not settle"
                 await self._poll(self._screen_problem)
-                await wait_idle(self._channels, reading_s=_IDLE_READING_S, max_wait_s=_MAX_IDLE_WAIT_S)
+                pauses = self._pauses
+                await wait_idle(self._channels, reading_s=pauses.boot_reading_s, max_wait_s=pauses.max_idle_wait_s)
                 return ReadyReport(agent_s=agent_s, session_s=session_s, settled_s=time.monotonic() - began_s)
         except TimeoutError as error:
             detail = f" ({self._problem})" if self._problem else ""
@@ -78,7 +104,7 @@ class ReadinessProbe:
     async def _poll(self, problem: Callable[[], Awaitable[str]]) -> None:
         """Wait until `problem` returns an empty string, polling less and less often."""
         self._problem = ""
-        poll_s = _FIRST_POLL_S
+        poll_s = self._pauses.first_poll_s
         while current := await problem():
             self._problem = current
             await asyncio.sleep(poll_s)
@@ -101,7 +127,7 @@ class ReadinessProbe:
         return "" if state.ready else state.problem or "guestd reports that it is not ready"
 
     async def _screen_problem(self) -> str:
-        result = await self._settle(SettlePolicy(quiet_ms=_QUIET_MS, max_ms=5000))
+        result = await self._settle(SettlePolicy(quiet_ms=self._pauses.boot_quiet_ms, max_ms=5000))
         return "" if result.settled else f"{result.change_count} changes in {result.settle_ms:.0f} ms"
 
 

@@ -89,7 +89,7 @@ class DiskImage:
     """State of the TPM that its machines boot with, in swtpm's format; None for a new TPM."""
     drives: tuple[Drive, ...] = ()
     expire_time: datetime | None = None
-    """When an evaluation ends; None for never."""
+    """End of an evaluation period; None for never."""
 
     @property
     def has_tpm(self) -> bool:

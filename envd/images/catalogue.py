@@ -63,7 +63,7 @@ class Image:
     created: str = ""
     """ISO 8601, UTC."""
     expires: str = ""
-    """When an evaluation ends: ISO 8601, UTC; empty for never."""
+    """End of an evaluation period: ISO 8601, UTC; empty for never."""
     source: dict[str, str] = field(default_factory=dict)
     """Origin of the image."""
 

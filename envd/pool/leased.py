@@ -12,19 +12,28 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from envd.base.aio import OwnedTasks, shielded
 from envd.base.errors import EnvdError, GuestUnresponsive, MachineLost
 from envd.guest.desktop import Desktop
-from envd.hypervisor.machine import Hypervisor, Machine, MachineState, Snapshot
-from envd.pool.frozen import FrozenDesktop
+from envd.guest.view import DesktopView
+from envd.hypervisor.machine import Hypervisor, Machine, MachineSpec, MachineState, Snapshot
 
 logger = logging.getLogger(__name__)
 
 #: How long a guest runs after its last use. Persisting and sending a response takes 2 ms, and 3 ms if the machine is
 #: paused at the same time. A client that steps again at once finds the guest running.
 LINGER_S = 0.005
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class FrozenDesktop:
+    """A state to fork machines from, and the view of such a fork."""
+
+    snapshot: Snapshot
+    """Owned by the caller that froze it, which discards it after the last fork."""
+    view: DesktopView
 
 
 class LeasedMachine:
@@ -219,3 +228,40 @@ class MachineLease:
 
     machines: tuple[LeasedMachine, ...]
     reservations: tuple[Reservation, ...] = ()
+
+
+class LostMachine:
+    """Implements `envd.hypervisor.machine.Machine`; every call raises MachineLost."""
+
+    guestd_url = None
+    state = MachineState.GONE
+
+    def __init__(self, spec: MachineSpec, *, reason: str) -> None:
+        self.spec = spec
+        self.lost = asyncio.Event()
+        self.lost.set()
+        self.lost_reason = reason
+
+    def __repr__(self) -> str:
+        return f"<LostMachine {self.machine_id} {self.lost_reason}>"
+
+    @property
+    def machine_id(self) -> str:
+        """The id of its spec."""
+        return self.spec.machine_id
+
+    def processor_s(self) -> float | None:
+        """Return None: unknown."""
+        return None
+
+    def enforce_disk_quota(self, quota_bytes: int) -> None:
+        """Do nothing: it uses no disk."""
+
+    async def _raise(self, *_arguments: object, **_options: object) -> NoReturn:
+        """Raises: MachineLost."""
+        raise MachineLost(f"machine {self.machine_id} is gone: {self.lost_reason}")
+
+    open_display = agent_command = pause = resume = usage = _raise
+
+    async def destroy(self) -> None:
+        """Do nothing: nothing of it is left."""

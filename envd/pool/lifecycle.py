@@ -3,30 +3,68 @@
 How the machine is created is the `Work` that `run_lifecycle` gets: `prepared` and `adopted` here, others in `template`.
 A prepared machine waits for a state, which `load` gives it once its user is known.
 
+`MachineRegister` writes each machine to the database before the hypervisor is asked for it.
+
 `LifecycleListener` receives each event, and decides what to do about it; its methods never wait.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from envd.base.aio import race, run_unless
 from envd.base.clock import Clock, wait_until
 from envd.base.errors import EnvdError
+from envd.base.store.statements import MachineRow, delete_machine, upsert
+from envd.base.store.store import Store
 from envd.guest.desktop import Desktop
 from envd.guest.view import ConnectionState, DesktopView
 from envd.hypervisor.machine import Hypervisor, Machine, MachineUsage
-from envd.pool.frozen import FrozenDesktop
-from envd.pool.leased import Reservation
+from envd.pool.leased import FrozenDesktop, Reservation
 from envd.pool.planner import LifecycleState
-from envd.pool.register import MachineRegister
 
 logger = logging.getLogger(__name__)
 
 #: How often a closing pool tries to destroy a machine before it reports it as left behind.
 _CLOSE_ATTEMPTS = 3
+
+
+async def unregister_all(store: Store, *, adopted: Collection[str], reaped: Collection[str]) -> None:
+    """Delete the rows of a previous daemon's machines, after its hypervisor has removed the machines.
+
+    Args:
+        store: The database.
+        adopted: Machines that were adopted; their rows stay.
+        reaped: Machines that were found and removed.
+
+    Raises:
+        StoreError: No row was deleted.
+    """
+    gone = [row for row in await store.rows(MachineRow) if row.machine_id not in adopted]
+    for row in gone:
+        if row.machine_id not in reaped:
+            logger.info("machine %s of pool %s: left nothing behind", row.machine_id, row.pool)
+    await store.commit(*(delete_machine(row.machine_id) for row in gone))
+
+
+class MachineRegister:
+    """The rows of one pool's machines."""
+
+    def __init__(self, pool: str, *, store: Store, clock: Clock) -> None:
+        self._pool = pool
+        self._store = store
+        self._clock = clock
+
+    async def register(self, machine_id: str) -> None:
+        """Record that a machine may exist from now on. Raises: StoreError: it must not be created."""
+        row = MachineRow(machine_id=machine_id, pool=self._pool, enter_time_s=self._clock.now().timestamp())
+        await self._store.commit(upsert(row))
+
+    def unregister(self, machine_id: str) -> None:
+        """Record that nothing of a machine is left."""
+        self._store.write_soon(delete_machine(machine_id))
 
 
 class LifecycleListener(Protocol):

@@ -12,12 +12,12 @@ from typing import Any
 from envd.base.aio import OwnedTasks, run_unless
 from envd.base.errors import MachineLost
 from envd.hypervisor.machine import Machine
+from envd.pool.admission import Turnover
 from envd.pool.backoff import Backoff
 from envd.pool.leased import LeasedMachine, Reservation
 from envd.pool.lifecycle import MachineFactory, MachineRecord, Work, run_lifecycle
 from envd.pool.memory import MemoryClaim
 from envd.pool.planner import LifecycleState, PlannedMachine
-from envd.pool.turnover import Turnover
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,11 @@ from enum import Enum
 
 from envd.base.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted, PoolFailing
 from envd.base.telemetry.metrics import Metrics
-from envd.pool.admission import AdmissionQueue, WaitingGroup
+from envd.pool.admission import AdmissionQueue, Turnover, WaitingGroup
 from envd.pool.backoff import Backoff
 from envd.pool.fairness import Demand, RunShares
 from envd.pool.queue_report import quota_note
 from envd.pool.status import PoolStatus
-from envd.pool.turnover import Turnover
 
 #: Assumed start time of a machine before one was measured: there may be no template yet.
 _START_GUESS_S = 10.0

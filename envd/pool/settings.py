@@ -53,7 +53,7 @@ class PoolSettings:
     allow_guest_access: bool = False
     """Whether clients may read and write guest files and run guest commands."""
     settle: SettlePolicy = field(default_factory=SettlePolicy)
-    """When a screen counts as settled, unless a request overrides it."""
+    """The rule by which a screen counts as settled, unless a request overrides it."""
 
     def machine_spec(self, image: DiskImage) -> MachineSpec:
         """Return the pool's machines, with the pool's name as their id."""

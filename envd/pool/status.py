@@ -56,7 +56,7 @@ class PoolStatus:
     last_start_s: float | None = field(default=None, compare=False)
     """Start time of the newest machine; None before the first."""
     image_expire_unix_s: float | None = field(default=None, compare=False)
-    """When the evaluation in the image ends; None for never."""
+    """End of the image's evaluation period; None for never."""
 
     def __str__(self) -> str:
         reserved = f" | {self.reserved_count} reserved" if self.reserved_count else ""

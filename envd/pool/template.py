@@ -14,7 +14,7 @@ from envd.base.aio import shielded
 from envd.base.errors import Draining, EnvdError, HypervisorUnavailable, TemplateCorrupt
 from envd.guest.view import DesktopView
 from envd.hypervisor.machine import Hypervisor, MachineSpec, Snapshot
-from envd.pool.frozen import FrozenDesktop
+from envd.pool.leased import FrozenDesktop
 from envd.pool.lifecycle import MachineFactory, MachineRecord, Work
 from envd.pool.planner import LifecycleState
 

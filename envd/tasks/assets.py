@@ -70,8 +70,9 @@ def assets_of(task: Task) -> Iterator[AssetRef]:
 class AssetCache:
     """The files in one directory. Several daemons may share it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, max_bytes: int = MAX_ASSET_BYTES) -> None:
         self.directory = directory
+        self._max_bytes = max_bytes
         self._files = directory / "sha256"
         self._names = directory / "url"
 
@@ -123,9 +124,9 @@ class AssetCache:
         self.remove_leftovers()
         with self._locked(LOCK_SH):
             with tempfile.NamedTemporaryFile(dir=self._files, prefix=_PART) as part:
-                digest, size_bytes = await _download(ref.url, part, http)
+                digest, size_bytes = await _download(ref.url, part, http, max_bytes=self._max_bytes)
                 if ref.sha256 and digest != ref.sha256:
-                    raise AssetMissing(f"{ref.url}: has sha256 {digest}, the task needs {ref.sha256}")
+                    raise AssetMissing(f"{ref.url}: sha256 is {digest}, the task needs {ref.sha256}")
                 _publish(part, self._files / digest)
             entry = _Entry(url=ref.url, sha256=digest, size_bytes=size_bytes)
             with tempfile.NamedTemporaryFile(dir=self._names, prefix=_PART) as part:
@@ -172,7 +173,7 @@ def _publish(part: IO[bytes], path: Path) -> None:
     os.replace(linked, path)
 
 
-async def _download(url: str, file: IO[bytes], http: "aiohttp.ClientSession") -> tuple[str, int]:
+async def _download(url: str, file: IO[bytes], http: "aiohttp.ClientSession", *, max_bytes: int) -> tuple[str, int]:
     """Download a URL into a file; return its digest and size. Raises: AssetMissing."""
     import aiohttp  # noqa: PLC0415
 
@@ -181,8 +182,8 @@ async def _download(url: str, file: IO[bytes], http: "aiohttp.ClientSession") ->
         async with http.get(url, raise_for_status=True) as response:
             async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
                 size_bytes += len(chunk)
-                if size_bytes > MAX_ASSET_BYTES:
-                    raise AssetMissing(f"{url}: larger than {MAX_ASSET_BYTES} bytes")
+                if size_bytes > max_bytes:
+                    raise AssetMissing(f"{url}: larger than {max_bytes} bytes")
                 digest.update(chunk)
                 await asyncio.to_thread(file.write, chunk)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:

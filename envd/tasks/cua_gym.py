@@ -1,7 +1,8 @@
 """How a bundle of CUA-Gym is staged, set up and scored in a guest: archives, commands and the score. No I/O on guests.
 
 Everything that the agent must not see passes through the root agent and is readable by root only. `hidden/` and
-`setup.sh` are removed before the agent starts; `gt/` and `check.sh` reach the guest only after it has ended.
+`setup.sh` are removed before the agent starts. `gt/` and `check.sh` reach the guest only after the agent has ended and
+its processes are stopped, and `check.sh` in a directory that its user cannot enter.
 """
 
 import io
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from envd.base.errors import GuestError
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 from envd.tasks.text import CheckOutcome, quote
 
 WORKSPACE: Final = "/tmp_workspace"  # noqa: S108 -- a path in guests
@@ -27,7 +28,8 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "UDA_GYM_HARNESS_STATE_DIR": "/root/.uda_gym",
 }
 
-_PRIVATE = f"{WORKSPACE}/.uda_private"
+# The agent's user can neither enter nor replace it.
+_PRIVATE = "/root/.uda_private"
 _SETUP, _CHECK = "setup.sh", "check.sh"
 _BASH = ("bash", "-c")
 # Every step replaces what an earlier attempt left.
@@ -42,10 +44,22 @@ _RUN = (
     "cd {workspace} && bash {private}/{script} >{private}/out 2>{private}/err </dev/null; code=$?;"
     " tail -c 65536 {private}/out; tail -c 4096 {private}/err >&2; rm -rf {removed}; exit $code"
 )
-_STAGE_TRUTH = (
-    f"umask 077 && rm -rf {_PRIVATE} {WORKSPACE}/gt && mkdir -p {_PRIVATE} && tar -xf - -C {_PRIVATE} --no-same-owner"
-    f" && mkdir -p {_PRIVATE}/gt && mv {_PRIVATE}/gt {WORKSPACE}/gt"
-)
+# Stops the agent's processes, by their program: a stopped process cannot start another one, so the loop ends. A check
+# may ask the X server and the session bus. Rounds are bounded: a check is not to wait for a fork bomb.
+_STOP_AGENT = """for round in $(seq 50); do left=
+for process in $(pgrep -U user -r R,S,D,I); do case $(readlink /proc/$process/exe) in
+/usr/lib/xorg/Xorg | /usr/bin/dbus-daemon | '') ;;
+*) kill -STOP $process 2>/dev/null && left=1 ;; esac; done
+[ -n "$left" ] || break; sleep 0.05; done
+"""
+# With the workspace itself closed to the agent's user, nothing in it can be renamed or created next to the truth. Links
+# to the truth, to the check or into the kernel's file systems would have the check read what the agent cannot.
+_STAGE_TRUTH = f"""umask 077; chown root: {WORKSPACE} && chmod 755 {WORKSPACE} || exit 90
+find {WORKSPACE} -xdev -type l -print0 | while IFS= read -r -d '' link; do case $(readlink -m -- "$link") in
+{WORKSPACE}/gt | {WORKSPACE}/gt/* | /root/* | /proc/* | /sys/* | /dev/*) rm -f -- "$link" ;; esac; done
+rm -rf {_PRIVATE} {WORKSPACE}/gt && mkdir -p {_PRIVATE} && tar -xf - -C {_PRIVATE} --no-same-owner \
+&& mkdir -p {_PRIVATE}/gt && mv {_PRIVATE}/gt {WORKSPACE}/gt || exit 90
+"""
 
 #: Commands of a setup, each with the parts of the bundle on its standard input.
 SETUP_COMMANDS: Final[Sequence[tuple[tuple[str, ...], Sequence[tuple[str, str]]]]] = (
@@ -56,10 +70,13 @@ RUN_SETUP: Final = (
     *_BASH,
     _RUN.format(workspace=WORKSPACE, private=_PRIVATE, script=_SETUP, removed=f"{_PRIVATE} {WORKSPACE}/.uda_hidden"),
 )
-CHECK_COMMANDS: Final[Sequence[tuple[tuple[str, ...], Sequence[tuple[str, str]]]]] = (
-    ((*_BASH, _STAGE_TRUTH), [("gt", "gt"), (_CHECK, _CHECK)]),
+#: Parts of the bundle on the standard input of `RUN_CHECK`.
+CHECK_PARTS: Final[Sequence[tuple[str, str]]] = [("gt", "gt"), (_CHECK, _CHECK)]
+#: One command, so that the agent's user cannot act between staging and checking.
+RUN_CHECK: Final = (
+    *_BASH,
+    _STOP_AGENT + _STAGE_TRUTH + _RUN.format(workspace=WORKSPACE, private=_PRIVATE, script=_CHECK, removed=_PRIVATE),
 )
-RUN_CHECK: Final = (*_BASH, _RUN.format(workspace=WORKSPACE, private=_PRIVATE, script=_CHECK, removed=_PRIVATE))
 
 
 def archive(bundle: Path, parts: Sequence[tuple[str, str]]) -> bytes:

@@ -9,7 +9,7 @@ class CheckResult:
 
     name: str
     score: float
-    """In [0, 1]."""
+    """A value in [0, 1]."""
     evidence: str
     """What was found; at most 2,000 characters."""
 
@@ -19,5 +19,5 @@ class Evaluation:
     """A task's score, with the results of its checkers."""
 
     score: float
-    """In [0, 1]."""
+    """A value in [0, 1]."""
     checks: tuple[CheckResult, ...]

@@ -44,7 +44,7 @@ from envd.tasks.verbs import (
 from envd.tasks.window_list import OpenWindow, describe_windows, find_window, list_windows
 
 #: Between two queries of the window list; a query takes tens of milliseconds of the guest under TCG.
-_POLL_S = 0.25
+POLL_S = 0.25
 #: How long to wait for an idle guest after its setup. One that plays a film never becomes idle.
 _REST_PATIENCE_S = 20.0
 
@@ -52,7 +52,12 @@ _NO_RESOURCES = SetupResources()
 
 
 async def run_setup(
-    task: Task, desktop: Desktop, *, timeout_s: float, resources: SetupResources = _NO_RESOURCES
+    task: Task,
+    desktop: Desktop,
+    *,
+    timeout_s: float,
+    resources: SetupResources = _NO_RESOURCES,
+    poll_s: float = POLL_S,
 ) -> None:
     """Perform all setup verbs of a task. On failure the guest's state is undefined: destroy it.
 
@@ -61,6 +66,7 @@ async def run_setup(
         desktop: The guest.
         timeout_s: Limit for the whole setup, in seconds; each verb also has its own.
         resources: What the host provides.
+        poll_s: Interval between observations while a verb waits.
 
     Raises:
         SetupFailed: A verb failed or ran out of time, and the message names its index, kind and cause; or the task is
@@ -72,7 +78,9 @@ async def run_setup(
         left_s = deadline_s - asyncio.get_running_loop().time()
         limit_s = min(verb.timeout_s, left_s)
         where = f"task {task.task_id}: setup[{index}] {verb.kind}"
-        runner = _VerbRunner(desktop=desktop, os=task.os, resources=resources, limit_s=max(limit_s, 0.001))
+        runner = _VerbRunner(
+            desktop=desktop, os=task.os, resources=resources, limit_s=max(limit_s, 0.001), poll_s=poll_s
+        )
         try:
             async with asyncio.timeout(limit_s):
                 await runner.perform(verb)
@@ -101,6 +109,7 @@ class _VerbRunner:
     os: GuestOs
     resources: SetupResources
     limit_s: float
+    poll_s: float
     activity: str = field(default="", init=False)
     """What it is doing, for the message when its time runs out."""
 
@@ -214,7 +223,7 @@ class _VerbRunner:
                 return
             output = (stderr or stdout).strip()[-200:] or "no output"
             self.activity = f"running {' '.join(verb.argv)}; last exit code {result.exit_code}: {output}"
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(self.poll_s)
 
     async def _run(
         self,
@@ -252,7 +261,7 @@ class _VerbRunner:
                 # wmctrl fails if the window has just closed; the next query shows whether it has.
                 await self._run(("wmctrl", "-i", "-c", window.window_id), expect_exit_code=None)
             self.activity = f"waiting for the window {window.title!r} to close; it may ask about unsaved work"
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(self.poll_s)
 
     async def _wait_window(self, match: WindowMatch) -> OpenWindow:
         """Return the window as soon as it is open; the caller's limit ends the wait."""
@@ -262,7 +271,7 @@ class _VerbRunner:
             if found is not None:
                 return found
             self.activity = f"waiting for a window with {match}; open now: {describe_windows(windows)}"
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(self.poll_s)
 
     async def _list_windows(self) -> tuple[OpenWindow, ...]:
         """Return the open windows as soon as the window manager answers; it may have started only just now."""
@@ -271,4 +280,4 @@ class _VerbRunner:
                 return await list_windows(self.desktop, os=self.os, timeout_s=self.limit_s)
             except GuestError as error:
                 self.activity = f"waiting for the window manager: {error}"
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(self.poll_s)

@@ -24,7 +24,7 @@ class SetupResources:
     allow_download: bool = False
     """Whether a file that was not fetched ahead of time is downloaded while an episode waits."""
     client_password: str = field(default="", repr=False)
-    """Of the guests' user."""
+    """Password of the guests' user."""
     osworld: OsworldBridge | None = None
     """Runs OSWorld's own setup; None if OSWorld is not installed."""
     judge: Judge = judge_directly

@@ -28,7 +28,7 @@ class CheckOutcome(NamedTuple):
     """A score and the reason for it."""
 
     score: float
-    """In [0, 1]."""
+    """A value in [0, 1]."""
     evidence: str
 
 

@@ -84,7 +84,7 @@ class Asset(Model):
     url: Url
     path: GuestPath
     sha256: Sha256 | None = None
-    """Of its bytes. If not given, the first fetch fixes it for this host."""
+    """Digest of its bytes. If not given, the first fetch fixes it for this host."""
 
 
 class Download(SetupBase):
@@ -98,7 +98,7 @@ class HostFile(Model):
     """A file that comes with a task file."""
 
     local_path: str
-    """In a task file: relative to its directory, and below it. In a loaded task: absolute."""
+    """A path relative to the task file's directory, and below it; absolute in a loaded task."""
     path: GuestPath
 
 

@@ -1,25 +1,56 @@
-"""The actions of an agent, and their protobuf form. Shared by the client and the daemon.
+"""The actions of an agent, their limits, and their text for people. Shared by the client and the daemon.
 
 Positions are integers in the caller's coordinates: the reference size of a request, or guest pixels without one.
-In the daemon they are always guest pixels from the top left corner; `envd.api.convert_actions` validates and scales.
+In the daemon they are always guest pixels from the top left corner. A field's name means the same in every action;
+`cuaenv.action_codec` derives the protobuf and JSON forms from it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Literal
 
-from cuaenv.v1 import env_pb2
-from cuaenv.wire import wire_duration
+__all__ = [
+    "Action",
+    "Button",
+    "Click",
+    "Done",
+    "Drag",
+    "Fail",
+    "KeyDown",
+    "KeyUp",
+    "MouseDown",
+    "MouseUp",
+    "Move",
+    "PressKeys",
+    "Scroll",
+    "TypeText",
+    "Wait",
+]
 
 Button = Literal["left", "middle", "right"]
 
-#: Names of mouse buttons and their wire values.
-BUTTONS: Mapping[Button, "env_pb2.Button.ValueType"] = {
-    "left": env_pb2.BUTTON_LEFT,
-    "middle": env_pb2.BUTTON_MIDDLE,
-    "right": env_pb2.BUTTON_RIGHT,
-}
+#: Maximum actions of one `Step`.
+MAX_ACTION_COUNT = 64
+MAX_CLICK_COUNT = 10
+MAX_WHEEL_CLICKS = 100
+MAX_CHORD_KEY_COUNT = 8
+MAX_KEY_NAME_CHARS = 32
+MAX_TEXT_BYTES = 65_536
+#: Of a wait, and of a chord that is held.
+MAX_PAUSE_S = 60.0
+
+
+class _Keyed:
+    """Stores the sequences of key names as tuples; one name alone is one key, not a sequence of letters."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            if field.name in ("keys", "modifiers"):
+                names = getattr(self, field.name)
+                object.__setattr__(self, field.name, (names,) if isinstance(names, str) else tuple(names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +62,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Click:
+class Click(_Keyed):
     """Press and release a button `count` times with `modifiers` held; at the pointer if no position is given."""
 
     x: int | None = None
@@ -42,7 +73,7 @@ class Click:
 
 
 @dataclass(frozen=True, slots=True)
-class Drag:
+class Drag(_Keyed):
     """Press a button at the start (default: the pointer), move to the end in small steps, release."""
 
     end_x: int
@@ -72,7 +103,7 @@ class MouseUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Scroll:
+class Scroll(_Keyed):
     """Turn the wheel by `dy` and `dx` wheel clicks; positive values scroll down and right."""
 
     dy: int = 0
@@ -90,8 +121,11 @@ class TypeText:
 
 
 @dataclass(frozen=True, slots=True)
-class PressKeys:
-    """Press a chord such as `["ctrl", "s"]`, hold it for `hold`, release the keys in reverse order."""
+class PressKeys(_Keyed):
+    """Press a chord such as `["ctrl", "s"]`, hold it for `hold`, release the keys in reverse order.
+
+    One name alone is one key: `PressKeys("enter")`.
+    """
 
     keys: Sequence[str]
     hold: timedelta = timedelta(0)
@@ -137,56 +171,53 @@ Action = (
 )
 
 
-def to_proto(action: Action) -> env_pb2.Action:
-    """Return the protobuf message of an action. Raises: ValueError: only one of x and y is given."""
+#: Longer texts are cut: a page of typed text would hide the other actions.
+_MAX_CHARS = 200
+_TIMES = {1: "", 2: "double ", 3: "triple "}
+
+
+def action_text(action: Action) -> str:
+    """Return an action as text for people, such as `click 40,60` or `press ctrl+s`."""
     match action:
-        case Move():
-            return env_pb2.Action(move=env_pb2.Move(to=_wire_point(action.x, action.y)))
+        case Move(x=x, y=y):
+            return f"move {x},{y}"
         case Click():
-            click = env_pb2.Click(
-                at=_wire_point(action.x, action.y),
-                button=BUTTONS[action.button],
-                count=action.count,
-                modifiers=action.modifiers,
-            )
-            return env_pb2.Action(click=click)
+            times = _TIMES.get(action.count, f"{action.count}-fold ")
+            button = "" if action.button == "left" else f"{action.button} "
+            return f"{_prefix(action.modifiers)}{times}{button}click{_at(action.x, action.y)}"
         case Drag():
-            drag = env_pb2.Drag(
-                start=_wire_point(action.start_x, action.start_y),
-                end=_wire_point(action.end_x, action.end_y),
-                button=BUTTONS[action.button],
-                modifiers=action.modifiers,
-            )
-            return env_pb2.Action(drag=drag)
-        case MouseDown():
-            at = _wire_point(action.x, action.y)
-            return env_pb2.Action(mouse_down=env_pb2.MouseDown(button=BUTTONS[action.button], at=at))
-        case MouseUp():
-            at = _wire_point(action.x, action.y)
-            return env_pb2.Action(mouse_up=env_pb2.MouseUp(button=BUTTONS[action.button], at=at))
+            start = _at(action.start_x, action.start_y)
+            return f"{_prefix(action.modifiers)}drag{start} to {action.end_x},{action.end_y}"
+        case MouseDown(button=button, x=x, y=y):
+            return f"hold {button} button{_at(x, y)}"
+        case MouseUp(button=button, x=x, y=y):
+            return f"release {button} button{_at(x, y)}"
         case Scroll():
-            at = _wire_point(action.x, action.y)
-            scroll = env_pb2.Scroll(dy=action.dy, dx=action.dx, at=at, modifiers=action.modifiers)
-            return env_pb2.Action(scroll=scroll)
-        case TypeText():
-            return env_pb2.Action(type_text=env_pb2.TypeText(text=action.text))
-        case PressKeys():
-            return env_pb2.Action(press_keys=env_pb2.PressKeys(keys=action.keys, hold=wire_duration(action.hold)))
-        case KeyDown():
-            return env_pb2.Action(key_down=env_pb2.KeyDown(key=action.key))
-        case KeyUp():
-            return env_pb2.Action(key_up=env_pb2.KeyUp(key=action.key))
-        case Wait():
-            return env_pb2.Action(wait=env_pb2.Wait(duration=wire_duration(action.duration)))
-        case Done():
-            return env_pb2.Action(done=env_pb2.Done(answer=action.answer))
-        case Fail():
-            return env_pb2.Action(fail=env_pb2.Fail(explanation=action.explanation))
+            return f"{_prefix(action.modifiers)}scroll {action.dx:+d},{action.dy:+d}{_at(action.x, action.y)}"
+        case TypeText(text=text):
+            return f"type {_cut(text)!r}"
+        case PressKeys(keys=keys, hold=hold):
+            duration = f" for {hold.total_seconds():g} s" if hold else ""
+            return f"press {'+'.join(keys)}{duration}"
+        case KeyDown(key=key):
+            return f"hold key {key}"
+        case KeyUp(key=key):
+            return f"release key {key}"
+        case Wait(duration=duration):
+            return f"wait {duration.total_seconds():g} s"
+        case Done(answer=answer):
+            return f"done {_cut(answer)!r}" if answer else "done"
+        case Fail(explanation=explanation):
+            return f"fail {_cut(explanation)!r}" if explanation else "fail"
 
 
-def _wire_point(x: int | None, y: int | None) -> env_pb2.Point | None:
-    if x is None and y is None:
-        return None
-    if x is None or y is None:
-        raise ValueError(f"x={x} y={y}: incomplete position; give both coordinates or neither")
-    return env_pb2.Point(x=x, y=y)
+def _at(x: int | None, y: int | None) -> str:
+    return "" if x is None else f" {x},{y}"
+
+
+def _prefix(modifiers: Sequence[str]) -> str:
+    return "".join(f"{key}+" for key in modifiers)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}… ({len(text)} characters)"

@@ -4,7 +4,6 @@ A directory NAME here holds the proofs on a framework's own package. They run in
 made from `requirements/NAME.txt`: see `make adapters-proof`.
 """
 
-import asyncio
 import os
 import re
 import sys
@@ -16,6 +15,7 @@ import pytest
 from envd.api.security.tokens import new_token
 from envd.base.config import SecurityConfig
 from tests.support.desktops import DrawnDesktops
+from tests.support.program import run_program
 
 HERE = Path(__file__).parent
 PROOFS = sorted(file.stem for file in (HERE / "requirements").glob("*.txt"))
@@ -87,16 +87,8 @@ def run_example(desktops: DrawnDesktops, example: Callable[[str], str]) -> Calla
         if url:
             assert "http://127.0.0.1:8000" in code
             code = code.replace("http://127.0.0.1:8000", url)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            code,
-            env={**os.environ, "ENVD_TARGET": desktops.address},
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        out, errors = await process.communicate()
-        assert process.returncode == 0, errors.decode()
-        return out.decode()
+        done = await run_program(sys.executable, "-c", code, env={**os.environ, "ENVD_TARGET": desktops.address})
+        assert done.status == 0, done.err
+        return done.out
 
     return run

@@ -22,7 +22,9 @@ from cuaenv.client import (
     Wait,
 )
 
+from tests.support.clock import until
 from tests.support.desktops import DrawnDesktops
+from tests.support.program import run_program
 from trainer.adapters.background import blocking
 from trainer.adapters.session import (
     Session,
@@ -41,12 +43,6 @@ MINUTE = timedelta(minutes=1)
 
 def settings_of(desktops: DrawnDesktops, **options: Any) -> SessionSettings:
     return SessionSettings.connect(desktops.address, **options)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_solved_task_scores_1_and_its_machine_is_released_at_once(desktops: DrawnDesktops) -> None:
@@ -234,11 +230,8 @@ async def test_a_process_that_ends_closes_its_sessions(desktops: DrawnDesktops) 
         f"one = blocking(open_session('{TASK}', settings=SessionSettings.connect()))\n"
         "print(one.instruction)\n"
     )
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", script, env={"ENVD_TARGET": desktops.address}, stdout=asyncio.subprocess.PIPE
-    )
-    out, _ = await process.communicate()
-    assert (process.returncode, b"Enabled" in out) == (0, True)
+    done = await run_program(sys.executable, "-c", script, env={"ENVD_TARGET": desktops.address})
+    assert (done.status, "Enabled" in done.out) == (0, True), done.err
     # Not by its lease, which lasts for minutes.
     await until(lambda: desktops.leased_count == 0)
 

@@ -11,5 +11,5 @@ CAN_RUN = find_spec("areal") is not None and find_spec("torch") is not None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without AReaL the proof cannot run: deselected and said so, never counted as passed."""
+    """Deselect the proof, with a message, if AReaL is missing: it never counts as passed."""
     deselect_proof(config, items, marker="areal", can_run=CAN_RUN, message="AReaL's real code. Run: make areal-proof")

@@ -16,8 +16,8 @@ from cuaenv.client import Action, Click, Done
 from envd.hypervisor.fake import Faults
 from tests.support.server import FakeServer, serve_fake
 from tests.support.sglang import SglangServer
-from tests.support.tiny_model import write_checkpoint
 from trainer.agent.grammars import grammar
+from trainer.learn.checkpoint import write_checkpoint
 
 pytestmark = [
     pytest.mark.areal,

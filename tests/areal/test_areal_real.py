@@ -18,7 +18,7 @@ from envd.hypervisor.fake import Faults
 from tests.support.areal import ModelResponse, ScriptedEngine
 from tests.support.server import serve_fake
 from tests.support.slime import Processor, Tokenizer
-from trainer.adapters.areal.config import ArealConfig
+from trainer.adapters.areal.group import ArealConfig
 from trainer.agent.grammars import grammar
 from trainer.config import ConfigError
 from trainer.recipes.catalogue import effective

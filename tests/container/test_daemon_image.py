@@ -1,10 +1,7 @@
 """The daemon's container image: built by podman, run without privileges, on real machines."""
 
 import os
-import re
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +10,7 @@ from cuaenv.actions import TypeText
 from cuaenv.client import EnvClient
 
 from envd.base.config_values import default_cache_dir
+from tests.support.program import Program
 
 pytestmark = [pytest.mark.container, pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -56,42 +54,21 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
     return IMAGE
 
 
-class Served:
+class Served(Program):
     """A container that serves."""
 
     def __init__(self, image: str, name: str, *args: str, volumes: tuple[str, ...] = ()) -> None:
-        """Start it; `output` grows while it runs."""
         self.name = name
-        self.output = ""
         limits = ["--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096"]
         rights = ["--cap-drop=ALL", f"--cap-add={','.join(CAPABILITIES)}", "--security-opt=no-new-privileges"]
         mounts = [f"--volume={volume}" for volume in volumes]
         options = ["--rm", f"--name={name}", "--network=host", "--no-healthcheck"]
-        command = [*PODMAN, "run", *options, *limits, *rights, *mounts, image, "serve", *args]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
+        super().__init__(*PODMAN, "run", *options, *limits, *rights, *mounts, image, "serve", *args)
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                self.output += line
-
-    def wait_for(self, pattern: str) -> str:
-        """Wait for a line and return its first group."""
-        while (match := re.search(pattern, self.output)) is None:
-            assert self.process.poll() is None, self.output[-4000:]
-            time.sleep(0.2)
-        return match[1]
-
-    def end(self, signal_name: str = "") -> int:
-        """Send it a signal, if one is named; wait for its end, and return its exit status."""
-        if signal_name:
-            podman("kill", f"--signal={signal_name}", self.name)
-        status = self.process.wait(300)
-        self._reader.join()
-        return status
+    def stop(self, signal_name: str = "TERM") -> int:
+        """Send a signal to the daemon; return its exit status."""
+        podman("kill", f"--signal={signal_name}", self.name)
+        return self.wait(timeout_s=300)
 
 
 @pytest.fixture
@@ -110,8 +87,8 @@ def test_a_group_and_a_branch_on_real_machines_without_privileges(image: str, na
     served = Served(
         image, name, "--pool", "3", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", volumes=volumes
     )
-    address = served.wait_for(r"listening on (\S+)")
-    served.wait_for(r"pool desktop: (ready)")
+    address = served.wait_for(r"listening on (\S+)", timeout_s=300)
+    served.wait_for(r"pool desktop: (ready)", timeout_s=300)
     task = "desktop/save-shopping-list"
     with EnvClient(address) as client, client.reset_group(task, size=2) as (one, other):
         assert one.observe().frame_id == other.observe().frame_id
@@ -120,13 +97,13 @@ def test_a_group_and_a_branch_on_real_machines_without_privileges(image: str, na
             assert branch.observe().frame_id == one.observe().frame_id
             assert branch.parent_episode_id == one.episode_id
         assert other.evaluate().score == 0.0
-    assert served.end("TERM") == 0
+    assert served.stop() == 0
     assert served.output.rstrip().endswith("stopped; nothing is left running")
 
 
 def test_a_container_without_a_pool_reports_its_mistake(image: str, name: str) -> None:
     served = Served(image, name, "--hypervisor", "fake", "--pool", "nothing=x")
-    assert served.end() == 2
+    assert served.wait(timeout_s=300) == 2
     assert "nothing=x" in served.output
 
 
@@ -134,5 +111,5 @@ def test_ctrl_c_ends_the_container(image: str, name: str) -> None:
     served = Served(
         image, name, "--hypervisor", "fake", "--pool", "1", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"
     )
-    served.wait_for(r"pool desktop: (ready)")
-    assert served.end("INT") == 0
+    served.wait_for(r"pool desktop: (ready)", timeout_s=300)
+    assert served.stop("INT") == 0

@@ -41,7 +41,7 @@ async def test_auto_chooses_kvm_exactly_if_it_runs_guests() -> None:
 
 async def test_tcg_can_be_chosen_and_unknown_accelerators_are_rejected() -> None:
     assert (await choose_accelerator("tcg")).accelerator is Accelerator.TCG
-    with pytest.raises(ConfigError, match="'hvf': unknown; choose auto, kvm or tcg"):
+    with pytest.raises(ConfigError, match=r"'hvf': .*auto, kvm or tcg"):
         await choose_accelerator("hvf")
 
 

@@ -7,7 +7,7 @@ import stat
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import ExitStack, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -31,8 +31,6 @@ from envd.base.errors import (
     EpisodeEnded,
     GuestError,
     MachineLost,
-    NotForkable,
-    PoolExhausted,
 )
 from envd.base.telemetry.metrics import Metrics
 from tests.support.stub_episodes import StubEpisodes, pool_info
@@ -41,6 +39,13 @@ if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
 
 TIMEOUT_S = 120.0
+
+
+async def failure_of(call: Awaitable[object]) -> grpc.aio.AioRpcError:
+    """Return the failure of a call."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
 
 
 @asynccontextmanager
@@ -222,10 +227,9 @@ async def test_an_invalid_field_is_named(stub: "CUAEnvAsyncStub", episodes: Stub
     episode_id = await opened(stub)
     good = env_pb2.Action(done=env_pb2.Done())
     bad = env_pb2.Action(click=env_pb2.Click(count=99))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Step(step_request(episode_id, actions=[good, good, bad]), timeout=TIMEOUT_S)
-    details = details_of(caught.value)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    failure = await failure_of(stub.Step(step_request(episode_id, actions=[good, good, bad]), timeout=TIMEOUT_S))
+    details = details_of(failure)
+    assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert details["ErrorInfo"].reason == "BAD_FIELD"
     assert [violation.field for violation in details["BadRequest"].field_violations] == ["actions[2].click.count"]
     assert episodes.steps == []
@@ -235,23 +239,14 @@ async def test_error_details_name_method_episode_and_request(stub: "CUAEnvAsyncS
     episode_id = await opened(stub)
     episodes.failures = [MachineLost("machine m1 died: QEMU exited")]
     request = step_request(episode_id)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Step(request, timeout=TIMEOUT_S)
-    info = details_of(caught.value)["ErrorInfo"]
-    assert (caught.value.code(), caught.value.details()) == (
+    failure = await failure_of(stub.Step(request, timeout=TIMEOUT_S))
+    info = details_of(failure)["ErrorInfo"]
+    assert (failure.code(), failure.details()) == (
         grpc.StatusCode.DATA_LOSS,
         "machine m1 died: QEMU exited",
     )
     assert (info.reason, info.domain) == ("MACHINE_LOST", "cuaenv")
     assert dict(info.metadata) == {"method": "Step", "episode_id": episode_id, "request_id": request.request_id}
-
-
-async def test_an_exhausted_pool_returns_a_retry_delay(stub: "CUAEnvAsyncStub", episodes: StubEpisodes) -> None:
-    episodes.failures = [PoolExhausted("pool 'debian': 8 of 8 leased", retry_after_s=2.5)]
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Reset(reset_request(), timeout=TIMEOUT_S)
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert details_of(caught.value)["RetryInfo"].retry_delay.ToTimedelta() == timedelta(seconds=2.5)
 
 
 async def test_a_bug_is_logged_once_and_its_text_is_not_sent_to_clients(
@@ -271,10 +266,11 @@ async def test_a_bug_is_logged_once_and_its_text_is_not_sent_to_clients(
 async def test_enum_values_of_later_releases_are_rejected(stub: "CUAEnvAsyncStub") -> None:
     options = env_pb2.ObservationOptions()
     setattr(options, "a11y_format", 99)  # noqa: B010 -- a number unknown to the bindings
-    with pytest.raises(grpc.aio.AioRpcError, match="is unknown to this release") as caught:
-        await stub.Observe(env_pb2.ObserveRequest(episode_id="ep-1", observation=options), timeout=TIMEOUT_S)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert details_of(caught.value)["ErrorInfo"].reason == "UNIMPLEMENTED"
+    failure = await failure_of(
+        stub.Observe(env_pb2.ObserveRequest(episode_id="ep-1", observation=options), timeout=TIMEOUT_S)
+    )
+    assert failure.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert details_of(failure)["ErrorInfo"].reason == "UNIMPLEMENTED"
 
 
 async def test_frames_are_streamed_until_the_episode_is_closed(stub: "CUAEnvAsyncStub") -> None:
@@ -292,29 +288,14 @@ async def test_frames_are_streamed_until_the_episode_is_closed(stub: "CUAEnvAsyn
     assert details_of(caught.value)["ErrorInfo"].reason == "EPISODE_NOT_FOUND"
 
 
-async def test_an_episode_that_cannot_be_forked_reports_why_and_continues(
-    stub: "CUAEnvAsyncStub", episodes: StubEpisodes
-) -> None:
-    episode_id = await opened(stub)
-    episodes.failures = [NotForkable("machine m1 has a USB device")]
-    request = env_pb2.ForkRequest(request_id=new_id(), episode_id=episode_id, fork_count=1)
-    with pytest.raises(grpc.aio.AioRpcError, match="machine m1 has a USB device") as caught:
-        await stub.Fork(request, timeout=TIMEOUT_S)
-    info = details_of(caught.value)["ErrorInfo"]
-    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert (info.reason, info.metadata["method"], info.metadata["episode_id"]) == ("NOT_FORKABLE", "Fork", episode_id)
-    assert (await stub.Step(step_request(episode_id), timeout=TIMEOUT_S)).episode.step_count == 1
-
-
 async def test_a_fork_outlives_its_callers_deadline_and_a_retry_gets_its_result(
     stub: "CUAEnvAsyncStub", episodes: StubEpisodes
 ) -> None:
     episode_id = await opened(stub)
     request = env_pb2.ForkRequest(request_id=new_id(), episode_id=episode_id, fork_count=1)
     episodes.gate.clear()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Fork(request, timeout=0.2)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    failure = await failure_of(stub.Fork(request, timeout=0.2))
+    assert failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     episodes.gate.set()
     assert len((await stub.Fork(request, timeout=TIMEOUT_S)).episodes) == 1
     assert len(episodes.list_episodes()) == 2
@@ -340,26 +321,22 @@ async def test_a_failed_guest_file_access_does_not_void_the_episode(
 async def test_disabled_guest_access_is_denied(stub: "CUAEnvAsyncStub", episodes: StubEpisodes) -> None:
     episode_id = await opened(stub)
     episodes.failures = [AccessDenied("pool 'debian' does not allow guest access")]
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.RunGuestCommand(
-            env_pb2.RunGuestCommandRequest(episode_id=episode_id, argv=["id"]), timeout=TIMEOUT_S
-        )
-    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    request = env_pb2.RunGuestCommandRequest(episode_id=episode_id, argv=["id"])
+    failure = await failure_of(stub.RunGuestCommand(request, timeout=TIMEOUT_S))
+    assert failure.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 async def test_an_oversize_message_is_rejected_without_a_reason(stub: "CUAEnvAsyncStub") -> None:
     request = env_pb2.WriteGuestFileRequest(episode_id="ep-1", path="/a", data=bytes(MAX_MESSAGE_BYTES + 1))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.WriteGuestFile(request, timeout=TIMEOUT_S)
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert details_of(caught.value) == {}
+    failure = await failure_of(stub.WriteGuestFile(request, timeout=TIMEOUT_S))
+    assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details_of(failure) == {}
 
 
 async def test_a_file_beyond_its_limit_is_an_invalid_field(stub: "CUAEnvAsyncStub") -> None:
     request = env_pb2.WriteGuestFileRequest(episode_id="ep-1", path="/a", data=bytes((32 << 20) + 1))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.WriteGuestFile(request, timeout=TIMEOUT_S)
-    assert [violation.field for violation in details_of(caught.value)["BadRequest"].field_violations] == ["data"]
+    failure = await failure_of(stub.WriteGuestFile(request, timeout=TIMEOUT_S))
+    assert [violation.field for violation in details_of(failure)["BadRequest"].field_violations] == ["data"]
 
 
 async def test_calls_and_failures_are_counted(
@@ -410,9 +387,8 @@ async def test_a_step_outlives_its_callers_deadline_and_a_retry_gets_its_result(
     episode_id = await opened(stub)
     request = step_request(episode_id)
     episodes.gate.clear()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Step(request, timeout=0.2)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    failure = await failure_of(stub.Step(request, timeout=0.2))
+    assert failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     episodes.gate.set()
     response = await stub.Step(request, timeout=TIMEOUT_S)
     assert response.episode.step_count == 1
@@ -542,13 +518,13 @@ async def test_reflection_lists_the_services_and_their_contract(channel: grpc.ai
     "listen", ["0.0.0.0:1", "[::]:1", "192.0.2.7:1", "example.org:1", "localhost.example.org:1", "[fe80::1]:1"]
 )
 def test_an_address_reachable_from_other_hosts_is_rejected(listen: str) -> None:
-    with pytest.raises(ConfigError, match="TLS and tokens"):
+    with pytest.raises(ConfigError, match="TLS"):
         parse_listen(listen)
 
 
 @pytest.mark.parametrize("listen", ["", "50051", "127.0.0.1", "127.0.0.1:", ":1", "127.0.0.1:65536", "::1:5", "unix:"])
 def test_a_malformed_address_is_rejected(listen: str) -> None:
-    with pytest.raises(ConfigError, match="write"):
+    with pytest.raises(ConfigError, match=r"HOST:PORT|unix:PATH"):
         parse_listen(listen)
 
 
@@ -582,7 +558,7 @@ async def test_a_unix_socket_serves_only_its_owner_and_replaces_a_stale_one(
 
 async def test_a_port_in_use_fails_the_start(server: ApiServer, episodes: StubEpisodes) -> None:
     second = ApiServer(episodes, listen=server.address, metrics=Metrics())
-    with pytest.raises(ConfigError, match="cannot be bound"):
+    with pytest.raises(ConfigError, match="bound"):
         await second.start()
     await second.stop()
     assert repr(second) == f"<ApiServer not listening, for {server.address}>"

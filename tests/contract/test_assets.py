@@ -11,7 +11,6 @@ import pytest_asyncio
 from aiohttp import web
 
 from envd.base.errors import SetupFailed
-from envd.tasks import assets
 from envd.tasks.assets import AssetCache, AssetMissing, AssetRef, assets_of, open_http
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup
@@ -84,7 +83,7 @@ async def test_a_fetched_file_is_copied_into_the_guest_without_its_server(site: 
 
 
 async def test_a_file_with_another_digest_is_not_kept(site: Site, cache: AssetCache) -> None:
-    with pytest.raises(AssetMissing, match=f"has sha256 {DIGEST}, the task needs {'0' * 64}"):
+    with pytest.raises(AssetMissing, match=f"sha256 is {DIGEST}, the task needs {'0' * 64}"):
         await fetch(cache, AssetRef(site.url, "0" * 64))
     assert files_in(cache) == []
 
@@ -102,29 +101,27 @@ async def test_a_cached_file_with_changed_content_is_not_used(site: Site, cache:
     path = cache.find(ref)
     path.chmod(0o644)
     path.write_bytes(b"poison")
-    with pytest.raises(AssetMissing, match="has changed; remove it"):
+    with pytest.raises(AssetMissing, match="changed"):
         cache.read(ref)
 
 
-async def test_a_file_beyond_the_limit_is_cut_off(
-    site: Site, cache: AssetCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(assets, "MAX_ASSET_BYTES", len(DATA) - 1)
-    with pytest.raises(AssetMissing, match="larger than"):
+async def test_a_file_beyond_the_limit_is_cut_off(site: Site, tmp_path: Path) -> None:
+    cache = AssetCache(tmp_path / "assets", max_bytes=len(DATA) - 1)
+    with pytest.raises(AssetMissing, match="larger"):
         await fetch(cache, AssetRef(site.url))
     assert files_in(cache) == []
 
 
 async def test_a_failed_download_leaves_the_cache_unchanged(site: Site, cache: AssetCache) -> None:
     await fetch(cache, AssetRef(site.url))
-    with pytest.raises(AssetMissing, match=r"cannot be downloaded.*404"):
+    with pytest.raises(AssetMissing, match="404"):
         await fetch(cache, AssetRef(f"{site.url}x"))
     assert cache.read(AssetRef(site.url)) == DATA
 
 
 async def test_an_episode_downloads_only_if_allowed(site: Site, cache: AssetCache) -> None:
     task, desktop = task_with(site.url), MemoryDesktop()
-    with pytest.raises(SetupFailed, match="run `envd tasks fetch`"):
+    with pytest.raises(SetupFailed, match="envd tasks fetch"):
         await run_setup(task, desktop, timeout_s=60.0, resources=SetupResources(assets=cache))
     assert site.request_count == 0
     for _ in range(2):
@@ -157,7 +154,7 @@ def test_a_malformed_cache_entry_counts_as_missing(cache: AssetCache) -> None:
     name.parent.mkdir(parents=True)
     for text in ("", "[]", "{}", json.dumps({"sha256": "../../etc/passwd"})):
         name.write_text(text)
-        with pytest.raises(AssetMissing, match="run `envd tasks fetch`"):
+        with pytest.raises(AssetMissing, match="envd tasks fetch"):
             cache.read(ref)
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from envd.api.security.tokens import NewToken, new_token
-from envd.base.config import SecurityConfig
+from envd.api.security.tokens import NewToken
 from envd.tasks.model import Task
-from tests.support.compat import CompatWorld, compat_world, picture_of
+from tests.support.compat import CompatWorld, compat_world, guarded_world, picture_of
 
 TASK = {"id": "fake/count-to-five", "evaluator": {"func": "ignored"}}
 SCREEN = [1280, 800]
@@ -191,12 +190,8 @@ async def test_a_client_that_leaves_during_its_reset_leaves_no_episode() -> None
 
 @pytest.fixture
 async def guarded(tmp_path: Path) -> AsyncIterator[tuple[CompatWorld, NewToken, NewToken]]:
-    alice, bob = new_token("alice", "run"), new_token("bob", "run")
-    path = tmp_path / "tokens"
-    path.write_text(f"{alice.line}\n{bob.line}\n", encoding="utf-8")
-    path.chmod(0o600)
-    async with compat_world(security=SecurityConfig(tokens_file=path)) as world:
-        yield world, alice, bob
+    async with guarded_world(tmp_path) as world:
+        yield world
 
 
 async def test_only_a_valid_token_in_any_of_its_four_places_is_admitted(

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,16 +13,15 @@ import pytest
 from PIL import Image
 
 from trainer.agent.types import BudgetExhausted, Message, ModelFailed
-from trainer.evaluate import endpoint as endpoint_module
 from trainer.evaluate.chat import ChatConversation, Sampling
 from trainer.evaluate.endpoint import EndpointError, open_endpoint, read_key
 
 Handler = Callable[[aiohttp.web.Request], Awaitable[aiohttp.web.StreamResponse]]
 
 
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "_FIRST_PAUSE_S", 0.001)
+#: Asks the client to repeat a request at once.
+AT_ONCE = {"retry-after-ms": "1"}
+JSON = {"Content-Type": "application/json"}
 
 
 def said(text: str | None, **more: Any) -> dict[str, Any]:
@@ -106,7 +106,7 @@ async def test_a_new_row_forgets_the_one_before() -> None:
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 async def test_a_request_to_a_busy_server_is_retried(status: int) -> None:
-    busy = aiohttp.web.Response(status=status, text="later")
+    busy = aiohttp.web.Response(status=status, text="later", headers=AT_ONCE)
     async with server(busy, busy, said("here")) as (url, asked), open_endpoint(url) as endpoint:
         conversation = ChatConversation(endpoint, model="m", sampling=Sampling())
         await conversation.begin([user("hi")])
@@ -115,13 +115,13 @@ async def test_a_request_to_a_busy_server_is_retried(status: int) -> None:
 
 
 async def test_an_unreachable_server_fails_the_model_and_not_the_agent() -> None:
-    away = aiohttp.web.Response(status=502, text="bad gateway")
+    away = aiohttp.web.Response(status=502, text="bad gateway", headers=AT_ONCE)
     async with server(away) as (url, asked), open_endpoint(url) as endpoint:
-        with pytest.raises(ModelFailed, match="6 attempts: status 502: bad gateway"):
+        with pytest.raises(ModelFailed, match="7 attempts: status 502: bad gateway"):
             await endpoint.post("/chat/completions", {})
-    assert len(asked) == 6
-    async with open_endpoint(url) as endpoint:
-        with pytest.raises(ModelFailed, match="ClientConnectorError"):
+    assert len(asked) == 7
+    async with open_endpoint(url, max_retries=0) as endpoint:
+        with pytest.raises(ModelFailed, match="1 attempts: ConnectError: All connection attempts failed"):
             await endpoint.post("/chat/completions", {})
 
 
@@ -157,8 +157,9 @@ async def test_a_full_context_truncates_the_episode(text: str) -> None:
         ({}, "not a chat completion"),
         (said(None, tool_calls=[{"id": "1"}]), "without a tool parser"),
         ({"choices": [{"message": {"content": ["x"]}}]}, "a list instead of text"),
-        (aiohttp.web.Response(text="<html>"), "not return JSON: '<html>'"),
-        (aiohttp.web.Response(text="[]"), "not return a JSON object"),
+        (aiohttp.web.Response(text="<html>"), "not return a JSON object: '<html>'"),
+        (aiohttp.web.Response(text="[]", headers=JSON), "not return a JSON object"),
+        (aiohttp.web.Response(text="{", headers=JSON), "not return JSON: Expecting property name"),
     ],
 )
 async def test_a_malformed_response_fails_the_model(answer: Any, message: str) -> None:
@@ -206,6 +207,13 @@ async def test_a_key_is_never_sent_to_an_unsafe_url(url: str, message: str) -> N
             pass
     assert "canary" not in str(caught.value)
     assert "pass@" not in str(caught.value)
+
+
+async def test_without_the_client_of_openai_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(EndpointError, match=r"install envd-trainer\[evaluate\]"):
+        async with open_endpoint("http://127.0.0.1:9/v1"):
+            pass
 
 
 def test_a_key_comes_from_a_file_or_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

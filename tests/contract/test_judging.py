@@ -79,7 +79,7 @@ async def test_a_worker_that_was_killed_while_idle_is_not_reused(judges: JudgeWo
 
 async def test_a_refusal_of_a_judge_function_is_raised_as_it_is(judges: JudgeWorkers) -> None:
     checker = Process(kind="process", program="a")
-    with pytest.raises(GuestError, match="the list of processes is empty"):
+    with pytest.raises(GuestError, match="processes"):
         await judges(judge_processes, b"", checker)
     assert repr(judges) == "<JudgeWorkers 1 idle>"
 
@@ -124,7 +124,7 @@ async def test_input_that_keeps_a_decoder_busy_costs_its_own_evaluation_only(
     hostile = asyncio.create_task(judges(function, *arguments))
     others = [await judges(judge_file_text, found(b"axb"), TEXT) for _ in range(3)]
     assert [outcome.score for outcome in others] == [1.0] * 3
-    with pytest.raises(GuestError, match="limits of memory or CPU time"):
+    with pytest.raises(GuestError, match="limits"):
         await hostile
     assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
 
@@ -147,14 +147,14 @@ async def test_memory_beyond_the_limit_fails_the_evaluation(judges: JudgeWorkers
 
 
 async def test_a_worker_that_dies_fails_its_evaluation_and_is_replaced(judges: JudgeWorkers) -> None:
-    with pytest.raises(GuestError, match="exceeded the limits"):
+    with pytest.raises(GuestError, match="limits"):
         await judges(end_the_worker)
     assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
 
 
 async def test_a_job_without_end_is_ended_by_its_time_limit() -> None:
     judges = JudgeWorkers(limit=1, cpu_s=60, time_s=5.0)
-    with pytest.raises(GuestError, match="took longer than 5 s"):
+    with pytest.raises(GuestError, match="5 s"):
         await judges(judge_file_text, found(b"a" * 60 + b"!"), BACKTRACKING)
     await judges.aclose()
 

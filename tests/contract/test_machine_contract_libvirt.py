@@ -43,13 +43,13 @@ class TestMachineContractOnLibvirt(LibvirtFixtures, MachineContract):
     ) -> None:
         image = DiskImage(name="gone", digest="0" * 64, disk=tmp_path / "gone.qcow2", kernel=self.image.kernel)
         spec = MachineSpec(machine_id=new_machine_id(), image=image)
-        with pytest.raises(HypervisorError, match=r"overlay \S+: qemu-img could not create it: .*gone"):
+        with pytest.raises(HypervisorError, match=r"overlay \S+: .*gone"):
             await hypervisor.create(spec)
         assert self.leftovers(hypervisor, spec.machine_id) == []
 
     async def test_a_state_directory_with_too_long_a_path_is_rejected(self, tmp_path: Path) -> None:
         deep = tmp_path / ("d" * 80)
-        with pytest.raises(ConfigError, match="choose a shorter --state-dir"):
+        with pytest.raises(ConfigError, match="--state-dir"):
             await LibvirtHypervisor.open(state_dir=deep)
 
     async def test_the_log_of_the_console_stays_small_whatever_the_guest_prints(

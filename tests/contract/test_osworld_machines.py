@@ -53,31 +53,54 @@ async def test_a_machine_is_an_episode_that_stop_closes(server: FakeServer, prov
     assert live(server) == {}
 
 
-async def test_the_ports_of_the_service_and_of_vlc_lead_to_those_of_the_guest(
-    provider: EnvdProvider, monkeypatch: pytest.MonkeyPatch
+async def test_the_ports_lead_to_those_of_the_present_machines_guest(
+    server: FakeServer, provider: EnvdProvider
 ) -> None:
-    def run(argv: tuple[str, ...], stdin: bytes) -> bytes:
-        assert stdin.startswith(b"GET /requests/status.xml")
-        return f"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n{argv[-1]}".encode()
+    async def service(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"in the guest")
+        writer.close()
 
-    monkeypatch.setattr(provider, "_run", run)
+    server.hypervisor.services |= {9222: service, 8080: service}
     await asyncio.to_thread(provider.start_emulator, "envd", True)
-    host, server_port, _, _, vlc_port = provider.get_ip_address("envd").split(":")
-    async with aiohttp.ClientSession() as http:
-        for port, expected in ((server_port, "5000"), (vlc_port, "8080")):
-            async with http.get(f"http://{host}:{port}/requests/status.xml") as response:
-                assert await response.text() == expected
+    for _ in range(2):
+        host, server_port, chromium_port, _, vlc_port = provider.get_ip_address("envd").split(":")
+        for port in (chromium_port, vlc_port):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            assert await reader.read() == b"in the guest"
+            writer.close()
+        async with aiohttp.ClientSession() as http, http.get(f"http://{host}:{server_port}/screenshot") as response:
+            assert response.content_type == "image/png"
+        await asyncio.to_thread(provider.revert_to_snapshot, "envd", "init_state")
+
+
+async def test_stop_frees_the_ports_and_ends_their_connections(server: FakeServer, provider: EnvdProvider) -> None:
+    server.hypervisor.services[9222] = server.hypervisor.services[7]
+    await asyncio.to_thread(provider.start_emulator, "envd", True)
+    port = int(provider.get_ip_address("envd").split(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"!")
+    assert await reader.readexactly(1) == b"!"
+    await asyncio.to_thread(provider.stop_emulator, "envd")
+    assert await reader.read() == b""
+    writer.close()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_a_token_is_not_sent_to_another_host_in_clear_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENVD_TOKEN", "secret")
+    provider = EnvdProvider("192.0.2.1:50051")
+    with pytest.raises(ProviderError, match="would get the token in clear text"):
+        await asyncio.to_thread(provider.start_emulator, "envd", True)
 
 
 async def test_revert_creates_another_fork_of_the_same_state(server: FakeServer, provider: EnvdProvider) -> None:
     await asyncio.to_thread(provider.start_emulator, "envd", True)
     before = live(server)
-    address = provider.get_ip_address("envd")
     assert await asyncio.to_thread(provider.revert_to_snapshot, "envd", "init_state") == "envd"
     after = live(server)
     assert set(before) & set(after) == set()
     assert list(before.values()) == list(after.values())
-    assert provider.get_ip_address("envd") == address
 
 
 async def test_revert_to_a_saved_state_forks_it(server: FakeServer, provider: EnvdProvider) -> None:

@@ -14,6 +14,7 @@ from cuaenv.client.errors import Unavailable
 from cuaenv.client.ray_cluster import HostReport, Reservation
 
 from envd.base import errors
+from tests.support.clock import until
 from tests.support.stub_episodes import StubHost, stub_hosts
 
 TASK = "desktop/note"
@@ -130,12 +131,6 @@ async def ray(*capacities: int) -> AsyncIterator[World]:
         ):
             async with AsyncEnvClient("ray://auto", retry=QUICK, rng=random.Random(1)) as client:
                 yield World(hosts, client, cluster)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 # What every placement promises

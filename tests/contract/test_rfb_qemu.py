@@ -237,7 +237,7 @@ async def test_keys_reach_the_guests_keyboard_with_their_scancodes(qemu: Qemu, d
 async def test_a_guest_without_a_tablet_driver_rejects_positions(qemu: Qemu, desk: Desktop) -> None:
     await qemu.start("virtio", painter=True)
     await desk.frame()
-    with pytest.raises(GuestError, match="no tablet"):
+    with pytest.raises(GuestError, match="tablet"):
         await desk.act(Move(1, 1))
 
 

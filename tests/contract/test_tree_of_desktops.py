@@ -1,7 +1,5 @@
 """The accessibility tree of every desktop, drawn or real, as a client receives it."""
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -37,19 +35,15 @@ DESKTOPS = [
 
 
 @pytest.fixture(params=DESKTOPS)
-def editor(request: pytest.FixtureRequest, template_dir: Path) -> Iterator[tuple[Episode, str]]:
+def editor(request: pytest.FixtureRequest, template_dir: Path, short_dir: Path) -> Iterator[tuple[Episode, str]]:
     """Return an episode with `TEXT` in an editor, and the title of its window."""
     config, task_id, title = request.param
-    parent = Path(tempfile.mkdtemp(prefix="envd-a-", dir="/tmp"))
-    daemon = ServedDaemon(parent / "s", config.format(template_dir=template_dir))
-    try:
+    with ServedDaemon(short_dir / "s", config.format(template_dir=template_dir)) as daemon:
         address = daemon.wait_for(r"listening on (\S+)")
         with EnvClient(address) as client, client.reset(task_id, timeout=timedelta(minutes=9)) as episode:
             episode.step(TypeText(TEXT), settle=Settle(min=timedelta(seconds=1)))
             yield episode, title
-    finally:
         assert daemon.end() == 0
-        shutil.rmtree(parent)
 
 
 def test_the_tree_matches_the_screen_and_marks_are_drawn_on_its_elements(

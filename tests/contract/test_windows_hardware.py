@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from envd.base.errors import GuestError, GuestUnresponsive, NotForkable
-from envd.guest.agent import GuestAgent
-from envd.guest.wake import renew_identity
+from envd.guest.agent import GuestAgent, renew_identity
 from envd.hypervisor.contract.fixtures import new_machine_id
 from envd.hypervisor.contract.forks import ForkContract
 from envd.hypervisor.machine import DiskImage, Drive, LeftoverKind, Machine, MachineSpec, Snapshot
@@ -154,7 +153,7 @@ class TestForkContractOnWindowsHardware(LibvirtFixtures, ForkContract):
             assert isinstance(machine, LibvirtMachine)
             assert machine.tpm is not None
             machine.tpm.end()
-            with pytest.raises(NotForkable, match="the process of its TPM"):
+            with pytest.raises(NotForkable, match="TPM"):
                 await hypervisor.capture(machine)
             assert await self.run(machine, "echo", "alive") == b"alive\n"
 
@@ -266,7 +265,7 @@ class TestForkContractOnWindowsHardware(LibvirtFixtures, ForkContract):
         booting = await hypervisor.create(replace(self.make_spec(new_machine_id()), memory_mib=256))
         early = await hypervisor.freeze(booting, notes={})
         async with self.fork(hypervisor, early) as machine:
-            with pytest.raises(NotForkable, match="no driver of its virtio display runs"):
+            with pytest.raises(NotForkable, match="display"):
                 await hypervisor.capture(machine)
         assert await self.snapshot_leftovers(hypervisor) == []
 

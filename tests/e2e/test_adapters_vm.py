@@ -3,9 +3,7 @@
 import math
 import os
 import re
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from mcp.client import Client
 
 from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.hypervisor.qemu.processes import machine_pids
-from envd.images.catalogue import Image
 from tests.support.served import ServedDaemon
 from trainer.adapters.mcp import make_server
 from trainer.adapters.session import SessionSettings
@@ -38,37 +35,26 @@ SAVE = {"action": "press", "keys": ["ctrl", "s"]}
 DONE = {"action": "done"}
 
 
-class _Served:
+class _Served(ServedDaemon):
     """A daemon with one machine at a time."""
 
     def __init__(self, state_dir: Path, template_dir: Path) -> None:
+        super().__init__(state_dir, CONFIG.format(template_dir=template_dir))
         self._state_dir = state_dir
-        self._daemon = ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir))
-        self.address = self._daemon.wait_for(r"listening on (\S+)", timeout_s=120)
+        self.address = self.wait_for(r"listening on (\S+)")
 
     def kill_machine(self) -> None:
         """Kill the QEMU of the only machine."""
         (pid,) = machine_pids(self._state_dir).values()
         os.kill(pid, signal.SIGKILL)
 
-    def end(self) -> int:
-        return self._daemon.end()
-
 
 @pytest.fixture(scope="module")
-def served(desktop_image: Image, template_dir: Path) -> Iterator[_Served]:
-    assert desktop_image.name == "desktop"
-    parent = Path(tempfile.mkdtemp(prefix="envd-a-", dir="/tmp"))
-    parent.chmod(0o755)  # QEMU accesses it as another user.
-    served = _Served(parent / "s", template_dir)
-    try:
+def served(module_dir: Path, template_dir: Path) -> Iterator[_Served]:
+    with _Served(module_dir / "s", template_dir) as served:
         yield served
-    finally:
-        status = served.end()
-        leftovers = machine_leftovers(parent / "s")
-        shutil.rmtree(parent)
-    assert status == 0
-    assert leftovers == []
+        assert served.end() == 0
+    assert machine_leftovers(module_dir / "s") == []
 
 
 def test_gymnasium_truncates_an_episode_whose_qemu_was_killed(served: _Served) -> None:

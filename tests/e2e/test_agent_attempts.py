@@ -1,7 +1,8 @@
 """Episodes on lost machines are retried once on a new one; lost again, they are void and never score 0."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -11,31 +12,15 @@ from cuaenv.client import Action, AsyncEnvClient, Click, Done, StepResult, Wait
 
 from envd.hypervisor.fake import Faults
 from envd.tasks.model import Task
+from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import FakeServer, serve_fake
 from trainer.agent.attempts import run_group, run_task
-from trainer.agent.grammars import grammar
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.settings import AgentSettings
-from trainer.agent.types import Conversation, Message, Outcome, Reply, Trajectory
+from trainer.agent.types import Conversation, Outcome, Reply, Trajectory
 
 SETTINGS = AgentSettings(max_turns=6, coordinates="pixels")
 COUNT = Click(799, 97)  # on a screenshot of 1248x768 px, the size under `AgentSettings.image_max_pixels`
-
-
-class Scripted:
-    """A model with given replies."""
-
-    def __init__(self, *turns: Sequence[Action]) -> None:
-        self._replies = iter([grammar("qwen3-vl").render(turn) for turn in turns])
-
-    async def begin(self, messages: Sequence[Message]) -> None:
-        pass
-
-    async def append(self, message: Message) -> None:
-        pass
-
-    async def generate(self) -> Reply:
-        return Reply(text=next(self._replies))
 
 
 async def only_standby_machines_die(server: FakeServer, count: int) -> None:
@@ -46,18 +31,18 @@ async def only_standby_machines_die(server: FakeServer, count: int) -> None:
     server.hypervisor.faults = Faults()
 
 
-def counted(made: list[Scripted]) -> Callable[[], Scripted]:
+def counted(made: list[ScriptedReplies]) -> Callable[[], ScriptedReplies]:
     """Return a factory of models that solve the task; `made` collects them."""
 
-    def new_conversation() -> Scripted:
-        made.append(Scripted([COUNT] * 3, [COUNT] * 2, [Done()]))
+    def new_conversation() -> ScriptedReplies:
+        made.append(ScriptedReplies.acting([COUNT] * 3, [COUNT] * 2, [Done()]))
         return made[-1]
 
     return new_conversation
 
 
 async def test_an_episode_on_a_lost_machine_is_retried_on_a_new_one() -> None:
-    made: list[Scripted] = []
+    made: list[ScriptedReplies] = []
     async with (
         serve_fake(size=1, faults=Faults(die_after_inputs=8)) as server,
         AsyncEnvClient(server.address) as client,
@@ -72,7 +57,7 @@ async def test_an_episode_on_a_lost_machine_is_retried_on_a_new_one() -> None:
 
 
 async def test_an_episode_lost_twice_is_void_with_its_error() -> None:
-    made: list[Scripted] = []
+    made: list[ScriptedReplies] = []
     async with (
         serve_fake(size=1, faults=Faults(die_after_inputs=8)) as server,
         AsyncEnvClient(server.address) as client,
@@ -95,7 +80,7 @@ async def test_a_failed_setup_is_retried_on_a_new_machine_and_then_void() -> Non
             "checker": {"kind": "file_text", "path": "/home/user/x", "equals": "x"},
         }
     )
-    made: list[Scripted] = []
+    made: list[ScriptedReplies] = []
     async with serve_fake(size=1, extra_tasks=[broken]) as server, AsyncEnvClient(server.address) as client:
         trajectory = await run_task(client, broken.task_id, counted(made), settings=SETTINGS)
     assert len(made) == 2
@@ -103,7 +88,7 @@ async def test_a_failed_setup_is_retried_on_a_new_machine_and_then_void() -> Non
 
 
 async def test_an_unknown_task_is_not_retried() -> None:
-    made: list[Scripted] = []
+    made: list[ScriptedReplies] = []
     async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
         trajectory = await run_task(client, "fake/no-such", counted(made), settings=SETTINGS)
     assert len(made) == 1
@@ -113,7 +98,8 @@ async def test_an_unknown_task_is_not_retried() -> None:
 
 async def test_a_group_starts_in_one_state() -> None:
     async with serve_fake(size=4) as server, AsyncEnvClient(server.address) as client:
-        group = await run_group(client, "fake/append-line", lambda: Scripted([Done()]), size=4, settings=SETTINGS)
+        model = functools.partial(ScriptedReplies.acting, [Done()])
+        group = await run_group(client, "fake/append-line", model, size=4, settings=SETTINGS)
     assert len({trajectory.origin for trajectory in group}) == 1
     assert len({trajectory.episode_id for trajectory in group}) == 4
     assert [trajectory.outcome for trajectory in group] == [Outcome.TERMINATED] * 4
@@ -121,11 +107,11 @@ async def test_a_group_starts_in_one_state() -> None:
 
 async def test_a_lost_member_is_retried_and_the_others_are_unaffected() -> None:
     # Three of the four members send fewer than eight input events.
-    made: list[Scripted] = []
+    made: list[ScriptedReplies] = []
     plans = iter([[COUNT] * 5, [], [], [], [COUNT] * 5])
 
-    def new_conversation() -> Scripted:
-        made.append(Scripted([*next(plans), Done()]))
+    def new_conversation() -> ScriptedReplies:
+        made.append(ScriptedReplies.acting([*next(plans), Done()]))
         return made[-1]
 
     async with (
@@ -143,7 +129,7 @@ async def test_a_members_machine_is_released_before_the_slowest_member_ends() ->
     async with serve_fake(size=2) as server, AsyncEnvClient(server.address) as client:
         leased: list[int] = []
 
-        class Slow(Scripted):
+        class Slow(ScriptedReplies):
             async def generate(self) -> Reply:
                 reply = await super().generate()
                 async with asyncio.timeout(60):
@@ -153,7 +139,7 @@ async def test_a_members_machine_is_released_before_the_slowest_member_ends() ->
                         await asyncio.sleep(0.05)
                 return reply
 
-        models = iter([Slow([Done()]), Scripted([Done()])])
+        models = iter([Slow.acting([Done()]), ScriptedReplies.acting([Done()])])
         await run_group(client, "fake/enable", lambda: next(models), size=2, settings=SETTINGS)
     assert leased[-1] == 1
 
@@ -191,7 +177,7 @@ async def test_an_episode_whose_time_ends_during_a_step_is_evaluated(monkeypatch
         trajectory = await run_task(
             client,
             "fake/count-to-five",
-            lambda: Scripted([COUNT] * 5, [Wait(timedelta(seconds=2))], [Done()]),
+            lambda: ScriptedReplies.acting([COUNT] * 5, [Wait(timedelta(seconds=2))], [Done()]),
             settings=settings,
             run=run,
         )

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 from cuaenv.client import Action, AsyncEnvClient, Click, Done, Drag, Fail, PressKeys, TypeText, Wait
 
+from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import serve_fake
 from trainer.agent.attempts import run_task
 from trainer.agent.branch_point import BranchPoint
@@ -15,7 +16,7 @@ from trainer.agent.coordinates import CoordinateSpace, to_model_points
 from trainer.agent.grammars import grammar
 from trainer.agent.loop import run_episode
 from trainer.agent.settings import AgentSettings
-from trainer.agent.types import Message, Outcome, Reply
+from trainer.agent.types import Outcome
 
 SETTINGS = AgentSettings(max_turns=6)
 SPACE = CoordinateSpace.of("normalised", image_px=(1248, 800), screen_px=(1280, 800))
@@ -38,25 +39,6 @@ SOLUTIONS: dict[str, Sequence[Sequence[Action]]] = {
 }
 
 
-class Scripted:
-    """A model with given replies that records its messages."""
-
-    def __init__(self, replies: Sequence[str]) -> None:
-        self._replies = iter(replies)
-        self.rows: list[list[Message]] = []
-
-    async def begin(self, messages: Sequence[Message]) -> None:
-        self.rows.append(list(messages))
-
-    async def append(self, message: Message) -> None:
-        self.rows[-1].append(message)
-
-    async def generate(self) -> Reply:
-        text = next(self._replies)
-        self.rows[-1].append(Message("assistant", (text,)))
-        return Reply(text=text)
-
-
 def solution(task_id: str, settings: AgentSettings = SETTINGS) -> list[str]:
     form = grammar(settings.grammar)
     return [form.render([to_model_points(action, SPACE) for action in turn]) for turn in SOLUTIONS[task_id]]
@@ -65,7 +47,7 @@ def solution(task_id: str, settings: AgentSettings = SETTINGS) -> list[str]:
 @pytest.mark.parametrize("task_id", SOLUTIONS)
 async def test_a_correct_solution_scores_one(task_id: str) -> None:
     async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
-        model = Scripted(solution(task_id))
+        model = ScriptedReplies(solution(task_id))
         trajectory = await run_task(client, task_id, lambda: model, settings=SETTINGS)
     assert trajectory.error is None
     assert trajectory.outcome is Outcome.TERMINATED
@@ -85,7 +67,7 @@ async def test_facts_record_changes_and_mistakes_are_reported_to_the_model() -> 
         grammar("qwen3-vl").render([Wait(timedelta(seconds=0.1))]),
         grammar("qwen3-vl").render([Done()]),
     ]
-    model = Scripted(replies)
+    model = ScriptedReplies(replies)
     async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
         trajectory = await run_task(client, "fake/count-to-five", lambda: model, settings=SETTINGS)
     prose, outside, unknown, click, wait, _ = (turn.facts for turn in trajectory.turns)
@@ -114,7 +96,7 @@ async def test_facts_record_changes_and_mistakes_are_reported_to_the_model() -> 
 
 async def test_an_exhausted_budget_of_turns_truncates_and_the_state_is_evaluated() -> None:
     settings = AgentSettings(max_turns=3)
-    model = Scripted(solution("fake/save-note", settings))
+    model = ScriptedReplies(solution("fake/save-note", settings))
     async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
         trajectory = await run_task(client, "fake/save-note", lambda: model, settings=settings)
     assert (trajectory.outcome, trajectory.reason) == (Outcome.TRUNCATED, "turns")
@@ -124,7 +106,7 @@ async def test_an_exhausted_budget_of_turns_truncates_and_the_state_is_evaluated
 
 async def test_new_rows_drop_old_screenshots_and_old_rows_are_unchanged() -> None:
     settings = AgentSettings(max_turns=6, images_per_row=2, images_kept=1)
-    model = Scripted(solution("fake/save-note", settings))
+    model = ScriptedReplies(solution("fake/save-note", settings))
     async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
         trajectory = await run_task(client, "fake/save-note", lambda: model, settings=settings)
     assert trajectory.evaluation is not None
@@ -137,7 +119,7 @@ async def test_new_rows_drop_old_screenshots_and_old_rows_are_unchanged() -> Non
 async def test_a_text_only_agent_sees_the_tree_and_no_image() -> None:
     settings = AgentSettings(max_turns=6, text_only=True, a11y_tree=True, coordinates="pixels")
     async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
-        model = Scripted([grammar("qwen3-vl").render([action]) for action in (Click(822, 167), Done())])
+        model = ScriptedReplies([grammar("qwen3-vl").render([action]) for action in (Click(822, 167), Done())])
         trajectory = await run_task(client, "fake/enable", lambda: model, settings=settings)
     assert trajectory.evaluation is not None
     assert trajectory.evaluation.score == 1.0
@@ -153,7 +135,7 @@ async def test_a_text_only_agent_sees_the_tree_and_no_image() -> None:
 async def test_an_unchanged_screen_is_not_repeated_if_so_configured() -> None:
     settings = AgentSettings(max_turns=6, repeat_images=False)
     turns: list[list[Action]] = [[Wait(timedelta(seconds=0.1))], [to_model_points(Click(819, 100), SPACE)], [Done()]]
-    model = Scripted([grammar("qwen3-vl").render(turn) for turn in turns])
+    model = ScriptedReplies([grammar("qwen3-vl").render(turn) for turn in turns])
     async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
         trajectory = await run_task(client, "fake/count-to-five", lambda: model, settings=settings)
     assert trajectory.turns[0].facts.changed_fraction == 0.0
@@ -165,7 +147,7 @@ async def test_an_unchanged_screen_is_not_repeated_if_so_configured() -> None:
 
 async def test_the_tree_shows_the_numbers_of_marks() -> None:
     settings = AgentSettings(max_turns=6, marks=True, a11y_tree=True, a11y_chars=1000)
-    model = Scripted([grammar("qwen3-vl").render([Done()])])
+    model = ScriptedReplies([grammar("qwen3-vl").render([Done()])])
     async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
         trajectory = await run_task(client, "fake/enable", lambda: model, settings=settings)
     assert trajectory.turns[0].facts.tree_before is not None
@@ -180,7 +162,7 @@ async def test_an_episode_offers_branch_points_and_their_duration_is_not_charged
         await asyncio.sleep(0.5)
 
     async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
-        model = Scripted(solution("fake/save-note"))
+        model = ScriptedReplies(solution("fake/save-note"))
         async with client.reset("fake/save-note", view=SETTINGS.view) as episode:
             trajectory = await run_episode(episode, model, settings=SETTINGS, between=between)
     assert (trajectory.reason, [len(point.turns) for point, _ in points]) == ("done", [1, 2, 3])
@@ -188,9 +170,9 @@ async def test_an_episode_offers_branch_points_and_their_duration_is_not_charged
     assert second.spent_s - first.spent_s < second_s - first_s - 0.4
 
 
-async def continued(replies: Sequence[str]) -> Scripted:
+async def continued(replies: Sequence[str]) -> ScriptedReplies:
     """Return a model that already has a row."""
-    model = Scripted(replies)
+    model = ScriptedReplies(replies)
     await model.begin([])
     return model
 
@@ -204,7 +186,7 @@ async def test_a_branch_continues_its_history_and_has_only_the_remaining_time() 
     replies = solution("fake/save-note")
     async with serve_fake(size=2, capacity=3) as server, AsyncEnvClient(server.address) as client:
         async with client.reset("fake/save-note", view=SETTINGS.view) as episode:
-            model = Scripted([replies[0], replies[-1]])
+            model = ScriptedReplies([replies[0], replies[-1]])
             first = await run_episode(episode, model, settings=SETTINGS, between=between)
         async with client.reset("fake/save-note", view=SETTINGS.view) as episode:
             await episode.step(Click(379, 311))

@@ -12,9 +12,8 @@ from envd.hypervisor.fake import Faults
 from tests.support.areal import ScriptedEngine
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import END, Processor, Tokenizer
-from trainer.adapters.areal.config import ArealConfig
 from trainer.adapters.areal.conversation import Request
-from trainer.adapters.areal.group import GroupResult, run_task_group
+from trainer.adapters.areal.group import ArealConfig, GroupResult, run_task_group
 from trainer.adapters.areal.rows import columns
 from trainer.agent.grammars import grammar
 from trainer.config import ConfigError
@@ -149,8 +148,10 @@ async def test_resets_of_an_unknown_task_are_spaced(monkeypatch: pytest.MonkeyPa
         pauses_s.append(duration_s)
 
     class Environments:
-        def reset_group(self, task: str, **_: Any) -> Any:
+        def reset(self, task: str, **_: Any) -> Any:
             raise TaskNotFound(f"no task {task!r}")
+
+        reset_group = reset
 
     config = ArealConfig.from_mapping({"hosts": ["127.0.0.1:1"]})
     monkeypatch.setattr(asyncio, "sleep", record)

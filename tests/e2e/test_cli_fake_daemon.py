@@ -1,13 +1,9 @@
 """The `envd` command in its own process, with fake desktops: signals, ports and exit statuses."""
 
 import json
-import os
-import re
 import signal
 import sqlite3
 import stat
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -23,39 +19,13 @@ from cuaenv.v1 import env_pb2, env_pb2_grpc
 from PIL import Image
 
 from tests.support.command import CommandOutput, run_envd
+from tests.support.served import ServedDaemon
 
 
-class Envd:
-    """One `envd serve` process on free ports; its output is read line by line."""
-
-    def __init__(self, state_dir: Path, *flags: str, listen: str = "127.0.0.1:0") -> None:
-        command = [sys.executable, "-m", "envd", "serve", "--hypervisor", "fake", "--state-dir", str(state_dir)]
-        addresses = ["--listen", listen, "--metrics-listen", "127.0.0.1:0"]
-        self.process = subprocess.Popen(
-            [*command, *addresses, *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "ENVD_LIMITS__DRAIN_TIMEOUT_S": "600"},
-        )
-        self.lines: list[str] = []
-
-    def wait_for(self, pattern: str) -> str:
-        """Read lines until one matches; return its first group."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
-            if match := re.search(pattern, line):
-                return match[1]
-        raise AssertionError(f"no line matches {pattern}: {self.lines}; {self.process.communicate()[1]}")
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def wait(self) -> tuple[int, str]:
-        """Return the exit status and the output after the last line read."""
-        out, _ = self.process.communicate(timeout=120)
-        return self.process.returncode, out
+def serve(state_dir: Path, *flags: str, listen: str = "127.0.0.1:0", config: str = "") -> ServedDaemon:
+    """Start a daemon that drains for longer than these tests wait."""
+    fake = ("--hypervisor", "fake")
+    return ServedDaemon(state_dir, config, *fake, *flags, listen=listen, ENVD_LIMITS__DRAIN_TIMEOUT_S="600")
 
 
 @pytest.fixture
@@ -64,15 +34,12 @@ def state_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def daemon(state_dir: Path) -> Iterator[Envd]:
-    envd = Envd(state_dir, "--pool", "2")
-    yield envd
-    if envd.process.poll() is None:
-        envd.process.kill()
-    envd.process.communicate()
+def daemon(state_dir: Path) -> Iterator[ServedDaemon]:
+    with serve(state_dir, "--pool", "2") as envd:
+        yield envd
 
 
-def test_an_episode_on_a_served_pool_appears_in_the_metrics(daemon: Envd) -> None:
+def test_an_episode_on_a_served_pool_appears_in_the_metrics(daemon: ServedDaemon) -> None:
     metrics_url = daemon.wait_for(r"metrics on (http://\S+)")
     address = daemon.wait_for(r"listening on (\S+)")
     daemon.wait_for(r"pool desktop: (ready, 2 machines)")
@@ -86,10 +53,8 @@ def test_an_episode_on_a_served_pool_appears_in_the_metrics(daemon: Envd) -> Non
     assert 'envd_step_duration_seconds_count{phase="total",pool="desktop"} 2.0' in series
     assert 'envd_episodes_ended_total{pool="desktop",run="other",state="terminated"} 1.0' in series
     assert 'envd_rpc_duration_seconds_count{code="OK",method="Evaluate"} 1.0' in series
-    daemon.signal(signal.SIGTERM)
-    status, output = daemon.wait()
-    assert status == 0
-    assert output.endswith("stopped; nothing is left running\n")
+    assert daemon.end() == 0
+    assert daemon.lines[-1] == "stopped; nothing is left running\n"
 
 
 def command(*args: str) -> dict[str, Any]:
@@ -108,14 +73,10 @@ def test_a_daemon_that_other_hosts_can_reach_serves_clients_with_a_token_over_tl
     tokens = tmp_path / "tokens"
     tokens.touch(mode=0o600)
     tokens.write_text(token["line"] + "\n")
-    config = tmp_path / "envd.toml"
     settings = {**certs["settings"], "security.tokens_file": str(tokens)}
     del settings["security.client_ca"]
-    config.write_text(
-        "[security]\n" + "".join(f'{key.removeprefix("security.")} = "{path}"\n' for key, path in settings.items())
-    )
-    envd = Envd(state_dir, "--pool", "1", "--config", str(config), listen="0.0.0.0:0")
-    try:
+    security = "".join(f'{key.removeprefix("security.")} = "{path}"\n' for key, path in settings.items())
+    with serve(state_dir, "--pool", "1", listen="0.0.0.0:0", config=f"[security]\n{security}") as envd:
         port = envd.wait_for(r"listening on 0\.0\.0\.0:(\d+)")
         tls = Tls(ca=Path(certs["files"]["ca"]))
         monkeypatch.delenv("ENVD_TOKEN", raising=False)
@@ -125,11 +86,8 @@ def test_a_daemon_that_other_hosts_can_reach_serves_clients_with_a_token_over_tl
         with EnvClient(f"127.0.0.1:{port}", tls=tls) as client, client.reset("fake/save-note") as episode:
             episode.step(Done())
             assert episode.evaluate().score == 0.0
-        envd.signal(signal.SIGTERM)
-        out, err = envd.process.communicate(timeout=120)
-    finally:
-        envd.process.kill()
-        envd.process.communicate()
+        envd.end()
+    out, err = envd.output, envd.log_file.read_text()
     assert "nothing is left running" in out
     assert "opened by trainer-a" in err
     assert token["token"] not in out + err
@@ -139,60 +97,53 @@ def test_a_daemon_reachable_from_other_hosts_without_tls_does_not_start(state_di
     where = ("--hypervisor", "fake", "--state-dir", str(state_dir), "--listen", "0.0.0.0:0")
     done = run_envd("serve", "--pool", "1", *where)
     assert done.status == 2
-    assert "can be reached from other hosts" in done.err
+    assert "reachable from other hosts" in done.err
     assert "set security.tls_cert and security.tls_key" in done.err
     assert not state_dir.exists()
 
 
-def test_a_drain_waits_for_open_episodes_and_rejects_new_ones(daemon: Envd) -> None:
+def test_a_drain_waits_for_open_episodes_and_rejects_new_ones(daemon: ServedDaemon) -> None:
     address = daemon.wait_for(r"listening on (\S+)")
     with EnvClient(address) as client:
         with client.reset("fake/save-note") as episode:
-            daemon.signal(signal.SIGTERM)
+            daemon.send(signal.SIGTERM)
             daemon.wait_for(r"draining: (1 live episodes)")
             with pytest.raises(Draining), client.reset("fake/save-note", timeout=timedelta(seconds=4)):
                 pass
             episode.step(Done())
             assert episode.evaluate().score == 0.0
-        status, output = daemon.wait()
-    assert status == 0
-    assert "nothing is left running" in output
+        assert daemon.wait() == 0
+    assert "nothing is left running" in daemon.output
 
 
-def test_a_second_signal_does_not_wait_for_open_episodes(daemon: Envd) -> None:
-    # Without it the daemon waits for `limits.drain_timeout_s`, which is longer than the timeout of `Envd.wait`.
+def test_a_second_signal_does_not_wait_for_open_episodes(daemon: ServedDaemon) -> None:
+    # Without it the daemon waits for `limits.drain_timeout_s`, which is longer than the timeout of `Program.wait`.
     # Not with the client, which keeps trying to close an episode whose daemon has ended.
     with grpc.insecure_channel(daemon.wait_for(r"listening on (\S+)")) as channel:
         stub: Any = env_pb2_grpc.CUAEnvStub(channel)
         stub.Reset(env_pb2.ResetRequest(request_id="1", task_id="fake/save-note"), timeout=60)
-        daemon.signal(signal.SIGINT)
+        daemon.send(signal.SIGINT)
         daemon.wait_for(r"(draining): 1 live")
-        daemon.signal(signal.SIGINT)
-        status, output = daemon.wait()
-    assert status == 0
-    assert "nothing is left running" in output
+        daemon.send(signal.SIGINT)
+        assert daemon.wait() == 0
+    assert "nothing is left running" in daemon.output
 
 
-def test_a_second_daemon_on_the_same_state_directory_is_rejected(daemon: Envd, state_dir: Path) -> None:
+def test_a_second_daemon_on_the_same_state_directory_is_rejected(daemon: ServedDaemon, state_dir: Path) -> None:
     daemon.wait_for(r"listening on (\S+)")
-    second = Envd(state_dir, "--pool", "1")
-    _, err = second.process.communicate(timeout=120)
-    assert second.process.returncode == 2
+    second = serve(state_dir, "--pool", "1")
+    assert second.wait() == 2
+    err = second.log_file.read_text()
     assert f"is in use by envd, process {daemon.process.pid}" in err
     assert "Traceback" not in err
 
 
-def test_the_state_directory_of_a_killed_daemon_can_be_reused(daemon: Envd, state_dir: Path) -> None:
+def test_the_state_directory_of_a_killed_daemon_can_be_reused(daemon: ServedDaemon, state_dir: Path) -> None:
     daemon.wait_for(r"listening on (\S+)")
-    daemon.signal(signal.SIGKILL)
-    daemon.process.wait()
-    successor = Envd(state_dir, "--pool", "1")
-    try:
-        assert successor.wait_for(r"pool desktop: (ready)") == "ready"
-    finally:
-        successor.signal(signal.SIGTERM)
-        status, _ = successor.wait()
-    assert status == 0
+    daemon.end(signal.SIGKILL)
+    with serve(state_dir, "--pool", "1") as successor:
+        successor.wait_for(r"pool desktop: (ready)")
+        assert successor.end() == 0
 
 
 def started_steps(state_dir: Path) -> list[str]:
@@ -206,7 +157,7 @@ def started_steps(state_dir: Path) -> list[str]:
 
 def test_after_a_daemon_was_killed_clients_get_machine_lost_and_recorded_scores(tmp_path: Path) -> None:
     state_dir, listen = tmp_path / "state", f"unix:{tmp_path}/envd.sock"
-    first = Envd(state_dir, "--pool", "2", "--listen", listen)
+    first = serve(state_dir, "--pool", "2", listen=listen)
     first.wait_for(r"(listening)")
     stepping: list[BaseException] = []
     with EnvClient(listen) as client, client.reset("fake/save-note") as scored, client.reset("fake/save-note") as other:
@@ -223,26 +174,21 @@ def test_after_a_daemon_was_killed_clients_get_machine_lost_and_recorded_scores(
         caller.start()
         while not started_steps(state_dir):
             time.sleep(0.05)
-        first.signal(signal.SIGKILL)
-        first.process.communicate()
-        successor = Envd(state_dir, "--pool", "2", "--listen", listen)
-        try:
+        first.end(signal.SIGKILL)
+        with serve(state_dir, "--pool", "2", listen=listen) as successor:
             assert successor.wait_for(r"(.*) of an earlier daemon: 0 continue, 2 ended or were lost") == "2 episodes"
             successor.wait_for(r"(listening)")
             caller.join(timeout=120)
             assert ["daemon restarted during step" in str(error) for error in stepping] == [True]
             assert scored.evaluate().score == 0.0
-            with pytest.raises(MachineLost, match="the daemon restarted"):
+            with pytest.raises(MachineLost, match="restarted"):
                 other.evaluate()
             with client.reset("fake/save-note") as fresh:
                 fresh.step(Done())
             scored.close()
             other.close()
-        finally:
-            successor.signal(signal.SIGTERM)
-            status, output = successor.wait()
-    assert status == 0
-    assert "nothing is left running" in output
+            assert successor.end() == 0
+    assert "nothing is left running" in successor.output
     assert stat.S_IMODE((state_dir / "envd.db").stat().st_mode) == 0o600
 
 

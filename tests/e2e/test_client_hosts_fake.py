@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,7 @@ from cuaenv.client import (
     shared_client,
 )
 
+from tests.support.clock import until
 from tests.support.server import FakeServer, serve_fake
 
 TASK = "fake/count-to-five"
@@ -54,12 +55,6 @@ async def connected(served: list[FakeServer], **options: Any) -> AsyncIterator[A
 
 def targets(served: list[FakeServer]) -> tuple[str, ...]:
     return tuple(server.address for server in served)
-
-
-async def until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def open_ids(served: list[FakeServer]) -> set[str]:

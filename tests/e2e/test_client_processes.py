@@ -11,6 +11,7 @@ import pytest
 from cuaenv import client as wire
 from cuaenv.client import AsyncEnvClient, Done, EnvError, HostState, RetryPolicy
 
+from tests.support.clock import until
 from tests.support.served import ServedDaemon
 
 TASK = "fake/count-to-five"
@@ -54,12 +55,6 @@ def daemons(tmp_path: Path) -> Iterator[Daemons]:
     yield daemons
     for name in list(daemons.running):
         daemons.end(name, signal.SIGKILL)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 class Rollouts:

@@ -3,8 +3,6 @@
 import base64
 import io
 import json
-import shutil
-import tempfile
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 from PIL import Image as Picture
 
 from envd.hypervisor.qemu.leftovers import machine_leftovers
-from envd.images.catalogue import Image
 from envd.integrations.compat.server import PROTOCOLS
 from tests.support.served import ServedDaemon
 
@@ -64,20 +61,13 @@ class Client:
 
 
 @pytest.fixture(scope="module")
-def daemon(desktop_image: Image, template_dir: Path) -> Iterator[ServedDaemon]:
-    assert desktop_image.name == "desktop"
-    parent = Path(tempfile.mkdtemp(prefix="envd-c-", dir="/tmp"))
+def daemon(module_dir: Path, template_dir: Path) -> Iterator[ServedDaemon]:
     endpoints = json.dumps([f"{name}=127.0.0.1:0" for name in PROTOCOLS])
-    served = ServedDaemon(parent / "s", CONFIG.format(compat=endpoints, template_dir=template_dir))
-    try:
+    with ServedDaemon(module_dir / "s", CONFIG.format(compat=endpoints, template_dir=template_dir)) as served:
         served.wait_for(r"(listening on \S+)")
         yield served
         assert served.end() == 0
-        assert machine_leftovers(parent / "s") == []
-    finally:
-        if served.process.poll() is None:
-            served.end()
-        shutil.rmtree(parent)
+        assert machine_leftovers(module_dir / "s") == []
 
 
 def address(daemon: ServedDaemon, protocol: str) -> str:

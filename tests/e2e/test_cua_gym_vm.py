@@ -1,4 +1,4 @@
-"""A CUA-Gym bundle on real guests: a score, and a `check.sh` that fails, which is never a score."""
+"""A CUA-Gym bundle on real guests: a score, a `check.sh` that fails, which is never a score, and forged results."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -47,3 +47,32 @@ async def test_a_check_that_fails_is_an_error_and_no_score(client: AsyncEnvClien
         # Without the file, this bundle's check exits with a status other than 0 and prints no score.
         with pytest.raises(EvaluatorFailed):
             await broken.evaluate()
+
+
+# Each runs as the agent's user and remains until the check begins.
+FORGERIES = {
+    "a link to the truth": "rm -rf results; mkdir results; ln -s ../gt/total.txt results/total.txt",
+    "a link that is made while the check begins": (
+        "nohup sh -c 'while :; do ln -sf ../gt/total.txt results/total.txt; done' >/dev/null 2>&1 &"
+    ),
+    "another check": (
+        """mkdir ~/forged; printf %s 'echo "{\\"overall_score\\": 1.0}"' > ~/forged/check.sh;"""
+        " nohup sh -c 'while :; do"
+        " [ ! -e gt ] || for private in .uda_private /root/.uda_private; do mv $private old; cp -r ~/forged $private;"
+        " done; done' >/dev/null 2>&1 &"
+    ),
+    "the truth, copied when it appears": (
+        "nohup sh -c 'until cat gt/total.txt > results/total.txt; do :; done' >/dev/null 2>&1 &"
+    ),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+async def test_the_agents_programs_can_neither_read_the_truth_nor_replace_the_check(
+    client: AsyncEnvClient, forgery: str
+) -> None:
+    async with client.reset("cua-gym/report", view=View(encoding="none")) as episode:
+        started = await episode.run_command(["sh", "-c", f"cd /tmp_workspace; {FORGERIES[forgery]}"])
+        assert started.exit_code == 0, started
+        with pytest.raises(EvaluatorFailed):
+            await episode.evaluate()

@@ -1,4 +1,4 @@
-"""From a daemon's tasks to training data: oracles played over gRPC on fake desktops, joined and exported."""
+"""Training data from a daemon's tasks: oracles played over gRPC on fake desktops, joined and exported."""
 
 import asyncio
 import json
@@ -154,7 +154,7 @@ async def test_the_commands_produce_files_for_slime(tmp_path: Path, oracles: lis
         assert "suite nope: the daemon has no tasks of it; it serves fake" in err
         status, out, err = await run("record", os.devnull, *at, "--out", str(tmp_path / "none.jsonl"))
         assert (status, (tmp_path / "none.jsonl").exists()) == (1, False)
-        assert "holds no oracles; write it with `envd tasks oracles`" in err
+        assert "no oracles; write it with `envd tasks oracles`" in err
         status, out, err = await run("export-sft", str(recorded_file), "--out", str(sft_file), "--json")
         assert status == 0, err
     assert pq.read_table(tmp_path / "train.parquet").to_pylist()[0]["metadata"]["suite"] == "fake"

@@ -3,11 +3,9 @@
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
@@ -33,7 +31,6 @@ from cuaenv.client import (
 
 from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.hypervisor.qemu.processes import machine_pids
-from envd.images.catalogue import Image
 from tests.support.served import ServedDaemon
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
@@ -77,11 +74,8 @@ while True:
 
 
 @pytest.fixture(scope="module")
-def state_dir(desktop_image: Image) -> Iterator[Path]:
-    assert desktop_image.name == "desktop"
-    parent = Path(tempfile.mkdtemp(prefix="envd-d-", dir="/tmp"))
-    yield parent / "s"
-    shutil.rmtree(parent)
+def state_dir(module_dir: Path) -> Path:
+    return module_dir / "s"
 
 
 @pytest.fixture(scope="module")

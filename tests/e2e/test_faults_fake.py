@@ -187,7 +187,7 @@ async def test_a_host_without_memory_starts_no_machine_reports_it_and_recovers(
         async with client.reset(TASK, view=NOTHING):
             with monkeypatch.context() as patch:
                 patch.setattr(convert_requests, "_ready_timeout_s", lambda _: 0.5)
-                with pytest.raises(grpc.aio.AioRpcError, match="memory is short") as short:
+                with pytest.raises(grpc.aio.AioRpcError, match="memory") as short:
                     await stub.Fork(fork_request(episode.episode_id), timeout=60)
             assert details_of(short.value) == ("RESOURCE_EXHAUSTED", "POOL_EXHAUSTED", True)
             assert "memory is short" in (await client.list_pools())[0].problem
@@ -209,7 +209,7 @@ async def test_a_guest_that_fills_its_disk_loses_its_machine_and_the_client_gets
         await episode.write_file("/home/user/large", bytes(2 << 20))
         for machine in server.hypervisor.machines.values():
             machine.enforce_disk_quota(1 << 20)
-        with pytest.raises(wire.MachineLost, match="used 2 MiB of disk, over its quota of 1 MiB"):
+        with pytest.raises(wire.MachineLost, match=r"2 MiB .* 1 MiB"):
             await episode.step(COUNT)
         assert (await other.step(COUNT)).step_count == 1
     assert nothing_is_left(server)
@@ -249,7 +249,7 @@ async def test_a_removed_template_is_recreated_and_its_machines_continue() -> No
         server.hypervisor.host.delete_templates()
         server.hypervisor.faults = Faults(boot_delay_s=5.0)
         async with client.reset(TASK, view=NOTHING):
-            with pytest.raises(grpc.aio.AioRpcError, match="removed or replaced") as waited:
+            with pytest.raises(grpc.aio.AioRpcError, match="template") as waited:
                 await stub.Reset(reset_request(1, ready_timeout=Duration(nanos=500_000_000)), timeout=60)
             assert details_of(waited.value) == ("RESOURCE_EXHAUSTED", "POOL_EXHAUSTED", True)
             (pool,) = await client.list_pools()
@@ -259,7 +259,7 @@ async def test_a_removed_template_is_recreated_and_its_machines_continue() -> No
                 assert (await client.list_pools())[0].problem == ""
             assert (await episode.step(COUNT)).step_count == 1
             # Its disk and memory depend on removed files.
-            with pytest.raises(wire.NotForkable, match="removed or replaced"):
+            with pytest.raises(wire.NotForkable, match="template"):
                 async with client.fork(episode, count=1):
                     pass
             assert (await episode.step(COUNT)).step_count == 2
@@ -288,7 +288,7 @@ async def test_a_parent_lost_during_its_fork_is_machine_lost_whatever_failed_fir
         machine.kill("killed by a signal")
         with pytest.raises(wire.MachineLost):
             await forking
-        with pytest.raises(wire.MachineLost, match="killed by a signal"):
+        with pytest.raises(wire.MachineLost, match="signal"):
             await episode.step(COUNT)
         (info,) = server.service.list_episodes()
         assert info.end_reason == "MACHINE_LOST"

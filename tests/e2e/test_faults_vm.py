@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -32,7 +31,6 @@ from cuaenv.client import (
 
 from envd.hypervisor.qemu.leftovers import daemon_leftovers
 from envd.hypervisor.qemu.processes import machine_pids
-from envd.images.catalogue import Image
 from tests.support.libvirtd import Libvirtd
 from tests.support.served import ServedDaemon
 
@@ -54,14 +52,6 @@ template_dir = "{template_dir}"
 DISK_MIB = 64
 PRINT_SESSION = ("sh", "-c", "id -un; echo $DISPLAY $XDG_RUNTIME_DIR $http_proxy")
 KILL_GUESTD = ("pkill", "-KILL", "-f", "python3 -m guestd")
-
-
-@pytest.fixture
-def short_dir(desktop_image: Image) -> Iterator[Path]:
-    assert desktop_image.name == "desktop"
-    directory = Path(tempfile.mkdtemp(prefix="envd-h-", dir="/tmp"))
-    yield directory
-    shutil.rmtree(directory)
 
 
 @contextmanager
@@ -181,7 +171,7 @@ def test_a_deleted_template_is_recreated_and_its_machines_continue(short_dir: Pa
                 async with client.fork(new, count=1, timeout=LONG_TIMEOUT) as copies:
                     await stepped(copies[0], 2)
             assert (await client.list_pools())[0].problem == ""
-            with pytest.raises(NotForkable, match="removed or replaced"):
+            with pytest.raises(NotForkable, match="template"):
                 async with client.fork(episode, count=1, timeout=LONG_TIMEOUT):
                     pass
             await stepped(episode, 3)
@@ -199,7 +189,7 @@ def test_a_killed_guestd_is_restarted_in_its_session(short_dir: Path, template_d
             await episode.run_command(KILL_GUESTD, as_root=True)
 
             # A command that may have started is not repeated but fails; the next one succeeds.
-            with pytest.raises(GuestUnresponsive, match="guestd had ended and was restarted"):
+            with pytest.raises(GuestUnresponsive, match="restarted"):
                 await episode.run_command(["true"])
             async with asyncio.timeout(60):
                 while True:
@@ -235,9 +225,9 @@ def test_a_kernel_panic_voids_only_its_own_episode(short_dir: Path, template_dir
                     await episode.step(Wait(timedelta(seconds=2)), timeout=LONG_TIMEOUT)
 
             # A slow guest may not have run the command yet, and it is paused between steps.
-            with pytest.raises(MachineLost, match="its kernel panicked: sysrq triggered crash"):
+            with pytest.raises(MachineLost, match="sysrq triggered crash"):
                 await asyncio.wait_for(step_until_lost(), 120)
-            with pytest.raises(MachineLost, match="its kernel panicked: sysrq triggered crash"):
+            with pytest.raises(MachineLost, match="sysrq triggered crash"):
                 await episode.step(Move(200, 200), timeout=LONG_TIMEOUT)
             assert (await other.step(Move(200, 200), timeout=LONG_TIMEOUT)).step_count == 1
             async with client.reset(NO_SETUP, view=NO_PIXELS, timeout=LONG_TIMEOUT) as new:

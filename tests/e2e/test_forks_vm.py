@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -28,7 +27,6 @@ from cuaenv.client import (
 
 from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.hypervisor.qemu.processes import machine_pids
-from envd.images.catalogue import Image
 from tests.support.served import ServedDaemon
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
@@ -75,21 +73,13 @@ tasks:
 
 
 @pytest.fixture(scope="module")
-def short_dir(desktop_image: Image) -> Iterator[Path]:
-    assert desktop_image.name == "desktop"
-    directory = Path(tempfile.mkdtemp(prefix="envd-f-", dir="/tmp"))
-    yield directory
-    shutil.rmtree(directory)
+def state_dir(module_dir: Path) -> Path:
+    return module_dir / "s"
 
 
 @pytest.fixture(scope="module")
-def state_dir(short_dir: Path) -> Path:
-    return short_dir / "s"
-
-
-@pytest.fixture(scope="module")
-def suite(short_dir: Path) -> Path:
-    path = short_dir / "forks.yaml"
+def suite(module_dir: Path) -> Path:
+    path = module_dir / "forks.yaml"
     path.write_text(SUITE, encoding="utf-8")
     return path
 
@@ -251,7 +241,7 @@ def test_resets_beyond_the_idle_machines_fork_new_ones_and_beyond_the_capacity_w
         client.reset(NO_SETUP, pool="small", view=NO_PIXELS, timeout=LONG_TIMEOUT),
         client.reset(NO_SETUP, pool="small", view=NO_PIXELS, timeout=LONG_TIMEOUT),
         client.reset(NO_SETUP, pool="small", view=NO_PIXELS, timeout=LONG_TIMEOUT),
-        pytest.raises(PoolExhausted, match="'small' had no room for 1"),
+        pytest.raises(PoolExhausted, match="'small'"),
         client.reset(NO_SETUP, pool="small", view=NO_PIXELS, timeout=timedelta(seconds=2)),
     ):
         pass
@@ -285,16 +275,16 @@ def test_a_pool_of_16_serves_16_episodes_at_once(address: str) -> None:
     assert asyncio.run(run()) == [f"episode {number}" for number in range(16)]
 
 
-def test_a_damaged_template_is_reported_and_a_new_one_booted(short_dir: Path, template_dir: Path, suite: Path) -> None:
+def test_a_damaged_template_is_reported_and_a_new_one_booted(module_dir: Path, template_dir: Path, suite: Path) -> None:
     """Needs the template used or made by this module's daemon."""
-    copy = short_dir / "t"
+    copy = module_dir / "t"
     key = max(template_dir.glob("*/snapshot.json"), key=lambda path: path.stat().st_mtime).parent.name
     shutil.copytree(template_dir / key, copy / key)
     # With other memory, in a separate file, because a damaged template's files are removed.
     manifest = copy / key / "snapshot.json"
     (copy / "memory.ram").write_bytes(b"\1" * 4096)
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "memory_path": str(copy / "memory.ram")}))
-    served = ServedDaemon(short_dir / "c", CONFIG.format(template_dir=copy, suite=suite))
+    served = ServedDaemon(module_dir / "c", CONFIG.format(template_dir=copy, suite=suite))
     served.wait_for(r"pool desktop: (preparing) the template")
     deadline_s = time.monotonic() + 60
     while "the stored template is not usable" not in (log := served.log_file.read_text()):
@@ -303,4 +293,4 @@ def test_a_damaged_template_is_reported_and_a_new_one_booted(short_dir: Path, te
     assert f"template {copy / key}" in log
     assert served.end() == 0
     assert not manifest.exists()
-    assert machine_leftovers(short_dir / "c") == []
+    assert machine_leftovers(module_dir / "c") == []

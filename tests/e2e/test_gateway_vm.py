@@ -1,8 +1,6 @@
 """A real guest reaches listed hosts through the proxy on its loopback, and nothing without it."""
 
 import http.server
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -11,7 +9,6 @@ from pathlib import Path
 import pytest
 from cuaenv.client import EnvClient, View
 
-from envd.images.catalogue import Image
 from tests.support.served import ServedDaemon
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
@@ -66,11 +63,8 @@ def origin() -> Iterator[int]:
 
 
 @pytest.fixture
-def state_dir(desktop_image: Image) -> Iterator[Path]:
-    assert desktop_image.name == "desktop"
-    parent = Path(tempfile.mkdtemp(prefix="envd-g-", dir="/tmp"))
-    yield parent / "s"
-    shutil.rmtree(parent)
+def state_dir(short_dir: Path) -> Path:
+    return short_dir / "s"
 
 
 def test_a_guest_reaches_only_listed_hosts_through_its_proxy(state_dir: Path, template_dir: Path, origin: int) -> None:

@@ -11,8 +11,7 @@ import pytest
 from cuaenv.client import Action, Click, Done
 
 from tests.support.server import FakeServer, serve_fake
-from tests.support.slime import Sample, ScriptedEngine, stand_in_slime
-from tests.support.slime_job import slime_args
+from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
 from trainer.agent.grammars import grammar
 from trainer.learn import replay
 from trainer.learn.ablations import generate
@@ -40,7 +39,7 @@ async def world() -> AsyncIterator[FakeServer]:
 
 def args_of(server: FakeServer, **changed: Any) -> Any:
     envd = {"hosts": [server.address], "engine_timeout_s": 20.0, "engine_retries": 1, "attempts": 1, "agent": AGENT}
-    args = slime_args(envd, n_samples_per_prompt=1, rollout_seed=1)
+    args = stand_in_args(envd, n_samples_per_prompt=1, rollout_seed=1)
     options = {"group_start": "forked", "train_seeds": 1000, "fault_share": 0.0, "faults_as_zero": False}
     for name, value in {**options, **changed}.items():
         setattr(args, name, value)
@@ -53,7 +52,7 @@ def samples_of(count: int, *, task: str = TASK) -> list[Sample]:
 
 @pytest.mark.parametrize("as_zero", [False, True])
 async def test_a_lost_machine_is_void_or_by_request_a_zero(as_zero: bool) -> None:
-    """Of eight samples some fail, at different turns; the same ones in both ways of counting."""
+    """Some of eight samples fail, at different turns; the same ones in both ways of counting."""
     async with world() as server:
         args, samples = args_of(server, fault_share=0.6, faults_as_zero=as_zero), samples_of(8)
         await asyncio.gather(*(generate(args, sample, PARAMS) for sample in samples))

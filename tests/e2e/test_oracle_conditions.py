@@ -40,5 +40,5 @@ async def test_conditions_that_hold_take_no_steps() -> None:
 
 async def test_a_condition_that_never_holds_ends_the_play_with_an_error() -> None:
     window = condition(window={"title": "Calculator"}, timeout_s=0.5)
-    with pytest.raises(ConditionNotMet, match=r"waited 0\.5 s for a window with title /Calculator/ to be there:"):
+    with pytest.raises(ConditionNotMet, match=r"0\.5 s .*/Calculator/"):
         await play_in_one_episode([(CLOSE_CONTROLS, window), (Done(),)])

@@ -1,6 +1,5 @@
 """OSWorld's own Chrome setup and evaluator, unmodified, on a real Chromium in a real guest, over its DevTools port."""
 
-import asyncio
 import json
 import os
 import sysconfig
@@ -11,6 +10,7 @@ import pytest
 
 import envd
 from envd.integrations.osworld.environment import Environment
+from tests.support.program import run_program
 from tests.support.real_desktops import osworld_machines
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1200)]
@@ -68,7 +68,7 @@ async def address(cache_dir: Path, template_dir: Path, vm_state_dir: Path) -> As
         yield address
 
 
-async def test_osworlds_chrome_setup_and_evaluator_use_the_relayed_devtools(
+async def test_osworlds_chrome_setup_and_evaluator_use_the_forwarded_devtools(
     address: str, cache_dir: Path, tmp_path: Path
 ) -> None:
     environment = Environment(cache_dir)
@@ -77,21 +77,13 @@ async def test_osworlds_chrome_setup_and_evaluator_use_the_relayed_devtools(
     (tmp_path / "easyocr.py").touch()
     root = Path(envd.__file__).parents[1]
     paths = [str(each) for each in (tmp_path, root, root / "proto", sysconfig.get_path("purelib"))]
-    process = await asyncio.create_subprocess_exec(
+    done = await run_program(
         environment.python,
         "-c",
         PLAY,
         json.dumps([TASK, *paths]),
         cwd=tmp_path,
         env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "ENVD_ADDRESS": address, "NO_PROXY": "127.0.0.1"},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
     )
-    try:
-        output, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, errors.decode()[-3000:]
-    assert json.loads(output.splitlines()[-1]) == [1, 0], errors.decode()[-3000:]
+    assert done.status == 0, done.err[-3000:]
+    assert json.loads(done.out.splitlines()[-1]) == [1, 0], done.err[-3000:]

@@ -31,6 +31,7 @@ from envd.integrations.osworld.bridge import WorkerBridge
 from envd.integrations.osworld.catalogue import IMAGE, desktop_task, osworld_tasks
 from envd.integrations.osworld.environment import Environment
 from envd.integrations.osworld.workers import Job, Workers
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.assets import AssetCache, AssetRef
@@ -39,6 +40,7 @@ from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
 from tests.support.local_guestd import serve_guestd
+from tests.support.program import run_program
 
 pytestmark = [
     pytest.mark.vm,
@@ -150,7 +152,7 @@ async def address(
     hypervisor = await LibvirtHypervisor.open(state_dir=vm_state_dir, cache_dir=cache_dir, template_dir=template_dir)
     settings = PoolSettings(name="osworld", capacity=3, idle_target=1, allow_guest_access=True, always_running=True)
     service = EpisodeService(
-        [Pool(settings, hypervisor=hypervisor, image=ImageCatalogue(cache_dir).disk_image(IMAGE))],
+        [Pool(settings, image=ImageCatalogue(cache_dir).disk_image(IMAGE), host=PoolHost(hypervisor=hypervisor))],
         tasks=TaskCatalogue(osworld_tasks(environment.tasks), hidden=[desktop_task()]),
         run_setup=partial(run_setup, resources=SetupResources(osworld=bridge)),
         run_checkers=partial(evaluate, osworld=bridge),
@@ -294,7 +296,7 @@ async def test_an_unmodified_desktop_env_runs_on_our_forks(
     import_path = os.pathsep.join([str(packages), *roots])
     program = tmp_path / "agent.py"
     program.write_text(AGENT)
-    process = await asyncio.create_subprocess_exec(
+    done = await run_program(
         environment.python,
         program,
         environment.tasks / "examples" / "os" / f"{DESKTOP_ENV_TASK}.json",
@@ -305,9 +307,6 @@ async def test_an_unmodified_desktop_env_runs_on_our_forks(
             "PYTHONPATH": import_path,
             "ENVD_ADDRESS": address,
         },
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
     )
-    said, errors = await process.communicate()
-    assert process.returncode == 0, errors.decode()[-3000:]
-    assert json.loads(said.decode().splitlines()[-1]) == {"done": True, "solved": 1.0, "after_revert": 0.0}
+    assert done.status == 0, done.err[-3000:]
+    assert json.loads(done.out.splitlines()[-1]) == {"done": True, "solved": 1.0, "after_revert": 0.0}

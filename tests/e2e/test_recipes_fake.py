@@ -1,14 +1,13 @@
 """The first stage of every recipe on drawn desktops, without GPU, model and slime."""
 
-import asyncio
 import os
 import shlex
 import sys
-from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import pytest
 
+from tests.support.program import run_program
 from tests.support.server import serve_fake
 from trainer.recipes.catalogue import launcher, names
 
@@ -17,11 +16,8 @@ async def smoke_env(
     name: str, target: str, run_dir: Path, *, task: str = "fake/enable", flags: tuple[str, ...] = ()
 ) -> tuple[int | None, str]:
     variables = {"ENVD_TARGET": target, "SMOKE_TASK": task, "PYTHON": sys.executable, "RUN_DIR": str(run_dir)}
-    process = await asyncio.create_subprocess_exec(
-        "bash", str(launcher(name)), *flags, "smoke-env", stdout=PIPE, stderr=PIPE, env={**os.environ, **variables}
-    )
-    out, err = await process.communicate()
-    return process.returncode, out.decode() + err.decode()
+    done = await run_program("bash", launcher(name), *flags, "smoke-env", env={**os.environ, **variables})
+    return done.status, done.out + done.err
 
 
 async def test_the_first_stage_runs_an_episode_on_a_desktop(tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
 """The next daemon adopts a killed daemon's machines on a libvirtd, and their episodes continue."""
 
-import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -13,7 +11,6 @@ import pytest
 from cuaenv.client import Done, EnvClient, PressKeys, Settle, TypeText, View
 
 from envd.hypervisor.qemu.leftovers import machine_leftovers
-from envd.images.catalogue import Image
 from tests.support.libvirtd import Libvirtd
 from tests.support.served import ServedDaemon
 
@@ -35,15 +32,6 @@ lease_ttl_s = 120
 uri = "{uri}"
 template_dir = "{template_dir}"
 """
-
-
-@pytest.fixture
-def short_dir(desktop_image: Image) -> Iterator[Path]:
-    assert desktop_image.name == "desktop"
-    directory = Path(tempfile.mkdtemp(prefix="envd-r-", dir="/tmp"))
-    directory.chmod(0o755)  # libvirt accesses it as another user.
-    yield directory
-    shutil.rmtree(directory)
 
 
 @pytest.fixture

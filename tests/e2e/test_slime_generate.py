@@ -12,8 +12,7 @@ from cuaenv.client import Action, AsyncEnvClient, Click, Done
 
 from envd.episodes.types import GroupResult, ResetCommand
 from tests.support.server import FakeServer, serve_fake
-from tests.support.slime import IMAGE, Sample, ScriptedEngine, Tokenizer, stand_in_slime
-from tests.support.slime_job import slime_args
+from tests.support.slime import IMAGE, Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
 from trainer.agent.grammars import grammar
 from trainer.config import ConfigError
 from trainer.slime import rollout
@@ -46,11 +45,11 @@ class World:
             self._resets.append(command)
             return await perform(command)
 
-        server.service.reset = reset  # type: ignore[method-assign]
+        server.service.reset = reset
 
     def args(self, *, agent: dict[str, Any] | None = None, envd: dict[str, Any] | None = None, **changed: Any) -> Any:
         mapping = {"hosts": [self.server.address], "engine_timeout_s": 20.0, "engine_retries": 1}
-        return slime_args({**mapping, **(envd or {}), "agent": {**AGENT, **(agent or {})}}, **changed)
+        return stand_in_args({**mapping, **(envd or {}), "agent": {**AGENT, **(agent or {})}}, **changed)
 
     def lease_times_s(self) -> list[float | None]:
         """Return the lease of each reset, in order."""

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.server import serve_fake
-from tests.support.slime import Sample, ScriptedEngine, stand_in_slime
-from tests.support.slime_job import slime_args
+from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
 from trainer.slime.filters import keep_informative
 from trainer.slime.generate import generate
 from trainer.slime.guard import Halted
@@ -38,8 +37,8 @@ async def test_a_rollout_of_unknown_tasks_ends_after_a_bounded_number_of_resets(
             resets += 1
             return await perform(command)
 
-        server.service.reset = reset  # type: ignore[method-assign]
-        args = slime_args({"hosts": [server.address], "max_lost_groups": 6}, n_samples_per_prompt=2)
+        server.service.reset = reset
+        args = stand_in_args({"hosts": [server.address], "max_lost_groups": 6}, n_samples_per_prompt=2)
         with (
             stand_in_slime(ScriptedEngine(str)),
             pytest.raises(Halted, match=r"6 consecutive groups were lost \(TaskNotFound 12\); last error: .*fake/none"),
@@ -51,7 +50,7 @@ async def test_a_rollout_of_unknown_tasks_ends_after_a_bounded_number_of_resets(
 async def test_a_rollout_without_a_daemon_ends_after_its_timeout() -> None:
     async with serve_fake(size=1) as server:
         address = server.address
-    args = slime_args({"hosts": [address], "daemon_timeout_s": 0.6}, n_samples_per_prompt=2)
+    args = stand_in_args({"hosts": [address], "daemon_timeout_s": 0.6}, n_samples_per_prompt=2)
     with (
         stand_in_slime(ScriptedEngine(str)),
         pytest.raises(Halted, match=r"no daemon answered for 0\.6 s \(envd\.daemon_timeout_s\)"),
@@ -62,7 +61,7 @@ async def test_a_rollout_without_a_daemon_ends_after_its_timeout() -> None:
 async def test_in_the_fully_asynchronous_loop_a_halted_run_returns_void_samples() -> None:
     async with serve_fake(size=1) as server:
         envd = {"hosts": [server.address], "max_lost_groups": 1}
-        args = slime_args(envd, n_samples_per_prompt=1, rollout_function_path=FULLY_ASYNC)
+        args = stand_in_args(envd, n_samples_per_prompt=1, rollout_function_path=FULLY_ASYNC)
         with stand_in_slime(ScriptedEngine(str)):
             samples = [
                 await generate(

@@ -13,8 +13,7 @@ from cuaenv.client import Action, Click, Done
 from envd.hypervisor.fake import Faults
 from tests.support.served import ServedDaemon
 from tests.support.server import serve_fake
-from tests.support.slime import Sample, ScriptedEngine, stand_in_slime
-from tests.support.slime_job import slime_args
+from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
 from trainer.agent.grammars import grammar
 from trainer.slime.generate import generate
 from trainer.slime.group import normalize_rewards
@@ -40,12 +39,9 @@ capacity = {COUNT + 8}
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    served = ServedDaemon(tmp_path / "state", CONFIG)
-    try:
+    with ServedDaemon(tmp_path / "state", CONFIG) as served:
         served.wait_for(r"pool desktop: (ready)")
         yield served.wait_for(r"listening on (\S+)")
-    finally:
-        served.end()
 
 
 async def play(args: Any, sample: Sample) -> None:
@@ -59,7 +55,7 @@ async def test_64_rollouts_of_one_event_loop_complete(address: str) -> None:
         lambda prompt: grammar("qwen3-vl").render(PLAN[prompt.count("<|im_start|>assistant\n") - 1])
     )
     agent = {"max_turns": 4, "prompt_tokens": 8192, "reply_tokens": 400, "image_max_pixels": 65_536}
-    args = slime_args({"hosts": [address], "agent": agent}, n_samples_per_prompt=8, sglang_server_concurrency=COUNT)
+    args = stand_in_args({"hosts": [address], "agent": agent}, n_samples_per_prompt=8, sglang_server_concurrency=COUNT)
     samples = [Sample(group_index=i // 8, index=i, metadata={"task_id": TASK}) for i in range(COUNT)]
     with stand_in_slime(engine):
         await asyncio.gather(*(play(args, sample) for sample in samples))
@@ -94,7 +90,7 @@ async def test_lost_rollouts_do_not_change_the_advantages_of_others() -> None:
     engine = ScriptedEngine(lambda prompt: reply_of(current.get(), prompt.count("<|im_start|>assistant\n")))
     async with serve_fake(size=8, capacity=count + 8, faults=Faults(die_after_inputs=SOLVING_INPUTS)) as server:
         envd = {"hosts": [server.address], "attempts": 1, "agent": agent}
-        args = slime_args(envd, n_samples_per_prompt=8, sglang_server_concurrency=count)
+        args = stand_in_args(envd, n_samples_per_prompt=8, sglang_server_concurrency=count)
         with stand_in_slime(engine):
             await asyncio.gather(*(play(args, sample) for sample in samples))
         raw, normal = normalize_rewards(args, samples)

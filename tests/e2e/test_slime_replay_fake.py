@@ -8,8 +8,7 @@ import pytest
 from cuaenv.client import Action, Click, Done
 
 from tests.support.server import serve_fake
-from tests.support.slime import Sample, ScriptedEngine, stand_in_slime
-from tests.support.slime_job import slime_args
+from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
 from trainer.agent.grammars import grammar
 from trainer.slime import replay
 from trainer.slime.config import SlimeConfig
@@ -61,7 +60,7 @@ async def test_a_failed_group_gets_an_earlier_success(agent: dict[str, int], mon
                 "replay": {"seed": 3},
                 "agent": {**AGENT, **agent},
             }
-            args = slime_args(envd, n_samples_per_prompt=2)
+            args = stand_in_args(envd, n_samples_per_prompt=2)
             settings = SlimeConfig.from_args(args).replay
             assert settings
             pool = replay.pool_of(settings)

@@ -11,8 +11,7 @@ from cuaenv.client import Action, Click, Done
 
 from envd.episodes.types import ForkCommand, GroupResult
 from tests.support.server import FakeServer, serve_fake
-from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_slime
-from tests.support.slime_job import slime_args
+from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
 from trainer.agent.grammars import grammar
 from trainer.slime.generate import generate
 from trainer.slime.group import normalize_rewards
@@ -45,7 +44,7 @@ class World:
             self.forks.append(command.fork_count)
             return result
 
-        server.service.fork = fork  # type: ignore[method-assign]
+        server.service.fork = fork
 
     async def rolled_out(self, count: int, *, agent: dict[str, Any] | None = None, **envd: Any) -> list[Any]:
         mapping = {
@@ -55,7 +54,7 @@ class World:
             "engine_timeout_s": 60.0,
             **envd,
         }
-        self.args = slime_args({**mapping, "agent": {**AGENT, **(agent or {})}}, n_samples_per_prompt=count)
+        self.args = stand_in_args({**mapping, "agent": {**AGENT, **(agent or {})}}, n_samples_per_prompt=count)
         group = [Sample(group_index=0, index=index, metadata={"task_id": TASK}) for index in range(count)]
         return await asyncio.gather(*(generate(self.args, sample, dict(PARAMS)) for sample in group))
 
@@ -179,7 +178,7 @@ async def test_rows_of_a_branch_start_at_its_branch_point() -> None:
 async def test_a_sample_without_a_group_runs_alone(evaluation: bool) -> None:
     async with world() as there:
         mapping = {"hosts": [there.server.address], "group": "tree", "branch_every": 1, "engine_timeout_s": 20.0}
-        args = slime_args({**mapping, "agent": AGENT}, n_samples_per_prompt=4)
+        args = stand_in_args({**mapping, "agent": AGENT}, n_samples_per_prompt=4)
         group_index = 0 if evaluation else None
         sample = await generate(
             args, Sample(group_index=group_index, index=0, metadata={"task_id": TASK}), dict(PARAMS), evaluation

@@ -1,28 +1,15 @@
 """`make soak` on real machines: two minutes of random episodes, killed and stopped QEMUs, and killed clients."""
 
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from envd.images.catalogue import Image
-
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1500)]
 
 ZEROS = ("duplicated_actions", "lost_actions", "fake_zero_rewards", "leftovers", "unexplained_errors")
-
-
-@pytest.fixture
-def short_dir(desktop_image: Image) -> Iterator[Path]:
-    assert desktop_image.name == "desktop"
-    directory = Path(tempfile.mkdtemp(prefix="envd-k-", dir="/tmp"))
-    yield directory
-    shutil.rmtree(directory)
 
 
 def test_two_minutes_on_real_machines_pass(short_dir: Path, template_dir: Path) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -14,6 +13,7 @@ from pathlib import Path
 from cuaenv.client import AsyncEnvClient, Click, Done
 from lxml import html
 
+from tests.support.program import run_program
 from tests.support.scripted_model import ScriptedModel, say_steps, served
 from tests.support.server import serve_fake
 from trainer.agent.settings import AgentSettings
@@ -23,18 +23,11 @@ DO_NOTHING = say_steps([[Done()]], GRAMMAR)
 ENABLE = say_steps([[Click(822, 167)], [Done()]], GRAMMAR)
 
 
-async def start(*words: str, **variables: str) -> Process:
-    environment = {**os.environ, "COLUMNS": "200", **variables}
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "trainer", *words, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment
-    )
-
-
 async def run(*words: str, stdin: str = "", **variables: str) -> tuple[int, str, str]:
     """Return the exit status, standard output and standard error."""
-    process = await start(*words, **variables)
-    out, err = await process.communicate(stdin.encode())
-    return process.returncode or 0, out.decode(), err.decode()
+    environment = {**os.environ, "COLUMNS": "200", **variables}
+    done = await run_program(sys.executable, "-m", "trainer", *words, stdin=stdin.encode(), env=environment)
+    return done.status, done.out, done.err
 
 
 @asynccontextmanager
@@ -96,10 +89,12 @@ async def test_an_interrupted_evaluation_closes_its_episodes_and_keeps_its_resul
 
         model.before_reply = stall
         async with served(model) as url:
-            process = await start(
-                "eval", "--envd", address, "--endpoint", url, "--out", str(tmp_path), "--concurrency", "1",
-                "--task", "fake/enable", "--task", "fake/save-note",
-            )  # fmt: skip
+            file = tmp_path / "run.toml"
+            file.write_text('concurrency = 1\nselect.task_ids = ["fake/enable", "fake/save-note"]\n')
+            words = ["eval", str(file), "--envd", address, "--endpoint", url, "--out", str(tmp_path)]
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "trainer", *words, stderr=asyncio.subprocess.PIPE
+            )
             await asyncio.wait_for(second.wait(), 60)
             process.send_signal(signal.SIGINT)
             _, err = await process.communicate()
@@ -119,25 +114,15 @@ async def test_two_evaluations_share_a_daemon_by_their_labels(tmp_path: Path) ->
             runs.update(episode.run for episode in server.service.list_episodes())
 
         model.before_reply = note_runs
-        what = ["--task", "fake/enable", "--task", "fake/save-note", "--concurrency", "2", "--no-report", "--json"]
+
+        async def play(name: str, url: str) -> tuple[int, str, str]:
+            file = tmp_path / f"{name}.toml"
+            file.write_text(f'run = "{name}"\nconcurrency = 2\nreport = false\nendpoint = "{url}"\n')
+            what = ["--task", "fake/enable", "--task", "fake/save-note", "--out", str(tmp_path / name), "--json"]
+            return await run("eval", str(file), "--envd", server.address, *what)
+
         async with served(model) as url:
-            results = await asyncio.gather(
-                *(
-                    run(
-                        "eval",
-                        "--envd",
-                        server.address,
-                        "--endpoint",
-                        url,
-                        "--run",
-                        name,
-                        "--out",
-                        str(tmp_path / name),
-                        *what,
-                    )
-                    for name in ("mine", "yours")
-                )
-            )
+            results = await asyncio.gather(play("mine", url), play("yours", url))
     assert runs == {"mine", "yours"}
     for status, out, err in results:
         assert status == 0, err
@@ -162,7 +147,9 @@ async def test_an_episode_is_played_by_hand(tmp_path: Path) -> None:
 
 async def test_the_null_player_scores_0_and_a_person_who_leaves_has_no_score(tmp_path: Path) -> None:
     async with desktops() as (address, client, _):
-        where = ["--envd", address, "--out", str(tmp_path), "--no-report"]
+        file = tmp_path / "run.toml"
+        file.write_text("report = false\n")
+        where = [str(file), "--envd", address, "--out", str(tmp_path)]
         null = await run("play", "fake/enable", "--by", "null", *where)
         left = await run("play", "fake/enable", *where, stdin="click 3 3\n")
         assert (await client.list_pools())[0].leased_count == 0

@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import sys
-from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -25,8 +24,8 @@ from envd.daemon.composition import open_daemon
 from envd.daemon.suites import load_tasks
 from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.leftovers import machine_leftovers
-from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_slime
-from tests.support.slime_job import slime_args
+from tests.support.program import run_program
+from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
 from trainer.recipes.catalogue import effective, launcher
 from trainer.slime.generate import generate
 from trainer.slime.samples import facts_of
@@ -111,11 +110,8 @@ async def test_branches_of_a_live_episode_continue_with_its_windows_and_text(ser
 
 async def launch(stage: str, served: Served, run_dir: Path, **variables: str) -> tuple[int | None, str]:
     environment = {**os.environ, "ENVD_TARGET": served.address, "PYTHON": sys.executable, "RUN_DIR": str(run_dir)}
-    process = await asyncio.create_subprocess_exec(
-        "bash", str(launcher("windows_grpo")), stage, stdout=PIPE, stderr=STDOUT, env=environment | variables
-    )
-    said, _ = await process.communicate()
-    return process.returncode, said.decode()
+    done = await run_program("bash", launcher("windows_grpo"), stage, env=environment | variables)
+    return done.status, done.out + done.err
 
 
 async def test_the_recipe_starts_with_an_episode_of_its_suite(served: Served, tmp_path: Path) -> None:
@@ -149,7 +145,7 @@ def act(prompt: str) -> str:
 async def test_a_group_of_the_recipe_becomes_samples(served: Served, stage: str, has_pictures: bool) -> None:
     """The recipe's settings, with doubles of slime and of the model."""
     config = effective("windows_grpo", stage=stage, hosts=served.address).config["envd"]
-    args = slime_args(config, n_samples_per_prompt=4, rollout_max_response_len=256, rollout_max_context_len=16384)
+    args = stand_in_args(config, n_samples_per_prompt=4, rollout_max_response_len=256, rollout_max_context_len=16384)
     samples = [Sample(group_index=0, index=index, metadata={"task_id": SELECTED[0]}) for index in range(4)]
     engine = ScriptedEngine(act)
     with stand_in_slime(engine):

@@ -5,7 +5,7 @@ import json
 import socket
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,12 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pydantic import JsonValue
 
-from envd.base.errors import EnvdError, GuestError, MachineLost
-from envd.guest import agent as agent_module
-from envd.guest.agent import GuestAgent
-from envd.guest.command import CommandResult
-from envd.hypervisor.qemu import agent_channel
+from envd.base.errors import EnvdError, GuestError
+from envd.guest.agent import CommandResult, GuestAgent
 from envd.hypervisor.qemu.agent_channel import AgentChannel
 from tests.support.fuzz import corpus, fuzzed, inputs, json_values
+from tests.support.stubs import StubChannels
 
 DEEP = "[" * 20_000 + "]" * 20_000
 #: Nothing that a guest says makes a message longer than this.
@@ -50,30 +47,17 @@ def check_message(error: EnvdError) -> None:
     assert len(str(error)) <= MAX_MESSAGE_CHARS
 
 
-class FuzzedChannels:
+class FuzzedChannels(StubChannels):
     """Returns prepared responses in order, then an error."""
 
-    machine_id = "m-1"
-    guestd_url = None
-    lost_reason = ""
-
     def __init__(self, answers: list[Any]) -> None:
-        self.lost = asyncio.Event()
+        super().__init__()
         self._answers = answers
 
-    def processor_s(self) -> float | None:
-        return None
-
-    async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        raise MachineLost("no display here")
-
-    async def agent_command(
-        self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float
-    ) -> JsonValue:
+    def answer(self, command: str, fields: dict[str, Any], timeout_s: float) -> Any:
         if not self._answers:
             raise GuestError(f"{command}: enough")
-        answer: JsonValue = self._answers.pop(0)
-        return answer
+        return self._answers.pop(0)
 
 
 CALLS: dict[str, Callable[[GuestAgent], Awaitable[object]]] = {
@@ -82,11 +66,6 @@ CALLS: dict[str, Callable[[GuestAgent], Awaitable[object]]] = {
     "write_file": lambda agent: agent.write_file("/a", b"abc", timeout_s=0.01),
     "set_time": lambda agent: agent.set_time(10**18, timeout_s=0.01),
 }
-
-
-@pytest.fixture(autouse=True)
-def _fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_module, "_FIRST_POLL_S", 0.0)
 
 
 @fuzzed(100)
@@ -122,7 +101,7 @@ def serve(listener: socket.socket, replies: list[bytes]) -> None:
                     connection.sendall(reply)
 
 
-async def exchange(directory: str, replies: list[bytes]) -> None:
+async def exchange(directory: str, replies: list[bytes], *, skip_limit_bytes: int = 1 << 20) -> None:
     """Call over a socket whose other end sends one reply per line and then disconnects."""
     path = Path(directory, "agent.sock")
     # In a thread: asyncio accepts a connection some iterations after its client is gone, perhaps after the loop's end.
@@ -131,7 +110,7 @@ async def exchange(directory: str, replies: list[bytes]) -> None:
         listener.listen()
         serving = threading.Thread(target=serve, args=(listener, replies))
         serving.start()
-        channel = AgentChannel(path, machine_id="m-1")
+        channel = AgentChannel(path, machine_id="m-1", skip_limit_bytes=skip_limit_bytes)
         try:
             for _ in range(2):
                 try:
@@ -164,12 +143,10 @@ replies = (
 @example([b"x" * 5000], False)
 @example([b"\xff" + DEEP.encode() + b"\n"], False)
 @example([b"\xff" + b"x" * 5000 + b"\n"], False)
-def test_arbitrary_data_on_the_agents_socket_is_handled(
-    monkeypatch: pytest.MonkeyPatch, responses: list[bytes], synced: bool
-) -> None:
-    monkeypatch.setattr(agent_channel, "_SKIP_LIMIT_BYTES", 4096 if not synced else 1 << 20)
+def test_arbitrary_data_on_the_agents_socket_is_handled(responses: list[bytes], synced: bool) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
-        asyncio.run(asyncio.wait_for(exchange(directory, [SYNCED, *responses] if synced else responses), 60))
+        replies, limit_bytes = ([SYNCED, *responses], 1 << 20) if synced else (responses, 4096)
+        asyncio.run(asyncio.wait_for(exchange(directory, replies, skip_limit_bytes=limit_bytes), 60))
 
 
 @pytest.mark.parametrize("data", corpus("agent"))

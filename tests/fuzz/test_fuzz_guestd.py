@@ -136,7 +136,7 @@ BOMB = b'{"x": 1, "AT": "", "bomb": [' + b"[]," * 500_000 + b"[]]}"
 
 @pytest.mark.parametrize("call", ["accessibility", "execute", "pointer", "session", "terminal", "type_text"])
 def test_a_response_of_millions_of_values_is_rejected_unparsed(call: str) -> None:
-    with pytest.raises(GuestError, match="bytes of JSON outside of strings"):
+    with pytest.raises(GuestError, match="outside of strings"):
         asyncio.run(CALLS[call](Scripted(200, BOMB)))  # type: ignore[arg-type]
 
 
@@ -192,7 +192,7 @@ async def answering(raw: bytes) -> AsyncIterator[tuple[str, list[bytes]]]:
 
 async def over_a_socket(call: str, raw: bytes) -> int:
     """Make a call to a service that answers with these bytes; return the number of requests."""
-    async with answering(raw) as (url, seen), GuestdClient(url, lost=asyncio.Event()) as guestd:
+    async with answering(raw) as (url, seen), GuestdClient(url, lost=asyncio.Event(), lost_grace_s=0.0) as guestd:
         await call_and_check(call, guestd)
     return len(seen)
 
@@ -231,10 +231,7 @@ raw_answers = st.builds(
 @example("session", b"")
 @example("session", b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 100_000)
 @example("execute", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\nx")
-def test_any_bytes_from_the_guest_are_data_or_a_typed_error(
-    monkeypatch: pytest.MonkeyPatch, call: str, raw: bytes
-) -> None:
-    monkeypatch.setattr(guestd_module, "_LOST_GRACE_S", 0.0)
+def test_any_bytes_from_the_guest_are_data_or_a_typed_error(call: str, raw: bytes) -> None:
     asyncio.run(asyncio.wait_for(over_a_socket(call, raw), 60))
 
 

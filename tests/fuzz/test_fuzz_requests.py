@@ -16,8 +16,10 @@ from envd.api.convert_requests import (
     argv_of,
     command_timeout_s,
     fork_command,
+    forward_request,
     frames_request,
     keep_alive_of,
+    port_data_of,
     reset_command,
     step_command,
 )
@@ -31,6 +33,7 @@ CONVERSIONS: dict[str, tuple[type[Message], Callable[[Any], object]]] = {
     "step": (env_pb2.StepRequest, lambda request: step_command(request, screen=SCREEN)),
     "frames": (env_pb2.StreamFramesRequest, frames_request),
     "keepalive": (env_pb2.KeepAliveRequest, keep_alive_of),
+    "forward": (env_pb2.ForwardGuestPortRequest, lambda request: (forward_request(request), port_data_of(request))),
     "command": (env_pb2.RunGuestCommandRequest, lambda request: (argv_of(request), command_timeout_s(request))),
 }
 numbers = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 200) | st.sampled_from([2**31 - 1, -(2**31), 2**62])

@@ -76,7 +76,7 @@ async def parsed(data: bytes) -> list[Rect]:
 
 
 def within_bounds(data: bytes) -> list[Rect]:
-    """As `parsed`; fails above fixed limits of time and memory, whatever sizes `data` declares."""
+    """Parse like `parsed`; fails above fixed limits of time and memory, whatever sizes `data` declares."""
     tracemalloc.start()
     try:
         seen = asyncio.run(asyncio.wait_for(parsed(data), 60))

@@ -3,7 +3,6 @@
 A runner is a process in an environment of its own, and reaches the model at an address as that of OpenAI.
 """
 
-import asyncio
 import http.server
 import json
 import os
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.program import run_program
 from tests.support.real_desktops import osworld_machines
 
 pytestmark = [pytest.mark.osworld_agents, pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1200)]
@@ -98,7 +98,7 @@ async def test_the_unmodified_runner_and_agent_solve_a_task(
         "result_dir": tmp_path / "results",
     }
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    process = await asyncio.create_subprocess_exec(
+    done = await run_program(
         os.environ["OSWORLD_AGENTS_PYTHON"],
         "-m",
         "envd.integrations.osworld.run",
@@ -114,18 +114,11 @@ async def test_the_unmodified_runner_and_agent_solve_a_task(
             "OPENAI_API_KEY": "unused",
             "NO_PROXY": "127.0.0.1",
         },
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
     )
-    try:
-        output, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, output.decode()[-3000:]
+    output = (done.out + done.err)[-3000:]
+    assert done.status == 0, output
     results = tmp_path / "results" / "pyautogui" / "screenshot" / "gpt-4o" / "os" / TASK_ID
-    assert (results / "result.txt").is_file(), output.decode()[-3000:]
+    assert (results / "result.txt").is_file(), output
     assert float((results / "result.txt").read_text()) == 1.0
     steps = [json.loads(line) for line in (results / "traj.jsonl").read_text().splitlines()]
     assert [step["action"] for step in steps if step["action"] != "WAIT"] == [

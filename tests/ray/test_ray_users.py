@@ -4,17 +4,16 @@ import asyncio
 import json
 import os
 import sys
-from asyncio.subprocess import PIPE
 from typing import TYPE_CHECKING
 
 import pytest
 from cuaenv.client import Action, AsyncEnvClient, Click, Done, shared_client
 
 from tests.support.areal import ScriptedEngine
+from tests.support.program import run_program
 from tests.support.scripted_model import ScriptedModel, say_steps, served
 from tests.support.slime import Processor, Tokenizer
-from trainer.adapters.areal.config import ArealConfig
-from trainer.adapters.areal.group import GroupResult, run_task_group
+from trainer.adapters.areal.group import ArealConfig, GroupResult, run_task_group
 from trainer.agent.grammars import grammar
 from trainer.agent.settings import AgentSettings
 from trainer.tokens.chat import Chat
@@ -81,26 +80,12 @@ async def test_trainer_eval_plays_on_the_cluster(hosts: "RayHosts", tmp_path: "P
         [[Click(819, 100, count=3)], [Click(819, 100, count=2)], [Done()]], AgentSettings().make_grammar()
     )
     async with served(ScriptedModel({task.instruction: replies})) as url:
-        words = [
-            "eval",
-            "--envd",
-            hosts.target,
-            "--endpoint",
-            url,
-            "--task",
-            TASK,
-            "--seeds",
-            "8",
-            "--temperature",
-            "1",
-            "--json",
-        ]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "trainer", *words, "--out", str(tmp_path)), stdout=PIPE, stderr=PIPE
-        )
-        out, err = await process.communicate()
-    assert process.returncode == 0, err.decode()
-    assert json.loads(out)["reports"]
+        file = tmp_path / "run.toml"
+        file.write_text(f'endpoint = "{url}"\nseeds = 8\ntemperature = 1\n')
+        words = ["eval", str(file), "--envd", hosts.target, "--task", TASK, "--json"]
+        done = await run_program(sys.executable, "-m", "trainer", *words, "--out", str(tmp_path))
+    assert done.status == 0, done.err
+    assert json.loads(done.out)["reports"]
     (results,) = tmp_path.rglob("*.jsonl")
     _, *attempts = map(json.loads, results.read_text().splitlines())
     assert [attempt["score"] for attempt in attempts] == [1.0] * 8

@@ -6,31 +6,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from cuaenv.client import Click, Done
 
 from tests.support import stand_ins
-from tests.support.engine_contract import chat_of
 from tests.support.proofs import deselect_proof
-from tests.support.served import ServedDaemon
-from tests.support.sglang import SglangServer
 from tests.support.sglang_process import SglangProcess
+from tests.support.slime_fixtures import *  # noqa: F403 -- fixtures
 from tests.support.slime_job import use_slime
-from trainer.agent.grammars import grammar
-from trainer.tokens.chat import Chat
 
 SLIME_HOME = os.environ.get("SLIME_HOME", "")
 CAN_RUN = bool(SLIME_HOME) and find_spec("sglang") is not None
-SAY = grammar("qwen3-vl").render
-VOCABULARY = [SAY([Click(640, 125, count=count)]) for count in (1, 2, 3)] + [SAY([Done()])]
-DAEMON = """\
-[hypervisor]
-uri = "fake"
-
-[pools.desktop]
-image = "desktop"
-size = 4
-capacity = 8
-"""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -55,45 +39,7 @@ def real_slime() -> None:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model."""
-    from tests.support.tiny_model import write_checkpoint
-
-    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", vocabulary=VOCABULARY * 8)
-
-
-@pytest.fixture(scope="session")
-def other_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with other weights."""
-    from tests.support.tiny_model import write_other_weights
-
-    return write_other_weights(tmp_path_factory.mktemp("other") / "tiny", like=checkpoint)
-
-
-@pytest.fixture(scope="session")
-def chat(checkpoint: Path) -> Chat:
-    return chat_of(checkpoint)
-
-
-@pytest.fixture(scope="session")
-def model(checkpoint: Path) -> SglangServer:
-    """The model in this process."""
-    return SglangServer(checkpoint)
-
-
-@pytest.fixture(scope="session")
 def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangProcess]:
     """SGLang as it is installed."""
     with SglangProcess(checkpoint, tmp_path_factory.mktemp("engine") / "log") as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of an `envd serve` process with drawn desktops."""
-    served = ServedDaemon(tmp_path_factory.mktemp("daemon") / "state", DAEMON)
-    try:
-        served.wait_for(r"pool desktop: (ready)")
-        yield served.wait_for(r"listening on (\S+)")
-    finally:
-        served.end()

@@ -19,8 +19,9 @@ from cuaenv.client import EnvClient
 from tests.support.engine_contract import TOLERANCE, EngineContract, picture, post, request_for
 from tests.support.sglang import SglangServer
 from tests.support.sglang_process import ROOT, SglangProcess, router_of
-from tests.support.slime_job import SlimeJob, check_train_data, log_prob_gaps, slime_args, write_tasks
+from tests.support.slime_job import SlimeJob, check_train_data, log_prob_gaps, slime_args
 from trainer.agent.types import Message
+from trainer.learn.slime_job import write_tasks
 from trainer.slime import probe
 from trainer.slime.samples import facts_of, flatten, is_void
 from trainer.tokens.chat import Chat
@@ -63,13 +64,13 @@ def job_of(
     directory: Path,
     checkpoint: Path,
     engine: SglangProcess,
-    daemon: str,
+    fake_daemon: str,
     *,
     agent: dict[str, Any] | None = None,
     **changed: Any,
 ) -> Iterator[SlimeJob]:
     """Yield a job with SGLang's router in front of the engine."""
-    mapping = {"hosts": [daemon], "engine_retries": 600, "agent": {**AGENT, **(agent or {})}}
+    mapping = {"hosts": [fake_daemon], "engine_retries": 600, "agent": {**AGENT, **(agent or {})}}
     given: dict[str, Any] = {
         "hf_checkpoint": str(checkpoint),
         "prompt_data": str(write_tasks(directory / "tasks.jsonl", ["fake/count-to-five"] * 4)),
@@ -81,9 +82,9 @@ def job_of(
 
 
 @pytest.fixture
-def make_job(checkpoint: Path, engine: SglangProcess, daemon: str, tmp_path: Path) -> Iterator[Any]:
+def make_job(checkpoint: Path, engine: SglangProcess, fake_daemon: str, tmp_path: Path) -> Iterator[Any]:
     with ExitStack() as stack:
-        yield lambda **changed: stack.enter_context(job_of(tmp_path, checkpoint, engine, daemon, **changed))
+        yield lambda **changed: stack.enter_context(job_of(tmp_path, checkpoint, engine, fake_daemon, **changed))
 
 
 def test_trained_rows_have_the_models_log_probabilities(make_job: Any, model: SglangServer) -> None:
@@ -101,10 +102,10 @@ def test_trained_rows_have_the_models_log_probabilities(make_job: Any, model: Sg
     assert mean < TOLERANCE / 2
 
 
-def test_slimes_abort_reaches_the_engine_and_releases_all_machines(make_job: Any, daemon: str) -> None:
+def test_slimes_abort_reaches_the_engine_and_releases_all_machines(make_job: Any, fake_daemon: str) -> None:
     job = make_job(rollout_batch_size=1, over_sampling_batch_size=3)
     check_train_data(job, job.rollout().samples)
-    with EnvClient(daemon) as client:
+    with EnvClient(fake_daemon) as client:
         (pool,) = client.list_pools()
     assert pool.leased_count == 0
 
@@ -133,7 +134,7 @@ def test_an_engine_that_is_restarted_within_a_rollout_loses_no_episode(
 
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_our_patch_lets_slimes_engine_keep_ids(
-    is_fixed: bool, tmp_path: Path, checkpoint: Path, daemon: str, caplog: pytest.LogCaptureFixture
+    is_fixed: bool, tmp_path: Path, checkpoint: Path, fake_daemon: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """slime's patch makes SGLang read other ids: a warning at the start, and void samples. Ours corrects that."""
     installed = Path(sysconfig.get_path("purelib")) / "sglang"
@@ -156,7 +157,7 @@ def test_our_patch_lets_slimes_engine_keep_ids(
     with (
         caplog.at_level(logging.WARNING),
         SglangProcess(checkpoint, tmp_path / "log", overlay=overlay) as patched,
-        job_of(tmp_path, checkpoint, patched, daemon, n_samples_per_prompt=4, global_batch_size=4) as job,
+        job_of(tmp_path, checkpoint, patched, fake_daemon, n_samples_per_prompt=4, global_batch_size=4) as job,
     ):
         samples = flatten(job.rollout().samples)
     reasons = [facts_of(sample).get("void") for sample in samples]

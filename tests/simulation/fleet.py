@@ -25,7 +25,7 @@ class Outcome:
     utilisation: float
     """Machine time in episodes that ended well or still run, as a share of all machine time."""
     wait_p50_s: Mapping[int, float]
-    """By size of the group: from its first request until it has machines."""
+    """Waits by size of the group: from its first request until it has machines."""
     wait_p99_s: Mapping[int, float]
     fragmentation: float
     """Share of the machines that were ready while a group waited that they could hold together."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Protocol
 
-from cuaenv.client.placement import HostLoad, choose, load_of
+from cuaenv.client.placement import HostLoad, RetryPolicy, choose, load_of
 from cuaenv.client.results import Pool
-from cuaenv.client.retry import RetryPolicy
 from cuaenv.client.slots import GATHER_AFTER_S, GATHER_REST_S, LINGER_S, SlotLedger
 
 from envd.pool.fairness import RunShares

@@ -9,8 +9,7 @@ from unittest.mock import patch
 from cuaenv.client import Done
 
 from tests.support.server import serve_fake
-from tests.support.slime import ScriptedEngine, stand_in_state
-from tests.support.slime_job import slime_args
+from tests.support.slime import ScriptedEngine, stand_in_args, stand_in_state
 from trainer.agent.grammars import grammar
 from trainer.slime import generate as module
 from trainer.slime import metrics, slime_compat
@@ -21,7 +20,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     engine = ScriptedEngine(lambda _: grammar("qwen3-vl").render([Done()]))
     agent = {"max_turns": 2, "prompt_tokens": 8192}
     async with serve_fake(size=1) as server:
-        given = vars(slime_args({"hosts": [server.address], "agent": agent}, n_samples_per_prompt=1))
+        given = vars(stand_in_args({"hosts": [server.address], "agent": agent}, n_samples_per_prompt=1))
         for name, value in given.items():
             if not hasattr(args, name):
                 setattr(args, name, value)

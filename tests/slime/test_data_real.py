@@ -11,9 +11,9 @@ from cuaenv.client import Click, Done, Task
 from PIL import Image
 
 from trainer.agent.grammars import grammar
+from trainer.data.dataset import write_rows
 from trainer.data.prompts import prompt_rows
 from trainer.data.sft import sft_row
-from trainer.data.tables import write_rows
 from trainer.replay.trajectory import StoredTrajectory
 from trainer.slime.sft import generate_rollout
 

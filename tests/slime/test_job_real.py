@@ -20,8 +20,8 @@ from cuaenv.client import Click, Done, EnvClient
 
 from tests.support.served import ServedDaemon
 from tests.support.sglang import SglangServer
-from tests.support.slime_job import write_tasks
 from trainer.agent.grammars import grammar
+from trainer.learn.slime_job import write_tasks
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(1200)]
 
@@ -65,12 +65,9 @@ def play(prompt: str) -> str:
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[ServedDaemon]:
-    served = ServedDaemon(tmp_path / "state", DAEMON)
-    try:
+    with ServedDaemon(tmp_path / "state", DAEMON) as served:
         served.wait_for(r"pool desktop: (ready)")
         yield served
-    finally:
-        served.end()
 
 
 @pytest.fixture

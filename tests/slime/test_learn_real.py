@@ -199,7 +199,7 @@ def test_tokens_are_sampled_as_often_as_their_probabilities_say() -> None:
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path) -> None:
-    from trainer.learn.errors import LearnError
+    from trainer.learn import LearnError
     from trainer.learn.policy import Policy
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
@@ -216,11 +216,11 @@ def rows_of_two_rollouts() -> tuple[list[Any], list[Any]]:
     """Return rows of lengths 2, 1 and 3, of which the first two are one rollout, and new log-probabilities."""
     import torch
 
-    from trainer.learn.loss import Row
+    from trainer.learn.loss import TrainRow
 
     old = [[-0.5, -1.0], [-0.2], [-2.0, -0.1, -0.7]]
     rows = [
-        Row(
+        TrainRow(
             tokens=[1, *range(len(each))],
             response_length=len(each),
             loss_mask=[1] * len(each),
@@ -285,12 +285,12 @@ class Bandit:
         self.success: list[float] = []
 
     def rollout(self, number: int) -> Any:
-        from trainer.learn.loss import Row
+        from trainer.learn.loss import TrainRow
         from trainer.learn.sampler import Prompt, Sampler
-        from trainer.learn.workers import Rollout
+        from trainer.learn.workers import Batch
         from trainer.rewards.groups import advantages
 
-        made = Rollout(patches=list(self.policy.patches(self.frames)))
+        made = Batch(patches=list(self.policy.patches(self.frames)))
         rewards = []
         for place, (ids, wanted) in enumerate(zip(prompts_of(self.policy), self.wanted, strict=True)):
             frame = self.frames[place]
@@ -299,7 +299,7 @@ class Bandit:
             group = [float(reply.ids[0] in wanted) for reply in replies.values()]
             for prompt, reply, advantage in zip(replies, replies.values(), advantages(group), strict=True):
                 made.rows.append(
-                    Row(
+                    TrainRow(
                         tokens=[*prompt.ids, *reply.ids],
                         response_length=1,
                         loss_mask=[1],
@@ -444,7 +444,7 @@ def test_a_request_without_its_image_is_refused(policy: Any, engine: Any, frames
 def test_an_engine_that_fails_says_so_to_requests_and_to_the_learner(
     policy: Any, engine: Any, frames: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer.learn.errors import LearnError
+    from trainer.learn import LearnError
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("device lost")
@@ -485,7 +485,7 @@ def test_without_gpu_memory_the_engine_reads_fewer_prompts_at_once(
 
 
 def test_a_state_is_continued_only_with_equal_settings_and_on_request(policy: Any, tmp_path: Path) -> None:
-    from trainer.learn.errors import LearnError
+    from trainer.learn import LearnError
     from trainer.learn.settings import SMOKE, Clone
     from trainer.learn.states import RunState, load_state, make_optimizer, save_state
 
@@ -508,7 +508,7 @@ def test_a_state_is_continued_only_with_equal_settings_and_on_request(policy: An
 def test_a_gradient_that_is_not_finite_changes_no_weight(policy: Any) -> None:
     import torch
 
-    from trainer.learn.errors import LearnError
+    from trainer.learn import LearnError
     from trainer.learn.states import make_optimizer, train_step
 
     optimizer = make_optimizer(policy.model, learning_rate=1e-3)
@@ -521,7 +521,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(policy: Any) -> None:
 
 
 def test_tasks_need_a_held_out_split() -> None:
-    from trainer.learn.errors import LearnError
+    from trainer.learn import LearnError
     from trainer.learn.settings import HELD_OUT_SEED, SMOKE
     from trainer.learn.workers import task_ids
 
@@ -534,7 +534,7 @@ def test_tasks_need_a_held_out_split() -> None:
 
 
 def test_fixed_tasks_replace_the_training_tasks() -> None:
-    from trainer.learn.errors import LearnError
+    from trainer.learn import LearnError
     from trainer.learn.settings import Settings
     from trainer.learn.workers import task_ids
 
@@ -587,7 +587,7 @@ def test_groups_of_two_processes_are_not_counted_as_one() -> None:
 def test_a_process_that_cannot_start_or_is_killed_is_named_with_the_remedy(tmp_path: Path) -> None:
     from multiprocessing import active_children
 
-    from trainer.learn.errors import LearnError
+    from trainer.learn import LearnError
     from trainer.learn.settings import SMOKE
     from trainer.learn.workers import Workers, WorkerSpec
 
@@ -620,7 +620,7 @@ def test_a_process_that_cannot_start_or_is_killed_is_named_with_the_remedy(tmp_p
 def test_a_failed_engine_is_reported_and_not_the_episodes_that_it_left() -> None:
     from types import SimpleNamespace
 
-    from trainer.learn.errors import LearnError
+    from trainer.learn import LearnError
     from trainer.learn.reinforce import Learner
     from trainer.learn.settings import SMOKE
 

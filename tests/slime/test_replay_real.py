@@ -9,8 +9,9 @@ import pytest
 from cuaenv.client import Click, Done
 
 from tests.support.sglang import SglangServer
-from tests.support.slime_job import SlimeJob, check_sample, slime_args, write_tasks
+from tests.support.slime_job import SlimeJob, check_sample, slime_args
 from trainer.agent.grammars import grammar
+from trainer.learn.slime_job import write_tasks
 from trainer.slime import replay
 from trainer.slime.config import SlimeConfig
 from trainer.slime.samples import facts_of, flatten

@@ -19,9 +19,9 @@ from tests.support.slime_job import (
     check_train_data,
     log_prob_gaps,
     slime_args,
-    write_tasks,
 )
 from trainer.agent.grammars import grammar
+from trainer.learn.slime_job import write_tasks
 from trainer.slime.guard import Halted
 from trainer.slime.metrics import log_rollout
 from trainer.slime.samples import facts_of, flatten, is_void

@@ -30,7 +30,7 @@ class InjectedFault:
     machine_id: str
     """Empty if it affects all machines created during it."""
     begin_s: float
-    """On the host's monotonic clock."""
+    """Time on the host's monotonic clock."""
     end_s: float = math.inf
 
 

@@ -22,7 +22,8 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import uvloop
-from cuaenv.actions import Click, to_proto
+from cuaenv.action_codec import to_proto
+from cuaenv.actions import Click
 from cuaenv.client import EnvError, RetryPolicy, View
 from cuaenv.client.connection import Connection
 from cuaenv.client.credentials import Access

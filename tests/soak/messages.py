@@ -64,9 +64,9 @@ class SoakPlan:
     max_group: int
     lease_ttl_s: int
     timeout_s: float
-    """Of a call; a quarter of it for the guest to count."""
+    """Timeout of a call; a quarter of it for the guest to count."""
     evaluate_timeout_s: float
-    """Of an evaluation: longer than judging a hostile file takes."""
+    """Timeout of an evaluation: longer than judging a hostile file takes."""
     opening_timeout_s: float
     """How long a group or a branch may wait for machines."""
     quiet_s: float
@@ -78,7 +78,7 @@ class SoakPlan:
     reads_tree: bool = False
     """Whether some observations include the accessibility tree, which guestd reads."""
     max_clicks: int = 3
-    """In one step."""
+    """Most clicks of one step."""
     orphans: Sequence[Orphan] = ()
     resets: Sequence[Pending] = ()
     """Resets of a killed client that had no outcome."""

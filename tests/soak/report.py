@@ -19,9 +19,9 @@ class SoakReport:
     conditions: Mapping[str, object]
     """The host, the machines, the seed and the duration."""
     accounting: Accounting
-    """Of the finished soak."""
+    """Accounting of the finished soak."""
     longest_stall_s: float
-    """Of the daemon's event loop while clients played. The fake guests and the accounting run in the same loop."""
+    """Longest lag of the event loop while clients played. The fake guests and the accounting run in the same loop."""
     leftovers: Sequence[str]
     """Episodes, machines, files and tasks that still exist."""
 

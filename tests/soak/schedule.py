@@ -84,7 +84,7 @@ class PlannedFault:
     """A planned fault."""
 
     at_s: float
-    """From the start of the soak."""
+    """Time since the start of the soak."""
     kind: Fault
     length_s: float
     """0 for a fault without duration."""

@@ -3,6 +3,7 @@
 import asyncio
 import heapq
 import itertools
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 #: Event loop iterations after which every runnable task of envd is waiting.
@@ -61,3 +62,10 @@ async def run_ready() -> None:
     """Run all tasks until each of them waits."""
     for _ in range(_TURNS):
         await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
+    """Wait for a condition that something outside of this task fulfils."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -5,12 +5,14 @@ import io
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 from PIL import Image
 
 from envd.api.security.http import require_local_host_name, tls_context
+from envd.api.security.tokens import NewToken, new_token
 from envd.base.config import SecurityConfig
 from envd.hypervisor.fake import Faults
 from envd.integrations.compat.server import PROTOCOLS, serve_compat
@@ -72,6 +74,17 @@ async def compat_world(
             aiohttp.ClientSession() as http,
         ):
             yield CompatWorld(server=server, addresses=addresses, http=http)
+
+
+@asynccontextmanager
+async def guarded_world(directory: Path) -> AsyncIterator[tuple[CompatWorld, NewToken, NewToken]]:
+    """Serve every protocol to two callers, alice and bob, each with a token."""
+    alice, bob = new_token("alice", "run"), new_token("bob", "run")
+    path = directory / "tokens"
+    path.write_text(f"{alice.line}\n{bob.line}\n", encoding="utf-8")
+    path.chmod(0o600)
+    async with compat_world(size=2, security=SecurityConfig(tokens_file=path)) as world:
+        yield world, alice, bob
 
 
 def picture_of(text: str) -> Image.Image:

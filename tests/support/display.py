@@ -11,6 +11,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from envd.guest.observation import SettlePolicy
+from envd.guest.readiness import GuestPauses
+
+#: A drawn guest acts at once, so short pauses suffice.
+QUICK_PAUSES = GuestPauses(
+    first_poll_s=0.001,
+    boot_quiet_ms=20,
+    boot_reading_s=0.01,
+    idle_reading_s=0.01,
+    key_pause_s=0.0,
+    pointer_poll_s=0.001,
+    input_settle=SettlePolicy(quiet_ms=20, max_ms=200),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class SeenKey:

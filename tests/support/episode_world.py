@@ -29,6 +29,7 @@ from envd.guest.desktop import Desktop
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.pool.backoff import FAILING_AFTER
 from envd.pool.fairness import RunShares
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
@@ -244,7 +245,9 @@ async def running_world(
         shares=shares or RunShares(),
         failing_after=failing_after,
     )
-    pool = Pool(settings, hypervisor=hypervisor, image=IMAGE, make_desktop=hypervisor.desktop, clock=clock)
+    pool = Pool(
+        settings, image=IMAGE, host=PoolHost(hypervisor=hypervisor, clock=clock), make_desktop=hypervisor.desktop
+    )
     service = EpisodeService(
         [pool],
         tasks=TaskCatalogue([TASK, PLAIN, *FROZEN]),

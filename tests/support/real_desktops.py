@@ -13,6 +13,7 @@ from envd.hypervisor.qemu.driver import LibvirtHypervisor
 from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.integrations.osworld.catalogue import IMAGE, desktop_task
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
@@ -59,7 +60,7 @@ async def served_machines(
 ) -> AsyncIterator[str]:
     """Serve a pool of real machines and yield the address; checks that no machine is left."""
     hypervisor = await LibvirtHypervisor.open(state_dir=state_dir, cache_dir=cache_dir, template_dir=template_dir)
-    pool = Pool(settings, hypervisor=hypervisor, image=ImageCatalogue(cache_dir).disk_image(image.name))
+    pool = Pool(settings, image=ImageCatalogue(cache_dir).disk_image(image.name), host=PoolHost(hypervisor=hypervisor))
     service = EpisodeService([pool], tasks=tasks)
     server = ApiServer(service, listen="127.0.0.1:0", metrics=Metrics())
     await service.start()

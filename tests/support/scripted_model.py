@@ -46,7 +46,7 @@ class ScriptedModel:
         self.before_reply: Callable[[], Awaitable[None]] = _nothing
         """Awaited before each reply."""
         self.context_full_from_turn: int | None = None
-        """From this turn on, requests fail because the context is full, as vLLM reports it."""
+        """Number of the turn from which requests fail because the context is full, as vLLM reports it."""
 
     async def complete(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
         """Handle `/v1/chat/completions`."""

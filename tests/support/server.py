@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from envd.api.server import ApiServer
 from envd.base.clock import Clock, SystemClock
@@ -23,9 +24,10 @@ from envd.episodes.service import EpisodeService
 from envd.guest.observation import SettlePolicy
 from envd.hypervisor import fake
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
+from envd.pool.lifecycle import unregister_all
 from envd.pool.memory import HostMemory
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
-from envd.pool.register import unregister_all
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
@@ -74,77 +76,80 @@ def load_fake_tasks() -> TaskCatalogue:
     return TaskCatalogue.load([Path(fake.__file__).parent / "suite.yaml"], include_builtin=False)
 
 
-@asynccontextmanager
-async def serve_fake(
-    *,
-    size: int = 2,
-    capacity: int | None = None,
-    faults: Faults | None = None,
-    limits: EpisodeLimits | None = None,
-    settle: SettlePolicy = QUICK_SETTLE,
-    boot_timeout_s: float = 10.0,
-    failing_after: int = 10,
-    clock: Clock | None = None,
-    extra_tasks: Iterable[Task] = (),
-    security: SecurityConfig | None = None,
-    host: FakeHost | None = None,
-    memory: HostMemory | None = None,
-    database: Path | None = None,
-    listen: str = "127.0.0.1:0",
-) -> AsyncIterator[FakeServer]:
-    """Serve until the block ends; then no episode, machine or socket is left.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeOptions:
+    """How a `FakeServer` differs from the usual one."""
 
-    Args:
-        size: Idle machines to keep.
-        capacity: Maximum number of machines; by default twice `size`.
-        faults: Faults of the machines; change them later through `FakeServer.hypervisor`.
-        limits: Bounds on episodes.
-        settle: Default settle policy.
-        boot_timeout_s: Maximum time until a machine's desktop has settled.
-        failing_after: Consecutive start failures after which resets are rejected.
-        clock: Clock of the leases; by default the host's.
-        extra_tasks: Tasks in addition to the suite `fake`.
-        security: Access rules; by default none.
-        host: Host with machines of an earlier server, to be adopted or reaped.
-        memory: Host memory; by default unlimited.
-        database: File of the episode database; None for no database.
-        listen: Address to serve on.
-    """
-    tasks = TaskCatalogue([*load_fake_tasks().list(), *extra_tasks])
+    size: int = 2
+    """Idle machines to keep."""
+    capacity: int | None = None
+    """Maximum number of machines; by default twice `size`."""
+    faults: Faults | None = None
+    """Faults of the machines; change them later through `FakeServer.hypervisor`."""
+    limits: EpisodeLimits | None = None
+    settle: SettlePolicy = QUICK_SETTLE
+    boot_timeout_s: float = 10.0
+    failing_after: int = 10
+    """Consecutive start failures after which resets are rejected. The backoff adds up to about 30 s by default."""
+    clock: Clock | None = None
+    """Clock of the leases; by default the host's."""
+    extra_tasks: Iterable[Task] = ()
+    """Tasks in addition to the suite `fake`."""
+    security: SecurityConfig | None = None
+    """Access rules; by default none."""
+    host: FakeHost | None = None
+    """Host with machines of an earlier server, to be adopted or reaped."""
+    memory: HostMemory | None = None
+    """Host memory; by default unlimited."""
+    database: Path | None = None
+    """File of the episode database; None for no database."""
+    listen: str = "127.0.0.1:0"
+
+    def pool_settings(self) -> PoolSettings:
+        """Return the settings of the only pool."""
+        return PoolSettings(
+            name="fake",
+            capacity=self.capacity or 2 * self.size,
+            idle_target=self.size,
+            max_starting=self.size,
+            boot_timeout_s=self.boot_timeout_s,
+            backoff_min_s=0.05,
+            failing_after=self.failing_after,
+            allow_guest_access=True,
+            settle=self.settle,
+        )
+
+
+@asynccontextmanager
+async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
+    """Serve until the block ends, with `FakeOptions`; then no episode, machine or socket is left."""
+    chosen = FakeOptions(**options)
+    tasks = TaskCatalogue([*load_fake_tasks().list(), *chosen.extra_tasks])
     async with AsyncExitStack() as stack:
-        store = None if database is None else SqliteStore(database)
+        store = None if chosen.database is None else SqliteStore(chosen.database)
         if store is not None:
             stack.push_async_callback(store.aclose)
-        hypervisor = FakeHypervisor(faults=faults, host=host)
+        hypervisor = FakeHypervisor(faults=chosen.faults, host=chosen.host)
         stack.push_async_callback(hypervisor.close)
-        clock = clock or SystemClock()
+        clock = chosen.clock or SystemClock()
         persisted = await load_persisted(store or NullStore(), clock=clock, pools=["fake"], tasks=tasks)
         machines = await hypervisor.adopt(persisted.machine_ids)
         reaped = await hypervisor.reap()
         await unregister_all(store or NullStore(), adopted=machines, reaped=reaped)
-        settings = PoolSettings(
-            name="fake",
-            capacity=capacity or 2 * size,
-            idle_target=size,
-            max_starting=size,
-            boot_timeout_s=boot_timeout_s,
-            backoff_min_s=0.05,
-            # The backoff starts shorter than by default, but still adds up to about 30 s.
-            failing_after=failing_after,
-            allow_guest_access=True,
-            settle=settle,
-        )
-        pool = Pool(settings, hypervisor=hypervisor, image=fake_image(), memory=memory, store=store)
+        settings = chosen.pool_settings()
+        pool_host = PoolHost(hypervisor=hypervisor, memory=chosen.memory, store=store or NullStore())
+        pool = Pool(settings, image=fake_image(), host=pool_host)
         metrics = Metrics()
         service = EpisodeService(
             [pool],
             tasks=tasks,
-            limits=limits,
+            limits=chosen.limits,
+            metrics=metrics,
             clock=clock,
             store=store,
         )
         stack.push_async_callback(service.aclose)
-        server = ApiServer(service, listen=listen, metrics=metrics, security=security)
+        server = ApiServer(service, listen=chosen.listen, metrics=metrics, security=chosen.security)
         stack.push_async_callback(server.stop)
         await service.restore(persisted, machines)
         await service.start()

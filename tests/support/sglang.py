@@ -14,20 +14,22 @@ import asyncio
 import base64
 import io
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from trainer.learn.server import GenerateServer, answer_of
 
 Script = Callable[[str], str | None]
 """Maps the decoded prompt to the reply, or to None to sample one."""
 
 
-class SglangServer:
+class SglangServer(GenerateServer):
     """One engine and its router. Use as a context manager."""
 
     def __init__(self, checkpoint: Path, *, script: Script | None = None, seed: int = 0) -> None:
@@ -36,7 +38,7 @@ class SglangServer:
         from transformers import AutoProcessor
 
         torch.manual_seed(seed)
-        self.host, self.port = "127.0.0.1", 0
+        super().__init__()
         self.requests: list[Mapping[str, Any]] = []
         """Requests, in order."""
         self.answers: list[Sequence[Any]] = []
@@ -56,74 +58,50 @@ class SglangServer:
         self._end_id = self._tokenizer.eos_token_id
         self._suppressed = [i for i in self._tokenizer.all_special_ids if i != self._end_id]
         self.script = script
-        self._aborted_count = 0
+        self._pause_count = 0
         # One thread: torch's generator is shared.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tiny-model")
         self._generates = asyncio.Event()
         self._generates.set()
-        self._runner: web.AppRunner | None = None
-        self._running = 0
+
+    @property
+    def port(self) -> int:
+        """Its port."""
+        return self.ports[0]
 
     @property
     def url(self) -> str:
         """Its base URL."""
         return f"http://{self.host}:{self.port}"
 
-    def __enter__(self) -> Self:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
-        self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        super().__exit__(kind, error, traceback)
         self._executor.shutdown()
 
     def abort_running(self) -> None:
         """Abort the running requests, as SGLang does when a weight update pauses it; half of each reply is returned."""
-        self._aborted_count += 1
+        self._pause_count += 1
 
-    async def _end(self) -> None:
-        assert self._runner is not None
-        await self._runner.cleanup()
-        # Requests whose client is gone still wait for the model.
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-
-    async def _start(self) -> None:
-        app = web.Application(client_max_size=256 << 20)
-        app.router.add_post("/generate", self._generate)
-        app.router.add_post("/abort_request", self._abort)
+    def make_app(self) -> web.Application:
+        """Return the routes of an engine that slime did not start."""
+        app = super().make_app()
+        app.middlewares.append(self._cut_off_if_dead)
         app.router.add_post("/pause_generation", self._pause)
         app.router.add_post("/continue_generation", self._continue)
         app.router.add_post("/update_weights_from_disk", self._update_weights)
         app.router.add_get("/health", self._health)
         app.router.add_get("/server_info", self._server_info)
-        app.router.add_get("/workers", self._workers)
-        app.router.add_get("/v1/loads", self._loads)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, 0)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        return app
 
-    async def _workers(self, _: web.Request) -> web.Response:
-        return web.json_response({"workers": [{"url": self.url}]})
-
-    async def _loads(self, _: web.Request) -> web.Response:
-        return web.json_response({"loads": [{"num_running_reqs": self._running, "num_waiting_reqs": 0}]})
-
-    async def _abort(self, _: web.Request) -> web.Response:
-        self.abort_running()
-        return web.json_response({})
+    @web.middleware
+    async def _cut_off_if_dead(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await handler(request)
+        if self.is_dead and request.path == "/generate":
+            assert request.transport is not None
+            request.transport.abort()
+        return response
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
@@ -147,22 +125,17 @@ class SglangServer:
         self.weight_version = asked.get("weight_version") or str(int(self.weight_version) + 1)
         return web.json_response({"success": True, "message": ""})
 
-    async def _generate(self, request: web.Request) -> web.Response:
-        payload = await request.json()
+    async def generate(self, payload: Mapping[str, Any], *, is_aborted: Callable[[], bool]) -> dict[str, Any]:
+        """Answer a request."""
         await self._generates.wait()
         self.requests.append(payload)
-        self._running += 1
-        try:
-            answer = await self._loop.run_in_executor(self._executor, self._answer, payload, self._aborted_count)
-        finally:
-            self._running -= 1
-        if self.is_dead:
-            assert request.transport is not None
-            request.transport.abort()
-        return web.json_response(answer)
+        pause_count = self._pause_count
+        return await self._loop.run_in_executor(
+            self._executor, self._answer, payload, lambda: is_aborted() or self._pause_count != pause_count
+        )
 
-    def _answer(self, payload: Mapping[str, Any], aborted_count: int) -> dict[str, Any]:
-        if self._aborted_count != aborted_count:
+    def _answer(self, payload: Mapping[str, Any], is_aborted: Callable[[], bool]) -> dict[str, Any]:
+        if is_aborted():
             finish_reason = {"type": "abort", "message": "Abort before prefill"}
             return {"text": "", "meta_info": {"finish_reason": finish_reason, "weight_version": self.weight_version}}
         images = [_decoded(uri) for uri in payload.get("image_data") or ()]
@@ -190,27 +163,25 @@ class SglangServer:
             reply = [*self._tokenizer.encode(wanted, add_special_tokens=False), self._end_id][:room]
         log_probs = self.log_probs(prompt, reply, inputs, temperature, bias)
         finish = "stop" if reply[-1] == self._end_id else "length"
-        if self._aborted_count != aborted_count:
+        if is_aborted():
             reply, finish = reply[: len(reply) // 2], "abort"
-        entries = [[log_prob, token_id, None] for log_prob, token_id in zip(log_probs, reply, strict=False)]
-        columns: dict[str, Any] = {}
+        answer = answer_of(
+            self._tokenizer.decode(reply, skip_special_tokens=False),
+            reply,
+            log_probs[: len(reply)],
+            finish=finish,
+            prompt_tokens=len(prompt) + self.prompt_token_error,
+            weight_version=self.weight_version,
+        )
+        columns = answer["meta_info"]
         if payload.get("return_logprob"):
-            self.answers.append(entries)
-            columns["output_token_logprobs"] = entries
+            self.answers.append(columns["output_token_logprobs"])
+        else:
+            del columns["output_token_logprobs"]
         if (payload["sampling_params"].get("custom_params") or {}).get("return_top_p_token_ids"):
             # As with slime's patch; here the set of each token is that token alone.
             columns["top_p_token_ids"], columns["top_p_token_offsets"] = reply, list(range(len(reply) + 1))
-        return {
-            "text": self._tokenizer.decode(reply, skip_special_tokens=False),
-            "meta_info": {
-                "finish_reason": {"type": finish},
-                **columns,
-                "prompt_tokens": len(prompt) + self.prompt_token_error,
-                "completion_tokens": len(reply),
-                "cached_tokens": 0,
-                "weight_version": self.weight_version,
-            },
-        }
+        return answer
 
     def pixels(self, images: Sequence[Any]) -> Mapping[str, Any]:
         """Return images as the model's inputs in single precision; trainers keep half of it."""

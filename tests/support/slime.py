@@ -12,6 +12,7 @@ with stand_in_slime(engine):
 import base64
 import io
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from typing import Any
 from unittest.mock import patch
 
 from PIL import Image
+
+from trainer.learn.server import answer_of
+from trainer.learn.slime_job import OVERRIDES
 
 IMAGE = "<|image_pad|>"
 END = "<|im_end|>"
@@ -198,16 +202,14 @@ class ScriptedEngine:
         prompt: Sequence[int] = payload["input_ids"]
         image_tokens = sum(rows * columns // _MERGE**2 for _, rows, columns in (_grid(*size) for size in sizes))
         ids, log_probs, finish = self.generate(payload, prompt, payload["sampling_params"]["max_new_tokens"])
-        return {
-            "text": self._tokenizer.decode(ids),
-            "meta_info": {
-                "finish_reason": {"type": finish},
-                "output_token_logprobs": [[log_prob, i, None] for log_prob, i in zip(log_probs, ids, strict=True)],
-                "prompt_tokens": len(prompt) - len(sizes) + image_tokens + self.prompt_token_error,
-                "completion_tokens": len(ids),
-                "weight_version": "7",
-            },
-        }
+        return answer_of(
+            self._tokenizer.decode(ids),
+            ids,
+            log_probs,
+            finish=finish,
+            prompt_tokens=len(prompt) - len(sizes) + image_tokens + self.prompt_token_error,
+            weight_version="7",
+        )
 
     def generate(self, request: Any, prompt: Sequence[int], limit: int) -> tuple[list[int], list[float], str]:
         """Record a request; return the reply's ids and log-probabilities, and why it finished."""
@@ -215,6 +217,35 @@ class ScriptedEngine:
         ids = self._tokenizer.encode(self.say(self._tokenizer.decode(prompt)) + END)[:limit]
         finish = self.finish if ids[-1] == self._tokenizer.convert_tokens_to_ids(END) else "length"
         return ids, [-0.5 - position / 1000 for position in range(len(ids))], finish
+
+
+#: Arguments of a small job that differ from slime's defaults.
+SMALL_JOB: dict[str, Any] = {
+    "hf_checkpoint": None,
+    "rollout_batch_size": 1,
+    "over_sampling_batch_size": 1,
+    "n_samples_per_prompt": 2,
+    "global_batch_size": 2,
+    "rollout_shuffle": False,
+    "rollout_max_response_len": 256,
+    "prompt_data": None,
+    "sglang_router_ip": "127.0.0.1",
+    "sglang_router_port": 0,
+    "sglang_server_concurrency": 8,
+    "use_dynamic_batch_size": True,
+    "max_tokens_per_gpu": 8192,
+    "micro_batch_size": 1,
+    "balance_data": False,
+    "balance_by_flops": False,
+    "wandb_always_use_train_step": False,
+    "custom_rollout_log_function_path": "trainer.slime.metrics.log_rollout",
+    "custom_eval_rollout_log_function_path": "trainer.slime.metrics.log_evaluation",
+}
+
+
+def stand_in_args(envd: Mapping[str, Any], **changed: Any) -> Namespace:
+    """Return the arguments of a small job, without slime: those that the trainer reads."""
+    return Namespace(**{**OVERRIDES, **SMALL_JOB, "save": None, "load": None, "envd": dict(envd), **changed})
 
 
 def _images(payload: Mapping[str, Any]) -> Sequence[str]:

@@ -3,7 +3,6 @@
 Modules that are not installed are replaced by `tests.support.stand_ins`. Needs a checkout of slime.
 """
 
-import json
 import math
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tests.support import stand_ins
+from tests.support.slime import SMALL_JOB
 from trainer.learn import slime_job
 from trainer.slime.samples import flatten, is_void
 
@@ -134,42 +134,10 @@ def log_prob_gaps(sample: Any, model: "SglangServer") -> list[float]:
     ]
 
 
-def write_tasks(path: Path, task_ids: Sequence[str]) -> Path:
-    """Write a data set with one line per task."""
-    rows = [
-        {"prompt": [{"role": "user", "content": task_id}], "metadata": {"task_id": task_id}} for task_id in task_ids
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 def slime_args(envd: Mapping[str, Any], **changed: Any) -> Namespace:
     """Return slime's arguments of a small job. Raises: TypeError: `changed` has an unknown name."""
-    values = slime_job.DEFAULTS | _DEFAULTS
-    unknown = set(changed) - set(values)
-    if unknown:
-        raise TypeError(f"slime_args has no {', '.join(sorted(unknown))}")
-    return slime_job.slime_args(envd, **(_DEFAULTS | changed))
-
-
-_DEFAULTS: dict[str, Any] = {
-    "hf_checkpoint": None,
-    "rollout_batch_size": 1,
-    "over_sampling_batch_size": 1,
-    "n_samples_per_prompt": 2,
-    "global_batch_size": 2,
-    "rollout_shuffle": False,
-    "rollout_max_response_len": 256,
-    "prompt_data": None,
-    "sglang_router_ip": "127.0.0.1",
-    "sglang_router_port": 0,
-    "sglang_server_concurrency": 8,
-    "use_dynamic_batch_size": True,
-    "max_tokens_per_gpu": 8192,
-    "micro_batch_size": 1,
-    "balance_data": False,
-    "balance_by_flops": False,
-    "wandb_always_use_train_step": False,
-    "custom_rollout_log_function_path": "trainer.slime.metrics.log_rollout",
-    "custom_eval_rollout_log_function_path": "trainer.slime.metrics.log_evaluation",
-}
+    args = slime_job.slime_args(envd, **SMALL_JOB)
+    if unknown := sorted(name for name in changed if not hasattr(args, name)):
+        raise TypeError(f"slime_args has no {', '.join(unknown)}")
+    vars(args).update(changed)
+    return args

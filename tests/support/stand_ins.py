@@ -1,19 +1,12 @@
-"""Empty modules in place of packages that slime imports and a CPU does not have: SGLang, Megatron, wandb.
-
-Only what slime's argument parser needs of them is written out. An installed package is preferred by default.
-"""
+"""Stand-ins of packages that slime imports and a CPU does not have, with what slime's whole argument parser needs."""
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
-_PACKAGES = ("megatron", "sglang", "wandb")
+from trainer.learn.slime_job import StandIns
 
 
 @dataclass
@@ -62,28 +55,7 @@ _ATTRIBUTES: dict[str, dict[str, Any]] = {
 }
 
 
-class _StandIn(ModuleType):
-    __version__ = "1.0.0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return MagicMock(name=f"{self.__name__}.{name}")
-
-
-class _Finder(MetaPathFinder, Loader):
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        is_ours = fullname.partition(".")[0] in _PACKAGES
-        return ModuleSpec(fullname, self, is_package=True) if is_ours else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _StandIn(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(_ATTRIBUTES.get(module.__name__, {}))
-
-
 def install(*, replacing: bool = False) -> None:
     """Let imports of packages find stand-ins, unless the packages are installed or if `replacing`."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
-    sys.meta_path.insert(0 if replacing else len(sys.meta_path), _Finder())
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, StandIns)]
+    sys.meta_path.insert(0 if replacing else len(sys.meta_path), StandIns(_ATTRIBUTES))

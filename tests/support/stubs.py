@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from cuaenv.actions import Action
@@ -23,9 +24,9 @@ from envd.base.aio import race
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost, TemplateCorrupt
 from envd.guest.desktop import CommandResult, Desktop, ReadyReport
 from envd.guest.display.frames import Frame
-from envd.guest.input.outcome import ActionOutcome
 from envd.guest.input.plan import HeldInputs
 from envd.guest.observation import (
+    ActionOutcome,
     EncodedFrame,
     Observation,
     ObservationOptions,
@@ -69,6 +70,36 @@ def blank_view(width_px: int, height_px: int, *, frame_id: str = "blank") -> Des
         guestd_types=True,
         home=None,
     )
+
+
+class StubChannels:
+    """Channels of a guest with an agent and nothing else. Subclasses answer its commands."""
+
+    machine_id = "m-1"
+    guestd_url = None
+    lost_reason = ""
+
+    def __init__(self) -> None:
+        self.lost = asyncio.Event()
+
+    def processor_s(self) -> float | None:
+        """Return None: no guest runs."""
+        return None
+
+    async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Raise MachineLost."""
+        raise MachineLost("no display here")
+
+    async def agent_command(
+        self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float
+    ) -> JsonValue:
+        """Answer a command."""
+        answer: JsonValue = self.answer(command, dict(arguments or {}), timeout_s)
+        return answer
+
+    def answer(self, command: str, fields: dict[str, Any], timeout_s: float) -> Any:
+        """Return the agent's response."""
+        raise NotImplementedError
 
 
 class StubSnapshot:
@@ -220,9 +251,9 @@ class StubHypervisor:
         self.removed: set[str] = set()
         """Digests of removed templates."""
         self.errors: defaultdict[str, list[Exception]] = defaultdict(list)
-        """By method name (create, freeze, find_template, fork, load, capture): raised by its next calls, one each."""
+        """Errors of the next calls, one each, by method (create, freeze, find_template, fork, load, capture)."""
         self.gates: defaultdict[str, asyncio.Event] = defaultdict(_open_gate)
-        """By method name: cleared, it blocks the method."""
+        """Events by method name: cleared, one blocks the method."""
         self.counts: defaultdict[str, int] = defaultdict(int)
         """Number of calls by method name."""
         self.ready_gate = _open_gate()
@@ -364,10 +395,10 @@ class StubDesktop(Desktop):
         self.asleep_view = view
         """Its view while it is asleep; None once it is awake."""
         self.gates: defaultdict[str, asyncio.Event] = defaultdict(_open_gate)
-        """By method name: cleared, it blocks the method."""
+        """Events by method name: cleared, one blocks the method."""
         self.gates["wait_ready"] = ready_gate
         self.errors: dict[str, Exception] = {}
-        """By method name: raised by the method."""
+        """Errors by method name: raised by the method."""
         self.action_error = ""
         """Error in the outcome of every action."""
         self.calls: list[str] = []

@@ -14,11 +14,12 @@ from typing import Any, SupportsFloat, get_args
 import gymnasium
 import numpy as np
 import numpy.typing as npt
-from cuaenv.client import EpisodeEnded, StepResult, View
+from cuaenv.action_codec import FORMS
+from cuaenv.client import Button, EpisodeEnded, StepResult, View
 from gymnasium import spaces
 from gymnasium.error import InvalidAction, ResetNeeded
 
-from trainer.adapters.actions import ActionForm, BadAction, Button, read_actions
+from trainer.adapters.actions import read_actions
 from trainer.adapters.background import blocking
 from trainer.adapters.session import Session, SessionSettings, SessionVoid, open_session
 
@@ -34,10 +35,7 @@ KEYS = (
     *"`-=[]\\;',./",
 )
 #: Kinds of actions, by their number in the action space, and their fields.
-KINDS: Mapping[str, Sequence[str]] = {
-    get_args(form.model_fields["action"].annotation)[0]: tuple(form.model_fields)
-    for form in get_args(get_args(ActionForm)[0])
-}
+KINDS: Mapping[str, Sequence[str]] = {name: tuple(form.fields) for name, form in FORMS.items()}
 _BUTTONS = get_args(Button)
 
 Screen = npt.NDArray[np.uint8]
@@ -128,7 +126,7 @@ class DesktopEnv(gymnasium.Env[Screen, Mapping[str, Any]]):
             raise ResetNeeded("the episode has ended, or none was opened; call reset")
         try:
             actions = read_actions([form_of(action)])
-        except (BadAction, LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             raise InvalidAction(f"action: {error}") from error
         info: dict[str, Any] = {"errors": "", "void": ""}
         try:
@@ -182,7 +180,6 @@ def form_of(action: Mapping[str, Any]) -> dict[str, Any]:
     held = [name for name, is_held in zip(MODIFIERS, action["modifiers"], strict=True) if is_held]
     key = KEYS[int(action["key"])]
     words: dict[str, Any] = {
-        "action": kind,
         "button": _BUTTONS[int(action["button"])],
         "modifiers": held,
         "keys": [*(name for name in held if name != key), key],
@@ -191,7 +188,8 @@ def form_of(action: Mapping[str, Any]) -> dict[str, Any]:
         "answer": str(action["text"]),
         "explanation": str(action["text"]),
     }
-    return {name: words[name] if name in words else int(action[name]) for name in fields}
+    given = {name: words[name] if name in words else int(action[name]) for name in fields if name in {*words, *action}}
+    return {"action": kind, **given}
 
 
 gymnasium.register(ENV_ID, entry_point=f"{__name__}:DesktopEnv")

@@ -33,7 +33,7 @@ class Result(BaseModel):
     """The result of `evaluate`."""
 
     score: float | None
-    """In [0, 1]; null if the session is void."""
+    """A value in [0, 1]; null if the session is void."""
     void: str
     """Why there is no score; empty if there is one."""
     checks: list[str]
@@ -72,7 +72,7 @@ class _Tools:
         """Perform actions, wait until the screen is quiet, and return a picture and the actions' errors."""
         one = self._find(session)
         with _refused():
-            result = await one.step(*(action.read() for action in actions))
+            result = await one.step(*actions)
         lines = [f"action {number}: {error}" for number, error in enumerate(result.errors) if error]
         if result.done:
             lines.append(f"The episode has ended ({result.end_reason}). Call evaluate.")

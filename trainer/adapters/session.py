@@ -45,8 +45,7 @@ from cuaenv.client import (
     shared_client,
 )
 
-from trainer.agent.forks import forks_of_loop
-from trainer.agent.pacing import pacer_of_loop
+from trainer.agent.forks import group_member
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,7 +98,7 @@ class SessionSettings:
     view: View = field(default_factory=View)
     """Contents of pictures. Points of actions are pixels of the picture, also if it is scaled."""
     settle: Settle | None = None
-    """When a screen counts as settled; None for the pool's own rule."""
+    """The rule by which a screen counts as settled; None for the pool's own rule."""
     lease_ttl: timedelta = timedelta(minutes=5)
     """How long machines outlive this process."""
     reset_timeout: timedelta = timedelta(minutes=10)
@@ -154,7 +153,7 @@ class Score:
     """The result of a session."""
 
     value: float | None
-    """In [0, 1]; None if the session is void."""
+    """A value in [0, 1]; None if the session is void."""
     void: str = ""
     """Why there is no value; empty if there is one."""
     checks: tuple[Check, ...] = ()
@@ -361,24 +360,18 @@ def task_of_row(row: Mapping[str, Any]) -> str:
 
 
 def _opening(task: str, settings: SessionSettings, group: Hashable) -> AbstractAsyncContextManager[AsyncEpisode]:
-    client = shared_client(settings.client)
-    return forks_of_loop().member(
-        (group, task, settings.client),
+    return group_member(
+        shared_client(settings.client),
+        task,
+        group=(group, task, settings.client),
         size=settings.group_size,
-        open_group=lambda size: pacer_of_loop().open(
-            task,
-            lambda: client.reset_group(
-                task,
-                size=size,
-                pool=settings.pool,
-                max_steps=settings.max_steps,
-                view=settings.view,
-                settle=settings.settle,
-                lease_ttl=settings.lease_ttl,
-                timeout=settings.reset_timeout,
-            ),
-        ),
         wait_s=settings.group_wait.total_seconds(),
+        pool=settings.pool,
+        max_steps=settings.max_steps,
+        view=settings.view,
+        settle=settings.settle,
+        lease_ttl=settings.lease_ttl,
+        timeout=settings.reset_timeout,
     )
 
 

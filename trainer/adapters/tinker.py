@@ -37,9 +37,9 @@ class DesktopGroupBuilder(EnvGroupBuilder):  # type: ignore[misc]
     """Has the column `task_id`."""
     group_size: int
     renderer: Renderer
-    """Of a vision model, unless `agent.text_only` is set."""
+    """Renderer of a vision model, unless `agent.text_only` is set."""
     settings: SessionSettings
-    """Where episodes are opened; the view and the group's size are set here."""
+    """Hosts and options of episodes; the view and the group's size are set here."""
     agent: AgentSettings = field(default_factory=AgentSettings)
     """Grammar, prompts and limits."""
     _envs: list["DesktopEnv"] = field(default_factory=list, init=False, repr=False)

@@ -10,8 +10,8 @@ is never scored 0. See docs/adapters.md.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +21,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 
 from trainer.adapters.session import SessionVoid, is_fault
 from trainer.agent.attempts import run_task
-from trainer.agent.forks import forks_of_loop
-from trainer.agent.loop import AgentEpisode
-from trainer.agent.pacing import pacer_of_loop
+from trainer.agent.forks import group_member
 from trainer.agent.training import TrainingConfig
 from trainer.agent.types import Message, ModelFailed, Trajectory
 from trainer.config import ConfigError
@@ -157,20 +155,9 @@ class _Environments:
         self._client = shared_client(config.client)
         self._group: _Group | None = group
 
-    @asynccontextmanager
-    async def reset_group(self, task: str, *, size: int, **options: Any) -> AsyncIterator[Sequence[AgentEpisode]]:
-        group, self._group = self._group or _Group(size), None
-        opening = forks_of_loop().member(
-            group,
-            size=group.size,
-            open_group=lambda count: pacer_of_loop().open(
-                task, lambda: self._client.reset_group(task, size=count, **options)
-            ),
-            wait_s=_GROUP_WAIT_S,
-        )
-        async with opening as episode:
-            made: AsyncEpisode = episode
-            yield [made]
+    def reset(self, task: str, **options: Any) -> AbstractAsyncContextManager[AsyncEpisode]:
+        group, self._group = self._group or _Group(1), None
+        return group_member(self._client, task, group=group, size=group.size, wait_s=_GROUP_WAIT_S, **options)
 
 
 class _Conversation(SglangConversation):
@@ -200,7 +187,7 @@ class _Conversation(SglangConversation):
             encode_image=lambda image: image,
         )
         self.extra_fields: dict[str, Any] = {}
-        """Of the engine's latest response, with the earliest version of the weights."""
+        """Fields of the engine's latest response, with the earliest version of the weights."""
         self.with_log_probs = bool(sampling_params.get("logprobs"))
         self._server = loop.server_manager
         self._response_limit = rollout.response_length

@@ -2,11 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
-from datetime import timedelta
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from cuaenv.client import (
     AsyncEpisode,
@@ -19,9 +18,9 @@ from cuaenv.client import (
     SetupFailed,
     StepIndexMismatch,
     Unavailable,
-    View,
 )
 from cuaenv.client.tracing import span
+from cuaenv.client.view import ResetOptions
 
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.settings import AgentSettings
@@ -48,17 +47,17 @@ RunEpisode = Callable[[AgentEpisode, Conversation], Coroutine[Any, Any, Trajecto
 
 
 class Environments(Protocol):
-    """The part of `cuaenv.client.AsyncEnvClient` that this module needs."""
+    """Opens episodes, as `cuaenv.client.AsyncEnvClient` does."""
+
+    def reset(self, task: str, **options: Unpack[ResetOptions]) -> AbstractAsyncContextManager[AgentEpisode]:
+        """Open an episode, and close it on exit. Raises: EnvError."""
+
+
+class GroupEnvironments(Environments, Protocol):
+    """Opens groups, too, as `cuaenv.client.AsyncEnvClient` does."""
 
     def reset_group(
-        self,
-        task: str,
-        *,
-        size: int,
-        pool: str = "",
-        max_steps: int = 0,
-        view: View = ...,
-        timeout: timedelta = ...,
+        self, task: str, *, size: int, **options: Unpack[ResetOptions]
     ) -> AbstractAsyncContextManager[Sequence[AgentEpisode]]:
         """Open episodes of one task in one state, and close them on exit. Raises: EnvError."""
 
@@ -86,8 +85,11 @@ async def run_task(
         attempts: Maximum number of attempts.
         run: Runs an open episode; default `run_episode`.
     """
+    options = _reset_options(settings, pool)
+    run = run or partial(run_episode, settings=settings)
     for attempt in range(1, attempts + 1):
-        (trajectory,) = await _run_once(environments, task, [new_conversation()], settings=settings, pool=pool, run=run)
+        opening = _alone(environments.reset(task, **options))
+        (trajectory,) = await _run_once(opening, task, [new_conversation()], run)
         if not _is_lost(trajectory):
             break
         if attempt < attempts:
@@ -96,7 +98,7 @@ async def run_task(
 
 
 async def run_group(
-    environments: Environments,
+    environments: GroupEnvironments,
     task: str,
     new_conversation: Callable[[], Conversation],
     *,
@@ -111,7 +113,8 @@ async def run_group(
     started in the same state as the others.
     """
     conversations = [new_conversation() for _ in range(size)]
-    group = await _run_once(environments, task, conversations, settings=settings, pool=pool)
+    opening = environments.reset_group(task, size=size, **_reset_options(settings, pool))
+    group = await _run_once(opening, task, conversations, partial(run_episode, settings=settings))
     if attempts <= 1:
         return group
 
@@ -128,26 +131,24 @@ def _is_lost(trajectory: Trajectory) -> bool:
     return trajectory.outcome is Outcome.FAILED and isinstance(trajectory.error, _RETRYABLE)
 
 
+def _reset_options(settings: AgentSettings, pool: str) -> ResetOptions:
+    return {"pool": pool, "max_steps": settings.max_turns, "view": settings.view, "timeout": settings.reset_timeout}
+
+
+@asynccontextmanager
+async def _alone(opening: AbstractAsyncContextManager[AgentEpisode]) -> AsyncIterator[Sequence[AgentEpisode]]:
+    async with opening as episode:
+        yield [episode]
+
+
 async def _run_once(
-    environments: Environments,
+    opening: AbstractAsyncContextManager[Sequence[AgentEpisode]],
     task: str,
     conversations: Sequence[Conversation],
-    *,
-    settings: AgentSettings,
-    pool: str,
-    run: RunEpisode | None = None,
+    run: RunEpisode,
 ) -> list[Trajectory]:
-    run = run or partial(run_episode, settings=settings)
     started_s = asyncio.get_running_loop().time()
     try:
-        opening = environments.reset_group(
-            task,
-            size=len(conversations),
-            pool=pool,
-            max_steps=settings.max_turns,
-            view=settings.view,
-            timeout=settings.reset_timeout,
-        )
         # One trace has the reset and all episodes of the group.
         with span("group", task_id=task):
             async with opening as episodes:

@@ -12,8 +12,12 @@ import logging
 import weakref
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Unpack
 
-from cuaenv.client import AsyncEpisode, GroupTooLarge
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, GroupTooLarge
+from cuaenv.client.view import ResetOptions
+
+from trainer.agent.pacing import pacer_of_loop
 
 logger = logging.getLogger(__name__)
 
@@ -156,3 +160,15 @@ _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Forks] = weakref.
 def forks_of_loop() -> Forks:
     """Return the running loop's groups. A framework may run several loops, each in its own thread."""
     return _by_loop.setdefault(asyncio.get_running_loop(), Forks())
+
+
+def group_member(
+    client: AsyncEnvClient, task: str, *, group: Hashable, size: int, wait_s: float, **options: Unpack[ResetOptions]
+) -> AbstractAsyncContextManager[AsyncEpisode]:
+    """Open an episode of a client in the running loop's group of that key; see `Forks.member`. Failing resets pause."""
+    return forks_of_loop().member(
+        group,
+        size=size,
+        open_group=lambda count: pacer_of_loop().open(task, lambda: client.reset_group(task, size=count, **options)),
+        wait_s=wait_s,
+    )

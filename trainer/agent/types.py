@@ -32,9 +32,9 @@ class Reply:
     text: str
     """Decoded, without a trailing end-of-turn token. A stop string may be trimmed; grammars tolerate that."""
     token_ids: tuple[int, ...] = ()
-    """As sampled, including the end-of-turn token; empty if the endpoint does not return them."""
+    """Sampled tokens, including the end-of-turn token; empty if the endpoint does not return them."""
     log_probs: tuple[float, ...] = ()
-    """From the engine, one per token id."""
+    """The engine's log-probabilities, one per token id."""
     finish: Literal["stop", "length"] = "stop"
     elapsed_s: float = 0.0
 
@@ -106,7 +106,7 @@ class Turn:
 
     reply: Reply
     actions: tuple[Action, ...]
-    """As sent to the environment, in the guest's pixels."""
+    """Actions sent to the environment, in the guest's pixels."""
     facts: TurnFacts
     row: int
     """Index of the reply's row."""
@@ -124,7 +124,7 @@ class Trajectory:
     instruction: str
     outcome: Outcome
     reason: str = ""
-    """For logs and metrics: "done", "fail", the exhausted budget, or the error's class name."""
+    """Reason for logs and metrics: "done", "fail", the exhausted budget, or the error's class name."""
     error: Exception | None = None
     """Cause of FAILED."""
     turns: tuple[Turn, ...] = ()

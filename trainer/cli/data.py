@@ -29,13 +29,12 @@ from trainer.cli.options import (
     read_settings,
 )
 from trainer.cli.output import UsageError, reports_errors
-from trainer.data.dataset import Dataset, Source, join, statistics
+from trainer.data.dataset import CannotWrite, Dataset, Source, join, statistics, write_rows
 from trainer.data.oracles import BadOracle, Oracle, read_oracles
 from trainer.data.prompts import describe_unrunnable, is_runnable, prompt_rows, variant_ids
 from trainer.data.record import PATIENCE_S, OracleFailed, record
 from trainer.data.sft import sft_row
 from trainer.data.split import CannotSplit
-from trainer.data.tables import CannotWrite, write_rows
 from trainer.replay.pool import write_atomically
 from trainer.replay.reader import read_jsonl
 from trainer.replay.trajectory import StoredTrajectory, canonical

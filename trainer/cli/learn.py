@@ -16,8 +16,8 @@ from cuaenv.cli.terminal import err, out
 
 from trainer.cli.output import UsageError, reports_errors
 from trainer.config import ConfigError
+from trainer.learn import LearnError
 from trainer.learn.daemons import print_oracles, started_daemons
-from trainer.learn.errors import LearnError
 from trainer.learn.settings import SMOKE, Settings
 from trainer.slime.guard import Halted
 

@@ -10,7 +10,6 @@ from cuaenv.client import AsyncEnvClient, Tls
 
 from trainer.agent.settings import AgentSettings
 from trainer.cli.output import UsageError
-from trainer.evaluate.selection import Selection, read_task_ids
 
 Target = Annotated[
     str, typer.Option("--envd", metavar="HOST:PORT", envvar="ENVD_TARGET", help="The daemon that serves desktops.")
@@ -72,27 +71,6 @@ def read_screen(text: str) -> tuple[int, int]:
     if not (width.isdigit() and height.isdigit()):
         raise UsageError(f"--screen {text} is not a size; use WIDTHxHEIGHT, such as {DEFAULT_SCREEN}")
     return int(width), int(height)
-
-
-def read_selection(
-    *,
-    task_ids: list[str],
-    tasks_file: Path | None,
-    suites: list[str],
-    levels: list[int],
-    tags: list[str],
-    without_tags: list[str],
-    limit: int,
-) -> Selection:
-    """Return the selection that the flags describe. Raises: SelectionError."""
-    return Selection(
-        task_ids=[*task_ids, *(read_task_ids(tasks_file) if tasks_file else [])],
-        suites=suites,
-        levels=levels,
-        tags=tags,
-        without_tags=without_tags,
-        limit=limit,
-    )
 
 
 IncludeUnrunnable = Annotated[

@@ -3,16 +3,19 @@
 Pure. The same files give the same bytes, in any order of their lines.
 """
 
+import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from trainer.agent.grammars import Grammar
 from trainer.data.split import SPLITS, Split, Splittable, split
 from trainer.data.transcripts import transcript_of, unparsable_turns
+from trainer.replay.pool import write_atomically
 from trainer.replay.reader import ReadResult
-from trainer.replay.trajectory import MalformedRow, StoredTrajectory
+from trainer.replay.trajectory import MalformedRow, StoredTrajectory, canonical
 
 _PLATFORMS = {"linux": "linux", "ubuntu": "linux", "windows": "windows"}
 _UNKNOWN = "unknown"
@@ -47,9 +50,9 @@ class Dataset:
     """The joined trajectories, and counts of the dropped ones."""
 
     items: tuple[Item, ...]
-    """By base id, then by rank of their source."""
+    """Items ordered by base id, then by rank of their source."""
     dropped: Mapping[str, Mapping[str, int]]
-    """By source: how many are failed, surplus, malformed, duplicates, unreadable, or have wrong images."""
+    """Number of items by source that are failed, surplus, malformed, duplicates, unreadable, or have wrong images."""
 
     def parts(self) -> dict[tuple[str, Split], list[Item]]:
         """Return the items of every platform and split, also if there are none."""
@@ -158,3 +161,39 @@ def _spread(values: Sequence[int]) -> dict[str, float]:
     if not values:
         return {}
     return {"least": min(values), "mean": round(sum(values) / len(values), 2), "most": max(values)}
+
+
+SUFFIXES = (".jsonl", ".parquet")
+
+
+class CannotWrite(Exception):
+    """The file's suffix names no known format, or pyarrow is not installed."""
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows in the format of the file's suffix; missing directories are created.
+
+    Raises:
+        CannotWrite: The suffix is neither `.jsonl` nor `.parquet`, or parquet is requested without pyarrow.
+    """
+    if path.suffix not in SUFFIXES:
+        raise CannotWrite(f"{path}: unknown format; use a name that ends in {' or '.join(SUFFIXES)}")
+    data = _jsonl(rows) if path.suffix == ".jsonl" else _parquet(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, data)
+
+
+def _jsonl(rows: Sequence[dict[str, Any]]) -> bytes:
+    return "".join(canonical(row) + "\n" for row in rows).encode()
+
+
+def _parquet(rows: Sequence[dict[str, Any]]) -> bytes:
+    try:
+        import pyarrow as pa  # noqa: PLC0415 -- large, and needed for parquet only
+        import pyarrow.parquet as pq  # noqa: PLC0415
+    except ImportError as error:
+        raise CannotWrite("parquet needs pyarrow: pip install 'envd-trainer[trainer]', or write .jsonl") from error
+    buffer = io.BytesIO()
+    # Small row groups: slime reads in batches, and one row holds many screenshots.
+    pq.write_table(pa.Table.from_pylist(list(rows)), buffer, row_group_size=64, compression="zstd")
+    return buffer.getvalue()

@@ -5,28 +5,11 @@ An action is an object of one key, such as `{"click": {"x": 3, "y": 4, "count": 
 """
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-from cuaenv.client import (
-    Action,
-    Click,
-    Done,
-    Drag,
-    Fail,
-    KeyDown,
-    KeyUp,
-    MouseDown,
-    MouseUp,
-    Move,
-    PressKeys,
-    Scroll,
-    TypeText,
-    Wait,
-)
+from cuaenv.action_codec import from_one_key
+from cuaenv.client import Action
 
 #: What must hold in the guest before the next step, which clients cannot see; they wait for a still screen.
 _CONDITION = "wait_for"
@@ -62,40 +45,11 @@ def read_oracles(path: Path) -> list[Oracle]:
             continue
         try:
             row = json.loads(line)
-            steps = tuple(tuple(_action(form) for form in step if _CONDITION not in form) for step in row["steps"])
+            steps = tuple(tuple(from_one_key(form) for form in step if _CONDITION not in form) for step in row["steps"])
             slow = (index for index, step in enumerate(row["steps"]) if any(_CONDITION in form for form in step))
             oracles.append(Oracle(task_id=str(row["task_id"]), steps=steps, slow_steps=frozenset(slow)))
         except (ValueError, TypeError, KeyError, LookupError) as error:
             raise BadOracle(f"{path}, line {number}: {error!r}; write it with `envd tasks oracles`") from error
     if not oracles:
-        raise BadOracle(f"{path}: holds no oracles; write it with `envd tasks oracles`")
+        raise BadOracle(f"{path}: no oracles; write it with `envd tasks oracles`")
     return oracles
-
-
-def _action(form: Mapping[str, Any]) -> Action:
-    [(name, given)] = form.items()
-    if isinstance(given, Mapping) and "modifiers" in given:
-        given = {**given, "modifiers": tuple(given["modifiers"])}
-    return _ACTIONS[name](given)
-
-
-def _drag(given: Mapping[str, Any]) -> Action:
-    names = {"to_x": "end_x", "to_y": "end_y", "x": "start_x", "y": "start_y"}
-    return Drag(**{names.get(key, key): value for key, value in given.items()})
-
-
-_ACTIONS: Mapping[str, Callable[[Any], Action]] = {
-    "move": lambda given: Move(**given),
-    "click": lambda given: Click(**given),
-    "drag": _drag,
-    "scroll": lambda given: Scroll(**given),
-    "mouse_down": lambda given: MouseDown(**given),
-    "mouse_up": lambda given: MouseUp(**given),
-    "type": TypeText,
-    "press": lambda given: PressKeys(tuple(given)),
-    "key_down": KeyDown,
-    "key_up": KeyUp,
-    "wait": lambda given: Wait(timedelta(seconds=given)),
-    "done": Done,
-    "fail": Fail,
-}

@@ -19,7 +19,7 @@ class ChatMessage:
 
     role: str
     content: str
-    """With `<image>` for each image."""
+    """Text with `<image>` for each image."""
     trained: bool
     """Whether the model wrote it and it is to be trained."""
 

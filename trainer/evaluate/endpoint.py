@@ -1,33 +1,28 @@
-"""HTTP client of a model's server: URL checks, API key, retries.
+"""A model's server, by OpenAI's client: URL checks, API key, and the meaning of errors.
 
-A request without a response is retried for a limited time. A context that is full ends the episode as in training and
-is not an error.
+A context that is full ends the episode as in training and is not an error.
 """
 
-import asyncio
-import json
-import logging
 import os
-import random
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-import aiohttp
 from cuaenv.client.credentials import is_local
 
 from trainer.agent.types import BudgetExhausted, ModelFailed
-from trainer.tokens.responses import is_context_full
+from trainer.tokens.sglang import is_context_full
 
-_logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    import openai
 
-#: Transient statuses: too many requests, and temporary failures of a server or gateway.
-_TRANSIENT = frozenset({408, 409, 429, 500, 502, 503, 504})
-#: Messages for a prompt that does not fit: OpenAI's and vLLM's code, then vLLM's and SGLang's texts.
-_TRIES = 6
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 20.0
+#: Statuses below 500 that the client retries.
+_TRANSIENT: Final = frozenset({408, 409, 429})
+#: With the client's pauses a server may be away for about 25 s.
+_RETRIES: Final = 6
+_CONNECT_TIMEOUT_S: Final = 10.0
 #: Maximum quoted length of a server's message.
 _QUOTED_CHARS = 300
 
@@ -74,9 +69,9 @@ def checked_url(url: str, *, with_key: bool) -> str:
 class Endpoint:
     """One server, shared by all episodes of a run. Create it with `open_endpoint`."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, client: "openai.AsyncOpenAI") -> None:
         self.url = url
-        self._session = session
+        self._client = client
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
@@ -88,28 +83,30 @@ class Endpoint:
             BudgetExhausted: The prompt does not fit into the model's context.
             ModelFailed: No response, or a permanent refusal.
         """
-        attempt = 1
-        while True:
-            answer, retry_after_s = await self._try(path, body)
-            if not isinstance(answer, str):
-                return answer
-            if attempt == _TRIES:
-                raise ModelFailed(f"{self.url}{path} did not respond in {_TRIES} attempts: {answer}")
-            bound_s = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**attempt)
-            pause_s = retry_after_s or bound_s * random.uniform(0.5, 1.0)  # noqa: S311
-            level = logging.WARNING if attempt == 1 else logging.DEBUG
-            _logger.log(level, "%s%s: %s; retrying in %.1f s", self.url, path, answer, pause_s)
-            await asyncio.sleep(pause_s)
-            attempt += 1
+        import openai  # noqa: PLC0415
+
+        try:
+            answer = await self._client.post(path, body=body, cast_to=object)
+        except openai.APIConnectionError as error:
+            raise ModelFailed(f"{self._attempts(path)}: {_reason(error)}") from error
+        except openai.APIStatusError as error:
+            text = error.response.text
+            if is_context_full(error.status_code, text):
+                raise BudgetExhausted(f"the model's context is full: {_reason(error)}", budget="total") from error
+            is_transient = error.status_code in _TRANSIENT or error.status_code >= 500
+            problem = f"{self._attempts(path)}:" if is_transient else f"{self.url}{path} refused,"
+            raise ModelFailed(f"{problem} {_reason(error)}") from error
+        except ValueError as error:
+            raise ModelFailed(f"{self.url}{path} did not return JSON: {error}") from error
+        if not isinstance(answer, dict):
+            raise ModelFailed(f"{self.url}{path} did not return a JSON object: {str(answer)[:_QUOTED_CHARS]!r}")
+        return answer
 
     async def only_model(self) -> str:
         """Return the name of the only served model. Raises: EndpointError: It serves none or several."""
         try:
-            async with self._session.get(f"{self.url}/models") as response:
-                response.raise_for_status()
-                listed = await response.json()
-            names = [str(model["id"]) for model in listed["data"]]
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            names = [str(model["id"]) for model in (await self._get("/models"))["data"]]
+        except (ValueError, LookupError, TypeError) as error:
             raise EndpointError(
                 f"{self.url}/models does not name the served model ({type(error).__name__}: {error});"
                 " is it the base of an OpenAI-compatible API, such as http://127.0.0.1:8000/v1? Otherwise pass --model"
@@ -121,38 +118,37 @@ class Endpoint:
     async def model_path(self) -> str:
         """Return the path of the model that SGLang serves, from `/get_model_info`. Raises: EndpointError."""
         try:
-            async with self._session.get(f"{self.url}/get_model_info") as response:
-                response.raise_for_status()
-                return str((await response.json())["model_path"])
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            return str((await self._get("/get_model_info"))["model_path"])
+        except (ValueError, LookupError, TypeError) as error:
             raise EndpointError(
                 f"{self.url}/get_model_info does not name the served model ({type(error).__name__}: {error});"
                 " is it SGLang's base URL, such as http://127.0.0.1:30000? Otherwise pass --model"
             ) from error
 
-    async def _try(self, path: str, body: Mapping[str, Any]) -> tuple[Mapping[str, Any] | str, float]:
-        """Return the response, or the reason for its absence and the server's requested pause in seconds.
+    async def _get(self, path: str) -> Any:
+        """Return a response, without retries. Raises: ValueError: There is none."""
+        import openai  # noqa: PLC0415
 
-        Raises: BudgetExhausted, ModelFailed: As `post`.
-        """
         try:
-            async with self._session.post(f"{self.url}{path}", json=body) as response:
-                text = await response.text()
-        except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
-            return f"{type(error).__name__}: {error}", 0.0
-        if response.status == 200:
-            return _json_object(text, f"{self.url}{path}"), 0.0
-        words = f"status {response.status}: {text[:_QUOTED_CHARS]}"
-        if response.status in _TRANSIENT:
-            return words, _retry_after_s(response.headers.get("Retry-After", ""))
-        if is_context_full(response.status, text):
-            raise BudgetExhausted(f"the model's context is full: {words}", budget="total")
-        raise ModelFailed(f"{self.url}{path} refused, {words}")
+            return await self._client.with_options(max_retries=0).get(path, cast_to=object)
+        except openai.APIError as error:
+            raise ValueError(_reason(error)) from error
+
+    def _attempts(self, path: str) -> str:
+        return f"{self.url}{path} did not respond in {self._client.max_retries + 1} attempts"
+
+
+def _reason(error: "openai.APIError") -> str:
+    """Return what went wrong, with the server's words or the cause of a failed connection."""
+    status, cause = getattr(error, "status_code", None), error.__cause__
+    if status is not None:
+        return f"status {status}: {error.response.text[:_QUOTED_CHARS]}"  # type: ignore[attr-defined]
+    return f"{type(error).__name__}: {error}" if cause is None else f"{type(cause).__name__}: {cause}"
 
 
 @asynccontextmanager
 async def open_endpoint(
-    url: str, *, key: str = "", reply_timeout_s: float = 300.0, max_connections: int = 64
+    url: str, *, key: str = "", reply_timeout_s: float = 300.0, max_retries: int = _RETRIES
 ) -> AsyncIterator[Endpoint]:
     """Connect to a server for the duration of the block.
 
@@ -160,36 +156,26 @@ async def open_endpoint(
         url: Base URL; paths such as `/chat/completions` are appended.
         key: API key; empty for none.
         reply_timeout_s: Timeout of one response in seconds.
-        max_connections: Maximum number of concurrent requests.
+        max_retries: Most repetitions of a request.
 
     Raises:
-        EndpointError: See `checked_url`.
+        EndpointError: See `checked_url`; or the client is not installed.
     """
     url = checked_url(url, with_key=bool(key))
-    async with aiohttp.ClientSession(
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        timeout=aiohttp.ClientTimeout(total=reply_timeout_s, sock_connect=10.0),
-        connector=aiohttp.TCPConnector(limit=max_connections),
+    try:
+        import openai  # noqa: PLC0415 -- most commands do not need it
+    except ImportError as error:
+        raise EndpointError("models behind HTTP need OpenAI's client; install envd-trainer[evaluate]") from error
+    async with openai.AsyncOpenAI(
+        api_key=key or "none",  # else the client would send the variable OPENAI_API_KEY
+        base_url=url,
+        timeout=openai.Timeout(reply_timeout_s, connect=_CONNECT_TIMEOUT_S),
+        max_retries=max_retries,
         # A proxy from the environment cannot reach a server on this host.
-        trust_env=not _is_on_this_host(url),
-    ) as session:
-        yield Endpoint(url, session)
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=not _is_on_this_host(url)),
+    ) as client:
+        yield Endpoint(url, client)
 
 
 def _is_on_this_host(url: str) -> bool:
     return is_local(f"{urlsplit(url).hostname}:0")
-
-
-def _json_object(text: str, where: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ModelFailed(f"{where} did not return JSON: {text[:_QUOTED_CHARS]!r}") from error
-    if not isinstance(value, dict):
-        raise ModelFailed(f"{where} did not return a JSON object: {text[:_QUOTED_CHARS]!r}")
-    return value
-
-
-def _retry_after_s(header: str) -> float:
-    """Return a `Retry-After` in seconds, bounded; 0 for a date or a malformed value."""
-    return min(_MAX_PAUSE_S, float(header)) if header.isdecimal() else 0.0

@@ -207,7 +207,6 @@ class _Opener:
         self.episode: AgentEpisode | None = None
 
     @asynccontextmanager
-    async def reset_group(self, task: str, **options: Any) -> AsyncIterator[Sequence[AgentEpisode]]:
-        async with self._environments.reset_group(task, **options) as episodes:
-            self.episode = episodes[0]
-            yield episodes
+    async def reset(self, task: str, **options: Any) -> AsyncIterator[AgentEpisode]:
+        async with self._environments.reset(task, **options) as self.episode:
+            yield self.episode

@@ -6,11 +6,10 @@ A replay is a directory of WebP files and one `replay.json`; reports are generat
 import asyncio
 import re
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cuaenv.client import Action
+from cuaenv.actions import action_text
 from pydantic import BaseModel, ConfigDict
 
 from trainer.agent.types import Conversation, Message, Reply, Trajectory
@@ -34,7 +33,7 @@ class TurnRecord(_Record):
     parsed: bool
     fallback: str = ""
     actions: Sequence[str]
-    """As text, coordinates in the guest's pixels."""
+    """Actions as text, coordinates in the guest's pixels."""
     errors: Sequence[str]
     """The agent's mistakes."""
     model_s: float
@@ -62,7 +61,7 @@ class RecordedConversation:
         self.newest = ""
         """File name of the newest picture without a reply; empty if there is none."""
         self.images: list[str] = []
-        """For each reply, the file name of the newest picture; empty if it had already been shown."""
+        """File name of the newest picture of each reply; empty if it had already been shown."""
         directory.mkdir(parents=True, exist_ok=True)
 
     async def begin(self, messages: Sequence[Message]) -> None:
@@ -119,19 +118,6 @@ def directory_name(task_id: str, seed: int) -> str:
     """Return a directory name for an attempt: safe in paths and unique per task and seed."""
     safe = re.sub(r"[^A-Za-z0-9/-]", lambda found: f"_{ord(found[0]):x}", task_id)
     return f"{safe.replace('/', '.').lstrip('.')}-{seed}"
-
-
-def action_text(action: Action) -> str:
-    """Return an action without default values, such as `Click x=3 y=4`."""
-    values = [
-        f"{one.name}={getattr(action, one.name)!r}" for one in fields(action) if not _is_default(action, one.name)
-    ]
-    return " ".join([type(action).__name__, *values])
-
-
-def _is_default(action: Action, name: str) -> bool:
-    default = next(one.default for one in fields(action) if one.name == name)
-    return default is not MISSING and bool(getattr(action, name) == default)
 
 
 def _write(picture: "Image.Image", path: Path) -> None:

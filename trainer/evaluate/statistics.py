@@ -5,7 +5,7 @@ resampled.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,15 +70,24 @@ def bootstrap_mean(values_N: npt.NDArray[np.float64]) -> Interval:
     """Return the mean with a percentile bootstrap interval: 10,000 resamples of the values, from a fixed seed."""
     if not len(values_N):
         raise ValueError("a mean needs at least one value")
-    random = np.random.default_rng(0)
-    means: list[npt.NDArray[np.float64]] = []
-    for start in range(0, _DRAWS, _CHUNK):
-        picks = random.integers(0, len(values_N), size=(min(_CHUNK, _DRAWS - start), len(values_N)))
-        means.append(values_N[picks].mean(axis=1))
-    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
+    low, high = bootstrap(len(values_N), lambda picks_RN: values_N[picks_RN].mean(axis=1))
     mean = float(values_N.mean())
     # Rounding may separate equal values from their own mean.
-    return Interval(mean, min(mean, float(low)), max(mean, float(high)))
+    return Interval(mean, min(mean, low), max(mean, high))
+
+
+def bootstrap(count: int, statistic: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float64]]) -> tuple[float, float]:
+    """Return the 95 % percentile interval of a statistic: 10,000 resamples, from a fixed seed.
+
+    Args:
+        count: Number of items to resample.
+        statistic: Maps the items' indices (resamples, count) to a value for each resample.
+    """
+    random = np.random.default_rng(0)
+    sizes = [min(_CHUNK, _DRAWS - start) for start in range(0, _DRAWS, _CHUNK)]
+    values = [statistic(random.integers(0, count, size=(size, count))) for size in sizes]
+    low, high = np.quantile(np.concatenate(values), [0.025, 0.975])
+    return float(low), float(high)
 
 
 def mcnemar(gained: int, lost: int) -> float:

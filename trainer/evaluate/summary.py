@@ -16,7 +16,7 @@ from trainer.evaluate.statistics import Interval, bootstrap_mean, success_rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class SummaryRow:
     """A group of tasks."""
 
     group: str
@@ -36,7 +36,7 @@ class Summary:
     """Summary of a run."""
 
     label: str
-    rows: Sequence[Row]
+    rows: Sequence[SummaryRow]
     """All tasks first."""
     infeasible_share: float
     """Share of infeasible tasks."""
@@ -93,12 +93,12 @@ def by_task(attempts: Iterable[Attempt]) -> dict[str, list[Attempt]]:
     return dict(found)
 
 
-def _row(group: str, attempts: Sequence[Attempt]) -> Row:
+def _row(group: str, attempts: Sequence[Attempt]) -> SummaryRow:
     tasks = by_task(attempts)
     scores = [
         np.mean([attempt.score for attempt in members if attempt.score is not None]) for members in tasks.values()
     ]
-    return Row(
+    return SummaryRow(
         group=group,
         task_count=len(tasks),
         attempt_count=len(list(chain.from_iterable(tasks.values()))),

@@ -188,7 +188,7 @@ def _actor(node_id: str) -> Any:
     try:
         return ray.get_actor(actor_of(node_id), namespace=NAMESPACE)
     except ValueError as error:
-        raise Unavailable(f"node {node_id}: has no host actor; run `trainer hosts up`") from error
+        raise Unavailable(f"node {node_id}: no host actor; run `trainer hosts up`") from error
 
 
 def _get(ref: Any, *, what: str, timeout_s: float = _CALL_TIMEOUT_S) -> Any:

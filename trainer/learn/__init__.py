@@ -13,3 +13,7 @@ report   metrics ──► results.json and plots
 Rollouts, conversion, advantages and the policy loss are slime's own code; only Megatron and SGLang are replaced, by a
 plain optimiser and a small batched engine with the same `/generate`. Needs torch, transformers and a checkout of slime.
 """
+
+
+class LearnError(RuntimeError):
+    """The run cannot start or continue; the message names the thing, the problem and the remedy."""

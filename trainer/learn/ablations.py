@@ -6,17 +6,16 @@ handle it as any lost machine. `faults_as_zero` then counts the episode as a fai
 
 import random
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
-from cuaenv.client import Action, AsyncEpisode, Evaluation, MachineLost, StepResult, View
+from cuaenv.client import Action, AsyncEpisode, Evaluation, MachineLost, StepResult
 
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.types import Outcome, Trajectory
 from trainer.data.split import template_id
+from trainer.slime.environments import SampleEnvironments, WrappedEpisode
 from trainer.slime.generate import run_sample
 from trainer.slime.rollout import Rollout
-from trainer.slime.slots import GroupSlots
 
 __all__ = ["generate"]
 
@@ -45,37 +44,30 @@ class _FaultyRollout(Rollout):
         zero = Evaluation(score=0.0, checks=(), timings_ms={})
         return replace(trajectory, outcome=Outcome.TRUNCATED, reason="injected", error=None, evaluation=zero)
 
-    def wrap(self, slots: GroupSlots, episode: AgentEpisode) -> AgentEpisode:
+    def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:
         rng = _rng(self.args, self.sample)
-        if rng.random() >= self.args.fault_share or slots.episode is None:
+        if rng.random() >= self.args.fault_share or environments.episode is None:
             return episode
-        return _LostEpisode(episode, slots.episode, steps=rng.randrange(_STEPS + 1))
+        return _LostEpisode(episode, environments.episode, steps=rng.randrange(_STEPS + 1))
 
 
-class _LostEpisode:
+class _LostEpisode(WrappedEpisode):
     """An episode whose guest powers off before a step, or before the evaluation if there are fewer."""
 
     def __init__(self, episode: AgentEpisode, machine: AsyncEpisode, *, steps: int) -> None:
-        self._episode = episode
+        super().__init__(episode)
         self._machine = machine
         self._steps_left = steps if steps < _STEPS else -1
-        self.episode_id = episode.episode_id
-        self.task_id = episode.task_id
-        self.instruction = episode.instruction
-        self.observation = episode.observation
-        self.origin = episode.origin
 
-    async def step(
-        self, *actions: Action, view: View | None = None, timeout: timedelta = timedelta(minutes=3)
-    ) -> StepResult:
+    async def step(self, *actions: Action, **options: Any) -> StepResult:
         if self._steps_left == 0:
             await self._power_off()
         self._steps_left -= 1
-        return await self._episode.step(*actions, view=view, timeout=timeout)
+        return await super().step(*actions, **options)
 
-    async def evaluate(self, *, timeout: timedelta = timedelta(minutes=5)) -> Evaluation:
+    async def evaluate(self, **options: Any) -> Evaluation:
         await self._power_off()
-        return await self._episode.evaluate(timeout=timeout)
+        return await super().evaluate(**options)
 
     async def _power_off(self) -> None:
         await self._machine.run_command(["poweroff"], as_root=True)

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 import zstandard
 
+from trainer.learn import LearnError
 from trainer.learn.demos import Rows, read_rows
-from trainer.learn.errors import LearnError
 from trainer.learn.metrics import MetricsLog
 from trainer.learn.policy import Policy
 from trainer.learn.settings import Settings

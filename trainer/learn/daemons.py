@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 from trainer.learn.settings import Settings
 
 _START_S = 120.0

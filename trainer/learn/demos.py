@@ -31,8 +31,8 @@ from trainer.agent.types import Message
 from trainer.data.oracles import Oracle, read_oracles
 from trainer.data.record import OracleFailed, record
 from trainer.data.split import template_id
+from trainer.learn import LearnError
 from trainer.learn.checkpoint import SIZES, write_checkpoint
-from trainer.learn.errors import LearnError
 from trainer.learn.settings import Demos, Settings
 from trainer.replay.trajectory import IMAGE_PLACEHOLDER
 from trainer.tokens.chat import Chat

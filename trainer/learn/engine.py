@@ -20,12 +20,12 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from aiohttp import web
 from PIL import Image
 
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 from trainer.learn.policy import Policy
 from trainer.learn.sampler import Prompt, Sampled, Sampler
+from trainer.learn.server import GenerateServer, answer_of
 
 logger = logging.getLogger(__name__)
 #: How long an idle engine waits for more requests: those of one batch of steps come together.
@@ -33,57 +33,17 @@ _GATHER_S = 0.004
 #: Tokens between two admissions: reading prompts takes as long as some tokens of all replies.
 _ADMIT_EVERY = 4
 _SWITCH_S = 0.0002
-_MAX_REQUEST_BYTES = 256 << 20
 #: Decoded pictures, half a megabyte each, that are kept for requests with the same one. Decoding takes 1.7 ms; of 136
 #: requests of seven groups, 88 repeated a picture.
 _FRAMES_KEPT = 256
 
 
-class _Port:
-    """The routes of one rollout process."""
-
-    def __init__(self, engine: "Engine") -> None:
-        self._engine = engine
-        self._aborted_count = 0
-        self._running_count = 0
-
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=_MAX_REQUEST_BYTES)
-        app.router.add_post("/generate", self._generate)
-        app.router.add_post("/abort_request", self._abort)
-        app.router.add_get("/workers", self._workers)
-        app.router.add_get("/v1/loads", self._loads)
-        return app
-
-    async def _workers(self, request: web.Request) -> web.Response:
-        return web.json_response({"workers": [{"url": f"http://{request.host}"}]})
-
-    async def _loads(self, _: web.Request) -> web.Response:
-        return web.json_response({"loads": [{"num_running_reqs": self._running_count, "num_waiting_reqs": 0}]})
-
-    async def _abort(self, _: web.Request) -> web.Response:
-        self._aborted_count += 1
-        return web.json_response({})
-
-    async def _generate(self, request: web.Request) -> web.Response:
-        payload, aborted_count = await request.json(), self._aborted_count
-        self._running_count += 1
-        try:
-            answer = await self._engine.generate(payload, is_aborted=lambda: self._aborted_count != aborted_count)
-        except LearnError as error:
-            raise web.HTTPBadRequest(text=str(error)) from error
-        finally:
-            self._running_count -= 1
-        return web.json_response(answer)
-
-
-class Engine:
+class Engine(GenerateServer):
     """HTTP server and sampler of one policy. Use as a context manager."""
 
     def __init__(self, policy: Policy, *, seed: int, port_count: int = 1, max_running: int) -> None:
         """Entering starts the server on free loopback ports."""
-        self.host = "127.0.0.1"
-        self.ports: list[int] = []
+        super().__init__(port_count=port_count)
         self.weight_version = 0
         self.failure = ""
         """Why it answers no more; empty while it works."""
@@ -94,30 +54,20 @@ class Engine:
         """Prompts to read at once."""
         self._unanswered: dict[Prompt, Future[Sampled]] = {}
         self._waiting: queue.SimpleQueue[tuple[Prompt, Future[Sampled]] | None] = queue.SimpleQueue()
-        self._port_count = port_count
-        self._loop = asyncio.new_event_loop()
-        self._server = threading.Thread(target=self._loop.run_forever, name="engine-http", daemon=True)
         self._sampler = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._runners: list[web.AppRunner] = []
 
     def __enter__(self) -> Self:
         # While the HTTP thread computes, each token would wait the default 5 ms for the interpreter, several times.
         sys.setswitchinterval(_SWITCH_S)
-        self._server.start()
         self._sampler.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
-        return self
+        return super().__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._waiting.put(None)
         self._sampler.join()
-        for runner in self._runners:
-            asyncio.run_coroutine_threadsafe(runner.cleanup(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._server.join()
-        self._loop.close()
+        super().__exit__(kind, error, traceback)
 
     def check(self) -> None:
         """Check that it still samples. Raises: LearnError."""
@@ -126,14 +76,6 @@ class Engine:
 
     # HTTP
 
-    async def _start(self) -> None:
-        for _ in range(self._port_count):
-            runner = web.AppRunner(_Port(self).app(), access_log=None, shutdown_timeout=0.1)
-            await runner.setup()
-            self._runners.append(runner)
-            await web.TCPSite(runner, self.host, 0, backlog=1024).start()
-            self.ports.append(runner.addresses[0][1])
-
     async def generate(self, payload: Mapping[str, Any], *, is_aborted: Callable[[], bool]) -> dict[str, Any]:
         """Answer a request. Raises: LearnError: It is malformed, or sampling failed."""
         prompt = await asyncio.to_thread(self._read, payload)
@@ -141,21 +83,15 @@ class Engine:
         answer: Future[Sampled] = Future()
         self._waiting.put((prompt, answer))
         sampled = await asyncio.wrap_future(answer)
-        finish = "stop" if sampled.is_complete else "length"
-        if is_aborted():
-            finish = "abort"
-        entries = [[log_prob, token, None] for log_prob, token in zip(sampled.log_probs, sampled.ids, strict=True)]
-        return {
-            "text": self._policy.tokenizer.decode(sampled.ids, skip_special_tokens=False),
-            "meta_info": {
-                "finish_reason": {"type": finish},
-                "output_token_logprobs": entries,
-                "prompt_tokens": len(prompt.ids),
-                "completion_tokens": len(sampled.ids),
-                "cached_tokens": 0,
-                "weight_version": str(self.weight_version),
-            },
-        }
+        finish = "abort" if is_aborted() else "stop" if sampled.is_complete else "length"
+        return answer_of(
+            self._policy.tokenizer.decode(sampled.ids, skip_special_tokens=False),
+            sampled.ids,
+            sampled.log_probs,
+            finish=finish,
+            prompt_tokens=len(prompt.ids),
+            weight_version=str(self.weight_version),
+        )
 
     def _read(self, payload: Mapping[str, Any]) -> Prompt:
         """Decode a request. Raises: LearnError: It has not exactly one image of the right size."""

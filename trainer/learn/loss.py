@@ -12,14 +12,14 @@ import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TrainRow:
     """One row of slime's train data that has an advantage."""
 
     tokens: Sequence[int]
     response_length: int
     loss_mask: Sequence[int]
     log_probs: Sequence[float]
-    """Of the policy that sampled, for the response."""
+    """Log-probabilities of the response under the policy that sampled it."""
     advantage: float
     rollout_mask_sum: int
     """Trained tokens in all rows of the rollout."""
@@ -36,10 +36,10 @@ def trained_rows(data: Mapping[str, Sequence[Any]]) -> list[int]:
     ]
 
 
-def rows_of(data: Mapping[str, Sequence[Any]], *, images: Sequence[int]) -> list[Row]:
+def rows_of(data: Mapping[str, Sequence[Any]], *, images: Sequence[int]) -> list[TrainRow]:
     """Return slime's train data as rows, with the index of each one's image."""
     return [
-        Row(
+        TrainRow(
             tokens=data["tokens"][index],
             response_length=data["response_lengths"][index],
             loss_mask=data["loss_masks"][index],
@@ -53,7 +53,7 @@ def rows_of(data: Mapping[str, Sequence[Any]], *, images: Sequence[int]) -> list
 
 
 def policy_loss(
-    rows: Sequence[Row],
+    rows: Sequence[TrainRow],
     log_probs: Sequence[torch.Tensor],
     *,
     estimator: str,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 
 _TEMPORAL = 2  # a still image fills both frames of a patch
 

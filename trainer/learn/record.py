@@ -31,7 +31,7 @@ class Evaluation:
     temperature: float
     scores: list[Score]
     env_steps: int = 0
-    """Of training until then."""
+    """Environment steps of training until then."""
 
     def add_to(self, directory: Path) -> None:
         """Append it to a run's evaluations."""

@@ -12,16 +12,16 @@ from statistics import fmean
 
 import torch
 
+from trainer.learn import LearnError
 from trainer.learn.engine import Engine
-from trainer.learn.errors import LearnError
-from trainer.learn.loss import Row, policy_loss
+from trainer.learn.loss import TrainRow, policy_loss
 from trainer.learn.metrics import MetricsLog
 from trainer.learn.policy import Policy
 from trainer.learn.record import Evaluation, Score, recorded
 from trainer.learn.settings import Reinforce, Settings
-from trainer.learn.slime_job import use_slime
+from trainer.learn.slime_job import use_slime, write_tasks
 from trainer.learn.states import RunState, load_state, make_optimizer, save_state, train_step
-from trainer.learn.workers import Rollout, Workers, WorkerSpec, exchange_directory, task_ids, write_tasks
+from trainer.learn.workers import Batch, Workers, WorkerSpec, exchange_directory, task_ids
 from trainer.slime.guard import Guard, Halt
 from trainer.slime.records import metrics_of
 
@@ -131,7 +131,7 @@ class Learner:
 
     # Training
 
-    def _train(self, rollout: Rollout) -> dict[str, float]:
+    def _train(self, rollout: Batch) -> dict[str, float]:
         options, sums = self._settings.rl, {"loss": 0.0, "clip_frac": 0.0, "kl": 0.0, "mismatch": 0.0, "entropy": 0.0}
         if not rollout.rows:
             return sums
@@ -150,7 +150,7 @@ class Learner:
         return {**sums, "grad_norm": fmean(norms), "learning_rate": rate}
 
     def _gradient(
-        self, rows: Sequence[Row], patches: Sequence[torch.Tensor], *, rollout_count: int
+        self, rows: Sequence[TrainRow], patches: Sequence[torch.Tensor], *, rollout_count: int
     ) -> dict[str, float]:
         """Add the gradient of some rows, with smaller batches while no GPU memory is left. Raises: LearnError."""
         while True:
@@ -173,7 +173,7 @@ class Learner:
                 return sums
 
     def _loss(
-        self, rows: Sequence[Row], patches: Sequence[torch.Tensor], *, rollout_count: int
+        self, rows: Sequence[TrainRow], patches: Sequence[torch.Tensor], *, rollout_count: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         policy, options = self.policy, self._settings.rl
         longest = max(len(row.tokens) for row in rows)

@@ -5,22 +5,22 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from cuaenv.client import Action, Evaluation, Observation, StepResult, View
+from cuaenv.client import Action, Observation, StepResult
 from PIL import Image
 
 from trainer.agent.coordinates import points_of
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.types import Outcome, Trajectory
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 from trainer.learn.record import read_evaluations
 from trainer.learn.settings import Settings
+from trainer.learn.slime_job import write_tasks
+from trainer.slime.environments import SampleEnvironments, WrappedEpisode
 from trainer.slime.generate import run_sample
 from trainer.slime.rollout import Rollout
-from trainer.slime.slots import GroupSlots
 
 _DIRECTORY = "played"
 _FILE = "episode.json"
@@ -68,32 +68,22 @@ class _RecordedRollout(Rollout):
             _write(Path(self.args.save) / _DIRECTORY, trajectory, observations)
         return trajectory
 
-    def wrap(self, slots: GroupSlots, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002 -- only the episode
+    def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002 -- only the episode
         self._recorder = _Recorder(episode)
         return self._recorder
 
 
-class _Recorder:
+class _Recorder(WrappedEpisode):
     """An episode that keeps its observations."""
 
     def __init__(self, episode: AgentEpisode) -> None:
-        self._episode = episode
-        self.episode_id = episode.episode_id
-        self.task_id = episode.task_id
-        self.instruction = episode.instruction
-        self.observation = episode.observation
-        self.origin = episode.origin
+        super().__init__(episode)
         self.observations: list[Observation] = [episode.observation]
 
-    async def step(
-        self, *actions: Action, view: View | None = None, timeout: timedelta = timedelta(minutes=3)
-    ) -> StepResult:
-        result = await self._episode.step(*actions, view=view, timeout=timeout)
+    async def step(self, *actions: Action, **options: Any) -> StepResult:
+        result = await super().step(*actions, **options)
         self.observations.append(result.observation)
         return result
-
-    async def evaluate(self, *, timeout: timedelta = timedelta(minutes=5)) -> Evaluation:
-        return await self._episode.evaluate(timeout=timeout)
 
 
 def _write(directory: Path, trajectory: Trajectory, observations: Sequence[Observation]) -> None:
@@ -138,7 +128,7 @@ def play(
     from trainer.learn.engine import Engine  # noqa: PLC0415 -- torch takes seconds
     from trainer.learn.policy import Policy  # noqa: PLC0415
     from trainer.learn.states import load_state  # noqa: PLC0415
-    from trainer.learn.workers import Workers, WorkerSpec, exchange_directory, write_tasks  # noqa: PLC0415
+    from trainer.learn.workers import Workers, WorkerSpec, exchange_directory  # noqa: PLC0415
 
     states = []
     for stage, source in (("clone", run / "clone"), ("rl", run / name)):

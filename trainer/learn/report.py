@@ -7,21 +7,26 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from cuaenv.plots import Line, bars, intervals, lines
+from cuaenv.plots import PlotsMissing, svg_plot
 
 from trainer.data.split import template_id
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 from trainer.learn.metrics import read_metrics
 from trainer.learn.record import Evaluation, read_evaluations, read_record, run_directories
 from trainer.learn.statistics import ByTemplate, Rate, gain, rate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _BASELINE, _CONTROL = "baseline", "control"
 #: Evaluations by the temperature of their replies.
 _KINDS = ("greedy", "sampled")
 _PARTS = {"all": None, "unseen_seeds": "train", "unseen_templates": "held_out"}
 _CURVES = {"success_frac": "success", "sampled_entropy": "entropy (nats)", "void_frac": "share of void episodes"}
+#: Updates whose mean is one point of a long curve: one update has few episodes.
+_WINDOW = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +115,8 @@ def write_report(runs: Sequence[Path], directory: Path) -> dict[str, Any]:
         directory: Target; created if it is missing.
 
     Raises:
-        LearnError: There is no run, or a run has no demonstrations.
+        LearnError: There is no run, a run has no demonstrations, or matplotlib is not installed; in this last case
+            `results.json` is written.
     """
     found = [run for path in runs for run in _read_runs(path, prefix=f"{path.name}/" if len(runs) > 1 else "")]
     if not any(run.evaluations for run in found):
@@ -125,8 +131,10 @@ def write_report(runs: Sequence[Path], directory: Path) -> dict[str, Any]:
     }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    for name, svg in _plots(plain, results).items():
-        (directory / f"{name}.svg").write_text(svg, encoding="utf-8")
+    try:
+        _draw(directory, plain, results)
+    except PlotsMissing as error:
+        raise LearnError(f"report {directory}: results.json is written, but {error}") from error
     return results
 
 
@@ -239,36 +247,60 @@ def _differences(arms: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
 # Plots
 
 
-def _plots(runs: Sequence[Run], results: Mapping[str, Any]) -> dict[str, str]:
-    plots = {
-        name: lines(
-            [Line(run.name, [(_x(each), each[name]) for each in run.updates if name in each]) for run in runs],
-            title=f"Training: {title}",
-            x_title="environment steps",
-        )
-        for name, title in _CURVES.items()
+def _draw(directory: Path, runs: Sequence[Run], results: Mapping[str, Any]) -> None:
+    for name, title in _CURVES.items():
+        curves = {run.name: [(_x(each), each[name]) for each in run.updates if name in each] for run in runs}
+        _draw_curves(directory / f"{name}.svg", curves, title=f"Training: {title}")
+    held_out = {run.name: _held_out(run) for run in runs}
+    _draw_curves(directory / "held_out.svg", held_out, title="Held-out tasks: greedy success")
+    templates = {name: each["greedy"] for name, each in results["grpo"]["by_template"].items()}
+    title = "Greedy success on held-out tasks by template"
+    with svg_plot(directory / "templates.svg", title=title, height_in=1.2 + 0.4 * len(templates)) as axes:
+        for index, when in enumerate(("before", "after")):
+            rows = [row + 0.4 * index - 0.2 for row in range(len(templates))]
+            axes.barh(rows, [each[when] or 0.0 for each in templates.values()], height=0.36, label=when)
+        axes.legend()
+        _set_rows(axes, list(templates), x_max=1.0)
+    arms = {
+        f"{name}: {arm}": each
+        for name, found in results["ablations"].items()
+        for arm, each in found["arms"].items()
+        if each["held_out_after"] is not None
     }
-    held_out = [Line(run.name, _held_out(run)) for run in runs]
-    plots["held_out"] = lines(held_out, title="Held-out tasks: greedy success", x_title="environment steps")
-    plots["templates"] = bars(
-        {
-            name: (each["greedy"]["before"], each["greedy"]["after"])
-            for name, each in results["grpo"]["by_template"].items()
-        },
-        title="Greedy success on held-out tasks by template",
-        names=("before", "after"),
-    )
-    if results["ablations"]:
-        plots["ablations"] = intervals(
-            {
-                f"{name}: {arm}": _shown(each)
-                for name, found in results["ablations"].items()
-                for arm, each in found["arms"].items()
-                if each["held_out_after"] is not None
-            },
-            title="Greedy success on held-out tasks at equal environment steps, 95 % intervals",
-        )
-    return plots
+    if arms:
+        title = "Greedy success on held-out tasks at equal environment steps, 95 % intervals"
+        with svg_plot(directory / "ablations.svg", title=title, height_in=1.2 + 0.26 * len(arms)) as axes:
+            for row, each in enumerate(arms.values()):
+                axes.plot(each["held_out_after_ci"], [row, row], color="C0", alpha=0.5, linewidth=3)
+                axes.plot(each["held_out_after"], row, "o", color="C0")
+            _set_rows(
+                axes, list(arms), x_max=min(1.0, 0.05 + max(each["held_out_after_ci"][1] for each in arms.values()))
+            )
+
+
+def _draw_curves(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]], *, title: str) -> None:
+    """Draw curves, smoothed if they are long. Those without points are left out."""
+    with svg_plot(path, title=title) as axes:
+        for name, points in curves.items():
+            if points:
+                axes.plot(*zip(*_smoothed(points), strict=True), label=name, gid=name)
+        axes.set(xlabel="environment steps", xlim=(0, None), ylim=(0, max(1.0, axes.get_ylim()[1])))
+        if axes.lines:
+            axes.legend()
+
+
+def _set_rows(axes: "Axes", names: Sequence[str], *, x_max: float) -> None:
+    """Name the rows of a plot of success, the first one at the top."""
+    axes.set(xlabel="success", xlim=(0, x_max))
+    axes.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.4, -0.6))
+    axes.grid(visible=False, axis="y")
+
+
+def _smoothed(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    if len(points) < 4 * _WINDOW:
+        return points
+    windows = [points[max(0, end - _WINDOW) : end] for end in range(1, len(points) + 1)]
+    return [(window[-1][0], fmean(y for _, y in window)) for window in windows]
 
 
 def _x(update: Mapping[str, Any]) -> float:
@@ -279,8 +311,3 @@ def _held_out(run: Run) -> list[tuple[float, float]]:
     greedy = [each for each in run.evaluations if each.temperature == 0]
     rates: list[tuple[float, Rate]] = [(float(each.env_steps), rate(by_template(each))) for each in greedy]
     return [(x, found.mean) for x, found in rates if found.mean is not None]
-
-
-def _shown(arm: Mapping[str, Any]) -> tuple[float, float, float]:
-    low, high = arm["held_out_after_ci"]
-    return arm["held_out_after"], low, high

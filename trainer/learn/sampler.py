@@ -37,7 +37,7 @@ class Sampled:
 
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    """Of the distribution that was sampled from; at temperature 0, of the model's."""
+    """Log-probabilities under the distribution that was sampled from; at temperature 0, the model's own."""
     is_complete: bool = False
     """Whether it ended with the end token."""
 
@@ -63,7 +63,7 @@ class Sampler:
         """Rotary position of the token of each slot."""
         self._temperature = torch.ones(slot_count, device=device)
         self._keys: list[torch.Tensor] = []
-        """Of each layer: (slots, heads, room, head_dim)."""
+        """Cache of each layer: (slots, heads, room, head_dim)."""
         self._values: list[torch.Tensor] = []
         self._room = 0
         self._graph: Callable[[], torch.Tensor] | None = None

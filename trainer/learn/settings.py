@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from trainer.agent.settings import AgentSettings
 from trainer.config import STRICT, parse
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 from trainer.slime.config import SlimeConfig
 
 _NAME = r"^[a-z0-9_.-]*$"
@@ -117,7 +117,7 @@ class Settings(BaseModel):
     screen_px: tuple[int, int] = Field(default=(512, 320), strict=False)
     size: Literal["tiny", "small"] = "small"
     device: str = ""
-    """As torch names it; empty for `cuda` if there is one, else `cpu`."""
+    """Device by torch's name; empty for `cuda` if there is one, else `cpu`."""
     workers: int = Field(default=8, ge=1)
     """Processes that roll out, each with a daemon of its own if `trainer learn` starts the daemons."""
     machines: int = Field(default=48, ge=1)

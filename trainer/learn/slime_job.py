@@ -4,42 +4,33 @@ slime is a checkout; modules of it that need a GPU cluster import packages that 
 stand-ins replace.
 """
 
+import argparse
+import json
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 from trainer.slime.samples import flatten
 
-_ABSENT = (
-    "ray",
-    "ray._private",
-    "ray._private.services",
-    "ray.actor",
-    "ray.util",
-    "ray.util.placement_group",
-    "ray.util.scheduling_strategies",
-    "pylatexenc",
-    "wandb",
-    "sglang",
-    "sglang.srt",
-    "sglang.srt.constants",
-    "sglang.srt.entrypoints",
-    "sglang.srt.entrypoints.http_server",
-    "sglang.srt.server_args",
-    "sglang.srt.utils",
-    "sglang_router",
-    "sglang_router.launch_router",
-)
+#: Packages that slime imports and a rollout does not use.
+ABSENT = ("megatron", "pylatexenc", "ray", "sglang", "sglang_router", "wandb")
 
 
-class _Nothing:
+class _NothingType(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing()
+
+
+class _Nothing(metaclass=_NothingType):
     """Stands for any class or function of an absent package; as a decorator it changes nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -48,10 +39,7 @@ class _Nothing:
     def __call__(self, *given: Any, **_: Any) -> Any:
         return given[0] if len(given) == 1 and callable(given[0]) else _Nothing()
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Nothing()
+    __getattr__ = _NothingType.__getattr__
 
 
 class _StandIn(ModuleType):
@@ -64,21 +52,34 @@ class _StandIn(ModuleType):
         return _Nothing() if name in ("remote", "method") else type(name, (_Nothing,), {})
 
 
+class StandIns(MetaPathFinder, Loader):
+    """Finds an empty module for each import of some packages. Last in `sys.meta_path`, only for absent ones."""
+
+    def __init__(self, attributes: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """Take attributes that a stand-in has, by the name of its module."""
+        self._attributes = attributes or {}
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:  # noqa: ARG002
+        """Return the specification of a stand-in."""
+        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] in ABSENT else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return a stand-in."""
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Add the attributes."""
+        vars(module).update(self._attributes.get(module.__name__, {}))
+
+
 def use_slime(home: Path) -> None:
     """Make `import slime` find a checkout. Raises: LearnError: There is none."""
     if not (home / "slime" / "rollout").is_dir():
         raise LearnError(f"slime {home}: not a checkout of slime; set SLIME_HOME (docs/train.md names the commit)")
     if str(home) not in sys.path:
         sys.path.insert(0, str(home))
-    packages = {name.partition(".")[0] for name in _ABSENT}
-    absent = {name for name in packages if name not in sys.modules and find_spec(name) is None}
-    for name in _ABSENT:
-        if name.partition(".")[0] not in absent:
-            continue
-        stand_in = _StandIn(name)
-        stand_in.__spec__ = ModuleSpec(name, None)
-        stand_in.__path__ = []
-        sys.modules[name] = stand_in
+    if not any(isinstance(finder, StandIns) for finder in sys.meta_path):
+        sys.meta_path.append(StandIns())
 
 
 class SlimeRollouts:
@@ -121,72 +122,44 @@ class SlimeRollouts:
         return data
 
 
+def write_tasks(path: Path, ids: Sequence[str]) -> Path:
+    """Write a data set of slime's, one line per task; return its path."""
+    rows = [{"prompt": [{"role": "user", "content": each}], "metadata": {"task_id": each}} for each in ids]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
 def slime_args(envd: Mapping[str, Any], **given: Any) -> Namespace:
-    """Return slime's arguments as its parser would, with our hooks. `envd` is that mapping of the YAML file."""
-    return Namespace(**{**DEFAULTS, "envd": dict(envd), **given})
+    """Return slime's arguments, with the defaults of its parser and our hooks.
+
+    Needs slime.
+
+    Args:
+        envd: That mapping of the YAML file.
+        given: Other values.
+    """
+    provider: Any = import_module("slime.utils.arguments").get_slime_extra_args_provider()
+    parser = provider(argparse.ArgumentParser(allow_abbrev=False))
+    # The only required flag.
+    defaults = parser.parse_args(["--rollout-batch-size", "1"])
+    return Namespace(**{**vars(defaults), **OVERRIDES, "envd": dict(envd), **given})
 
 
-DEFAULTS: dict[str, Any] = {
-    # The rollout.
-    "rollout_global_dataset": True,
+#: Arguments that differ from the parser's defaults, or that slime adds when it starts its cluster.
+OVERRIDES: dict[str, Any] = {
     "rollout_shuffle": True,
-    "rollout_seed": 42,
-    "rollout_temperature": 1.0,
-    "rollout_top_p": 1.0,
-    "rollout_top_k": -1,
-    "rollout_max_prompt_len": None,
-    "rollout_max_context_len": None,
-    "rollout_stop": None,
-    "rollout_stop_token_ids": None,
-    "rollout_skip_special_tokens": False,
     "rollout_num_engines": 1,
     "rollout_num_gpus": 1,
-    "partial_rollout": False,
-    "mask_offpolicy_in_partial_rollout": False,
-    "use_rollout_routing_replay": False,
-    "ci_test": False,
-    "group_rm": False,
-    "reward_key": None,
-    "eval_reward_key": None,
-    "rm_type": None,
-    # The data set.
     "input_key": "prompt",
-    "label_key": None,
-    "metadata_key": "metadata",
     "tool_key": None,
-    "multimodal_keys": None,
     "apply_chat_template": True,
-    "apply_chat_template_kwargs": {},
-    "buffer_filter_path": None,
-    "dump_details": None,
-    "load": None,
-    "save": None,
-    # The engine.
     "sglang_dp_size": None,
     "sglang_server_concurrency": 1024,
     "router_policy": None,
-    "use_distributed_post": False,
-    # Training and logging.
-    "advantage_estimator": "grpo",
-    "rewards_normalization": True,
-    "grpo_std_normalization": True,
-    "log_passrate": False,
-    "log_reward_category": None,
-    "n_samples_per_eval_prompt": 1,
-    "eval_max_prompt_len": None,
-    "use_wandb": False,
-    "use_tensorboard": False,
     "load_debug_rollout_data": None,
-    # The hooks.
+    "use_rollout_logprobs": True,  # the ratio of the loss is to the policy that sampled
     "custom_generate_function_path": "trainer.slime.generate.generate",
     "custom_rm_path": "trainer.slime.rewards.reward_func",
     "custom_reward_post_process_path": "trainer.slime.group.normalize_rewards",
-    "custom_convert_samples_to_train_data_path": None,
-    "custom_rollout_log_function_path": None,
-    "custom_eval_rollout_log_function_path": None,
-    "dynamic_sampling_filter_path": None,
-    "rollout_sample_hook_path": [],
-    "rollout_sample_filter_path": None,
-    "rollout_all_samples_process_path": None,
-    "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
 }

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 from trainer.learn.settings import Settings, fingerprint
 
 _FILE = "state.pt"

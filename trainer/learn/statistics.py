@@ -3,11 +3,13 @@
 Variants of a template are alike, so intervals are bootstrapped over templates, each with all its variants and seeds.
 """
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_RESAMPLES = 2000
+import numpy as np
+import numpy.typing as npt
+
+from trainer.evaluate.statistics import bootstrap
 
 ByTemplate = Mapping[str, Sequence[float]]
 """1 or 0 for each valid episode, by template."""
@@ -28,31 +30,30 @@ class Rate:
         return {name: self.mean, f"{name}_ci": interval, f"{name}_count": self.count}
 
 
-def rate(found: ByTemplate, *, seed: int = 0) -> Rate:
+def rate(found: ByTemplate) -> Rate:
     """Return the mean over all episodes."""
-    return _difference({}, found, seed=seed)
+    return _difference({}, found)
 
 
-def gain(before: ByTemplate, after: ByTemplate, *, seed: int = 0) -> Rate:
+def gain(before: ByTemplate, after: ByTemplate) -> Rate:
     """Return the mean of `after` minus that of `before`, over the templates of both; these are resampled together."""
     both = [name for name in before if before[name] and after.get(name)]
-    return _difference({name: before[name] for name in both}, {name: after[name] for name in both}, seed=seed)
+    return _difference({name: before[name] for name in both}, {name: after[name] for name in both})
 
 
-def _difference(before: ByTemplate, after: ByTemplate, *, seed: int) -> Rate:
+def _difference(before: ByTemplate, after: ByTemplate) -> Rate:
     names = [name for name in after if after[name]]
     if not names:
         return Rate(mean=None, interval=None, count=0)
-    sums = {name: (*_sum(before.get(name, ())), *_sum(after[name])) for name in names}
+    sums_N4 = np.array([[*_sum(before.get(name, ())), *_sum(after[name])] for name in names])
 
-    def mean(chosen: Sequence[str]) -> float:
-        first_sum, first_count, last_sum, last_count = map(sum, zip(*(sums[name] for name in chosen), strict=True))
-        return float(last_sum / last_count - (first_sum / first_count if first_count else 0.0))
+    def means(picks_RN: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        first_sum, first_count, last_sum, last_count = sums_N4[picks_RN].sum(axis=1).T
+        mean: npt.NDArray[np.float64] = last_sum / last_count - first_sum / np.maximum(first_count, 1)
+        return mean
 
-    rng = random.Random(seed)  # noqa: S311 -- not a secret
-    means = sorted(mean(rng.choices(names, k=len(names))) for _ in range(_RESAMPLES))
-    interval = (means[round(0.025 * _RESAMPLES)], means[round(0.975 * _RESAMPLES) - 1])
-    return Rate(mean=mean(names), interval=interval, count=int(sum(total[3] for total in sums.values())))
+    (mean,) = means(np.arange(len(names))[None, :])
+    return Rate(mean=float(mean), interval=bootstrap(len(names), means), count=int(sums_N4[:, 3].sum()))
 
 
 def _sum(values: Sequence[float]) -> tuple[float, float]:

@@ -6,7 +6,6 @@ through files, because a pipe would carry two megabytes for every row.
 
 import contextlib
 import hashlib
-import json
 import logging
 import math
 import os
@@ -21,8 +20,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from trainer.data.split import template_id
-from trainer.learn.errors import LearnError
-from trainer.learn.loss import Row, rows_of, trained_rows
+from trainer.learn import LearnError
+from trainer.learn.loss import TrainRow, rows_of, trained_rows
 from trainer.learn.record import Score
 from trainer.learn.settings import HELD_OUT_SEED, Settings
 
@@ -31,16 +30,16 @@ _STOP_S = 30.0
 
 
 @dataclass(slots=True)
-class Rollout:
+class Batch:
     """What the processes rolled out together."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TrainRow] = field(default_factory=list)
     rollout_count: int = 0
     """Rollouts with an advantage."""
     patches: list[Any] = field(default_factory=list)
-    """Of the images that rows name."""
+    """Patches of the images that rows name."""
     records: list[Any] = field(default_factory=list)
-    """Of `trainer.slime.records`, for metrics."""
+    """Records of `trainer.slime.records`, for metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +54,9 @@ class WorkerSpec:
     engine_port: int
     groups: int
     directory: Path
-    """Of its data sets and the position in them."""
+    """Directory of its data sets and the position in them."""
     exchange: Path
-    """Of the files with patches."""
+    """Directory of the files with patches."""
     settings: Settings
     seed: int
     generate: str = ""
@@ -153,11 +152,11 @@ class Workers:
                 process.join()
             pipe.close()
 
-    def rollout(self, number: int) -> Rollout:
+    def rollout(self, number: int) -> Batch:
         """Roll out one batch. Raises: LearnError: A process failed."""
         import torch  # noqa: PLC0415 -- seconds
 
-        found = Rollout()
+        found = Batch()
         for index, answer in enumerate(self._ask(("rollout", number))):
             images = [len(found.patches) + image for image in answer["images"]]
             rows = rows_of(answer["data"], images=images)
@@ -343,10 +342,3 @@ class _Worker:
     def load(self, number: int) -> None:
         """Load the position in the data set."""
         self._rollouts.data_source.load(number)
-
-
-def write_tasks(path: Path, ids: Sequence[str]) -> None:
-    """Write a data set of slime's, one line per task."""
-    rows = [{"prompt": [{"role": "user", "content": each}], "metadata": {"task_id": each}} for each in ids]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

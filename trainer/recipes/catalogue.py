@@ -10,12 +10,12 @@ from typing import Any
 
 import yaml
 
-from trainer.adapters.areal.config import ArealConfig
+from trainer.adapters.areal.group import ArealConfig
 from trainer.agent.settings import AgentSettings
 from trainer.slime.config import SlimeConfig
 
 STAGES = ("smoke-env", "smoke-text", "smoke", "full")
-"""In the order of running them: desktops only, one rollout without pictures, one with pictures, the complete run."""
+"""Stages in running order: desktops only, one rollout without pictures, one with pictures, the complete run."""
 _DIRECTORY = Path(__file__).parent
 
 

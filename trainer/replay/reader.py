@@ -19,7 +19,7 @@ class ReadResult:
     """The content of a file. The counts sum to the number of its non-blank lines."""
 
     trajectories: tuple[StoredTrajectory, ...]
-    """In the order of the file."""
+    """Trajectories in the order of the file."""
     failed_count: int
     """Trajectories with too low a reward."""
     surplus_count: int

@@ -47,9 +47,9 @@ class TokenRow:
     response_length: StrictInt
     """Tokens from the first sampled one on."""
     loss_mask: tuple[StrictInt, ...]
-    """For the response: 1 for sampled tokens."""
+    """Mask of the response: 1 for sampled tokens."""
     log_probs: tuple[StrictFloat, ...]
-    """For the response, of the policy that sampled it; 0.0 where the mask is 0."""
+    """Log-probabilities of the response under the policy that sampled it; 0.0 where the mask is 0."""
     images: tuple[StrictInt, ...] = ()
     """Indices into the trajectory's images, in order of appearance."""
 

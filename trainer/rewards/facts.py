@@ -15,7 +15,7 @@ class ActionFacts:
     kind: str
     """The action's name in the model's grammar: "left_click", "type", "sendkey", ..."""
     arguments: Mapping[str, object] = field(default_factory=dict)
-    """As written by the model, in its own coordinate space."""
+    """Arguments written by the model, in its own coordinate space."""
     point_px: tuple[int, int] | None = None
     """Its point in the guest's pixels."""
     text: str | None = None
@@ -37,7 +37,7 @@ class TurnFacts:
     fallback: str | None = None
     """Name of the fallback that parsed the reply after strict parsing failed."""
     actions: tuple[ActionFacts, ...] = ()
-    """In order; empty if the reply could not be parsed."""
+    """Actions in order; empty if the reply could not be parsed."""
     errors: tuple[str, ...] = ()
     """The agent's mistakes, as reported by the environment."""
     done: bool = False
@@ -85,3 +85,33 @@ class EpisodeFacts:
             )
         if self.max_turns < 1:
             raise ValueError(f"max_turns of {self.task_id!r} is {self.max_turns}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """The reward of one episode, in named parts that sum to the total.
+
+    Raises:
+        ValueError: The parts do not sum to the total.
+    """
+
+    recipe: str
+    total: float
+    """The reward for the learner."""
+    task_score: float
+    """The checker's unchanged score, 0 to 1. Measure progress by this value only."""
+    parts: Mapping[str, float]
+    """Parts by name. The effect of a cap or clamp is a separate part."""
+
+    def __post_init__(self) -> None:
+        if not math.isclose(math.fsum(self.parts.values()), self.total, rel_tol=0.0, abs_tol=1e-9):
+            raise ValueError(f"the parts of {self.recipe} sum to {math.fsum(self.parts.values())}, not {self.total}")
+
+
+def capped(recipe: str, task_score: float, parts: Mapping[str, float], *, low: float, high: float) -> Breakdown:
+    """Sum the parts and clamp the sum; the difference is a part named "cap"."""
+    total = math.fsum(parts.values())
+    bounded = max(low, min(high, total))
+    if bounded != total:
+        parts = {**parts, "cap": bounded - total}
+    return Breakdown(recipe=recipe, total=bounded, task_score=task_score, parts=parts)

@@ -21,8 +21,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from trainer.config import STRICT
-from trainer.rewards.breakdown import Breakdown, capped
-from trainer.rewards.facts import ActionFacts, EpisodeFacts, TurnFacts
+from trainer.rewards.facts import ActionFacts, Breakdown, EpisodeFacts, TurnFacts, capped
 
 _CODE_WEIGHTS = {
     "parsed": 0.10,
@@ -66,7 +65,7 @@ class SlimeOSWorld:
     complexity: Literal["low", "medium", "high"] | None = None
     """Expected number of turns. None: from the task's metadata, else medium, or low with `config_file`."""
     max_steps: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    """For the efficiency. None: the episode's own limit."""
+    """Step limit for the efficiency; None for the episode's own limit."""
     a11y_mode: Literal["full", "off", "every_n"] = "full"
     """Values other than "full" remove grounding and tree from the sum."""
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from trainer.config import STRICT, ConfigError, parse
-from trainer.rewards.breakdown import Breakdown
-from trainer.rewards.facts import EpisodeFacts
+from trainer.rewards.facts import Breakdown, EpisodeFacts
 from trainer.rewards.history.modal import VERSIONS, Modal
 from trainer.rewards.osworld import SlimeOSWorld
 from trainer.rewards.shaped import Shaped

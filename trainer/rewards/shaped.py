@@ -26,8 +26,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from trainer.config import STRICT
-from trainer.rewards.breakdown import Breakdown
-from trainer.rewards.facts import EpisodeFacts, TurnFacts
+from trainer.rewards.facts import Breakdown, EpisodeFacts, TurnFacts
 from trainer.rewards.signals import fresh, had_effect, hits_a_box, works
 
 _PROGRESS_WEIGHT = 0.7

@@ -23,7 +23,7 @@ generate ──► SlimeConfig, checks (once)                             │
      └──► Rollout ──► agent.attempts.run_task ──► agent.loop ──► samples.fill, rewards
              │                │ reset                 │ generate           │ step, evaluate
              │                ▼                       ▼                    ▼
-             │           GroupSlots            SglangConversation      AsyncEpisode
+             │       SampleEnvironments      SglangConversation      AsyncEpisode
              │                │ a machine             │ POST /generate     │ gRPC
              │                ▼                       ▼                    ▼
              │     Forks: members of a group     slime's engine          daemon

@@ -48,9 +48,9 @@ class SlimeConfig(TrainingConfig):
     """Time for which a group keeps a machine for a member that slime has not started yet, and a tree waits for machines
     to branch to."""
     branch_every: int = Field(default=4, ge=1)
-    """For `tree`: turns between the branch points of a member."""
+    """Turns between the branch points of a member (`tree`)."""
     branch_ways: int = Field(default=2, ge=2)
-    """For `tree`: members that continue from a branch point, including the one that reached it."""
+    """Members that continue from a branch point, including the one that reached it (`tree`)."""
     min_valid_members: int = Field(default=2, ge=1)
     """Groups with fewer valid members are dropped as `env_failure`."""
     pad_rows_to: int = Field(default=1, ge=1)
@@ -69,7 +69,7 @@ class SlimeConfig(TrainingConfig):
     replay: Replay | None = None
     """Earlier successes for groups that failed; None for no replay."""
     halt: Halt = Field(default_factory=Halt)
-    """When to stop the run; by default never."""
+    """Conditions that stop the run; by default none."""
 
     @staticmethod
     def from_args(args: Any) -> "SlimeConfig":

@@ -16,16 +16,15 @@ from trainer.agent.types import BudgetExhausted, ModelFailed, Trajectory
 from trainer.slime import slime_compat
 from trainer.slime.checks import warn_of_capacity
 from trainer.slime.config import SlimeConfig
+from trainer.slime.environments import BranchContext, SampleEnvironments
 from trainer.slime.guard import Halted
 from trainer.slime.health import DaemonWatch, watch_of
 from trainer.slime.probe import warn_of_engine
 from trainer.slime.samples import fill, note, set_status
 from trainer.slime.slime_compat import GenerateState, Sample
-from trainer.slime.slots import BranchContext, GroupSlots
 from trainer.tokens.chat import Chat
-from trainer.tokens.responses import is_context_full
 from trainer.tokens.rows import Row
-from trainer.tokens.sglang import SglangConversation, TokenBudget
+from trainer.tokens.sglang import SglangConversation, TokenBudget, is_context_full
 
 logger = logging.getLogger(__name__)
 _ABORT_POLL_S = 0.5
@@ -56,7 +55,7 @@ class Rollout:
         client = shared_client(config.client)
         await warn_of_capacity(self.args, config, client)
         await warn_of_engine(self._call_engine, self._engine_url, self._chat)
-        slots = GroupSlots(
+        environments = SampleEnvironments(
             client,
             self.sample,
             group_size=group_size,
@@ -65,39 +64,39 @@ class Rollout:
             branch_ways=config.branch_ways if config.group == "tree" else 0,
         )
         episode = run_task(
-            slots,
+            environments,
             task,
             self._new_conversation,
             settings=config.agent,
             pool=config.pool,
             attempts=config.attempts,
-            run=lambda episode, _: self._run_episode(slots, episode),
+            run=lambda episode, _: self._run_episode(environments, episode),
         )
         async with watch_of(client, config.daemon_timeout_s).use() as watch:
             trajectory = await _until_aborted(self._state, watch, episode)
-        self._attempt_count = slots.reset_count
+        self._attempt_count = environments.reset_count
         return trajectory
 
-    async def _run_episode(self, slots: GroupSlots, episode: AgentEpisode) -> Trajectory:
+    async def _run_episode(self, environments: SampleEnvironments, episode: AgentEpisode) -> Trajectory:
         """Run an episode from its start or branch point, and let others branch from it every `branch_every` turns."""
-        conversation, context = self._conversation, slots.context
+        conversation, context = self._conversation, environments.context
 
         async def between(point: BranchPoint) -> None:
             if len(point.turns) % self.config.branch_every == 0:
-                await slots.branch(BranchContext(point=point, prefix=conversation.rows[-1].as_prompt()))
+                await environments.branch(BranchContext(point=point, prefix=conversation.rows[-1].as_prompt()))
 
         if context is not None:
             await conversation.continue_from(context.prefix)
         return await run_episode(
-            self.wrap(slots, episode),
+            self.wrap(environments, episode),
             conversation,
             settings=self.config.agent,
             branch_point=None if context is None else replace(context.point, history=context.point.history.copy()),
             between=between,
         )
 
-    def wrap(self, slots: GroupSlots, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002 -- for subclasses
-        """Return the episode to run in place of a new one that `slots` opened; called once per attempt."""
+    def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002 -- for subclasses
+        """Return the episode to run in place of a new one that `environments` opened; called once per attempt."""
         return episode
 
     @property

@@ -18,9 +18,9 @@ class Segment:
 
     text: str
     engine_ids: tuple[int, ...]
-    """With one placeholder per image."""
+    """Token ids with one placeholder per image."""
     train_ids: tuple[int, ...]
-    """With one placeholder per image token."""
+    """Token ids with one placeholder per image token."""
     images: "tuple[Image.Image, ...]" = ()
 
 
@@ -30,7 +30,7 @@ class Piece:
 
     train_ids: tuple[int, ...]
     log_probs: tuple[float, ...] = ()
-    """From the engine, one per id, if sampled."""
+    """The engine's log-probabilities, one per id, if sampled."""
     sampled: bool
     """Whether the model sampled it, so that it is trained."""
     text: str = ""

@@ -74,7 +74,7 @@ class SglangConversation:
             encode_image: Converts an image for the engine; by default to a data URI.
         """
         self.rows: list[Row] = []
-        """In order; the last one is the current one."""
+        """Rows in order; the last one is the current one."""
         self._chat = chat
         self._engine = engine
         self._budget = budget
@@ -188,3 +188,16 @@ def data_uri(image: "Image.Image") -> str:
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, "PNG", compress_level=1)
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+
+
+_CONTEXT_FULL = (
+    "context_length_exceeded",
+    "maximum context length",
+    "longer than the model's context length",
+    "exceeds the maximum allowed length",
+)
+
+
+def is_context_full(status: int, text: str) -> bool:
+    """Return whether a refusal means that the prompt does not fit into the model's context."""
+    return status in {400, 413, 422} and any(sign in text for sign in _CONTEXT_FULL)

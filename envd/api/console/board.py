@@ -1,15 +1,61 @@
-"""The present facts of all episodes and pools, read twice a second for all viewers, and only while there are any."""
+"""What the console shows of episodes and pools, as JSON objects: read twice a second for all viewers, if there are any.
+
+Texts of clients and guests are passed on as they are: the page must treat every string as text, never as HTML.
+"""
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from envd.api.console.facts import Facts, episode_facts, pool_facts
-from envd.api.console.history import EpisodeHistory
 from envd.base.clock import Clock
+from envd.base.errors import EvaluatorFailed
+from envd.episodes.episode import Episode
+from envd.episodes.events import PerformedStep
 from envd.episodes.service import EpisodeService
+from envd.episodes.types import EvaluateResult
+from envd.pool.queue_report import QueuedGroup
+from envd.pool.status import PoolStatus
 
 #: Reading 256 episodes takes about 3 ms of the event loop.
 _INTERVAL_S = 0.5
+#: Steps kept of each episode, without pixels; about 300 bytes each.
+_MAX_STEPS = 500
+
+
+class EpisodeHistory:
+    """The latest steps of every open episode, in memory: a restart of the daemon empties it. An `EpisodeObserver`."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, deque[PerformedStep]] = {}
+
+    def __repr__(self) -> str:
+        return f"<EpisodeHistory of {len(self._steps)} episodes>"
+
+    def steps_of(self, episode_id: str) -> tuple[PerformedStep, ...]:
+        """Return an episode's latest steps, oldest first."""
+        return tuple(self._steps.get(episode_id, ()))
+
+    def last_action_of(self, episode_id: str) -> str:
+        """Return the last action as text; empty before the first."""
+        steps = self._steps.get(episode_id)
+        return steps[-1].actions[-1] if steps and steps[-1].actions else ""
+
+    def opened(self, episode: Episode) -> None:
+        """Start a timeline; that of a fork has only its own steps."""
+        self._steps[episode.episode_id] = deque(maxlen=_MAX_STEPS)
+
+    def stepped(self, episode: Episode, step: PerformedStep) -> None:
+        """Add a step, without its pixels."""
+        if (steps := self._steps.get(episode.episode_id)) is not None:
+            steps.append(step.without_view())
+
+    def scored(self, episode: Episode) -> None:
+        """Do nothing: the episode has its score."""
+
+    def closed(self, episode: Episode) -> None:
+        """Forget the steps."""
+        self._steps.pop(episode.episode_id, None)
 
 
 class Board:
@@ -22,7 +68,7 @@ class Board:
         self._listeners: list[Callable[[], None]] = []
         self._task: asyncio.Task[None] | None = None
         self.episodes: dict[str, Facts] = {}
-        """By id, oldest first."""
+        """Episodes by id, oldest first."""
         self.pools: list[Facts] = []
 
     def __repr__(self) -> str:
@@ -77,3 +123,88 @@ class Board:
         while True:
             await asyncio.sleep(_INTERVAL_S)
             self.refresh()
+
+
+Facts = dict[str, Any]
+
+
+def episode_facts(episode: Episode, *, last_action: str, clock: Clock) -> Facts:
+    """Return what a tile shows."""
+    info = episode.info(clock)
+    return {
+        "id": info.episode_id,
+        "group": info.group_id,
+        "parent": info.parent_episode_id,
+        "task": info.task_id,
+        "pool": info.pool,
+        "run": info.run,
+        "owner": info.owner,
+        "state": info.state.value,
+        "reason": info.end_reason,
+        "step": info.step_count,
+        "max_steps": info.max_steps,
+        "created": round(info.create_time.timestamp()),
+        # Whole seconds: the exact value differs with every reading.
+        "expires": round(info.expire_time.timestamp()),
+        "lease_s": episode.lease.ttl_s,
+        "in_call": episode.lease.in_call,
+        "action": last_action,
+        "score": episode.verdict.score if isinstance(episode.verdict, EvaluateResult) else None,
+    }
+
+
+def episode_detail(episode: Episode, facts: Facts, steps: Iterable[PerformedStep]) -> Facts:
+    """Return what the full view shows."""
+    verdict = episode.verdict
+    return {
+        **facts,
+        "instruction": episode.task.instruction,
+        "machine": episode.machine.machine_id,
+        "cause": episode.cause,
+        "checks": [
+            {"name": check.name, "score": check.score, "evidence": check.evidence}
+            for check in (verdict.checks if isinstance(verdict, EvaluateResult) else ())
+        ],
+        "evaluator_error": str(verdict) if isinstance(verdict, EvaluatorFailed) else "",
+        "steps": [step_facts(step) for step in steps],
+    }
+
+
+def step_facts(step: PerformedStep) -> Facts:
+    """Return a line of the timeline."""
+    return {
+        "index": step.index,
+        "time": step.time.timestamp(),
+        "actions": list(step.actions),
+        "settled": step.is_settled,
+        "ms": round(step.total_ms),
+    }
+
+
+def pool_facts(pool: PoolStatus, queue: Iterable[QueuedGroup], *, now_s: float) -> Facts:
+    """Return what the page shows of a pool and its queue, at a Unix time."""
+    return {
+        "name": pool.name,
+        "image": pool.image,
+        "accelerator": pool.accelerator,
+        "capacity": pool.capacity,
+        "leased": pool.leased_count,
+        "idle": pool.idle_count,
+        "starting": pool.starting_count,
+        "dying": pool.dying_count,
+        "reserved": pool.reserved_count,
+        "waiting": pool.waiting_count,
+        "held_by_run": dict(pool.held_by_run),
+        "healthy": pool.healthy,
+        "problem": pool.problem,
+        "queue": [
+            {
+                "run": group.run,
+                "owner": group.owner,
+                "machines": group.machine_count,
+                "since": round(now_s - group.waited_s),
+                "why": group.reason,
+            }
+            for group in queue
+        ],
+    }

@@ -15,9 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from pydantic_core import from_json
 
-from envd.api.console.board import Board
-from envd.api.console.facts import episode_detail
-from envd.api.console.history import EpisodeHistory
+from envd.api.console.board import Board, EpisodeHistory, episode_detail
 from envd.api.console.pictures import Pictures
 from envd.api.console.replays import Replays
 from envd.api.console.viewer import Viewer, event
@@ -228,7 +226,7 @@ class Console:
         of_caller = sum(viewer.caller == caller for viewer in self._viewers.values())
         if caller and of_caller >= MAX_VIEWERS_OF_CALLER:
             raise web.HTTPTooManyRequests(
-                text=f"token {caller}: has {MAX_VIEWERS_OF_CALLER} open pages, its maximum; close one\n"
+                text=f"token {caller}: {MAX_VIEWERS_OF_CALLER} pages are open, the maximum; close one\n"
             )
         viewer = Viewer(self._board, self._pictures, caller=caller, may_see=lambda owner: self._may_see(request, owner))
         self._viewers[viewer.view_id] = viewer

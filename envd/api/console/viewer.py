@@ -6,8 +6,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from envd.api.console.board import Board
-from envd.api.console.facts import Facts
+from envd.api.console.board import Board, Facts
 from envd.api.console.pictures import Picture, Pictures, Size, Source
 
 #: Tiles of one page that carry pictures at the same time; further ones show facts alone.

@@ -48,6 +48,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
     "ReadGuestFile": Scope.RUN,
     "WriteGuestFile": Scope.RUN,
     "RunGuestCommand": Scope.RUN,
+    "ForwardGuestPort": Scope.RUN,
 }
 
 #: The minimum scope of other services' methods. Health needs none: load balancers have no token.
@@ -73,7 +74,8 @@ class Caller:
         needed = SCOPES[method] if method in SCOPES else _OTHER_SCOPES[method]
         if self.scope < needed:
             raise ScopeTooSmall(
-                f"token {self.name!r}: has scope {self.scope.word}, and {method} needs {needed.word}; ask the operator"
+                f"token {self.name!r}: scope {self.scope.word} is too small, {method} needs {needed.word};"
+                " ask the operator"
             )
 
     def may_use(self, owner: str | None) -> bool:

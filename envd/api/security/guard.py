@@ -25,6 +25,9 @@ MAX_COUNTED_IDS: Final = 1000
 #: Ids per second, and at once, in `KeepAlive` and `Close`, which the configured call rate does not limit.
 RENEWALS_PER_S: Final = 2000.0
 RENEWAL_BURST: Final = 20_000
+#: Messages with bytes for guests' ports per second, and at once, of one caller: half of a processor's core.
+MESSAGES_PER_S: Final = 4000.0
+MESSAGE_BURST: Final = 4000
 
 
 class Guard:
@@ -51,6 +54,7 @@ class Guard:
         self._tokens = tokens
         self._limiter = limiter
         self._renewals = renewals
+        self._messages = RateLimiter(calls_per_second=MESSAGES_PER_S, burst=MESSAGE_BURST)
         self._in_flight = InFlight()
         self._max_calls = max_calls
         self._may_use = may_use
@@ -87,6 +91,10 @@ class Guard:
     def count(self, caller: Caller, method: str, peer: str) -> None:
         """Count a request. Raises: RateLimited: the caller exceeds its call rate."""
         _take(self._renewals if method in ALWAYS_SERVED else self._limiter, _name_of(caller, peer))
+
+    def message_wait_s(self, caller: Caller, peer: str) -> float:
+        """Count a message with bytes for a guest's port and return 0, or return the seconds until it may be taken."""
+        return self._messages.take(_name_of(caller, peer))
 
     def count_health_call(self, peer: str) -> None:
         """Count a health call against its host. Raises: RateLimited."""

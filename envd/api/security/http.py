@@ -126,5 +126,7 @@ def _authorize(tokens: TokenTable, request: web.Request, scope: Scope) -> Caller
             headers={"WWW-Authenticate": "Bearer"},
         )
     if caller.scope < scope:
-        raise web.HTTPForbidden(text=f"token {caller.name}: has scope {caller.scope.word}, needs {scope.word}\n")
+        raise web.HTTPForbidden(
+            text=f"token {caller.name}: scope {caller.scope.word} is too small; {scope.word} is needed\n"
+        )
     return caller

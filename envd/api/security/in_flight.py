@@ -32,12 +32,15 @@ class _Caller:
 class RunningCall:
     """One call, from entering it to leaving it; holds the bytes of its newest request."""
 
-    __slots__ = ("_byte_count", "_caller", "_callers", "_max_calls")
+    __slots__ = ("_byte_count", "_caller", "_callers", "_max_calls", "_receive_timeout_s")
 
-    def __init__(self, callers: dict[str, _Caller], caller: _Caller, *, max_calls: int) -> None:
+    def __init__(
+        self, callers: dict[str, _Caller], caller: _Caller, *, max_calls: int, receive_timeout_s: float
+    ) -> None:
         self._callers = callers
         self._caller = caller
         self._max_calls = max_calls
+        self._receive_timeout_s = receive_timeout_s
         self._byte_count = 0
 
     def __enter__(self) -> Self:
@@ -76,10 +79,10 @@ class RunningCall:
             finally:
                 caller.receiving_count -= 1
         try:
-            async with caller.crowded, asyncio.timeout(RECEIVE_TIMEOUT_S):
+            async with caller.crowded, asyncio.timeout(self._receive_timeout_s):
                 return await anext(requests, None)
         except TimeoutError:
-            raise InvalidRequest("request", f"did not arrive within {RECEIVE_TIMEOUT_S:g} s") from None
+            raise InvalidRequest("request", f"did not arrive within {self._receive_timeout_s:g} s") from None
 
     def hold(self, byte_count: int) -> None:
         """Count the bytes of a request instead of the previous one's. Raises: RateLimited."""
@@ -98,12 +101,14 @@ class RunningCall:
 class InFlight:
     """The running calls of all callers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, receive_timeout_s: float = RECEIVE_TIMEOUT_S) -> None:
         self._callers: dict[str, _Caller] = {}
+        self._receive_timeout_s = receive_timeout_s
 
     def __len__(self) -> int:
         return len(self._callers)
 
     def call(self, name: str, *, max_calls: int) -> RunningCall:
         """Return a call of a caller, which counts while it is entered; enter it at once."""
-        return RunningCall(self._callers, self._callers.get(name) or _Caller(name), max_calls=max_calls)
+        caller = self._callers.get(name) or _Caller(name)
+        return RunningCall(self._callers, caller, max_calls=max_calls, receive_timeout_s=self._receive_timeout_s)

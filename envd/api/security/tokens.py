@@ -86,7 +86,7 @@ def parse_tokens(text: str) -> TokenTable:
         # Never quote a line: it may contain a secret token by mistake.
         if (match := _ENTRY.fullmatch(" ".join(words[2:]))) is None:
             raise ValueError(
-                f"line {number}: is not NAME SCOPE sha256:HEX, optionally with max_machines=N; `envd tokens new` prints"
+                f"line {number}: not NAME SCOPE sha256:HEX, optionally with max_machines=N; `envd tokens new` prints"
                 " such lines"
             )
         name, scope = _checked_name(words[0], number), _SCOPES.get(words[1])
@@ -122,10 +122,10 @@ def new_token(name: str, scope: str, *, max_machines: int | None = None) -> NewT
     """Make a token of 256 random bits. Raises: ConfigError: the name or the scope is invalid."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"token name {name!r}: must be 1 to 32 of a-z, 0-9, '.', '_' and '-', and begin with a letter or digit"
+            f"token name {name!r}: expected 1 to 32 of a-z, 0-9, '.', '_' and '-', the first a letter or digit"
         )
     if scope not in _SCOPES:
-        raise ConfigError(f"scope {scope!r}: must be one of {', '.join(_SCOPES)}")
+        raise ConfigError(f"scope {scope!r}: expected one of {', '.join(_SCOPES)}")
     secret = _PREFIX + secrets.token_urlsafe(32)
     quota = "" if max_machines is None else f" max_machines={max_machines}"
     return NewToken(secret, f"{name} {scope} sha256:{_digest(secret).hex()}{quota}")

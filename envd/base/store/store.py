@@ -108,7 +108,13 @@ class _Job:
 class SqliteStore:
     """The database of one state directory; see `Store`. Belongs to the event loop that created it."""
 
-    def __init__(self, path: Path, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        max_log_bytes: int = _MAX_LOG_FILE_BYTES,
+    ) -> None:
         """Open the file, created if needed with mode 0600; `monotonic` times the writes.
 
         Raises:
@@ -117,6 +123,7 @@ class SqliteStore:
         self.path = path
         self._loop = asyncio.get_running_loop()
         self._monotonic = monotonic
+        self._max_log_bytes = max_log_bytes
         self._connection = _open(path)
         """Used by the thread while it has jobs, else by the event loop."""
         self._pending: list[_Job] = []
@@ -255,7 +262,7 @@ class SqliteStore:
             try:
                 _return_free_pages(connection)
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
-                if log.stat().st_size > _MAX_LOG_FILE_BYTES:
+                if log.stat().st_size > self._max_log_bytes:
                     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             except (sqlite3.Error, OSError) as error:
                 logger.warning("%s: checkpoint failed: %s", self.path, error)

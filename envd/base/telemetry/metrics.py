@@ -139,6 +139,12 @@ class Metrics:
             "1 while the hypervisor works, 0 while libvirt is unreachable.",
             registry=self.registry,
         )
+        self.port_connections = self._gauge(
+            "envd_port_connections", "Open connections of clients to ports of guests.", "pool"
+        )
+        self.port_bytes = self._counter(
+            "envd_port_bytes_total", "Bytes of these connections, by direction.", "pool", "direction"
+        )
         self.recording_failed = self._gauge(
             "envd_recording_failed", "1 after an episode's recording ended early, until one works again; else 0."
         )

@@ -31,13 +31,14 @@ _tracer: "Tracer | None" = None
 
 
 @asynccontextmanager
-async def exported_traces(endpoint: str) -> AsyncIterator[None]:
+async def exported_traces(endpoint: str, *, flush_timeout_s: float = _FLUSH_TIMEOUT_S) -> AsyncIterator[None]:
     """Send traces to a collector during the block; with an empty `endpoint`, do nothing.
 
     The standard `OTEL_...` variables apply: service name, resource attributes, sampler, headers, timeout, queue.
 
     Args:
         endpoint: URL of the collector's OTLP receiver for HTTP, without `/v1/traces`; empty for no traces.
+        flush_timeout_s: Longest wait at the end for spans that were not sent.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
@@ -67,12 +68,12 @@ async def exported_traces(endpoint: str) -> AsyncIterator[None]:
         yield
     finally:
         _tracer = None
-        if not await _flushed(provider):
+        if not await _flushed(provider, flush_timeout_s):
             # Interrupts an export that retries.
             exporter.shutdown()  # type: ignore[no-untyped-call]
 
 
-async def _flushed(provider: "TracerProvider") -> bool:
+async def _flushed(provider: "TracerProvider", timeout_s: float) -> bool:
     """Send the spans that wait, in a thread that does not keep the process alive; return whether it ended in time."""
     loop, sent = asyncio.get_running_loop(), asyncio.Event()
 
@@ -83,7 +84,7 @@ async def _flushed(provider: "TracerProvider") -> bool:
 
     threading.Thread(target=send, name="traces:flush", daemon=True).start()
     with suppress(TimeoutError):
-        async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await sent.wait()
     return sent.is_set()
 

@@ -9,7 +9,7 @@ from cuaenv.cli.terminal import err
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Observation, StepResult, View
 
 from envd.base.config import DEFAULT_IMAGE
-from envd.bench.demo.report import CheckRecord, DemoDirectory, EpisodeRecord, StepRecord
+from envd.bench.demo.report import DemoDirectory, EpisodeRecord, StepRecord
 from envd.bench.playing import Steps, play
 from envd.tasks.model import Task
 from envd.tasks.oracle import OracleAction
@@ -150,7 +150,7 @@ class _Player:
             state=episode.state.value,
             end_reason=episode.end_reason,
             reward=evaluation.score,
-            checks=tuple(CheckRecord(name=c.name, score=c.score, evidence=c.evidence) for c in evaluation.checks),
+            checks=tuple(evaluation.checks),
             evaluate_timings_ms=dict(evaluation.timings_ms),
             steps=tuple(self._steps),
         )

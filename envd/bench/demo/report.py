@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from cuaenv.client import Check
 from PIL import Image
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from envd.bench.demo.picture import Panel, draw_group
+from envd.bench.demo.picture import draw_group
 
 #: How long the animation shows each frame. The last one is shown longer, so that the result can be read.
 _FRAME_MS, _LAST_FRAME_MS = 1000, 3000
@@ -35,15 +36,6 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckRecord:
-    """Result of one checker."""
-
-    name: str
-    score: float
-    evidence: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRecord:
     """One episode."""
 
@@ -59,7 +51,7 @@ class EpisodeRecord:
     state: str
     end_reason: str
     reward: float
-    checks: tuple[CheckRecord, ...]
+    checks: tuple[Check, ...]
     evaluate_timings_ms: Mapping[str, float]
     steps: tuple[StepRecord, ...]
 
@@ -67,6 +59,11 @@ class EpisodeRecord:
     def as_expected(self) -> bool:
         """Whether the policy got the expected reward."""
         return self.reward == self.expected_reward
+
+    @property
+    def verdict(self) -> str:
+        """The reward, and the expected one if it differs."""
+        return f"reward {self.reward:g}" + ("" if self.as_expected else f", not {self.expected_reward:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +176,7 @@ class DemoDirectory:
     def write_picture(self, name: str, report: DemoReport) -> str:
         """Write a picture with the last frame and the reward of every episode, and return its file name."""
         path = self.path / f"{name}.png"
-        panels = panels_of(report.episodes)
-        draw_group(panels, self.path, heading=report.task_id, text=report.instruction).save(path, "PNG")
+        draw_group(report.episodes, self.path, heading=report.task_id, text=report.instruction).save(path, "PNG")
         return path.name
 
     def write_report(self, report: DemoReport) -> None:
@@ -188,23 +184,6 @@ class DemoDirectory:
         draft = self.path / "episode.json.new"
         draft.write_text(json.dumps(report.as_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         shutil.move(draft, self.path / "episode.json")
-
-
-def panels_of(episodes: Sequence[EpisodeRecord]) -> list[Panel]:
-    """Return the picture's panel of each episode."""
-    names = {episode.episode_id: episode.policy for episode in episodes}
-    return [
-        Panel(
-            title=episode.policy,
-            detail=f"branch of {names.get(episode.parent_episode_id, episode.parent_episode_id)}: {episode.description}"
-            if episode.parent_episode_id
-            else f"member of the group: {episode.description}",
-            reward=episode.reward,
-            expected_reward=episode.expected_reward,
-            frame=episode.steps[-1].frame,
-        )
-        for episode in episodes
-    ]
 
 
 def _palette(file: Path) -> Image.Image:

@@ -52,7 +52,7 @@ class RecoveryDecision:
     """None if EXPIRED."""
     outcome: RecoveryOutcome
     why: str
-    """For LOST, the cause; for EXPIRED, the problem that later calls report; else empty."""
+    """The cause (LOST), or the problem that later calls report (EXPIRED); else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ class RecordedFrame:
     time_s: float
     head: dict[str, Any]
     position: int
-    """Of its record in the file."""
+    """Position of its record in the file."""
 
     @property
     def is_key(self) -> bool:

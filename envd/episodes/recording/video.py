@@ -123,7 +123,7 @@ def _write_video(pictures: Iterator[Image.Image], durations_s: list[float], path
         from av.video.stream import VideoStream  # noqa: PLC0415
     except ImportError:
         raise ConfigError(
-            f"--format {video_format}: needs the package av; install envd-trainer[video], or export --format gif"
+            f"--format {video_format}: the package av is missing; install envd-trainer[video], or export --format gif"
         ) from None
     codec, options = _CODECS[video_format]
     time_base = Fraction(1, 1000)

@@ -71,9 +71,9 @@ class SettleState:
     seen_s: float
     """The shadow is no older than this."""
     busy_s: float = -math.inf
-    """When the guest was last found busy."""
+    """Last time the guest was found busy."""
     working_s: float | None = None
-    """When the guest was last found working on the input; None if it is unknown whether it handled the input."""
+    """Last time the guest was found working on the input; None if it is unknown whether it handled the input."""
     was_idle: bool = False
     """Whether the guest is known to have been idle before the input."""
 

@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cuaenv.actions import (
+    MAX_CHORD_KEY_COUNT,
+    MAX_CLICK_COUNT,
+    MAX_PAUSE_S,
+    MAX_WHEEL_CLICKS,
     Action,
     Button,
     Click,
@@ -34,12 +38,7 @@ from envd.guest.display.rfb import RfbClient
 from envd.guest.input.keysyms import SHIFT, Key, Stroke, character, named_key
 from envd.guest.observation import Point
 
-MAX_CLICK_COUNT = 10
-MAX_CHORD_KEYS = 10
-MAX_SCROLL_CLICKS = 100
 MAX_TEXT_CHARS = 100_000
-MAX_HOLD_S = 30.0
-MAX_WAIT_S = 120.0
 
 _BUTTON_BITS: Mapping[Button, int] = {"left": 1, "middle": 2, "right": 4}
 _WHEEL_UP_BIT = 8
@@ -63,7 +62,7 @@ _DRAG_PAUSE_S = 0.06
 # queues it (ui/input.c, `qemu_input_event_send_key_delay`; pointer events do not queue and would overtake it). So a
 # pause follows each key event: the order of keyboard and pointer holds, and when `Input.play` returns, the guest's
 # devices have all events. Without the pause, a refresh was answered while the last keys of a chord were still queued.
-_KEY_PAUSE_S = 0.0125
+KEY_PAUSE_S = 0.0125
 
 # A virtio keyboard or tablet has a queue of 64 elements and silently drops an event group that does not fit
 # (QEMU's hw/input/virtio-input.c); the guest's evdev clients hold as many; USB and PS/2 keyboards hold 16 key events.
@@ -216,8 +215,8 @@ def _plan(action: Action, state: InputState) -> list[InputEvent]:
             return _typing(text, caps_lock=state.caps_lock)
         case PressKeys():
             hold_s = action.hold.total_seconds()
-            if not 0 <= hold_s <= MAX_HOLD_S:
-                raise ActionRejected(f"cannot hold keys for {hold_s} s; hold is 0 to {MAX_HOLD_S:.0f} s")
+            if not 0 <= hold_s <= MAX_PAUSE_S:
+                raise ActionRejected(f"cannot hold keys for {hold_s} s; hold is 0 to {MAX_PAUSE_S:.0f} s")
             chord = [key for key in _chord(action.keys) if key.scancode not in state.held]
             if len(chord) > 1:
                 hold_s = max(hold_s, _CHORD_HOLD_S)
@@ -232,8 +231,8 @@ def _plan(action: Action, state: InputState) -> list[InputEvent]:
             return [KeyEvent(_stroke(name).key, down=False)]
         case Wait():
             duration_s = action.duration.total_seconds()
-            if not 0 <= duration_s <= MAX_WAIT_S:
-                raise ActionRejected(f"cannot wait for {duration_s} s; duration is 0 to {MAX_WAIT_S:.0f} s")
+            if not 0 <= duration_s <= MAX_PAUSE_S:
+                raise ActionRejected(f"cannot wait for {duration_s} s; duration is 0 to {MAX_PAUSE_S:.0f} s")
             return [Pause(duration_s)]
         case Done() | Fail():
             return []
@@ -248,7 +247,7 @@ class HeldInputs:
     buttons: int = 0
     """RFB button mask."""
     keys: tuple[Key, ...] = ()
-    """In order of pressing."""
+    """Held keys in order of pressing."""
 
     def pointer_on(self, width_px: int, height_px: int) -> Point:
         """Return the pointer's position on a screen: the last one set, else the centre, where servers start it."""
@@ -268,10 +267,12 @@ class Input:
         self,
         *,
         held: HeldInputs | None = None,
+        key_pause_s: float = KEY_PAUSE_S,
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         held = held or HeldInputs()
+        self._key_pause_s = key_pause_s
         self._monotonic = monotonic
         self._sleep = sleep
         self._pointer = held.pointer
@@ -331,7 +332,7 @@ class Input:
                     client.key(keysym=key.keysym, scancode=key.scancode, down=down)
                     if not down:
                         self._held.pop(key.scancode, None)
-                    await self._rest(client, _KEY_PAUSE_S)
+                    await self._rest(client, self._key_pause_s)
                 case PointerEvent(at, buttons):
                     cost = 3 + (self._buttons ^ buttons).bit_count()
                     await self._rest(client, self._pointer_pace.take(cost, self._monotonic()))
@@ -406,9 +407,9 @@ def _line(start: Point, end: Point) -> list[Point]:
 
 def _scroll(action: Scroll, state: InputState) -> list[InputEvent]:
     for axis, clicks in (("dy", action.dy), ("dx", action.dx)):
-        if abs(clicks) > MAX_SCROLL_CLICKS:
+        if abs(clicks) > MAX_WHEEL_CLICKS:
             raise ActionRejected(
-                f"cannot scroll {clicks} wheel clicks; {axis} is -{MAX_SCROLL_CLICKS} to {MAX_SCROLL_CLICKS}"
+                f"cannot scroll {clicks} wheel clicks; {axis} is -{MAX_WHEEL_CLICKS} to {MAX_WHEEL_CLICKS}"
             )
     at, events = _move_to(action.x, action.y, state)
     turns = _with_modifiers(action.modifiers, _wheel(action.dy, at, state), state)
@@ -440,8 +441,8 @@ def _chord(names: Sequence[str]) -> list[Key]:
     A symbol includes its Shift (`+` is Shift and `=`), and so does a capital letter alone. Among other keys the case of
     a letter is ignored, because "ctrl+S" commonly means Control and the S key.
     """
-    if not 1 <= len(names) <= MAX_CHORD_KEYS:
-        raise ActionRejected(f"cannot press {len(names)} keys together; name 1 to {MAX_CHORD_KEYS}")
+    if not 1 <= len(names) <= MAX_CHORD_KEY_COUNT:
+        raise ActionRejected(f"cannot press {len(names)} keys together; name 1 to {MAX_CHORD_KEY_COUNT}")
     keys: dict[int, Key] = {}
     for name in names:
         stroke = _stroke(name)

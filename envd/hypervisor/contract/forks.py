@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
-from envd.guest.agent import GuestAgent
-from envd.guest.wake import guest_machine_id, renew_identity
+from envd.guest.agent import GuestAgent, guest_machine_id, renew_identity
 from envd.hypervisor.contract.fixtures import NOTES, Frozen, MachineFixtures, new_machine_id
 from envd.hypervisor.machine import Hypervisor, Machine, MachineState, Snapshot
 
@@ -180,7 +179,7 @@ class ForkContract(MachineFixtures):
     ) -> None:
         async with self.waiting(hypervisor, template) as machine:
             assert machine.state is MachineState.PAUSED
-            with pytest.raises(HypervisorError, match="has no state yet"):
+            with pytest.raises(HypervisorError, match="no state yet"):
                 await machine.resume()
             assert (await machine.usage()).pss_bytes > 0
             await hypervisor.load(machine, template)
@@ -222,7 +221,7 @@ class ForkContract(MachineFixtures):
         self, hypervisor: Hypervisor, template: Snapshot
     ) -> None:
         async with self.fork(hypervisor, template) as machine:
-            with pytest.raises(HypervisorError, match="does not wait for a state"):
+            with pytest.raises(HypervisorError, match="not waiting for a state"):
                 await hypervisor.load(machine, template)
             assert machine.lost.is_set()
         assert self.leftovers(hypervisor, machine.machine_id) == []

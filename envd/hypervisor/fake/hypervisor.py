@@ -17,6 +17,7 @@ from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.fake.files import GuestFiles
 from envd.hypervisor.fake.machine import FakeMachine, check_screen
 from envd.hypervisor.fake.snapshot import FakeSnapshot, FrozenGuest, template_key
+from envd.hypervisor.fake.wires.guestd import Service, echo
 from envd.hypervisor.machine import (
     Accelerator,
     CaptureReport,
@@ -93,6 +94,8 @@ class FakeHypervisor:
     def __init__(self, *, faults: Faults | None = None, host: FakeHost | None = None) -> None:
         self.faults = faults or Faults()
         """Faults of machines created or forked from now on."""
+        self.services: dict[int, Service] = {7: echo}
+        """Programs that listen on ports of its guests' loopbacks."""
         self.host = host or FakeHost()
         self._own_ids: set[str] = set()
         self._own_captures: set[str] = set()
@@ -337,6 +340,7 @@ class FakeHypervisor:
             raise HypervisorError(f"machine {machine_id} exists already; destroy it first")
 
     def _enter(self, machine: FakeMachine) -> FakeMachine:
+        machine.services = self.services
         self.machines[machine.machine_id] = machine
         self._own_ids.add(machine.machine_id)
         return machine

@@ -26,7 +26,7 @@ from envd.hypervisor.fake.desktop.keyboard import scancode_of
 from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.fake.guest import Guest
 from envd.hypervisor.fake.snapshot import FakeSnapshot
-from envd.hypervisor.fake.wires.guestd import Guestd
+from envd.hypervisor.fake.wires.guestd import Guestd, Service
 from envd.hypervisor.fake.wires.hostile import ask_hostile_agent
 from envd.hypervisor.fake.wires.rfb import RfbConnection
 from envd.hypervisor.machine import MachineSpec, MachineState, MachineUsage
@@ -73,6 +73,8 @@ class FakeMachine:
         self.on_lost: Callable[[FakeMachine], None] = lambda _: None
         """Called once the machine is lost, before anything raises MachineLost."""
         self.faults = faults
+        self.services: Mapping[int, Service] = {}
+        """Programs that listen on ports of the guest's loopback."""
         self.input_count = 0
         """Key and pointer events that the guest received, without dropped ones."""
         self._on_destroyed = on_destroyed
@@ -156,7 +158,7 @@ class FakeMachine:
     def load(self, snapshot: FakeSnapshot) -> None:
         """Put a machine that waits for a state into that of a snapshot. Raises: HypervisorError: it does not wait."""
         if not self._waits_for_state or self.snapshot is None or self.snapshot.template is not snapshot.template:
-            raise HypervisorError(f"machine {self.machine_id}: does not wait for a state of {snapshot!r}")
+            raise HypervisorError(f"machine {self.machine_id}: not waiting for a state of {snapshot!r}")
         former, self.snapshot = self.snapshot, snapshot
         if snapshot is not former:
             snapshot.acquire()
@@ -248,7 +250,7 @@ class FakeMachine:
         """Resume the guest. Raises: MachineLost."""
         self.check_present("resume it")
         if self._waits_for_state:
-            raise HypervisorError(f"machine {self.machine_id}: has no state yet; load one first")
+            raise HypervisorError(f"machine {self.machine_id}: no state yet; load one first")
         self._running.set()
         self.guest.clock.start()
 

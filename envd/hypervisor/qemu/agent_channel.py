@@ -85,9 +85,10 @@ class _Connection:
 class AgentChannel:
     """Host end of one guest agent's channel. Reconnects automatically; `close` is final."""
 
-    def __init__(self, socket: Path, *, machine_id: str) -> None:
+    def __init__(self, socket: Path, *, machine_id: str, skip_limit_bytes: int = _SKIP_LIMIT_BYTES) -> None:
         self._socket = socket
         self._machine_id = machine_id
+        self._skip_limit_bytes = skip_limit_bytes
         #: Invariant: only the holder has a command without a response on the wire.
         self._lock = asyncio.Lock()
         self._connection: _Connection | None = None
@@ -149,7 +150,7 @@ class AgentChannel:
         await connection.send(_DELIMITER + request.encode() + b"\n")
         skipped_bytes = 0
         for _ in range(_MAX_OLD_SYNC_ANSWERS):
-            skipped_bytes += await connection.skip_past(_DELIMITER, limit_bytes=_SKIP_LIMIT_BYTES - skipped_bytes)
+            skipped_bytes += await connection.skip_past(_DELIMITER, limit_bytes=self._skip_limit_bytes - skipped_bytes)
             line = await connection.read_line(limit_bytes=_SYNC_ANSWER_LIMIT_BYTES)
             if _sync_id(line) == sync_id:
                 return connection

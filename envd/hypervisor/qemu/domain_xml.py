@@ -16,11 +16,11 @@ from uuid import UUID
 
 from lxml import etree
 
+from envd.base.channels import GUESTD_PORT
 from envd.hypervisor.machine import Accelerator, DiskImage, Firmware, Hardware, MachineSpec
 
 QEMU_NS = "http://libvirt.org/schemas/domain/qemu/1.0"
 MARK_NS = "urn:envd:machine:1"
-GUESTD_PORT = 5000
 _NETDEV = "envdnet"
 _TPM = "envdtpm"
 #: Our own name of the guest's memory block. libvirt's memory blocks cannot have a chosen file path, and a state loads
@@ -241,7 +241,7 @@ def _add_boot(root: etree._Element, spec: MachineSpec, files: MachineFiles, firm
     os_element = _add(root, "os")
     _add(os_element, "type", "hvm", arch="x86_64", machine="q35")
     if image.hardware is Hardware.WINDOWS and image.firmware is not Firmware.UEFI:
-        raise ValueError(f"image {image.name}: has hardware windows, which boots by UEFI, not {image.firmware.value}")
+        raise ValueError(f"image {image.name}: hardware windows boots by UEFI, not {image.firmware.value}")
     if image.firmware is Firmware.UEFI:
         if firmware is None:
             raise ValueError(f"image {image.name}: boots by UEFI, but no firmware was given")

@@ -87,7 +87,7 @@ class LibvirtHypervisor:
             self._confinement = read_confinement(capabilities, user_id=os.geteuid(), group_id=os.getegid())
         self._machines_dir = state_dir / "machines"
         self._machines: dict[str, LibvirtMachine] = {}
-        """By domain name."""
+        """Machines by domain name."""
         self._store = store
         self._captures_dir = state_dir / "captures"
         self._captures: WeakSet[LibvirtSnapshot] = WeakSet()
@@ -102,7 +102,7 @@ class LibvirtHypervisor:
         )
         root = embedded_root(uri)
         self._logs = root and root / "log" / "qemu"
-        """Of an embedded driver: a file for each start of a QEMU."""
+        """Directory with a file for each start of a QEMU; only of an embedded driver."""
         libvirt_version = dotted_version(libvirt.getVersion())
         qemu_version = dotted_version(link.connection.getVersion())
         self._freezer = Freezer(

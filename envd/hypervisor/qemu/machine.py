@@ -214,7 +214,7 @@ class LibvirtMachine:
         self._require_alive()
         if self.state is not wanted:
             if not self.is_loaded:
-                raise HypervisorError(f"machine {self.machine_id}: has no state yet; load one first")
+                raise HypervisorError(f"machine {self.machine_id}: no state yet; load one first")
             try:
                 await (self.run_control.cont() if running else self.run_control.stop())
             except HypervisorError as error:

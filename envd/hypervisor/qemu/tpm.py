@@ -54,7 +54,7 @@ class Tpm:
         program = shutil.which(PROGRAM)
         if program is None:
             raise HypervisorError(
-                f"machine {machine_id}: has a TPM, but this host has no swtpm; install the package swtpm"
+                f"machine {machine_id}: its TPM needs swtpm, which this host lacks; install the package swtpm"
             )
         directory = files.tpm_state.parent
         directory.mkdir(mode=0o700)

@@ -57,11 +57,11 @@ class RequiredAccess:
     """Paths that QEMU must access by name."""
 
     directories: Sequence[Path]
-    """To search. If one does not exist yet, its existing parents."""
+    """Directories to search. If one does not exist yet, its existing parents."""
     files: Sequence[Path]
-    """To read."""
+    """Files to read."""
     devices: Sequence[Path] = ()
-    """To read and write."""
+    """Devices to read and write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

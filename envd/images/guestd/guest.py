@@ -29,6 +29,8 @@ class Guest:
         self.recording_lock = TimedLock("recording")
         self.recording: tuple[subprocess.Popen[bytes], Path] | None = None
         self.wallpaper: Path | None = None
+        self.wallpaper_timeout_s = 15.0
+        """Limit of each program that sets the wallpaper."""
         self._screen_lock = TimedLock("the screen")
 
     @contextmanager

@@ -3,13 +3,16 @@
 import logging
 import mmap
 import os
+import socket
 import sys
 import tempfile
+import threading
 import urllib.parse
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from . import VERSION
+from .gateway import relay
 from .guest import Guest
 from .messages import HttpError, Request, Response
 from .replays import Replays
@@ -18,6 +21,9 @@ from .routes import respond
 MAX_BODY_BYTES = 512 << 20
 MAX_IN_MEMORY_BODY_BYTES = 4 << 20
 SOCKET_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 10.0
+#: A fork has copies of its parent's connections, which lead nowhere: they end when the host does not know them.
+KEEPALIVE_IDLE_S = 10
 
 logger = logging.getLogger("guestd")
 
@@ -57,6 +63,9 @@ class Connection(BaseHTTPRequestHandler):
             self._offer_to_gateway()
             return
         query = dict(urllib.parse.parse_qsl(url.query))
+        if (method, url.path) == ("POST", "/envd/forward"):
+            self._forward(query.get("port", ""))
+            return
         request = Request(url.path, query, self.headers.get("Content-Type", ""), body)
         request_id = self.headers.get("X-Request-Id")
         guest, replays = self.server.guest, self.server.replays
@@ -73,9 +82,32 @@ class Connection(BaseHTTPRequestHandler):
         self._send(response)
 
     def _offer_to_gateway(self) -> None:
+        self._switch_protocols()
+        self.server.guest.gateway.offer(self.connection)
+
+    def _forward(self, port: str) -> None:
+        """Connect to a port of this guest's loopback and relay bytes until both directions have ended."""
+        try:
+            program = socket.create_connection(("127.0.0.1", int(port)), CONNECT_TIMEOUT_S)
+        except (ValueError, OverflowError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            self._send(HttpError(502, f"port {port} of the guest: {reason}").response())
+            return
+        with program:
+            program.settimeout(None)
+            program.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.connection.settimeout(None)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+            self._switch_protocols()
+            upstream = threading.Thread(target=relay, args=(program, self.connection), name="forward", daemon=True)
+            upstream.start()
+            relay(self.connection, program)
+            upstream.join()
+
+    def _switch_protocols(self) -> None:
         self.close_connection = True
         self.connection.sendall(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: tunnel\r\nConnection: Upgrade\r\n\r\n")
-        self.server.guest.gateway.offer(self.connection)
 
     def _read_body(self) -> bytes | mmap.mmap:
         if self.headers.get("Origin") is not None:

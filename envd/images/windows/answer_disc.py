@@ -39,10 +39,10 @@ def parse_program(text: str) -> Program:
     file = Path(words[0]) if words else Path()
     if file.suffix.lower() not in _PROGRAM_SUFFIXES:
         raise ImageError(
-            f"program {text!r}: cannot be installed; use a file that ends in {', '.join(_PROGRAM_SUFFIXES)}"
+            f"program {text!r}: unknown kind of installer; use a file that ends in {', '.join(_PROGRAM_SUFFIXES)}"
         )
     if not file.is_file():
-        raise ImageError(f"program {file}: does not exist; check the path")
+        raise ImageError(f"program {file}: no such file; check the path")
     return Program(file=file, arguments=tuple(words[1:]))
 
 

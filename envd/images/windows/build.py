@@ -36,7 +36,6 @@ Pixels = npt.NDArray[np.uint8]
 _RESULT_FILE = r"C:\ProgramData\envd\result.json"
 _INSTALL_LOG = r"C:\ProgramData\envd\install.log"
 #: Between two looks at an installation.
-_WATCH_INTERVAL_S = 2.0
 #: Pixels that may differ on a screen at rest, as a share: a clock's digits, or a blinking caret.
 _STILL_SHARE = 0.002
 _PING_TIMEOUT_S = 5.0
@@ -46,7 +45,7 @@ _TCG_FACTOR = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildLimits:
-    """Time limits of a build. Under TCG all but `still` are multiplied."""
+    """Time limits of a build. Under TCG all but `still` and `watch_interval_s` are multiplied."""
 
     stall: timedelta = timedelta(minutes=15)
     """Longest time in which an installation may show no change."""
@@ -58,6 +57,8 @@ class BuildLimits:
     """Time in which nothing on the screen may move."""
     unrest: timedelta = timedelta(minutes=30)
     """Longest time until the screen is still for that time."""
+    watch_interval_s: float = 2.0
+    """Interval between observations of a machine."""
 
     def under(self, accelerator: Accelerator) -> "BuildLimits":
         """Return the limits for an accelerator."""
@@ -191,7 +192,7 @@ class WindowsBuild:
                     f"installation: nothing changed for {_in_words(self._limits.stall)} ({state.stage}); the last "
                     "picture shows what Setup waits for"
                 )
-            await race(machine.lost, timeout_s=_WATCH_INTERVAL_S)
+            await race(machine.lost, timeout_s=self._limits.watch_interval_s)
         if "shut down" not in machine.lost_reason:
             raise ImageError(f"installation: the machine ended while {state.stage}: {machine.lost_reason}; try again")
         if state.phase not in {Phase.STARTING, Phase.FIRST_LOGON, Phase.SHUTTING_DOWN}:
@@ -244,7 +245,7 @@ class WindowsBuild:
                     try:
                         await agent.ping(timeout_s=_PING_TIMEOUT_S)
                     except GuestUnresponsive:
-                        await race(machine.lost, timeout_s=_WATCH_INTERVAL_S)
+                        await race(machine.lost, timeout_s=self._limits.watch_interval_s)
                     else:
                         return
         except TimeoutError as error:
@@ -259,7 +260,7 @@ class WindowsBuild:
             (self._reports / "install.log").write_bytes(log)
         data = await agent.read_file(_RESULT_FILE)
         if data is None:
-            raise ImageError("first logon: did not finish; see install.log")
+            raise ImageError("first logon: not finished; see install.log")
         try:
             result = json.loads(data.decode("utf-8-sig"))
             failures, self.defender = result["failures"], str(result.get("defender", ""))
@@ -277,10 +278,10 @@ class WindowsBuild:
                 while size != wanted:
                     size = (await machine.screendump()).shape[1::-1]
                     if size != wanted:
-                        await race(machine.lost, timeout_s=_WATCH_INTERVAL_S)
+                        await race(machine.lost, timeout_s=self._limits.watch_interval_s)
         except TimeoutError as error:
             raise ImageError(
-                f"screen: is {size[0]}x{size[1]}, not {wanted[0]}x{wanted[1]}; choose a common size, such as 1280x720"
+                f"screen: {size[0]}x{size[1]}, not {wanted[0]}x{wanted[1]}; choose a common size, such as 1280x720"
             ) from error
 
     async def _wait_until_still(self, machine: LibvirtMachine) -> None:
@@ -295,7 +296,7 @@ class WindowsBuild:
                     f"screen: still moved after {_in_words(self._limits.unrest)}; close what moves with a program or "
                     "script (--program), or shorten --still"
                 )
-            await race(machine.lost, timeout_s=_WATCH_INTERVAL_S)
+            await race(machine.lost, timeout_s=self._limits.watch_interval_s)
             now = await machine.screendump()
             if _differs(before, now):
                 before, still_since_s = now, loop.time()

@@ -48,9 +48,9 @@ class InstallationProgress:
 
     phase: Phase
     stage: str
-    """In words, for the progress bar."""
+    """Text for the progress bar."""
     fraction: float
-    """Of the installation, in [0, 1]."""
+    """Finished share of the installation, in [0, 1]."""
 
 
 def installation_progress(console: bytes, *, disk_bytes: int, expected_bytes: int) -> InstallationProgress:

@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 HELPER = r"C:\windows\system32\envdshell.exe"
 #: Between two starts of the helper.
-_RESTART_S = 1.0
 _SCREEN_POLL_S = 0.2
 _ENDED = "the desktop ended, and starts again"
 
@@ -73,14 +72,14 @@ class Shell:
             raise AgentError(text or _ENDED)
         return json.loads(text)
 
-    def run(self) -> None:
+    def run(self, *, restart_s: float = 1.0) -> None:
         """Keep the helper running; never returns."""
         while True:
             try:
                 self.run_once()
             except OSError:
                 logger.exception("the desktop's helper could not be started")
-            time.sleep(_RESTART_S)
+            time.sleep(restart_s)
 
     def run_once(self) -> None:
         """Start the helper and pass its responses on until it ends. Raises: OSError: It cannot be started."""

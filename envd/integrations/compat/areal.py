@@ -4,22 +4,17 @@ A session is a client's settings and at most one episode. Creating one never wai
 pool's queue.
 """
 
-import time
 import uuid
 from dataclasses import dataclass
 
 from aiohttp import web
 
 from envd.api.security.access import Caller
-from envd.base.errors import EpisodeNotFound, InvalidRequest, PoolExhausted
+from envd.base.errors import EpisodeNotFound, InvalidRequest
 from envd.guest.observation import Observation
 from envd.integrations.compat.osworld_env import EnvSettings
 from envd.integrations.compat.protocols import Body, Routes, base64_png, json_response, read_body
-from envd.integrations.compat.sessions import Sessions
-
-_MAX_SESSIONS = 4096
-#: A session without a call for this long is forgotten; its episode's lease expired long before.
-_IDLE_S = 3600.0
+from envd.integrations.compat.sessions import Sessions, SessionTable
 
 
 class _Reset(Body):
@@ -39,7 +34,6 @@ class _Nothing(Body):
 class _Session:
     owner: str
     settings: EnvSettings
-    used_s: float
     episode_id: str = ""
 
 
@@ -48,7 +42,7 @@ class Areal:
 
     def __init__(self, sessions: Sessions, routes: Routes) -> None:
         self._sessions = sessions
-        self._known: dict[str, _Session] = {}
+        self._known: SessionTable[str, _Session] = SessionTable()
         routes.add_health(
             "/health",
             lambda: {"status": "ok", "active_sessions": len(self._known), "max_envs": sessions.capacity},
@@ -63,13 +57,8 @@ class Areal:
     async def _create(self, request: web.Request, caller: Caller) -> web.Response:
         settings = await read_body(request, EnvSettings)
         settings.check()
-        now_s = time.monotonic()
-        for session_id in [each for each, session in self._known.items() if session.used_s < now_s - _IDLE_S]:
-            del self._known[session_id]
-        if len(self._known) >= _MAX_SESSIONS:
-            raise PoolExhausted(f"sessions: {_MAX_SESSIONS} are open; close some", retry_after_s=10.0)
         session_id = uuid.uuid4().hex
-        self._known[session_id] = _Session(owner=caller.name, settings=settings, used_s=now_s)
+        self._known.add(session_id, _Session(owner=caller.name, settings=settings))
         return json_response({"session_id": session_id})
 
     async def _reset(self, request: web.Request, caller: Caller) -> web.Response:
@@ -127,7 +116,7 @@ class Areal:
             session = self._session(request, caller)
         except EpisodeNotFound:
             return json_response({"ok": True})
-        self._known.pop(request.match_info["session_id"], None)
+        self._known.remove(request.match_info["session_id"])
         if session.episode_id:
             await self._sessions.close(caller, session.episode_id)
         return json_response({"ok": True})
@@ -137,7 +126,7 @@ class Areal:
         session = self._known.get(session_id)
         if session is None or not caller.may_use(session.owner):
             raise EpisodeNotFound(f"session {session_id}: not found, or closed; create one by POST /envs")
-        session.used_s = time.monotonic()
+        self._known.touch(session_id)
         return session
 
     def _episode(self, request: web.Request, caller: Caller) -> tuple[_Session, str]:

@@ -6,8 +6,8 @@ the guest's own service, unchanged: OSWorld's, without the routes that serve the
 """
 
 import re
-import time
 from dataclasses import dataclass
+from hashlib import sha256
 
 import aiohttp
 from aiohttp import web
@@ -16,7 +16,7 @@ from envd.api.security.access import Caller
 from envd.base.errors import EpisodeNotFound, GuestError, GuestRefused, GuestUnresponsive, InvalidRequest
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.integrations.compat.protocols import Body, Routes, json_response, read_body
-from envd.integrations.compat.sessions import Sessions
+from envd.integrations.compat.sessions import Sessions, SessionTable
 
 _SESSION = "x-paas-session-id"
 _SESSION_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -26,9 +26,8 @@ _NO_PIXELS = ObservationOptions(encoding=Encoding.NONE)
 #: Above the 120 s that the guest's service allows a command, and the 1800 s that it waits for a window.
 _GUEST_TIMEOUT_S = 1830.0
 _MAX_RESPONSE_BYTES = 64 << 20
-_MAX_SESSIONS = 4096
-#: Sessions without a call for this long are forgotten; their episodes' leases expired long before.
-_IDLE_S = 3600.0
+#: Files for guests pass through here.
+_MAX_BODY_BYTES = 33 << 20
 
 _GET = ("screenshot", "cursor_position", "accessibility", "terminal", "platform", "screen_size")
 _POST = (
@@ -49,9 +48,9 @@ class _Nothing(Body):
 
 @dataclass(slots=True)
 class _Session:
-    used_s: float
+    owner: str
     task_id: str = _DEFAULT_TASK
-    """Also of later starts that name none, as those after a revert."""
+    """Task of this and of later starts that name none, such as those after a revert."""
     start_count: int = 0
     """Episodes that it opened: a repeated start is part of the same one."""
     episode_id: str = ""
@@ -62,14 +61,14 @@ class ArealSandbox:
 
     def __init__(self, sessions: Sessions, routes: Routes) -> None:
         self._sessions = sessions
-        self._known: dict[tuple[str, str], _Session] = {}
+        self._known: SessionTable[tuple[str, str], _Session] = SessionTable()
         routes.add_health("/health", lambda: {"status": "ok", "active_sessions": len(self._known)})
         routes.add("POST", "/sandbox/start", self._start, method="Reset")
         routes.add("POST", "/sandbox/stop", self._stop, method="Close")
         for name in _GET:
             routes.add("GET", f"/{name}", self._forward, method="RunGuestCommand")
         for name in _POST:
-            routes.add("POST", f"/{name}", self._forward, method="RunGuestCommand")
+            routes.add("POST", f"/{name}", self._forward, method="RunGuestCommand", max_body_bytes=_MAX_BODY_BYTES)
 
     async def _start(self, request: web.Request, caller: Caller) -> web.Response:
         session_id = _session_id(request)
@@ -82,7 +81,7 @@ class ArealSandbox:
                 caller,
                 session.task_id,
                 observe=_NO_PIXELS,
-                request_id=f"compat-{session_id}-{session.start_count}"[-64:],
+                request_id=f"compat-{sha256(session_id.encode()).hexdigest()[:32]}-{session.start_count}",
                 unlimited=True,
             )
             session.episode_id = result.episodes[0].episode_id
@@ -101,8 +100,8 @@ class ArealSandbox:
         session_id = _session_id(request)
         session = self._known.get((caller.name, session_id))
         if session is None or not session.episode_id:
-            raise EpisodeNotFound(f"session {session_id}: has no sandbox; start one by POST /sandbox/start")
-        session.used_s = time.monotonic()
+            raise EpisodeNotFound(f"session {session_id}: no sandbox; start one by POST /sandbox/start")
+        self._known.touch((caller.name, session_id))
         path = request.path.partition(f"/token/{request.match_info.get('token', '')}")[2] or request.path
         body = await request.read()
         headers = {"Content-Type": request.headers["Content-Type"]} if "Content-Type" in request.headers else {}
@@ -113,14 +112,12 @@ class ArealSandbox:
         return await self._sessions.with_guest_service(session.episode_id, call)
 
     def _enter(self, caller: Caller, session_id: str) -> _Session:
-        now_s = time.monotonic()
-        for key in [key for key, session in self._known.items() if session.used_s < now_s - _IDLE_S]:
-            del self._known[key]
         key = (caller.name, session_id)
-        if key not in self._known and len(self._known) >= _MAX_SESSIONS:
-            raise InvalidRequest(_SESSION, f"{_MAX_SESSIONS} sessions are known; reuse ids of stopped ones")
-        session = self._known.setdefault(key, _Session(used_s=now_s))
-        session.used_s = now_s
+        session = self._known.get(key)
+        if session is None:
+            session = _Session(owner=caller.name)
+            self._known.add(key, session)
+        self._known.touch(key)
         return session
 
 

@@ -3,7 +3,6 @@
 An error is always a status of 400 or above with `{"error": text, "reason": REASON}`, and never contains a score.
 """
 
-import json
 import logging
 from base64 import b64decode, b64encode
 from binascii import Error as Base64Error
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from envd.api.security.access import Caller
 from envd.api.security.guard import Guard
 from envd.api.status import code_of, reason_of
+from envd.base import untrusted_json
 from envd.base.errors import AccessDenied, EnvdError, InvalidRequest, RetryableError, Unauthenticated
 from envd.guest.observation import EncodedFrame, Keyframe
 
@@ -36,6 +36,9 @@ _STATUSES = {
 }
 _EPISODE = "episode_id"
 _TOKEN = "token"  # noqa: S105 -- a name in paths
+
+#: Largest body, except for files of guests.
+MAX_BODY_BYTES = 1 << 20
 
 Handler = Callable[[web.Request, Caller], Awaitable[web.StreamResponse]]
 B = TypeVar("B", bound=BaseModel)
@@ -58,7 +61,9 @@ class Routes:
         self._app = app
         self._guard = guard
 
-    def add(self, http_method: str, path: str, handler: Handler, *, method: str) -> None:
+    def add(
+        self, http_method: str, path: str, handler: Handler, *, method: str, max_body_bytes: int = MAX_BODY_BYTES
+    ) -> None:
         """Add a route.
 
         Args:
@@ -66,11 +71,12 @@ class Routes:
             path: Its pattern; `{episode_id}` in it must be an episode of the caller.
             handler: Answers it. Raises: EnvdError.
             method: The gRPC method with the same rights, such as `Step`.
+            max_body_bytes: Largest body; a larger one is refused.
         """
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
-                return await self._guarded(request, handler, method)
+                return await self._guarded(request.clone(client_max_size=max_body_bytes), handler, method)
             except EnvdError as error:
                 return _error(request, error)
             except web.HTTPException as error:
@@ -104,8 +110,12 @@ class Routes:
         except Unauthenticated:
             guard.count_unauthenticated(peer)
             raise
-        with guard.running_call(caller, method, peer):
+        with guard.running_call(caller, method, peer) as running:
             guard.count(caller, method, peer)
+            if request.body_exists:
+                # Before the body is received. The size of a chunked or compressed one shows only with its end.
+                size = None if "Content-Encoding" in request.headers else request.content_length
+                running.hold(request.client_max_size if size is None else size)
             self.admit(caller, request.match_info.get(_EPISODE, ""))
             return await handler(request, caller)
 
@@ -138,7 +148,7 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     if request.content_type != "application/json":
         raise InvalidRequest("Content-Type", f"is {request.content_type!r}; send application/json")
     try:
-        content = json.loads(await request.read())
+        content = await untrusted_json.parse(await request.read())
     except ValueError as error:
         raise InvalidRequest("body", f"is not JSON: {error}") from None
     if not isinstance(content, dict):

@@ -11,13 +11,10 @@ from envd.api.security.guard import Guard
 from envd.base.telemetry.endpoint import serve_app
 from envd.integrations.compat.areal import Areal
 from envd.integrations.compat.areal_sandbox import ArealSandbox
-from envd.integrations.compat.protocols import Routes
+from envd.integrations.compat.protocols import MAX_BODY_BYTES, Routes
 from envd.integrations.compat.sessions import Sessions
 from envd.integrations.compat.slime_osworld import SlimeOsworld
 from envd.integrations.compat.windows_vm import WindowsVm
-
-#: Files of guests pass through one protocol.
-_MAX_BODY_BYTES = 33 << 20
 
 #: The protocols by name; each adds its routes.
 PROTOCOLS: Mapping[str, Callable[[Sessions, Routes], object]] = {
@@ -53,7 +50,7 @@ async def serve_compat(
     async with AsyncExitStack() as stack:
         stack.push_async_callback(sessions.aclose)
         for name, listen in addresses.items():
-            app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=middlewares)
+            app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
             routes = Routes(app, guard)
             PROTOCOLS[name](sessions, routes)
             routes.add_unknown()

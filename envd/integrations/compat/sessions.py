@@ -6,11 +6,13 @@ alone: no protocol can evict a live episode, and a client that dies leaves nothi
 
 import asyncio
 import math
+import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from cuaenv.actions import Action, Done, Fail, Wait
 from cuaenv.agent_text.pyautogui_calls import parse_calls
@@ -18,7 +20,7 @@ from cuaenv.agent_text.values import ParseError
 
 from envd.api.convert_requests import guest_path_of
 from envd.api.security.access import Caller
-from envd.base.errors import EpisodeEnded, GuestError, GuestRefused, InvalidRequest, TaskNotFound
+from envd.base.errors import EpisodeEnded, GuestError, GuestRefused, InvalidRequest, PoolExhausted, TaskNotFound
 from envd.episodes.registry import unknown_episode
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo, EpisodeState, GroupResult, ResetCommand, StepCommand
@@ -30,6 +32,10 @@ from envd.tasks.model import Task
 _LEASE_TTL_S = 900.0
 _MAX_PAUSE_S = 60.0
 _MIN_WAIT_S = 0.1
+#: Sessions of one caller in a protocol that has sessions without episodes.
+_MAX_SESSIONS = 1024
+#: A session without a call for this long is removed; its episode's lease expired long before.
+_IDLE_S = 3600.0
 T = TypeVar("T")
 
 _NOTHING = ObservationOptions(encoding=Encoding.NONE, cursor=CursorMode.REPORTED)
@@ -48,6 +54,54 @@ class Acted:
     def done(self) -> bool:
         """Whether the episode accepts no more actions."""
         return self.info.state is not EpisodeState.ACTIVE
+
+
+class Owned(Protocol):
+    """What belongs to a caller."""
+
+    owner: str
+
+
+K = TypeVar("K", bound=Hashable)
+S = TypeVar("S", bound=Owned)
+
+
+class SessionTable(Generic[K, S]):
+    """A protocol's sessions by key: bounded for each caller, and removed once idle for an hour."""
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[K, tuple[float, S]] = OrderedDict()
+        self._counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def get(self, key: K) -> S | None:
+        """Return a session; None if there is none."""
+        found = self._sessions.get(key)
+        return found[1] if found is not None else None
+
+    def add(self, key: K, session: S) -> None:
+        """Add a session, used now. Raises: PoolExhausted: its owner has too many."""
+        idle_since_s = time.monotonic() - _IDLE_S
+        # In order of their last use.
+        while self._sessions and next(iter(self._sessions.values()))[0] < idle_since_s:
+            self.remove(next(iter(self._sessions)))
+        if self._counts[session.owner] >= _MAX_SESSIONS:
+            raise PoolExhausted(f"sessions: {_MAX_SESSIONS} of one token are open; close some", retry_after_s=10.0)
+        self._counts[session.owner] += 1
+        self._sessions[key] = (time.monotonic(), session)
+
+    def touch(self, key: K) -> None:
+        """Note that a session is used now."""
+        self._sessions[key] = (time.monotonic(), self._sessions[key][1])
+        self._sessions.move_to_end(key)
+
+    def remove(self, key: K) -> None:
+        """Remove a session, if it is there."""
+        found = self._sessions.pop(key, None)
+        if found is not None:
+            self._counts[found[1].owner] -= 1
 
 
 class Sessions:
@@ -125,7 +179,7 @@ class Sessions:
             request_id: Same id, same episode; empty for a new one.
             unlimited: Allow the daemon's maximum of steps, for a protocol whose calls are not an agent's steps.
 
-        Raises: See `EpisodeService.reset`.
+        Raises: See `Opening.reset`.
         """
         command = ResetCommand(
             request_id=request_id or uuid.uuid4().hex,
@@ -163,7 +217,7 @@ class Sessions:
         return self._service.tasks.get(info.task_id).instruction
 
     async def step(self, episode_id: str, actions: Sequence[Action], *, observe: ObservationOptions) -> Acted:
-        """Perform actions. Raises: see `EpisodeService.step`."""
+        """Perform actions. Raises: see `Stepping.step`."""
         info = await self.info(episode_id)
         command = StepCommand(
             request_id=uuid.uuid4().hex,
@@ -189,7 +243,7 @@ class Sessions:
 
         Raises:
             InvalidRequest: The pause is not a number of 0 to 60 s.
-            EpisodeEnded and others: See `EpisodeService.step`.
+            EpisodeEnded and others: See `Stepping.step`.
         """
         if not (math.isfinite(pause_s) and 0 <= pause_s <= _MAX_PAUSE_S):
             raise InvalidRequest("pause", f"{pause_s} is not a number of 0 to {_MAX_PAUSE_S:g} seconds")
@@ -210,26 +264,26 @@ class Sessions:
         return (frame.cursor.x_px, frame.cursor.y_px) if frame.cursor is not None else None
 
     async def observe(self, episode_id: str, options: ObservationOptions) -> Observation:
-        """Return the present screen, once it has settled. Raises: see `EpisodeService.observe`."""
+        """Return the present screen, once it has settled. Raises: see `Stepping.observe`."""
         return await self._service.observe(episode_id, options, refresh=True)
 
     async def evaluate(self, episode_id: str) -> float:
         """Score an episode; the checkers run once, and later calls return the same score.
 
-        Raises: See `EpisodeService.evaluate`. An error has no score.
+        Raises: See `Evaluating.evaluate`. An error has no score.
         """
         result = await self._service.evaluate(episode_id, request_id="compat-evaluate", fingerprint=b"compat-evaluate")
         return result.score
 
     async def read_file(self, episode_id: str, path: str, *, max_bytes: int) -> bytes:
-        """Return a guest file. Raises: see `EpisodeService.read_file`."""
+        """Return a guest file. Raises: see `GuestAccess.read_file`."""
         try:
-            return (await self._service.read_file(episode_id, guest_path_of(path), max_bytes=max_bytes)).data
+            return await self._service.read_file(episode_id, guest_path_of(path), max_bytes=max_bytes)
         except GuestError as error:
             raise GuestRefused(str(error)) from error
 
     async def with_guest_service(self, episode_id: str, work: Callable[[str], Coroutine[Any, Any, T]]) -> T:
-        """Run work with the URL of the guest's service. Raises: see `EpisodeService.with_guest_service`."""
+        """Run work with the URL of the guest's service. Raises: see `GuestAccess.with_guest_service`."""
         try:
             return await self._service.with_guest_service(episode_id, work)
         except GuestError as error:

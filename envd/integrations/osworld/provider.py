@@ -12,11 +12,14 @@ pool's template. DesktopEnv talks to the guest's service itself, so the pool nee
 the guest to run between its calls, so the pool needs `always_running`.
 
 Environment variables: the daemon's address `ENVD_ADDRESS` (default 127.0.0.1:50051), the pool `ENVD_POOL` (default: the
-only one that fits), the token `ENVD_TOKEN`.
+only one that fits), the token `ENVD_TOKEN`, and for TLS the authority's certificate `ENVD_TLS_CA` and, if the daemon
+requires it, this client's `ENVD_TLS_CERT` and `ENVD_TLS_KEY`. A token is never sent to another host in clear text.
 """
 
 import os
+from pathlib import Path
 
+from cuaenv.client import Tls
 from desktop_env import desktop_env
 
 from envd.integrations.osworld.desktop_machines import EnvdManager, EnvdProvider
@@ -29,8 +32,14 @@ def make_manager_and_provider(
 ) -> tuple[EnvdManager, EnvdProvider]:
     """Replace OSWorld's factory: return envd's machines for every provider name."""
     address = os.environ.get("ENVD_ADDRESS", "127.0.0.1:50051")
-    provider = EnvdProvider(address, pool=os.environ.get("ENVD_POOL", ""), token=os.environ.get("ENVD_TOKEN", ""))
-    return EnvdManager(), provider
+    ca, cert, key = (_path(f"ENVD_TLS_{name}") for name in ("CA", "CERT", "KEY"))
+    tls = Tls(ca=ca, cert=cert, key=key) if ca else None
+    return EnvdManager(), EnvdProvider(address, pool=os.environ.get("ENVD_POOL", ""), tls=tls)
+
+
+def _path(variable: str) -> Path | None:
+    value = os.environ.get(variable, "")
+    return Path(value) if value else None
 
 
 # DesktopEnv's module has imported the function by name, so replacing it in `desktop_env.providers` has no effect.

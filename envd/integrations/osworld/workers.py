@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from yarl import URL
+
 import envd
 from envd.base.errors import GuestError, OsworldError
-from envd.integrations.osworld.relay import relayed
+from envd.base.streams import relayed
 
 _ROOT = str(Path(envd.__file__).parents[1])
 #: Our package is not part of that environment; only the worker program is imported from it.
@@ -23,6 +25,8 @@ _START_TIMEOUT_S = 120.0
 #: How late the worker may notice the end of a job's time, on a busy host.
 _GRACE_S = 10.0
 _MAX_OUTPUT_BYTES = 1 << 20
+#: Concurrent connections of a job to its guest; OSWorld uses a few.
+_MAX_CONNECTIONS = 32
 
 
 class WorkerFailed(GuestError):
@@ -46,7 +50,7 @@ class Job:
     """`set_up` or `evaluate`."""
     guest_url: str
     platform: str
-    """As OSWorld calls it: Linux or Windows."""
+    """OSWorld's name of it: Linux or Windows."""
     screen_px: tuple[int, int]
     time_s: float
     """Limit in seconds; then the job is killed."""
@@ -55,7 +59,7 @@ class Job:
     """Index of the first of `steps` in the task's setup."""
     evaluator: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, Path] = field(default_factory=dict)
-    """By the file names that OSWorld looks for before it downloads."""
+    """Files by the names that OSWorld looks for before it downloads."""
     password: str = field(default="", repr=False)
     on_step: Callable[[str], None] = field(default=lambda _: None, repr=False)
     """Called with the name of each setup step as it starts, such as `config[0] open`."""
@@ -148,7 +152,9 @@ class Workers:
             return parse_result(await _read_all(channel, data, job))
         listener = socket.socket(fileno=handles[0])
         listener.setblocking(False)
-        async with relayed(listener, job.guest_url):
+        url = URL(job.guest_url)
+        # The job reaches this service and nothing else.
+        async with relayed(listener, url.host or "", url.port or 0, limit=_MAX_CONNECTIONS):
             return parse_result(await _read_all(channel, data, job))
 
     def _line(self, job: Job) -> bytes:

@@ -8,9 +8,9 @@ from envd.base.errors import GuestError
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import LeafChecker
 from envd.tasks.checkers.inspector import GuestInspector
-from envd.tasks.cua_gym import CHECK_COMMANDS, ENVIRONMENT, RUN_CHECK, archive, judge_check
+from envd.tasks.cua_gym import CHECK_PARTS, ENVIRONMENT, RUN_CHECK, archive, judge_check
 from envd.tasks.fields import Timeout
-from envd.tasks.text import CheckOutcome, quote
+from envd.tasks.text import CheckOutcome
 
 _STAGE_TIMEOUT_S = 60.0
 
@@ -32,16 +32,15 @@ class CuaGymCheck(LeafChecker):
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
         """See `LeafChecker`."""
-        desktop = inspector.desktop
-        for argv, parts in CHECK_COMMANDS:
-            try:
-                content = await asyncio.to_thread(archive, Path(self.bundle), parts)
-            except (ValueError, OSError) as error:
-                raise GuestError(f"bundle {self.subject}: {error}") from error
-            staged = await desktop.run(argv, timeout_s=_STAGE_TIMEOUT_S, as_root=True, stdin=content)
-            if staged.exit_code:
-                raise GuestError(f"bundle {self.subject}: gt cannot be staged: {quote(staged.stderr)}")
-        result = await desktop.run(
-            RUN_CHECK, timeout_s=self.timeout_s, as_root=True, env={**ENVIRONMENT, "TASK_ID": self.subject}
+        try:
+            content = await asyncio.to_thread(archive, Path(self.bundle), CHECK_PARTS)
+        except (ValueError, OSError) as error:
+            raise GuestError(f"bundle {self.subject}: {error}") from error
+        result = await inspector.desktop.run(
+            RUN_CHECK,
+            timeout_s=self.timeout_s + _STAGE_TIMEOUT_S,
+            as_root=True,
+            env={**ENVIRONMENT, "TASK_ID": self.subject},
+            stdin=content,
         )
         return await inspector.judge(judge_check, result)

@@ -134,4 +134,4 @@ def not_a_file(found: FoundFile, path: str) -> CheckOutcome:
         case "large":
             return CheckOutcome(0.0, f"{path}: {found.size_bytes} bytes exceed the limit of {MAX_FILE_BYTES}")
         case _:
-            return CheckOutcome(0.0, f"{path}: is not a file")
+            return CheckOutcome(0.0, f"{path}: not a file")

@@ -33,7 +33,7 @@ class GradedText(FileCheck):
 
     kind: GradedKind
     text: str | None = None
-    """For `exact_match`: the expected text, apart from surrounding white space."""
+    """The expected text of `exact_match`, apart from surrounding white space."""
     encodings: Encodings = _WINDOWS_ENCODINGS
     """Tried in this order; unused if `literal`."""
     literal: bool = False
@@ -62,7 +62,7 @@ def judge_graded_text(found: FoundFile, checker: GradedText) -> CheckOutcome:
         return text
     text = text.strip()
     if not text:
-        return CheckOutcome(0.0, f"{checker.path}: is empty")
+        return CheckOutcome(0.0, f"{checker.path}: empty")
     grade = _GRADERS[checker.kind](text, checker)
     return CheckOutcome(grade.score, f"{grade.reason}: {quote(text)}")
 

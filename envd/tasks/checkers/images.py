@@ -19,7 +19,7 @@ MAX_PIXELS = 16_000_000
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "PPM")
 
 Pixels = NDArray[numpy.uint8]
-"""Of shape (height, width, 3)."""
+"""Array of shape (height, width, 3)."""
 
 
 class ImageLike(FileCheck):
@@ -39,7 +39,7 @@ class ImageLike(FileCheck):
         if (self.base64 is None) == (self.guest_path is None):
             raise ValueError("give either base64 or guest_path")
         if self.base64 is not None and isinstance(read_pixels(base64.b64decode(self.base64)), str):
-            raise ValueError("base64: is not a picture")
+            raise ValueError("base64: not a picture")
         return self
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:

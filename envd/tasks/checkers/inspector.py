@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cuaenv.actions import Done
 
 from envd.base.errors import GuestError
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 from envd.guest.powershell import Script, powershell
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.judging import Judge, judge_directly

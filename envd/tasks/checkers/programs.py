@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from envd.base.errors import GuestError
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 from envd.tasks.checkers.base import LeafChecker
 from envd.tasks.checkers.inspector import QUERY_TIMEOUT_S, GuestInspector
 from envd.tasks.fields import Argv, Timeout, WindowMatch

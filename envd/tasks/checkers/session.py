@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from envd.base.errors import GuestError
 from envd.guest.a11y import MAX_NAME_CHARS, MAX_VALUE_CHARS, is_cut
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 from envd.guest.observation import Element, Elements, Encoding, ObservationOptions
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import LeafChecker

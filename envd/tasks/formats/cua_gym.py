@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from envd.tasks.cua_gym import CHECK_COMMANDS, SETUP_COMMANDS, entries
+from envd.tasks.cua_gym import CHECK_PARTS, SETUP_COMMANDS, entries
 from envd.tasks.formats.entries import Found, NamedFields, Problem, Source, TaskFormatError, make_task
 from envd.tasks.formats.osworld import Fields, osworld_name
 
@@ -64,7 +64,7 @@ def _fields(bundle: Path) -> Fields:
         raise TaskFormatError(f"meta.json is not JSON: {error}") from None
     if not isinstance(meta, dict) or meta.get("driver", _DRIVER) != _DRIVER:
         raise TaskFormatError(f"meta.json is not an object with the driver {_DRIVER}")
-    for _, parts in (*SETUP_COMMANDS, *CHECK_COMMANDS):
+    for parts in (*(parts for _, parts in SETUP_COMMANDS), CHECK_PARTS):
         try:
             for _ in entries(bundle, parts):
                 pass

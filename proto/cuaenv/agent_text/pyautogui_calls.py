@@ -7,11 +7,13 @@ pointer. Arguments about speed are ignored.
 """
 
 import ast
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, cast
 
 from cuaenv.actions import (
+    MAX_ACTION_COUNT,
     Action,
     Click,
     Drag,
@@ -24,9 +26,6 @@ from cuaenv.actions import (
 )
 from cuaenv.agent_text import values
 from cuaenv.agent_text.values import ParseError
-
-#: Maximum actions of one `Step`.
-MAX_ACTION_COUNT = 64
 
 _ALIASES = {
     "type": "write",
@@ -73,6 +72,16 @@ BUTTON_CALLS: Mapping[str, tuple[str, int]] = {
 }
 _BUTTONS = {"left": "left", "primary": "left", "middle": "middle", "right": "right", "secondary": "right"}
 _MAX_PRESSES = 64
+#: Most characters outside of strings and comments: 64 calls have less than half of it. Python's parser holds the
+#: interpreter lock for up to 3 ms per 1,000 such characters.
+_MAX_CODE_CHARS = 8192
+#: Most characters in all: twice the longest text that can be typed.
+_MAX_CHARS = 131_072
+# A string without an end counts up to where Python's tokenizer fails, so that the search never starts again.
+_STRING_OR_COMMENT = re.compile(
+    r"""#[^\n]*|(\'\'\'|\"\"\")(?:[^\\]|\\.)*?(?:\1|\Z)|(['"])(?:\\.|(?!\2)[^\\\n])*(?:\2|$|\\?\Z)""",
+    re.DOTALL | re.MULTILINE,
+)
 #: A screenshot follows every action anyway, so an explicit one is a minimal wait.
 _LOOK_S = 0.1
 
@@ -91,6 +100,11 @@ def parse_calls(source: str, *, pointer: tuple[int, int] | None, max_calls: int 
     Raises:
         ParseError: The source has something else than calls with literal arguments.
     """
+    if len(source) > _MAX_CHARS:
+        raise ParseError(f"the code has {len(source)} characters; give at most {_MAX_CHARS}")
+    code_chars = len(_STRING_OR_COMMENT.sub("", source))
+    if code_chars > _MAX_CODE_CHARS:
+        raise ParseError(f"the code has {code_chars} characters outside of strings; give at most {_MAX_CODE_CHARS}")
     try:
         with warnings.catch_warnings():
             # Suppress the parser's warnings of invalid escapes such as '\d'.

@@ -8,13 +8,16 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-from cuaenv.actions import PressKeys, TypeText, Wait
-
-MAX_WHEEL_CLICKS = 100
-MAX_WAIT_S = 60.0
-MAX_CHORD_KEY_COUNT = 8
-MAX_KEY_NAME_CHARS = 32
-MAX_TEXT_BYTES = 65_536
+from cuaenv.actions import (
+    MAX_CHORD_KEY_COUNT,
+    MAX_KEY_NAME_CHARS,
+    MAX_PAUSE_S,
+    MAX_TEXT_BYTES,
+    MAX_WHEEL_CLICKS,
+    PressKeys,
+    TypeText,
+    Wait,
+)
 
 
 class ParseError(Exception):
@@ -49,7 +52,7 @@ def wheel_clicks(value: object, name: str) -> int:
     return max(-MAX_WHEEL_CLICKS, min(MAX_WHEEL_CLICKS, clicks))
 
 
-def wait_action(value: object, name: str, *, most_s: float = MAX_WAIT_S) -> Wait:
+def wait_action(value: object, name: str, *, most_s: float = MAX_PAUSE_S) -> Wait:
     """Return a wait, clamped."""
     seconds = number(value, name)
     if seconds <= 0:

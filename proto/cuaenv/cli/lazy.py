@@ -17,7 +17,7 @@ class LazyCommand(TyperCommand):
 
         Args:
             name: Its name on the command line.
-            target: `MODULE:ATTRIBUTE` of a function or of a `typer.Typer`.
+            target: `MODULE:ATTRIBUTE` of a function, which may have `context_settings`, or of a `typer.Typer`.
             summary: The first paragraph of its help, which is all that a list of commands shows.
         """
         super().__init__(name, help=summary)
@@ -35,7 +35,7 @@ class LazyCommand(TyperCommand):
         if isinstance(found, typer.Typer):
             return get_group(found)
         alone = typer.Typer(add_completion=False)
-        alone.command(self.name)(found)
+        alone.command(self.name, context_settings=getattr(found, "context_settings", None))(found)
         return get_command(alone)
 
 

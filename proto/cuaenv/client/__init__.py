@@ -12,7 +12,8 @@ with EnvClient("127.0.0.1:50051") as client, client.reset("desktop/note-hello") 
 ```
 
 `AsyncEnvClient` is the same with `async with` and `await`, for many episodes at once. `reset_group` opens a group of
-episodes in one state, and `fork` branches an episode in its current state. Both clients accept several hosts and open
+episodes in one state, and `fork` branches an episode in its current state. `forward` opens a local port that leads to a
+port of an episode's guest, such as a browser's DevTools. Both clients accept several hosts and open
 episodes on those with free machines; `shared_client` returns one client for all event loops of a process. See
 docs/client.md.
 
@@ -52,23 +53,8 @@ EnvError
 ```
 """
 
-from cuaenv.actions import (
-    Action,
-    Button,
-    Click,
-    Done,
-    Drag,
-    Fail,
-    KeyDown,
-    KeyUp,
-    MouseDown,
-    MouseUp,
-    Move,
-    PressKeys,
-    Scroll,
-    TypeText,
-    Wait,
-)
+from cuaenv import actions
+from cuaenv.actions import *  # noqa: F403
 from cuaenv.client.async_client import AsyncEnvClient
 from cuaenv.client.credentials import Tls
 from cuaenv.client.episode import AsyncEpisode
@@ -104,9 +90,11 @@ from cuaenv.client.errors import (
     Unauthenticated,
     Unavailable,
 )
+from cuaenv.client.forwarding import PortForward
 from cuaenv.client.host import HostState, HostStatistics
 from cuaenv.client.host_pool import ClientStatistics
 from cuaenv.client.observation import Element, Observation
+from cuaenv.client.placement import RetryPolicy
 from cuaenv.client.results import (
     Check,
     CommandResult,
@@ -120,27 +108,21 @@ from cuaenv.client.results import (
     StepResult,
     Task,
 )
-from cuaenv.client.retry import RetryPolicy
 from cuaenv.client.shared import ClientSettings, close_shared_clients, shared_client
 from cuaenv.client.sync_client import EnvClient, Episode
 from cuaenv.client.view import Settle, View
 
 __all__ = [
     "AccessDenied",
-    "Action",
     "AsyncEnvClient",
     "AsyncEpisode",
     "BadRequest",
-    "Button",
     "Check",
-    "Click",
     "ClientClosed",
     "ClientSettings",
     "ClientStatistics",
     "CommandResult",
     "DeadlineExceeded",
-    "Done",
-    "Drag",
     "Draining",
     "Element",
     "EnvClient",
@@ -151,20 +133,14 @@ __all__ = [
     "EpisodeNotFound",
     "Evaluation",
     "EvaluatorFailed",
-    "Fail",
     "GroupTooLarge",
     "GuestFailed",
     "GuestRefused",
     "GuestUnresponsive",
     "HostState",
     "HostStatistics",
-    "KeyDown",
-    "KeyUp",
     "MachineLost",
     "MessageTooLarge",
-    "MouseDown",
-    "MouseUp",
-    "Move",
     "NotForkable",
     "NotFound",
     "NotSupported",
@@ -174,14 +150,13 @@ __all__ = [
     "PoolExhausted",
     "PoolFailing",
     "PoolNotFound",
-    "PressKeys",
+    "PortForward",
     "QueuedGroup",
     "RateLimited",
     "RetryPolicy",
     "SampleVoid",
     "ScopeTooSmall",
     "ScreenChange",
-    "Scroll",
     "ServiceFault",
     "Settle",
     "SetupFailed",
@@ -191,11 +166,10 @@ __all__ = [
     "Task",
     "TaskNotFound",
     "Tls",
-    "TypeText",
     "Unauthenticated",
     "Unavailable",
     "View",
-    "Wait",
     "close_shared_clients",
     "shared_client",
 ]
+__all__ += actions.__all__

@@ -11,16 +11,16 @@ from typing import Any, Final, Self, Unpack
 
 from cuaenv.client.credentials import Access, Tls
 from cuaenv.client.episode import AsyncEpisode
+from cuaenv.client.forwarding import PortForward, forwarded
 from cuaenv.client.host import Host
 from cuaenv.client.host_pool import ClientStatistics, HostPool
 from cuaenv.client.limiter import EpisodeLimiter
 from cuaenv.client.observation import Observation
-from cuaenv.client.options import ResetOptions, StepOptions
 from cuaenv.client.place import OpenRequest, Place
+from cuaenv.client.placement import RetryPolicy
 from cuaenv.client.results import EpisodeInfo, Pool, Task, read_episode, read_pool
-from cuaenv.client.retry import RetryPolicy
 from cuaenv.client.targets import is_ray, parse_targets
-from cuaenv.client.view import Settle, View, wire_settle, wire_view
+from cuaenv.client.view import ResetOptions, Settle, StepOptions, View, wire_settle, wire_view
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id, wire_duration
 
@@ -351,6 +351,20 @@ class AsyncEnvClient:
         request = env_pb2.CloseRequest(episode_id=episode.episode_id)
         host = await self._host_pool.host(episode.host, timeout=timeout)
         await host.connection.call("Close", request, timeout)
+
+    @asynccontextmanager
+    async def forward(
+        self, episode: EpisodeInfo, port: int, *, local_port: int = 0, timeout: timedelta = timedelta(seconds=30)
+    ) -> AsyncIterator[PortForward]:
+        """Forward a local port to a port of a listed episode's guest during the block; see `AsyncEpisode.forward`.
+
+        Raises:
+            EnvError: The episode's host cannot be reached within `timeout`.
+            ValueError, OSError: See `AsyncEpisode.forward`.
+        """
+        host = await self._host_pool.host(episode.host, timeout=timeout)
+        async with forwarded(host.connection, episode.episode_id, port, local_port=local_port) as forward:
+            yield forward
 
 
 @asynccontextmanager

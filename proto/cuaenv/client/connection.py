@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 from cuaenv.client.credentials import Access
 from cuaenv.client.errors import ClientClosed, DeadlineExceeded, EnvError, error_of
-from cuaenv.client.retry import RetryPolicy, retry_pause_s
+from cuaenv.client.placement import RetryPolicy, retry_pause_s
 from cuaenv.client.targets import Address
 from cuaenv.client.tracing import trace_headers
 from cuaenv.v1 import env_pb2_grpc

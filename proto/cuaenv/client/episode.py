@@ -1,19 +1,21 @@
 """An open episode, on the host that it was opened on."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import grpc
-from cuaenv.actions import Action, to_proto
+from cuaenv.action_codec import to_proto
+from cuaenv.actions import Action
 from cuaenv.client.errors import error_of
+from cuaenv.client.forwarding import PortForward, forwarded
 from cuaenv.client.leases import Lease
 from cuaenv.client.observation import Observation, read_frame
-from cuaenv.client.options import StepOptions
 from cuaenv.client.place import Place
 from cuaenv.client.results import STATES, Check, CommandResult, Evaluation, Origin, StepResult, read_screen_change
-from cuaenv.client.view import Settle, View, wire_settle, wire_view
+from cuaenv.client.view import Settle, StepOptions, View, wire_settle, wire_view
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id, wire_duration
 
@@ -50,6 +52,7 @@ class AsyncEpisode:
         )
         """Origin of its first state."""
         self.task_id = info.task_id
+        self.pool = info.pool
         self.max_steps = info.max_steps
         self.instruction = instruction
         """The task's instruction for the agent."""
@@ -214,6 +217,22 @@ class AsyncEpisode:
         # The guest's timeout counts from the start of the command, so the response may come a little later.
         response = await self._call("RunGuestCommand", request, timeout + timedelta(seconds=10), retry=False)
         return CommandResult(exit_code=response.exit_code, stdout=response.stdout, stderr=response.stderr)
+
+    def forward(self, port: int, *, local_port: int = 0) -> AbstractAsyncContextManager[PortForward]:
+        """Listen on 127.0.0.1 during a block; each connection leads to a TCP port of the guest's 127.0.0.1.
+
+        The guest runs while a connection is open. The guest's program may start later: a connection that it refuses is
+        reset here, and the log has the reason.
+
+        Args:
+            port: The guest's.
+            local_port: This host's; 0 for a free one, which is `PortForward.local_port`.
+
+        Raises:
+            ValueError: One of them is not a port.
+            OSError: The local port is in use.
+        """
+        return forwarded(self.host.connection, self.episode_id, port, local_port=local_port)
 
     async def _call(self, method: str, request: Any, timeout: timedelta, *, retry: bool = True) -> Any:
         return await self.host.connection.call(method, request, timeout, retry=retry)

@@ -18,8 +18,7 @@ from cuaenv.client.errors import DeadlineExceeded, EnvError, Unavailable
 from cuaenv.client.host import Host, HostStatistics
 from cuaenv.client.limiter import EpisodeLimiter
 from cuaenv.client.place import HostTable, OpenRequest, Place, Placement
-from cuaenv.client.placement import NextAttempt, next_attempt
-from cuaenv.client.retry import RetryPolicy, retry_pause_s
+from cuaenv.client.placement import NextAttempt, RetryPolicy, next_attempt, retry_pause_s
 from cuaenv.client.targets import is_ray
 
 logger = logging.getLogger(__name__)
@@ -146,7 +145,7 @@ class HostPool:
         for host in await self._placement.hosts(asyncio.get_running_loop().time() + timeout.total_seconds()):
             if host.target == target:
                 return host
-        raise Unavailable(f"host {target}: is not among this client's hosts that are up", host=target)
+        raise Unavailable(f"host {target}: not among this client's hosts that are up", host=target)
 
     async def call_all(self, call: Callable[[Host], Awaitable[Result]], *, timeout: timedelta) -> list[Result]:
         """Return the results of all hosts, without those that fail unless all do. Raises: EnvError."""

@@ -15,8 +15,7 @@ from typing import Any, Final, Literal
 from cuaenv.client.connection import Connection
 from cuaenv.client.errors import DeadlineExceeded, EnvError
 from cuaenv.client.leases import LeaseKeeper
-from cuaenv.client.placement import NextAttempt, next_attempt
-from cuaenv.client.retry import retry_pause_s
+from cuaenv.client.placement import NextAttempt, next_attempt, retry_pause_s
 from cuaenv.v1 import env_pb2
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from cuaenv.client.credentials import Access
 from cuaenv.client.errors import Draining, EnvError, PoolExhausted, RateLimited, SampleVoid
 from cuaenv.client.host import Host
 from cuaenv.client.opening import OpeningRequest
-from cuaenv.client.placement import NextAttempt, next_attempt
-from cuaenv.client.retry import RetryPolicy
+from cuaenv.client.placement import NextAttempt, RetryPolicy, next_attempt
 from cuaenv.client.targets import Address
 
 

@@ -7,11 +7,11 @@ reservation without a machine behind it only waits in that daemon's queue.
 import asyncio
 import logging
 import random
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Final
+from typing import Any, Final, Self, TypeVar
 
 from cuaenv.client.errors import BadRequest, EnvError, GroupTooLarge, PoolExhausted, PoolNotFound, Unavailable
 from cuaenv.client.gathering import SlotGatherer
@@ -23,6 +23,8 @@ from cuaenv.client.targets import Address
 from cuaenv.v1 import env_pb2
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: How long reservations on unusable hosts are held, so that Ray offers other ones; then they are tried again.
 _HOLD_S: Final = 5.0
@@ -84,7 +86,8 @@ class RayPlacement:
         if self._freeing is not None:
             self._freeing.cancel()
         for key in self._slots.nodes():
-            self._free_all(self._slots.drop(key))
+            for reservation in self._slots.drop(key):
+                self._cluster.free(reservation)
         await self._cluster.aclose()
 
     # Reserving
@@ -95,31 +98,24 @@ class RayPlacement:
         Ray does not know which hosts can. Reservations on others are held for a while, so that the next one is
         elsewhere.
         """
-        rejected: list[Reservation] = []
-        reserving: asyncio.Task[Reservation] | None = None
-        gathering: asyncio.Task[None] | None = None
-        try:
+        if (place := await self._reuse(opening, pool, reasons)) is not None:
+            return place
+        async with (
+            _Reservations(self._cluster, pool, opening.machine_count) as reservations,
+            _running(self._gatherer.run(opening, pool), name=f"gather:{pool}"),
+        ):
             while True:
                 changed = self._table.changed
                 if (place := await self._reuse(opening, pool, reasons)) is not None:
                     return place
-                reserving = reserving or asyncio.create_task(
-                    self._cluster.reserve(pool, opening.machine_count), name=f"reserve:{pool}"
-                )
-                gathering = gathering or asyncio.create_task(self._gatherer.run(opening, pool), name=f"gather:{pool}")
-                await _wait_for_any(reserving, changed, timeout_s=_HOLD_S if rejected else None)
-                if len(rejected) >= _MAX_HELD or (rejected and not reserving.done() and not changed.is_set()):
-                    self._free_all(rejected)
-                if not reserving.done():
+                reservation = await reservations.next(changed)
+                if reservation is None:
                     continue
-                reservation, reserving = reserving.result(), None
-                rejected.append(reservation)  # unless its host turns out to be usable
                 host, reason = await self._usable_host(opening, reservation.node_id)
                 if host is not None:
-                    rejected.remove(reservation)
-                    return self._hold(opening, pool, reservation, host)
+                    return self._hold(opening, pool, reservations.take(reservation), host)
                 if reason == _GATHERED:
-                    self._cluster.free(rejected.pop())
+                    self._cluster.free(reservations.take(reservation))
                     with suppress(TimeoutError):
                         async with asyncio.timeout(_POLL_S):
                             await changed.wait()
@@ -129,18 +125,8 @@ class RayPlacement:
                     raise list(opening.excluded.values())[-1]
                 if len(reasons) >= len(await self._cluster.capacities()):
                     await asyncio.sleep(_POLL_S)  # every host was refused
-                    self._free_all(rejected)
+                    reservations.free_all()
                     reasons.clear()
-        finally:
-            self._free_all(rejected)
-            if gathering is not None:
-                gathering.cancel()
-                await asyncio.wait({gathering})
-            if reserving is not None:
-                reserving.cancel()
-                await asyncio.wait({reserving})
-                if not reserving.cancelled() and reserving.exception() is None:
-                    self._cluster.free(reserving.result())
 
     async def _reuse(self, opening: OpenRequest, pool: str, reasons: Mapping[str, str]) -> Place | None:
         """Use held slots of a host that can open the episodes; None if there are none."""
@@ -209,10 +195,6 @@ class RayPlacement:
         able = sum(pools.get(pool, 0) >= opening.machine_count for pools in capacities.values())
         return len(opening.excluded) >= able
 
-    def _free_all(self, held: list[Reservation]) -> None:
-        while held:
-            self._cluster.free(held.pop())
-
     def _host(self, report: HostReport) -> Host:
         return self._table.host(Address(report.endpoint, ca=report.ca))
 
@@ -279,14 +261,67 @@ class RayPlacement:
         return [report for report in reports if isinstance(report, HostReport)]
 
 
-async def _wait_for_any(task: asyncio.Task[Reservation], event: asyncio.Event, *, timeout_s: float | None) -> None:
-    """Return when the task is done, the event is set, or the time is over; the task continues."""
-    waiting = asyncio.create_task(event.wait())
+class _Reservations:
+    """The reservations of one opening: one that is awaited, and others that are held but not used.
+
+    Leaving the context frees all that were not taken.
+    """
+
+    def __init__(self, cluster: Cluster, pool: str, count: int) -> None:
+        self._cluster = cluster
+        self._pool = pool
+        self._count = count
+        self._held: list[Reservation] = []
+        self._reserving: asyncio.Task[Reservation] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.free_all()
+        if self._reserving is not None:
+            self._reserving.cancel()
+            await asyncio.wait({self._reserving})
+            if not self._reserving.cancelled() and self._reserving.exception() is None:
+                self._cluster.free(self._reserving.result())
+
+    async def next(self, changed: asyncio.Event) -> Reservation | None:
+        """Hold and return the next reservation; None after a change, or when the held ones were freed."""
+        if self._reserving is None:
+            reserve = self._cluster.reserve(self._pool, self._count)
+            self._reserving = asyncio.create_task(reserve, name=f"reserve:{self._pool}")
+        async with _running(changed.wait(), name="wait-for-change") as change:
+            both = {self._reserving, change}
+            timeout_s = _HOLD_S if self._held else None
+            done, _ = await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done or len(self._held) >= _MAX_HELD:
+            self.free_all()
+        if not self._reserving.done():
+            return None
+        reservation, self._reserving = self._reserving.result(), None
+        self._held.append(reservation)
+        return reservation
+
+    def take(self, reservation: Reservation) -> Reservation:
+        """Return a held reservation, which the caller frees."""
+        self._held.remove(reservation)
+        return reservation
+
+    def free_all(self) -> None:
+        """Free all that are held."""
+        while self._held:
+            self._cluster.free(self._held.pop())
+
+
+@asynccontextmanager
+async def _running(work: Coroutine[Any, Any, T], *, name: str) -> AsyncIterator[asyncio.Task[T]]:
+    """Run a task during the block, and cancel it at the end."""
+    task = asyncio.create_task(work, name=name)
     try:
-        await asyncio.wait({task, waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        yield task
     finally:
-        waiting.cancel()
-        await asyncio.wait({waiting})
+        task.cancel()
+        await asyncio.wait({task})
 
 
 def _no_room(opening: OpenRequest, reasons: Mapping[str, str]) -> EnvError:

@@ -161,6 +161,8 @@ class Pool:
     starting_count: int = 0
     memory_bytes: int = 0
     """Private dirty memory of its machines, when last measured."""
+    always_running: bool = False
+    """Guests keep running between calls."""
     queue: tuple["QueuedGroup", ...] = ()
     """Groups that wait, in the order of their turns; empty unless requested."""
 
@@ -185,7 +187,7 @@ class EpisodeInfo:
     max_steps: int
     create_time: datetime
     expire_time: datetime
-    """When its lease expires, by its host's clock."""
+    """End of its lease, by its host's clock."""
     host: str
     """Its host."""
 
@@ -241,6 +243,7 @@ def read_pool(message: env_pb2.Pool, host: str) -> Pool:
         host=host,
         starting_count=message.starting_count,
         memory_bytes=message.memory_bytes,
+        always_running=message.always_running,
         queue=tuple(
             QueuedGroup(
                 run=group.run,

@@ -12,7 +12,7 @@ from typing import Final
 
 from cuaenv.client.async_client import AsyncEnvClient
 from cuaenv.client.credentials import Tls
-from cuaenv.client.retry import RetryPolicy
+from cuaenv.client.placement import RetryPolicy
 
 _CLOSE_TIMEOUT: Final = timedelta(seconds=20)
 
@@ -34,7 +34,7 @@ class ClientSettings:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     keep_alive_interval: timedelta | None = None
     token: str | None = field(default=None, repr=False)
-    """By default the variable `ENVD_TOKEN`."""
+    """Token of the caller; by default the variable `ENVD_TOKEN`."""
     tls: Tls | None = None
 
 

@@ -45,7 +45,7 @@ class _Node(Generic[Handle]):
     """Slots of the reservations that may be reused."""
     used_count: int = 0
     given_s: float = 0.0
-    """When slots were last given back."""
+    """Last time at which slots were given back."""
 
     @property
     def unused_count(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, TypedDict
 
 from cuaenv.client.observation import Observation
 from cuaenv.v1 import env_pb2
@@ -32,7 +32,7 @@ class View:
     """Encoding of the pixels. `raw` is lossless and the fastest: only changes since the last observation are sent.
     `jpeg` and `webp` are lossy."""
     quality: int = 85
-    """For JPEG and WebP, 1 to 100."""
+    """Quality of JPEG and WebP, 1 to 100."""
     region: tuple[int, int, int, int] | None = None
     """Crop to (x, y, width, height), in pixels of the screen."""
     max_width_px: int = 0
@@ -57,9 +57,9 @@ class View:
     cursor: Literal["drawn", "hidden", "reported"] = "drawn"
     """`reported`: not drawn; its position is in `Observation.cursor`."""
     screen_change: bool = False
-    """For steps: include the changes on the screen, as `StepResult.screen_change`."""
+    """Whether steps return the changes on the screen, as `StepResult.screen_change`."""
     grey_difference: bool = False
-    """For steps: also include the mean difference in grey; takes about 10 ms."""
+    """Whether steps also return the mean difference in grey; takes about 10 ms."""
 
 
 _ENCODINGS: Mapping[str, "env_pb2.Encoding.ValueType"] = {
@@ -112,3 +112,27 @@ def wire_view(view: View, *, known: Observation | None = None, of_step: bool = F
         include_grey_difference=view.grey_difference and of_step,
         known_image_id=known.image_id if known is not None and known.tiles is not None else "",
     )
+
+
+class StepOptions(TypedDict, total=False):
+    coordinate_space: tuple[int, int] | None
+    settle: Settle | None
+    view: View | None
+    timeout: timedelta
+
+
+class ResetOptions(TypedDict, total=False):
+    branches: int
+    pool: str
+    max_steps: int
+    lease_ttl: timedelta
+    settle: Settle | None
+    view: View
+    coordinate_space: tuple[int, int] | None
+    timeout: timedelta
+
+
+class ForkOptions(TypedDict, total=False):
+    lease_ttl: timedelta
+    view: View | None
+    timeout: timedelta

@@ -14,10 +14,10 @@ from tinker_cookbook.rl.rollouts import do_group_rollout
 from transformers import AutoProcessor, AutoTokenizer
 
 from tests.support.desktops import DrawnDesktops
-from tests.support.tiny_model import write_checkpoint
 from trainer.adapters.session import SessionSettings, SessionVoid
 from trainer.adapters.tinker import DesktopGroupBuilder
 from trainer.agent.loop import run_episode
+from trainer.learn.checkpoint import write_checkpoint
 
 # Warnings of the frameworks are not ours.
 pytestmark = pytest.mark.filterwarnings("default")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuaenv.action_codec import BadAction
 from cuaenv.client import EpisodeEnded, TaskNotFound, Unauthenticated, View
 from datasets import Dataset
 from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
@@ -20,10 +21,9 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_vl_chat_template
 
 from tests.support.desktops import DrawnDesktops
-from tests.support.tiny_model import write_checkpoint
-from trainer.adapters.actions import BadAction
 from trainer.adapters.session import SessionSettings, SessionVoid
 from trainer.adapters.trl import DesktopEnvironment
+from trainer.learn.checkpoint import write_checkpoint
 
 # Warnings of the frameworks are not ours.
 pytestmark = pytest.mark.filterwarnings("default")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_model import write_checkpoint
+from trainer.learn.checkpoint import write_checkpoint
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -1,6 +1,5 @@
 """A whole training step of verl's own trainer, on drawn desktops and a CPU; `cpu_plugin` stands for the accelerator."""
 
-import asyncio
 import json
 import os
 import sys
@@ -12,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.support.desktops import DrawnDesktops
+from tests.support.program import run_program
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -79,23 +79,15 @@ async def test_a_training_step_rolls_out_a_group_scores_it_and_updates_the_weigh
         # Of verl's workers too.
         "PYTHONPATH": os.pathsep.join(map(str, [HERE, ROOT, ROOT / "proto"])),
     }
-    process = await asyncio.create_subprocess_exec(
+    done = await run_program(
         sys.executable,
         "-m",
         "verl.trainer.main_ppo",
         *(f"{name}={value}" for name, value in overrides.items()),
         cwd=tmp_path,
         env={**os.environ, **plugin},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
     )
-    try:
-        output, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, output.decode()[-5000:]
+    assert done.status == 0, (done.out + done.err)[-5000:]
     step = json.loads(metrics.read_text().splitlines()[0])["data"]
     # One member of the group clicked, the other did nothing.
     assert (step["critic/score/min"], step["critic/score/mean"], step["critic/score/max"]) == (0.0, 0.5, 1.0)

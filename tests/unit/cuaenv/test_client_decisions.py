@@ -2,31 +2,22 @@
 
 import io
 import pickle
-import re
 from datetime import UTC, datetime, timedelta
-from typing import get_args
 
 import pytest
-from cuaenv import client
-from cuaenv.actions import to_proto
 from cuaenv.client import (
     BadRequest,
-    Click,
     DeadlineExceeded,
-    Drag,
     EnvError,
     MachineLost,
     MessageTooLarge,
     Observation,
     PoolExhausted,
-    PressKeys,
     RetryPolicy,
     SampleVoid,
     Unavailable,
-    Wait,
 )
-from cuaenv.client.retry import retry_pause_s
-from cuaenv.v1 import env_pb2
+from cuaenv.client.placement import retry_pause_s
 from PIL import Image
 
 POLICY = RetryPolicy(first_pause=timedelta(seconds=1), max_pause=timedelta(seconds=5))
@@ -63,49 +54,6 @@ def test_an_error_can_be_pickled() -> None:
     assert type(revived) is MachineLost
     assert isinstance(revived, SampleVoid)
     assert (str(revived), revived.__dict__) == (str(error), error.__dict__)
-
-
-def test_the_action_union_covers_the_proto_oneof() -> None:
-    names = {re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower() for kind in get_args(client.Action)}
-    assert names == {field.name for field in env_pb2.Action.DESCRIPTOR.oneofs_by_name["kind"].fields}
-
-
-def test_every_action_has_its_own_kind_in_the_proto() -> None:
-    actions: list[client.Action] = [
-        client.Move(1, 2),
-        client.Click(1, 2),
-        client.Drag(3, 4, start_x=1, start_y=2),
-        client.MouseDown(),
-        client.MouseUp(),
-        client.Scroll(dy=1),
-        client.TypeText("x"),
-        client.PressKeys(["ctrl", "s"]),
-        client.KeyDown("a"),
-        client.KeyUp("a"),
-        client.Wait(timedelta(seconds=1)),
-        client.Done(),
-        client.Fail(),
-    ]
-    kinds = [to_proto(action).WhichOneof("kind") for action in actions]
-    assert kinds == [field.name for field in env_pb2.Action.DESCRIPTOR.oneofs_by_name["kind"].fields]
-
-
-def test_an_actions_fields_are_carried_over() -> None:
-    click = to_proto(Click(0, 799, button="right", count=2, modifiers=("ctrl",))).click
-    assert (click.at.x, click.at.y, click.button, click.count) == (0, 799, env_pb2.BUTTON_RIGHT, 2)
-    assert list(click.modifiers) == ["ctrl"]
-    drag = to_proto(Drag(3, 4)).drag
-    assert (drag.end.x, drag.end.y, drag.HasField("start")) == (3, 4, False)
-    assert not to_proto(Click()).click.HasField("at")
-    hold = to_proto(PressKeys(["a"], hold=timedelta(milliseconds=250))).press_keys.hold
-    assert hold.ToTimedelta() == timedelta(milliseconds=250)
-    wait = to_proto(Wait(timedelta(seconds=1.5))).wait.duration
-    assert wait.ToTimedelta() == timedelta(seconds=1.5)
-
-
-def test_half_a_position_is_rejected() -> None:
-    with pytest.raises(ValueError, match="give both coordinates"):
-        to_proto(Click(x=1))
 
 
 def observation(encoding: str | None) -> Observation:

@@ -71,13 +71,13 @@ async def test_without_a_limit_everything_is_admitted() -> None:
 
 
 async def test_a_group_over_the_limit_is_rejected_at_once() -> None:
-    with pytest.raises(ValueError, match="a group of 3 never fits max_episodes=2"):
+    with pytest.raises(ValueError, match=r"of 3 .*max_episodes=2"):
         async with EpisodeLimiter(2).acquired(3):
             pass
 
 
 def test_a_limit_below_one_is_rejected() -> None:
-    with pytest.raises(ValueError, match="max_episodes 0 is below 1"):
+    with pytest.raises(ValueError, match="max_episodes 0"):
         EpisodeLimiter(0)
 
 

@@ -51,7 +51,7 @@ def test_a_token_may_be_sent_within_the_host(target: str) -> None:
 @pytest.mark.parametrize("target", REMOTE)
 def test_a_token_never_leaves_the_host_in_clear_text(target: str) -> None:
     assert not is_local(target)
-    with pytest.raises(ValueError, match="would get the token in clear text; give tls=") as caught:
+    with pytest.raises(ValueError, match="clear text") as caught:
         AsyncEnvClient(target, token=SECRET)
     assert SECRET not in str(caught.value)
     AsyncEnvClient(target, token=SECRET, tls=Tls(ca=Path("ca.pem")))
@@ -75,7 +75,7 @@ def test_the_token_comes_from_the_environment_if_none_is_given(monkeypatch: pyte
 
 @pytest.mark.parametrize("token", ["two words", "line\nfeed", "tökén", "nul\0"])
 def test_a_malformed_token_is_rejected_and_not_shown(token: str) -> None:
-    with pytest.raises(ValueError, match="the token is malformed") as caught:
+    with pytest.raises(ValueError, match="malformed") as caught:
         AsyncEnvClient("127.0.0.1:1", token=token)
     assert token not in str(caught.value)
 

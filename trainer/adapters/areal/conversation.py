@@ -27,7 +27,7 @@ class Request:
     """PNGs in base64, in order of appearance."""
     max_new_tokens: int
     max_tokens: int
-    """Of the row, including this reply."""
+    """Limit of the row, including this reply."""
 
 
 Engine = Callable[[Request], Awaitable[Any]]
@@ -44,7 +44,7 @@ class TurnRow:
     versions: tuple[int, ...]
     """Version of the weights that sampled each output id."""
     images: "tuple[Image.Image, ...]"
-    """In order of appearance."""
+    """Images in order of appearance."""
 
 
 class ArealConversation(SglangConversation):

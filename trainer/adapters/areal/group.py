@@ -6,16 +6,27 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.adapters.areal.config import ArealConfig
+from pydantic import Field
+
 from trainer.adapters.areal.conversation import ArealConversation, Engine
 from trainer.adapters.areal.rows import Rewarded, discounted
-from trainer.agent.attempts import Environments, run_group
+from trainer.agent.attempts import GroupEnvironments, run_group
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.pacing import pacer_of_loop
+from trainer.agent.training import TrainingConfig
 from trainer.config import ConfigError
 from trainer.tokens.chat import Chat
 
 logger = logging.getLogger(__name__)
+
+
+class ArealConfig(TrainingConfig):
+    """How AReaL's rollout uses our desktops."""
+
+    group_size: int = Field(default=2, ge=1)
+    """Episodes per task, on forks of one state. AReaL's own `n_samples` stays 1."""
+    turn_discount: float = Field(default=0.9, ge=0, le=1)
+    """A turn's return as a share of the next turn's: 1 gives each turn the full reward, 0 only the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,21 +36,24 @@ class GroupResult:
     rows: Sequence[Rewarded]
     """One per turn; empty if all episodes are void."""
     metrics: Mapping[str, Sequence[float]]
-    """By name, one value per episode that has it."""
+    """Metrics by name, one value per episode that has it."""
 
 
 class _Paced:
     """Environments whose resets are spaced while they fail: AReaL replaces each rejected group at once, without end."""
 
-    def __init__(self, environments: Environments) -> None:
+    def __init__(self, environments: GroupEnvironments) -> None:
         self._environments = environments
+
+    def reset(self, task: str, **options: Any) -> AbstractAsyncContextManager[AgentEpisode]:
+        return pacer_of_loop().open(task, lambda: self._environments.reset(task, **options))
 
     def reset_group(self, task: str, **options: Any) -> AbstractAsyncContextManager[Sequence[AgentEpisode]]:
         return pacer_of_loop().open(task, lambda: self._environments.reset_group(task, **options))
 
 
 async def run_task_group(
-    environments: Environments, data: Mapping[str, Any], engine: Engine, *, chat: Chat, config: ArealConfig
+    environments: GroupEnvironments, data: Mapping[str, Any], engine: Engine, *, chat: Chat, config: ArealConfig
 ) -> GroupResult:
     """Run the task of a data set row as a group.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from areal.api.cli_args import GRPOConfig, load_expr_config
 
-from trainer.adapters.areal.config import ArealConfig
+from trainer.adapters.areal.group import ArealConfig
 from trainer.config import ConfigError
 
 
@@ -26,7 +26,7 @@ class DesktopConfig(GRPOConfig):  # type: ignore[misc] # AReaL is not installed 
     """AReaL's configuration with our key."""
 
     envd: dict[str, Any] = field(default_factory=dict)
-    """See `ArealConfig`."""
+    """Settings of `ArealConfig`."""
 
 
 def read_rows(path: Path, *, task_key: str) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from cuaenv.agent_text.pyautogui_calls import MAX_ACTION_COUNT
+from cuaenv.actions import MAX_ACTION_COUNT
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action, Done, Fail, KeyDown, KeyUp, PressKeys, TypeText
 
@@ -36,7 +36,7 @@ class Parsed:
     """A parsed reply."""
 
     intents: tuple[Intent, ...] = ()
-    """In order; empty if the reply could not be parsed."""
+    """Intents in order; empty if the reply could not be parsed."""
     error: str = ""
     """Why the reply could not be parsed, written for the agent; empty otherwise."""
     fallback: str | None = None

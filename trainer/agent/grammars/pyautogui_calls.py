@@ -1,7 +1,8 @@
 """Parse pyautogui calls to intents, and render actions as such calls. Nothing is ever executed. Pure."""
 
+from cuaenv.actions import MAX_ACTION_COUNT
 from cuaenv.agent_text import pyautogui_calls
-from cuaenv.agent_text.pyautogui_calls import BUTTON_CALLS, MAX_ACTION_COUNT
+from cuaenv.agent_text.pyautogui_calls import BUTTON_CALLS
 from cuaenv.client import (
     Action,
     Click,

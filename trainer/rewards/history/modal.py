@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from trainer.config import STRICT
-from trainer.rewards.breakdown import Breakdown
-from trainer.rewards.facts import EpisodeFacts
+from trainer.rewards.facts import Breakdown, EpisodeFacts
 
 _VERBS = frozenset({"sendkey", "type", "typeline", "wait"})
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)

@@ -47,7 +47,7 @@ class Widget(BaseModel):
     locked: bool = False
     """Whether a field ignores clicks."""
     options: tuple[_Name, ...] = ()
-    """Of a menu."""
+    """Options of a menu."""
     fill: Colour | None = None
     """A button in this colour without a text; None for its name."""
 

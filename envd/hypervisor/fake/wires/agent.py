@@ -27,7 +27,7 @@ class _OpenFile:
 class _Process:
     outcome: Outcome
     end_time_s: float
-    """On the guest's clock, so that a sleep stops with the guest and continues in a copy."""
+    """End on the guest's clock, so that a sleep stops with the guest and continues in a copy."""
     has_output: bool
 
 

@@ -8,7 +8,7 @@ import asyncio
 import base64
 import functools
 import shlex
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 from xml.etree import ElementTree
@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 from aiohttp import web
 
 from envd.base.errors import MachineLost
+from envd.base.streams import close, copy
 from envd.hypervisor.fake.desktop.canvas import encode_png
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
 from envd.hypervisor.fake.desktop.forms import InvalidForm
@@ -37,12 +38,22 @@ _MAX_TEXT_LENGTH = 100_000
 _MAX_REPLAY_COUNT = 512
 
 
+#: A program that listens on a port of a guest's loopback, called for each connection.
+Service = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Send everything back (RFC 862)."""
+    await copy(reader, writer)
+
+
 class Guest(Protocol):
     """A guest to serve."""
 
     faults: Faults
     files: GuestFiles
     programs: Programs
+    services: Mapping[int, Service]
 
     async def reach_guest(self, *, delay_s: float = 0.0, silent: bool = False) -> DrawnDesktop:
         """Wait until a request reaches the guest. Raises: MachineLost."""
@@ -63,6 +74,7 @@ class Guestd:
         self._server: web.Server | None = None
         self._listener: asyncio.Server | None = None
         self._replays: dict[tuple[str, str], asyncio.Task[Response]] = {}
+        self._forwards: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", "/accessibility"): self._accessibility,
             ("GET", "/envd/pointer"): self._pointer,
@@ -93,13 +105,16 @@ class Guestd:
         if self._server:
             for connection in self._server.connections:
                 connection.force_close()
+        for writer in self._forwards.values():
+            writer.transport.abort()
 
     async def close(self) -> None:
         """Close the port and wait for running requests to end. Idempotent."""
         self.cut()
-        for task in self._replays.values():
+        ending = [*self._replays.values(), *self._forwards]
+        for task in ending:
             task.cancel()
-        await asyncio.gather(*self._replays.values(), return_exceptions=True)
+        await asyncio.gather(*ending, return_exceptions=True)
         if self._server:
             await self._server.shutdown(0)
         if self._listener:
@@ -118,6 +133,8 @@ class Guestd:
         method, content_type = http_request.method, http_request.headers.get("Content-Type", "")
         # Read the body before the effect: a client that disconnects during it has none.
         request = Request(http_request.path, http_request.query, content_type, await http_request.read())
+        if (method, request.path) == ("POST", "/envd/forward"):
+            return await self._forward(http_request, int(request.query["port"]))
         request_id = http_request.headers.get("X-Request-Id")
         if method != "POST" or request_id is None:
             return await self._send(self._respond(desktop, method, request))
@@ -139,6 +156,33 @@ class Guestd:
         # The host expects a server of this name to deduplicate POSTs.
         headers = {"Server": f"envd-guestd/{VERSION}", "Content-Type": response.content_type}
         return web.Response(status=response.status, body=response.body, headers=headers)
+
+    async def _forward(self, http_request: web.BaseRequest, port: int) -> web.StreamResponse:
+        """Hand the connection over to the program that listens on a port."""
+        service = self._guest.services.get(port)
+        transport = http_request.transport
+        if service is None or transport is None:
+            return await self._send(_refused(port))
+        loop, former = asyncio.get_running_loop(), http_request.protocol
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        writer.write(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: tunnel\r\nConnection: Upgrade\r\n\r\n")
+
+        async def serve() -> None:
+            with suppress(OSError):
+                await service(reader, writer)
+            await close(writer)
+
+        task = asyncio.create_task(serve(), name=f"port {port}")
+        self._forwards[task] = writer
+        task.add_done_callback(self._forwards.pop)
+        # The connection is no longer HTTP: this ends the handler, and would close the transport if it still had it.
+        former.transport = None
+        former.connection_lost(None)
+        return web.Response()
 
     async def _respond(self, desktop: DrawnDesktop, method: str, request: Request) -> Response:
         try:
@@ -253,6 +297,10 @@ async def _send_hostile(request: web.BaseRequest, attack: GuestdAttack) -> web.S
             await response.write(piece)
         await response.write_eof()
     return response
+
+
+async def _refused(port: int) -> Response:
+    return HttpError(502, f"port {port} of the guest: Connection refused").response()
 
 
 def _not_found(argv: list[str]) -> HttpError:

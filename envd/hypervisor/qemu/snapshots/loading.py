@@ -36,7 +36,7 @@ async def load_state(machine: LibvirtMachine, snapshot: LibvirtSnapshot, *, call
     """
     waiting = machine.snapshot
     if waiting is None or machine.is_loaded or waiting.template.ref != snapshot.template.ref:
-        raise HypervisorError(f"machine {machine.machine_id}: does not wait for a state of {snapshot!r}")
+        raise HypervisorError(f"machine {machine.machine_id}: not waiting for a state of {snapshot!r}")
     await machine.set_snapshot(snapshot)
     if snapshot.patch is not None:
         await asyncio.gather(

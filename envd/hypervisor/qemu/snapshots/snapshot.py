@@ -31,7 +31,7 @@ class _FileIdentity(NamedTuple):
     inode: int
     size_bytes: int
     change_ns: int
-    """When its content last changed. Needed because a new file can reuse the inode of a deleted one."""
+    """Last change of its content. Needed because a new file can reuse the inode of a deleted one."""
 
     @classmethod
     def of(cls, path: Path) -> "_FileIdentity":

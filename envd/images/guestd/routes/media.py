@@ -13,8 +13,6 @@ from ..guest import Guest
 from ..messages import HttpError, Request, Response, json_response, text_response
 from ..processes import kill_group, launch, run_command
 
-WALLPAPER_TIMEOUT_S = 15.0
-
 
 def wallpaper(guest: Guest, _request: Request) -> Response:
     """Return the wallpaper's bytes."""
@@ -48,7 +46,7 @@ def change_wallpaper(guest: Guest, request: Request) -> Response:
     for command in setters:
         if shutil.which(command[0]):
             try:
-                result = run_command(command, timeout_s=WALLPAPER_TIMEOUT_S)
+                result = run_command(command, timeout_s=guest.wallpaper_timeout_s)
             except HttpError as error:
                 failures.append(f"{command[0]}: {error}")
                 continue

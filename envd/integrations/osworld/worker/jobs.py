@@ -37,7 +37,7 @@ class Guest(NamedTuple):
 
     port: int
     platform: str
-    """As OSWorld's own service calls it: Linux or Windows."""
+    """Name that OSWorld's own service uses: Linux or Windows."""
     screen_px: tuple[int, int]
     password: str
 

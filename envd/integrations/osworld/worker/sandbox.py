@@ -62,7 +62,7 @@ class Limits:
     time_s: float
     """Wall-clock time; rounded up, also the CPU time of each process."""
     memory_bytes: int
-    """Of the data of each process, and of all files together."""
+    """Limit of the data of each process, and of all files together."""
     process_count: int = 128
     """Processes and threads."""
     file_count: int = 1 << 16

@@ -44,7 +44,7 @@ _SAYINGS = (
 
 
 def _keyed(text: str) -> list[Step]:
-    """In the calculator: press keys, one per step. GTK ignores further presses for 0.25 s after each."""
+    """Press keys in the calculator, one per step. GTK ignores further presses for 0.25 s after each."""
     return [[{"type": key}] for key in text]
 
 

@@ -118,7 +118,7 @@ def repeat(key: str, count: int) -> Step:
 
 
 def save_as(path: str) -> tuple[Step, ...]:
-    """In the editor: save under another name. Selects all first, because only the stem of the old name is selected."""
+    """Save under another name in the editor. Selects all first, because only the stem of the old name is selected."""
     return (
         [{"press": ["ctrl", "shift", "s"]}, until_window(_SAVE_AS)],
         [{"press": ["ctrl", "a"]}, {"type": path}],
@@ -142,5 +142,5 @@ def switch_to(place: int) -> Step:
 
 
 def command(line: str, *, makes: str = "") -> Step:
-    """In a terminal: run a command, which makes a file with content or a directory if a path is given."""
+    """Run a command in a terminal, which makes a file with content or a directory if a path is given."""
     return ({"type": f"{line}\n"}, *([until_file(makes)] if makes else []))

@@ -23,7 +23,7 @@ def test_a_scope_covers_the_methods_of_lower_scopes(method: str) -> None:
         if scope >= SCOPES[method]:
             caller.require(method)
         else:
-            with pytest.raises(ScopeTooSmall, match=rf"'a': has scope {scope.word}, and {method} needs "):
+            with pytest.raises(ScopeTooSmall, match=rf"'a': scope {scope.word} is too small, {method} needs "):
                 caller.require(method)
 
 

@@ -1,69 +1,17 @@
-"""Actions on the wire and back."""
+"""Actions of requests: the names of bad fields, and scaling."""
 
 from datetime import timedelta
 
 import pytest
-from cuaenv.actions import (
-    Action,
-    Click,
-    Done,
-    Drag,
-    Fail,
-    KeyDown,
-    KeyUp,
-    MouseDown,
-    MouseUp,
-    Move,
-    PressKeys,
-    Scroll,
-    TypeText,
-    Wait,
-    to_proto,
-)
+from cuaenv.action_codec import to_proto
+from cuaenv.actions import MAX_TEXT_BYTES, Action, Click, Done, Drag, MouseDown, MouseUp, Move, Scroll
 from cuaenv.v1 import env_pb2
 from google.protobuf.duration_pb2 import Duration
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envd.api.convert_actions import MAX_TEXT_BYTES, Scale, Size, actions_from_proto
+from envd.api.convert_actions import Scale, Size, actions_from_proto
 from envd.base.errors import InvalidRequest
-from envd.guest.observation import Point
-
-EVERY_ACTION: list[Action] = [
-    Move(1, 2),
-    Click(),
-    Click(0, 799, button="right", count=3, modifiers=("ctrl", "shift")),
-    Drag(30, 40),
-    Drag(3, 4, 1, 2, button="middle", modifiers=("alt",)),
-    MouseDown(button="right", x=5, y=6),
-    MouseDown(),
-    MouseUp(button="right", x=5, y=6),
-    MouseUp(),
-    Scroll(dy=3, dx=-2, x=7, y=8, modifiers=("ctrl",)),
-    Scroll(dy=-100),
-    TypeText(text="a\tb\n€é\N{GRINNING FACE}"),
-    TypeText(text=""),
-    PressKeys(keys=("ctrl", "s")),
-    PressKeys(keys=("a",), hold=timedelta(seconds=1.25)),
-    KeyDown(key="shift"),
-    KeyUp(key="shift"),
-    Wait(timedelta(seconds=0.5)),
-    Done(answer="42"),
-    Done(),
-    Fail(explanation="no such file"),
-]
-
-
-@pytest.mark.parametrize("action", EVERY_ACTION, ids=repr)
-def test_an_action_survives_the_wire(action: Action) -> None:
-    wire = env_pb2.Action.FromString(to_proto(action).SerializeToString())
-    assert actions_from_proto([wire], scale=None) == (action,)
-
-
-def test_unset_fields_take_their_defaults() -> None:
-    assert actions_from_proto([env_pb2.Action(click=env_pb2.Click())], scale=None) == (
-        Click(None, None, button="left", count=1, modifiers=()),
-    )
 
 
 def seconds(length_s: float) -> Duration:
@@ -114,7 +62,7 @@ def test_a_bad_field_is_named(action: env_pb2.Action, field: str) -> None:
 def test_an_unknown_button_is_named() -> None:
     # proto3 enums accept any number, as a newer client may send.
     click = env_pb2.Click.FromString(b"\x10\x09")
-    with pytest.raises(InvalidRequest, match="9 is not a button") as caught:
+    with pytest.raises(InvalidRequest) as caught:
         actions_from_proto([env_pb2.Action(click=click)], scale=None)
     assert caught.value.field == "actions[0].click.button"
 
@@ -133,16 +81,16 @@ def size(width_px: int, height_px: int) -> Size:
 @pytest.mark.parametrize(
     ("reference", "point", "expected"),
     [
-        (size(1280, 800), (640, 400), Point(640, 400)),
-        (size(640, 400), (0, 0), Point(1, 1)),
-        (size(640, 400), (639, 399), Point(1279, 799)),
-        (size(1000, 1000), (500, 500), Point(640, 400)),
-        (size(1000, 1000), (999, 999), Point(1279, 799)),
-        (size(2560, 1600), (2559, 1), Point(1279, 0)),
+        (size(1280, 800), (640, 400), (640, 400)),
+        (size(640, 400), (0, 0), (1, 1)),
+        (size(640, 400), (639, 399), (1279, 799)),
+        (size(1000, 1000), (500, 500), (640, 400)),
+        (size(1000, 1000), (999, 999), (1279, 799)),
+        (size(2560, 1600), (2559, 1), (1279, 0)),
     ],
 )
 def test_a_point_maps_to_the_pixel_under_the_centre_of_its_reference_pixel(
-    reference: Size, point: tuple[int, int], expected: Point
+    reference: Size, point: tuple[int, int], expected: tuple[int, int]
 ) -> None:
     assert Scale(reference=reference, screen=size(1280, 800)).apply(*point) == expected
 
@@ -156,14 +104,14 @@ def test_scaling_keeps_inside_points_inside_and_outside_points_outside(
     reference_px: int, screen_px: int, place: int
 ) -> None:
     scale = Scale(reference=size(reference_px, reference_px), screen=size(screen_px, screen_px))
-    point = scale.apply(place, place)
-    assert (0 <= place < reference_px) == (0 <= point.x_px < screen_px)
+    x_px, _ = scale.apply(place, place)
+    assert (0 <= place < reference_px) == (0 <= x_px < screen_px)
 
 
 @given(screen_px=sides, place=places)
 def test_scaling_to_the_same_size_changes_nothing(screen_px: int, place: int) -> None:
     scale = Scale(reference=size(screen_px, screen_px), screen=size(screen_px, screen_px))
-    assert scale.apply(place, place) == Point(place, place)
+    assert scale.apply(place, place) == (place, place)
 
 
 def test_every_point_of_an_action_is_scaled() -> None:

@@ -327,7 +327,7 @@ def test_an_absolute_path_of_either_system_is_accepted(path: str) -> None:
 
 def test_task_ids_are_deduplicated_and_limited() -> None:
     assert task_ids_of(["a/b", "a/b?seed=1", "a/b"]) == ("a/b", "a/b?seed=1")
-    with pytest.raises(InvalidRequest, match="has 1001 items; give at most 1000"):
+    with pytest.raises(InvalidRequest, match=r"1001 .* 1000"):
         task_ids_of(["a/b"] * 1001)
     with pytest.raises(InvalidRequest) as caught:
         task_ids_of(["a/b", ""])

@@ -30,8 +30,8 @@ from envd.episodes.types import (
     Origin,
     StepResult,
 )
-from envd.guest.input.outcome import ActionOutcome
 from envd.guest.observation import (
+    ActionOutcome,
     EncodedFrame,
     Encoding,
     Keyframe,
@@ -46,6 +46,7 @@ from envd.hypervisor.machine import GuestOs
 from envd.pool.status import PoolStatus
 from envd.tasks.evaluation import CheckResult
 from envd.tasks.model import Task
+from tests.support.stub_episodes import pool_info
 
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, 678000, tzinfo=UTC)
 
@@ -233,24 +234,9 @@ def test_a_lone_surrogate_from_a_guest_does_not_break_the_response() -> None:
 
 
 def pool(name: str, *, healthy: bool = True, problem: str = "") -> PoolStatus:
-    return PoolStatus(
-        name=name,
-        image="desktop",
-        os="linux",
-        accelerator="tcg",
-        capacity=8,
-        idle_count=1,
-        leased_count=2,
-        starting_count=3,
-        dying_count=4,
-        waiting_count=5,
-        memory_bytes=6,
-        healthy=healthy,
-        problem=problem,
-        pss_bytes=7,
-        template_digest="t1",
-        always_running=True,
-    )
+    counts = {"starting_count": 3, "dying_count": 4, "waiting_count": 5, "memory_bytes": 6, "pss_bytes": 7}
+    state = {"healthy": healthy, "problem": problem, "template_digest": "t1", "always_running": True}
+    return pool_info(8, name=name, idle=1, leased=2, accelerator="tcg", **counts, **state)
 
 
 def test_pools_are_sorted_by_name_and_have_their_health() -> None:

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from envd.api.security import in_flight
 from envd.api.security.in_flight import MAX_BYTES, MAX_RECEIVING, InFlight
 from envd.base.errors import InvalidRequest, RateLimited
 
@@ -15,7 +14,7 @@ def test_a_caller_has_a_maximum_of_running_calls() -> None:
     with (
         calls.call("a", max_calls=1),
         calls.call("b", max_calls=1),
-        pytest.raises(RateLimited, match="a: 1 calls are running, at most 1"),
+        pytest.raises(RateLimited, match=r"^a:"),
         calls.call("a", max_calls=1),
     ):
         pass
@@ -69,9 +68,8 @@ async def test_few_requests_of_a_caller_are_received_at_once_and_the_rest_wait()
     assert most == MAX_RECEIVING + 1
 
 
-async def test_a_request_that_does_not_arrive_does_not_delay_others_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "RECEIVE_TIMEOUT_S", 0.01)
-    calls = InFlight()
+async def test_a_request_that_does_not_arrive_does_not_delay_others_for_long() -> None:
+    calls = InFlight(receive_timeout_s=0.01)
 
     async def nothing() -> AsyncIterator[bytes]:
         await asyncio.Event().wait()
@@ -88,7 +86,7 @@ async def test_a_request_that_does_not_arrive_does_not_delay_others_for_long(mon
     await asyncio.sleep(0)
     assert await receive(one()) == b"x"
     for call in hung[MAX_RECEIVING // 2 :]:
-        with pytest.raises(InvalidRequest, match="did not arrive within"):
+        with pytest.raises(InvalidRequest, match=r"^request:"):
             await call
     for call in hung:
         call.cancel()

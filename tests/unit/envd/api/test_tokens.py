@@ -80,13 +80,13 @@ def test_a_token_can_have_a_machine_limit() -> None:
     [
         ("", "it contains no token"),
         ("# none yet\n", "it contains no token"),
-        ("a run", "line 1: is not NAME SCOPE sha256:HEX"),
-        ("a run envd_secret-1234", "line 1: is not NAME SCOPE sha256:HEX"),
-        (f"a run sha256:{DIGEST[:-1]}", "line 1: is not NAME SCOPE"),
-        (f"a run sha256:{DIGEST.upper()}", "line 1: is not NAME SCOPE"),
-        (f"a run sha256:{DIGEST} more", "line 1: is not NAME SCOPE"),
-        (f"a run sha256:{DIGEST} max_machines=0", "line 1: is not NAME SCOPE"),
-        (f"a run sha256:{DIGEST} max_machines=2 more", "line 1: is not NAME SCOPE"),
+        ("a run", "line 1: not NAME SCOPE sha256:HEX"),
+        ("a run envd_secret-1234", "line 1: not NAME SCOPE sha256:HEX"),
+        (f"a run sha256:{DIGEST[:-1]}", "line 1: not NAME SCOPE"),
+        (f"a run sha256:{DIGEST.upper()}", "line 1: not NAME SCOPE"),
+        (f"a run sha256:{DIGEST} more", "line 1: not NAME SCOPE"),
+        (f"a run sha256:{DIGEST} max_machines=0", "line 1: not NAME SCOPE"),
+        (f"a run sha256:{DIGEST} max_machines=2 more", "line 1: not NAME SCOPE"),
         (f"a run sha256:{DIGEST}\na run sha256:{'0' * 64} max_machines=2", "line 2: 'a' has another max_machines"),
         (f"\nA/b run sha256:{DIGEST}", "line 2: a name must be 1 to 32 of"),
         (f"{'a' * 33} run sha256:{DIGEST}", "line 1: a name must be"),
@@ -118,12 +118,12 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
     path = write(tmp_path / "tokens", new_token("a", "run").line)
     status = os.stat_result((0o100600, 1, 1, 1, 12345, 0, 10, 0, 0, 0))
     monkeypatch.setattr(os, "fstat", lambda _: status)
-    with pytest.raises(ConfigError, match="is owned by user 12345, not by envd's own user or root"):
+    with pytest.raises(ConfigError, match="12345"):
         read_secret(path, setting="security.tokens_file")
 
 
 def test_a_file_that_is_missing_not_text_or_too_large_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match="No such file"):
         read_tokens(tmp_path / "none")
     binary = write(tmp_path / "binary")
     binary.write_bytes(b"\xff\xfe\x00")
@@ -137,7 +137,7 @@ def test_a_file_that_is_missing_not_text_or_too_large_is_refused(tmp_path: Path)
 
 @pytest.mark.parametrize(("name", "scope"), [("", "run"), ("A", "run"), ("a/b", "run"), ("a", "root"), ("a", "")])
 def test_a_token_with_an_invalid_name_or_scope_is_refused(name: str, scope: str) -> None:
-    with pytest.raises(ConfigError, match=r"must be one of|must be 1 to 32"):
+    with pytest.raises(ConfigError, match=r"expected one of|expected 1 to 32"):
         new_token(name, scope)
 
 

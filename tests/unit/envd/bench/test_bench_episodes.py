@@ -14,7 +14,8 @@ from envd.base.errors import ConfigError
 from envd.bench.episodes import EpisodesPlan, Side, episodes_report, pyautogui_calls, require_osworld
 from envd.bench.episodes_peer import PeerEpisode, PeerPauses, PlayedEpisode, play_as_peer
 from envd.bench.process_tree import process_tree, tree_cpu_s, tree_pss_bytes
-from envd.bench.session import BenchFailed, BenchSession, Steps, bench_config, open_bench
+from envd.bench.report import BenchFailed
+from envd.bench.session import BenchSession, Steps, bench_config, open_bench
 from envd.daemon.ephemeral import run_until_signal
 from tests.support.command import run_envd
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -39,17 +40,23 @@ def texts(plot: ET.Element) -> list[str]:
     return [text.text or "" for text in plot.iter(f"{SVG}text")]
 
 
-def dots(plot: ET.Element) -> list[float]:
-    return [float(dot.attrib["cx"]) for dot in plot.iter(f"{SVG}circle")]
+def dots(plot: ET.Element, name: str) -> list[float]:
+    [row] = [group for group in plot.iter(f"{SVG}g") if group.get("id") == name]
+    return [float(dot.attrib["x"]) for dot in row.iter(f"{SVG}use")]
 
 
-def test_every_published_report_has_a_plot_of_all_its_times(tmp_path: Path) -> None:
-    reports = list(REPORTS.rglob("*.json"))
+def test_every_published_report_has_the_published_plots_of_all_its_times(tmp_path: Path) -> None:
+    reports = list(REPORTS.glob("*.json"))
     for report in reports:
         shutil.copy(report, tmp_path)
-    written = {path.stem for path in write_plots(tmp_path)}
-    assert written >= {report.stem for report in reports}
-    assert written >= {"growth-memory", "growth-cpu", "settle-curve", "rates"}
+    written = {path.stem: texts(parsed(path)) for path in write_plots(tmp_path)}
+    assert written == {path.stem: texts(parsed(path)) for path in REPORTS.glob("*.svg")}
+    assert set(written) >= {report.stem for report in reports} | {
+        "growth-memory",
+        "growth-cpu",
+        "settle-curve",
+        "rates",
+    }
     step = texts(parsed(tmp_path / "step.svg"))
     published = json.loads((REPORTS / "step.json").read_text())["samples"]
     assert {name.removesuffix("_ms").replace("_", " ") for name in published if name.endswith("_ms")} <= set(step)
@@ -64,7 +71,7 @@ def test_every_plot_of_the_page_exists() -> None:
 
 def test_samples_are_dots_in_their_order_and_their_median_is_named(tmp_path: Path) -> None:
     plot = plotted(tmp_path, samples={"fork_ms": [400.0, 1.0, 20.0], "size_kib": [5.0]})["run"]
-    x = dots(plot)
+    x = dots(plot, "fork")
     assert len(x) == 3
     assert x == sorted(x)
     assert "run (tcg, 2 cores, 2026-11-22)" in texts(plot)
@@ -73,15 +80,16 @@ def test_samples_are_dots_in_their_order_and_their_median_is_named(tmp_path: Pat
 
 
 def test_a_row_has_at_most_100_dots_from_its_least_to_its_largest_sample(tmp_path: Path) -> None:
-    few = dots(plotted(tmp_path, samples={"lag_ms": [1.0, 1000.0]})["run"])
-    many = dots(plotted(tmp_path, samples={"lag_ms": [float(n) for n in range(1, 1001)]})["run"])
+    few = dots(plotted(tmp_path, samples={"lag_ms": [1.0, 1000.0]})["run"], "lag")
+    many = dots(plotted(tmp_path, samples={"lag_ms": [float(n) for n in range(1, 1001)]})["run"], "lag")
     assert len(many) == 100
     assert [many[0], many[-1]] == few
 
 
 def test_samples_of_zero_and_equal_samples_are_drawn(tmp_path: Path) -> None:
-    assert len(dots(plotted(tmp_path, samples={"lag_ms": [0.0, 0.0]})["run"])) == 2
-    assert len(dots(plotted(tmp_path, samples={"lag_ms": [0.0, 3.0, 3.0], "other_ms": [0.0]})["run"])) == 4
+    assert len(dots(plotted(tmp_path, samples={"lag_ms": [0.0, 0.0]})["run"], "lag")) == 2
+    plot = plotted(tmp_path, samples={"lag_ms": [0.0, 3.0, 3.0], "other_ms": [0.0]})["run"]
+    assert (len(dots(plot, "lag")), len(dots(plot, "other"))) == (3, 1)
 
 
 def test_growth_is_drawn_over_the_numbers_of_machines_without_what_was_not_measured(tmp_path: Path) -> None:
@@ -90,7 +98,7 @@ def test_growth_is_drawn_over_the_numbers_of_machines_without_what_was_not_measu
     found = plotted(tmp_path, benchmark="growth", results=results, samples={"acquire_ms_64": [3.0]})
     assert {"1", "64", "Pss"} <= set(texts(found["run-memory"]))
     assert not {"Private_Dirty", "fall of MemAvailable"} & set(texts(found["run-memory"]))
-    assert len(dots(found["run-memory"])) == 2
+    assert len(dots(found["run-memory"], "Pss")) == 2
     assert {"daemon"} <= set(texts(found["run-cpu"]))
     assert "acquire, pool of 64" in texts(found["run"])
 
@@ -119,14 +127,14 @@ def test_a_file_that_is_not_a_report_is_an_error_and_nothing_is_written(
 ) -> None:
     shutil.copy(REPORTS / "fork.json", tmp_path)
     (tmp_path / "other.json").write_text(text)
-    with pytest.raises(ConfigError, match=rf"other.json: is not a report of `envd bench` \({problem}") as caught:
+    with pytest.raises(ConfigError, match=rf"other.json: not a report of `envd bench` \({problem}") as caught:
         write_plots(tmp_path)
     assert "move it away" in str(caught.value)
     assert not list(tmp_path.glob("*.svg"))
 
 
 def test_a_directory_without_reports_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no report"):
+    with pytest.raises(ConfigError, match="no report"):
         write_plots(tmp_path)
 
 
@@ -134,4 +142,11 @@ def test_the_command_names_the_files_that_it_wrote(tmp_path: Path) -> None:
     shutil.copy(REPORTS / "fork.json", tmp_path)
     done = run_envd("bench", "plot", str(tmp_path), "--json")
     assert json.loads(done.out) == {"written": [str(tmp_path / "fork.svg")]}
-    assert (tmp_path / "fork.svg").read_text().startswith("<svg")
+    assert parsed(tmp_path / "fork.svg").tag == f"{SVG}svg"
+
+
+def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    shutil.copy(REPORTS / "fork.json", tmp_path)
+    with pytest.raises(ConfigError, match=r"plots need matplotlib; install envd-trainer\[plots\]"):
+        write_plots(tmp_path)

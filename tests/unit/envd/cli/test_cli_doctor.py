@@ -1,11 +1,10 @@
 """The checks of `envd doctor`."""
 
-import asyncio
 import json
 import socket
 import subprocess
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,10 @@ from typer.testing import CliRunner
 from envd.base.config import Config, load
 from envd.cli import doctor
 from envd.cli.doctor import Check, Status
-from envd.hypervisor.fake import Faults
 from envd.hypervisor.machine import Firmware, GuestOs, Hardware
 from envd.hypervisor.qemu.accelerator import KvmProbe
 from envd.hypervisor.qemu.user import Account, QemuUser
 from envd.images.catalogue import Image, ImageCatalogue
-from tests.support.server import serve_fake
 
 GIB = 1 << 30
 
@@ -232,36 +229,6 @@ async def test_the_pools_of_a_daemon_on_a_free_port_are_not_checked(tmp_path: Pa
     (check,) = await doctor.check_daemon(config_with(tmp_path, listen="127.0.0.1:0"), daemon_pid=42)
     assert check.status is Status.OK
     assert "not checked" in check.detail
-
-
-async def test_a_daemon_that_does_not_respond_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as silent:  # it accepts connections and never responds
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        listen = f"127.0.0.1:{silent.getsockname()[1]}"
-        monkeypatch.setattr(doctor, "_ASK_TIMEOUT", timedelta(seconds=0.2))
-        (check,) = await doctor.check_daemon(config_with(tmp_path, listen=listen), daemon_pid=42)
-    assert check.status is Status.WARN
-    assert f"process 42 on {listen} does not respond" in check.detail
-
-
-async def test_the_pools_of_a_running_daemon_are_checked(tmp_path: Path) -> None:
-    async with serve_fake(size=1) as server:
-        while not server.pool.statistics().idle_count:
-            await asyncio.sleep(0.01)
-        checks = await doctor.check_daemon(config_with(tmp_path, listen=server.address), daemon_pid=42)
-    assert [(check.name, check.status) for check in checks] == [("daemon", Status.OK), ("pool fake", Status.OK)]
-    assert checks[1].detail == "healthy, 0 of 2 machines leased, 0 requested"
-
-
-async def test_a_failing_pool_of_a_running_daemon_fails_with_its_problem(tmp_path: Path) -> None:
-    async with serve_fake(size=1, faults=Faults(create_error="no memory left"), failing_after=1) as server:
-        while server.pool.statistics().healthy:
-            await asyncio.sleep(0.01)
-        _, check = await doctor.check_daemon(config_with(tmp_path, listen=server.address), daemon_pid=42)
-    assert check.status is Status.FAIL
-    assert "failing, 0 of 2 machines leased, 0 requested; " in check.detail
-    assert "no memory left" in check.detail
 
 
 @pytest.mark.parametrize(

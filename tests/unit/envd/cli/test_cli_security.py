@@ -63,7 +63,7 @@ def test_the_printed_json_settings_load(tmp_path: Path) -> None:
 def test_no_file_is_ever_overwritten(tmp_path: Path, existing: str) -> None:
     (tmp_path / existing).write_text("mine")
     message = run("certs", str(tmp_path), status=2)
-    assert "exists and is never overwritten" in message
+    assert "already exists, and is never overwritten" in message
     assert [path.name for path in tmp_path.iterdir()] == [existing]
     assert (tmp_path / existing).read_text() == "mine"
 
@@ -105,7 +105,7 @@ def test_the_default_scope_of_a_token_is_run() -> None:
 
 
 def test_an_unknown_scope_is_refused() -> None:
-    assert "scope 'root': must be one of read, run, admin" in run("tokens", "new", "a", "--scope", "root", status=2)
+    assert "scope 'root': expected one of read, run, admin" in run("tokens", "new", "a", "--scope", "root", status=2)
 
 
 # -- doctor -----------------------------------------------------------------------------------------------------

@@ -3,23 +3,9 @@
 from dataclasses import replace
 
 from envd.cli.serve import is_ready, progress_line
-from envd.pool.status import PoolStatus
+from tests.support.stub_episodes import pool_info
 
-STARTING = PoolStatus(
-    name="desktop",
-    image="debian",
-    os="linux",
-    accelerator="tcg",
-    capacity=2,
-    idle_count=0,
-    leased_count=0,
-    starting_count=2,
-    dying_count=0,
-    waiting_count=0,
-    memory_bytes=0,
-    healthy=True,
-    problem="",
-)
+STARTING = pool_info(2, name="desktop", image="debian", accelerator="tcg", starting_count=2)
 
 
 def test_the_progress_of_a_pool_is_printed_from_its_first_machine_to_its_last() -> None:

@@ -33,7 +33,7 @@ def test_an_unused_directory_has_no_holder(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_created_is_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="choose another with --state-dir"), locked(tmp_path / "file" / "state"):
+    with pytest.raises(ConfigError, match="--state-dir"), locked(tmp_path / "file" / "state"):
         pass
 
 

@@ -13,8 +13,7 @@ from envd.episodes.ledger import Ledger
 from envd.episodes.types import EpisodeState, Origin
 from envd.guest.observation import SettlePolicy
 from envd.hypervisor.machine import MachineSpec
-from envd.pool.frozen import FrozenDesktop
-from envd.pool.leased import LeasedMachine
+from envd.pool.leased import FrozenDesktop, LeasedMachine
 from envd.tasks.model import Task
 from tests.support.clock import ManualClock
 from tests.support.stubs import IMAGE, StubHypervisor, StubMachine, StubSnapshot, blank_view
@@ -129,14 +128,14 @@ def test_a_fork_continues_its_parents_step_count(clock: ManualClock) -> None:
 def test_the_error_of_an_ended_episode_has_the_step_and_the_reason(episode: Episode) -> None:
     episode.count_step(None)
     episode.count_step(Done())
-    with pytest.raises(EpisodeEnded, match=r"terminated after step 2 \(AGENT_DONE\)"):
+    with pytest.raises(EpisodeEnded, match=r"step 2 \(AGENT_DONE\)"):
         episode.require_step(2)
     episode.require_machine()
 
 
 def test_a_failed_episode_raises_machine_lost_instead_of_episode_ended(episode: Episode) -> None:
     episode.end(EpisodeState.FAILED, "MACHINE_LOST", cause="QEMU exited with 1")
-    with pytest.raises(MachineLost, match=r"failed after step 0 \(MACHINE_LOST: QEMU exited with 1\)"):
+    with pytest.raises(MachineLost, match=r"step 0 \(MACHINE_LOST: QEMU exited with 1\)"):
         episode.require_step(0)
     with pytest.raises(MachineLost):
         episode.require_machine()

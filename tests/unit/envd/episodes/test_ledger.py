@@ -80,7 +80,7 @@ async def test_a_cancelled_caller_leaves_the_call_running(ledger: Ledger[str], w
 async def test_the_same_id_with_another_body_is_refused_running_or_done(ledger: Ledger[str], work: Work) -> None:
     first = asyncio.create_task(ledger.answer("r1", b"f", work))
     await run_ready()
-    with pytest.raises(RequestIdReused, match="r1 was already used"):
+    with pytest.raises(RequestIdReused, match="r1"):
         await ledger.answer("r1", b"other", work)
     work.may_end.set()
     await first

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
 
 import pytest
 from hypothesis import given
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from envd.base.errors import GroupTooLarge, TokenQuotaReached
 from envd.episodes.quotas import MachineQuotas
 from tests.support.clock import run_ready
-from tests.support.episode_world import World, running_world
+from tests.support.episode_world import World
 
 MAX_MACHINES = {"a": 3, "b": 5, "c": None}
 
@@ -50,19 +49,13 @@ def test_an_owner_never_exceeds_its_limit_and_is_refused_only_at_the_limit(
         assert limit is None or held[owner] + opening_count[owner] <= limit
 
 
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with running_world() as world:
-        yield world
-
-
 async def test_a_reset_above_the_quota_is_refused_at_once_and_succeeds_after_an_episode_was_closed(
     world: World,
 ) -> None:
     first = await world.open(owner="a", group_size=1, max_machines=2)
     await world.open(owner="a", max_machines=2)
     command = world.reset_command(owner="a", max_machines=2)
-    with pytest.raises(TokenQuotaReached, match=r"'a': may hold 2 machines, holds 2, and requests 1 more") as refused:
+    with pytest.raises(TokenQuotaReached, match=r"^token 'a': .* 2 machines, 2 .* 1 more") as refused:
         await world.service.reset(command)
     assert refused.value.retry_after_s > 0
     await world.open(owner="b", max_machines=2)
@@ -75,7 +68,7 @@ async def test_waiting_resets_count_and_failed_ones_do_not(world: World) -> None
     world.tasks.setup_gate.clear()
     opening = asyncio.create_task(world.reset(owner="a", group_size=2, max_machines=2))
     await run_ready()
-    with pytest.raises(TokenQuotaReached, match="holds 2"):
+    with pytest.raises(TokenQuotaReached, match="2 are in use"):
         await world.reset(owner="a", max_machines=2)
     world.tasks.setup_errors.append(RuntimeError("broken"))
     world.tasks.setup_gate.set()
@@ -86,7 +79,7 @@ async def test_waiting_resets_count_and_failed_ones_do_not(world: World) -> None
 
 async def test_forks_count_for_the_owner_of_their_parent(world: World) -> None:
     parent_id = await world.open(owner="a", max_machines=2)
-    with pytest.raises(TokenQuotaReached, match="holds 1, and requests 2"):
+    with pytest.raises(TokenQuotaReached, match=r"1 are in use, and 2 more"):
         await world.fork(parent_id, fork_count=2, max_machines=2)
     await world.fork(parent_id, fork_count=1, max_machines=2)
     with pytest.raises(TokenQuotaReached):
@@ -94,7 +87,7 @@ async def test_forks_count_for_the_owner_of_their_parent(world: World) -> None:
 
 
 async def test_a_group_larger_than_the_quota_is_refused_at_once(world: World) -> None:
-    with pytest.raises(GroupTooLarge, match="'a': may hold 2 machines, and one request needs 3"):
+    with pytest.raises(GroupTooLarge, match=r"'a': .* 2 .* 3"):
         await world.reset(owner="a", group_size=3, max_machines=2)
 
 

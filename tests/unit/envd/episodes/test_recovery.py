@@ -16,8 +16,8 @@ from envd.base.store.store import SqliteStore
 from envd.episodes.persistence.records import MAX_TEXT_CHARS, dump, load, snapshot_of, without_pixels
 from envd.episodes.persistence.recovery import RecoveryOutcome, decide, load_persisted
 from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
-from envd.guest.input.outcome import ActionOutcome
 from envd.guest.observation import (
+    ActionOutcome,
     EncodedFrame,
     Encoding,
     Keyframe,

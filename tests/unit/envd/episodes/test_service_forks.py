@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -35,12 +34,6 @@ from envd.hypervisor.machine import MachineState
 from tests.support.clock import run_ready
 from tests.support.episode_world import CAPACITY, FROZEN, PLAIN, TASK, World, running_world
 from tests.support.stubs import StubDesktop
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with running_world() as world:
-        yield world
 
 
 async def opened(world: World, *, step_count: int = 1) -> str:
@@ -215,7 +208,7 @@ async def test_a_wrong_fork_is_refused_and_touches_nothing(
 async def test_an_episode_that_ended_is_not_forked(world: World) -> None:
     parent_id = await opened(world)
     await world.service.step(world.step_command(parent_id, 1, Done()))
-    with pytest.raises(EpisodeEnded, match=r"after step 2 \(AGENT_DONE\)"):
+    with pytest.raises(EpisodeEnded, match=r"step 2 \(AGENT_DONE\)"):
         await world.fork(parent_id, 2)
     assert world.captured() == []
 

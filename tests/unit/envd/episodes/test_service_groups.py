@@ -1,7 +1,6 @@
 """Groups start in one state: the template's, or the state after the task's setup, which runs once."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 from cuaenv.region import Region
@@ -32,12 +31,6 @@ from tests.support.episode_world import FROZEN, NO_PIXELS, PLAIN, TASK, World, r
 from tests.support.stubs import StubDesktop
 
 WITH_TREE = ObservationOptions(encoding=Encoding.NONE, a11y_format=A11yFormat.OSWORLD_XML)
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with running_world() as world:
-        yield world
 
 
 def check_that_all_began_alike(result: GroupResult) -> None:
@@ -245,7 +238,7 @@ async def test_a_state_that_cannot_be_frozen_keeps_nothing(world: World) -> None
 
 async def test_a_setup_whose_state_cannot_be_forked_is_a_failed_setup(world: World) -> None:
     world.hypervisor.errors["capture"] = [NotForkable("a USB device is passed through")]
-    with pytest.raises(SetupFailed, match=r"task suite/name: machine desktop-\w+: a USB device"):
+    with pytest.raises(SetupFailed, match=r"suite/name: machine desktop-\w+: a USB device"):
         await world.reset(group_size=2)
     await run_ready()
     world.check_no_leaks()
@@ -267,7 +260,7 @@ async def test_if_one_fork_of_a_group_fails_nothing_is_kept(world: World) -> Non
 async def test_if_a_guest_does_not_resume_for_its_tree_nothing_is_kept(world: World) -> None:
     for desktop in world.hypervisor.desktops:
         desktop.errors["wake"] = GuestUnresponsive("no answer within 30 s")
-    with pytest.raises(SetupFailed, match=r"task suite/plain: machine desktop-\w+: no answer within 30 s"):
+    with pytest.raises(SetupFailed, match=r"suite/plain: machine desktop-\w+: no answer within 30 s"):
         await world.reset(task_id=PLAIN.task_id, group_size=2, observe=WITH_TREE)
     await run_ready()
     world.check_no_leaks()

@@ -1,7 +1,7 @@
 """Guests run during calls that need it, and are paused while an agent thinks."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -15,12 +15,6 @@ from tests.support.episode_world import NO_PIXELS, PLAIN, TASK, World, running_w
 
 WITH_TREE = ObservationOptions(encoding=Encoding.NONE, a11y_format=A11yFormat.OSWORLD_XML)
 WITH_TERMINAL = ObservationOptions(encoding=Encoding.NONE, include_terminal=True)
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with running_world() as world:
-        yield world
 
 
 async def test_a_machine_runs_only_during_steps(world: World) -> None:

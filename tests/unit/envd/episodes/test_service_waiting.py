@@ -1,7 +1,6 @@
 """Only resets and forks wait for machines; other calls do not wait for them. Both count for their run."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -10,12 +9,6 @@ from envd.episodes.types import EpisodeState, GroupResult
 from envd.pool.fairness import RunShare, RunShares
 from tests.support.clock import run_ready
 from tests.support.episode_world import CAPACITY, NO_PIXELS, PLAIN, World, running_world
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with running_world() as world:
-        yield world
 
 
 async def test_step_evaluate_keep_alive_and_close_never_wait_for_resets_and_forks(world: World) -> None:
@@ -71,7 +64,7 @@ async def test_a_group_whose_machine_is_lost_starts_over_within_its_quota() -> N
 async def test_a_fork_counts_its_parents_machine_toward_the_quota() -> None:
     async with running_world(shares=RunShares(named={"a": RunShare(quota=2)})) as world:
         parent = await world.open(run="a", task_id=PLAIN.task_id)
-        with pytest.raises(GroupTooLarge, match="never a group of 2 in addition to the 1 that it retains"):
+        with pytest.raises(GroupTooLarge, match=r"of 2 .* 1"):
             await world.fork(parent, fork_count=2)
         assert world.state(parent) == (EpisodeState.ACTIVE, "")
         assert len((await world.fork(parent)).episodes) == 1

@@ -8,8 +8,7 @@ from cuaenv.region import Region
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envd.guest import a11y
-from envd.guest.a11y import MAX_ELEMENTS, MAX_MARKS, MalformedTree, outline, parse_tree, with_marks
+from envd.guest.a11y import MAX_ELEMENTS, MAX_MARKS, MAX_NODES, MalformedTree, outline, parse_tree, with_marks
 from envd.guest.display.marks import marks_of
 from envd.guest.observation import (
     Element,
@@ -32,8 +31,8 @@ def node(role: str, name: str = "", *children: str, box: str = "10,20,30,40", st
     return f"<{role} name={quoteattr(name)} {attributes} {at} {more}>{''.join(children)}</{role}>"
 
 
-def read(*nodes: str) -> Elements:
-    return parse_tree(HEAD + "".join(nodes) + TAIL, screen_px=SCREEN)
+def read(*nodes: str, max_nodes: int = MAX_NODES) -> Elements:
+    return parse_tree(HEAD + "".join(nodes) + TAIL, screen_px=SCREEN, max_nodes=max_nodes)
 
 
 def lines(elements: Elements, max_chars: int = 8192) -> list[str]:
@@ -137,10 +136,9 @@ def test_the_number_of_elements_of_wide_and_deep_trees_is_bounded() -> None:
     assert max(element.depth for element in read(deep).items) == 150
 
 
-def test_a_tree_with_too_many_nodes_is_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(a11y, "MAX_NODES", 12)
-    assert not read(*[node("label", "")] * 10).is_cut
-    assert read(*[node("label", "")] * 12).is_cut
+def test_a_tree_with_too_many_nodes_is_incomplete() -> None:
+    assert not read(*[node("label", "")] * 10, max_nodes=12).is_cut
+    assert read(*[node("label", "")] * 12, max_nodes=12).is_cut
 
 
 def test_no_depth_that_the_parser_accepts_is_left_out() -> None:

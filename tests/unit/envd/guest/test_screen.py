@@ -344,7 +344,7 @@ async def test_the_end_of_the_connection_ends_refreshes() -> None:
             await refresh
         with pytest.raises(MachineLost):
             await task
-        with pytest.raises(MachineLost, match="not connected"):
+        with pytest.raises(MachineLost):
             await screen.refresh()
 
 

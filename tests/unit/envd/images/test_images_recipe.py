@@ -76,13 +76,13 @@ def test_every_python_package_of_a_guest_is_pinned_by_hash() -> None:
 
 
 def test_an_unknown_distribution_is_rejected() -> None:
-    with pytest.raises(ValueError, match="choose debian or ubuntu"):
+    with pytest.raises(ValueError, match="debian or ubuntu"):
         desktop_recipe(distribution="arch")
 
 
 def test_the_error_of_a_failed_tool_has_the_end_of_its_output() -> None:
     lines: list[str] = []
-    with pytest.raises(ImageError, match=r"the tool failed with status 3:\n(.|\n)*no space left"):
+    with pytest.raises(ImageError, match=r"status 3:\n(.|\n)*no space left"):
         _run(["sh", "-c", "echo starting; echo no space left; exit 3"], what="the tool", on_line=lines.append)
     assert lines == ["starting\n", "no space left\n"]
 

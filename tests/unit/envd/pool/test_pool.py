@@ -2,57 +2,15 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
 
 import pytest
 
 from envd.base.errors import Draining, GroupTooLarge, GuestUnresponsive, HypervisorError, PoolExhausted
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
-from envd.pool.settings import PoolSettings
-from tests.support.clock import ManualClock, run_ready
-from tests.support.stubs import IMAGE, StubDesktop, StubHypervisor
-
-MakePool = Callable[..., Pool]
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-def hypervisor() -> StubHypervisor:
-    return StubHypervisor()
-
-
-@pytest.fixture
-async def make_pool(clock: ManualClock, hypervisor: StubHypervisor) -> AsyncIterator[MakePool]:
-    async with AsyncExitStack() as stack:
-
-        def make(*, capacity: int = 2, idle_target: int | None = None, queue_limit: int = 8, **more: float) -> Pool:
-            settings = PoolSettings(
-                name="desktop",
-                capacity=capacity,
-                idle_target=capacity if idle_target is None else idle_target,
-                queue_limit=queue_limit,
-                max_starting=int(more.pop("max_starting", capacity)),
-                **more,  # type: ignore[arg-type]
-            )
-            pool = Pool(settings, hypervisor=hypervisor, image=IMAGE, make_desktop=hypervisor.desktop, clock=clock)
-            stack.push_async_callback(pool.close)
-            return pool
-
-        yield make
-    assert hypervisor.machines == {}, "a closed pool leaves nothing"
-
-
-async def started(pool: Pool) -> Pool:
-    await pool.start()
-    await run_ready()
-    await run_ready()
-    return pool
+from tests.support.clock import run_ready
+from tests.support.pool_world import PoolWorld, start
+from tests.support.stubs import StubDesktop
 
 
 async def lease(pool: Pool, count: int = 1, *, timeout_s: float = 1.0) -> tuple[LeasedMachine, ...]:
@@ -71,101 +29,89 @@ def stub_desktop(machine: LeasedMachine) -> StubDesktop:
     return machine.desktop
 
 
-async def test_machines_are_forked_ahead_of_demand(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
-    pool = await started(make_pool(capacity=4, idle_target=3))
+async def test_machines_are_forked_ahead_of_demand(world: PoolWorld) -> None:
+    pool = await world.started(capacity=4, idle_target=3)
     assert counts(pool) == (3, 0, 0, 0, 0)
-    assert len(hypervisor.machines) == 3
-    assert hypervisor.counts["create"] == 1
-    assert all(machine.paused and machine.calls == [] for machine in hypervisor.forks), "none has run"
+    assert len(world.hypervisor.machines) == 3
+    assert world.hypervisor.counts["create"] == 1
+    assert all(machine.paused and machine.calls == [] for machine in world.hypervisor.forks), "none has run"
 
 
-async def test_machine_ids_are_short_lower_case_and_prefixed_with_the_pool_name(
-    make_pool: MakePool, hypervisor: StubHypervisor
-) -> None:
-    await started(make_pool(capacity=4))
-    assert len(hypervisor.machines) == 4
-    for machine_id in hypervisor.machines:
+async def test_machine_ids_are_short_lower_case_and_prefixed_with_the_pool_name(world: PoolWorld) -> None:
+    await world.started(capacity=4)
+    assert len(world.hypervisor.machines) == 4
+    for machine_id in world.hypervisor.machines:
         assert machine_id.startswith("desktop-")
         assert machine_id == machine_id.lower()
         assert len(machine_id) <= 32
 
 
-async def test_no_more_machines_start_at_once_than_the_settings_say(
-    make_pool: MakePool, hypervisor: StubHypervisor
-) -> None:
-    pool = await started(make_pool(capacity=6, max_starting=2, idle_target=0, max_idle_s=0.0))
-    hypervisor.gates["fork"].clear()
+async def test_no_more_machines_start_at_once_than_the_settings_say(world: PoolWorld) -> None:
+    pool = await world.started(capacity=6, max_starting=2, idle_target=0, max_idle_s=0.0)
+    world.hypervisor.gates["fork"].clear()
     waiter = asyncio.create_task(lease(pool, 6, timeout_s=60.0))
     await run_ready()
     assert pool.statistics().starting_count == 2
-    hypervisor.gates["fork"].set()
+    world.hypervisor.gates["fork"].set()
     assert len(await waiter) == 6
 
 
-async def test_a_machine_is_not_leased_before_its_guest_is_ready(
-    make_pool: MakePool, hypervisor: StubHypervisor
-) -> None:
-    hypervisor.ready_gate.clear()
-    pool = await started(make_pool(capacity=1))
+async def test_a_machine_is_not_leased_before_its_guest_is_ready(world: PoolWorld) -> None:
+    world.hypervisor.ready_gate.clear()
+    pool = await world.started(capacity=1)
     waiter = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
     await run_ready()
     assert counts(pool) == (0, 0, 1, 0, 1)
-    hypervisor.ready_gate.set()
+    world.hypervisor.ready_gate.set()
     (machine,) = await waiter
-    assert machine.machine_id in hypervisor.machines
+    assert machine.machine_id in world.hypervisor.machines
     assert counts(pool) == (0, 1, 0, 0, 0)
 
 
-async def test_a_machine_is_used_once_then_destroyed_and_replaced(
-    make_pool: MakePool, hypervisor: StubHypervisor
-) -> None:
-    pool = await started(make_pool(capacity=1))
+async def test_a_machine_is_used_once_then_destroyed_and_replaced(world: PoolWorld) -> None:
+    pool = await world.started(capacity=1)
     (first,) = await lease(pool, 1, timeout_s=1.0)
     await pool.release([first])
-    assert first.machine_id not in hypervisor.machines
+    assert first.machine_id not in world.hypervisor.machines
     assert stub_desktop(first).closed
     (second,) = await lease(pool, 1, timeout_s=1.0)
     assert second.machine_id != first.machine_id
-    assert len(hypervisor.forks) == 2
+    assert len(world.hypervisor.forks) == 2
 
 
-async def test_a_dying_machine_counts_against_capacity_until_it_is_gone(
-    make_pool: MakePool, hypervisor: StubHypervisor
-) -> None:
-    pool = await started(make_pool(capacity=1))
+async def test_a_dying_machine_counts_against_capacity_until_it_is_gone(world: PoolWorld) -> None:
+    pool = await world.started(capacity=1)
     machines = await lease(pool, 1, timeout_s=1.0)
-    hypervisor.destroy_gate.clear()
+    world.hypervisor.destroy_gate.clear()
     releasing = asyncio.create_task(pool.release(machines))
     await run_ready()
     assert counts(pool) == (0, 0, 0, 1, 0)
     assert not releasing.done()
-    hypervisor.destroy_gate.set()
+    world.hypervisor.destroy_gate.set()
     await releasing
     await run_ready()
     assert counts(pool) == (1, 0, 0, 0, 0)
-    assert hypervisor.peak_count == 1
+    assert world.hypervisor.peak_count == 1
 
 
-async def test_release_is_idempotent_and_continues_when_cancelled(
-    make_pool: MakePool, hypervisor: StubHypervisor
-) -> None:
-    pool = await started(make_pool(capacity=1))
+async def test_release_is_idempotent_and_continues_when_cancelled(world: PoolWorld) -> None:
+    pool = await world.started(capacity=1)
     machines = await lease(pool, 1, timeout_s=1.0)
-    hypervisor.destroy_gate.clear()
+    world.hypervisor.destroy_gate.clear()
     releasing = asyncio.create_task(pool.release(machines))
     await run_ready()
     releasing.cancel()
     await asyncio.gather(releasing, return_exceptions=True)
-    hypervisor.destroy_gate.set()
+    world.hypervisor.destroy_gate.set()
     await run_ready()
-    assert machines[0].machine_id not in hypervisor.machines
+    assert machines[0].machine_id not in world.hypervisor.machines
     await pool.release(machines)
     await run_ready()
     assert counts(pool) == (1, 0, 0, 0, 0)
 
 
-async def test_a_group_waits_until_it_can_be_served_whole(make_pool: MakePool) -> None:
-    pool = await started(make_pool(capacity=3))
+async def test_a_group_waits_until_it_can_be_served_whole(world: PoolWorld) -> None:
+    pool = await world.started(capacity=3)
     held = await lease(pool, 2, timeout_s=1.0)
     gang = asyncio.create_task(lease(pool, 3, timeout_s=60.0))
     await run_ready()
@@ -178,8 +124,8 @@ async def test_a_group_waits_until_it_can_be_served_whole(make_pool: MakePool) -
     assert len({m.machine_id for m in machines}) == 3
 
 
-async def test_a_small_group_does_not_pass_a_large_one(make_pool: MakePool) -> None:
-    pool = await started(make_pool(capacity=2))
+async def test_a_small_group_does_not_pass_a_large_one(world: PoolWorld) -> None:
+    pool = await world.started(capacity=2)
     held = await lease(pool, 1, timeout_s=1.0)
     large = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
     small = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
@@ -193,60 +139,60 @@ async def test_a_small_group_does_not_pass_a_large_one(make_pool: MakePool) -> N
     assert len(await small) == 1
 
 
-async def test_a_group_that_never_fits_is_refused_at_once(make_pool: MakePool) -> None:
-    pool = await started(make_pool(capacity=2))
-    with pytest.raises(GroupTooLarge, match="at most 2 machines, so never a group of 3"):
+async def test_a_group_that_never_fits_is_refused_at_once(world: PoolWorld) -> None:
+    pool = await world.started(capacity=2)
+    with pytest.raises(GroupTooLarge, match=r"at most 2 .* of 3"):
         await lease(pool, 3, timeout_s=60.0)
 
 
-async def test_a_timeout_reports_the_position_and_when_to_retry(make_pool: MakePool, clock: ManualClock) -> None:
-    pool = await started(make_pool(capacity=1))
+async def test_a_timeout_reports_the_position_and_when_to_retry(world: PoolWorld) -> None:
+    pool = await world.started(capacity=1)
     await lease(pool, 1, timeout_s=1.0)
     first = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
     second = asyncio.create_task(lease(pool, 1, timeout_s=30.0))
-    await clock.advance(29.0)
+    await world.clock.advance(29.0)
     assert not second.done()
-    await clock.advance(1.0)
-    with pytest.raises(PoolExhausted, match=r"within 30\.0 s: position 2 of 2") as caught:
+    await world.clock.advance(1.0)
+    with pytest.raises(PoolExhausted, match=r"30\.0 s: .* 2 of 2") as caught:
         await second
     assert caught.value.retry_after_s >= 1.0
     assert not first.done()
-    await clock.advance(30.0)
+    await world.clock.advance(30.0)
     with pytest.raises(PoolExhausted, match="position 1 of 1"):
         await first
     assert counts(pool) == (0, 1, 0, 0, 0)
 
 
-async def test_a_group_that_times_out_unblocks_those_behind_it(make_pool: MakePool, clock: ManualClock) -> None:
-    pool = await started(make_pool(capacity=2))
+async def test_a_group_that_times_out_unblocks_those_behind_it(world: PoolWorld) -> None:
+    pool = await world.started(capacity=2)
     await lease(pool, 1, timeout_s=1.0)
     large = asyncio.create_task(lease(pool, 2, timeout_s=5.0))
     small = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
-    await clock.advance(5.0)
+    await world.clock.advance(5.0)
     with pytest.raises(PoolExhausted):
         await large
     assert len(await small) == 1
 
 
-async def test_a_lease_with_a_zero_timeout_gets_ready_machines(make_pool: MakePool) -> None:
-    pool = await started(make_pool(capacity=1, queue_limit=0))
+async def test_a_lease_with_a_zero_timeout_gets_ready_machines(world: PoolWorld) -> None:
+    pool = await world.started(capacity=1, queue_limit=0)
     assert len(await lease(pool, 1, timeout_s=0.0)) == 1
 
 
-async def test_a_full_queue_refuses_at_once(make_pool: MakePool) -> None:
-    pool = await started(make_pool(capacity=1, queue_limit=1))
+async def test_a_full_queue_refuses_at_once(world: PoolWorld) -> None:
+    pool = await world.started(capacity=1, queue_limit=1)
     await lease(pool, 1, timeout_s=1.0)
     waiting = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
     await run_ready()
-    with pytest.raises(PoolExhausted, match="limit of 1 groups") as caught:
+    with pytest.raises(PoolExhausted, match="limit of 1") as caught:
         await lease(pool, 1, timeout_s=60.0)
     assert caught.value.retry_after_s >= 1.0
     assert pool.statistics().waiting_count == 1
     waiting.cancel()
 
 
-async def test_a_cancelled_waiter_leaves_the_queue(make_pool: MakePool) -> None:
-    pool = await started(make_pool(capacity=1))
+async def test_a_cancelled_waiter_leaves_the_queue(world: PoolWorld) -> None:
+    pool = await world.started(capacity=1)
     held = await lease(pool, 1, timeout_s=1.0)
     waiter = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
     await run_ready()
@@ -259,11 +205,9 @@ async def test_a_cancelled_waiter_leaves_the_queue(make_pool: MakePool) -> None:
     assert counts(pool) == (1, 0, 0, 0, 0)
 
 
-async def test_a_waiter_cancelled_while_being_admitted_gives_its_machine_to_the_next(
-    make_pool: MakePool, hypervisor: StubHypervisor
-) -> None:
-    pool = await started(make_pool(capacity=1))
-    hypervisor.gates["fork"].clear()
+async def test_a_waiter_cancelled_while_being_admitted_gives_its_machine_to_the_next(world: PoolWorld) -> None:
+    pool = await world.started(capacity=1)
+    world.hypervisor.gates["fork"].clear()
     await pool.release(await lease(pool))
     first = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
     second = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
@@ -275,16 +219,16 @@ async def test_a_waiter_cancelled_while_being_admitted_gives_its_machine_to_the_
 
     # The pool admits the waiter before the waiter has run again.
     pool.changes.listen(cancel_once_admitted)
-    hypervisor.gates["fork"].set()
+    world.hypervisor.gates["fork"].set()
     await run_ready()
     assert first.cancelled()
     assert len(await second) == 1
-    assert len(hypervisor.forks) == 2, "a machine that was never used becomes idle again"
+    assert len(world.hypervisor.forks) == 2, "a machine that was never used becomes idle again"
 
 
-async def test_a_hundred_random_cancellations_leak_nothing(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
+async def test_a_hundred_random_cancellations_leak_nothing(world: PoolWorld) -> None:
     dice = random.Random(11)
-    pool = await started(make_pool(capacity=4, queue_limit=100))
+    pool = await world.started(capacity=4, queue_limit=100)
     held: list[LeasedMachine] = []
 
     async def use() -> None:
@@ -300,18 +244,18 @@ async def test_a_hundred_random_cancellations_leak_nothing(make_pool: MakePool, 
         for _ in range(dice.randint(0, 6)):
             await asyncio.sleep(0)
         user.cancel()
-        assert len(hypervisor.machines) <= 4
+        assert len(world.hypervisor.machines) <= 4
     await asyncio.gather(*users, return_exceptions=True)
     held.extend(await lease(pool, 2, timeout_s=60.0))
     await run_ready()
     s = pool.statistics()
     assert s.leased_count == len(held)
-    assert len(hypervisor.machines) == s.idle_count + s.leased_count == 4
-    assert hypervisor.peak_count == 4
+    assert len(world.hypervisor.machines) == s.idle_count + s.leased_count == 4
+    assert world.hypervisor.peak_count == 4
 
 
-async def test_a_lease_cancelled_at_any_await_takes_nothing(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
-    pool = await started(make_pool(capacity=2))
+async def test_a_lease_cancelled_at_any_await_takes_nothing(world: PoolWorld) -> None:
+    pool = await world.started(capacity=2)
     for turns in range(30):
         held = await lease(pool, 2, timeout_s=1.0)
         waiter = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
@@ -324,39 +268,35 @@ async def test_a_lease_cancelled_at_any_await_takes_nothing(make_pool: MakePool,
             await pool.release(waiter.result())
         await run_ready()
         assert counts(pool) == (2, 0, 0, 0, 0), f"cancelled after {turns} iterations"
-    assert len(hypervisor.machines) == 2
+    assert len(world.hypervisor.machines) == 2
 
 
-async def test_a_machine_that_dies_idle_is_destroyed_and_replaced_after_a_pause(
-    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
-) -> None:
-    pool = await started(make_pool(capacity=1, backoff_min_s=2.0))
-    (machine,) = hypervisor.forks
+async def test_a_machine_that_dies_idle_is_destroyed_and_replaced_after_a_pause(world: PoolWorld) -> None:
+    pool = await world.started(capacity=1, backoff_min_s=2.0)
+    (machine,) = world.hypervisor.forks
     machine.die("QEMU was killed by signal 9")
     await run_ready()
-    assert hypervisor.machines == {}
+    assert world.hypervisor.machines == {}
     assert counts(pool) == (0, 0, 0, 0, 0)
     assert "died while idle: QEMU was killed by signal 9" in pool.statistics().problem
-    await clock.advance(2.0)
+    await world.clock.advance(2.0)
     assert counts(pool) == (1, 0, 0, 0, 0)
     assert pool.statistics().healthy
     assert pool.statistics().lost_total == 1
 
 
-async def test_a_machine_that_just_died_is_not_leased(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
-    pool = await started(make_pool(capacity=2, idle_target=2))
-    dead = hypervisor.forks[0]
+async def test_a_machine_that_just_died_is_not_leased(world: PoolWorld) -> None:
+    pool = await world.started(capacity=2, idle_target=2)
+    dead = world.hypervisor.forks[0]
     dead.die()
     (machine,) = await lease(pool, 1, timeout_s=0.0)
     assert machine.machine_id != dead.machine_id
 
 
-async def test_a_machine_that_dies_leased_is_destroyed_and_replaced_at_once(
-    make_pool: MakePool, hypervisor: StubHypervisor
-) -> None:
-    pool = await started(make_pool(capacity=1))
+async def test_a_machine_that_dies_leased_is_destroyed_and_replaced_at_once(world: PoolWorld) -> None:
+    pool = await world.started(capacity=1)
     machines = await lease(pool, 1, timeout_s=1.0)
-    hypervisor.forks[0].die()
+    world.hypervisor.forks[0].die()
     await run_ready()
     assert counts(pool) == (1, 0, 0, 0, 0)
     assert pool.statistics().healthy, "a leased machine that dies is not a problem of the pool"
@@ -364,181 +304,171 @@ async def test_a_machine_that_dies_leased_is_destroyed_and_replaced_at_once(
     assert counts(pool) == (1, 0, 0, 0, 0)
 
 
-async def test_failed_starts_are_retried_with_growing_pauses(
-    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
-) -> None:
-    hypervisor.errors["create"] = [HypervisorError("no space left in /var/lib/envd")] * 3
-    pool = await started(make_pool(capacity=1, backoff_min_s=1.0))
-    assert hypervisor.counts["create"] == 1
+async def test_failed_starts_are_retried_with_growing_pauses(world: PoolWorld) -> None:
+    world.hypervisor.errors["create"] = [HypervisorError("no space left in /var/lib/envd")] * 3
+    pool = await world.started(capacity=1, backoff_min_s=1.0)
+    assert world.hypervisor.counts["create"] == 1
     assert not pool.statistics().healthy
     assert "no space left in /var/lib/envd" in pool.statistics().problem
     assert "no space left" in repr(pool)
-    await clock.advance(0.9)
-    assert hypervisor.counts["create"] == 1
-    await clock.advance(0.1)
-    assert hypervisor.counts["create"] == 2
-    await clock.advance(1.9)
-    assert hypervisor.counts["create"] == 2
-    await clock.advance(0.1)
-    assert hypervisor.counts["create"] == 3
-    await clock.advance(4.0)
+    await world.clock.advance(0.9)
+    assert world.hypervisor.counts["create"] == 1
+    await world.clock.advance(0.1)
+    assert world.hypervisor.counts["create"] == 2
+    await world.clock.advance(1.9)
+    assert world.hypervisor.counts["create"] == 2
+    await world.clock.advance(0.1)
+    assert world.hypervisor.counts["create"] == 3
+    await world.clock.advance(4.0)
     assert counts(pool) == (1, 0, 0, 0, 0)
     s = pool.statistics()
     assert s.healthy
     assert (s.boot_failure_total, s.booted_total, s.template_boot_total) == (3, 1, 1)
 
 
-async def test_a_timeout_reports_why_machines_do_not_start(
-    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
-) -> None:
-    hypervisor.errors["create"] = [HypervisorError("KVM is not there")] * 100
-    pool = await started(make_pool(capacity=1))
+async def test_a_timeout_reports_why_machines_do_not_start(world: PoolWorld) -> None:
+    world.hypervisor.errors["create"] = [HypervisorError("KVM is not there")] * 100
+    pool = await world.started(capacity=1)
     waiter = asyncio.create_task(lease(pool, 1, timeout_s=30.0))
-    await clock.advance(30.0)
+    await world.clock.advance(30.0)
     with pytest.raises(PoolExhausted, match="KVM is not there"):
         await waiter
 
 
 async def test_a_guest_that_does_not_become_ready_is_destroyed_and_replaced(
-    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+    world: PoolWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = make_pool(capacity=1)
+    pool = world.make(capacity=1)
     with monkeypatch.context() as patch:
 
         async def not_ready(_: StubDesktop, *, timeout_s: float) -> None:
             raise GuestUnresponsive(f"no answer within {timeout_s:g} s")
 
         patch.setattr(StubDesktop, "wait_ready", not_ready)
-        await started(pool)
-    assert hypervisor.machines == {}
+        await start(pool)
+    assert world.hypervisor.machines == {}
     assert "no answer within 600 s" in pool.statistics().problem
-    await clock.advance(1.0)
+    await world.clock.advance(1.0)
     assert counts(pool) == (1, 0, 0, 0, 0)
     assert pool.statistics().healthy
 
 
-async def test_a_surplus_machine_ages_out(make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock) -> None:
-    pool = await started(make_pool(capacity=3, idle_target=1, max_idle_s=100.0))
+async def test_a_surplus_machine_ages_out(world: PoolWorld) -> None:
+    pool = await world.started(capacity=3, idle_target=1, max_idle_s=100.0)
     held = await lease(pool, 1, timeout_s=1.0)
-    hypervisor.gates["fork"].clear()
+    world.hypervisor.gates["fork"].clear()
     waiter = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
     await run_ready()
     waiter.cancel()
-    hypervisor.gates["fork"].set()
+    world.hypervisor.gates["fork"].set()
     await run_ready()
     assert counts(pool) == (2, 1, 0, 0, 0)
-    await clock.advance(99.0)
+    await world.clock.advance(99.0)
     assert counts(pool) == (2, 1, 0, 0, 0)
-    await clock.advance(1.0)
+    await world.clock.advance(1.0)
     assert counts(pool) == (1, 1, 0, 0, 0)
     await pool.release(held)
 
 
-async def test_destroying_is_retried_and_its_failure_reported(
-    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
-) -> None:
-    pool = await started(make_pool(capacity=1))
+async def test_destroying_is_retried_and_its_failure_reported(world: PoolWorld) -> None:
+    pool = await world.started(capacity=1)
     machines = await lease(pool, 1, timeout_s=1.0)
-    hypervisor.forks[0].destroy_errors = [HypervisorError("domain is busy")] * 2
+    world.hypervisor.forks[0].destroy_errors = [HypervisorError("domain is busy")] * 2
     releasing = asyncio.create_task(pool.release(machines))
     await run_ready()
     assert counts(pool) == (0, 0, 0, 1, 0)
     assert "could not be destroyed: domain is busy" in pool.statistics().problem
-    await clock.advance(1.0)
+    await world.clock.advance(1.0)
     assert not releasing.done()
-    await clock.advance(2.0)
+    await world.clock.advance(2.0)
     await releasing
     await run_ready()
     assert counts(pool) == (1, 0, 0, 0, 0)
     assert pool.statistics().healthy
 
 
-async def test_draining_keeps_leased_machines_and_refuses_all_groups(
-    make_pool: MakePool, hypervisor: StubHypervisor
-) -> None:
-    pool = await started(make_pool(capacity=2))
+async def test_draining_keeps_leased_machines_and_refuses_all_groups(world: PoolWorld) -> None:
+    pool = await world.started(capacity=2)
     (machine,) = await lease(pool, 1, timeout_s=1.0)
     waiter = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
     await run_ready()
     pool.drain()
-    with pytest.raises(Draining, match="try another host"):
+    with pytest.raises(Draining):
         await waiter
     with pytest.raises(Draining):
         await lease(pool, 1, timeout_s=1.0)
     await run_ready()
-    assert list(hypervisor.machines) == [machine.machine_id]
+    assert list(world.hypervisor.machines) == [machine.machine_id]
     await pool.release([machine])
     await run_ready()
-    assert hypervisor.machines == {}, "no machine is replaced"
+    assert world.hypervisor.machines == {}, "no machine is replaced"
 
 
-async def test_closing_destroys_machines_in_any_state(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
-    pool = await started(make_pool(capacity=3, idle_target=2))
+async def test_closing_destroys_machines_in_any_state(world: PoolWorld) -> None:
+    pool = await world.started(capacity=3, idle_target=2)
     await lease(pool, 1, timeout_s=1.0)
-    hypervisor.gates["fork"].clear()
+    world.hypervisor.gates["fork"].clear()
     await lease(pool, 1, timeout_s=1.0)
     waiter = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
     await run_ready()
     await pool.close()
     await pool.close()
-    assert hypervisor.machines == {}
+    assert world.hypervisor.machines == {}
     assert counts(pool) == (0, 0, 0, 0, 0)
     with pytest.raises(Draining):
         await waiter
 
 
-async def test_closing_at_any_await_of_a_boot_leaves_nothing(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
+async def test_closing_at_any_await_of_a_boot_leaves_nothing(world: PoolWorld) -> None:
     made = set()
     for turns in range(60):
-        hypervisor.stored.clear()
-        pool = make_pool(capacity=2)
+        world.hypervisor.stored.clear()
+        pool = world.make(capacity=2)
         await pool.start()
         for _ in range(turns):
             await asyncio.sleep(0)
         await pool.close()
-        made.add(len(hypervisor.made))
-        assert hypervisor.machines == {}, f"closed after {turns} iterations"
-        assert all(snapshot.discarded for snapshot in hypervisor.snapshots), f"closed after {turns} iterations"
+        made.add(len(world.hypervisor.made))
+        assert world.hypervisor.machines == {}, f"closed after {turns} iterations"
+        assert all(snapshot.discarded for snapshot in world.hypervisor.snapshots), f"closed after {turns} iterations"
     assert len(made) > 10, "most pools closed after a machine existed"
 
 
-async def test_closing_continues_when_its_caller_is_cancelled(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
-    pool = await started(make_pool(capacity=2))
-    hypervisor.destroy_gate.clear()
+async def test_closing_continues_when_its_caller_is_cancelled(world: PoolWorld) -> None:
+    pool = await world.started(capacity=2)
+    world.hypervisor.destroy_gate.clear()
     closing = asyncio.create_task(pool.close())
     await run_ready()
     closing.cancel()
     await run_ready()
-    assert len(hypervisor.machines) == 2
-    hypervisor.destroy_gate.set()
+    assert len(world.hypervisor.machines) == 2
+    world.hypervisor.destroy_gate.set()
     await pool.close()
-    assert hypervisor.machines == {}
+    assert world.hypervisor.machines == {}
 
 
 async def test_closing_gives_up_on_a_machine_that_cannot_be_destroyed(
-    make_pool: MakePool, hypervisor: StubHypervisor, caplog: pytest.LogCaptureFixture
+    world: PoolWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool = await started(make_pool(capacity=1))
-    (machine,) = hypervisor.forks
+    pool = await world.started(capacity=1)
+    (machine,) = world.hypervisor.forks
     machine.destroy_errors = [HypervisorError("domain is busy")] * 3
     await pool.close()
     assert f"machine {machine.machine_id}: left behind" in caplog.text
     await machine.destroy()
 
 
-async def test_memory_is_measured_at_each_interval(
-    make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
-) -> None:
-    pool = await started(make_pool(capacity=2, measure_interval_s=15.0))
+async def test_memory_is_measured_at_each_interval(world: PoolWorld) -> None:
+    pool = await world.started(capacity=2, measure_interval_s=15.0)
     assert pool.statistics().memory_bytes == 2 << 20, "new machines are measured at once"
-    for machine in hypervisor.forks:
+    for machine in world.hypervisor.forks:
         machine.private_dirty_bytes = 8 << 20
-    await clock.advance(15.0)
+    await world.clock.advance(15.0)
     assert pool.statistics().memory_bytes == 16 << 20
     assert pool.statistics().pss_bytes == 3 << 20
 
 
-async def test_the_repr_shows_counts_and_problems(make_pool: MakePool) -> None:
-    pool = await started(make_pool(capacity=2))
+async def test_the_repr_shows_counts_and_problems(world: PoolWorld) -> None:
+    pool = await world.started(capacity=2)
     await lease(pool, 1, timeout_s=1.0)
     assert repr(pool) == "<Pool 'desktop' 1 idle | 1 leased | 0 starting | 0 dying | 0 waiting>"

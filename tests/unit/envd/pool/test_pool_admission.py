@@ -1,80 +1,16 @@
 """How users share a pool's machines: by run, under quotas, in a bounded queue."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
 
 from envd.base.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted
-from envd.base.telemetry.metrics import Metrics
 from envd.pool.fairness import RunShare, RunShares
 from envd.pool.leased import MachineLease
 from envd.pool.pool import Pool
-from envd.pool.settings import PoolSettings
-from tests.support.clock import ManualClock, run_ready
-from tests.support.stubs import IMAGE, StubHypervisor
-
-MakePool = Callable[..., Awaitable[Pool]]
-
-
-class RecordingMetrics(Metrics):
-    """Metrics that also record each event in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.admitted_runs: list[tuple[str, int, float]] = []
-        self.refused_runs: list[tuple[str, str]] = []
-
-    def group_admitted(self, *, pool: str, run: str, machine_count: int, wait_s: float) -> None:
-        super().group_admitted(pool=pool, run=run, machine_count=machine_count, wait_s=wait_s)
-        self.admitted_runs.append((run, machine_count, wait_s))
-
-    def group_refused(self, *, pool: str, run: str, reason: str) -> None:
-        super().group_refused(pool=pool, run=run, reason=reason)
-        self.refused_runs.append((run, reason))
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-def metrics() -> RecordingMetrics:
-    return RecordingMetrics()
-
-
-@pytest.fixture
-async def make_pool(clock: ManualClock, metrics: RecordingMetrics) -> AsyncIterator[MakePool]:
-    hypervisor = StubHypervisor()
-    async with AsyncExitStack() as stack:
-
-        async def make(*, capacity: int = 4, queue_limit: int = 64, **named: RunShare) -> Pool:
-            settings = PoolSettings(
-                name="desktop",
-                capacity=capacity,
-                idle_target=capacity,
-                max_starting=capacity,
-                queue_limit=queue_limit,
-                shares=RunShares(named=named),
-            )
-            pool = Pool(
-                settings,
-                hypervisor=hypervisor,
-                image=IMAGE,
-                make_desktop=hypervisor.desktop,
-                metrics=metrics,
-                clock=clock,
-            )
-            stack.push_async_callback(pool.close)
-            await pool.start()
-            for _ in range(3):
-                await run_ready()
-            return pool
-
-        yield make
-    assert hypervisor.machines == {}, "a closed pool leaves nothing"
+from tests.support.clock import run_ready
+from tests.support.pool_world import PoolWorld
 
 
 class Users:
@@ -128,8 +64,8 @@ def held(pool: Pool) -> Mapping[str, int]:
     return pool.statistics().held_by_run
 
 
-async def test_a_returned_machine_goes_to_the_run_that_holds_the_fewest(make_pool: MakePool, users: MakeUsers) -> None:
-    pool = await make_pool(capacity=3)
+async def test_a_returned_machine_goes_to_the_run_that_holds_the_fewest(world: PoolWorld, users: MakeUsers) -> None:
+    pool = await world.started(capacity=3)
     they = users(pool)
     first = [await they.ask("a"), await they.ask("a"), await they.ask("b")]
     waiting = [await they.ask("a"), await they.ask("b")]
@@ -140,8 +76,8 @@ async def test_a_returned_machine_goes_to_the_run_that_holds_the_fewest(make_poo
     assert waiting[1].done()
 
 
-async def test_a_late_run_does_not_wait_for_the_queue_of_another_run(make_pool: MakePool, users: MakeUsers) -> None:
-    pool = await make_pool(capacity=2)
+async def test_a_late_run_does_not_wait_for_the_queue_of_another_run(world: PoolWorld, users: MakeUsers) -> None:
+    pool = await world.started(capacity=2)
     they = users(pool)
     first = [await they.ask("a"), await they.ask("a")]
     for _ in range(10):
@@ -153,8 +89,8 @@ async def test_a_late_run_does_not_wait_for_the_queue_of_another_run(make_pool: 
     assert pool.statistics().waiting_by_run == {"a": 10}
 
 
-async def test_weights_decide_how_many_machines_each_run_holds(make_pool: MakePool, users: MakeUsers) -> None:
-    pool = await make_pool(capacity=6, a=RunShare(weight=2.0))
+async def test_weights_decide_how_many_machines_each_run_holds(world: PoolWorld, users: MakeUsers) -> None:
+    pool = await world.started(capacity=6, shares=RunShares(named={"a": RunShare(weight=2.0)}))
     they = users(pool)
     held_before = await they.ask("x", 6)
     for _ in range(6):
@@ -164,8 +100,8 @@ async def test_weights_decide_how_many_machines_each_run_holds(make_pool: MakePo
     assert held(pool) == {"a": 4, "b": 2}
 
 
-async def test_a_quota_limits_only_its_own_run(make_pool: MakePool, users: MakeUsers) -> None:
-    pool = await make_pool(capacity=4, a=RunShare(quota=2))
+async def test_a_quota_limits_only_its_own_run(world: PoolWorld, users: MakeUsers) -> None:
+    pool = await world.started(capacity=4, shares=RunShares(named={"a": RunShare(quota=2)}))
     they = users(pool)
     first = await they.ask("a", 2)
     second = await they.ask("a", 1, reserved=1)
@@ -178,21 +114,19 @@ async def test_a_quota_limits_only_its_own_run(make_pool: MakePool, users: MakeU
     assert held(pool) == {"a": 2, "b": 1}
 
 
-async def test_a_group_above_its_quota_is_refused_at_once(make_pool: MakePool, metrics: RecordingMetrics) -> None:
-    pool = await make_pool(capacity=4, a=RunShare(quota=2))
-    with pytest.raises(
-        GroupTooLarge, match="run 'a' may hold at most 2 machines of pool 'desktop', so never a group of 3"
-    ):
+async def test_a_group_above_its_quota_is_refused_at_once(world: PoolWorld) -> None:
+    pool = await world.started(capacity=4, shares=RunShares(named={"a": RunShare(quota=2)}))
+    with pytest.raises(GroupTooLarge, match=r"'a' .* 2 .*'desktop'.* 3"):
         await pool.lease(1, reserved=2, run="a", timeout_s=60.0)
-    with pytest.raises(GroupTooLarge, match="never a group of 2 in addition to the 1 that it retains"):
+    with pytest.raises(GroupTooLarge, match=r"of 2 .* 1"):
         await pool.lease(0, reserved=2, run="a", retained_count=1, timeout_s=60.0)
-    with pytest.raises(GroupTooLarge, match="never a group of 5"):
+    with pytest.raises(GroupTooLarge, match="of 5"):
         await pool.lease(5, run="b", timeout_s=60.0)
-    assert metrics.refused_runs == [("a", "over_quota"), ("a", "over_quota"), ("b", "too_large")]
+    assert world.metrics.refused_runs == [("a", "over_quota"), ("a", "over_quota"), ("b", "too_large")]
 
 
-async def test_a_large_group_is_served_despite_endless_small_ones(make_pool: MakePool, users: MakeUsers) -> None:
-    pool = await make_pool(capacity=4)
+async def test_a_large_group_is_served_despite_endless_small_ones(world: PoolWorld, users: MakeUsers) -> None:
+    pool = await world.started(capacity=4)
     they = users(pool)
     flood = [await they.ask("flood") for _ in range(12)]
     large = await they.ask("large", 1, reserved=3)
@@ -206,8 +140,8 @@ async def test_a_large_group_is_served_despite_endless_small_ones(make_pool: Mak
     assert held(pool) == {"large": 4}
 
 
-async def test_reservations_and_their_machines_count_for_their_run(make_pool: MakePool, users: MakeUsers) -> None:
-    pool = await make_pool(capacity=4)
+async def test_reservations_and_their_machines_count_for_their_run(world: PoolWorld, users: MakeUsers) -> None:
+    pool = await world.started(capacity=4)
     granted = await pool.lease(1, reserved=2, run="a", timeout_s=1.0)
     assert held(pool) == {"a": 3}
     frozen = await pool.freeze(granted.machines[0])
@@ -222,8 +156,8 @@ async def test_reservations_and_their_machines_count_for_their_run(make_pool: Ma
     await frozen.snapshot.discard()
 
 
-async def test_a_leased_machine_that_dies_no_longer_counts_for_its_run(make_pool: MakePool) -> None:
-    pool = await make_pool(capacity=2, a=RunShare(quota=1))
+async def test_a_leased_machine_that_dies_no_longer_counts_for_its_run(world: PoolWorld) -> None:
+    pool = await world.started(capacity=2, shares=RunShares(named={"a": RunShare(quota=1)}))
     granted = await pool.lease(run="a", timeout_s=1.0)
     granted.machines[0].machine.lost.set()
     await run_ready()
@@ -231,8 +165,8 @@ async def test_a_leased_machine_that_dies_no_longer_counts_for_its_run(make_pool
     assert len((await pool.lease(run="a", timeout_s=60.0)).machines) == 1
 
 
-async def test_a_cancelled_group_loses_its_turn(make_pool: MakePool, users: MakeUsers) -> None:
-    pool = await make_pool(capacity=4)
+async def test_a_cancelled_group_loses_its_turn(world: PoolWorld, users: MakeUsers) -> None:
+    pool = await world.started(capacity=4)
     they = users(pool)
     await they.ask("b", 3)
     large = await they.ask("a", 2)
@@ -244,8 +178,8 @@ async def test_a_cancelled_group_loses_its_turn(make_pool: MakePool, users: Make
     assert held(pool) == {"b": 4}
 
 
-async def test_an_undone_admission_counts_for_no_run(make_pool: MakePool, users: MakeUsers) -> None:
-    pool = await make_pool(capacity=1)
+async def test_an_undone_admission_counts_for_no_run(world: PoolWorld, users: MakeUsers) -> None:
+    pool = await world.started(capacity=1)
     they = users(pool)
     first = await they.ask("a")
     second = asyncio.create_task(pool.lease(run="b", timeout_s=60.0))
@@ -271,57 +205,51 @@ async def refusal(waiting: asyncio.Task[MachineLease]) -> EnvdError:
     return caught.value
 
 
-async def test_a_full_queue_reports_its_length_and_when_to_retry(
-    make_pool: MakePool, users: MakeUsers, metrics: RecordingMetrics
-) -> None:
-    pool = await make_pool(capacity=1, queue_limit=3)
+async def test_a_full_queue_reports_its_length_and_when_to_retry(world: PoolWorld, users: MakeUsers) -> None:
+    pool = await world.started(capacity=1, queue_limit=3)
     they = users(pool)
     for _ in range(4):
         await they.ask("a")
-    with pytest.raises(PoolExhausted, match="the queue has reached its limit of 3 groups") as caught:
+    with pytest.raises(PoolExhausted, match="limit of 3") as caught:
         await pool.lease(run="b", timeout_s=60.0)
     assert 1.0 <= caught.value.retry_after_s <= 120.0
-    assert metrics.refused_runs == [("b", "queue_full")]
+    assert world.metrics.refused_runs == [("b", "queue_full")]
     assert sum(pool.statistics().waiting_by_run.values()) == 3
 
 
-async def test_a_timeout_reports_position_waiting_time_and_busy_machines(
-    make_pool: MakePool, users: MakeUsers, clock: ManualClock, metrics: RecordingMetrics
-) -> None:
-    pool = await make_pool(capacity=2)
+async def test_a_timeout_reports_position_waiting_time_and_busy_machines(world: PoolWorld, users: MakeUsers) -> None:
+    pool = await world.started(capacity=2)
     they = users(pool)
     await they.ask("a", 1, reserved=1)
     await they.ask("a")
     late = await they.ask("a", timeout_s=30.0)
     sooner = await they.ask("b", timeout_s=30.0)
-    await clock.advance(30.0)
+    await world.clock.advance(30.0)
     first, second = await refusal(sooner), await refusal(late)
     assert "within 30.0 s: position 1 of 3 in the queue, 2 of 2 machines busy" in str(first), "b holds nothing"
     assert "position 3 of 3 in the queue, 2 of 2 machines busy" in str(second)
     assert isinstance(first, PoolExhausted)
     assert isinstance(second, PoolExhausted)
     assert 1.0 <= first.retry_after_s <= second.retry_after_s <= 120.0
-    assert sorted(metrics.refused_runs) == [("a", "too_late"), ("b", "too_late")]
+    assert sorted(world.metrics.refused_runs) == [("a", "too_late"), ("b", "too_late")]
 
 
-async def test_a_timeout_reports_an_exhausted_quota(make_pool: MakePool, users: MakeUsers, clock: ManualClock) -> None:
-    pool = await make_pool(capacity=4, a=RunShare(quota=2))
+async def test_a_timeout_reports_an_exhausted_quota(world: PoolWorld, users: MakeUsers) -> None:
+    pool = await world.started(capacity=4, shares=RunShares(named={"a": RunShare(quota=2)}))
     they = users(pool)
     await they.ask("a", 2)
     late = await they.ask("a", timeout_s=30.0)
-    await clock.advance(30.0)
+    await world.clock.advance(30.0)
     assert "run 'a' holds 2 of its quota of 2" in str(await refusal(late))
 
 
-async def test_retry_after_follows_the_rate_of_returned_machines(
-    make_pool: MakePool, users: MakeUsers, clock: ManualClock
-) -> None:
-    pool = await make_pool(capacity=2)
+async def test_retry_after_follows_the_rate_of_returned_machines(world: PoolWorld, users: MakeUsers) -> None:
+    pool = await world.started(capacity=2)
     they = users(pool)
     await they.ask("a")
     for _ in range(6):
         task = await they.ask("a")
-        await clock.advance(20.0)
+        await world.clock.advance(20.0)
         await they.release(task)
     await they.ask("a")
     late = await they.ask("b", timeout_s=0.0)
@@ -330,22 +258,18 @@ async def test_retry_after_follows_the_rate_of_returned_machines(
     assert error.retry_after_s == pytest.approx(20.0)
 
 
-async def test_waits_and_machines_are_counted_by_run(
-    make_pool: MakePool, users: MakeUsers, clock: ManualClock, metrics: RecordingMetrics
-) -> None:
-    pool = await make_pool(capacity=2)
+async def test_waits_and_machines_are_counted_by_run(world: PoolWorld, users: MakeUsers) -> None:
+    pool = await world.started(capacity=2)
     they = users(pool)
     first = await they.ask("a", 1, reserved=1)
     await they.ask("b", 2)
-    await clock.advance(5.0)
+    await world.clock.advance(5.0)
     await they.release(first)
-    assert metrics.admitted_runs == [("a", 2, 0.0), ("b", 2, 5.0)]
+    assert world.metrics.admitted_runs == [("a", 2, 0.0), ("b", 2, 5.0)]
 
 
-async def test_refusals_by_draining_are_counted(
-    make_pool: MakePool, users: MakeUsers, metrics: RecordingMetrics
-) -> None:
-    pool = await make_pool(capacity=1)
+async def test_refusals_by_draining_are_counted(world: PoolWorld, users: MakeUsers) -> None:
+    pool = await world.started(capacity=1)
     they = users(pool)
     await they.ask("a")
     waiting = await they.ask("b")
@@ -353,4 +277,4 @@ async def test_refusals_by_draining_are_counted(
     assert isinstance(await refusal(waiting), Draining)
     with pytest.raises(Draining):
         await pool.lease(run="c", timeout_s=1.0)
-    assert metrics.refused_runs == [("b", "draining"), ("c", "draining")]
+    assert world.metrics.refused_runs == [("b", "draining"), ("c", "draining")]

@@ -10,8 +10,7 @@ from cuaenv.actions import Wait
 
 from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost, NotForkable
 from envd.hypervisor.machine import Firmware, GuestOs, MachineSpec
-from envd.pool.frozen import FrozenDesktop
-from envd.pool.leased import LeasedMachine, freeze
+from envd.pool.leased import FrozenDesktop, LeasedMachine, freeze
 from tests.support.clock import run_ready
 from tests.support.stubs import IMAGE, StubDesktop, StubHypervisor, StubMachine, StubSnapshot, blank_view
 

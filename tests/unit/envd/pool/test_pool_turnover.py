@@ -1,6 +1,6 @@
 """Estimates of `retry_after_s` from the rate of returned machines."""
 
-from envd.pool.turnover import Turnover
+from envd.pool.admission import Turnover
 
 
 def retry_after_s(turnover: Turnover, now_s: float, *, machine_count: int = 1) -> float:

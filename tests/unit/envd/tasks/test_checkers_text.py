@@ -98,9 +98,7 @@ def test_matches_means_the_whole_text() -> None:
     assert score(b"a\nb", matches="a.b") == 1.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"), [("absent", "no such file"), ("other", "is not a file"), ("large", "exceed")]
-)
+@pytest.mark.parametrize(("kind", "words"), [("absent", "no such file"), ("other", "not a file"), ("large", "exceed")])
 def test_a_path_that_is_not_a_readable_file_scores_zero_with_evidence(kind: str, words: str) -> None:
     outcome = judge_file_text(FoundFile(kind, size_bytes=1 << 40), check(equals="x"))
     assert outcome.score == 0.0

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from envd.base.errors import GuestError
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
 from envd.tasks.checkers.cua_gym import CuaGymCheck
-from envd.tasks.cua_gym import CHECK_COMMANDS, MAX_ARCHIVE_BYTES, SETUP_COMMANDS, archive, judge_check
+from envd.tasks.cua_gym import CHECK_PARTS, MAX_ARCHIVE_BYTES, SETUP_COMMANDS, archive, judge_check
 from envd.tasks.formats.cua_gym import read_bundles
 from envd.tasks.formats.entries import Problem
 from envd.tasks.formats.files import read_tasks
@@ -71,7 +71,7 @@ def test_the_agents_files_the_hidden_ones_and_the_truth_travel_apart(tmp_path: P
     visible, hidden = (names(parts) for _, parts in SETUP_COMMANDS)
     assert visible == {"context/report.csv"}
     assert hidden == {"hidden/seed/state.json", "setup.sh"}
-    assert [names(parts) for _, parts in CHECK_COMMANDS] == [{"gt/total.txt", "check.sh"}]
+    assert names(CHECK_PARTS) == {"gt/total.txt", "check.sh"}
 
 
 def test_the_truth_is_never_staged_to_check_a_start() -> None:

@@ -34,7 +34,7 @@ def task(*setup: dict[str, Any]) -> Task:
 async def run(
     desktop: MemoryDesktop, *setup: dict[str, Any], timeout_s: float = 5.0, resources: SetupResources | None = None
 ) -> None:
-    await run_setup(task(*setup), desktop, timeout_s=timeout_s, resources=resources or SetupResources())
+    await run_setup(task(*setup), desktop, timeout_s=timeout_s, resources=resources or SetupResources(), poll_s=0.001)
 
 
 async def test_write_file_writes_bytes_in_the_declared_encoding_and_newlines() -> None:
@@ -77,7 +77,7 @@ async def test_a_start_that_is_already_solved_fails_the_setup(checker: dict[str,
     if not is_checked:
         await run_setup(solved, desktop, timeout_s=60.0)
         return
-    with pytest.raises(SetupFailed, match=r"task s/t: already solved after its setup, .*; fix setup or checker"):
+    with pytest.raises(SetupFailed, match=r"^task s/t: already solved"):
         await run_setup(solved, desktop, timeout_s=60.0)
 
 
@@ -91,7 +91,7 @@ async def test_the_start_is_judged_where_the_resources_say() -> None:
     verb = {"kind": "write_file", "path": PATH, "text": "x"}
     checker = {"kind": "file_text", "path": PATH, "equals": "y"}
     fields = {"task_id": "s/t", "instruction": "Do it.", "level": 1, "setup": [verb], "checker": checker}
-    with pytest.raises(SetupFailed, match="judged; fix setup or checker"):
+    with pytest.raises(SetupFailed, match="judged"):
         await run_setup(
             Task.model_validate(fields), MemoryDesktop(), timeout_s=60.0, resources=SetupResources(judge=judge)
         )
@@ -135,8 +135,7 @@ async def test_launch_is_skipped_if_the_window_is_open() -> None:
     assert desktop.launched == []
 
 
-async def test_wait_window_returns_when_the_window_appears(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envd.tasks.setup._POLL_S", 0.001)
+async def test_wait_window_returns_when_the_window_appears() -> None:
     desktop = MemoryDesktop()
     asyncio.get_running_loop().call_later(0.02, desktop.windows.append, EDITOR)
     await run(desktop, {"kind": "wait_window", "window": {"title": r"a\.txt"}})
@@ -160,7 +159,7 @@ async def test_set_clipboard_sets_the_text() -> None:
 async def test_execute_expects_its_exit_code() -> None:
     desktop = MemoryDesktop()
     await run(desktop, {"kind": "execute", "argv": ["false"], "expect_exit_code": 1})
-    with pytest.raises(SetupFailed, match=r"task s/t: setup\[1\] execute failed: false: exit code 1 instead of 0"):
+    with pytest.raises(SetupFailed, match=r"s/t: setup\[1\] execute .*false: exit code 1"):
         await run(desktop, {"kind": "execute", "argv": ["true"]}, {"kind": "execute", "argv": ["false"]})
 
 
@@ -171,10 +170,7 @@ async def test_execute_accepts_any_exit_code_if_none_is_expected() -> None:
 @pytest.mark.parametrize(
     "until", [{"exit_code": 0}, {"stdout": "up"}, {"stderr": "warm"}, {"exit_code": 9, "stdout": "up"}]
 )
-async def test_a_command_is_repeated_until_its_condition_holds(
-    monkeypatch: pytest.MonkeyPatch, until: dict[str, Any]
-) -> None:
-    monkeypatch.setattr("envd.tasks.setup._POLL_S", 0.001)
+async def test_a_command_is_repeated_until_its_condition_holds(until: dict[str, Any]) -> None:
     desktop = MemoryDesktop()
     desktop.answers["probe",] = CommandResult(exit_code=1, stdout=b"down", stderr=b"cold")
 
@@ -189,7 +185,7 @@ async def test_a_command_is_repeated_until_its_condition_holds(
 async def test_a_condition_that_never_holds_reports_the_last_output() -> None:
     desktop = MemoryDesktop()
     desktop.answers["probe",] = CommandResult(exit_code=3, stdout=b"still down", stderr=b"")
-    with pytest.raises(SetupFailed, match=r"0\.02 s running probe; last exit code 3: still down"):
+    with pytest.raises(SetupFailed, match=r"0\.02 s .*probe.* 3: still down"):
         await run(desktop, {"kind": "wait_command", "argv": ["probe"], "exit_code": 0, "timeout_s": 0.02})
 
 
@@ -207,7 +203,7 @@ async def test_a_window_that_does_not_close_fails_the_setup() -> None:
     desktop = MemoryDesktop()
     desktop.windows = [EDITOR]
     desktop.answers["wmctrl", "-i", "-c"] = CommandResult(exit_code=0, stdout=b"", stderr=b"")
-    with pytest.raises(SetupFailed, match="to close; it may ask about unsaved work"):
+    with pytest.raises(SetupFailed, match="to close"):
         await run(desktop, {"kind": "close_window", "window": {"title": "Mousepad"}, "timeout_s": 0.05})
 
 
@@ -228,13 +224,13 @@ async def test_files_that_come_with_the_tasks_are_copied_into_the_guest(tmp_path
     await run(desktop, verb)
     assert desktop.files[PATH] == b"\x00\xff"
     (tmp_path / "notes.txt").unlink()
-    with pytest.raises(SetupFailed, match="cannot be read: No such file"):
+    with pytest.raises(SetupFailed, match="No such file"):
         await run(desktop, verb)
 
 
 async def test_a_missing_asset_fails_the_setup_and_names_the_fetch_command(tmp_path: Path) -> None:
     verb = {"kind": "download", "files": [{"url": "https://files.example.org/a.txt", "path": PATH}]}
-    with pytest.raises(SetupFailed, match=r"download failed: .*/a.txt: not in the cache; run `envd tasks fetch`"):
+    with pytest.raises(SetupFailed, match=r"download .*/a\.txt: .*envd tasks fetch"):
         await run(MemoryDesktop(), verb, resources=SetupResources(assets=AssetCache(tmp_path)))
 
 
@@ -244,7 +240,7 @@ async def test_placeholders_are_replaced_by_the_guests_password_and_screen() -> 
     verb = {"kind": "execute", "argv": ["echo", words]}
     await run(desktop, verb, resources=WITH_PASSWORD)
     assert desktop.ran == [("echo", "s3cret 1280x800 640,400 {HOME}")]
-    with pytest.raises(SetupFailed, match=r"set tasks\.client_password_file"):
+    with pytest.raises(SetupFailed, match=r"tasks\.client_password_file"):
         await run(desktop, verb)
 
 
@@ -293,13 +289,12 @@ async def test_an_unresponsive_guest_fails_the_setup() -> None:
     desktop = MemoryDesktop()
     error = GuestUnresponsive("no answer in 5 s")
     desktop.answers["wmctrl",] = error
-    with pytest.raises(SetupFailed, match=r"setup\[0\] open failed: no answer in 5 s") as raised:
+    with pytest.raises(SetupFailed, match=r"setup\[0\] open .*no answer in 5 s") as raised:
         await run(desktop, {"kind": "open", "path": PATH})
     assert raised.value.__cause__ is error
 
 
-async def test_a_setup_waits_for_a_starting_window_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envd.tasks.setup._POLL_S", 0.001)
+async def test_a_setup_waits_for_a_starting_window_manager() -> None:
     desktop = MemoryDesktop()
     desktop.opens["mousepad", PATH] = EDITOR
     desktop.answers["wmctrl",] = CommandResult(exit_code=1, stdout=b"", stderr=b"Cannot get client list properties.")
@@ -311,7 +306,7 @@ async def test_a_setup_waits_for_a_starting_window_manager(monkeypatch: pytest.M
 async def test_a_window_manager_that_never_answers_fails_the_setup() -> None:
     desktop = MemoryDesktop()
     desktop.answers["wmctrl",] = GuestError("no wmctrl")
-    with pytest.raises(SetupFailed, match=r"exceeded its limit of 0\.02 s waiting for the window manager: no wmctrl"):
+    with pytest.raises(SetupFailed, match=r"0\.02 s .*no wmctrl"):
         await run(desktop, {"kind": "open", "path": PATH, "timeout_s": 0.02})
 
 
@@ -325,7 +320,7 @@ async def test_a_window_that_never_opens_fails_the_setup_and_lists_the_open_ones
 
 async def test_the_whole_setup_also_has_a_limit() -> None:
     desktop = MemoryDesktop()
-    with pytest.raises(SetupFailed, match=r"setup\[1\] wait_window exceeded the setup limit of 1 s"):
+    with pytest.raises(SetupFailed, match=r"setup\[1\] wait_window .*setup.* 1 s"):
         await run(
             desktop,
             {"kind": "execute", "argv": ["true"]},
@@ -340,7 +335,7 @@ async def test_a_command_that_hangs_is_cut_off_at_its_limit() -> None:
             await asyncio.Event().wait()
             raise AssertionError
 
-    with pytest.raises(SetupFailed, match=r"setup\[0\] execute exceeded its limit of 0\.02 s"):
+    with pytest.raises(SetupFailed, match=r"setup\[0\] execute .*0\.02 s"):
         await run(Hanging(), {"kind": "execute", "argv": ["sleep", "60"], "timeout_s": 0.02})
 
 

@@ -47,9 +47,9 @@ def test_a_directory_loads_its_yaml_files_in_order(tmp_path: Path) -> None:
 
 def test_an_unknown_task_is_rejected_with_similar_ids(tmp_path: Path) -> None:
     catalogue = TaskCatalogue.load([write(tmp_path, GOOD)], include_builtin=False)
-    with pytest.raises(TaskNotFound, match=r"task 'mine/frist' not found; did you mean mine/first\?"):
+    with pytest.raises(TaskNotFound, match=r"'mine/frist' .*mine/first"):
         catalogue.get("mine/frist")
-    with pytest.raises(TaskNotFound, match="task 'zzz' not found; the suites loaded here are mine"):
+    with pytest.raises(TaskNotFound, match=r"'zzz' .*mine"):
         catalogue.get("zzz")
 
 
@@ -68,7 +68,7 @@ def test_a_wrong_verb_is_named_by_its_index_in_the_setup(tmp_path: Path) -> None
 def test_a_wrong_oracle_is_named_by_step_and_action(tmp_path: Path) -> None:
     oracle = "    oracle: [[{press: enter}], [{clack: {}}]]\n    checker"
     message = refusal(write(tmp_path, GOOD.replace("    checker", oracle)))
-    assert "oracle[1][0]: Value error, unknown action 'clack'" in message
+    assert "oracle[1][0]: Value error, action: unknown action 'clack'" in message
 
 
 def test_a_duplicate_task_id_is_rejected(tmp_path: Path) -> None:

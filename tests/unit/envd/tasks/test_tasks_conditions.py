@@ -2,7 +2,7 @@
 
 import pytest
 
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.conditions import query_of, unmet
 from envd.tasks.oracle import WaitFor

@@ -3,7 +3,7 @@
 import pytest
 from cuaenv.actions import Action, Click, Done, Drag, Fail, MouseDown, Move, PressKeys, Scroll, Wait
 
-from envd.guest.command import CommandResult
+from envd.guest.agent import CommandResult
 from envd.hypervisor.fake.programs import OpenWindow
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.answers import AgentAnswer

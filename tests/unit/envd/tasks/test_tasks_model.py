@@ -1,24 +1,13 @@
 """Valid tasks, and what is rejected before any machine boots."""
 
-import re
-from datetime import timedelta
 from typing import Any
 
 import pytest
 from cuaenv.actions import (
-    Click,
     Done,
-    Drag,
     Fail,
-    KeyDown,
-    KeyUp,
-    MouseDown,
-    MouseUp,
-    Move,
     PressKeys,
-    Scroll,
     TypeText,
-    Wait,
 )
 from pydantic import ValidationError
 
@@ -147,60 +136,13 @@ def test_an_infeasible_task_has_no_checker() -> None:
     assert "unless the task is infeasible" in refusal(infeasible=True)
 
 
-@pytest.mark.parametrize(
-    ("form", "action"),
-    [
-        ({"move": {"x": 1, "y": 2}}, Move(1, 2)),
-        ({"click": {"x": 1, "y": 2}}, Click(1, 2)),
-        (
-            {"click": {"count": 2, "button": "right", "modifiers": ["ctrl"]}},
-            Click(count=2, button="right", modifiers=("ctrl",)),
-        ),
-        ({"drag": {"x": 1, "y": 2, "to_x": 3, "to_y": 4}}, Drag(3, 4, 1, 2)),
-        ({"scroll": {"dy": 3}}, Scroll(dy=3)),
-        ({"mouse_down": {"x": 1, "y": 2}}, MouseDown(x=1, y=2)),
-        ({"mouse_up": {}}, MouseUp()),
-        ({"type": "é\n"}, TypeText(text="é\n")),
-        ({"press": ["ctrl", "s"]}, PressKeys(keys=("ctrl", "s"))),
-        ({"press": "enter"}, PressKeys(keys=("enter",))),
-        ({"key_down": "shift"}, KeyDown(key="shift")),
-        ({"key_up": "shift"}, KeyUp(key="shift")),
-        ({"wait": 1}, Wait(timedelta(seconds=1.0))),
-        ("done", Done()),
-        ({"done": "42"}, Done(answer="42")),
-        ("fail", Fail()),
-        ({"fail": "why"}, Fail(explanation="why")),
-    ],
-)
-def test_each_action_has_a_compact_form(form: object, action: object) -> None:
+@pytest.mark.parametrize(("form", "action"), [("done", Done()), ("fail", Fail()), ({"done": "42"}, Done(answer="42"))])
+def test_the_end_of_an_oracle_may_stand_alone(form: object, action: object) -> None:
     assert parse_action(form) == action
 
 
 def test_an_action_is_returned_unchanged() -> None:
     assert parse_action(Done(answer="x")) == Done(answer="x")
-
-
-@pytest.mark.parametrize(
-    ("form", "words"),
-    [
-        ("undo", "is not an action"),
-        ({}, "is not an action"),
-        ({"press": "a", "type": "b"}, "is not an action"),
-        ({"tap": {}}, "unknown action 'tap'"),
-        ({"click": {"x": 1}}, "give x and y, or neither"),
-        ({"click": {"x": 1, "y": -1}}, "click.y"),
-        ({"click": {"x": 1, "y": 2, "z": 3}}, "click.z"),
-        ({"move": {}}, "move.x"),
-        ({"press": []}, "press"),
-        ({"type": 5}, "type"),
-        ({"wait": float("nan")}, "wait"),
-        ({"wait": -1}, "wait"),
-        ({"wait": 61}, "wait"),
-    ],
-)
-def test_an_invalid_action_is_rejected_with_its_field(form: object, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
-        parse_action(form)
 
 
 def test_an_oracle_fits_into_max_steps_and_ends_with_done_or_fail() -> None:

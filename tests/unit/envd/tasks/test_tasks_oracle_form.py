@@ -2,64 +2,13 @@
 
 import json
 import re
-from datetime import timedelta
-from typing import Any
 
 import pytest
-from cuaenv.actions import (
-    Action,
-    Click,
-    Done,
-    Drag,
-    Fail,
-    KeyDown,
-    KeyUp,
-    MouseDown,
-    MouseUp,
-    Move,
-    PressKeys,
-    Scroll,
-    TypeText,
-    Wait,
-)
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from envd.cli.app import app
 from envd.tasks.oracle import WaitFor, parse_action, write_action
 from tests.support.server import load_fake_tasks
-
-pixels = st.integers(0, 32767)
-buttons = st.sampled_from(("left", "middle", "right"))
-names = st.sampled_from(["ctrl", "shift", "a"])
-chords = st.lists(names, max_size=2).map(tuple)
-
-
-def at_the_pointer_or_a_pixel(kind: type[Action], x: str = "x", y: str = "y", **fields: Any) -> Any:
-    return st.builds(kind, **fields) | st.builds(kind, **{x: pixels, y: pixels}, **fields)
-
-
-actions: st.SearchStrategy[Action] = st.one_of(
-    st.builds(Move, x=pixels, y=pixels),
-    at_the_pointer_or_a_pixel(Click, button=buttons, count=st.integers(1, 3), modifiers=chords),
-    at_the_pointer_or_a_pixel(Drag, "start_x", "start_y", end_x=pixels, end_y=pixels, button=buttons, modifiers=chords),
-    at_the_pointer_or_a_pixel(Scroll, dy=st.integers(-9, 9), dx=st.integers(-9, 9), modifiers=chords),
-    at_the_pointer_or_a_pixel(MouseDown, button=buttons),
-    at_the_pointer_or_a_pixel(MouseUp, button=buttons),
-    st.builds(TypeText, text=st.text()),
-    st.builds(PressKeys, keys=st.lists(names, min_size=1, max_size=3).map(tuple)),
-    st.builds(KeyDown, key=names),
-    st.builds(KeyUp, key=names),
-    st.builds(Wait, st.timedeltas(timedelta(milliseconds=10), timedelta(seconds=60))),
-    st.builds(Done, answer=st.text()),
-    st.builds(Fail, explanation=st.text()),
-)
-
-
-@given(action=actions)
-def test_a_written_action_is_parsed_back_also_through_json(action: Action) -> None:
-    assert parse_action(json.loads(json.dumps(write_action(action)))) == action
 
 
 @pytest.mark.parametrize(
@@ -91,15 +40,6 @@ def test_a_written_condition_is_parsed_back_also_through_json(form: dict[str, ob
 def test_an_invalid_condition_is_rejected_with_its_field(form: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         parse_action({"wait_for": form})
-
-
-def test_default_values_are_not_written() -> None:
-    assert write_action(Click(1, 2)) == {"click": {"x": 1, "y": 2}}
-
-
-def test_a_key_held_for_a_time_cannot_be_written() -> None:
-    with pytest.raises(ValueError, match="cannot express"):
-        write_action(PressKeys(keys=("a",), hold=timedelta(seconds=1.0)))
 
 
 def test_oracles_are_handed_out_as_json_lines() -> None:

@@ -66,13 +66,13 @@ def test_a_variant_without_a_template_is_not_found(mine: Templates) -> None:
 
 
 def test_two_templates_with_one_name_are_rejected(mine: Templates) -> None:
-    with pytest.raises(ValueError, match="mine/impossible: duplicate name"):
+    with pytest.raises(ValueError, match="mine/impossible"):
         mine.add(level=1, domain="fables")(impossible)
 
 
 def test_a_task_with_the_name_of_a_template_is_rejected() -> None:
     task = CATALOGUE.get("desktop/delete-line")
-    with pytest.raises(ConfigError, match="desktop/delete-line: duplicate id"):
+    with pytest.raises(ConfigError, match="desktop/delete-line"):
         TaskCatalogue([task, task])
 
 

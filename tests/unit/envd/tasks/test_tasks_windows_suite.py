@@ -152,7 +152,7 @@ async def test_the_right_file_scores_one_and_an_empty_guest_zero(task: Task, enc
 def test_the_suite_is_served_only_if_configured(tmp_path: Path) -> None:
     served = load_tasks(load(flags={"cache_dir": tmp_path})).list()
     assert all(task.os is GuestOs.LINUX for task in served)
-    with pytest.raises(ConfigError, match="unknown built-in suite 'linux'; envd has windows"):
+    with pytest.raises(ConfigError, match=r"'linux'; .*windows"):
         load_tasks(load(environ={"ENVD_TASKS__SUITES": "builtin:linux"}))
 
 

@@ -37,13 +37,13 @@ def test_points_are_converted_as_by_the_service(
 ) -> None:
     space = CoordinateSpace.of("pixels", image_px=image_px, screen_px=screen_px)
     x, y = data.draw(st.integers(0, image_px[0] - 1)), data.draw(st.integers(0, image_px[1] - 1))
-    there = Scale(
+    there_x_px, there_y_px = Scale(
         reference=Size(width_px=image_px[0], height_px=image_px[1]),
         screen=Size(width_px=screen_px[0], height_px=screen_px[1]),
     ).apply(x, y)
-    assert space.to_screen(x, y) == (there.x_px, there.y_px)
-    assert 0 <= there.x_px < screen_px[0]
-    assert 0 <= there.y_px < screen_px[1]
+    assert space.to_screen(x, y) == (there_x_px, there_y_px)
+    assert 0 <= there_x_px < screen_px[0]
+    assert 0 <= there_y_px < screen_px[1]
 
 
 @given(x_px=st.integers(0, 1919), y_px=st.integers(0, 1079))

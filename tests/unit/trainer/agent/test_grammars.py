@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from cuaenv import client
-from cuaenv.agent_text.pyautogui_calls import MAX_ACTION_COUNT
+from cuaenv.actions import MAX_ACTION_COUNT
 from cuaenv.client import Action
 
 from trainer.agent.grammars import GRAMMARS, Picture, grammar

@@ -12,8 +12,8 @@ from cuaenv.cli import terminal
 from typer.testing import CliRunner
 
 from trainer.cli.app import app
+from trainer.learn import LearnError
 from trainer.learn.demos import read_rows
-from trainer.learn.errors import LearnError
 
 
 @pytest.mark.parametrize(

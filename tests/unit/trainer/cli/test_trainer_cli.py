@@ -1,6 +1,7 @@
 """The `trainer` command: what it prints where, how it fails, and the table of two evaluations."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from typer.testing import CliRunner
 
 from trainer.cli import output
 from trainer.cli.app import app
+from trainer.cli.run_file import RunConfig
 from trainer.evaluate.results import Attempt, ResultsFile, Run
+from trainer.evaluate.selection import Selection
 
 
 @output.reports_errors(LookupError)
@@ -104,12 +107,16 @@ def test_compare_of_a_missing_file_names_the_command_that_writes_it(tmp_path: Pa
         (["eval"], 2, "use --endpoint URL"),
         (["eval", "--endpoint", "localhost:8000"], 1, "is not an endpoint"),
         (["eval", "--before", "http://127.0.0.1:9/v1"], 2, "--before URL and --after URL"),
-        (["eval", "--endpoint", "http://127.0.0.1:9/v1", "--seeds", "3"], 2, "set --temperature"),
-        (["eval", "--endpoint", "http://127.0.0.1:9/v1", "--request", "[]"], 2, "--request is not a JSON object"),
-        (["eval", "--endpoint", "http://127.0.0.1:9/v1", "--tasks", "no-such-file"], 1, "no-such-file cannot be read"),
+        (["eval", "--suite", "desktop"], 2, "--suite is not a flag; set the key select.suites in a file"),
+        (["eval", "--tasks=FILE"], 2, "--tasks is not a flag; set the key tasks_file in a file"),
+        (["eval", "--key-variable", "X"], 2, "--key-variable is not a flag; set the key key_variable in a file"),
+        (["eval", "--no-such"], 2, "no such option: --no-such"),
+        (["eval", "one.toml", "two.toml"], 2, "2 files"),
+        (["eval", "no-such-file"], 2, "no-such-file cannot be read"),
         (["play", "fake/enable", "--by", "model"], 2, "--by model requires --endpoint"),
         (["play", "fake/enable", "--endpoint", "http://127.0.0.1:9/v1"], 2, "only --by model accepts it"),
-        (["play", "fake/enable", "--by", "null", "--tls-ca", "no-such-file"], 1, "no-such-file"),
+        (["play", "fake/enable", "--agent", "a.yaml"], 2, "set the key agent in a file: trainer play TASK run.toml"),
+        (["play", "fake/enable", "--no-report"], 2, "--no-report is not a flag; set the key report"),
         (["play", "fake/enable", "--by", "null", "--envd", "gpu.example.org:1"], 2, "clear text"),
     ],
 )
@@ -126,9 +133,47 @@ def test_wrong_arguments_are_reported_in_one_line(
     assert "canary" not in failed.stderr
 
 
-def test_agent_settings_with_an_unknown_key_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "agent.yaml"
-    file.write_text("agent:\n  max_tokens: 3\n")
-    failed = CliRunner().invoke(app, ["play", "fake/enable", "--by", "null", "--agent", str(file)])
-    assert failed.exit_code == 2
-    assert "max_tokens: unknown key" in failed.stderr
+@pytest.mark.parametrize(
+    ("text", "status", "message"),
+    [
+        ("sedes = 3", 2, "sedes: unknown key; did you mean seeds?"),
+        ("seeds = 0", 2, "seeds is 0; it must be greater than or equal to 1"),
+        ("seeds = 3", 2, "set temperature"),
+        ("request = 3", 2, "request is 3; it must be"),
+        ("select = { level = [1] }", 2, "select.level: unknown key; did you mean levels?"),
+        ('tasks_file = "no-such-file"', 1, "no-such-file cannot be read"),
+        ("seeds", 2, "run.toml cannot be read: "),
+    ],
+)
+def test_a_mistake_in_the_file_of_an_evaluation_is_reported(
+    text: str, status: int, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    failed = CliRunner().invoke(app, ["eval", str(file), "--endpoint", "http://127.0.0.1:9/v1"])
+    assert (failed.exit_code, failed.stdout) == (status, "")
+    assert message in failed.stderr
+
+
+def test_the_page_about_evaluation_names_every_key() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    keys = [one.name for kind in (RunConfig, Selection) for one in fields(kind)]
+    assert [key for key in keys if f"`{key}`" not in page and f"`[{key}]`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "message"),
+    [
+        ('agent = "agent.yaml"', 2, "max_tokens: unknown key"),
+        ('tls_ca = "no-such-file"', 1, "no-such-file"),
+    ],
+)
+def test_files_that_the_file_names_are_read(
+    text: str, status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("agent.yaml").write_text("agent:\n  max_tokens: 3\n")
+    Path("run.toml").write_text(text)
+    failed = CliRunner().invoke(app, ["play", "fake/enable", "run.toml", "--by", "null"])
+    assert failed.exit_code == status
+    assert message in failed.stderr

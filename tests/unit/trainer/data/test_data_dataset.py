@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 
 from trainer.agent.grammars import grammar
 from trainer.cli.app import app
-from trainer.data.dataset import Dataset, Source, join, statistics
+from trainer.data.dataset import CannotWrite, Dataset, Source, join, statistics, write_rows
 from trainer.data.oracles import BadOracle, read_oracles
 from trainer.data.sft import sft_row
-from trainer.data.tables import CannotWrite, write_rows
 from trainer.data.transcripts import transcript_of, unparsable_turns
 from trainer.replay.reader import ReadResult
 from trainer.replay.trajectory import MalformedRow, StoredTrajectory

@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from cuaenv.actions import action_text
 from cuaenv.client import Action, Click, Done, Drag, Fail, Move, PressKeys, Scroll, Task, TypeText, Wait
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from trainer.cli.choice import SplitName, choose
 from trainer.data.prompts import describe_unrunnable, prompt_rows, variant_ids
 from trainer.data.split import CannotSplit, template_id
 from trainer.evaluate.players import BadCommand, NullPlayer, parse_command
-from trainer.evaluate.replay import RecordedConversation, action_text, directory_name
+from trainer.evaluate.replay import RecordedConversation, directory_name
 from trainer.evaluate.selection import Selection, SelectionError, domain_of, is_infeasible, read_task_ids, select
 
 
@@ -114,12 +115,6 @@ def test_any_typed_line_is_an_action_or_a_clear_error(line: str) -> None:
     except BadCommand as error:
         text = f"{error}"
     assert text
-
-
-def test_the_text_of_an_action_omits_default_values() -> None:
-    assert action_text(Click(3, 4)) == "Click x=3 y=4"
-    assert action_text(Click(3, 4, count=2, modifiers=["shift"])) == "Click x=3 y=4 count=2 modifiers=['shift']"
-    assert action_text(Done()) == "Done"
 
 
 def test_the_held_out_tasks_are_those_that_training_data_omits() -> None:

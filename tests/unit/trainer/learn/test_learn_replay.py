@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 from trainer.learn.gif import draw
 from trainer.learn.record import Evaluation, Score
 from trainer.learn.replay import Played, PlayedTurn, choose_task

@@ -2,14 +2,14 @@
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from cuaenv.plots import Line, lines
 
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 from trainer.learn.metrics import MetricsLog
 from trainer.learn.record import Evaluation, Score, read_record, recorded
 from trainer.learn.report import write_report
@@ -79,8 +79,9 @@ def test_seeds_are_pooled_and_the_report_has_plots_that_are_xml(tmp_path: Path) 
     assert names == {"success_frac", "sampled_entropy", "void_frac", "held_out", "templates"}
     for name in names:
         ET.fromstring((tmp_path / "report" / f"{name}.svg").read_text())  # noqa: S314 -- ours
-    curves = re.findall('<polyline points="([^"]*)"', (tmp_path / "report" / "success_frac.svg").read_text())
-    assert [len(points.split()) for points in curves] == [2, 40]
+    drawn = (tmp_path / "report" / "success_frac.svg").read_text()
+    curves = [drawn.partition(f'<g id="{run}">')[2].partition("</g>")[0] for run in ("rl-0", "rl-1")]
+    assert [len(re.findall("[ML] ", curve)) for curve in curves] == [2, 40]
 
 
 def test_a_run_that_failed_is_listed_with_its_error_and_does_not_count(tmp_path: Path) -> None:
@@ -162,7 +163,17 @@ def test_a_gain_is_compared_template_by_template() -> None:
     assert gain(before, {}).mean is None
 
 
-def test_a_plot_of_nothing_is_an_empty_frame() -> None:
-    picture = lines([Line("rl-0", [])], title="a < b", x_title="steps")
-    assert "<polyline" not in picture
-    assert "a &lt; b" in picture
+def test_runs_without_an_update_have_an_empty_plot(tmp_path: Path) -> None:
+    made_up_run(tmp_path, "rl-0", BEFORE, AFTER, updates=0)
+    write_report([tmp_path], tmp_path / "report")
+    assert "environment steps" in (tmp_path / "report" / "success_frac.svg").read_text()
+
+
+def test_without_matplotlib_the_results_are_written_and_the_error_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    made_up_run(tmp_path, "rl-0", BEFORE, AFTER)
+    with pytest.raises(LearnError, match=r"results\.json is written, but plots need matplotlib"):
+        write_report([tmp_path], tmp_path / "report")
+    assert json.loads((tmp_path / "report" / "results.json").read_text())["grpo"]["held_out_before_count"] == 5

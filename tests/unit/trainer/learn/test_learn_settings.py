@@ -7,7 +7,7 @@ import pytest
 from envd.tasks.suites.drawn import DRAWN
 from envd.tasks.templates import split_of
 from trainer.config import ConfigError
-from trainer.learn.errors import LearnError
+from trainer.learn import LearnError
 from trainer.learn.settings import SMOKE, Settings, fingerprint
 
 FILES = sorted((Path(__file__).parents[4] / "docs/learning/settings").glob("*.yaml"))

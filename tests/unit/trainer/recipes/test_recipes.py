@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.adapters.areal.config import ArealConfig
+from trainer.adapters.areal.group import ArealConfig
 from trainer.recipes import catalogue
 from trainer.recipes.catalogue import STAGES, RecipeError, effective, launcher, names
 from trainer.slime.config import SlimeConfig

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import ConfigError
-from trainer.rewards import probes
-from trainer.rewards.breakdown import Breakdown
-from trainer.rewards.facts import ActionFacts, EpisodeFacts, TurnFacts
+from trainer.rewards.facts import ActionFacts, Breakdown, EpisodeFacts, TurnFacts
 from trainer.rewards.groups import advantages, has_signal
-from trainer.rewards.recipes import NAMES, recipe
+from trainer.rewards.recipes import NAMES, Recipe, recipe
 from trainer.rewards.shaped import Shaped
 from trainer.rewards.signals import hits_a_box, same_action
 
@@ -76,12 +75,95 @@ def clicked(x: int, y: int) -> ActionFacts:
     return ActionFacts(kind="left_click", arguments={"coordinate": [x, y]}, point_px=(x, y))
 
 
+# --- probes: episodes that solve nothing. One works on the task; the others only collect reward
+
+
+PROBE_TURNS = 8
+
+
+def probe_turn(verb: str, argument: str, *, changed: float, prose: str = "") -> TurnFacts:
+    """Return a turn whose reply is in verb tags, the only grammar that every recipe can parse."""
+    keys = tuple(argument.split("-")) if verb == "sendkey" else ()
+    text = argument if verb == "type" else None
+    return TurnFacts(
+        text=f"{prose}<action>{verb} {argument}</action>",
+        parsed=True,
+        actions=(ActionFacts(kind=verb, arguments={"argument": argument}, text=text, keys=keys),),
+        changed_fraction=changed,
+        grey_difference=changed,
+    )
+
+
+def probe(name: str, turns: Sequence[TurnFacts], *, task_score: float = 0.0) -> EpisodeFacts:
+    truncated = not turns[-1].done
+    return EpisodeFacts(
+        task_id=name, task_score=task_score, turns=tuple(turns), max_turns=PROBE_TURNS, truncated=truncated
+    )
+
+
+WORK = (
+    ("sendkey", "meta_l-r"),
+    ("type", "notepad"),
+    ("sendkey", "ret"),
+    ("type", "the quick brown fox"),
+    ("sendkey", "ctrl-s"),
+    ("type", "C:\\notes.txt"),
+    ("sendkey", "ret"),
+    ("sendkey", "alt-f4"),
+)
+DONE_TURN = TurnFacts(text="<done/>", parsed=True, done=True, changed_fraction=0.0, grey_difference=0.0)
+
+HONEST = probe("honest progress", [probe_turn(*step, changed=0.05, prose="The next step. ") for step in WORK])
+"""Works towards the file and fails, for example by a wrong name."""
+
+SOLVED = probe("solved", [*(probe_turn(*step, changed=0.05) for step in WORK[:-1]), DONE_TURN], task_score=1.0)
+
+HALF_SOLVED = probe("half solved", [*(probe_turn(*step, changed=0.05) for step in WORK[:3]), DONE_TURN], task_score=0.5)
+"""Half of the checker's score, in few turns."""
+
+EXPLOITS = (
+    probe("null", [TurnFacts(text="", parsed=False, changed_fraction=0.0, grey_difference=0.0)] * PROBE_TURNS),
+    probe("done only", [DONE_TURN]),
+    probe("wait only", [probe_turn("wait", "2", changed=0.0)] * PROBE_TURNS),
+    probe("repeat", [probe_turn("sendkey", "meta_l-r", changed=0.05)] * PROBE_TURNS),
+    # Nothing has the focus: well-formed actions of the highest-paid kinds, and an unchanged screen.
+    probe("format only", [*(probe_turn(*step, changed=0.0) for step in WORK[:-1]), DONE_TURN]),
+)
+
+
+def all_recipes() -> dict[str, Recipe]:
+    return {name: recipe(name, historic=True) if name.startswith("modal_") else recipe(name) for name in NAMES}
+
+
+def not_below(reward: Recipe, reference: EpisodeFacts) -> list[str]:
+    """Return the exploits that are rewarded at least as much as the reference episode."""
+    minimum = reward(reference).total
+    return [exploit.task_id for exploit in EXPLOITS if reward(exploit).total >= minimum]
+
+
+def table() -> str:
+    """Return the rewards of all probes under all recipes, as docs/rewards.md shows them."""
+    episodes = (SOLVED, HALF_SOLVED, HONEST, *EXPLOITS)
+    columns = [
+        "recipe",
+        *(episode.task_id for episode in episodes),
+        "not below honest progress",
+        "not below half solved",
+    ]
+    lines = [f"| {' | '.join(columns)} |", "|-" * len(columns) + "|"]
+    for name, reward in all_recipes().items():
+        totals = [f"{reward(episode).total:.3f}" for episode in episodes]
+        winners = [", ".join(not_below(reward, reference)) or "-" for reference in (HONEST, HALF_SOLVED)]
+        lines.append(f"| {' | '.join([f'`{name}`', *totals, *winners])} |")
+    return "\n".join(lines)
+
+
 # --- every recipe
 
 
 @given(facts=episodes(scores))
 def test_the_parts_of_every_recipe_sum_to_its_total_and_the_task_score_is_kept(facts: EpisodeFacts) -> None:
-    for reward in probes.all_recipes().values():
+    for reward in all_recipes().values():
         breakdown = reward(facts)
         assert sum(breakdown.parts.values()) == pytest.approx(breakdown.total, abs=1e-9)
         assert breakdown.task_score == facts.task_score
@@ -89,10 +171,10 @@ def test_the_parts_of_every_recipe_sum_to_its_total_and_the_task_score_is_kept(f
 
 
 def test_a_thousand_repeats_are_equal() -> None:
-    for reward in probes.all_recipes().values():
-        once = [reward(facts) for facts in (probes.HONEST, probes.SOLVED, *probes.EXPLOITS)]
+    for reward in all_recipes().values():
+        once = [reward(facts) for facts in (HONEST, SOLVED, *EXPLOITS)]
         for _ in range(1000 // len(once) + 1):
-            assert [reward(facts) for facts in (probes.HONEST, probes.SOLVED, *probes.EXPLOITS)] == once
+            assert [reward(facts) for facts in (HONEST, SOLVED, *EXPLOITS)] == once
 
 
 def test_parts_that_do_not_sum_to_the_total_are_refused() -> None:
@@ -118,7 +200,7 @@ def test_a_recipe_can_be_pickled() -> None:
 
 
 def test_the_default_is_the_plain_task_score() -> None:
-    assert recipe()(probes.SOLVED) == Breakdown(recipe="task", total=1.0, task_score=1.0, parts={"task": 1.0})
+    assert recipe()(SOLVED) == Breakdown(recipe="task", total=1.0, task_score=1.0, parts={"task": 1.0})
 
 
 # --- success comes first
@@ -167,7 +249,7 @@ def test_more_honest_work_is_always_worth_more(facts: EpisodeFacts) -> None:
 def test_shaping_leaves_the_order_of_task_scores_to_the_checker_alone_where_facts_are_equal(score: float) -> None:
     higher = min(1.0, score + 0.01)
     reward = recipe("shaped")
-    work = probes.HONEST
+    work = HONEST
     assert reward(replace(work, task_score=higher)).total >= reward(replace(work, task_score=score)).total
 
 
@@ -184,27 +266,27 @@ def test_an_option_out_of_range_is_refused(option: str, value: float) -> None:
 
 
 def test_honest_progress_is_worth_more_than_every_exploit() -> None:
-    assert probes.not_below(recipe("shaped"), probes.HONEST) == []
-    assert probes.not_below(recipe("shaped"), probes.HALF_SOLVED) == []
+    assert not_below(recipe("shaped"), HONEST) == []
+    assert not_below(recipe("shaped"), HALF_SOLVED) == []
 
 
 def test_the_recipes_that_can_be_gamed_are_known() -> None:
-    fooled = {name for name, reward in probes.all_recipes().items() if probes.not_below(reward, probes.HONEST)}
+    fooled = {name for name, reward in all_recipes().items() if not_below(reward, HONEST)}
     assert fooled == {"task", *(name for name in NAMES if name.startswith("modal_"))}
-    overpaid = {name for name, reward in probes.all_recipes().items() if probes.not_below(reward, probes.HALF_SOLVED)}
+    overpaid = {name for name, reward in all_recipes().items() if not_below(reward, HALF_SOLVED)}
     assert overpaid == {f"modal_v{version}" for version in ("5", "6", "7", "8", "9", "10", "11", "12a", "12b")}
 
 
 def test_the_page_shows_the_current_table() -> None:
     page = Path(__file__).parents[4] / "docs" / "rewards.md"
-    assert probes.table() in page.read_text(encoding="utf-8"), "put in what `python -m trainer.rewards.probes` prints"
+    assert table() in page.read_text(encoding="utf-8"), f"put this table into {page}:\n{table()}"
 
 
 # --- what seeds got wrong
 
 
 def test_two_different_texts_are_not_a_repetition() -> None:
-    """In Slime-OSWorld they were equal because neither has a point."""
+    """They were equal in Slime-OSWorld because neither has a point."""
     assert not same_action(typed("user"), typed("password"))
     assert not same_action(
         ActionFacts(kind="scroll", arguments={"dy": 3}), ActionFacts(kind="scroll", arguments={"dy": -3})
@@ -235,7 +317,7 @@ def test_enter_counts_again_after_each_new_text() -> None:
 
 
 def test_a_letter_on_the_screen_does_not_ground_a_key() -> None:
-    """In Slime-OSWorld pressing "a" was grounded in every button with an "a" in its name."""
+    """Pressing "a" was grounded by Slime-OSWorld in every button with an "a" in its name."""
     pressed = replace(turn(ActionFacts(kind="key", keys=("a",))), tree_before="a button named Save As", tree_after="b")
     assert recipe("shaped")(episode(pressed)).parts["grounding"] == 0.0
     assert not hits_a_box(ActionFacts(kind="key", keys=("a",)), [BOX])

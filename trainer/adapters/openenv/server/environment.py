@@ -133,7 +133,7 @@ class DesktopEnvironment(MCPEnvironment):
 
     async def _step(self, session: Session, action: DesktopAction) -> DesktopObservation:
         try:
-            result = await session.step(*(form.read() for form in action.actions))
+            result = await session.step(*action.actions)
         except SessionVoid:
             return self._observation(session, done=True, metadata={"void": session.void})
         errors = list(result.errors)

@@ -3,22 +3,18 @@
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from envd.base.errors import ConfigError
 from envd.base.loop_lag import LoopLag
-from envd.base.telemetry import endpoint
-from envd.base.telemetry.endpoint import serve_metrics
 from envd.base.telemetry.host import HostCollector
 from envd.base.telemetry.metrics import TOTAL, Metrics
 from envd.pool.backoff import BreakerState
 from envd.pool.status import POOL_SERIES, PoolStatus
+from tests.support.stub_episodes import pool_info
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
@@ -31,28 +27,9 @@ def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
 
 
 def pool() -> PoolStatus:
-    return PoolStatus(
-        name="desktop",
-        image="desktop",
-        os="linux",
-        accelerator="fake",
-        capacity=4,
-        idle_count=1,
-        leased_count=2,
-        starting_count=0,
-        dying_count=0,
-        reserved_count=1,
-        waiting_count=3,
-        memory_bytes=1 << 20,
-        pss_bytes=3 << 20,
-        healthy=True,
-        problem="",
-        booted_total=5,
-        boot_failure_total=1,
-        lost_total=2,
-        template_boot_total=1,
-        last_start_s=0.5,
-    )
+    counts = {"reserved_count": 1, "waiting_count": 3, "memory_bytes": 1 << 20, "pss_bytes": 3 << 20}
+    totals = {"booted_total": 5, "boot_failure_total": 1, "lost_total": 2, "template_boot_total": 1}
+    return pool_info(4, name="desktop", idle=1, leased=2, last_start_s=0.5, **counts, **totals)
 
 
 def test_pool_gauges_show_the_instant_of_the_scrape() -> None:
@@ -176,47 +153,3 @@ def test_every_series_is_in_the_operators_page() -> None:
     page = (Path(__file__).parents[5] / "docs" / "operators.md").read_text(encoding="utf-8")
     assert len(names) > 15
     assert [name for name in names if f"`{name}`" not in page] == []
-
-
-async def test_the_endpoint_serves_metrics_and_liveness_and_frees_its_port() -> None:
-    async with aiohttp.ClientSession() as session:
-        async with serve_metrics(Metrics(), "127.0.0.1:0") as address:
-            async with session.get(f"http://{address}/metrics") as response:
-                assert response.status == 200
-                assert response.headers["Content-Type"].startswith("text/plain; version=")
-                assert "envd_event_loop_lag_seconds_count" in await response.text()
-            async with session.get(f"http://{address}/healthz") as response:
-                assert await response.text() == "ok\n"
-        async with serve_metrics(Metrics(), address) as again:
-            assert again == address
-
-
-async def test_connections_beyond_the_limit_are_closed_and_the_others_are_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(endpoint, "_max_connections", lambda: 2)
-    async with serve_metrics(Metrics(), "127.0.0.1:0") as address:
-        host, port = address.split(":")
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://{address}/healthz") as response:
-                assert await response.text() == "ok\n"
-            idle_reader, idle = await asyncio.open_connection(host, int(port))
-            idle.write(f"GET /healthz HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
-            assert b"200 OK" in await idle_reader.readuntil(b"ok\n")
-            reader, refused = await asyncio.open_connection(host, int(port))
-            with suppress(ConnectionResetError):
-                assert await reader.read() == b""
-            # On the first connection, which is kept.
-            async with session.get(f"http://{address}/healthz") as response:
-                assert await response.text() == "ok\n"
-            refused.close()
-            idle.close()
-
-
-async def test_a_taken_port_is_a_configuration_error() -> None:
-    async with serve_metrics(Metrics(), "127.0.0.1:0") as address:
-        with pytest.raises(
-            ConfigError, match=f"metrics_listen {address}: cannot be bound: address already in use; free it, or"
-        ):
-            async with serve_metrics(Metrics(), address):
-                pass

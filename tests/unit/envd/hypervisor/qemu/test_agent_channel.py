@@ -63,7 +63,7 @@ def response(size: int) -> bytes:
 
 async def test_an_agent_that_never_answers_the_sync_request_is_given_up_before_the_timeout() -> None:
     async with channel_to(lambda _request: b'\xff{"return": 0}\n' * 5000) as channel:
-        with pytest.raises(GuestUnresponsive, match="answers to other sync requests"):
+        with pytest.raises(GuestUnresponsive, match="sync requests"):
             await channel.command("guest-ping", timeout_s=60)
 
 
@@ -111,5 +111,5 @@ async def test_a_response_is_limited_by_its_command(command: str, limit_bytes: i
 async def test_a_response_of_millions_of_values_is_rejected_unparsed() -> None:
     bomb = b'{"return": [' + b"[]," * (4 << 20) + b"[]]}\n"
     async with channel_to(answering(bomb)) as channel:
-        with pytest.raises(GuestUnresponsive, match="bytes of JSON outside of strings"):
+        with pytest.raises(GuestUnresponsive, match="outside of strings"):
             await channel.command("guest-exec-status", timeout_s=60)

@@ -92,7 +92,7 @@ def test_root_runs_qemu_itself_if_envd_lacks_a_privilege(facts: str, why: str) -
 def test_an_unknown_user_is_an_error_and_a_missing_usual_user_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(ConfigError, match="there is no user no-such-user"):
+    with pytest.raises(ConfigError, match="no-such-user"):
         choose_qemu_user("no-such-user", NO_ACCESS, status=status())
     monkeypatch.setattr(Account, "of", lambda name: None)
     assert choose_qemu_user("", NO_ACCESS, status=status()).why == "there is no user libvirt-qemu or qemu"
@@ -106,7 +106,7 @@ def test_an_unprivileged_envd_runs_qemu_only_as_its_own_user() -> None:
     facts = status(user_id=QEMU_ACCOUNT.user_id, capabilities="0")
     assert choose_qemu_user("", NO_ACCESS, status=facts).account is None
     assert choose_qemu_user("qemu", NO_ACCESS, status=facts).account is None
-    with pytest.raises(ConfigError, match="only root can run QEMU as qemu"):
+    with pytest.raises(ConfigError, match="only root"):
         choose_qemu_user("qemu", NO_ACCESS, status=status(user_id=4_000_009))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from envd.images.guestd.guest import Guest
 from envd.images.guestd.messages import Request
-from envd.images.guestd.routes import media, respond
+from envd.images.guestd.routes import respond
 from envd.images.guestd.x11 import Window
 
 
@@ -37,8 +37,9 @@ def test_a_wallpaper_program_that_never_returns_is_skipped(tmp_path: Path, monke
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(media, "WALLPAPER_TIMEOUT_S", 0.3)
+    guest = Guest()
+    guest.wallpaper_timeout_s = 0.3
     body = json.dumps({"path": str(picture)}).encode()
-    response = respond(Guest(), "POST", Request("/setup/change_wallpaper", {}, "application/json", body))
+    response = respond(guest, "POST", Request("/setup/change_wallpaper", {}, "application/json", body))
     assert response.status == 200
     assert (tmp_path / "shown").read_text().strip() == str(picture)

@@ -34,6 +34,7 @@ LIMITS = BuildLimits(
     shutdown=timedelta(seconds=30),
     still=timedelta(0),
     unrest=timedelta(seconds=30),
+    watch_interval_s=0.001,
 )
 SOON = timedelta(seconds=0.05)
 CONSOLE = b"".join(
@@ -189,8 +190,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> BuildPlan:
 
 
 @pytest.fixture
-def builder(plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Builder:
-    monkeypatch.setattr(build_module, "_WATCH_INTERVAL_S", 0.001)
+def builder(plan: BuildPlan, tmp_path: Path) -> Builder:
     return Builder(plan, tmp_path)
 
 
@@ -275,7 +275,7 @@ async def test_an_installation_that_does_not_change_is_reported_with_its_phase(b
     [
         (lambda g: setattr(g, "end_reason", "its QEMU ended: crashed"), "the machine ended while shutting down"),
         (lambda g: setattr(g, "console", CONSOLE[:24]), "the guest shut down while copying Windows"),
-        (lambda g: setattr(g, "result", None), "first logon: did not finish; see install.log"),
+        (lambda g: setattr(g, "result", None), "first logon: not finished; see install.log"),
         (lambda g: setattr(g, "result", b"{}"), "first logon: its result cannot be read"),
         (
             lambda g: setattr(g, "result", json.dumps({"failures": ["drivers: no disc", "agent: 5"]}).encode()),
@@ -301,7 +301,7 @@ async def test_a_failed_installation_names_its_cause(
         (
             lambda g: setattr(g, "screen", (800, 600)),
             replace(LIMITS, boot=SOON),
-            "screen: is 800x600, not 640x480; choose a common size",
+            "screen: 800x600, not 640x480; choose a common size",
         ),
         (
             lambda g: setattr(g, "repaints", True),

@@ -75,7 +75,7 @@ async def test_an_interrupted_download_continues(
     publisher: Publisher, wanted: Download, tmp_path: Path, ignores_ranges: bool
 ) -> None:
     publisher.cut_at = 100_000
-    with pytest.raises(ImageError, match=r"run the command again to continue"):
+    with pytest.raises(ImageError, match="again"):
         await download(wanted, tmp_path, progress=lambda *_: None)
     received = (tmp_path / "windows.iso.part").stat().st_size
     assert 0 < received <= 100_000
@@ -99,7 +99,7 @@ async def test_a_server_that_refuses_or_is_absent_is_an_error(wanted: Download, 
     with pytest.raises(ImageError, match="404"):
         await download(absent, tmp_path, progress=lambda *_: None)
     unreachable = Download(url="http://127.0.0.1:1/windows.iso", sha256=wanted.sha256, size_bytes=1)
-    with pytest.raises(ImageError, match=r"download the file with a browser and pass --iso"):
+    with pytest.raises(ImageError, match="--iso"):
         await download(unreachable, tmp_path, progress=lambda *_: None)
 
 

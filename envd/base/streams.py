@@ -1,0 +1,73 @@
+"""Helpers for asyncio's streams: copy one direction of a connection, join two connections, close one in time."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+CHUNK_BYTES = 64 << 10
+_CLOSE_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 10.0
+
+
+async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    """Copy one direction until its end; pending bytes are bounded by the transports' buffers. Raises: OSError."""
+    while data := await source.read(CHUNK_BYTES):
+        sink.write(data)
+        await sink.drain()
+    with suppress(OSError):
+        sink.write_eof()
+
+
+async def close(writer: asyncio.StreamWriter) -> None:
+    """Close a connection; waits a bounded time until pending bytes are sent."""
+    writer.close()
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            await writer.wait_closed()
+
+
+@asynccontextmanager
+async def relayed(listener: socket.socket, host: str, port: int, *, limit: int) -> AsyncIterator[None]:
+    """Join each connection of a listening socket, in any network namespace, with one to an address during the block.
+
+    Args:
+        listener: Closed with the block.
+        host: Of the address.
+        port: Of the address.
+        limit: Most connections at once, each with two file descriptors; further ones are reset.
+    """
+    tasks: set[asyncio.Task[None]] = set()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(tasks) >= limit:
+            writer.transport.abort()
+            return
+        task = asyncio.create_task(_join(reader, writer, host, port), name=f"relay:{port}")
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    server = await asyncio.start_server(accept, sock=listener, start_serving=False)
+    try:
+        await server.start_serving()
+        yield
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.wait_closed()
+
+
+async def _join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
+    # Both ends notice a broken connection themselves.
+    with suppress(OSError, TimeoutError):
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                far_reader, far_writer = await asyncio.open_connection(host, port)
+            try:
+                await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
+            finally:
+                far_writer.close()
+        finally:
+            writer.close()

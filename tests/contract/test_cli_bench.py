@@ -1,0 +1,620 @@
+"""The benchmarks' reports, and their commands on fake desktops."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import AsyncExitStack, closing
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from cuaenv.actions import Click, Drag, Move, PressKeys
+
+from envd.api.convert_results import frame_message
+from envd.base.config import load
+from envd.base.errors import ConfigError, GuestUnresponsive
+from envd.base.store.store import FILE_NAME
+from envd.bench.branch import Branch, branch_report, measure_branch
+from envd.bench.branch_parents import FrameIds, WritingParent, check_branch
+from envd.bench.fork import UsedMemory, fork_report
+from envd.bench.frames import Comparison, Cost, FrameCost, Recording, frames_report, measure_frames
+from envd.bench.growth import GrowthFigures, Standby, growth_report, measure_growth
+from envd.bench.load import load_processes
+from envd.bench.load_client import EchoServer, LoadPlan, LoadResult
+from envd.bench.raw_fork import raw_arguments
+from envd.bench.rebuilding import open_client
+from envd.bench.report import BenchFailed, BenchReport, Check, Figure, Target, p99, percentile
+from envd.bench.scale import measure_scale, scale_configs, scale_report
+from envd.bench.session import BenchSession, Steps, bench_config, open_bench
+from envd.bench.step import PeerTimes, StepTimes, script, step_report, xdotool_command
+from envd.cli.bench import parse_sizes
+from envd.daemon.ephemeral import run_until_signal
+from envd.guest.observation import EncodedFrame, Unchanged
+from envd.hypervisor.fake import FakeHypervisor, fake_image
+from envd.hypervisor.machine import GuestOs
+from envd.hypervisor.qemu.processes import memory_of, processor_ns, written_guest_bytes
+from envd.pool.memory import HostMemory
+from envd.pool.parts import PoolHost
+from envd.pool.pool import Pool
+from envd.pool.settings import PoolSettings
+from tests.support.command import CommandOutput, run_envd
+
+MIB = 1 << 20
+REAL: dict[str, object] = {"accelerator": "tcg", "machines": 8, "guest_memory_mib": 1024}
+FAKE: dict[str, object] = {**REAL, "accelerator": "fake"}
+PASSED = Check(name="branch", passed=True, evidence="it was")
+
+
+def verdicts(report: BenchReport) -> dict[str, bool | None]:
+    return {target.name: target.met for target in report.targets}
+
+
+def results(report: BenchReport) -> dict[str, float | None]:
+    return {figure.name: figure.value for figure in report.figures}
+
+
+def fork_found(conditions: dict[str, object], *, memory: UsedMemory | None = None) -> BenchReport:
+    return fork_report(
+        conditions,
+        cold_boot_s=40.0,
+        acquire_ms=[50.0, 4.0, 4.0],
+        fork_ms=[300.0, 310.0, 900.0],
+        destroy_ms=[1.0, 2.0, 3.0],
+        raw_ms=[200.0, 100.0, 300.0],
+        forks_per_min=(30.0, 50.0),
+        memory=memory,
+    )
+
+
+# -- deciding ---------------------------------------------------------------------------------------------------
+
+
+def test_a_percentile_is_the_least_sample_that_so_many_of_100_do_not_exceed() -> None:
+    assert percentile([float(n) for n in range(100, 0, -1)], 95) == 95.0
+    assert percentile([float(n) for n in range(1, 21)], 95) == 19.0
+    assert percentile([float(n) for n in range(200, 0, -1)], 99) == p99([float(n) for n in range(1, 201)]) == 198.0
+    assert (percentile([3.0, 1.0], 99), percentile([3.0, 1.0], 50), percentile([], 50)) == (3.0, 2.0, None)
+
+
+def test_a_target_is_met_missed_or_does_not_apply() -> None:
+    figure = Figure(name="x", value=20.0, meaning="", target=Target("<=", 20))
+    assert figure.met is True
+    assert replace(figure, target=Target("<", 20)).met is False
+    assert replace(figure, value=20.1).met is False
+    assert replace(figure, value=1000.0, target=Target(">=", 1000)).met is True
+    assert replace(figure, value=None).met is None
+    assert replace(figure, exempt="no guest runs").met is None
+    assert replace(figure, target=None).met is None
+    report = BenchReport(benchmark="x", conditions={}, figures=[figure, replace(figure, name="y", target=None)])
+    assert report.as_json()["targets"] == {"x": {"met": True, "value": 20.0, "target": "<= 20"}}
+
+
+def test_forks_are_compared_by_medians_and_memory_includes_the_growth_of_the_daemon() -> None:
+    memory = UsedMemory(
+        pss_bytes=140.0 * MIB,
+        private_dirty_bytes=90.0 * MIB,
+        standby_pss_bytes=50.0 * MIB,
+        daemon_growth_bytes=11.0 * MIB,
+    )
+    report = fork_found(REAL, memory=memory)
+    found = results(report)
+    assert found["fork_over_raw"] == pytest.approx(1.55)
+    assert found["cold_boot_over_acquire"] == pytest.approx(10_000)
+    assert found["marginal_pss_mib"] == pytest.approx(151)
+    assert verdicts(report) == {
+        "acquire_ms_p50": True,
+        "cold_boot_over_acquire": True,
+        "fork_over_raw": False,
+        "marginal_pss_mib": False,
+    }
+
+
+def test_targets_do_not_apply_to_other_loads() -> None:
+    memory = UsedMemory(pss_bytes=MIB, private_dirty_bytes=MIB, standby_pss_bytes=MIB, daemon_growth_bytes=0)
+    four = {target.name: target for target in fork_found({**REAL, "machines": 4}, memory=memory).targets}
+    assert four["marginal_pss_mib"].exempt == "machines is 4, not 8"
+    assert set(verdicts(fork_found(FAKE)).values()) == {None}
+
+
+GROUPS = {**REAL, "group_size": 8}
+
+
+def test_targets_do_not_apply_to_a_branch_with_more_dirty_memory() -> None:
+    small = Branch(branch_ms=119, parent_pause_ms=26, copy_ms=40, start_ms=50, total_ms=140, dirty_bytes=32 * MIB)
+    large = replace(small, dirty_bytes=40 * MIB)
+    report = branch_report(GROUPS, light=[small], worked=[large], group_ms=[599.0], who="an editor", check=PASSED)
+    assert verdicts(report) == {
+        "light_branch_ms_p50": True,
+        "light_parent_pause_ms_p50": False,
+        "branch_ms_p50": None,
+        "parent_pause_ms_p50": None,
+        "group_first_frames_ms_p50": True,
+    }
+    other = branch_report(
+        {**GROUPS, "group_size": 2}, light=[small], worked=[small], group_ms=[1.0], who="an editor", check=PASSED
+    )
+    assert verdicts(other)["group_first_frames_ms_p50"] is None, "the target is for groups of 8"
+    assert results(report)["other_ms_p50"] == 50
+
+
+def scale_found(
+    *, machine_count: int = 256, opened_count: int = 256, keyframe_count: int = 0, p99_ms: float = 200.0
+) -> BenchReport:
+    latencies_ms = [p99_ms] * 20 + [100.0] * 980
+    return scale_report(
+        {**FAKE, "machine_count": machine_count},
+        stepped=LoadResult(call_count=1000, elapsed_s=2.0, latencies_ms=latencies_ms, keyframe_count=keyframe_count),
+        bare=LoadResult(call_count=4000, elapsed_s=4.0, latencies_ms=[1.0]),
+        opened_count=opened_count,
+        server_cpu_s=1.5,
+        lags_ms=[1.0] * 95 + [30.0] * 5,
+    )
+
+
+def test_steps_are_compared_with_bare_calls_of_the_same_run() -> None:
+    report = scale_found()
+    found = results(report)
+    assert (found["steps_per_s"], found["bare_rpc_per_s"], found["steps_share"]) == (500.0, 1000.0, 0.5)
+    assert (found["p50_ms"], found["p99_ms"], found["server_cpu_ms_per_step"]) == (100.0, 200.0, 1.5)
+    assert verdicts(report) == {"steps_share": True, "p99_ms": True, "loop_lag_ms_p99": False}
+    assert verdicts(scale_found(p99_ms=300.0))["p99_ms"] is False
+    assert set(verdicts(scale_found(machine_count=64, opened_count=64)).values()) == {None}
+    assert report.passed
+
+
+def test_clients_without_episodes_and_keyframes_fail_the_run() -> None:
+    assert not scale_found(opened_count=255).passed
+    assert not scale_found(keyframe_count=1).passed
+
+
+def test_the_growth_target_is_for_16_machines_also_among_others() -> None:
+    figures = GrowthFigures(
+        acquire_ms_p50=3.0,
+        pss_mib=1.0,
+        private_dirty_mib=1.0,
+        available_drop_mib=1.0,
+        machines_cpu_percent=0.1,
+        daemon_cpu_percent=0.2,
+    )
+    one = Standby(machine_count=1, acquire_ms=[3.0], figures=figures)
+    sixteen = replace(one, machine_count=16, figures=replace(figures, machines_cpu_percent=3.0))
+    assert verdicts(growth_report(REAL, [one, sixteen])) == {"machines_cpu_percent_16": False}
+    sixty_four = replace(one, machine_count=64)
+    assert verdicts(growth_report(REAL, [one, sixteen, sixty_four])) == {"machines_cpu_percent_16": False}
+    assert verdicts(growth_report(REAL, [one])) == {"machines_cpu_percent_1": None}
+
+
+def frame_cost(*, delta_ms: float = 2.0, delta_bytes: int = 1 << 10) -> FrameCost:
+    return FrameCost(
+        png=Cost(encode_ms=30.0, rebuild_ms=20.0, size_bytes=20 << 10),
+        delta=Cost(encode_ms=0.5, rebuild_ms=delta_ms - 0.5, size_bytes=delta_bytes),
+        keyframe=Cost(encode_ms=4.0, rebuild_ms=3.0, size_bytes=30 << 10),
+    )
+
+
+def test_changed_tiles_are_compared_with_png_by_time_and_size() -> None:
+    costs = [frame_cost(delta_ms=9.0, delta_bytes=100 << 10), *[frame_cost()] * 19]
+    report = frames_report(REAL, costs, PASSED)
+    found = results(report)
+    assert (found["png_ms_p50"], found["png_kib_p50"]) == (50.0, 20.0)
+    assert (found["delta_ms_p50"], found["delta_kib_p50"]) == (2.0, 1.0)
+    assert (found["encode_ms_p50"], found["client_rebuild_ms_p50"]) == (0.5, 1.5)
+    assert (found["keyframe_ms_p50"], found["keyframe_kib_p50"]) == (7.0, 30.0)
+    assert verdicts(report) == {"delta_time_ratio": True, "delta_size_ratio": True}
+    assert report.as_json()["results"]["lossless"] is True  # type: ignore[index]
+    mixed = results(frames_report(REAL, [*costs, *[replace(costs[1], has_changed=False)] * 30], PASSED))
+    assert mixed["changed_delta_ms_p50"] == 2.0
+    slow = frames_report(REAL, [frame_cost(delta_ms=3.0, delta_bytes=3 << 10)] * 20, PASSED)
+    assert verdicts(slow) == {"delta_time_ratio": False, "delta_size_ratio": False}
+    assert slow.passed
+    assert set(verdicts(frames_report(REAL, costs[:19], PASSED)).values()) == {None}
+    assert set(verdicts(frames_report(FAKE, costs, PASSED)).values()) == {None}
+
+
+def test_one_wrong_frame_fails_the_lossless_check() -> None:
+    frame_HWC = np.zeros((2, 3, 3), np.uint8)
+    comparison = Comparison()
+    checks = [comparison.check]
+    for pixels in (bytes(18), bytes(17) + b"\1", bytes(18)):
+        comparison.add(pixels, frame_HWC)
+        checks.append(comparison.check)
+    assert [check.passed for check in checks] == [False, True, False, False]
+    assert checks[-1].evidence.startswith("1 of 3 rebuilt frames differ")
+
+
+STEP = StepTimes(
+    step_ms=330.0,
+    input_ms=20.0,
+    settle_ms=306.0,
+    resume_ms=1.0,
+    observe_ms=0.5,
+    daemon_ms=329.0,
+    rebuild_ms=1.0,
+    frame_bytes=1 << 10,
+)
+PEER = PeerTimes(input_ms=300.0, pause_ms=2000.0, screenshot_ms=600.0, decode_ms=30.0)
+
+
+def test_the_overhead_of_a_step_excludes_input_and_settling() -> None:
+    slow = replace(STEP, step_ms=350.0, daemon_ms=349.0)
+    report = step_report(REAL, [*[STEP] * 98, slow, slow], [PEER])
+    found = results(report)
+    assert found["overhead_ms_p50"] == pytest.approx(4.0)
+    assert found["overhead_ms_p99"] == pytest.approx(24.0)
+    assert found["pause_ms_p50"] == pytest.approx(1.5)
+    assert found["wire_ms_p50"] == pytest.approx(1.0)
+    assert found["peer_step_ms_p50"] == pytest.approx(2930.0)
+    assert found["peer_over_step"] == pytest.approx(2930 / 331)
+    assert verdicts(report) == {"overhead_ms_p50": True, "overhead_ms_p99": False}
+    fake = step_report(FAKE, [STEP], [])
+    assert results(fake)["peer_step_ms_p50"] is None
+    assert results(fake)["peer_over_step"] is None
+    assert set(verdicts(fake).values()) == {None}
+
+
+def test_peers_play_the_same_script_with_xdotool() -> None:
+    played = script(4)
+    assert [type(action) for action in played] == [Click, PressKeys, Move, Click]
+    assert played[0] != played[3]
+    assert [xdotool_command(action) for action in played[:3]] == [
+        ["xdotool", "mousemove", "220", "220", "click", "1"],
+        ["xdotool", "key", "a"],
+        ["xdotool", "mousemove", "310", "280"],
+    ]
+    with pytest.raises(ValueError, match="not an action of the script"):
+        xdotool_command(Drag(1, 1))
+
+
+FRAMES = FrameIds(parent="f1", child="f1", later="f1")
+
+
+def checked(
+    *,
+    frames: FrameIds = FRAMES,
+    parent_file: tuple[str, str] = ("", ""),
+    child: str = "text and child",
+    parent: str = "text and parent",
+) -> Check:
+    return check_branch(
+        frame_ids=frames,
+        parent_file=parent_file,
+        child_saved=("text and child", child),
+        parent_saved=("text and parent", parent),
+    )
+
+
+def test_a_branch_is_correct_if_the_child_continues_and_the_parent_is_unchanged() -> None:
+    assert checked().passed
+    for wrong, problem in (
+        (checked(frames=replace(FRAMES, child="f2")), "the child's first frame was f2"),
+        (checked(frames=replace(FRAMES, later="f2")), "the parent's frame was f1, but f2 after"),
+        (checked(parent_file=("", "text and child")), "the parent's file was ''"),
+        (checked(child="and child"), "the child saved 'and child', not 'text and child'"),
+        (checked(parent="text and child and parent"), "the parent saved 'text and child and parent'"),
+    ):
+        assert not wrong.passed
+        assert problem in wrong.evidence
+
+
+def test_a_failed_check_fails_the_report_and_a_missed_target_does_not() -> None:
+    slow = Branch(branch_ms=5000, parent_pause_ms=500, copy_ms=1, start_ms=1, total_ms=5000, dirty_bytes=MIB)
+    report = branch_report(GROUPS, light=[slow], worked=[slow], group_ms=[5000.0], who="an editor", check=PASSED)
+    assert set(verdicts(report).values()) == {False}
+    assert report.passed
+    assert not replace(report, checks=(replace(PASSED, passed=False),)).passed
+
+
+def test_raw_qemu_gets_libvirts_command_line_with_its_own_files_name_and_monitor() -> None:
+    given = [
+        "/usr/bin/qemu-system-x86_64",
+        *("-name", "guest=envd-0a1b-desktop-77,debug-threads=on"),
+        *("-object", '{"qom-type":"secret","id":"masterKey0","format":"raw","file":"/s/l/master-key.aes"}'),
+        *("-object", "memory-backend-file,id=env.ram,mem-path=/s/templates/m.ram,share=off"),
+        *("-chardev", "socket,id=charmonitor,fd=33,server=on,wait=off"),
+        *("-add-fd", "set=0,fd=27,opaque=serial0-source"),
+        *("-blockdev", '{"driver":"file","filename":"/s/machines/desktop-77/disk.qcow2"}'),
+        *("-vnc", "vnc=unix:/s/machines/desktop-77/vnc.sock"),
+    ]
+    own = Path("/s/machines/bench-1")
+    assert raw_arguments(given, model=Path("/s/machines/desktop-77"), own=own, monitor_fd=9, console_fd=11) == [
+        "/usr/bin/qemu-system-x86_64",
+        *("-name", "guest=envd-0a1b-bench-1,debug-threads=on"),
+        *("-object", "memory-backend-file,id=env.ram,mem-path=/s/templates/m.ram,share=off"),
+        *("-chardev", "socket,id=charmonitor,fd=9,server=on,wait=off"),
+        *("-add-fd", "set=0,fd=11,opaque=serial0-source"),
+        *("-blockdev", '{"driver":"file","filename":"/s/machines/bench-1/disk.qcow2"}'),
+        *("-vnc", "vnc=unix:/s/machines/bench-1/vnc.sock"),
+    ]
+
+
+def test_sizes_are_sorted_numbers_of_machines() -> None:
+    assert parse_sizes("16,1, 4,4") == (1, 4, 16)
+    for wrong in ("", "1;4", "0,1", "65"):
+        with pytest.raises(ConfigError, match="--sizes"):
+            parse_sizes(wrong)
+
+
+def test_a_benchmark_has_one_pool_free_ports_and_its_own_state(tmp_path: Path) -> None:
+    served = load(
+        flags={
+            "state_dir": tmp_path,
+            "listen": "127.0.0.1:50051",
+            "hypervisor.uri": "qemu:///embed?root=/srv/served",
+            "pools": {"desktop": {"size": 8, "memory_mib": 2048, "always_running": True}, "win": {"size": 1}},
+        }
+    )
+    own = bench_config(served, standby_count=4, capacity=5)
+    assert (own.listen, own.metrics_listen, own.state_dir) == ("127.0.0.1:0", "127.0.0.1:0", tmp_path / "bench")
+    assert own.hypervisor_uri == f"qemu:///embed?root={tmp_path}/bench/libvirt"
+    assert own.pools.keys() == {"desktop"}
+    other = bench_config(served, standby_count=1, capacity=1, image="win").pools["desktop"]
+    assert (other.image, other.memory_mib, other.machine_limit) == ("win", 1024, 1)
+    pool = own.pools["desktop"]
+    assert (pool.size, pool.machine_limit, pool.memory_mib) == (4, 5, 2048)
+    assert pool.allow_guest_access
+    assert not pool.always_running
+
+
+# -- measuring --------------------------------------------------------------------------------------------------
+
+
+def test_a_process_is_measured_by_its_cpu_time_and_memory() -> None:
+    own = os.getpid()
+    before_ns, begin_ns = processor_ns(own), time.process_time_ns()
+    while time.process_time_ns() - begin_ns < 20_000_000:
+        pass
+    assert processor_ns(own) - before_ns >= 20_000_000
+    assert 0 < memory_of(own).private_dirty_bytes <= memory_of(own).pss_bytes
+    assert written_guest_bytes(own) == 0
+
+
+def run(*args: str) -> CommandOutput:
+    return run_envd("bench", *args, "--hypervisor", "fake")
+
+
+def test_bench_fork_measures_fake_desktops_and_reports_that_no_guest_ran(tmp_path: Path) -> None:
+    done = run("fork", "--n", "2", "--repetitions", "2", "--json", "--state-dir", str(tmp_path))
+    assert done.status == 0, done.err
+    report = json.loads(done.out)
+    assert report["conditions"]["accelerator"] == "fake"
+    assert report["conditions"]["repetitions"] == 2
+    assert len(report["samples"]["acquire_ms"]) == 2
+    assert report["results"]["raw_qemu_fork_ms_p50"] is None
+    assert report["targets"]["fork_over_raw"] == {
+        "met": None,
+        "value": None,
+        "target": "<= 1.3",
+        "unless": "fake desktops: no guest runs",
+    }
+    assert "bench fork" in done.err
+
+
+def test_bench_branch_measures_and_checks_fake_desktops_and_prints_tables(tmp_path: Path) -> None:
+    done = run("branch", "--repetitions", "2", "--state-dir", str(tmp_path))
+    assert done.status == 0, done.err
+    assert "branch_ms_p50" in done.out
+    assert "passed a child continues its parent's text" in done.out
+    assert "milk\\nbread\\n-2 -1 0 1 and the child" in done.out
+
+
+def test_bench_branch_compares_the_files_of_a_guest_whose_programs_are_unknown(tmp_path: Path) -> None:
+    settings = load(flags={"state_dir": tmp_path, "hypervisor.uri": "fake"})
+    parent = WritingParent("fake/save-note", GuestOs.LINUX)
+
+    async def measure() -> BenchReport:
+        steps = Steps(lambda _stage, _fraction: None, 10)
+        async with open_bench(bench_config(settings, standby_count=1, capacity=6), steps=steps) as session:
+            return await measure_branch(
+                session, light_task_id=parent.task_id, parent=parent, repetitions=1, steps=steps
+            )
+
+    report = run_until_signal(measure())
+    [check] = report.checks
+    assert check.passed, check.evidence
+    assert "saved '-2 -1 0 and the child'" in check.evidence
+
+
+def test_an_unknown_image_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+    for command in ("fork", "branch"):
+        done = run_envd(
+            "bench", command, "--image", "win11", "--cache-dir", str(tmp_path), "--state-dir", str(tmp_path)
+        )
+        assert done.status != 0
+        assert "win11" in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sets_of_standby_fake_desktops_are_measured_one_after_the_other(tmp_path: Path) -> None:
+    settings = load(flags={"state_dir": tmp_path, "hypervisor.uri": "fake"})
+    stages: list[str] = []
+    steps = Steps(lambda stage, _fraction: stages.append(stage), 8)
+    work = measure_growth(settings, task_id="fake/save-note", sizes=(1, 2), repetitions=2, steps=steps, idle_s=0.1)
+    report = run_until_signal(work)
+    found = results(report)
+    assert found["pss_mib_2"] is None
+    assert (found["acquire_ms_p50_1"] or 0) > 0
+    assert (found["daemon_cpu_percent_2"] or 0) > 0
+    assert {"1 ready", "2 ready, idle"} <= set(stages)
+
+
+def noise(*, seed: int) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (130, 200, 3), dtype=np.uint8)
+
+
+def recording(*frames_HWC: npt.NDArray[np.uint8]) -> Recording:
+    return Recording(task_id="desktop/any", frames_HWC=frames_HWC)
+
+
+async def test_small_complete_reverted_and_absent_changes_are_rebuilt_exactly() -> None:
+    first, other = noise(seed=1), noise(seed=2)
+    dotted = first.copy()
+    dotted[100, 150] = 7
+    steps = Steps(lambda _stage, _fraction: None, 4)
+    report = await measure_frames(
+        dict(REAL), [recording(first, dotted, dotted, first, other), recording(first)], repetitions=2, steps=steps
+    )
+    assert report.conditions["played_step_count"] == 4
+    assert (report.conditions["measured_frame_count"], report.conditions["changed_frame_count"]) == (4, 3)
+    assert len(report.samples["delta_ms"]) == 4
+    one_tile, unchanged, one_tile_back, whole = report.samples["delta_kib"]
+    assert unchanged < one_tile
+    assert one_tile == pytest.approx(one_tile_back, rel=0.05)
+    assert whole > 4 * one_tile
+    # 3 rounds of: the first frame of each, 4 changes, 4 keyframes.
+    [check] = report.checks
+    assert (check.name, check.passed) == ("lossless", True)
+    assert check.evidence.startswith("all 30 rebuilt frames")
+
+
+async def test_steps_that_do_not_change_the_screen_cannot_be_measured() -> None:
+    still = recording(noise(seed=1), noise(seed=1))
+    with pytest.raises(BenchFailed, match="none of 1 steps"):
+        await measure_frames(dict(REAL), [still], repetitions=1, steps=Steps(lambda _stage, _fraction: None, 2))
+
+
+async def test_a_client_cannot_rebuild_a_frame_without_its_base(capfd: pytest.CaptureFixture[str]) -> None:
+    unknown = EncodedFrame(
+        frame_id="a" * 32,
+        image_id="a" * 32,
+        width_px=1,
+        height_px=1,
+        screen_width_px=1,
+        screen_height_px=1,
+        capture_time=datetime(2026, 1, 2, tzinfo=UTC),
+        content=Unchanged(base_image_id="a" * 32),
+    )
+    async with open_client() as client:
+        with pytest.raises(BenchFailed, match=r"image a+: the client could not rebuild it"):
+            await client.rebuild(frame_message(unknown))
+    assert "but this client has None" in capfd.readouterr().err
+
+
+def test_bench_frames_records_and_measures_fake_desktops(tmp_path: Path) -> None:
+    done = run("frames", "--repetitions", "1", "--json", "--state-dir", str(tmp_path))
+    assert done.status == 0, done.err
+    report = json.loads(done.out)
+    assert report["conditions"]["tasks"] == ["fake/save-note", "fake/move-and-count"]
+    assert report["checks"][0]["name"] == "lossless"
+    assert report["checks"][0]["passed"] is True
+    measured_count = report["conditions"]["measured_frame_count"]
+    assert 0 < measured_count <= report["conditions"]["played_step_count"]
+    assert {len(samples) for samples in report["samples"].values()} == {measured_count}
+    assert report["results"]["delta_kib_p50"] < report["results"]["png_kib_p50"]
+    assert report["targets"]["delta_time_ratio"]["unless"] == "fake desktops: no guest runs"
+
+
+def test_bench_step_measures_fake_desktops_without_peers(tmp_path: Path) -> None:
+    shown = ("--others", "2", "--console")
+    done = run("step", "--repetitions", "9", *shown, "--json", "--state-dir", str(tmp_path))
+    assert done.status == 0, done.err
+    report = json.loads(done.out)
+    assert (report["conditions"]["other_count"], report["conditions"]["console"]) == (2, True)
+    assert report["results"]["peer_step_ms_p50"] is None
+    assert report["samples"]["peer_step_ms"] == []
+    assert len(report["samples"]["overhead_ms"]) == 9
+    assert 0 < report["results"]["overhead_ms_p50"] < report["results"]["step_ms_p50"]
+    assert report["targets"]["overhead_ms_p50"]["met"] is None
+
+
+def machine_count(database: Path) -> int:
+    try:
+        with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+            [[count]] = connection.execute("SELECT count(*) FROM machines")
+            return int(count)
+    except sqlite3.OperationalError:  # not created yet
+        return 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_benchmark_and_leaves_no_machine(tmp_path: Path, number: signal.Signals) -> None:
+    database = tmp_path / "bench" / FILE_NAME
+    command = [sys.executable, "-m", "envd", "bench", "fork", "--hypervisor", "fake", "--state-dir", str(tmp_path)]
+    command += ["--repetitions", "10000", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while not machine_count(database):
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + number, err
+    assert out == ""
+    assert "Traceback" not in err
+    assert machine_count(database) == 0
+
+
+@pytest.mark.parametrize("daemon_count", [1, 2])
+def test_bench_scale_compares_concurrent_steps_with_an_echo(tmp_path: Path, daemon_count: int) -> None:
+    settings = load(flags={"hypervisor.uri": "fake", "state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache"})
+    steps = Steps(lambda _stage, _share: None, 3)
+    measuring = measure_scale(
+        settings,
+        task_id="fake/count-to-five",
+        machine_count=4,
+        daemon_count=daemon_count,
+        duration_s=0.5,
+        steps=steps,
+    )
+    report = run_until_signal(measuring)
+    assert report.passed, report.checks
+    assert report.conditions["daemon_count"] == daemon_count
+    found = results(report)
+    assert all(value is not None and value >= 0 for value in found.values())
+    assert found["server_cpu_ms_per_step"]
+    assert found["bare_rpc_per_s"] != found["steps_per_s"]
+
+
+async def test_the_clients_of_a_load_use_all_daemons_from_several_processes(tmp_path: Path) -> None:
+    settings = load(flags={"hypervisor.uri": "fake", "state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache"})
+    echo, steps = EchoServer(), Steps(lambda _stage, _share: None, 3)
+    async with AsyncExitStack() as stack:
+        configs = scale_configs(settings, machine_count=8, daemon_count=2)
+        daemons = [await stack.enter_async_context(open_bench(config, steps=steps)) for config in configs]
+        plan = LoadPlan(
+            addresses=[each.daemon.address for each in daemons],
+            echo_address=await echo.start(),
+            task_id="fake/count-to-five",
+            pool=daemons[0].pool.name,
+            client_count=8,
+            duration_s=0.3,
+            points=((819, 100), (822, 167)),
+        )
+        async with load_processes(plan, 2) as clients:
+            assert await clients.opened() == 8
+            leased = [each.pool.statistics().leased_count for each in daemons]
+            stepped, echoed = await clients.run(), await clients.run()
+        await echo.stop()
+    assert sum(leased) == 8
+    assert min(leased) > 0
+    for result in (stepped, echoed):
+        assert result.call_count == len(result.latencies_ms) >= 8
+    assert stepped.response_bytes > 0
+    assert stepped.client_cpu_s > 0
+
+
+async def test_a_benchmark_without_room_on_its_host_says_so() -> None:
+    hypervisor = FakeHypervisor()
+    memory = HostMemory(reserve_bytes=1 << 60)
+    pool = Pool(
+        PoolSettings(name="p", capacity=2, idle_target=1),
+        image=fake_image(),
+        host=PoolHost(hypervisor=hypervisor, memory=memory),
+    )
+    bench = BenchSession(daemon=Mock(), client=Mock(), pool=pool)
+    try:
+        await pool.start()
+        with pytest.raises(GuestUnresponsive, match=r"pool p: not ready after .* the host's memory is short"):
+            await bench.refilled(shortage_patience_s=0.01)
+    finally:
+        await pool.close()
+        await hypervisor.close()

@@ -1,0 +1,461 @@
+"""The console over HTTP, on drawn desktops: its stream, what it refuses, and that watching changes nothing."""
+
+import asyncio
+import base64
+import io
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import aiohttp.web
+import pytest
+from cuaenv.actions import Click, Move, TypeText
+from PIL import Image
+
+from envd.api.console import pictures, server
+from envd.api.console.pictures import Size
+from envd.api.security.tokens import new_token
+from envd.base.config import load
+from envd.base.errors import ConfigError
+from envd.daemon.composition import Daemon, open_daemon
+from envd.episodes.episode import Episode
+from envd.episodes.events import PerformedStep
+from envd.episodes.lease import Lease
+from envd.episodes.types import ResetCommand, StepCommand
+from envd.guest.display.frames import Frame
+from envd.guest.observation import Encoding, ObservationOptions, SettlePolicy
+
+NO_PIXELS = ObservationOptions(encoding=Encoding.NONE)
+QUICK = SettlePolicy(quiet_ms=20, max_ms=2000)
+Message = tuple[str, dict[str, Any]]
+
+
+class Console:
+    """A daemon on drawn desktops, and an HTTP client of its console."""
+
+    def __init__(self, daemon: Daemon, session: aiohttp.ClientSession) -> None:
+        self.daemon = daemon
+        self.session = session
+        self.url = f"http://{daemon.console_address}"
+
+    async def open(self, size: int = 1, *, run: str = "", owner: str = "") -> list[str]:
+        """Open episodes; return their ids."""
+        command = ResetCommand(
+            request_id=f"reset-{run}-{owner}-{size}",
+            task_id="fake/save-note",
+            group_size=size,
+            run=run,
+            owner=owner,
+            settle=QUICK,
+            observe=NO_PIXELS,
+        )
+        return [info.episode_id for info in (await self.daemon.service.reset(command)).episodes]
+
+    async def step(self, episode_id: str, index: int, *actions: Any) -> None:
+        """Perform a step."""
+        command = StepCommand(
+            request_id=f"step-{index}", episode_id=episode_id, step_index=index, actions=actions, observe=NO_PIXELS
+        )
+        await self.daemon.service.step(command)
+
+    async def events(self) -> AsyncGenerator[Message, None]:
+        """Yield the messages of a stream."""
+        async with self.session.get(f"{self.url}/api/events") as response:
+            assert response.status == 200
+            while message := await response.content.readuntil(b"\n\n"):
+                name, data = message.decode().strip().removeprefix("event: ").split("\ndata: ")
+                yield name, json.loads(data)
+
+    async def select(self, view: str, tiles: list[str], full: str = "") -> None:
+        """Select pictures."""
+        body = {"tiles": tiles, "full": full}
+        async with self.session.post(f"{self.url}/api/views/{view}", json=body) as response:
+            assert response.status == 204, await response.text()
+
+    async def get(self, path: str, **headers: str) -> tuple[int, str]:
+        """Return status and text."""
+        async with self.session.get(self.url + path, headers=headers) as response:
+            return response.status, await response.text()
+
+
+@asynccontextmanager
+async def console(tmp_path: Path, flags: Mapping[str, object] | None = None, token: str = "") -> AsyncIterator[Console]:
+    """Serve drawn desktops with a console."""
+    config = load(
+        flags={
+            "listen": "127.0.0.1:0",
+            "metrics_listen": "127.0.0.1:0",
+            "console_listen": "127.0.0.1:0",
+            "state_dir": tmp_path / "state",
+            "cache_dir": tmp_path / "cache",
+            "hypervisor.uri": "fake",
+            "pools": {"desktop": {"size": 2, "capacity": 4}},
+            **(flags or {}),
+        }
+    )
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    async with open_daemon(config) as daemon, aiohttp.ClientSession(headers=headers) as session:
+        yield Console(daemon, session)
+
+
+async def until(events: AsyncIterator[Message], name: str, **fields: object) -> dict[str, Any]:
+    """Return the next message of this name with these fields."""
+    async for found, data in events:
+        if found == name and all(data.get(key) == value for key, value in fields.items()):
+            return data
+    raise AssertionError("the stream ended")
+
+
+async def test_the_stream_carries_episodes_pools_and_the_selected_pictures(tmp_path: Path) -> None:
+    async with console(tmp_path) as served:
+        first, second = await served.open(2, run="main")
+        async with aclosing(served.events()) as events:
+            view = (await until(events, "hello"))["view"]
+            state = await until(events, "state")
+            assert [facts["id"] for facts in state["episodes"]] == [first, second]
+            assert {(facts["run"], facts["task"], facts["state"]) for facts in state["episodes"]} == {
+                ("main", "fake/save-note", "active")
+            }
+            assert [(pool["name"], pool["leased"]) for pool in state["pools"]] == [("desktop", 2)]
+            await served.select(view, [first], full=second)
+            shown: dict[tuple[str, str], tuple[str | None, tuple[int, int]]] = {}
+            while len(shown) < 2:
+                picture = await until(events, "picture")
+                with Image.open(io.BytesIO(base64.b64decode(picture["jpeg"]))) as image:
+                    shown[picture["id"], picture["size"]] = (image.format, image.size)
+            assert shown == {(first, "tile"): ("JPEG", (320, 200)), (second, "full"): ("JPEG", (1280, 800))}
+            await served.step(first, 0, Click(379, 311), TypeText("<b>hi</b>"))
+            # They come in either order, and pictures of the screen before the step may come first.
+            action, pointer = "", None
+            while not (action and pointer == [379, 311]):
+                name, data = await anext(events)
+                if name == "picture" and data["id"] == first:
+                    pointer = data["pointer"]
+                elif name == "state":
+                    action = next((facts["action"] for facts in data["episodes"] if facts["step"] == 1), action)
+            assert action == "type '<b>hi</b>'"
+            await served.daemon.service.close(second)
+            await until(events, "state", removed=[second])
+
+
+async def test_a_moved_pointer_is_sent_without_the_same_pixels_again(tmp_path: Path) -> None:
+    async with console(tmp_path) as served:
+        (episode_id,) = await served.open()
+        await served.step(episode_id, 0, Click(1100, 600))
+        async with aclosing(served.events()) as events:
+            view = (await until(events, "hello"))["view"]
+            await until(events, "state")
+            await served.select(view, [episode_id])
+            assert "jpeg" in await until(events, "picture", pointer=[1100, 600])
+            await served.step(episode_id, 1, Move(1110, 610))
+            assert "jpeg" not in await until(events, "picture", pointer=[1110, 610])
+
+
+async def test_a_pool_says_why_a_group_waits(tmp_path: Path) -> None:
+    async with console(tmp_path, {"pools": {"desktop": {"size": 1, "capacity": 1}}}) as served:
+        (episode_id,) = await served.open(run="first")
+        waiting = asyncio.create_task(served.open(run="second"))
+        async with aclosing(served.events()) as events:
+            while not (pool := (await until(events, "state"))["pools"]) or not pool[0]["queue"]:
+                pass
+            (group,) = pool[0]["queue"]
+            assert (group["run"], group["machines"]) == ("second", 1)
+            assert group["why"].startswith("next: 1 of 1 machines busy")
+            assert pool[0]["held_by_run"] == {"first": 1}
+            await served.daemon.service.close(episode_id)
+        await waiting
+
+
+async def test_recordings_are_listed_and_replayed_to_those_who_may_see_them(tmp_path: Path) -> None:
+    recordings = tmp_path / "recordings"
+    token = new_token("runer", "run")
+    file = tmp_path / "tokens"
+    file.touch(mode=0o600)
+    file.write_text(f"{token.line}\n")
+    flags = {"recording.directory": str(recordings), "recording.min_free_gib": 0, "security.tokens_file": str(file)}
+    async with console(tmp_path, flags, token=token.secret) as served:
+        (own,), (other,) = await served.open(owner="runer"), await served.open(owner="else")
+        await served.step(own, 0, Click(379, 311))
+        for episode_id in (own, other):
+            await served.daemon.service.close(episode_id)
+    (recordings / "ep-bad.rec").write_bytes(b"nonsense")
+    # The recordings are complete, and the next daemon has them.
+    async with console(tmp_path, flags, token=token.secret) as served:
+        listed = json.loads((await served.get("/api/recordings"))[1])
+        assert [(each["id"], each["steps"], each["reason"]) for each in listed] == [(own, 1, "CLOSED")]
+        replay = json.loads((await served.get(f"/api/recordings/{own}"))[1])
+        assert [step["actions"] for step in replay["steps"]] == [["click 379,311"]]
+        last = len(replay["frames"]) - 1
+        assert replay["frames"][last][1] == [379, 311]
+        async with served.session.get(f"{served.url}/api/recordings/{own}/frames/{last}") as response:
+            with Image.open(io.BytesIO(await response.read())) as image:
+                assert (image.format, image.size) == ("JPEG", (1280, 800))
+        for path in (
+            f"{own}/frames/{last + 1}",
+            f"{own}/frames/-1",
+            f"{own}/frames/x",
+            other,
+            "ep-0",
+            "ep-bad",
+            "..%2fx",
+        ):
+            assert (await served.get(f"/api/recordings/{path}"))[0] == 404, path
+
+
+async def test_without_recordings_the_console_says_how_to_record(tmp_path: Path) -> None:
+    async with console(tmp_path) as served:
+        assert await served.get("/api/recordings") == (200, "[]")
+        status, text = await served.get("/api/recordings/ep-1")
+        assert (status, "set recording.directory" in text) == (404, True)
+
+
+async def test_an_episode_has_a_timeline_and_its_instruction(tmp_path: Path) -> None:
+    async with console(tmp_path) as served:
+        (episode_id,) = await served.open()
+        await served.step(episode_id, 0, Move(5, 6), Click(379, 311))
+        status, text = await served.get(f"/api/episodes/{episode_id}")
+        detail = json.loads(text)
+        assert status == 200
+        assert detail["instruction"].startswith("Type exactly this line")
+        assert [(step["index"], step["actions"]) for step in detail["steps"]] == [(0, ["move 5,6", "click 379,311"])]
+        await served.daemon.service.evaluate(episode_id, request_id="e", fingerprint=b"")
+        detail = json.loads((await served.get(f"/api/episodes/{episode_id}"))[1])
+        assert (detail["score"], detail["state"], len(detail["checks"])) == (0.0, "truncated", 1)
+
+
+async def test_one_picture_serves_all_viewers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[str] = []
+
+    def counted(frame: Frame, size: Size) -> str:
+        encoded.append(frame.frame_id)
+        return ""
+
+    monkeypatch.setattr(pictures, "encode", counted)
+    async with console(tmp_path) as served:
+        (episode_id,) = await served.open()
+        async with aclosing(served.events()) as one, aclosing(served.events()) as two:
+            for events in (one, two):
+                view = (await until(events, "hello"))["view"]
+                await until(events, "state")
+                await served.select(view, [episode_id])
+                await until(events, "picture", id=episode_id)
+            assert len(encoded) == 1
+
+
+async def test_watching_neither_renews_the_lease_nor_wakes_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with console(tmp_path) as served:
+        (episode_id,) = await served.open()
+        episode = served.daemon.service.find(episode_id)
+        assert episode is not None
+        assert episode.machine.desktop.is_asleep
+        # Not its end: delays of the event loop extend it.
+        calls: list[str] = []
+        for name in ("renew", "begin_call", "end_call"):
+            monkeypatch.setattr(Lease, name, lambda *_args, _name=name, **_kwargs: calls.append(_name))
+        async with aclosing(served.events()) as events:
+            view = (await until(events, "hello"))["view"]
+            await until(events, "state")
+            await served.select(view, [episode_id], full=episode_id)
+            await until(events, "picture", size="full")
+            await served.get(f"/api/episodes/{episode_id}")
+        assert episode.machine.desktop.is_asleep
+        assert calls == []
+        monkeypatch.undo()
+
+
+async def test_bad_requests_get_a_clear_answer(tmp_path: Path) -> None:
+    async with console(tmp_path) as served:
+        assert await served.get("/api/episodes/ep-0") == (
+            404,
+            "episode ep-0: not found; it was closed, or never opened here\n",
+        )
+        async with aclosing(served.events()) as events:
+            view = (await until(events, "hello"))["view"]
+            for body in (
+                b"",
+                b"[]",
+                b'{"tiles": [1], "full": ""}',
+                b'{"tiles": "x", "full": ""}',
+                b"\xff",
+                b"[" * 60_000,
+            ):
+                async with served.session.post(f"{served.url}/api/views/{view}", data=body) as response:
+                    assert response.status == 400
+                    assert "malformed body; send" in await response.text()
+            await served.select(view, ["ep-0"], full="ep-0")
+        async with served.session.post(f"{served.url}/api/views/none", json={}) as response:
+            assert response.status == 404
+        async with served.session.post(f"{served.url}/api/events", data=b"") as response:
+            assert response.status == 405
+
+
+async def test_the_page_takes_nothing_from_other_hosts(tmp_path: Path) -> None:
+    async with console(tmp_path) as served:
+        for path in ("/", "/console.css", "/console.js"):
+            async with served.session.get(served.url + path) as response:
+                assert response.status == 200
+                assert "default-src 'none'; script-src 'self'" in response.headers["Content-Security-Policy"]
+                text = await response.text()
+                assert "http:" not in text
+                assert "https:" not in text
+                assert "innerHTML" not in text
+                assert "<script>" not in text
+
+
+async def test_without_tokens_only_loopback_names_are_answered(tmp_path: Path) -> None:
+    async with console(tmp_path) as served:
+        for host in ("localhost:1", "127.0.0.1", "[::1]:5"):
+            assert (await served.get("/", Host=host))[0] == 200
+        status, text = await served.get("/api/events", Host="attacker.example")
+        assert status == 421
+        assert text.startswith("host 'attacker.example': without tokens only")
+
+
+async def test_tokens_decide_who_sees_which_episodes(tmp_path: Path) -> None:
+    tokens = {scope: new_token(f"{scope}er", scope) for scope in ("read", "run")}
+    file = tmp_path / "tokens"
+    file.touch(mode=0o600)
+    file.write_text("".join(f"{token.line}\n" for token in tokens.values()))
+    async with console(tmp_path, {"security.tokens_file": str(file)}) as served:
+        (own,), (other,) = await served.open(owner="runer"), await served.open(owner="else")
+        for path in ("/api/events", f"/api/episodes/{own}", "/api/nothing"):
+            for wrong in ({}, {"Authorization": "Bearer envd_wrong"}):
+                assert (await served.get(path, **wrong))[0] == 401
+        assert (await served.get("/"))[0] == 200
+        seen = {}
+        for scope, token in tokens.items():
+            served.session.headers["Authorization"] = f"Bearer {token.secret}"
+            async with aclosing(served.events()) as events:
+                seen[scope] = {facts["id"] for facts in (await until(events, "state"))["episodes"]}
+        assert seen == {"read": {own, other}, "run": {own}}
+        assert (await served.get(f"/api/episodes/{own}"))[0] == 200
+        assert (await served.get(f"/api/episodes/{other}"))[0] == 404
+
+
+async def test_requests_of_other_origins_pages_are_refused(tmp_path: Path) -> None:
+    async with console(tmp_path) as served:
+        (episode_id,) = await served.open()
+        path = f"/api/episodes/{episode_id}"
+        for site in ("cross-site", "same-site"):
+            status, text = await served.get(path, **{"Sec-Fetch-Site": site})
+            assert (status, text) == (403, f"{path}: requested by a page of another origin; open the console's page\n")
+            # A link to the page may be on any page.
+            assert (await served.get("/", **{"Sec-Fetch-Site": site}))[0] == 200
+        for site in ("same-origin", "none"):
+            assert (await served.get(path, **{"Sec-Fetch-Site": site}))[0] == 200
+
+
+async def test_errors_too_forbid_scripts_and_frames(tmp_path: Path) -> None:
+    async with console(tmp_path) as served:
+        for path, headers in (("/nothing", {}), ("/api/episodes/x", {}), ("/", {"Host": "attacker.example"})):
+            async with served.session.get(served.url + path, headers=headers) as response:
+                assert response.status in (404, 421)
+                policy = response.headers["Content-Security-Policy"]
+                assert "frame-ancestors 'none'" in policy
+                assert "require-trusted-types-for 'script'; trusted-types 'none'" in policy
+                assert response.headers["X-Content-Type-Options"] == "nosniff"
+                assert response.headers["Content-Type"].startswith("text/plain")
+
+
+async def test_one_token_cannot_take_all_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_VIEWERS_OF_CALLER", 1)
+    monkeypatch.setattr(server, "MAX_VIEWERS", 2)
+    tokens = [new_token(name, "read") for name in ("greedy", "other", "third")]
+    file = tmp_path / "tokens"
+    file.touch(mode=0o600)
+    file.write_text("".join(f"{token.line}\n" for token in tokens))
+    greedy, other, third = ({"Authorization": f"Bearer {token.secret}"} for token in tokens)
+    async with (
+        console(tmp_path, {"security.tokens_file": str(file)}) as served,
+        served.session.get(f"{served.url}/api/events", headers=greedy) as first,
+    ):
+        assert first.status == 200
+        problem = "token greedy: 1 pages are open, the maximum; close one\n"
+        assert await served.get("/api/events", **greedy) == (429, problem)
+        async with served.session.get(f"{served.url}/api/events", headers=other) as second:
+            assert second.status == 200
+            problem = "the console already has 2 open pages, its maximum; close one\n"
+            assert await served.get("/api/events", **third) == (503, problem)
+
+
+async def test_a_page_that_takes_no_bytes_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stall(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async with console(tmp_path) as served:
+        monkeypatch.setattr(server, "_STALL_S", 0.01)
+        monkeypatch.setattr(server, "MAX_VIEWERS", 1)
+        with monkeypatch.context() as stalled:
+            stalled.setattr(aiohttp.web.StreamResponse, "write", stall)
+            with pytest.raises(aiohttp.ClientPayloadError):
+                async with served.session.get(f"{served.url}/api/events") as response:
+                    await response.read()
+        monkeypatch.undo()
+        # Its place is free again.
+        async with aclosing(served.events()) as events:
+            await until(events, "hello")
+
+
+async def test_revoking_a_token_ends_its_console_stream(tmp_path: Path) -> None:
+    tokens = [new_token("first", "read"), new_token("second", "read")]
+    file = tmp_path / "tokens"
+    file.touch(mode=0o600)
+    file.write_text("".join(f"{token.line}\n" for token in tokens))
+    async with console(tmp_path, {"security.tokens_file": str(file)}, token=tokens[0].secret) as served:
+        async with aclosing(served.events()) as events:
+            await until(events, "state")
+            file.write_text(f"{tokens[1].line}\n")
+            async for _ in events:
+                pass  # the machines' start is still reported
+        assert (await served.get("/api/events"))[0] == 401
+
+
+async def test_without_the_setting_no_console_is_served(tmp_path: Path) -> None:
+    async with console(tmp_path, {"console_listen": ""}) as served:
+        assert served.daemon.console_address == ""
+        assert served.daemon.service.events._observers == []
+
+
+async def test_an_address_that_is_taken_stops_the_start(tmp_path: Path) -> None:
+    async with console(tmp_path / "1") as served:
+        taken = served.daemon.console_address
+        with pytest.raises(ConfigError, match=f"console_listen {taken}: cannot be bound"):
+            async with console(tmp_path / "2", {"console_listen": taken}):
+                pass
+
+
+async def test_the_console_is_not_served_to_other_hosts_without_tokens() -> None:
+    with pytest.raises(ConfigError, match=r"console_listen '0\.0\.0\.0:8080'"):
+        load(flags={"console_listen": "0.0.0.0:8080"})
+
+
+class _Failing:
+    """An observer that fails."""
+
+    def opened(self, episode: Episode) -> None:
+        raise RuntimeError("opened")
+
+    def stepped(self, episode: Episode, step: PerformedStep) -> None:
+        raise RuntimeError("stepped")
+
+    def scored(self, episode: Episode) -> None:
+        raise RuntimeError("scored")
+
+    def closed(self, episode: Episode) -> None:
+        raise RuntimeError("closed")
+
+
+async def test_an_observer_that_fails_does_not_affect_an_episode(tmp_path: Path) -> None:
+    async with console(tmp_path) as served:
+        served.daemon.service.events.add(_Failing())
+        (episode_id,) = await served.open()
+        await served.step(episode_id, 0, Click(379, 311))
+        result = await served.daemon.service.evaluate(episode_id, request_id="e", fingerprint=b"")
+        assert result.score == 0.0
+        await served.daemon.service.close(episode_id)
+        assert served.daemon.service.find(episode_id) is None

@@ -1,0 +1,46 @@
+"""`envd doctor` and the pools of a daemon that runs."""
+
+import asyncio
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+from envd.base.config import Config, load
+from envd.cli import doctor
+from envd.cli.doctor import Status
+from envd.hypervisor.fake import Faults
+from tests.support.server import serve_fake
+
+
+def config_with(tmp_path: Path, listen: str) -> Config:
+    return load(flags={"state_dir": tmp_path, "listen": listen})
+
+
+async def test_a_daemon_that_does_not_respond_is_a_warning(tmp_path: Path) -> None:
+    with socket.socket() as silent:  # it accepts connections and never responds
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        listen = f"127.0.0.1:{silent.getsockname()[1]}"
+        config, soon = config_with(tmp_path, listen), timedelta(seconds=0.2)
+        (check,) = await doctor.check_daemon(config, daemon_pid=42, timeout=soon)
+    assert check.status is Status.WARN
+    assert f"process 42 on {listen} does not respond" in check.detail
+
+
+async def test_the_pools_of_a_running_daemon_are_checked(tmp_path: Path) -> None:
+    async with serve_fake(size=1) as server:
+        while not server.pool.statistics().idle_count:
+            await asyncio.sleep(0.01)
+        checks = await doctor.check_daemon(config_with(tmp_path, server.address), daemon_pid=42)
+    assert [(check.name, check.status) for check in checks] == [("daemon", Status.OK), ("pool fake", Status.OK)]
+    assert checks[1].detail == "healthy, 0 of 2 machines leased, 0 requested"
+
+
+async def test_a_failing_pool_of_a_running_daemon_fails_with_its_problem(tmp_path: Path) -> None:
+    async with serve_fake(size=1, faults=Faults(create_error="no memory left"), failing_after=1) as server:
+        while server.pool.statistics().healthy:
+            await asyncio.sleep(0.01)
+        _, check = await doctor.check_daemon(config_with(tmp_path, server.address), daemon_pid=42)
+    assert check.status is Status.FAIL
+    assert "failing, 0 of 2 machines leased, 0 requested; " in check.detail
+    assert "no memory left" in check.detail

@@ -1,0 +1,197 @@
+"""The host's client of guestd: against a real guestd without an X server, and against services that fail."""
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
+from envd.guest.guestd import GuestdClient
+from envd.images.guestd import VERSION
+from tests.support.local_guestd import LocalGuestd, serve_guestd
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGuestd]:
+    with ExitStack() as stack:
+        yield serve_guestd(stack, tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture
+async def client(service: LocalGuestd, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GuestdClient]:
+    # A proxy that accepts nothing: calls to the loopback must not use it.
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    async with GuestdClient(service.url, lost=asyncio.Event()) as client:
+        yield client
+
+
+async def test_commands_run_with_binary_input_and_output(client: GuestdClient) -> None:
+    result = await client.execute(
+        ["sh", "-c", "cat; printf $A >&2; exit 3"], timeout_s=60.0, stdin=b"\0\xff", env={"A": "b"}
+    )
+    assert (result.exit_code, result.stdout, result.stderr) == (3, b"\0\xff", b"b")
+    killed = await client.execute(["sh", "-c", "kill -TERM $$"], timeout_s=60.0)
+    assert killed.exit_code == 143
+
+
+async def test_a_timeout_is_unresponsive_and_a_failure_is_an_error(client: GuestdClient) -> None:
+    with pytest.raises(GuestUnresponsive, match=r"timed out after 0\.2"):
+        await client.execute(["sleep", "60"], timeout_s=0.2)
+    with pytest.raises(GuestError, match="no-such-program"):
+        await client.execute(["no-such-program"], timeout_s=60.0)
+    with pytest.raises(GuestError, match="limit"):
+        await client.execute(["head", "-c", str(20 << 20), "/dev/zero"], timeout_s=30)
+    with pytest.raises(GuestError, match="DISPLAY is not set"):
+        await client.type_text("é")
+
+
+async def test_files_are_written_byte_for_byte(client: GuestdClient, tmp_path: Path) -> None:
+    path, data = str(tmp_path / "déjà" / "vu"), os.urandom(3 << 20) + b"\r\n"
+    await client.write_file(path, data)
+    assert Path(path).read_bytes() == data
+
+
+async def test_without_x_the_session_is_not_ready(client: GuestdClient) -> None:
+    session = await client.session()
+    assert not session.ready
+    assert session.version == VERSION
+    assert "DISPLAY" in session.problem
+
+
+async def test_a_call_ends_when_the_machine_is_lost(service: LocalGuestd) -> None:
+    lost = asyncio.Event()
+    async with GuestdClient(service.url, lost=lost) as client:
+        asyncio.get_running_loop().call_later(0.1, lost.set)
+        with pytest.raises(MachineLost, match="/execute"):
+            await client.execute(["sleep", "30"], timeout_s=60)
+        with pytest.raises(MachineLost):
+            await client.session()
+
+
+async def test_a_service_that_is_silent_or_absent_is_unresponsive() -> None:
+    async def never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(never_answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with GuestdClient(url, lost=asyncio.Event()) as client:
+        with pytest.raises(GuestUnresponsive, match=r"within 0\.1 s"):
+            await client.session(timeout_s=0.1)
+        server.close()
+        await server.wait_closed()
+        with pytest.raises(GuestUnresponsive, match="broke the connection"):
+            await client.session(timeout_s=60.0)
+    with pytest.raises(GuestUnresponsive, match="closed"):
+        await client.session()
+
+
+# OSWorld's own service
+
+
+@pytest.fixture
+async def osworld() -> AsyncIterator[tuple[GuestdClient, list[str]]]:
+    """A client of a service with OSWorld's routes only, and the requests that the service received."""
+    seen: list[str] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        seen.append(f"{request.method} {request.path}")
+        match request.path:
+            case "/platform":
+                return web.Response(text="Linux")
+            case "/screenshot":
+                return web.Response(body=b"\x89PNG...", content_type="image/png")
+            case "/execute" if (await request.json())["command"] == ["die"]:
+                assert request.transport
+                request.transport.close()
+                return web.Response()
+            case "/execute":
+                return web.json_response({"status": "success", "output": "é\n", "error": "", "returncode": 0})
+            case _:
+                return web.Response(status=404, text="Not Found")
+
+    runner = web.AppRunner(_application(answer))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    async with GuestdClient(f"http://{host}:{port}", lost=asyncio.Event()) as client:
+        yield client, seen
+    await runner.cleanup()
+
+
+def _application(handler: Any) -> web.Application:
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", handler)
+    return application
+
+
+async def test_a_screenshot_of_osworlds_service_counts_as_a_ready_session(
+    osworld: tuple[GuestdClient, list[str]],
+) -> None:
+    client, _ = osworld
+    session = await client.session()
+    assert (session.ready, session.version) == (True, "")
+    assert (await client.execute(["echo"], timeout_s=60.0)).stdout == "é\n".encode()
+    with pytest.raises(GuestError, match="404"):
+        await client.type_text("x")
+
+
+async def test_a_post_is_not_retried_on_a_service_without_deduplication(
+    osworld: tuple[GuestdClient, list[str]],
+) -> None:
+    client, seen = osworld
+    with pytest.raises(GuestUnresponsive, match="broke the connection"):
+        await client.execute(["die"], timeout_s=60.0)
+    assert seen == ["POST /execute"]
+
+
+# A service that ended and is restarted
+
+
+@asynccontextmanager
+async def restarting() -> AsyncIterator[tuple[GuestdClient, list[str]]]:
+    """A client of a service that drops connections until it is restarted, and the list of events."""
+    seen: list[str] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        seen.append(f"{request.method} {request.path}")
+        if seen.count("restarted") == 0:
+            assert request.transport
+            request.transport.close()
+        return web.json_response({"x": 1, "y": 2, "buttons": [], "modifiers": []})
+
+    async def restart() -> bool:
+        seen.append("restarted")
+        return True
+
+    runner = web.AppRunner(_application(answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0][:2]
+    try:
+        async with GuestdClient(f"http://{host}:{port}", lost=asyncio.Event(), restart=restart) as client:
+            yield client, seen
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_get_to_a_service_that_ended_restarts_it_and_is_answered() -> None:
+    async with restarting() as (client, seen):
+        assert (await client.pointer()).x_px == 1
+        request = "GET /envd/pointer"
+        assert [event for event, _ in itertools.groupby(seen)] == [request, "restarted", request]
+
+
+async def test_a_post_is_not_repeated_on_a_restarted_service() -> None:
+    async with restarting() as (client, seen):
+        with pytest.raises(GuestUnresponsive, match="restarted"):
+            await client.write_file("/home/user/note", b"x")
+        assert seen == ["POST /setup/upload", "restarted"]
+        await client.write_file("/home/user/note", b"x")

@@ -1,0 +1,71 @@
+"""Connections of a listener that are joined with others, with real sockets."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest_asyncio
+
+from envd.base.streams import relayed
+
+LIMIT = 8
+
+
+class Service:
+    """A service that echoes lines and counts its connections."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.port = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.count += 1
+        while line := await reader.readline():
+            writer.write(line)
+        writer.close()
+
+
+@pytest_asyncio.fixture
+async def service() -> AsyncIterator[Service]:
+    service = Service()
+    server = await asyncio.start_server(service.serve, "127.0.0.1", 0)
+    async with server:
+        service.port = server.sockets[0].getsockname()[1]
+        yield service
+
+
+async def echo(port: int) -> tuple[bytes, asyncio.StreamWriter]:
+    """Open a connection and send a line; return the response, empty if the connection was refused."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with suppress(ConnectionError):
+        writer.write(b"line\n")
+        return await reader.readline(), writer
+    return b"", writer
+
+
+async def test_connections_beyond_the_limit_are_refused_until_others_end(service: Service) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    port = listener.getsockname()[1]
+    writers = []
+    async with relayed(listener, "127.0.0.1", service.port, limit=LIMIT):
+        for _ in range(LIMIT):
+            response, writer = await echo(port)
+            assert response == b"line\n"
+            writers.append(writer)
+        for response, writer in await asyncio.gather(*[echo(port) for _ in range(200)]):
+            assert response == b""
+            writers.append(writer)
+        assert service.count == LIMIT
+        writers[0].close()
+        while not (await echo_and_close(port)):
+            await asyncio.sleep(0.001)
+    for writer in writers:
+        writer.close()
+
+
+async def echo_and_close(port: int) -> bytes:
+    response, writer = await echo(port)
+    writer.close()
+    return response

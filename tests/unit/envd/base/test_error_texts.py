@@ -1,0 +1,55 @@
+"""Complete texts of errors that users act on: the thing, the problem and the remedy. Other tests check classes."""
+
+from collections.abc import Callable
+
+import pytest
+
+from envd.api.server import parse_listen
+from envd.base.errors import ConfigError, EnvdError, RequestIdReused, TaskNotFound, cannot_bind
+from tests.support.stub_episodes import TASKS
+
+
+def raised(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("fail", "kind", "text"),
+    [
+        (
+            lambda: parse_listen("50051"),
+            ConfigError,
+            "listen '50051': not HOST:PORT, [IPV6]:PORT or unix:PATH; write, for example, 127.0.0.1:50051",
+        ),
+        (
+            lambda: parse_listen("0.0.0.0:1"),
+            ConfigError,
+            "listen '0.0.0.0:1': reachable from other hosts, which needs TLS and tokens or client certificates;"
+            " set security.tls_cert, tls_key and tokens_file or client_ca, or listen on 127.0.0.1 or unix:PATH and"
+            " forward the port over ssh",
+        ),
+        (
+            lambda: raised(cannot_bind("metrics_listen", "127.0.0.1:9464", "address already in use")),
+            ConfigError,
+            "metrics_listen 127.0.0.1:9464: cannot be bound: address already in use; free it, or set metrics_listen"
+            " to another",
+        ),
+        (
+            lambda: raised(RequestIdReused("r1")),
+            RequestIdReused,
+            "request_id: r1 was already used with another body; make a new one per request",
+        ),
+        (
+            lambda: TASKS.get("desktop/nota"),
+            TaskNotFound,
+            "task 'desktop/nota' not found; did you mean desktop/note, desktop/menu?",
+        ),
+        (lambda: TASKS.get("zzz"), TaskNotFound, "task 'zzz' not found; the suites loaded here are desktop, other"),
+    ],
+)
+def test_an_error_names_the_thing_the_problem_and_the_remedy(
+    fail: Callable[[], object], kind: type[EnvdError], text: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        fail()
+    assert str(caught.value) == text

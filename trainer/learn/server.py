@@ -1,0 +1,126 @@
+"""SGLang's `/generate` and the routes that slime calls on its router and engines, without a model.
+
+The server has an event loop in a thread of its own. Each port has its own aborts and load.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+from aiohttp import web
+
+from trainer.learn import LearnError
+
+_MAX_REQUEST_BYTES: Final = 256 << 20
+
+
+def answer_of(
+    text: str,
+    ids: Sequence[int],
+    log_probs: Sequence[float],
+    *,
+    finish: str,
+    prompt_tokens: int,
+    weight_version: str,
+) -> dict[str, Any]:
+    """Return the response to a request, in SGLang's form."""
+    return {
+        "text": text,
+        "meta_info": {
+            "finish_reason": {"type": finish},
+            "output_token_logprobs": [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)],
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": len(ids),
+            "cached_tokens": 0,
+            "weight_version": weight_version,
+        },
+    }
+
+
+class GenerateServer:
+    """Serves `generate` of a subclass on free loopback ports. Use as a context manager."""
+
+    def __init__(self, *, port_count: int = 1) -> None:
+        """Entering starts the server."""
+        self.host = "127.0.0.1"
+        self.ports: list[int] = []
+        self._port_count = port_count
+        self._runners: list[web.AppRunner] = []
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-http", daemon=True)
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def generate(self, payload: Mapping[str, Any], *, is_aborted: Callable[[], bool]) -> dict[str, Any]:
+        """Answer a request; `is_aborted` turns true when it is aborted. Raises: LearnError: It is malformed."""
+        raise NotImplementedError
+
+    def make_app(self) -> web.Application:
+        """Return the routes of one port."""
+        return _Port(self.generate).app()
+
+    async def _start(self) -> None:
+        for _ in range(self._port_count):
+            runner = web.AppRunner(self.make_app(), access_log=None, shutdown_timeout=0.1)
+            await runner.setup()
+            self._runners.append(runner)
+            await web.TCPSite(runner, self.host, 0, backlog=1024).start()
+            self.ports.append(runner.addresses[0][1])
+
+    async def _end(self) -> None:
+        for runner in self._runners:
+            await runner.cleanup()
+        # Requests whose client is gone may still wait for their answer.
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+class _Port:
+    def __init__(self, generate: Callable[..., Any]) -> None:
+        self._answer = generate
+        self._aborted_count = 0
+        self._running_count = 0
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=_MAX_REQUEST_BYTES)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        app.router.add_get("/workers", self._workers)
+        app.router.add_get("/v1/loads", self._loads)
+        return app
+
+    async def _workers(self, request: web.Request) -> web.Response:
+        return web.json_response({"workers": [{"url": f"http://{request.host}"}]})
+
+    async def _loads(self, _: web.Request) -> web.Response:
+        return web.json_response({"loads": [{"num_running_reqs": self._running_count, "num_waiting_reqs": 0}]})
+
+    async def _abort(self, _: web.Request) -> web.Response:
+        self._aborted_count += 1
+        return web.json_response({})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        payload, aborted_count = await request.json(), self._aborted_count
+        self._running_count += 1
+        try:
+            answer = await self._answer(payload, is_aborted=lambda: self._aborted_count != aborted_count)
+        except LearnError as error:
+            raise web.HTTPBadRequest(text=str(error)) from error
+        finally:
+            self._running_count -= 1
+        return web.json_response(answer)

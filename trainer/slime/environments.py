@@ -1,0 +1,155 @@
+"""Open one sample's episodes: the first in its group, repeated attempts alone. Calls are traced for slime."""
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Unpack
+
+from cuaenv.client import Action, AsyncEnvClient, AsyncEpisode, Evaluation, StepResult, View
+from cuaenv.client.view import ResetOptions
+
+from trainer.agent.branch_point import BranchPoint
+from trainer.agent.forks import group_member
+from trainer.agent.loop import AgentEpisode
+from trainer.agent.pacing import pacer_of_loop
+from trainer.slime.slime_compat import Sample, span
+from trainer.slime.tree import Tree, tree_of_loop
+from trainer.tokens.rows import Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchContext:
+    """The history of an episode at a branch point."""
+
+    point: BranchPoint
+    prefix: Segment
+    """The current row: all that the model read and sampled in it."""
+
+
+class SampleEnvironments:
+    """`trainer.agent.attempts.Environments` for one sample."""
+
+    def __init__(
+        self,
+        client: AsyncEnvClient,
+        sample: Sample,
+        *,
+        group_size: int,
+        group_wait_s: float,
+        lease_ttl: timedelta = timedelta(minutes=5),
+        branch_ways: int = 0,
+    ) -> None:
+        """Prepare; opens nothing.
+
+        Args:
+            client: Opens the episodes.
+            sample: The sample.
+            group_size: Members of its group; 1 to open each episode alone.
+            group_wait_s: How long a group keeps a slot for a missing member, and a branch waits for machines.
+            lease_ttl: How long machines outlive this process.
+            branch_ways: Members that continue from a branch point; 0 for members that all start together.
+        """
+        self.reset_count = 0
+        """Number of resets."""
+        self.context: BranchContext | None = None
+        """The history with which the latest episode started; None at the beginning of its task."""
+        self._branch_ways = branch_ways
+        self._tree: Tree[BranchContext] | None = None
+        self.episode: AsyncEpisode | None = None
+        """The latest episode."""
+        self._client = client
+        self._sample = sample
+        self._group_size = group_size
+        self._group_wait_s = group_wait_s
+        self._lease_ttl = lease_ttl
+
+    @asynccontextmanager
+    async def reset(self, task: str, **options: Unpack[ResetOptions]) -> AsyncIterator[AgentEpisode]:
+        """Open the sample's episode: in its group the first time, alone after that. Raises: EnvError."""
+        self.reset_count += 1
+        opening = self._opening(task, {**options, "lease_ttl": self._lease_ttl})
+        async with AsyncExitStack() as stack:
+            with span(self._sample, "env_reset", {"task": task, "attempt": self.reset_count}):
+                episode, self.context = await stack.enter_async_context(opening)
+            self.episode = episode
+            yield _Traced(episode, self._sample)
+
+    async def branch(self, context: BranchContext) -> None:
+        """Let waiting members of a tree continue from the current episode."""
+        if self._tree is None or self.episode is None:
+            return
+        episode, wait = self.episode, timedelta(seconds=self._group_wait_s)
+        with span(self._sample, "env_branch", {"waiting": self._tree.waiting_count}):
+            await self._tree.branch(
+                lambda count: self._client.fork(episode, count=count, lease_ttl=self._lease_ttl, timeout=wait),
+                most=self._branch_ways - 1,
+                context=context,
+            )
+
+    @asynccontextmanager
+    async def _opening(
+        self, task: str, options: ResetOptions
+    ) -> AsyncIterator[tuple[AsyncEpisode, BranchContext | None]]:
+        self._tree = None
+        if self._group_size == 1 or self.reset_count > 1:
+            async with self._reset(task, options) as episode:
+                yield episode, None
+        elif self._branch_ways:
+            self._tree = tree_of_loop((self._sample.group_index, task))
+            # The others continue on forks, on this host.
+            rooted: ResetOptions = {**options, "branches": self._group_size - 1}
+            async with self._tree.member(lambda: self._reset(task, rooted)) as (episode, context):
+                yield episode, context
+        else:
+            key, wait_s = (self._sample.group_index, task), self._group_wait_s
+            opening = group_member(self._client, task, group=key, size=self._group_size, wait_s=wait_s, **options)
+            async with opening as episode:
+                yield episode, None
+
+    def _reset(self, task: str, options: ResetOptions) -> AbstractAsyncContextManager[AsyncEpisode]:
+        return pacer_of_loop().open(task, lambda: self._client.reset(task, **options))
+
+
+class WrappedEpisode:
+    """An `AgentEpisode` that passes its calls on, for subclasses that change some."""
+
+    def __init__(self, episode: AgentEpisode) -> None:
+        self._episode = episode
+        self.episode_id = episode.episode_id
+        self.task_id = episode.task_id
+        self.instruction = episode.instruction
+        self.observation = episode.observation
+        self.origin = episode.origin
+
+    async def step(
+        self, *actions: Action, view: View | None = None, timeout: timedelta = timedelta(minutes=3)
+    ) -> StepResult:
+        """See `AgentEpisode`."""
+        result = await self._episode.step(*actions, view=view, timeout=timeout)
+        self.observation = result.observation
+        return result
+
+    async def evaluate(self, *, timeout: timedelta = timedelta(minutes=5)) -> Evaluation:
+        """See `AgentEpisode`."""
+        return await self._episode.evaluate(timeout=timeout)
+
+
+class _Traced(WrappedEpisode):
+    """An episode whose calls appear in slime's traces."""
+
+    def __init__(self, episode: AsyncEpisode, sample: Sample) -> None:
+        super().__init__(episode)
+        self._sample = sample
+
+    async def step(self, *actions: Action, **options: Any) -> StepResult:
+        with span(self._sample, "env_step", {"actions": len(actions)}) as traced:
+            result = await super().step(*actions, **options)
+            traced.update({f"{name}_ms": value for name, value in result.timings_ms.items()})
+        return result
+
+    async def evaluate(self, **options: Any) -> Evaluation:
+        with span(self._sample, "env_evaluate") as traced:
+            evaluation = await super().evaluate(**options)
+            traced.update({"score": evaluation.score})
+        return evaluation
