@@ -155,7 +155,8 @@ class HypervisorConfig(_Section):
     """User that runs QEMU if root runs envd with the embedded driver. Default: `libvirt-qemu` or `qemu` if that user
     can reach all files of the machines, else root; `envd doctor` shows which, and why."""
     template_dir: Directory | None = None
-    """Directory of the stored templates, which outlive the daemon. Default: `templates` under `state_dir`."""
+    """Directory of the stored templates, which outlive the daemon and which the daemons of a host may share. Default:
+    `templates` under `state_dir`."""
     template_memory_dir: Directory | None = None
     """Directory of the templates' memory files; a tmpfs such as /dev/shm keeps them in memory. Default: with the other
     files of the templates."""
