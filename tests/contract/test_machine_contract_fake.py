@@ -47,7 +47,7 @@ class TestMachineContractOnFake(MachineContract):
     def removed(cls, hypervisor: Hypervisor, template: Snapshot) -> Iterator[None]:
         assert isinstance(hypervisor, FakeHypervisor)
         stored = dict(hypervisor.host.templates)
-        hypervisor.host.delete_templates()
+        hypervisor.host.templates.clear()
         yield
         hypervisor.host.templates.update(stored)
 

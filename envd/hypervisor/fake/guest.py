@@ -8,11 +8,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from envd.hypervisor.fake.clock import GuestClock
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture, Rect
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
 from envd.hypervisor.fake.files import GuestFiles
-from envd.hypervisor.fake.programs import Programs
+from envd.hypervisor.fake.programs import GuestClock, Programs
 from envd.hypervisor.fake.wires.agent import GuestAgent
 
 

@@ -11,6 +11,7 @@ from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, Mac
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
 from envd.hypervisor.machine import Accelerator, MachineSpec, MachineState
 from tests.support.fake_agent import ask
+from tests.support.hostile import AgentAttack, hostile_agent
 
 SPEC = MachineSpec(
     machine_id="one", image=replace(fake_image(), has_guestd=False), screen_width_px=480, screen_height_px=320
@@ -76,13 +77,13 @@ async def test_a_silent_agent_hits_the_callers_deadline(hypervisor: FakeHypervis
     ],
 )
 async def test_a_hostile_agent_fails_its_own_command(
-    hypervisor: FakeHypervisor, attack: str, command: str, problem: str
+    hypervisor: FakeHypervisor, attack: AgentAttack, command: str, problem: str
 ) -> None:
     machine = await hypervisor.create(SPEC)
-    machine.inject(agent_attack=attack)
+    machine.inject(agent=hostile_agent(attack))
     with pytest.raises(GuestUnresponsive, match=problem):
         await machine.agent_command(command, timeout_s=60)
-    machine.inject(agent_attack="")
+    machine.inject(agent=None)
     assert await ask(machine, "guest-ping") == {}
 
 
