@@ -1,4 +1,4 @@
-"""Child processes: commands that run to their end, and programs that outlive the call."""
+"""Child processes: commands that run to their end, and programs that outlive the call; a lock with a time limit."""
 
 import os
 import select
@@ -6,8 +6,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO
 
@@ -138,3 +138,20 @@ def launch(command: Sequence[str] | str, *, shell: bool = False) -> subprocess.P
         raise HttpError(500, f"{command!r} cannot be started: {error}") from error
     threading.Thread(target=process.wait, daemon=True, name=f"reap:{process.pid}").start()
     return process
+
+
+class TimedLock:
+    """A mutex for the resource `name`; a call that waits longer than its timeout raises HttpError 503."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def __call__(self, timeout_s: float = 30.0) -> Iterator[None]:
+        if not self._lock.acquire(timeout=timeout_s):
+            raise HttpError(503, f"{self._name} has been busy for {timeout_s:g} s; retry later")
+        try:
+            yield
+        finally:
+            self._lock.release()

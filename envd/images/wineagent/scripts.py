@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .accessibility import tree
-from .drive import Drive
-from .errors import AgentError
+from .drive import AgentError, Drive
 from .shell import Shell
 
 NO_DIRECTORY = 66
