@@ -138,7 +138,7 @@ async def until_idle(server: FakeServer, count: int) -> None:
 
 
 def nothing_is_left(server: FakeServer) -> bool:
-    return not server.hypervisor.leftover_ids and not server.hypervisor.leftover_captures
+    return not server.hypervisor.machines and not server.hypervisor.host.captures
 
 
 # -- the host ----------------------------------------------------------------------------------------------------

@@ -246,8 +246,8 @@ async def soak(
         )
     leftovers += await asyncio.to_thread(daemon_leftovers, config.state_dir)
     if isinstance(hypervisor, FakeHypervisor):
-        leftovers += [f"machine {machine_id}" for machine_id in sorted(hypervisor.leftover_ids)]
-        leftovers += [f"capture {name}" for name in sorted(hypervisor.leftover_captures)]
+        leftovers += [f"machine {machine_id}" for machine_id in sorted(hypervisor.machines)]
+        leftovers += [f"capture {name}" for name in sorted(hypervisor.host.captures)]
     leftovers += [f"task {task.get_name()}" for task in asyncio.all_tasks() - before]
     return SoakReport(
         conditions=conditions, accounting=accounting, longest_stall_s=longest_stall_s, leftovers=leftovers

@@ -82,27 +82,17 @@ class FakeHypervisor:
         self._is_dead = False
 
     def __repr__(self) -> str:
-        return f"<FakeHypervisor {len(self.live_machine_ids)} live | {len(self.leftover_ids)} on the host>"
+        return f"<FakeHypervisor {len(self.live_machine_ids)} live | {len(self.machines)} on the host>"
 
     @property
     def machines(self) -> dict[str, FakeMachine]:
-        """Machines on the host by id."""
+        """Machines on the host by id, including lost ones, until they are destroyed."""
         return self.host.machines
 
     @property
     def live_machine_ids(self) -> frozenset[str]:
         """Ids of machines that are running or paused."""
         return frozenset(id for id, machine in self.machines.items() if machine.state is not MachineState.GONE)
-
-    @property
-    def leftover_ids(self) -> frozenset[str]:
-        """Ids of machines not yet destroyed, including lost ones."""
-        return frozenset(self.machines)
-
-    @property
-    def leftover_captures(self) -> frozenset[str]:
-        """Names of captures that are not discarded, or that something depends on."""
-        return frozenset(self.host.captures)
 
     def die(self) -> None:
         """Act as if the daemon was killed: its machines stay on the host, unattended.
@@ -275,14 +265,14 @@ class FakeHypervisor:
         orphans = [machine for id, machine in self.machines.items() if id not in self._own_ids]
         for machine in orphans:
             await machine.destroy()
-        for name in self.leftover_captures - self._own_captures:
+        for name in set(self.host.captures) - self._own_captures:
             del self.host.captures[name]
         return [machine.machine_id for machine in orphans]
 
     async def leftovers(self) -> list[Leftover]:
         """Return machines and captures on the host that belong to no live hypervisor."""
-        machines = self.leftover_ids - self._own_ids
-        captures = self.leftover_captures - self._own_captures
+        machines = set(self.machines) - self._own_ids
+        captures = set(self.host.captures) - self._own_captures
         return [
             *(Leftover(LeftoverKind.DOMAIN, machine_id) for machine_id in sorted(machines)),
             *(Leftover(LeftoverKind.CAPTURE, name) for name in sorted(captures)),

@@ -45,10 +45,9 @@ from envd.hypervisor.qemu.host import (
     required_access,
 )
 from envd.hypervisor.qemu.machine import DESTROYED, LibvirtMachine, destroy_domain
-from envd.hypervisor.qemu.monitor import Monitor
 from envd.hypervisor.qemu.reaper import BackingSnapshots, Reaper, adopt
 from envd.hypervisor.qemu.snapshots.capture import Freezer, capture, load_state
-from envd.hypervisor.qemu.snapshots.overlays import copy_overlay, create_overlay
+from envd.hypervisor.qemu.snapshots.files import copy_overlay, create_overlay
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
 from envd.hypervisor.qemu.snapshots.templates import TemplateStore
 from envd.hypervisor.qemu.tpm import Tpm
@@ -395,7 +394,7 @@ class LibvirtHypervisor:
             machine.attach(await self._link.call(self._link.connection.createXML, xml, flags))
             await machine.find_guestd_port()
             if snapshot is not None:
-                await Monitor(machine.run_control).expect_state()
+                await machine.monitor.expect_state()
         except BaseException as error:
             await machine.destroy()
             if isinstance(error, libvirt.libvirtError | OSError):

@@ -28,7 +28,6 @@ from envd.hypervisor.qemu.connection import is_alive
 from envd.hypervisor.qemu.domain_xml import MachineFiles, parse_forwarded_port
 from envd.hypervisor.qemu.monitor import Monitor
 from envd.hypervisor.qemu.processes import killed, memory_of, process_ended, process_exits
-from envd.hypervisor.qemu.run_control import RunControl
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
 from envd.hypervisor.qemu.tpm import Tpm
 
@@ -95,7 +94,7 @@ class LibvirtMachine:
         self.lost = asyncio.Event()
         self.lost_reason = ""
         self._agent = AgentChannel(files.agent_socket, machine_id=spec.machine_id)
-        self.run_control = RunControl(files.monitor_socket, machine_id=spec.machine_id)
+        self.monitor = Monitor(files.monitor_socket, machine_id=spec.machine_id)
         self.is_loaded = snapshot is None
         """Whether it has booted or loaded a state, so that it can run."""
         self._console = Console(files.console_log)
@@ -138,7 +137,7 @@ class LibvirtMachine:
     async def find_guestd_port(self) -> None:
         """Ask QEMU for the host port that forwards to guestd, if the image has it. Raises: HypervisorError."""
         if self.spec.image.has_guestd:
-            port = parse_forwarded_port(await Monitor(self.run_control).human("info usernet"))
+            port = parse_forwarded_port(await self.monitor.human("info usernet"))
             if port is None:
                 raise HypervisorError(f"machine {self.machine_id}: QEMU does not forward a port to guestd")
             self.guestd_url = f"http://127.0.0.1:{port}"
@@ -149,7 +148,7 @@ class LibvirtMachine:
             self.lost_reason = reason
             self.state = MachineState.GONE
             self.lost.set()
-            self.run_control.close()  # Fails a command in flight immediately.
+            self.monitor.close()  # Fails a command in flight immediately.
 
     def processor_s(self) -> float | None:
         """Return the processor seconds that the guest used or waited for; None if unknown. Never raises."""
@@ -229,7 +228,7 @@ class LibvirtMachine:
             if not self.is_loaded:
                 raise HypervisorError(f"machine {self.machine_id}: no state yet; load one first")
             try:
-                await (self.run_control.cont() if running else self.run_control.stop())
+                await (self.monitor.cont() if running else self.monitor.stop())
             except HypervisorError as error:
                 await self._raise_if_lost(error)
                 raise

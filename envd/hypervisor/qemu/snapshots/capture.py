@@ -33,10 +33,18 @@ from envd.hypervisor.qemu.domain_xml import (
     domain_xml,
 )
 from envd.hypervisor.qemu.machine import Caller, LibvirtMachine
-from envd.hypervisor.qemu.monitor import Monitor, overlay_node
+from envd.hypervisor.qemu.monitor import overlay_node
 from envd.hypervisor.qemu.processes import command_line
-from envd.hypervisor.qemu.snapshots.files import Manifest, SnapshotFiles, combined_digest, digest_file
-from envd.hypervisor.qemu.snapshots.overlays import copy_file, copy_overlay, create_overlay, set_backing_file
+from envd.hypervisor.qemu.snapshots.files import (
+    Manifest,
+    SnapshotFiles,
+    combined_digest,
+    copy_file,
+    copy_overlay,
+    create_overlay,
+    digest_file,
+    set_backing_file,
+)
 from envd.hypervisor.qemu.snapshots.pages import MemoryMap, Pages, prefaulted, size_bytes
 from envd.hypervisor.qemu.snapshots.snapshot import (
     CaptureRecord,
@@ -125,7 +133,7 @@ async def _copy(
 ) -> tuple[MemoryPatch, float]:
     """Copy the state that a fork cannot share; return the pages, and the duration of the pause in milliseconds."""
     memory = await call(MemoryMap.of, machine.pid, machine.memory_path)
-    monitor = Monitor(machine.run_control)
+    monitor = machine.monitor
     vars_bytes = machine.files.firmware_vars.stat().st_size if machine.spec.image.firmware is Firmware.UEFI else 0
     prefix_bytes = len(state_prefix(template_state, bytes(vars_bytes)))
     was_running = machine.state is MachineState.RUNNING
@@ -162,7 +170,7 @@ async def _copy(
 async def _require_forkable(machine: LibvirtMachine, parent: LibvirtSnapshot, *, call: Caller) -> None:
     """Check that all of a machine's state can be copied. Raises: NotForkable: names what cannot."""
     image = machine.spec.image
-    monitor = Monitor(machine.run_control)
+    monitor = machine.monitor
     prefix = f"machine {machine.machine_id} cannot be forked in its current state"
     try:
         await call(parent.check_intact)
@@ -286,7 +294,7 @@ class Freezer:
         key = self.key(spec)
         files = await call(self._store.begin, key)
         try:
-            await Monitor(machine.run_control).save_state(files.devices)
+            await machine.monitor.save_state(files.devices)
             stored = await call(self._store_machine, machine, files, key, notes)
         except BaseException:
             await call(self._store.remove, key)
@@ -418,7 +426,7 @@ async def load_state(machine: LibvirtMachine, snapshot: LibvirtSnapshot, *, call
             call(_write_pages, machine, snapshot.patch),
             _set_backing(machine, snapshot.captures, call=call),
         )
-    await Monitor(machine.run_control).load(snapshot.files.devices)
+    await machine.monitor.load(snapshot.files.devices)
     await call(write_record, machine.files.directory, MachineRecord(spec=machine.spec, backing=snapshot.ref))
     machine.is_loaded = True
 
@@ -429,7 +437,7 @@ def _write_pages(machine: LibvirtMachine, patch: MemoryPatch) -> None:
 
 async def _set_backing(machine: LibvirtMachine, captures: Sequence[LibvirtSnapshot], *, call: Caller) -> None:
     arguments = await call(lambda: command_line(machine.pid))
-    monitor = Monitor(machine.run_control)
+    monitor = machine.monitor
     overlays = machine.files.overlays(machine.spec.image)
     for index, overlay in enumerate(overlays):
         disks: list[Path] = [capture.files.disks(len(overlays))[index] for capture in captures]

@@ -323,7 +323,7 @@ async def test_a_machine_that_cannot_become_a_template_is_destroyed(
             await hypervisor.freeze(machine, notes={})
         with pytest.raises(MachineLost):
             await hypervisor.freeze(machine, notes={})
-    assert hypervisor.leftover_ids == frozenset()
+    assert hypervisor.machines == {}
     assert await hypervisor.find_template(SPEC) is None
 
 
@@ -336,17 +336,17 @@ async def test_a_capture_exists_until_nothing_depends_on_it(hypervisor: FakeHype
     second = await hypervisor.capture(child)
     await first.discard()
     await child.destroy()
-    assert hypervisor.leftover_captures == {first.name, second.name}, "the second depends on the first"
+    assert set(hypervisor.host.captures) == {first.name, second.name}, "the second depends on the first"
     grandchild = await hypervisor.fork(second, "grandchild")
     await second.discard()
     with pytest.raises(HypervisorError, match="discarded"):
         await hypervisor.fork(second, "late")
     assert repr(second).endswith("of 'child' | 1 holders>")
     grandchild.kill("killed")
-    assert hypervisor.leftover_captures == {first.name, second.name}
+    assert set(hypervisor.host.captures) == {first.name, second.name}
     await grandchild.destroy()
-    assert hypervisor.leftover_captures == frozenset()
-    assert hypervisor.leftover_ids == {"parent"}
+    assert hypervisor.host.captures == {}
+    assert set(hypervisor.machines) == {"parent"}
 
 
 async def test_a_second_daemon_removes_the_captures_of_the_first() -> None:
@@ -359,7 +359,7 @@ async def test_a_second_daemon_removes_the_captures_of_the_first() -> None:
     assert template is not None
     own = await second.capture(await second.fork(template, "new"))
     assert await second.reap() == ["old"]
-    assert second.leftover_captures == {own.name}
+    assert set(second.host.captures) == {own.name}
     await second.machines["new"].destroy()
 
 
@@ -432,7 +432,7 @@ async def test_a_failed_fork_leaves_nothing(hypervisor: FakeHypervisor, template
     forking.cancel()
     with suppress(asyncio.CancelledError):
         await forking
-    assert hypervisor.leftover_ids == frozenset()
+    assert hypervisor.machines == {}
     assert template.holder_count == 0
 
 
@@ -449,7 +449,7 @@ async def test_a_failed_capture_leaves_the_machine_unchanged(hypervisor: FakeHyp
     with pytest.raises(HypervisorError, match="disk full"):
         await capturing
     assert parent.state is MachineState.RUNNING
-    assert hypervisor.leftover_captures == frozenset()
+    assert hypervisor.host.captures == {}
 
 
 async def test_a_machine_killed_during_its_capture_is_lost(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
@@ -459,7 +459,7 @@ async def test_a_machine_killed_during_its_capture_is_lost(hypervisor: FakeHyper
     parent.kill("out of memory")
     with pytest.raises(MachineLost, match="out of memory"):
         await capturing
-    assert hypervisor.leftover_captures == frozenset()
+    assert hypervisor.host.captures == {}
 
 
 async def test_a_machine_that_cannot_be_captured_is_unchanged(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:

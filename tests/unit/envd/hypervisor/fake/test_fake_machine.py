@@ -29,14 +29,14 @@ async def test_an_id_is_used_once(hypervisor: FakeHypervisor) -> None:
 async def test_a_screen_that_is_too_small_is_rejected(hypervisor: FakeHypervisor) -> None:
     with pytest.raises(HypervisorError, match="at least 480x320"):
         await hypervisor.create(replace(SPEC, screen_width_px=100))
-    assert hypervisor.leftover_ids == frozenset()
+    assert hypervisor.machines == {}
 
 
 async def test_a_failed_create_leaves_nothing(hypervisor: FakeHypervisor) -> None:
     hypervisor.faults = Faults(create_error="no memory left")
     with pytest.raises(HypervisorError, match="no memory left"):
         await hypervisor.create(SPEC)
-    assert hypervisor.leftover_ids == frozenset()
+    assert hypervisor.machines == {}
 
 
 async def test_the_guest_does_not_respond_before_the_boot_ends(hypervisor: FakeHypervisor) -> None:
@@ -56,7 +56,7 @@ async def test_a_boot_that_fails_loses_the_machine(hypervisor: FakeHypervisor) -
         await ask(machine, "guest-ping")
     assert machine.lost_reason == "kernel panic"
     assert hypervisor.live_machine_ids == frozenset()
-    assert hypervisor.leftover_ids == {"one"}
+    assert set(hypervisor.machines) == {"one"}
 
 
 async def test_a_silent_agent_hits_the_callers_deadline(hypervisor: FakeHypervisor) -> None:
@@ -189,7 +189,7 @@ async def test_a_second_daemon_reaps_the_machines_of_the_first() -> None:
     assert await second.reap() == []
     assert second.live_machine_ids == {"two"}
     await second.machines["two"].destroy()
-    assert first.leftover_ids == frozenset()
+    assert first.machines == {}
 
 
 async def test_usage_counts_drawn_and_written_bytes(hypervisor: FakeHypervisor) -> None:
