@@ -23,7 +23,8 @@ class TestMachineContractOnFake(MachineContract):
         hypervisor = FakeHypervisor(faults=cls.faults)
         assert await hypervisor.reap() == []
         yield hypervisor
-        assert not hypervisor.machines and not hypervisor.host.captures
+        assert not hypervisor.machines
+        assert not hypervisor.host.captures
         await hypervisor.close()
         stray = [task.get_name() for task in asyncio.all_tasks() if "contract-" in task.get_name()]
         assert stray == []

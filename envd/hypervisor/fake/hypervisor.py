@@ -15,8 +15,8 @@ from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
 from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.fake.files import GuestFiles
+from envd.hypervisor.fake.guest import FakeSnapshot, FrozenGuest, template_key
 from envd.hypervisor.fake.machine import FakeMachine, check_screen
-from envd.hypervisor.fake.snapshot import FakeSnapshot, FrozenGuest, template_key
 from envd.hypervisor.fake.wires.guestd import Service, echo
 from envd.hypervisor.machine import (
     Accelerator,
@@ -247,7 +247,7 @@ class FakeHypervisor:
             machine = self.machines[machine_id]
             if machine.state is MachineState.GONE or machine.desktop is None:
                 continue
-            machine.set_on_destroyed(self._forget)
+            machine.on_destroyed = self._forget
             self._own_ids.add(machine_id)
             await machine.open_wires()
             await machine.pause()

@@ -24,8 +24,7 @@ from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture, Rect
 from envd.hypervisor.fake.desktop.desktop import MIN_HEIGHT_PX, MIN_WIDTH_PX, DrawnDesktop
 from envd.hypervisor.fake.desktop.keyboard import scancode_of
 from envd.hypervisor.fake.faults import Faults
-from envd.hypervisor.fake.guest import Guest
-from envd.hypervisor.fake.snapshot import FakeSnapshot
+from envd.hypervisor.fake.guest import FakeSnapshot, Guest
 from envd.hypervisor.fake.wires.guestd import Guestd, Service
 from envd.hypervisor.fake.wires.rfb import RfbConnection
 from envd.hypervisor.machine import MachineSpec, MachineState, MachineUsage
@@ -49,7 +48,7 @@ class FakeMachine:
             spec: Settings of the machine.
             snapshot: Snapshot that it is forked from, held until it is destroyed; None if it boots.
             faults: Faults to apply.
-            on_destroyed: Called when the machine is destroyed.
+            on_destroyed: Called when the machine is destroyed; replaced when another hypervisor adopts it.
             guest: An existing guest, which already holds its snapshot.
         """
         self._orphaned = False
@@ -76,7 +75,7 @@ class FakeMachine:
         """Programs that listen on ports of the guest's loopback."""
         self.input_count = 0
         """Key and pointer events that the guest received, without dropped ones."""
-        self._on_destroyed = on_destroyed
+        self.on_destroyed = on_destroyed
         self._guestd = Guestd(self) if spec.image.has_guestd else None
         self._displays: set[RfbConnection] = set()
         self._command_count = itertools.count(1)
@@ -302,10 +301,6 @@ class FakeMachine:
             left.guest.clock.start()
         return left
 
-    def set_on_destroyed(self, on_destroyed: "Callable[[FakeMachine], None]") -> None:
-        """Replace the callback: another hypervisor has adopted the machine."""
-        self._on_destroyed = on_destroyed
-
     def inject(self, **changes: Any) -> None:
         """Change some of its faults, by field names of `Faults`."""
         self.faults = replace(self.faults, **changes)
@@ -476,7 +471,7 @@ class FakeMachine:
         if self.snapshot:
             self.snapshot.release()
         self.guest.release()
-        self._on_destroyed(self)
+        self.on_destroyed(self)
 
 
 def check_screen(width_px: int, height_px: int) -> None:
