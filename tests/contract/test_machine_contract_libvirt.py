@@ -83,7 +83,7 @@ class TestMachineContractOnLibvirt(LibvirtFixtures, MachineContract):
             "machines/ghost/disk.qcow2",
             "machines/dead/agent.sock",
             "captures/old/devices",
-            "templates/memory/a.ram",
+            f"templates/memory/{owner_of(self.state_dir)}/a.ram",
         )
         for file in files:
             (self.state_dir / file).parent.mkdir(parents=True, exist_ok=True)
