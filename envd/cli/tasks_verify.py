@@ -18,8 +18,7 @@ from envd.daemon.suites import load_tasks, with_suites
 from envd.hypervisor.machine import GuestOs
 from envd.images.catalogue import ImageCatalogue
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.model import Task
-from envd.tasks.needs import split_by_needs
+from envd.tasks.model import Task, split_by_needs
 
 
 @reports_errors

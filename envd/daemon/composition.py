@@ -73,6 +73,7 @@ from envd.pool.host_room import HostDisk
 from envd.pool.leased import LINGER_S
 from envd.pool.lifecycle import unregister_all
 from envd.pool.memory import HostClaims, HostMemory, host_memory_mib, read_available_bytes
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.pool.status import POOL_SERIES
@@ -171,7 +172,6 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
         machines = await hypervisor.adopt(persisted.machine_ids)
         reaped = await hypervisor.reap()
         await unregister_all(store, adopted=machines, reaped=reaped)
-        templates = TemplateCache(hypervisor)
         # Fake desktops have no guest whose memory could grow: a host of 24 GiB would get 87 of them.
         runs_guests = hypervisor.capabilities.runs_guests
         memory = None
@@ -180,23 +180,26 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
             stack.callback(claims.close)
             memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20, host=claims)
         disk = HostDisk(config.state_dir, reserve_bytes=config.limits.disk_reserve_mib << 20) if runs_guests else None
+        pool_host = PoolHost(
+            hypervisor=hypervisor,
+            templates=TemplateCache(hypervisor),
+            memory=memory,
+            disk=disk,
+            metrics=metrics,
+            store=store,
+        )
         shares = run_shares(config.limits.runs)
         pools = [
             Pool(
                 _pool_settings(name, pool, screen_px=images[name][1], shares=shares),
-                hypervisor=hypervisor,
                 image=images[name][0],
-                templates=templates,
-                memory=memory,
-                disk=disk,
+                host=pool_host,
                 make_desktop=partial(
                     Desktop,
                     allowed=AllowList(pool.allowed_hosts) if pool.allowed_hosts else None,
                     screen_px=pool.screen_size_px or images[name][1],
                     has_powershell=images[name][0].os is GuestOs.WINDOWS,
                 ),
-                metrics=metrics,
-                store=store,
             )
             for name, pool in config.pools.items()
         ]

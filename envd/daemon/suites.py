@@ -19,7 +19,7 @@ from envd.integrations.osworld.files import read_files
 from envd.integrations.osworld.host import TaskObstacles, host_of
 from envd.tasks.catalogue import TaskCatalogue, TaskFile, read_all
 from envd.tasks.formats.entries import Found
-from envd.tasks.needs import Offer
+from envd.tasks.model import Offer
 from envd.tasks.suites.desktop import DESKTOP
 from envd.tasks.suites.drawn import DRAWN
 

@@ -42,6 +42,7 @@ from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.processes import memory_of, processor_ns, written_guest_bytes
 from envd.pool.memory import HostMemory
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from tests.support.command import CommandOutput, run_envd
@@ -605,7 +606,9 @@ async def test_a_benchmark_without_room_on_its_host_says_so() -> None:
     hypervisor = FakeHypervisor()
     memory = HostMemory(reserve_bytes=1 << 60)
     pool = Pool(
-        PoolSettings(name="p", capacity=2, idle_target=1), hypervisor=hypervisor, image=fake_image(), memory=memory
+        PoolSettings(name="p", capacity=2, idle_target=1),
+        image=fake_image(),
+        host=PoolHost(hypervisor=hypervisor, memory=memory),
     )
     bench = BenchSession(daemon=Mock(), client=Mock(), pool=pool)
     try:

@@ -109,7 +109,7 @@ async def open_one(server: FakeServer, **fields: object) -> str:
 
 
 async def clicks(server: FakeServer, episode_id: str) -> bytes:
-    return (await server.service.read_file(episode_id, "/home/user/clicks.txt", max_bytes=99)).data
+    return await server.service.read_file(episode_id, "/home/user/clicks.txt", max_bytes=99)
 
 
 def state_of(server: FakeServer, episode_id: str) -> tuple[EpisodeState, str]:

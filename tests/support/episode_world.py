@@ -29,10 +29,11 @@ from envd.guest.desktop import Desktop
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.pool.backoff import FAILING_AFTER
 from envd.pool.fairness import RunShares
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.evaluation import CheckResult, Evaluation
+from envd.tasks.checkers.evaluate import CheckResult, Evaluation
 from envd.tasks.model import Task
 from envd.tasks.verbs import MakeDirectory
 from tests.support.clock import ManualClock, run_ready
@@ -244,7 +245,9 @@ async def running_world(
         shares=shares or RunShares(),
         failing_after=failing_after,
     )
-    pool = Pool(settings, hypervisor=hypervisor, image=IMAGE, make_desktop=hypervisor.desktop, clock=clock)
+    pool = Pool(
+        settings, image=IMAGE, host=PoolHost(hypervisor=hypervisor, clock=clock), make_desktop=hypervisor.desktop
+    )
     service = EpisodeService(
         [pool],
         tasks=TaskCatalogue([TASK, PLAIN, *FROZEN]),

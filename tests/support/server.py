@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cuaenv.client import AsyncEnvClient
+
 from envd.api.server import ApiServer
 from envd.base.clock import Clock, SystemClock
 from envd.base.config import SecurityConfig
@@ -26,6 +28,7 @@ from envd.hypervisor import fake
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
 from envd.pool.lifecycle import unregister_all
 from envd.pool.memory import HostMemory
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
@@ -136,12 +139,14 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
         reaped = await hypervisor.reap()
         await unregister_all(store or NullStore(), adopted=machines, reaped=reaped)
         settings = chosen.pool_settings()
-        pool = Pool(settings, hypervisor=hypervisor, image=fake_image(), memory=chosen.memory, store=store)
+        pool_host = PoolHost(hypervisor=hypervisor, memory=chosen.memory, store=store or NullStore())
+        pool = Pool(settings, image=fake_image(), host=pool_host)
         metrics = Metrics()
         service = EpisodeService(
             [pool],
             tasks=tasks,
             limits=chosen.limits,
+            metrics=metrics,
             clock=clock,
             store=store,
         )
@@ -160,3 +165,10 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
             metrics=metrics,
             tasks=tasks,
         )
+
+
+@asynccontextmanager
+async def served_client(**options: Any) -> AsyncIterator[tuple[FakeServer, AsyncEnvClient]]:
+    """Serve with `FakeOptions`; yield the server and a client of it."""
+    async with serve_fake(**options) as server, AsyncEnvClient(server.address) as client:
+        yield server, client

@@ -150,7 +150,7 @@ class Programs:
 
     def _sh(self, arguments: list[str], stdin: bytes) -> Outcome:
         match arguments:
-            # The two scripts of `envd.tasks.checkers.inspector`, by the names in their $0.
+            # The two scripts of `envd.tasks.checkers.base`, by the names in their $0.
             case ["-c", _, "probe-file", path]:
                 return self._probe_file(path)
             case ["-c", _, "list-directory", path]:

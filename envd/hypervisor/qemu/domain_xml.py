@@ -16,11 +16,11 @@ from uuid import UUID
 
 from lxml import etree
 
+from envd.base.channels import GUESTD_PORT
 from envd.hypervisor.machine import Accelerator, DiskImage, Firmware, Hardware, MachineSpec
 
 QEMU_NS = "http://libvirt.org/schemas/domain/qemu/1.0"
 MARK_NS = "urn:envd:machine:1"
-GUESTD_PORT = 5000
 _NETDEV = "envdnet"
 _TPM = "envdtpm"
 #: Our own name of the guest's memory block. libvirt's memory blocks cannot have a chosen file path, and a state loads

@@ -29,7 +29,7 @@ from envd.guest.observation import (
 )
 from envd.guest.view import ConnectionState
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.evaluation import CheckResult
+from envd.tasks.checkers.evaluate import CheckResult
 
 NOW_S = 1_900_000_000.0
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)

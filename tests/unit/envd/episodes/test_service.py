@@ -39,6 +39,7 @@ from envd.guest.observation import (
     SettlePolicy,
 )
 from envd.hypervisor.machine import DiskImage, GuestOs
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from tests.support.clock import run_ready
@@ -181,7 +182,9 @@ def make_pool(
     name: str, *, image: str = "desktop", os: GuestOs = GuestOs.LINUX, provides: frozenset[str] = frozenset()
 ) -> Pool:
     disk = DiskImage(name=image, digest="0" * 64, disk=Path("/nowhere"), os=os, provides=provides)
-    return Pool(PoolSettings(name=name, capacity=1, idle_target=0), hypervisor=StubHypervisor(), image=disk)
+    return Pool(
+        PoolSettings(name=name, capacity=1, idle_target=0), image=disk, host=PoolHost(hypervisor=StubHypervisor())
+    )
 
 
 def test_the_pool_is_the_requested_one_or_the_tasks_own_or_the_only_one_that_fits() -> None:
@@ -683,7 +686,7 @@ async def test_watching_pools_yields_at_once_then_newest_states_only(world: Worl
 async def test_guest_files_and_commands_work_if_the_pool_allows_them(world: World) -> None:
     episode_id = await world.open()
     await world.service.write_file(episode_id, "/home/user/a", b"\xff\x00")
-    assert (await world.service.read_file(episode_id, "/home/user/a", max_bytes=10)).data == b"\xff\x00"
+    assert await world.service.read_file(episode_id, "/home/user/a", max_bytes=10) == b"\xff\x00"
     with pytest.raises(NotFound, match="no file '/home/user/b'"):
         await world.service.read_file(episode_id, "/home/user/b", max_bytes=10)
     result = await world.service.run_command(episode_id, ["uname", "-a"], timeout_s=60.0)
