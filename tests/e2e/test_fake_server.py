@@ -64,7 +64,7 @@ async def test_the_oracle_scores_one_and_no_action_scores_zero(task_id: str) -> 
     async with served_client(size=2) as (server, client):
         assert await play(client, task_id, [split_step(step)[0] for step in TASKS[task_id].oracle]) == 1.0
         assert await play(client, task_id, ()) == 0.0
-    assert server.hypervisor.leftover_ids == frozenset()
+    assert server.hypervisor.machines == {}
 
 
 async def test_the_first_frame_shows_the_desktop_and_a_step_shows_its_effect() -> None:
@@ -111,7 +111,7 @@ async def test_a_machine_killed_during_a_step_is_machine_lost_and_never_a_score(
         with pytest.raises(wire.MachineLost):
             await episode.evaluate()
         await episode.close()
-        assert machine.machine_id not in server.hypervisor.leftover_ids
+        assert machine.machine_id not in server.hypervisor.machines
 
 
 async def test_a_machine_lost_on_input_is_machine_lost() -> None:
@@ -131,7 +131,7 @@ async def test_the_machine_of_a_vanished_client_is_reclaimed() -> None:
         # From here on the client sends nothing: no Close, no KeepAlive.
         await client.aclose()
         await clock.advance(10.0)
-        await until(lambda: machine_id not in server.hypervisor.leftover_ids)
+        await until(lambda: machine_id not in server.hypervisor.machines)
         await until(lambda: server.pool.statistics().idle_count == 1)
         async with connected(server.address) as stub:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -165,7 +165,7 @@ async def test_a_group_starts_from_the_same_picture_on_separate_machines() -> No
         await asyncio.gather(*(episode.step(*[COUNT] * count) for count, episode in zip(counts, episodes, strict=True)))
         evaluations = await asyncio.gather(*(episode.evaluate() for episode in episodes))
         assert [evaluation.score for evaluation in evaluations] == [0.0, 0.0, 0.0, 1.0]
-    assert server.hypervisor.leftover_ids == frozenset()
+    assert server.hypervisor.machines == {}
 
 
 NOTED = Task(
@@ -192,7 +192,7 @@ async def test_a_groups_setup_runs_once_and_all_members_start_in_its_state(freez
                 assert len({episode.origin for episode in episodes}) == 1
                 origins.append(episodes[0].origin)
         assert (origins[0] == origins[1]) is freeze_setup, "both groups start in the kept state"
-    assert server.hypervisor.leftover_ids == frozenset()
+    assert server.hypervisor.machines == {}
 
 
 async def test_forks_of_an_active_episode_are_independent() -> None:
@@ -214,7 +214,7 @@ async def test_forks_of_an_active_episode_are_independent() -> None:
             assert [(await copy.evaluate()).score for copy in copies] == [0.0, 0.0, 1.0]
         await parent.step(*[COUNT] * 3)
         assert (await parent.evaluate()).score == 1.0
-    assert server.hypervisor.leftover_ids == frozenset()
+    assert server.hypervisor.machines == {}
 
 
 async def test_half_typed_text_continues_in_every_fork() -> None:
@@ -297,7 +297,7 @@ async def test_callers_of_machines_that_do_not_boot_wait_no_longer_than_their_ti
         assert exhausted.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         (pool,) = await client.list_pools()
         assert "no memory left" in pool.problem
-    assert server.hypervisor.leftover_ids == frozenset()
+    assert server.hypervisor.machines == {}
 
 
 async def test_leaving_the_server_destroys_the_machines_of_open_episodes(tmp_path: Path) -> None:
@@ -311,6 +311,6 @@ async def test_leaving_the_server_destroys_the_machines_of_open_episodes(tmp_pat
         [episode] = server.service.list_episodes()
         assert episode.state is EpisodeState.ACTIVE
         assert server.hypervisor.live_machine_ids
-    assert server.hypervisor.leftover_ids == frozenset()
+    assert server.hypervisor.machines == {}
     with pytest.raises((FileNotFoundError, ConnectionRefusedError)):
         await asyncio.open_unix_connection(path)

@@ -137,7 +137,7 @@ async def until_idle(server: FakeServer, count: int) -> None:
 
 
 def nothing_is_left(server: FakeServer) -> bool:
-    return not server.hypervisor.leftover_ids and not server.hypervisor.leftover_captures
+    return not server.hypervisor.machines and not server.hypervisor.host.captures
 
 
 # -- the host ----------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ async def test_a_removed_template_is_recreated_and_its_machines_continue() -> No
         client.reset(TASK, view=NOTHING) as episode,
     ):
         await until_idle(server, 1)
-        server.hypervisor.host.delete_templates()
+        server.hypervisor.host.templates.clear()
         server.hypervisor.faults = Faults(boot_delay_s=5.0)
         async with client.reset(TASK, view=NOTHING):
             with pytest.raises(grpc.aio.AioRpcError, match="template") as waited:

@@ -20,12 +20,12 @@ from envd.daemon.ephemeral import ephemeral_config
 from envd.hypervisor.capabilities import capabilities_of
 from envd.hypervisor.fake import FakeHypervisor
 from envd.hypervisor.machine import Accelerator
-from envd.hypervisor.qemu.leftovers import daemon_leftovers
 from tests.soak.accounting import Accounting
 from tests.soak.faults import Injector, injector_for, machine_finder
 from tests.soak.messages import Orphan, Pending, SoakPlan
 from tests.soak.report import SoakReport
 from tests.soak.schedule import Fault, PlannedFault, plan_faults
+from tests.support.leftovers import daemon_leftovers
 
 SUITE = Path(__file__).parent / "soak.yaml"
 FAKE_SUITE = Path(__file__).parent / "fake.yaml"
@@ -246,8 +246,8 @@ async def soak(
         )
     leftovers += await asyncio.to_thread(daemon_leftovers, config.state_dir)
     if isinstance(hypervisor, FakeHypervisor):
-        leftovers += [f"machine {machine_id}" for machine_id in sorted(hypervisor.leftover_ids)]
-        leftovers += [f"capture {name}" for name in sorted(hypervisor.leftover_captures)]
+        leftovers += [f"machine {machine_id}" for machine_id in sorted(hypervisor.machines)]
+        leftovers += [f"capture {name}" for name in sorted(hypervisor.host.captures)]
     leftovers += [f"task {task.get_name()}" for task in asyncio.all_tasks() - before]
     return SoakReport(
         conditions=conditions, accounting=accounting, longest_stall_s=longest_stall_s, leftovers=leftovers

@@ -25,7 +25,6 @@ from envd.base.errors import ConfigError, EnvdError, HypervisorError, MachineLos
 from envd.hypervisor.capabilities import QEMU
 from envd.hypervisor.machine import Accelerator, DiskImage, Leftover, Machine, MachineSpec, Snapshot
 from envd.hypervisor.qemu.accelerator import AcceleratorChoice, choose_accelerator
-from envd.hypervisor.qemu.adoption import BackingSnapshots, adopt
 from envd.hypervisor.qemu.connection import LibvirtLink
 from envd.hypervisor.qemu.domain_xml import (
     MachineFiles,
@@ -46,11 +45,9 @@ from envd.hypervisor.qemu.host import (
     required_access,
 )
 from envd.hypervisor.qemu.machine import DESTROYED, LibvirtMachine, destroy_domain
-from envd.hypervisor.qemu.monitor import Monitor
-from envd.hypervisor.qemu.reaper import Reaper
-from envd.hypervisor.qemu.snapshots.capture import Freezer, capture
-from envd.hypervisor.qemu.snapshots.loading import find_guestd_port, load_state
-from envd.hypervisor.qemu.snapshots.overlays import copy_overlay, create_overlay
+from envd.hypervisor.qemu.reaper import BackingSnapshots, Reaper, adopt
+from envd.hypervisor.qemu.snapshots.capture import Freezer, capture, load_state
+from envd.hypervisor.qemu.snapshots.files import copy_overlay, create_overlay
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
 from envd.hypervisor.qemu.snapshots.templates import TemplateStore
 from envd.hypervisor.qemu.tpm import Tpm
@@ -395,9 +392,9 @@ class LibvirtHypervisor:
             )
             flags = 0 if snapshot is None else libvirt.VIR_DOMAIN_START_PAUSED
             machine.attach(await self._link.call(self._link.connection.createXML, xml, flags))
-            await find_guestd_port(machine)
+            await machine.find_guestd_port()
             if snapshot is not None:
-                await Monitor(machine.run_control).expect_state()
+                await machine.monitor.expect_state()
         except BaseException as error:
             await machine.destroy()
             if isinstance(error, libvirt.libvirtError | OSError):

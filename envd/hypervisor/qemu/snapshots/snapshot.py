@@ -1,17 +1,74 @@
-"""A frozen machine of the libvirt driver: the files that a fork needs, and the count of their users."""
+"""A frozen machine of the libvirt driver: the files that a fork needs, and the count of their users.
+
+Records of machines and captures are on disk, next to their files, so that a later daemon can adopt them: a machine of a
+libvirtd outlives the daemon that forked it.
+"""
 
 import asyncio
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from envd.base.errors import TemplateCorrupt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from envd.base.errors import HypervisorError, TemplateCorrupt
 from envd.hypervisor.machine import CaptureReport, Firmware, MachineSpec
 from envd.hypervisor.qemu.snapshots.files import SnapshotFiles
 from envd.hypervisor.qemu.snapshots.pages import Extents, Pages
-from envd.hypervisor.qemu.snapshots.records import SnapshotRef
+
+FILE_NAME = "record.json"
+
+
+class SnapshotRef(BaseModel):
+    """Identifies a snapshot on disk."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["template", "capture"]
+    name: str
+    """A template's key, or the name of a capture's directory."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    spec: MachineSpec
+    # Named otherwise on disk, where earlier versions wrote it.
+    backing: SnapshotRef = Field(validation_alias="stands_on", serialization_alias="stands_on")
+
+
+class MachineRecord(_Record):
+    """A fork."""
+
+
+class CaptureRecord(_Record):
+    """The captured state of a live machine."""
+
+    digest: str
+    disk_digest: str
+
+
+def write_record(directory: Path, record: MachineRecord | CaptureRecord) -> None:
+    """Write a record into the directory of its machine or capture. Raises: OSError."""
+    (directory / FILE_NAME).write_text(record.model_dump_json(by_alias=True))
+
+
+def read_machine(directory: Path) -> MachineRecord:
+    """Read a machine's record. Raises: HypervisorError: it is missing or invalid."""
+    try:
+        return MachineRecord.model_validate_json((directory / FILE_NAME).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise HypervisorError(f"machine record {directory / FILE_NAME}: cannot be read: {error}") from error
+
+
+def read_capture(directory: Path) -> CaptureRecord:
+    """Read a capture's record. Raises: HypervisorError: it is missing or invalid."""
+    try:
+        return CaptureRecord.model_validate_json((directory / FILE_NAME).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise HypervisorError(f"capture record {directory / FILE_NAME}: cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,7 @@ import pytest
 from envd.guest.a11y import parse_tree
 from envd.guest.powershell import Script, powershell
 from envd.hypervisor.machine import GuestOs
-from envd.images.wineagent.accessibility import tree
-from envd.images.wineagent.scripts import Output
+from envd.images.wineagent.scripts import Output, tree
 from envd.tasks.checkers.base import GuestInspector
 from envd.tasks.checkers.data import Registry
 from envd.tasks.checkers.programs import Process

@@ -1,4 +1,4 @@
-"""Answers of a hostile guest: through its agent, its guestd and its display.
+"""Answers of a hostile guest, for the faults of a fake machine: through its agent, its guestd and its display.
 
 The fake guest agent has no wire of its own. A hostile one gets a socket with the QEMU backend's client, which has to
 withstand it.
@@ -12,10 +12,11 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from pydantic import JsonValue
 
-from envd.hypervisor.fake.faults import AgentAttack, DisplayAttack, GuestdAttack
+from envd.hypervisor.fake.faults import Agent
 from envd.hypervisor.qemu.agent_channel import AgentChannel
 
 _PIECE = b"[]," * 20_000
@@ -25,21 +26,29 @@ _AGENT_PIECE_COUNT = (23 << 20) // len(_PIECE)
 _GUESTD_PIECE_COUNT = (12 << 20) // len(_PIECE)
 _SLOW_INTERVAL_S = 0.2
 _HALF_ANSWER_S = 0.5
+_DESKTOP_SIZE = -223
+
+#: How a hostile guest agent answers: bytes without end, 23 MiB of empty lists, or half an answer.
+AgentAttack = Literal["endless", "large", "half"]
+#: How a hostile guestd answers: 12 MiB of empty lists, 200,000 nested lists, or one byte at a time without end.
+GuestdAttack = Literal["large", "nested", "slow"]
+#: How a hostile display answers a request: a screen of 4096x4096, or 65,535 rectangles.
+DisplayAttack = Literal["size", "flood"]
 
 
-async def ask_hostile_agent(
-    attack: AgentAttack,
-    command: str,
-    arguments: Mapping[str, JsonValue] | None,
-    *,
-    machine_id: str,
-    timeout_s: float,
+def hostile_agent(attack: AgentAttack) -> Agent:
+    """Return a guest agent that attacks its reader."""
+    return functools.partial(_ask_hostile_agent, attack)
+
+
+async def _ask_hostile_agent(
+    attack: AgentAttack, command: str, arguments: Mapping[str, JsonValue] | None, timeout_s: float
 ) -> JsonValue:
     """Run a command on a guest agent that attacks its reader. Raises: GuestUnresponsive."""
     with tempfile.TemporaryDirectory(prefix="envd-hostile-") as directory:
         socket = Path(directory, "agent")
         server = await asyncio.start_unix_server(functools.partial(_serve_agent, attack), str(socket))
-        channel = AgentChannel(socket, machine_id=machine_id)
+        channel = AgentChannel(socket, machine_id="hostile")
         try:
             return await channel.command(command, arguments, timeout_s=timeout_s)
         finally:
@@ -97,10 +106,10 @@ async def guestd_body(attack: GuestdAttack) -> AsyncIterator[bytes]:
 
 
 @functools.cache
-def display_update(attack: DisplayAttack, *, encoding_of_size: int) -> bytes:
+def display_update(attack: DisplayAttack) -> bytes:
     """Return a hostile framebuffer update."""
     if attack == "size":
-        return struct.pack(">BxHHHHHi", 0, 1, 0, 0, 4096, 4096, encoding_of_size)
+        return struct.pack(">BxHHHHHi", 0, 1, 0, 0, 4096, 4096, _DESKTOP_SIZE)
     count = 0xFFFF
     rects = (struct.pack(">HHHHi4x", index % 256, index // 256, 1, 1, 0) for index in range(count))
     return struct.pack(">BxH", 0, count) + b"".join(rects)

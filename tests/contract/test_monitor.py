@@ -1,4 +1,4 @@
-"""RunControl against a scripted QEMU monitor on a real socket, with messages as QEMU sends them."""
+"""Monitor against a scripted QEMU monitor on a real socket, with messages as QEMU sends them."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from envd.base.errors import HypervisorError
-from envd.hypervisor.qemu.run_control import RunControl
+from envd.hypervisor.qemu.monitor import Monitor
 
 GREETING = {"QMP": {"version": {"qemu": {"micro": 0, "minor": 0, "major": 9}, "package": ""}, "capabilities": []}}
 STAMP = {"timestamp": {"seconds": 1, "microseconds": 2}}
@@ -26,13 +26,13 @@ def succeed(_command: str, number: int) -> list[object]:
     return [{"return": {}, "id": number}]
 
 
-class Monitor:
+class ScriptedQemu:
     """A scripted monitor on a real socket."""
 
     def __init__(self, path: Path, responder: Responder, first_messages: list[object]) -> None:
         self.path = path
         self.commands: list[str] = []
-        self.run_control = RunControl(path, machine_id="m1")
+        self.monitor = Monitor(path, machine_id="m1")
         self.connection_count = 0
         self._responder = responder
         self._first_messages = first_messages
@@ -63,13 +63,13 @@ class Monitor:
 @asynccontextmanager
 async def monitor(
     directory: Path, responder: Responder = succeed, *, first_messages: tuple[object, ...] = (GREETING,)
-) -> AsyncIterator[Monitor]:
-    served = Monitor(directory / "qmp", responder, list(first_messages))
+) -> AsyncIterator[ScriptedQemu]:
+    served = ScriptedQemu(directory / "qmp", responder, list(first_messages))
     server = await asyncio.start_unix_server(served.serve, served.path)
     try:
         yield served
     finally:
-        served.run_control.close()
+        served.monitor.close()
         served.disconnect()
         server.close()
         await server.wait_closed()
@@ -82,8 +82,8 @@ def resume_by_event(command: str, number: int) -> list[object]:
 
 async def test_events_before_the_greeting_are_ignored(tmp_path: Path) -> None:
     async with monitor(tmp_path, first_messages=(CONNECTED, CONNECTED, GREETING)) as qemu:
-        await qemu.run_control.stop()
-        await qemu.run_control.cont()
+        await qemu.monitor.stop()
+        await qemu.monitor.cont()
         assert qemu.commands == ["qmp_capabilities", "stop", "cont"]
         assert qemu.connection_count == 1
 
@@ -91,18 +91,18 @@ async def test_events_before_the_greeting_are_ignored(tmp_path: Path) -> None:
 async def test_a_monitor_that_never_greets_is_an_error_that_names_the_machine(tmp_path: Path) -> None:
     async with monitor(tmp_path, first_messages=(CONNECTED,)) as qemu:
         with pytest.raises(HypervisorError, match=r"m1: .*0\.2 s"):
-            await RunControl(qemu.path, machine_id="m1", timeout_s=0.2).stop()
+            await Monitor(qemu.path, machine_id="m1", timeout_s=0.2).stop()
         assert qemu.commands == []
 
 
 async def test_a_missing_monitor_socket_is_an_error_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(HypervisorError, match=r"m1: .*No such file"):
-        await RunControl(tmp_path / "qmp", machine_id="m1").cont()
+        await Monitor(tmp_path / "qmp", machine_id="m1").cont()
 
 
 async def test_cont_returns_on_the_resume_event(tmp_path: Path) -> None:
     async with monitor(tmp_path, resume_by_event) as qemu:
-        await qemu.run_control.cont()
+        await qemu.monitor.cont()
         assert qemu.commands == ["qmp_capabilities", "cont"]
 
 
@@ -111,8 +111,8 @@ async def test_a_response_after_its_event_is_not_taken_for_that_of_the_next_comm
         return [] if command == "stop" else resume_by_event(command, number)
 
     async with monitor(tmp_path, no_response_to_stop) as qemu:
-        await qemu.run_control.cont()
-        stopping = asyncio.create_task(qemu.run_control.stop())
+        await qemu.monitor.cont()
+        stopping = asyncio.create_task(qemu.monitor.stop())
         await qemu.wait_for_commands("qmp_capabilities", "cont", "stop")
         # The response to `cont` would complete `stop` without an error.
         qemu.send({"return": {}, "id": 2}, RESUME, {**REFUSAL, "id": 3})
@@ -126,7 +126,7 @@ async def test_a_resume_event_does_not_complete_stop(tmp_path: Path) -> None:
 
     async with monitor(tmp_path, reject_stop) as qemu:
         with pytest.raises(HypervisorError, match="stop"):
-            await qemu.run_control.stop()
+            await qemu.monitor.stop()
 
 
 async def test_an_error_response_is_raised_with_qemus_text_and_the_connection_stays(tmp_path: Path) -> None:
@@ -135,8 +135,8 @@ async def test_an_error_response_is_raised_with_qemus_text_and_the_connection_st
 
     async with monitor(tmp_path, reject_cont) as qemu:
         with pytest.raises(HypervisorError, match=r"m1: .*cont: Resetting the Virtual Machine"):
-            await qemu.run_control.cont()
-        await qemu.run_control.stop()
+            await qemu.monitor.cont()
+        await qemu.monitor.stop()
         assert qemu.connection_count == 1
 
 
@@ -149,34 +149,34 @@ async def test_malformed_data_is_an_error_and_the_next_command_reconnects(tmp_pa
 
     async with monitor(tmp_path, respond) as qemu:
         with pytest.raises(HypervisorError, match=r"m1: .*not QMP"):
-            await qemu.run_control.stop()
+            await qemu.monitor.stop()
         garbled = False
-        await qemu.run_control.stop()
+        await qemu.monitor.stop()
         assert qemu.connection_count == 2
 
 
 async def test_a_line_without_end_is_an_error(tmp_path: Path) -> None:
     async with monitor(tmp_path, lambda command, number: ["x" * 3_000_000]) as qemu:
         with pytest.raises(HypervisorError, match="1048576 bytes"):
-            await qemu.run_control.stop()
+            await qemu.monitor.stop()
 
 
 async def test_a_closed_connection_is_reopened_by_the_next_command(tmp_path: Path) -> None:
     async with monitor(tmp_path) as qemu:
-        await qemu.run_control.stop()
+        await qemu.monitor.stop()
         qemu.disconnect()
-        with suppress(HypervisorError):  # If RunControl has not noticed the end yet.
-            await qemu.run_control.cont()
-        await qemu.run_control.cont()
+        with suppress(HypervisorError):  # If Monitor has not noticed the end yet.
+            await qemu.monitor.cont()
+        await qemu.monitor.cont()
         assert qemu.commands[-1] == "cont"
         assert qemu.connection_count == 2
 
 
 async def test_close_fails_a_command_in_flight(tmp_path: Path) -> None:
     async with monitor(tmp_path, lambda command, number: [] if command == "stop" else succeed(command, number)) as qemu:
-        stopping = asyncio.create_task(qemu.run_control.stop())
+        stopping = asyncio.create_task(qemu.monitor.stop())
         await qemu.wait_for_commands("qmp_capabilities", "stop")
-        qemu.run_control.close()
+        qemu.monitor.close()
         with pytest.raises(HypervisorError, match=r"m1: .*closed"):
             await stopping
 
@@ -188,20 +188,20 @@ async def test_the_response_to_a_cancelled_command_is_ignored(tmp_path: Path) ->
         return [] if is_silent and command == "stop" else succeed(command, number)
 
     async with monitor(tmp_path, respond) as qemu:
-        stopping = asyncio.create_task(qemu.run_control.stop())
+        stopping = asyncio.create_task(qemu.monitor.stop())
         await qemu.wait_for_commands("qmp_capabilities", "stop")
         stopping.cancel()
         await asyncio.gather(stopping, return_exceptions=True)
         is_silent = False
         qemu.send({**REFUSAL, "id": 2})
-        await qemu.run_control.cont()
+        await qemu.monitor.cont()
         assert qemu.commands == ["qmp_capabilities", "stop", "cont"]
         assert qemu.connection_count == 1
 
 
 async def test_a_command_returns_its_result(tmp_path: Path) -> None:
     async with monitor(tmp_path, lambda command, number: [{"return": {"status": "paused"}, "id": number}]) as qemu:
-        assert await qemu.run_control.execute("query-status") == {"status": "paused"}
+        assert await qemu.monitor.execute("query-status") == {"status": "paused"}
 
 
 async def test_a_file_is_passed_with_its_command(tmp_path: Path) -> None:
@@ -222,9 +222,9 @@ async def test_a_file_is_passed_with_its_command(tmp_path: Path) -> None:
                 return json.loads(data), content
 
         serving = asyncio.create_task(asyncio.to_thread(serve))
-        run_control = RunControl(tmp_path / "qmp", machine_id="m1")
+        monitor = Monitor(tmp_path / "qmp", machine_id="m1")
         with (tmp_path / "state").open("rb") as file:
-            assert await run_control.execute("getfd", {"fdname": "state"}, file=file.fileno()) == {}
+            assert await monitor.execute("getfd", {"fdname": "state"}, file=file.fileno()) == {}
         request, content = await serving
-        run_control.close()
+        monitor.close()
     assert (request["execute"], request["arguments"], content) == ("getfd", {"fdname": "state"}, b"the state")
