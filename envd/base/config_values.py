@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
+from cuaenv.region import Region
 from pydantic import AfterValidator, BeforeValidator
 
 #: Prefix of a suite that is part of envd but served only on request.
@@ -87,18 +88,23 @@ def _path_list(value: object) -> object:
     return [part for part in re.split(_PATH_SEPARATOR, value) if part] if isinstance(value, str) else value
 
 
-def _screen(value: str) -> str:
+def _screen(value: object) -> object:
+    if not isinstance(value, str):
+        return value
     match = _SCREEN.fullmatch(value)
     if match is None or not (320 <= int(match[1]) <= 7680 and 200 <= int(match[2]) <= 4320):
         raise ValueError(f"{value!r} is not WIDTHxHEIGHT in pixels, from 320x200 to 7680x4320")
-    return value
+    return int(match[1]), int(match[2])
 
 
-def _region(value: str) -> str:
+def _region(value: object) -> object:
+    if not isinstance(value, str):
+        return value
     match = _REGION.fullmatch(value)
     if match is None or not int(match[1]) or not int(match[2]):
         raise ValueError(f"{value!r} is not WIDTHxHEIGHT+X+Y in pixels, such as 120x24+1160+0")
-    return value
+    width_px, height_px, x_px, y_px = map(int, match.groups())
+    return Region(x_px=x_px, y_px=y_px, width_px=width_px, height_px=height_px)
 
 
 def _hypervisor_uri(value: str) -> str:
@@ -129,8 +135,9 @@ ConsoleListen = Annotated[str, AfterValidator(lambda value: value and _host_port
 CompatEndpoint = Annotated[str, AfterValidator(_compat)]
 Directory = Annotated[Path, AfterValidator(_expanded)]
 TaskFile = Annotated[str, AfterValidator(_task_file)]
-Screen = Annotated[str, AfterValidator(_screen)]
-ScreenRegion = Annotated[str, AfterValidator(_region)]
+#: (width, height) in pixels.
+Screen = Annotated[tuple[int, int], BeforeValidator(_screen)]
+ScreenRegion = Annotated[Region, BeforeValidator(_region)]
 AllowedHost = Annotated[str, AfterValidator(_allowed_host)]
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
 HypervisorUri = Annotated[str, AfterValidator(_hypervisor_uri)]

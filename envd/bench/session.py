@@ -116,7 +116,7 @@ class BenchSession:
                     changed = self.pool.changes.next
                     now = self.pool.statistics()
                     others = now.starting_count + now.dying_count + now.leased_count - leased_count
-                    if now.idle_count == self.pool.settings.idle_target and not others:
+                    if now.idle_count == self.pool.settings.size and not others:
                         return
                     # A healthy pool with a problem has no room on its host. Machines that others destroy make room.
                     is_short = now.healthy and bool(now.problem)

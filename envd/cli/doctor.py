@@ -151,7 +151,7 @@ def check_disk(name: str, directory: Path, *, free_bytes: int, writable: bool, r
 
 def check_memory(config: Config, *, available_bytes: int) -> Check:
     """Check that the pools' machines fit into memory."""
-    wanted_bytes = sum(pool.machine_limit * pool.memory_mib << 20 for pool in config.pools.values()) or _GIB
+    wanted_bytes = sum(pool.capacity * pool.memory_mib << 20 for pool in config.pools.values()) or _GIB
     users = f"{len(config.pools)} pools" if config.pools else "one machine"
     detail = f"{available_bytes / _GIB:.1f} GiB available; {users} may take {wanted_bytes / _GIB:.1f} GiB"
     if wanted_bytes > available_bytes:

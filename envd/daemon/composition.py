@@ -6,17 +6,13 @@
 import asyncio
 import gc
 import logging
-import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from pydantic import BaseModel
 
 from envd.api.console.server import PUBLIC_PATHS, serve_console
 from envd.api.relay.endpoint import EndpointServicer
@@ -35,7 +31,7 @@ from envd.api.server import ApiServer, read_token_table
 from envd.api.servicer import CUAEnvServicer
 from envd.base.aio import run_unless
 from envd.base.clock import SystemClock
-from envd.base.config import DEFAULT_RUN, Config, PoolConfig, RecordingConfig, RunConfig
+from envd.base.config import DEFAULT_RUN, Config, RecordingConfig, RunShare
 from envd.base.config_values import is_local
 from envd.base.errors import ConfigError, OsworldError
 from envd.base.loop_lag import LoopLag
@@ -49,7 +45,6 @@ from envd.daemon.judging.workers import JudgeWorkers
 from envd.daemon.shards.layout import Shard, clear_layout, growth_file, mark_layout, supervisor_socket
 from envd.daemon.state_lock import locked
 from envd.daemon.suites import load_tasks
-from envd.episodes.limits import EpisodeLimits
 from envd.episodes.persistence.journal import EpisodeRows
 from envd.episodes.persistence.recovery import load_persisted
 from envd.episodes.recording.library import Library
@@ -59,9 +54,6 @@ from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo
 from envd.guest.allow_list import AllowList
 from envd.guest.desktop import Desktop
-from envd.guest.observation import (
-    SettlePolicy,
-)
 from envd.hypervisor.capabilities import capabilities_of
 from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor
 from envd.hypervisor.opening import open_hypervisor
@@ -74,7 +66,7 @@ from envd.integrations.osworld.environment import Environment
 from envd.integrations.osworld.workers import Workers
 from envd.pool.audit import Audit, MachineRows
 from envd.pool.disk import HostDisk
-from envd.pool.fairness import RunShare, RunShares
+from envd.pool.fairness import RunShares
 from envd.pool.leased import LINGER_S
 from envd.pool.memory import GrowthBoard, HostMemory, host_memory_mib, read_available_bytes
 from envd.pool.pool import Pool
@@ -187,10 +179,16 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
         memory_reserve_bytes = config.limits.memory_reserve_mib << 20
         memory = HostMemory(reserve_bytes=memory_reserve_bytes, board=board) if runs_guests else None
         disk = HostDisk(config.state_dir, reserve_bytes=config.limits.disk_reserve_mib << 20) if runs_guests else None
-        shares = run_shares(config.limits.runs)
+        runs = config.limits.runs
+        shares = RunShares(named=runs, others=runs.get(DEFAULT_RUN, RunShare()))
         pools = [
             Pool(
-                _pool_settings(name, pool, screen_px=images[name][1], shares=shares),
+                PoolSettings(
+                    **{**dict(pool), "screen": pool.screen or images[name][1]},
+                    name=name,
+                    shares=shares,
+                    linger_s=LINGER_S,
+                ),
                 hypervisor=hypervisor,
                 image=images[name][0],
                 templates=templates,
@@ -199,7 +197,7 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
                 make_desktop=partial(
                     Desktop,
                     allowed=AllowList(pool.allowed_hosts) if pool.allowed_hosts else None,
-                    screen_px=pool.screen_size_px or images[name][1],
+                    screen_px=pool.screen or images[name][1],
                     has_powershell=images[name][0].os is GuestOs.WINDOWS,
                 ),
                 metrics=metrics,
@@ -220,7 +218,7 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
             tasks=tasks,
             run_setup=partial(run_setup, resources=replace(resources, osworld=osworld, judge=judges)),
             run_checkers=partial(evaluate, osworld=osworld, judge=judges),
-            limits=EpisodeLimits(**_shared(config.limits, EpisodeLimits)),
+            limits=config.limits,
             metrics=metrics,
             store=store,
             make_id=lambda: f"{shard.id_prefix if shard else ''}{secrets.token_hex(8)}",
@@ -424,34 +422,6 @@ def _images(config: Config) -> Iterator[tuple[str, tuple[DiskImage, tuple[int, i
     for name, pool in config.pools.items():
         image = catalogue.get(pool.image)
         yield name, (catalogue.disk_image(pool.image), (image.screen_width_px, image.screen_height_px))
-
-
-def run_shares(runs: Mapping[str, RunConfig]) -> RunShares:
-    """Return the weights and quotas of runs."""
-    shares = {name: RunShare(weight=run.weight, quota=run.quota) for name, run in runs.items()}
-    return RunShares(others=shares.pop(DEFAULT_RUN, RunShare()), named=shares)
-
-
-def _pool_settings(name: str, pool: PoolConfig, *, screen_px: tuple[int, int], shares: RunShares) -> PoolSettings:
-    width_px, height_px = pool.screen_size_px or screen_px
-    resolved = {
-        "name": name,
-        "capacity": pool.machine_limit,
-        "idle_target": pool.size,
-        "max_starting": pool.max_starting or max(2, os.cpu_count() or 1),
-        "shares": shares,
-        "linger_s": LINGER_S,
-        "screen_width_px": width_px,
-        "screen_height_px": height_px,
-        "settle": SettlePolicy(**_shared(pool.settle, SettlePolicy), ignored=pool.settle.ignored),
-    }
-    return PoolSettings(**(_shared(pool, PoolSettings) | resolved))
-
-
-def _shared(section: BaseModel, target: type[Any]) -> dict[str, Any]:
-    """Return the settings of a section that the dataclass `target` has under the same names."""
-    names = {field.name for field in fields(target)}
-    return {name: value for name, value in section if name in names}
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

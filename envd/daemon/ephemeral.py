@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import typer
@@ -23,7 +23,7 @@ T = TypeVar("T")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def ephemeral_config(settings: Config, *, name: str, pool: Mapping[str, object], image: str = "") -> Config:
+def ephemeral_config(settings: Config, *, name: str, pool: dict[str, Any], image: str = "") -> Config:
     """Return settings for a daemon with one pool, free ports, and a state directory of its own.
 
     Args:
@@ -37,7 +37,8 @@ def ephemeral_config(settings: Config, *, name: str, pool: Mapping[str, object],
     if image:
         configured = next((each for each in settings.pools.values() if each.image == image), None)
         own_pool = configured or own_pool.model_copy(update={"image": image})
-    own_pool = own_pool.model_copy(update=dict(pool))
+    # Validated again, because defaults depend on other settings.
+    own_pool = PoolConfig(**(own_pool.model_dump(exclude_unset=True) | pool))
     # The root of an embedded driver and the stored templates allow one daemon at a time; unset, both are below the
     # state directory.
     uri = "" if settings.hypervisor.uri.startswith("qemu:///embed") else settings.hypervisor.uri

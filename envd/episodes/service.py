@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from envd.base.aio import Changes
 from envd.base.clock import Clock, SystemClock, wait_until
+from envd.base.config import LimitsConfig, SettlePolicy
 from envd.base.loop_lag import LoopLag
 from envd.base.store.store import NullStore, Store
 from envd.base.telemetry.metrics import Metrics
@@ -24,7 +25,6 @@ from envd.episodes.evaluating import Evaluating
 from envd.episodes.events import EpisodeEvents
 from envd.episodes.factory import EpisodeFactory
 from envd.episodes.guest_access import GuestAccess
-from envd.episodes.limits import EpisodeLimits
 from envd.episodes.opening import Opening
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.persistence.recovery import PersistedState, Recovery
@@ -43,7 +43,7 @@ from envd.episodes.types import (
     StepResult,
 )
 from envd.guest.desktop import ScreenView
-from envd.guest.observation import EncodedFrame, Observation, ObservationOptions, SettlePolicy
+from envd.guest.observation import EncodedFrame, Observation, ObservationOptions
 from envd.hypervisor.machine import Machine
 from envd.pool.pool import Pool
 from envd.pool.queue_report import QueuedGroup
@@ -63,7 +63,7 @@ class EpisodeService:
         pools: Iterable[Pool],
         *,
         tasks: TaskCatalogue,
-        limits: EpisodeLimits | None = None,
+        limits: LimitsConfig | None = None,
         metrics: Metrics | None = None,
         run_setup: RunSetup = run_task_setup,
         run_checkers: RunCheckers = run_task_checkers,
@@ -86,7 +86,7 @@ class EpisodeService:
         """
         self._pools = {pool.name: pool for pool in sorted(pools, key=lambda pool: pool.name)}
         self._tasks = tasks
-        self._limits = limits or EpisodeLimits()
+        self._limits = limits or LimitsConfig()
         self._metrics = metrics or Metrics()
         self._clock = clock or SystemClock()
         self._journal = Journal(store or NullStore(), clock=self._clock)
@@ -102,9 +102,7 @@ class EpisodeService:
         self._stepping = Stepping(self._context)
         self._evaluating = Evaluating(self._context, run_checkers=run_checkers)
         self._guest_access = GuestAccess(self._context)
-        self._factory = EpisodeFactory(
-            self._registry, journal=self._journal, limits=self._limits, clock=self._clock, make_id=make_id
-        )
+        self._factory = EpisodeFactory(self._registry, journal=self._journal, clock=self._clock, make_id=make_id)
         self._opening = Opening(self._context, self._factory, tasks=tasks, run_setup=run_setup)
         self._pool_changes = Changes()
         for pool in self._pools.values():

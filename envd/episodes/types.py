@@ -6,8 +6,9 @@ from enum import Enum
 
 from cuaenv.actions import Action
 
+from envd.base.config import SettlePolicy
 from envd.guest.input.outcome import ActionOutcome
-from envd.guest.observation import Observation, ObservationOptions, SettlePolicy
+from envd.guest.observation import Observation, ObservationOptions
 from envd.tasks.evaluation import CheckResult
 
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from cuaenv.actions import Action, Done, Fail, KeyDown, KeyUp, PressKeys, TypeText, Wait
 
+from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest.display.connection import DisplayConnection
 from envd.guest.display.screen import Screen
@@ -23,13 +24,13 @@ from envd.guest.input.plan import (
     plan,
     typing_method,
 )
-from envd.guest.observation import SettlePolicy, SettleResult
+from envd.guest.observation import SettleResult
 from envd.guest.session import GuestSession
 
 # How long input may take to have its effect before later input that depends on it, bounded. Two cases: a click focuses
 # a window only after the window manager has handled it, and keys sent at once would go to the old one; and guestd's
 # connection to the X server is not the keyboard's, so text could overtake keys.
-_INPUT_SETTLE = SettlePolicy(quiet_ms=100, max_ms=1500)
+_INPUT_SETTLE = SettlePolicy(quiet_ms=100, idle_ms=0, max_ms=1500)
 #: Enter, space, and Alt with a mnemonic.
 _ACTIVATING_KEYSYMS = frozenset({0xFF0D, 0xFF8D, 0x0020, 0xFFE9, 0xFFEA})
 _POINTER_TIMEOUT_S = 2.0

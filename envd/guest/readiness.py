@@ -6,9 +6,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from envd.base.channels import GuestChannels
+from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive
 from envd.guest.agent import GuestAgent
-from envd.guest.observation import SettlePolicy, SettleResult
+from envd.guest.observation import SettleResult
 from envd.guest.session import GuestSession
 
 _FIRST_POLL_S = 0.1
@@ -101,7 +102,7 @@ class ReadinessProbe:
         return "" if state.ready else state.problem or "guestd reports that it is not ready"
 
     async def _screen_problem(self) -> str:
-        result = await self._settle(SettlePolicy(quiet_ms=_QUIET_MS, max_ms=5000))
+        result = await self._settle(SettlePolicy(quiet_ms=_QUIET_MS, idle_ms=0))
         return "" if result.settled else f"{result.change_count} changes in {result.settle_ms:.0f} ms"
 
 

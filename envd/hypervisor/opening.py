@@ -57,7 +57,7 @@ async def _open_fake(config: Config) -> Hypervisor:
     # Imported lazily: a daemon with real machines does not need them.
     count = config.hypervisor.drawing_processes
     if count is None:
-        machine_count = sum(pool.machine_limit for pool in config.pools.values())
+        machine_count = sum(pool.capacity for pool in config.pools.values())
         count = min(machine_count // _MACHINES_PER_WORKER, os.cpu_count() or 1)
     from envd.hypervisor.fake import FakeHypervisor, Faults  # noqa: PLC0415
 

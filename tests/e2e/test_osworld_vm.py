@@ -148,7 +148,7 @@ async def address(
     workers = Workers(environment.python)
     bridge = WorkerBridge(workers, assets=assets)
     hypervisor = await LibvirtHypervisor.open(state_dir=vm_state_dir, cache_dir=cache_dir, template_dir=template_dir)
-    settings = PoolSettings(name="osworld", capacity=3, idle_target=1, allow_guest_access=True, always_running=True)
+    settings = PoolSettings(name="osworld", capacity=3, size=1, allow_guest_access=True, always_running=True)
     service = EpisodeService(
         [Pool(settings, hypervisor=hypervisor, image=ImageCatalogue(cache_dir).disk_image(IMAGE))],
         tasks=TaskCatalogue(osworld_tasks(environment.tasks), hidden=[desktop_task()]),

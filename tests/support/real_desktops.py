@@ -23,7 +23,7 @@ async def real_desktops(
     image: Image, tasks: TaskCatalogue, *, cache_dir: Path, template_dir: Path, state_dir: Path
 ) -> AsyncIterator[AsyncEnvClient]:
     """Serve three desktops and yield a client, which has access to the guests; checks that no machine is left."""
-    settings = PoolSettings(name="desktop", capacity=3, idle_target=1, allow_guest_access=True)
+    settings = PoolSettings(name="desktop", capacity=3, size=1, allow_guest_access=True)
     async with (
         served_machines(
             settings, image, tasks, cache_dir=cache_dir, template_dir=template_dir, state_dir=state_dir
@@ -38,7 +38,7 @@ async def osworld_machines(
     capacity: int, *, cache_dir: Path, template_dir: Path, state_dir: Path
 ) -> AsyncIterator[str]:
     """Serve machines for OSWorld's own environments and yield the address; checks that no machine is left."""
-    settings = PoolSettings(name=IMAGE, capacity=capacity, idle_target=1, allow_guest_access=True, always_running=True)
+    settings = PoolSettings(name=IMAGE, capacity=capacity, size=1, allow_guest_access=True, always_running=True)
     image = ImageCatalogue(cache_dir).get(IMAGE)
     tasks = TaskCatalogue((), hidden=[desktop_task()])
     async with served_machines(

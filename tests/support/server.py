@@ -17,13 +17,11 @@ from envd.api.relay.merge import id_prefix
 from envd.api.server import ApiServer
 from envd.api.servicer import CUAEnvServicer
 from envd.base.clock import Clock, SystemClock
-from envd.base.config import SecurityConfig
+from envd.base.config import LimitsConfig, SecurityConfig, SettlePolicy
 from envd.base.store.store import NullStore, SqliteStore
 from envd.base.telemetry.metrics import Metrics
-from envd.episodes.limits import EpisodeLimits
 from envd.episodes.persistence.recovery import load_persisted
 from envd.episodes.service import EpisodeService
-from envd.guest.observation import SettlePolicy
 from envd.hypervisor import fake
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
 from envd.pool.memory import HostMemory
@@ -84,7 +82,7 @@ async def serve_fake(
     size: int = 2,
     capacity: int | None = None,
     faults: Faults | None = None,
-    limits: EpisodeLimits | None = None,
+    limits: LimitsConfig | None = None,
     settle: SettlePolicy = QUICK_SETTLE,
     boot_timeout_s: float = 10.0,
     failing_after: int = 10,
@@ -131,7 +129,7 @@ async def serve_fake(
         settings = PoolSettings(
             name="fake",
             capacity=capacity or 2 * size,
-            idle_target=size,
+            size=size,
             max_starting=size,
             boot_timeout_s=boot_timeout_s,
             backoff_min_s=0.05,

@@ -19,18 +19,13 @@ from cuaenv.frames import TiledImage
 from pydantic import JsonValue
 
 from envd.base.aio import race
+from envd.base.config import SettlePolicy
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost, TemplateCorrupt
 from envd.guest.desktop import CommandResult, Desktop, ReadyReport
 from envd.guest.display.frames import Frame
 from envd.guest.input.outcome import ActionOutcome
 from envd.guest.input.plan import HeldInputs
-from envd.guest.observation import (
-    EncodedFrame,
-    Observation,
-    ObservationOptions,
-    SettlePolicy,
-    SettleResult,
-)
+from envd.guest.observation import EncodedFrame, Observation, ObservationOptions, SettleResult
 from envd.guest.view import ConnectionState, DesktopView
 from envd.hypervisor.capabilities import FAKE
 from envd.hypervisor.machine import (

@@ -1,6 +1,5 @@
 """Divide a configuration among shards, and refuse what shards cannot serve. Pure, except for the marker file."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -60,9 +59,9 @@ def require_divisible(config: Config) -> None:
     if not config.pools:
         raise ConfigError("no pool is configured; pass --pool 2, or add a section [pools.NAME] to the file")
     for name, pool in config.pools.items():
-        if pool.machine_limit < count:
+        if pool.capacity < count:
             raise ConfigError(
-                f"pool {name}: {pool.machine_limit} machines cannot be divided among {count} shards; raise its capacity"
+                f"pool {name}: {pool.capacity} machines cannot be divided among {count} shards; raise its capacity"
                 " or lower --shards"
             )
     if config.listen.startswith("unix:"):
@@ -114,12 +113,11 @@ def _hypervisor_part(hypervisor: HypervisorConfig, index: int, count: int) -> Hy
 
 
 def _pool_part(pool: PoolConfig, index: int, count: int) -> PoolConfig:
-    max_starting = pool.max_starting or max(2, os.cpu_count() or 1)
     return pool.model_copy(
         update={
             "size": _part(pool.size, index, count),
-            "capacity": _part(pool.machine_limit, index, count),
-            "max_starting": max(1, _part(max_starting, index, count)),
+            "capacity": _part(pool.capacity, index, count),
+            "max_starting": max(1, _part(pool.max_starting, index, count)),
             "queue_limit": _part(pool.queue_limit, index, count),
         }
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from envd.base import config, config_values
-from envd.base.config import Config, PoolConfig, RunConfig, fields, load, parse_pool_flags
+from envd.base.config import Config, PoolConfig, RunShare, fields, load, parse_pool_flags
 from envd.base.errors import ConfigError
 
 
@@ -164,16 +164,16 @@ def test_a_pool_name_that_does_not_fit_machine_ids_is_refused() -> None:
 
 
 def test_capacity_defaults_to_the_size_and_is_never_below_it() -> None:
-    assert PoolConfig(image="a", size=3).machine_limit == 3
-    assert PoolConfig(image="a", size=0).machine_limit == 1
-    assert PoolConfig(image="a", size=1, capacity=4).machine_limit == 4
+    assert PoolConfig(image="a", size=3).capacity == 3
+    assert PoolConfig(image="a", size=0).capacity == 1
+    assert PoolConfig(image="a", size=1, capacity=4).capacity == 4
     with pytest.raises(ConfigError, match="capacity 1 is below size 2"):
         load(flags={"pools": {"a": {"size": 2, "capacity": 1}}})
 
 
 def test_a_screen_is_width_times_height_in_pixels() -> None:
-    assert PoolConfig(image="a").screen_size_px is None
-    assert PoolConfig(image="a", screen="1920x1080").screen_size_px == (1920, 1080)
+    assert PoolConfig(image="a").screen is None
+    assert load(flags={"pools": {"a": {"screen": "1920x1080"}}}).pools["a"].screen == (1920, 1080)
     with pytest.raises(ConfigError, match="'1920' is not WIDTHxHEIGHT"):
         load(flags={"pools": {"a": {"screen": "1920"}}})
 
@@ -214,7 +214,7 @@ def test_only_drawn_desktops_react_late() -> None:
 def test_runs_have_weights_and_quotas_by_name(tmp_path: Path) -> None:
     file = write(tmp_path, "[limits.runs.main]\nweight = 2.0\n[limits.runs.default]\nquota = 8\n")
     runs = load(file=file, environ={"ENVD_LIMITS__RUNS__SWEEP__QUOTA": "4"}).limits.runs
-    assert runs == {"main": RunConfig(weight=2.0), "default": RunConfig(quota=8), "sweep": RunConfig(quota=4)}
+    assert runs == {"main": RunShare(weight=2.0), "default": RunShare(quota=8), "sweep": RunShare(quota=4)}
     assert (runs["main"].quota, runs["default"].weight) == (None, 1.0)
 
 
@@ -254,7 +254,7 @@ def test_every_setting_has_a_description() -> None:
         for field, following in zip(section.body, [*section.body[1:], None], strict=True)
         if isinstance(field, ast.AnnAssign)
     ]
-    assert {"Config.listen", "LimitsConfig.max_steps", "SettleConfig.quiet_ms"} <= dict(described).keys()
+    assert {"Config.listen", "LimitsConfig.max_steps", "SettlePolicy.quiet_ms"} <= dict(described).keys()
     assert [name for name, following in described if not is_sentence(following)] == []
 
 

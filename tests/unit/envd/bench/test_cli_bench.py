@@ -377,9 +377,9 @@ def test_a_benchmark_has_one_pool_free_ports_and_its_own_state(tmp_path: Path) -
     assert own.hypervisor_uri == f"qemu:///embed?root={tmp_path}/bench/libvirt"
     assert own.pools.keys() == {"desktop"}
     other = bench_config(served, standby_count=1, capacity=1, image="win").pools["desktop"]
-    assert (other.image, other.memory_mib, other.machine_limit) == ("win", 1024, 1)
+    assert (other.image, other.memory_mib, other.capacity) == ("win", 1024, 1)
     pool = own.pools["desktop"]
-    assert (pool.size, pool.machine_limit, pool.memory_mib) == (4, 5, 2048)
+    assert (pool.size, pool.capacity, pool.memory_mib) == (4, 5, 2048)
     assert pool.allow_guest_access
     assert not pool.always_running
 
@@ -623,9 +623,7 @@ async def test_a_benchmark_without_room_on_its_host_says_so(monkeypatch: pytest.
     monkeypatch.setattr("envd.bench.session.SHORTAGE_PATIENCE_S", 0.01)
     hypervisor = FakeHypervisor()
     memory = HostMemory(reserve_bytes=1 << 60)
-    pool = Pool(
-        PoolSettings(name="p", capacity=2, idle_target=1), hypervisor=hypervisor, image=fake_image(), memory=memory
-    )
+    pool = Pool(PoolSettings(name="p", capacity=2, size=1), hypervisor=hypervisor, image=fake_image(), memory=memory)
     bench = BenchSession(daemon=Mock(), client=Mock(), pool=pool)
     try:
         await pool.start()

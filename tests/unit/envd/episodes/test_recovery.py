@@ -10,6 +10,7 @@ from cuaenv.actions import Done
 from cuaenv.region import Region
 
 from envd.base.clock import SystemClock
+from envd.base.config import SettlePolicy
 from envd.base.errors import EvaluatorFailed
 from envd.base.store.statements import AnswerRow, EpisodeRow, upsert
 from envd.base.store.store import SqliteStore
@@ -17,16 +18,7 @@ from envd.episodes.persistence.records import MAX_TEXT_CHARS, dump, load, snapsh
 from envd.episodes.persistence.recovery import RecoveryOutcome, decide, load_persisted
 from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
 from envd.guest.input.outcome import ActionOutcome
-from envd.guest.observation import (
-    EncodedFrame,
-    Encoding,
-    Keyframe,
-    Observation,
-    Point,
-    ScreenChange,
-    SettlePolicy,
-    SettleResult,
-)
+from envd.guest.observation import EncodedFrame, Encoding, Keyframe, Observation, Point, ScreenChange, SettleResult
 from envd.guest.view import ConnectionState
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.evaluation import CheckResult

@@ -17,6 +17,7 @@ from cuaenv.region import Region
 from PIL import Image
 from pydantic import JsonValue
 
+from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost
 from envd.guest.acting import may_act_late
 from envd.guest.command import CommandResult
@@ -25,16 +26,7 @@ from envd.guest.display import frames
 from envd.guest.display.screen import Screen
 from envd.guest.display.settle import settle
 from envd.guest.guestd import PointerState, SessionInfo, TypedText
-from envd.guest.observation import (
-    A11yFormat,
-    Encoding,
-    Keyframe,
-    Observation,
-    ObservationOptions,
-    Point,
-    SettlePolicy,
-    SettleResult,
-)
+from envd.guest.observation import A11yFormat, Encoding, Keyframe, Observation, ObservationOptions, Point, SettleResult
 from tests.support.display import FakeDisplay, pseudo_rect
 
 QUICK = SettlePolicy(quiet_ms=20, max_ms=60_000)

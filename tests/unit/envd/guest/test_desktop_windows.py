@@ -11,9 +11,10 @@ import pytest
 from cuaenv.actions import KeyDown, TypeText
 from pydantic import JsonValue
 
+from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError
 from envd.guest.desktop import Desktop
-from envd.guest.observation import A11yFormat, Encoding, ObservationOptions, SettlePolicy
+from envd.guest.observation import A11yFormat, Encoding, ObservationOptions
 from tests.support.display import FakeDisplay
 
 TREE = """

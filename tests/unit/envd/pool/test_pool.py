@@ -35,7 +35,7 @@ async def make_pool(clock: ManualClock, hypervisor: StubHypervisor) -> AsyncIter
             settings = PoolSettings(
                 name="desktop",
                 capacity=capacity,
-                idle_target=capacity if idle_target is None else idle_target,
+                size=capacity if idle_target is None else idle_target,
                 queue_limit=queue_limit,
                 max_starting=int(more.pop("max_starting", capacity)),
                 **more,  # type: ignore[arg-type]

@@ -6,9 +6,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from envd.base.config import RunShare
 from envd.base.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted
 from envd.base.telemetry.metrics import Metrics
-from envd.pool.fairness import RunShare, RunShares
+from envd.pool.fairness import RunShares
 from envd.pool.leased import MachineLease
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
@@ -54,7 +55,7 @@ async def make_pool(clock: ManualClock, metrics: RecordingMetrics) -> AsyncItera
             settings = PoolSettings(
                 name="desktop",
                 capacity=capacity,
-                idle_target=capacity,
+                size=capacity,
                 max_starting=capacity,
                 queue_limit=queue_limit,
                 shares=RunShares(named=named),

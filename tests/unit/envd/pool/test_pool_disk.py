@@ -41,7 +41,7 @@ def hypervisor() -> StubHypervisor:
 
 @pytest.fixture
 async def pool(hypervisor: StubHypervisor, clock: ManualClock, host: Host) -> AsyncIterator[Pool]:
-    settings = PoolSettings(name="desktop", capacity=4, idle_target=2, disk_quota_mib=100)
+    settings = PoolSettings(name="desktop", capacity=4, size=2, max_starting=2, disk_quota_mib=100)
     pool = Pool(
         settings,
         hypervisor=hypervisor,

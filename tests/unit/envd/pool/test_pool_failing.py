@@ -36,7 +36,7 @@ async def make_pool(clock: ManualClock, hypervisor: StubHypervisor) -> AsyncIter
             settings = PoolSettings(
                 name="desktop",
                 capacity=capacity,
-                idle_target=idle_target,
+                size=idle_target,
                 max_starting=capacity,
                 failing_after=failing_after,
                 backoff_min_s=1.0,

@@ -37,7 +37,7 @@ async def make_pool(clock: ManualClock, hypervisor: StubHypervisor) -> AsyncIter
             settings = PoolSettings(
                 name="desktop",
                 capacity=capacity,
-                idle_target=idle_target,
+                size=idle_target,
                 max_starting=capacity,
                 max_idle_s=1e9,
                 expected_memory_mib=256,
@@ -241,7 +241,7 @@ async def test_a_fork_for_a_reservation_does_not_count_as_a_spare_machine(
 async def test_forks_for_reservations_count_against_max_starting(
     make_pool: MakePool, hypervisor: StubHypervisor, clock: ManualClock
 ) -> None:
-    settings = PoolSettings(name="desktop", capacity=4, idle_target=0, max_starting=2)
+    settings = PoolSettings(name="desktop", capacity=4, size=0, max_starting=2)
     pool = Pool(settings, hypervisor=hypervisor, image=IMAGE, make_desktop=hypervisor.desktop, clock=clock)
     await started(pool)
     granted = await pool.lease(0, reserved=4, timeout_s=1.0)
@@ -481,7 +481,7 @@ async def test_pools_leave_each_other_the_expected_growth_of_their_machines(
     host = Host(1024 + 3 * 256)
     pools = [
         Pool(
-            PoolSettings(name=name, capacity=2, idle_target=2),
+            PoolSettings(name=name, capacity=2, size=2, max_starting=2),
             hypervisor=hypervisor,
             image=IMAGE,
             memory=host.memory,

@@ -41,7 +41,7 @@ async def make_pool(
 
         def make(name: str = "desktop", *, capacity: int = 2, memory_mib: int = 1024) -> Pool:
             settings = PoolSettings(
-                name=name, capacity=capacity, idle_target=capacity, max_starting=capacity, memory_mib=memory_mib
+                name=name, capacity=capacity, size=capacity, max_starting=capacity, memory_mib=memory_mib
             )
             pool = Pool(
                 settings,
