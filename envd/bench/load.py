@@ -16,10 +16,8 @@ _PROGRAM = "envd.bench.load_client"
 _EXIT_TIMEOUT_S = 60
 
 
-class LoadFailed(EnvdError):
+class LoadFailed(EnvdError, reason="LOAD_FAILED"):
     """A process of clients ended early; its error is on standard error."""
-
-    reason = "LOAD_FAILED"
 
 
 class Load:

@@ -29,16 +29,12 @@ SHORTAGE_PATIENCE_S = 60.0
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
-class BenchFailed(EnvdError):
+class BenchFailed(EnvdError, reason="BENCH_FAILED"):
     """The service returned a wrong result, so that the figures would mean nothing."""
 
-    reason = "BENCH_FAILED"
 
-
-class CallError(EnvdError):
+class CallError(EnvdError, reason="CALL_FAILED"):
     """A call of the command failed; the message holds the status code."""
-
-    reason = "CALL_FAILED"
 
 
 @contextmanager

@@ -41,10 +41,8 @@ _REPORT_INTERVAL_S = 1.0
 _LAG_INTERVAL_S = 0.02
 
 
-class SoakFailed(EnvdError):
+class SoakFailed(EnvdError, reason="SOAK_FAILED"):
     """A client failed without an injected fault; its error is on standard error."""
-
-    reason = "SOAK_FAILED"
 
 
 def soak_config(settings: Config, *, machine_count: int) -> Config:
