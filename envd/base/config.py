@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -163,12 +163,6 @@ class HypervisorConfig(_Section):
     drawing_processes: int | None = Field(default=None, ge=0, le=1024)
     """Worker processes that draw the desktops of `fake`; 0 draws them in the daemon. Default: one per 16 machines, at
     most one per core."""
-
-    @model_validator(mode="after")
-    def _only_drawn_desktops_react_late(self) -> Self:
-        if self.reaction_ms and self.uri != "fake":
-            raise ValueError(f"reaction_ms is {self.reaction_ms}, but uri is {self.uri!r}; it needs uri 'fake'")
-        return self
 
     @property
     def template_limit_bytes(self) -> int:
@@ -415,11 +409,6 @@ class Config(_Section):
         return {name: address for name, _, address in (each.partition("=") for each in self.compat)}
 
     @property
-    def hypervisor_uri(self) -> str:
-        """`hypervisor.uri`, resolved."""
-        return self.hypervisor.uri or f"qemu:///embed?root={self.state_dir / 'libvirt'}"
-
-    @property
     def template_dir(self) -> Path:
         """`hypervisor.template_dir`, resolved."""
         return self.hypervisor.template_dir or self.state_dir / "templates"
@@ -448,7 +437,11 @@ def parse_pool_flags(specs: Sequence[str]) -> Raw:
 
 
 def load(
-    *, file: Path | None = None, environ: Mapping[str, str] | None = None, flags: Mapping[str, object] | None = None
+    *,
+    file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, object] | None = None,
+    check_uri: Callable[[str], object] = str,
 ) -> Config:
     """Merge the sources and validate the result.
 
@@ -456,6 +449,7 @@ def load(
         file: A TOML file; None for no file.
         environ: Environment with `ENVD_...` variables; None for none.
         flags: Values by dotted key (`limits.max_steps`); None values are ignored.
+        check_uri: Raises ValueError if no backend supports a value of `hypervisor.uri`.
 
     Raises:
         ConfigError: A source cannot be read, or has an unknown key or an invalid value.
@@ -472,7 +466,7 @@ def load(
                 merged, origin, _nested(tuple(key.split(".")), given), "--" + key.rpartition(".")[2].replace("_", "-")
             )
     try:
-        return Config.model_validate(merged)
+        return Config.model_validate(merged, context={"check_uri": check_uri})
     except ValidationError as error:
         raise ConfigError("; ".join(_messages(error, origin))) from error
 

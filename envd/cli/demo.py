@@ -27,7 +27,7 @@ from envd.cli.serve import is_ready, progress_line
 from envd.daemon.composition import Daemon, open_daemon
 from envd.daemon.ephemeral import ensure_image, ephemeral_config, run_until_signal
 from envd.daemon.suites import load_tasks
-from envd.hypervisor.capabilities import capabilities_of
+from envd.hypervisor.backends import backend_of
 from envd.tasks.model import Task
 
 #: Standby machines: one is set up, and the others of its group are forked from it.
@@ -49,7 +49,9 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Fork four desktops from one task state, branch two of them, and check every reward."""
-    task = load_tasks(settings).get(task_id or DEFAULT_TASKS[capabilities_of(settings.hypervisor_uri).task_suite].demo)
+    task = load_tasks(settings).get(
+        task_id or DEFAULT_TASKS[backend_of(settings.hypervisor.uri).capabilities.task_suite].demo
+    )
     if not task.oracle:
         raise ConfigError(f"task {task.task_id}: it has no oracle; choose another task")
     begin_s = time.monotonic()

@@ -11,6 +11,7 @@ import typer
 
 from envd.base.config import Config, Raw, load, parse_pool_flags
 from envd.base.telemetry import logs
+from envd.hypervisor.backends import backend_of
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", envvar="ENVD_CONFIG", help="TOML file with settings.")
@@ -71,7 +72,7 @@ def load_config(
         "shards": shards,
         "pools": parse_pool_flags(pools) if pools else None,
     }
-    return load(file=config, environ=os.environ, flags=flags)
+    return load(file=config, environ=os.environ, flags=flags, check_uri=backend_of)
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

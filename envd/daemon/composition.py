@@ -54,9 +54,8 @@ from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo
 from envd.guest.allow_list import AllowList
 from envd.guest.desktop import Desktop
-from envd.hypervisor.capabilities import capabilities_of
+from envd.hypervisor.backends import backend_of, open_hypervisor
 from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor
-from envd.hypervisor.opening import open_hypervisor
 from envd.images.catalogue import ImageCatalogue
 from envd.integrations.compat.server import serve_compat
 from envd.integrations.compat.sessions import Sessions
@@ -390,7 +389,7 @@ def _host_series(config: Config) -> HostCollector:
 def _osworld_workers(config: Config) -> Workers | None:
     """Return the workers that run OSWorld's code, not yet started; None if it is not installed or guests are fake."""
     environment = Environment(config.cache_dir)
-    runs_guests = capabilities_of(config.hypervisor_uri).runs_guests
+    runs_guests = backend_of(config.hypervisor.uri).capabilities.runs_guests
     return Workers(environment.python) if runs_guests and environment.is_installed else None
 
 
@@ -404,7 +403,7 @@ async def _warm(workers: Workers) -> None:
 
 def _check_memory(config: Config) -> None:
     """Refuse guests that no amount of free memory would let QEMU start. Raises: ConfigError."""
-    if not capabilities_of(config.hypervisor_uri).runs_guests:
+    if not backend_of(config.hypervisor.uri).capabilities.runs_guests:
         return
     host_mib = host_memory_mib()
     for name, pool in config.pools.items():
@@ -414,7 +413,7 @@ def _check_memory(config: Config) -> None:
 
 def _images(config: Config) -> Iterator[tuple[str, tuple[DiskImage, tuple[int, int]]]]:
     """Yield each pool's image and its screen's (width, height) in pixels. Raises: ImageNotFound, ImageError."""
-    if (stand_in := capabilities_of(config.hypervisor_uri).stand_in_image) is not None:
+    if (stand_in := backend_of(config.hypervisor.uri).capabilities.stand_in_image) is not None:
         for name, pool in config.pools.items():
             yield name, (replace(stand_in, name=pool.image), _DEFAULT_SCREEN_PX)
         return

@@ -13,7 +13,7 @@ from envd.base.config import DEFAULT_IMAGE, Config, PoolConfig, RecordingConfig,
 from envd.base.terminal import stop_on_sigterm
 from envd.daemon.composition import freeze_gc
 from envd.daemon.descriptors import reserve_low_descriptors
-from envd.hypervisor.capabilities import capabilities_of
+from envd.hypervisor.backends import backend_of
 from envd.images.build import build_image
 from envd.images.catalogue import ImageCatalogue
 from envd.images.recipe import desktop_recipe
@@ -39,9 +39,8 @@ def ephemeral_config(settings: Config, *, name: str, pool: dict[str, Any], image
         own_pool = configured or own_pool.model_copy(update={"image": image})
     # Validated again, because defaults depend on other settings.
     own_pool = PoolConfig(**(own_pool.model_dump(exclude_unset=True) | pool))
-    # The root of an embedded driver and the stored templates allow one daemon at a time; unset, both are below the
-    # state directory.
-    uri = "" if settings.hypervisor.uri.startswith("qemu:///embed") else settings.hypervisor.uri
+    # Stored templates allow one daemon at a time; unset, they are below the state directory.
+    uri = backend_of(settings.hypervisor.uri).private_uri(settings.hypervisor.uri)
     return settings.model_copy(
         update={
             "listen": "127.0.0.1:0",
@@ -61,7 +60,7 @@ def ephemeral_config(settings: Config, *, name: str, pool: dict[str, Any], image
 
 def ensure_image(settings: Config) -> None:
     """Build the default image if it is needed and missing. Raises: ImageError."""
-    if not capabilities_of(settings.hypervisor_uri).needs_images:
+    if not backend_of(settings.hypervisor.uri).capabilities.needs_images:
         return
     stop_on_sigterm()
     with progress(f"image {DEFAULT_IMAGE}") as report:

@@ -17,7 +17,7 @@ from envd.base.loop_lag import LoopLag
 from envd.bench.child import Child, run_module
 from envd.bench.session import BenchSession, Steps, open_bench
 from envd.daemon.ephemeral import ephemeral_config
-from envd.hypervisor.capabilities import capabilities_of
+from envd.hypervisor.backends import backend_of
 from envd.hypervisor.fake import FakeHypervisor
 from envd.hypervisor.machine import Accelerator
 from envd.hypervisor.qemu.leftovers import daemon_leftovers
@@ -60,7 +60,7 @@ def soak_config(settings: Config, *, machine_count: int) -> Config:
     # Faults are injected into desktops that are drawn in this process.
     own_hypervisor = {"template_dir": settings.hypervisor.template_dir, "drawing_processes": 0}
     update: dict[str, object] = {"hypervisor": config.hypervisor.model_copy(update=own_hypervisor)}
-    suite = SUITE if capabilities_of(settings.hypervisor_uri).runs_guests else FAKE_SUITE
+    suite = SUITE if backend_of(settings.hypervisor.uri).capabilities.runs_guests else FAKE_SUITE
     update["tasks"] = config.tasks.model_copy(update={"suites": (*config.tasks.suites, str(suite))})
     return config.model_copy(update=update)
 

@@ -27,7 +27,7 @@ from envd.guest.input.outcome import ActionOutcome
 from envd.guest.input.plan import HeldInputs
 from envd.guest.observation import EncodedFrame, Observation, ObservationOptions, SettleResult
 from envd.guest.view import ConnectionState, DesktopView
-from envd.hypervisor.capabilities import FAKE
+from envd.hypervisor.fake.backend import CAPABILITIES
 from envd.hypervisor.machine import (
     Accelerator,
     CaptureReport,
@@ -191,7 +191,7 @@ class StubMachine:
 class StubHypervisor:
     """Creates stub machines and records them."""
 
-    capabilities = FAKE
+    capabilities = CAPABILITIES
     accelerator = Accelerator.FAKE
     description = "stub"
 

@@ -21,10 +21,10 @@ import libvirt
 
 from envd.base.aio import shielded
 from envd.base.errors import ConfigError, EnvdError, HypervisorError, MachineLost
-from envd.hypervisor.capabilities import QEMU
 from envd.hypervisor.machine import Accelerator, DiskImage, Leftover, Machine, MachineSpec, Snapshot
 from envd.hypervisor.qemu.accelerator import AcceleratorChoice, choose_accelerator
 from envd.hypervisor.qemu.adoption import BackingSnapshots, adopt
+from envd.hypervisor.qemu.backend import CAPABILITIES
 from envd.hypervisor.qemu.connection import LibvirtLink
 from envd.hypervisor.qemu.domain_xml import (
     MachineFiles,
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 class LibvirtHypervisor:
     """Implements `envd.hypervisor.machine.Hypervisor`."""
 
-    capabilities = QEMU
+    capabilities = CAPABILITIES
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from envd.base.aio import shielded
 from envd.base.errors import EnvdError, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
-from envd.hypervisor.capabilities import FAKE
+from envd.hypervisor.fake.backend import CAPABILITIES
 from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.fake.snapshot import template_key
 from envd.hypervisor.fake.workers.process import WorkerProcess
@@ -209,7 +209,7 @@ class DrawingWorkers:
     If a worker ends, its machines are lost, and another one is started in its place for later machines.
     """
 
-    capabilities = FAKE
+    capabilities = CAPABILITIES
     accelerator = Accelerator.FAKE
     problem = ""
 

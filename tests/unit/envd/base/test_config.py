@@ -31,7 +31,6 @@ def test_without_any_source_the_defaults_listen_on_loopback() -> None:
     assert config.listen == "127.0.0.1:50051"
     assert config.metrics_listen == "127.0.0.1:9464"
     assert config.pools == {}
-    assert config.hypervisor_uri == f"qemu:///embed?root={config.state_dir}/libvirt"
 
 
 def test_under_sudo_the_cache_is_that_of_the_invoking_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -131,18 +130,6 @@ def test_every_loopback_form_is_accepted(listen: str) -> None:
     assert load(flags={"listen": listen}).listen == listen
 
 
-@pytest.mark.parametrize(
-    "uri", ["fake", "qemu:///system", "qemu+unix:///system?socket=/run/a/sock", "qemu:///embed?root=/srv/envd"]
-)
-def test_known_hypervisors_are_accepted(uri: str) -> None:
-    assert load(flags={"hypervisor.uri": uri}).hypervisor_uri == uri
-
-
-def test_an_unknown_hypervisor_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'xen:///' is not one of qemu:///system"):
-        load(flags={"hypervisor.uri": "xen:///"})
-
-
 def test_a_pool_flag_is_a_count_or_an_image_with_a_count() -> None:
     assert parse_pool_flags(["2", "win11=4"]) == {"desktop": {"size": 2}, "win11": {"size": 4}}
 
@@ -203,12 +190,6 @@ def test_settle_and_lease_bounds_must_be_in_order() -> None:
         load(flags={"pools": {"a": {"settle": {"min_ms": 10, "max_ms": 5}}}})
     with pytest.raises(ConfigError, match="lease_ttl_s 600 is above lease_ttl_max_s 60"):
         load(flags={"limits.lease_ttl_s": 600, "limits.lease_ttl_max_s": 60})
-
-
-def test_only_drawn_desktops_react_late() -> None:
-    assert load(flags={"hypervisor.uri": "fake", "hypervisor.reaction_ms": 50}).hypervisor.reaction_ms == 50
-    with pytest.raises(ConfigError, match="reaction_ms is 50, but uri is ''; it needs uri 'fake'"):
-        load(flags={"hypervisor.reaction_ms": 50})
 
 
 def test_runs_have_weights_and_quotas_by_name(tmp_path: Path) -> None:

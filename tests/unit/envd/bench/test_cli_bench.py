@@ -374,7 +374,7 @@ def test_a_benchmark_has_one_pool_free_ports_and_its_own_state(tmp_path: Path) -
     )
     own = bench_config(served, standby_count=4, capacity=5)
     assert (own.listen, own.metrics_listen, own.state_dir) == ("127.0.0.1:0", "127.0.0.1:0", tmp_path / "bench")
-    assert own.hypervisor_uri == f"qemu:///embed?root={tmp_path}/bench/libvirt"
+    assert own.hypervisor.uri == ""
     assert own.pools.keys() == {"desktop"}
     other = bench_config(served, standby_count=1, capacity=1, image="win").pools["desktop"]
     assert (other.image, other.memory_mib, other.capacity) == ("win", 1024, 1)

@@ -34,12 +34,11 @@ def test_shards_share_no_directory_and_listen_on_private_sockets() -> None:
     assert part.listen == "unix:/state/shard-2/calls.sock"
     assert part.metrics_listen == "unix:/state/shard-2/metrics.sock"
     assert part.state_dir == Path("/state/shard-2")
-    assert part.hypervisor_uri == "qemu:///embed?root=/root/shard-2"
+    assert part.hypervisor.uri == "qemu:///embed?root=/root/shard-2"
     assert part.template_dir == Path("/templates/shard-2")
     assert part.hypervisor.template_memory_dir == Path("/shm/shard-2")
     assert part.hypervisor.template_limit_gib == 10
     assert part.shards == 1
-    assert shard_config(config(), 1).hypervisor_uri == "qemu:///embed?root=/state/shard-1/libvirt"
 
 
 def test_calls_from_the_supervisor_need_no_token_and_have_no_rate_limit() -> None:

@@ -10,10 +10,10 @@ import pytest_asyncio
 
 from envd.base.config import load
 from envd.base.errors import HypervisorError, MachineLost, TemplateCorrupt
+from envd.hypervisor.backends import open_hypervisor
 from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.fake.workers.hypervisor import DrawingWorkers, WorkerMachine
 from envd.hypervisor.machine import MachineSpec, MachineState
-from envd.hypervisor.opening import open_hypervisor
 
 
 @pytest_asyncio.fixture
