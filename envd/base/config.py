@@ -462,9 +462,8 @@ def load(
         _merge(merged, origin, _nested(path, value), variable)
     for key, given in (flags or {}).items():
         if given is not None:
-            _merge(
-                merged, origin, _nested(tuple(key.split(".")), given), "--" + key.rpartition(".")[2].replace("_", "-")
-            )
+            flag = _FLAGS.get(key) or "--" + key.rpartition(".")[2].replace("_", "-")
+            _merge(merged, origin, _nested(tuple(key.split(".")), given), flag)
     try:
         return Config.model_validate(merged, context={"check_uri": check_uri})
     except ValidationError as error:
