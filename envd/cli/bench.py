@@ -11,7 +11,7 @@ from cuaenv.cli.terminal import Json, emit_json, out, progress
 
 from envd.base.config import DEFAULT_IMAGE, Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import reports_errors
+from envd.base.terminal import print_result, reports_errors
 from envd.bench import branch, episodes, fork, frames, growth, scale, settle, step
 from envd.bench.branch_parents import BranchParent, EditorParent, WritingParent
 from envd.bench.default_tasks import DEFAULT_TASKS, TASKS_WITHOUT_SETUP, DefaultTasks
@@ -20,7 +20,6 @@ from envd.bench.plot import write_plots
 from envd.bench.report import BenchReport
 from envd.bench.session import Steps, bench_config, maps_call_errors, open_bench
 from envd.cli.options import runs_own_daemon
-from envd.cli.result import print_result
 from envd.cli.tasks_verify import choose
 from envd.daemon.ephemeral import ensure_image, run_until_signal
 from envd.daemon.suites import load_tasks, with_suites

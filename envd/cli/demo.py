@@ -16,13 +16,12 @@ from cuaenv.client import AsyncEnvClient
 
 from envd.base.config import DEFAULT_IMAGE, Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import reports_errors
+from envd.base.terminal import print_result, reports_errors
 from envd.bench.default_tasks import DEFAULT_TASKS
 from envd.bench.demo.group import play_group, print_progress
 from envd.bench.demo.report import DemoDirectory, DemoReport
 from envd.bench.session import maps_call_errors
 from envd.cli.options import runs_own_daemon
-from envd.cli.result import print_result
 from envd.cli.serve import is_ready, progress_line
 from envd.daemon.composition import Daemon, open_daemon
 from envd.daemon.ephemeral import ensure_image, ephemeral_config, run_until_signal

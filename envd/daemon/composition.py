@@ -30,11 +30,10 @@ from envd.api.security.secret_files import read_secret
 from envd.api.server import ApiServer, read_token_table
 from envd.api.servicer import CUAEnvServicer
 from envd.base.aio import run_unless
-from envd.base.clock import SystemClock
+from envd.base.clock import LoopLag, SystemClock
 from envd.base.config import DEFAULT_RUN, Config, RecordingConfig, RunShare
 from envd.base.config_values import is_local
 from envd.base.errors import ConfigError, OsworldError
-from envd.base.loop_lag import LoopLag
 from envd.base.store.store import FILE_NAME, SqliteStore
 from envd.base.telemetry.endpoint import serve_metrics
 from envd.base.telemetry.host import HostCollector

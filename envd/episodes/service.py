@@ -14,9 +14,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Itera
 from typing import Any, TypeVar
 
 from envd.base.aio import Changes
-from envd.base.clock import Clock, SystemClock, wait_until
+from envd.base.clock import Clock, LoopLag, SystemClock, wait_until
 from envd.base.config import LimitsConfig, SettlePolicy
-from envd.base.loop_lag import LoopLag
 from envd.base.store.store import NullStore, Store
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.context import EpisodeContext

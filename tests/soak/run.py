@@ -11,9 +11,9 @@ from pathlib import Path
 
 from cuaenv.cli.terminal import ProgressReport
 
+from envd.base.clock import LoopLag
 from envd.base.config import Config
 from envd.base.errors import EnvdError, GuestUnresponsive
-from envd.base.loop_lag import LoopLag
 from envd.bench.child import Child, run_module
 from envd.bench.session import BenchSession, Steps, open_bench
 from envd.daemon.ephemeral import ephemeral_config

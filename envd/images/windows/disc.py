@@ -1,10 +1,11 @@
-"""Reads ISO files: the files in them, and the boot image that starts without "Press any key".
+"""Reads ISO files: the files in them, and the boot image that starts without "Press any key"; makes a disc that has it.
 
 Windows' own ISOs have their files in a UDF file system, others in Joliet, Rock Ridge or plain ISO 9660. Names are
 compared without regard to case, as Windows does.
 """
 
 import struct
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,3 +133,26 @@ def _efi_entry(catalogue: bytes) -> int | None:
         elif not expected:
             return None
     return None
+
+
+def write_boot_disc(path: Path, iso: Path, patch: BootPatch) -> None:
+    """Write a qcow2 overlay of a few KiB on top of the ISO, which stays as it is. Raises: ImageError: a tool failed.
+
+    Windows' ISOs wait for a key before they boot, and return to the firmware without one. They also have a boot image
+    that does not wait; the overlay's boot catalogue names that one.
+    """
+    data = path.with_name("patch")
+    data.write_bytes(patch.data)
+    _run("qemu-img", "create", "-q", "-f", "qcow2", "-b", str(iso.resolve()), "-F", "raw", path.name, cwd=path.parent)
+    # qemu-io splits its commands at spaces, so they must not contain our paths.
+    command = f"write -q -s {data.name} {patch.offset} {len(patch.data)}"
+    _run("qemu-io", "-f", "qcow2", "-c", command, path.name, cwd=path.parent)
+    data.unlink()
+
+
+def _run(*command: str, cwd: Path) -> None:
+    done = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    # qemu-io reports a failed command in its output only.
+    if done.returncode != 0 or done.stdout.strip():
+        message = (done.stderr or done.stdout).decode(errors="replace").strip()
+        raise ImageError(f"boot disc: {command[0]} failed: {message}; check the free space and the package qemu-utils")

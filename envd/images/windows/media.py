@@ -9,8 +9,7 @@ from envd.base.errors import ImageError
 from envd.hypervisor.machine import DiskImage, Drive, Firmware, GuestOs, Hardware
 from envd.images.windows.answer_disc import write_answer_disc
 from envd.images.windows.answers import ANSWER_FILE, answer_file
-from envd.images.windows.boot_disc import write_boot_disc
-from envd.images.windows.disc import open_disc
+from envd.images.windows.disc import open_disc, write_boot_disc
 from envd.images.windows.plan import BuildPlan
 
 _PASSWORD_BYTES = 18

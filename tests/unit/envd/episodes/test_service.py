@@ -10,6 +10,7 @@ import pytest
 from cuaenv.actions import Done, PressKeys, TypeText
 from cuaenv.region import Region
 
+from envd.base.clock import LoopLag
 from envd.base.config import SettlePolicy
 from envd.base.errors import (
     AccessDenied,
@@ -29,7 +30,6 @@ from envd.base.errors import (
     StepIndexMismatch,
     TaskNotFound,
 )
-from envd.base.loop_lag import LoopLag
 from envd.episodes.lease import MAX_CALL_S
 from envd.episodes.resetting import choose_pool
 from envd.episodes.types import EpisodeState, GroupResult

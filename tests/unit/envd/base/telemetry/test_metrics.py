@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from envd.base.clock import LoopLag
 from envd.base.errors import ConfigError
-from envd.base.loop_lag import LoopLag
 from envd.base.telemetry import endpoint
 from envd.base.telemetry.endpoint import serve_metrics
 from envd.base.telemetry.host import HostCollector
