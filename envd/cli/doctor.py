@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
@@ -33,7 +32,7 @@ from envd.base.errors import ConfigError, EnvdError
 from envd.base.terminal import reports_errors
 from envd.base.version import envd_version
 from envd.cli.certificates import expire_time_of
-from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, StateDir, load_config
+from envd.cli.options import with_settings
 from envd.daemon.state_lock import holder
 from envd.hypervisor.backends import backend_of, open_hypervisor
 from envd.hypervisor.machine import Firmware, Hardware
@@ -444,27 +443,9 @@ _COLOURS: Mapping[Status, str] = {Status.OK: "green", Status.WARN: "yellow", Sta
 
 
 @reports_errors
-def doctor(
-    *,
-    config: ConfigFile = None,
-    state_dir: StateDir = None,
-    cache_dir: CacheDir = None,
-    hypervisor: Hypervisor = None,
-    accelerator: Accelerator = None,
-    listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Address of a running daemon, if not as configured.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
+@with_settings("listen", "state_dir", "cache_dir", "hypervisor", "accelerator")
+def doctor(settings: Config, *, as_json: Json = False) -> None:
     """Check this host, and show how to fix each problem."""
-    settings = load_config(
-        config,
-        listen=listen,
-        state_dir=state_dir,
-        cache_dir=cache_dir,
-        hypervisor=hypervisor,
-        accelerator=accelerator,
-    )
     if not as_json:
         err.print("checking; opening libvirt and probing KVM may take a few seconds")
     checks = asyncio.run(examine(settings))

@@ -21,8 +21,8 @@ from envd.episodes.recording.library import Library
 from envd.episodes.recording.video import VideoFormat, export_video
 from envd.episodes.types import ResetCommand, StepCommand
 from envd.guest.observation import Encoding, ObservationOptions
-from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.images.catalogue import Image as GuestImage
+from tests.support.leftovers import machine_leftovers
 
 pytestmark = pytest.mark.long
 

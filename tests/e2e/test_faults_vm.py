@@ -30,9 +30,9 @@ from cuaenv.client import (
     Wait,
 )
 
-from envd.hypervisor.qemu.leftovers import daemon_leftovers
 from envd.hypervisor.qemu.processes import machine_pids
 from envd.images.catalogue import Image
+from tests.support.leftovers import daemon_leftovers
 from tests.support.libvirtd import Libvirtd
 from tests.support.served import ServedDaemon
 

@@ -25,7 +25,6 @@ from envd.base.telemetry.metrics import Metrics
 from envd.bench.episodes import SCRIPTS
 from envd.episodes.service import EpisodeService
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
-from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.images.catalogue import ImageCatalogue
 from envd.integrations.osworld.bridge import WorkerBridge
 from envd.integrations.osworld.catalogue import IMAGE, desktop_task, osworld_tasks
@@ -38,6 +37,7 @@ from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
+from tests.support.leftovers import machine_leftovers
 from tests.support.local_guestd import serve_guestd
 
 pytestmark = [

@@ -14,8 +14,8 @@ from cuaenv.client import Done, EnvClient, MachineLost, PressKeys, Settle, TypeT
 
 from envd.api.relay.merge import shard_of
 from envd.daemon.state_lock import holder
-from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.images.catalogue import Image
+from tests.support.leftovers import machine_leftovers
 from tests.support.served import ServedDaemon
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1500)]

@@ -20,12 +20,12 @@ from envd.daemon.ephemeral import ephemeral_config
 from envd.hypervisor.backends import backend_of
 from envd.hypervisor.fake import FakeHypervisor
 from envd.hypervisor.machine import Accelerator
-from envd.hypervisor.qemu.leftovers import daemon_leftovers
 from tests.soak.accounting import Accounting
 from tests.soak.faults import Injector, injector_for, machine_finder
 from tests.soak.messages import Orphan, Pending, SoakPlan
 from tests.soak.report import SoakReport
 from tests.soak.schedule import Fault, PlannedFault, plan_faults
+from tests.support.leftovers import daemon_leftovers
 
 SUITE = Path(__file__).parent / "soak.yaml"
 FAKE_SUITE = Path(__file__).parent / "fake.yaml"

@@ -10,12 +10,12 @@ from envd.api.server import ApiServer
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.service import EpisodeService
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
-from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.integrations.osworld.catalogue import IMAGE, desktop_task
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
+from tests.support.leftovers import machine_leftovers
 
 
 @asynccontextmanager
