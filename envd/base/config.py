@@ -85,7 +85,7 @@ class SettlePolicy(_Section):
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.min_ms > self.max_ms:
-            raise ValueError(f"min_ms {self.min_ms} is above max_ms {self.max_ms}")
+            raise ValueError(f"min_ms {self.min_ms} is above max_ms {self.max_ms}; raise max_ms, or lower min_ms")
         return self
 
 
@@ -216,13 +216,15 @@ class LimitsConfig(_Section):
     def _run_names_are_labels(self) -> Self:
         for name in self.runs:
             if not _RUN_NAME.fullmatch(name):
-                raise ValueError(f"run name {name!r} is not 1 to 64 of A-Z a-z 0-9 . _ -")
+                raise ValueError(f"run name {name!r} is not 1 to 64 of A-Z a-z 0-9 . _ -; use the clients' label")
         return self
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.lease_ttl_s > self.lease_ttl_max_s:
-            raise ValueError(f"lease_ttl_s {self.lease_ttl_s:g} is above lease_ttl_max_s {self.lease_ttl_max_s:g}")
+            raise ValueError(
+                f"lease_ttl_s {self.lease_ttl_s:g} is above lease_ttl_max_s {self.lease_ttl_max_s:g}; lower lease_ttl_s"
+            )
         return self
 
     def lease_ttl_for(self, requested_s: float | None) -> float:
@@ -297,7 +299,7 @@ class SecurityConfig(_Section):
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key belong together; set both")
         if self.client_ca is not None and self.tls_cert is None:
-            raise ValueError("client_ca needs tls_cert and tls_key")
+            raise ValueError("client_ca needs tls_cert and tls_key; set them")
         return self
 
     @property
@@ -375,7 +377,7 @@ class Config(_Section):
     def _pool_names_fit_machine_ids(self) -> Self:
         for name in self.pools:
             if not _POOL_NAME.fullmatch(name):
-                raise ValueError(f"pool name {name!r} is not 1 to 24 of a-z, 0-9 and inner hyphens")
+                raise ValueError(f"pool name {name!r} is not 1 to 24 of a-z, 0-9 and inner hyphens; rename the pool")
         return self
 
     @model_validator(mode="after")
@@ -485,9 +487,9 @@ def _read_toml(file: Path) -> Raw:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from error
+        raise ConfigError(f"{file}: cannot be read: {error}; check --config") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file}: not valid TOML: {error}") from error
+        raise ConfigError(f"{file}: not valid TOML: {error}; correct that line") from error
 
 
 def _environment(environ: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...], str]]:

@@ -37,9 +37,9 @@ _ALLOWED_HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?(?
 def _loopback(value: str) -> str:
     match = _LOOPBACK.fullmatch(value)
     if match is None:
-        raise ValueError(f"{value!r} is not a loopback HOST:PORT; without TLS and tokens only loopback is served")
+        raise ValueError(f"{value!r} is not HOST:PORT on loopback; without TLS and tokens only loopback is served")
     if int(match[2]) > 65535:
-        raise ValueError(f"port {match[2]} is above 65535")
+        raise ValueError(f"port {match[2]} is above 65535; choose a smaller one, or 0 for a free one")
     return value
 
 
@@ -93,7 +93,7 @@ def _screen(value: object) -> object:
         return value
     match = _SCREEN.fullmatch(value)
     if match is None or not (320 <= int(match[1]) <= 7680 and 200 <= int(match[2]) <= 4320):
-        raise ValueError(f"{value!r} is not WIDTHxHEIGHT in pixels, from 320x200 to 7680x4320")
+        raise ValueError(f"{value!r} is not WIDTHxHEIGHT in pixels; write a size from 320x200 to 7680x4320")
     return int(match[1]), int(match[2])
 
 
@@ -102,7 +102,7 @@ def _region(value: object) -> object:
         return value
     match = _REGION.fullmatch(value)
     if match is None or not int(match[1]) or not int(match[2]):
-        raise ValueError(f"{value!r} is not WIDTHxHEIGHT+X+Y in pixels, such as 120x24+1160+0")
+        raise ValueError(f"{value!r} is not WIDTHxHEIGHT+X+Y in pixels; write, for example, 120x24+1160+0")
     width_px, height_px, x_px, y_px = map(int, match.groups())
     return Region(x_px=x_px, y_px=y_px, width_px=width_px, height_px=height_px)
 
@@ -116,7 +116,7 @@ def _hypervisor_uri(value: str, info: ValidationInfo) -> str:
 def _allowed_host(entry: str) -> str:
     match = _ALLOWED_HOST.fullmatch(entry)
     if match is None or not 1 <= int(match[1] or 80) <= 65535:
-        raise ValueError(f"expected a host name, *.NAME or an IPv4 address, with :PORT or without, not {entry!r}")
+        raise ValueError(f"{entry!r} is not a host; write a name, *.NAME or an IPv4 address, with :PORT or without")
     return entry.lower()
 
 

@@ -69,7 +69,7 @@ def write_plots(directory: Path) -> list[Path]:
     """
     reports = {path.stem: _read(path) for path in sorted(directory.glob("*.json"))}
     if not reports:
-        raise ConfigError(f"{directory}: has no report NAME.json; write one with `envd bench step --json`")
+        raise ConfigError(f"{directory}: no report NAME.json in it; write one with `envd bench step --json`")
     plots = _rates(reports)
     for stem, report in reports.items():
         plots |= _plots(stem, report)
@@ -85,7 +85,7 @@ def _read(path: Path) -> _Report:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ConfigError(
-            f"{path}: is not a report of `envd bench` ({where}: {first['msg']}); write it with --json, or move it away"
+            f"{path}: not a report of `envd bench` ({where}: {first['msg']}); write it with --json, or move it away"
         ) from error
 
 

@@ -139,11 +139,10 @@ def _build(
         # QEMU also reads the ISO, which the boot disc is an overlay of.
         iso = Drive(path=plan.options.iso, disk_format="raw", is_cdrom=True)
         hypervisor = await LibvirtHypervisor.open(
+            # The driver and templates of the operator's daemon are not for builds.
+            settings.hypervisor.model_copy(update={"uri": "", "template_dir": None, "template_memory_dir": None}),
             state_dir=directory,
-            accelerator=settings.hypervisor.accelerator,
             cache_dir=settings.cache_dir,
-            tcg_cache_mib=settings.hypervisor.tcg_cache_mib,
-            qemu_user=settings.hypervisor.qemu_user,
             images=[replace(machine, drives=(*machine.drives, iso))],
         )
         if hypervisor.accelerator is Accelerator.TCG:
@@ -165,7 +164,7 @@ def _build(
 def _dry_run(plan: BuildPlan, directory: Path, *, memory_mib: int, vcpu_count: int) -> Media:
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
-        raise ConfigError(f"--dry-run {directory}: is not empty; name a new directory")
+        raise ConfigError(f"--dry-run {directory}: not empty; name a new directory")
     media = write_media(plan, directory.resolve())
     files = MachineFiles(directory=directory.resolve() / "machine")
     spec = MachineSpec(
@@ -207,7 +206,7 @@ def _medium(file: Path | None, wanted: Download | None, option: str, settings: C
     if file is not None:
         return file
     if wanted is None:
-        raise ConfigError(f"{option} is missing; name the file, or --download a release")
+        raise ConfigError(f"{option}: missing; name the file, or --download a release")
     return asyncio.run(download(wanted, settings.cache_dir / "downloads", progress=report))
 
 
@@ -230,4 +229,4 @@ def _key(source: str) -> str:
             return Path(place).read_text().strip()
     except (KeyError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--key {source}: cannot be read; set the variable or check the path") from error
-    raise ConfigError("--key: must be env:NAME, file:PATH or none, never the key itself")
+    raise ConfigError("--key: not env:NAME, file:PATH or none; never give the key itself")

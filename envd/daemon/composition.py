@@ -407,7 +407,9 @@ def _check_memory(config: Config) -> None:
     host_mib = host_memory_mib()
     for name, pool in config.pools.items():
         if pool.memory_mib > host_mib:
-            raise ConfigError(f"pools.{name}.memory_mib: {pool.memory_mib} is more than the host's {host_mib} MiB")
+            raise ConfigError(
+                f"pools.{name}.memory_mib: {pool.memory_mib} is more than the host's {host_mib} MiB; lower it"
+            )
 
 
 def _images(config: Config) -> Iterator[tuple[str, tuple[DiskImage, tuple[int, int]]]]:

@@ -41,7 +41,7 @@ def backend_of(uri: str) -> Backend:
     if backend is not None and (not uri or backend.supports(uri)):
         return backend
     supported = dict.fromkeys(_load(each).uris for each in _MODULES.values())
-    raise ValueError(f"{uri!r} is not one of {', '.join(supported)}")
+    raise ValueError(f"{uri!r} is not supported; use one of {', '.join(supported)}")
 
 
 def _load(module: str) -> Backend:

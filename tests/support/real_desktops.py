@@ -7,6 +7,7 @@ from pathlib import Path
 from cuaenv.client import AsyncEnvClient
 
 from envd.api.server import ApiServer
+from envd.base.config import HypervisorConfig
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.service import EpisodeService
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
@@ -58,7 +59,9 @@ async def served_machines(
     state_dir: Path,
 ) -> AsyncIterator[str]:
     """Serve a pool of real machines and yield the address; checks that no machine is left."""
-    hypervisor = await LibvirtHypervisor.open(state_dir=state_dir, cache_dir=cache_dir, template_dir=template_dir)
+    hypervisor = await LibvirtHypervisor.open(
+        HypervisorConfig(template_dir=template_dir), state_dir=state_dir, cache_dir=cache_dir
+    )
     pool = Pool(settings, hypervisor=hypervisor, image=ImageCatalogue(cache_dir).disk_image(image.name))
     service = EpisodeService([pool], tasks=tasks)
     server = ApiServer(service, listen="127.0.0.1:0", metrics=Metrics())

@@ -37,16 +37,7 @@ async def _open(config: Config, images: Iterable[DiskImage]) -> Hypervisor:
     from envd.hypervisor.qemu.driver import LibvirtHypervisor  # noqa: PLC0415
 
     return await LibvirtHypervisor.open(
-        uri=hypervisor.uri,
-        state_dir=config.state_dir,
-        accelerator=hypervisor.accelerator,
-        cache_dir=config.cache_dir,
-        template_dir=config.template_dir,
-        template_memory_dir=hypervisor.template_memory_dir,
-        template_limit_bytes=hypervisor.template_limit_bytes,
-        tcg_cache_mib=hypervisor.tcg_cache_mib,
-        qemu_user=hypervisor.qemu_user,
-        images=images,
+        hypervisor, state_dir=config.state_dir, cache_dir=config.cache_dir, images=images
     )
 
 

@@ -245,10 +245,10 @@ def _add_boot(root: etree._Element, spec: MachineSpec, files: MachineFiles, firm
     os_element = _add(root, "os")
     _add(os_element, "type", "hvm", arch="x86_64", machine="q35")
     if image.hardware is Hardware.WINDOWS and image.firmware is not Firmware.UEFI:
-        raise ValueError(f"image {image.name}: has hardware windows, which boots by UEFI, not {image.firmware.value}")
+        raise ValueError(f"image {image.name}: hardware windows boots by UEFI, not {image.firmware.value}")
     if image.firmware is Firmware.UEFI:
         if firmware is None:
-            raise ValueError(f"image {image.name}: boots by UEFI, but no firmware was given")
+            raise ValueError(f"image {image.name}: no firmware given for UEFI")
         _add(os_element, "loader", str(firmware.code), readonly="yes", type="pflash")
         _add(os_element, "nvram", str(files.firmware_vars))
     if image.firmware is Firmware.DIRECT_KERNEL:

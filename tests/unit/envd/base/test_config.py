@@ -101,7 +101,9 @@ def test_a_bad_value_names_the_source_that_set_it(tmp_path: Path) -> None:
     message = refusal(tmp_path, "[limits]\nmax_steps = 5\n", environ={"ENVD_LIMITS__MAX_STEPS": "many"})
     assert message.startswith("ENVD_LIMITS__MAX_STEPS: limits.max_steps: ")
     flag = refusal(tmp_path, "", flags={"metrics_listen": "127.0.0.1:70000"})
-    assert flag == "--metrics-listen: metrics_listen: port 70000 is above 65535"
+    assert (
+        flag == "--metrics-listen: metrics_listen: port 70000 is above 65535; choose a smaller one, or 0 for a free one"
+    )
 
 
 def test_a_misspelt_variable_is_refused_and_foreign_ones_are_ignored() -> None:
@@ -324,7 +326,7 @@ def test_protocols_get_their_usual_ports_on_loopback_by_default() -> None:
     [
         ("aeral", "'aeral' is not a protocol; use slime-osworld, areal, areal-sandbox, windows-vm"),
         ("areal,areal=127.0.0.1:1", "names a protocol twice"),
-        ("areal=nowhere", "'nowhere' is not a loopback HOST:PORT"),
+        ("areal=nowhere", "'nowhere' is not HOST:PORT on loopback"),
         ("areal=0.0.0.0:8000", "compat '0.0.0.0:8000' can be reached from other hosts"),
     ],
 )

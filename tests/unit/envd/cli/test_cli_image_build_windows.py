@@ -57,7 +57,7 @@ def test_each_dry_run_has_another_password(media: Path, tmp_path: Path) -> None:
 
 def test_a_dry_run_does_not_write_into_a_directory_with_files(media: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert "is not empty; name a new directory" in build(media, tmp_path / "c", "--dry-run", str(tmp_path), status=2)
+    assert "not empty; name a new directory" in build(media, tmp_path / "c", "--dry-run", str(tmp_path), status=2)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_dry_run_does_not_write_into_a_directory_with_files(media: Path, tmp_p
         (["--name", "Win 11", "--dry-run", "x"], "--name Win 11: not a name; use lower-case letters"),
         (
             ["--key", "AAAAA-BBBBB-CCCCC-DDDDD-EEEEE"],
-            "--key: must be env:NAME, file:PATH or none, never the key itself",
+            "--key: not env:NAME, file:PATH or none; never give the key itself",
         ),
         (["--key", "env:ENVD_NO_SUCH_KEY"], "--key env:ENVD_NO_SUCH_KEY: cannot be read"),
     ],
@@ -81,7 +81,7 @@ def test_a_wrong_flag_is_refused(media: Path, tmp_path: Path, flags: list[str], 
 def test_a_missing_iso_names_both_ways_to_get_one(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["build", "windows", "--cache-dir", str(tmp_path)])
     assert result.exit_code == 2
-    assert "--iso is missing; name the file, or --download a release" in result.stderr
+    assert "--iso: missing; name the file, or --download a release" in result.stderr
 
 
 def test_a_key_is_read_from_the_environment_or_a_file(

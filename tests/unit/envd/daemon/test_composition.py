@@ -55,7 +55,9 @@ async def test_the_hosts_memory_does_not_bound_fake_desktops(tmp_path: Path) -> 
 async def test_a_guest_larger_than_the_host_is_refused_at_start(tmp_path: Path) -> None:
     pool = {"size": 1, "memory_mib": 1_048_576}
     uri = f"qemu:///embed?root={tmp_path}/libvirt"
-    with pytest.raises(ConfigError, match=r"^pools\.desktop\.memory_mib: 1048576 is more than the host's \d+ MiB$"):
+    with pytest.raises(
+        ConfigError, match=r"^pools\.desktop\.memory_mib: 1048576 is more than the host's \d+ MiB; lower it$"
+    ):
         async with open_daemon(fake_config(tmp_path, {"pools": {"desktop": pool}, "hypervisor.uri": uri})):
             pass
     async with open_daemon(fake_config(tmp_path, {"pools": {"desktop": pool}})) as daemon:

@@ -26,7 +26,7 @@ def test_an_unknown_hypervisor_is_refused_with_its_source(uri: str) -> None:
     known = "qemu:///system, qemu+unix:///system?socket=/PATH, qemu:///embed?root=/DIR, fake"
     with pytest.raises(ConfigError) as refused:
         load(environ={"ENVD_HYPERVISOR__URI": uri}, check_uri=backend_of)
-    assert str(refused.value) == f"ENVD_HYPERVISOR__URI: hypervisor.uri: {uri!r} is not one of {known}"
+    assert str(refused.value) == f"ENVD_HYPERVISOR__URI: hypervisor.uri: {uri!r} is not supported; use one of {known}"
 
 
 @pytest.mark.parametrize("uri", ["", "fake", "qemu:///system"])
