@@ -7,12 +7,13 @@ import asyncio
 import gc
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 from envd.api.console.server import PUBLIC_PATHS, serve_console
 from envd.api.relay.endpoint import EndpointServicer
@@ -26,12 +27,13 @@ from envd.api.security.http import (
     require_token,
     tls_context,
 )
-from envd.api.security.secret_files import read_secret
+from envd.api.security.secret_files import Reloaded, read_secret
+from envd.api.security.tokens import TokenTable
 from envd.api.server import ApiServer, read_token_table
 from envd.api.servicer import CUAEnvServicer
 from envd.base.aio import run_unless
 from envd.base.clock import LoopLag, SystemClock
-from envd.base.config import DEFAULT_RUN, Config, RecordingConfig, RunShare
+from envd.base.config import DEFAULT_RUN, Config, RunShare
 from envd.base.config_values import is_local
 from envd.base.errors import ConfigError, OsworldError
 from envd.base.store.store import FILE_NAME, SqliteStore
@@ -45,7 +47,7 @@ from envd.daemon.shards.layout import Shard, clear_layout, growth_file, mark_lay
 from envd.daemon.state_lock import locked
 from envd.daemon.suites import load_tasks
 from envd.episodes.persistence.journal import EpisodeRows
-from envd.episodes.persistence.recovery import load_persisted
+from envd.episodes.persistence.recovery import PersistedState, load_persisted
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.writer import RecordingDirectory
@@ -54,7 +56,7 @@ from envd.episodes.types import EpisodeInfo
 from envd.guest.allow_list import AllowList
 from envd.guest.desktop import Desktop
 from envd.hypervisor.backends import backend_of, open_hypervisor
-from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor
+from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor, Machine
 from envd.images.catalogue import ImageCatalogue
 from envd.integrations.compat.server import serve_compat
 from envd.integrations.compat.sessions import Sessions
@@ -73,6 +75,7 @@ from envd.pool.settings import PoolSettings
 from envd.pool.status import POOL_SERIES
 from envd.pool.template import TemplateCache
 from envd.tasks.assets import AssetCache
+from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
@@ -147,13 +150,72 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
         ImageNotFound, ImageError: A pool's image is missing or damaged.
         HypervisorError: libvirt cannot be opened.
     """
+    inputs = read_inputs(config)
+    async with (
+        open_storage(config, shard) as storage,
+        open_pools(config, inputs, storage, shard) as machines,
+        open_episodes(config, inputs, storage, machines, shard) as episodes,
+        # Listen first, so that no machine starts if the address is taken.
+        open_endpoints(config, storage, episodes, shard) as endpoints,
+    ):
+        await episodes.service.start()
+        yield Daemon(
+            config=config,
+            hypervisor=machines.hypervisor,
+            pools=machines.pools,
+            service=episodes.service,
+            servers=endpoints.servers,
+            address=endpoints.address,
+            metrics_address=storage.metrics_address,
+            console_address=endpoints.console_address,
+            compat_addresses=endpoints.compat_addresses,
+            reaped=machines.reaped,
+            known=episodes.known,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What the settings name, read and checked before anything starts."""
+
+    tasks: TaskCatalogue
+    resources: SetupResources
+    images: Mapping[str, tuple[DiskImage, tuple[int, int]]]
+    """Image and (width, height) of its screen in pixels, by pool."""
+
+
+def read_inputs(config: Config) -> Inputs:
+    """Read the files that the settings name. Raises: ConfigError, ImageNotFound, ImageError."""
     if not config.pools:
         raise ConfigError("no pool is configured; pass --pool 2, or add a section [pools.NAME] to the file")
     _check_memory(config)
     tasks = load_tasks(config)
-    resources, workers = _setup_resources(config), _osworld_workers(config)
-    images = dict(_images(config))
+    path = config.tasks.client_password_file
+    password = read_secret(path, setting="tasks.client_password_file") if path else b""
+    assets = AssetCache(config.asset_dir)
+    assets.remove_leftovers()
+    resources = SetupResources(
+        assets=assets,
+        allow_download=config.tasks.allow_download,
+        client_password=password.decode(errors="replace").strip(),
+    )
+    return Inputs(tasks=tasks, resources=resources, images=dict(_images(config)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """What outlives the daemon, and what reports about it."""
+
+    store: SqliteStore
+    metrics: Metrics
+    metrics_address: str
+
+
+@asynccontextmanager
+async def open_storage(config: Config, shard: Shard | None) -> AsyncIterator[Storage]:
+    """Lock the state directory, open its database, and export traces and metrics. Raises: ConfigError."""
     metrics = Metrics(run_names=set(config.limits.runs) - {DEFAULT_RUN}, process=True)
+    metrics.registry.register(_host_series(config))
     async with AsyncExitStack() as stack:
         stack.enter_context(locked(config.state_dir))
         if shard is None:
@@ -163,123 +225,188 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
         store = SqliteStore(config.state_dir / FILE_NAME)
         stack.push_async_callback(store.aclose)
         metrics_address = await stack.enter_async_context(serve_secured_metrics(metrics, config))
-        hypervisor = await open_hypervisor(config, images=[image for image, _ in images.values()])
-        stack.push_async_callback(hypervisor.close)
+        yield Storage(store=store, metrics=metrics, metrics_address=metrics_address)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """The hypervisor, the pools that fork machines on it, and what a previous daemon left."""
+
+    hypervisor: Hypervisor
+    pools: tuple[Pool, ...]
+    persisted: PersistedState
+    adopted: Mapping[str, Machine]
+    """Machines of persisted episodes, by id."""
+    reaped: tuple[str, ...]
+    """All other machines of a previous daemon, which were removed."""
+
+
+@asynccontextmanager
+async def open_pools(config: Config, inputs: Inputs, storage: Storage, shard: Shard | None) -> AsyncIterator[Machines]:
+    """Open the hypervisor, and create the pools, which start no machine yet. Raises: ConfigError, HypervisorError."""
+    store, metrics = storage.store, storage.metrics
+    hypervisor = await open_hypervisor(config, images=[image for image, _ in inputs.images.values()])
+    try:
         logger.info("hypervisor: %s", hypervisor.description)
-        persisted = await load_persisted(store, clock=SystemClock(), pools=config.pools, tasks=tasks)
-        machines = await hypervisor.adopt(persisted.machine_ids)
+        persisted = await load_persisted(store, clock=SystemClock(), pools=config.pools, tasks=inputs.tasks)
+        adopted = await hypervisor.adopt(persisted.machine_ids)
         reaped = await hypervisor.reap()
-        await unregister_all(store, adopted=machines, reaped=reaped)
-        templates = TemplateCache(hypervisor)
-        # Fake desktops have no guest whose memory could grow: a host of 24 GiB would get 87 of them.
-        runs_guests = hypervisor.capabilities.runs_guests
+        await unregister_all(store, adopted=adopted, reaped=reaped)
+        pools = tuple(_pools(config, inputs, storage, hypervisor, shard))
+        metrics.build_info.labels(version=envd_version(), accelerator=hypervisor.accelerator.value).set(1)
+        metrics.hypervisor_up.set_function(lambda: not hypervisor.problem)
+        metrics.watch_pools(lambda: [pool.statistics() for pool in pools], POOL_SERIES)
+        yield Machines(hypervisor=hypervisor, pools=pools, persisted=persisted, adopted=adopted, reaped=tuple(reaped))
+    finally:
+        await hypervisor.close()
+
+
+def _pools(
+    config: Config, inputs: Inputs, storage: Storage, hypervisor: Hypervisor, shard: Shard | None
+) -> Iterator[Pool]:
+    templates = TemplateCache(hypervisor)
+    memory = disk = None
+    # Fake desktops have no guest whose memory could grow: a host of 24 GiB would get 87 of them.
+    if hypervisor.capabilities.runs_guests:
         board = GrowthBoard(growth_file(config.state_dir.parent), index=shard.index) if shard else None
-        memory_reserve_bytes = config.limits.memory_reserve_mib << 20
-        memory = HostMemory(reserve_bytes=memory_reserve_bytes, board=board) if runs_guests else None
-        disk = HostDisk(config.state_dir, reserve_bytes=config.limits.disk_reserve_mib << 20) if runs_guests else None
-        runs = config.limits.runs
-        shares = RunShares(named=runs, others=runs.get(DEFAULT_RUN, RunShare()))
-        pools = [
-            Pool(
-                PoolSettings(
-                    **{**dict(pool), "screen": pool.screen or images[name][1]},
-                    name=name,
-                    shares=shares,
-                    linger_s=LINGER_S,
-                ),
-                hypervisor=hypervisor,
-                image=images[name][0],
-                templates=templates,
-                memory=memory,
-                disk=disk,
-                make_desktop=partial(
-                    Desktop,
-                    allowed=AllowList(pool.allowed_hosts) if pool.allowed_hosts else None,
-                    screen_px=pool.screen or images[name][1],
-                    has_powershell=images[name][0].os is GuestOs.WINDOWS,
-                ),
-                metrics=metrics,
-                store=store,
-            )
-            for name, pool in config.pools.items()
-        ]
+        memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20, board=board)
+        disk = HostDisk(config.state_dir, reserve_bytes=config.limits.disk_reserve_mib << 20)
+    runs = config.limits.runs
+    shares = RunShares(named=runs, others=runs.get(DEFAULT_RUN, RunShare()))
+    for name, pool in config.pools.items():
+        image, image_screen_px = inputs.images[name]
+        screen_px = pool.screen or image_screen_px
+        yield Pool(
+            PoolSettings(**{**dict(pool), "screen": screen_px}, name=name, shares=shares, linger_s=LINGER_S),
+            hypervisor=hypervisor,
+            image=image,
+            templates=templates,
+            memory=memory,
+            disk=disk,
+            make_desktop=partial(
+                Desktop,
+                allowed=AllowList(pool.allowed_hosts) if pool.allowed_hosts else None,
+                screen_px=screen_px,
+                has_powershell=image.os is GuestOs.WINDOWS,
+            ),
+            metrics=storage.metrics,
+            store=storage.store,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episodes:
+    """The episode service, with the episodes of a previous daemon."""
+
+    service: EpisodeService
+    library: Library | None
+    """Recordings of episodes, if there are any."""
+    known: tuple[EpisodeInfo, ...]
+    """Restored episodes."""
+
+
+@asynccontextmanager
+async def open_episodes(
+    config: Config, inputs: Inputs, storage: Storage, machines: Machines, shard: Shard | None
+) -> AsyncIterator[Episodes]:
+    """Create the episode service, restore persisted episodes, and look for leftovers. Ends all episodes at the end."""
+    store, metrics = storage.store, storage.metrics
+    async with AsyncExitStack() as stack:
+
+        def run(work: Coroutine[Any, Any, None], name: str) -> None:
+            stack.push_async_callback(_cancel, asyncio.create_task(work, name=name))
+
         judges = JudgeWorkers()
         stack.push_async_callback(judges.aclose)
         osworld = None
-        if workers is not None:
+        if (workers := _osworld_workers(config)) is not None:
             stack.push_async_callback(workers.aclose)
-            osworld = WorkerBridge(
-                workers, assets=AssetCache(config.asset_dir), client_password=resources.client_password
-            )
+            password = inputs.resources.client_password
+            osworld = WorkerBridge(workers, assets=AssetCache(config.asset_dir), client_password=password)
         service = EpisodeService(
-            pools,
-            tasks=tasks,
-            run_setup=partial(run_setup, resources=replace(resources, osworld=osworld, judge=judges)),
+            machines.pools,
+            tasks=inputs.tasks,
+            run_setup=partial(run_setup, resources=replace(inputs.resources, osworld=osworld, judge=judges)),
             run_checkers=partial(evaluate, osworld=osworld, judge=judges),
             limits=config.limits,
             metrics=metrics,
             store=store,
             make_id=lambda: f"{shard.id_prefix if shard else ''}{secrets.token_hex(8)}",
         )
-        library = None
-        if config.recording.directory is not None:
-            recorder = _recorder(service, metrics, config.recording.directory, config.recording)
+        library, recording = None, config.recording
+        if recording.directory is not None:
+            target = RecordingDirectory(
+                recording.directory,
+                limit_bytes=int(recording.limit_gib * (1 << 30)),
+                min_free_bytes=int(recording.min_free_gib * (1 << 30)),
+            )
+            failed = metrics.recording_failed
+            recorder = Recorder(service, target, max_rate_hz=recording.max_rate_hz, on_failed=failed.set)
             # After the service, which closes the episodes.
             stack.push_async_callback(recorder.aclose)
-            library = Library(config.recording.directory)
+            library = Library(recording.directory)
         stack.push_async_callback(service.aclose)
-        servicer = CUAEnvServicer(service, is_shard=shard is not None)
-        server = ApiServer(
-            servicer,
-            listen=config.listen,
-            metrics=metrics,
-            security=config.security,
-            is_inner=shard is not None,
-        )
-        stack.push_async_callback(server.stop, grace=_STOP_GRACE)
-        endpoint = await stack.enter_async_context(_endpoint(shard, servicer, metrics)) if shard else None
-        metrics.build_info.labels(version=envd_version(), accelerator=hypervisor.accelerator.value).set(1)
-        metrics.hypervisor_up.set_function(lambda: not hypervisor.problem)
-        metrics.watch_pools(lambda: [pool.statistics() for pool in pools], POOL_SERIES)
-        metrics.registry.register(_host_series(config))
         lag = LoopLag()
         lag.listen(metrics.loop_lag.observe)
         service.extend_leases_by(lag)
-        stack.push_async_callback(_cancel, asyncio.create_task(lag.run(), name="loop-lag"))
-        console_address = ""
-        if config.console_listen:
-            console_address = await stack.enter_async_context(_serve_console(service, library, metrics, config))
-        await service.restore(persisted, machines)
-        known = tuple(service.list_episodes())
+        run(lag.run(), "loop-lag")
+        await service.restore(machines.persisted, machines.adopted)
         audit = Audit(
-            [hypervisor, MachineRows(store, pools), EpisodeRows(store, service.journal)],
+            [machines.hypervisor, MachineRows(store, machines.pools), EpisodeRows(store, service.journal)],
             interval_s=config.limits.audit_interval_s,
             grace_s=_AUDIT_GRACE_S,
             clock=SystemClock(),
             on_leftover=lambda leftover: metrics.leftovers.labels(kind=leftover.kind.value).inc(),
         )
+        run(audit.run(), "audit")
         if workers is not None and any(pool.image == IMAGE for pool in config.pools.values()):
-            stack.push_async_callback(_cancel, asyncio.create_task(_warm(workers), name="osworld:warm"))
-        auditing = asyncio.create_task(audit.run(), name="audit")
-        stack.push_async_callback(_cancel, auditing)
-        # Listen first, so that no machine starts if the address is taken.
+            run(_warm(workers), "osworld:warm")
+        yield Episodes(service=service, library=library, known=tuple(service.list_episodes()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """Where clients and people reach the daemon."""
+
+    servers: tuple[ApiServer, ...]
+    address: str
+    console_address: str
+    compat_addresses: Mapping[str, str]
+
+
+@asynccontextmanager
+async def open_endpoints(
+    config: Config, storage: Storage, episodes: Episodes, shard: Shard | None
+) -> AsyncIterator[Endpoints]:
+    """Listen for clients. Raises: ConfigError: an address is taken, or a token or certificate file is invalid."""
+    service, metrics = episodes.service, storage.metrics
+    async with AsyncExitStack() as stack:
+        servicer = CUAEnvServicer(service, is_shard=shard is not None)
+        server = ApiServer(
+            servicer, listen=config.listen, metrics=metrics, security=config.security, is_inner=shard is not None
+        )
+        stack.push_async_callback(server.stop, grace=_STOP_GRACE)
+        endpoint = await stack.enter_async_context(_endpoint(shard, servicer, metrics)) if shard else None
+        tls = tls_context(config.security, on_stale=metrics.security_files_stale.labels(setting="tls_cert").set)
+        console_address = ""
+        if config.console_listen:
+            tokens = read_token_table(config.security, metrics)
+            console_address = await stack.enter_async_context(_serve_console(episodes, tokens, tls, config))
         address = await server.start()
         if endpoint is not None:
             await endpoint.start()
-        compat_addresses = await stack.enter_async_context(_serve_compat(service, server, metrics, config))
-        await service.start()
-        yield Daemon(
-            config=config,
-            hypervisor=hypervisor,
-            pools=tuple(pools),
-            service=service,
+        # By the rules of `security`.
+        limits = config.limits
+        sessions = Sessions(service, max_lease_ttl_s=limits.lease_ttl_max_s, max_steps=limits.max_steps)
+        checks = [require_local_host_name()] if config.security.tokens_file is None and tls is None else []
+        compat_addresses = await stack.enter_async_context(
+            serve_compat(config.compat_addresses, sessions, server.guard, tls=tls, middlewares=checks)
+        )
+        yield Endpoints(
             servers=(server, endpoint) if endpoint else (server,),
             address=address,
-            metrics_address=metrics_address,
             console_address=console_address,
             compat_addresses=compat_addresses,
-            reaped=tuple(reaped),
-            known=known,
         )
 
 
@@ -298,19 +425,6 @@ async def _endpoint(shard: Shard, own: CUAEnvServicer, metrics: Metrics) -> Asyn
         await supervisor.aclose()
 
 
-def _setup_resources(config: Config) -> SetupResources:
-    """Return the resources of task setups. Raises: ConfigError: the password file is not usable."""
-    path = config.tasks.client_password_file
-    password = read_secret(path, setting="tasks.client_password_file") if path else b""
-    assets = AssetCache(config.asset_dir)
-    assets.remove_leftovers()
-    return SetupResources(
-        assets=assets,
-        allow_download=config.tasks.allow_download,
-        client_password=password.decode(errors="replace").strip(),
-    )
-
-
 def serve_secured_metrics(
     metrics: Metrics, config: Config, *, merge: Callable[[bytes], Awaitable[bytes]] | None = None
 ) -> AbstractAsyncContextManager[str]:
@@ -323,50 +437,23 @@ def serve_secured_metrics(
     return serve_metrics(metrics, config.metrics_listen, tls=tls, middlewares=[check], merge=merge)
 
 
-def _recorder(service: EpisodeService, metrics: Metrics, directory: Path, config: RecordingConfig) -> Recorder:
-    """Record all episodes from now on."""
-    return Recorder(
-        service,
-        RecordingDirectory(
-            directory,
-            limit_bytes=int(config.limit_gib * (1 << 30)),
-            min_free_bytes=int(config.min_free_gib * (1 << 30)),
-        ),
-        max_rate_hz=config.max_rate_hz,
-        on_failed=metrics.recording_failed.set,
-    )
-
-
 def _serve_console(
-    service: EpisodeService, library: Library | None, metrics: Metrics, config: Config
+    episodes: Episodes, tokens: Reloaded[TokenTable] | None, tls: ssl.SSLContext | None, config: Config
 ) -> AbstractAsyncContextManager[str]:
     """Serve the console by the rules of `security`, on loopback too."""
-    tls = tls_context(config.security, on_stale=metrics.security_files_stale.labels(setting="tls_cert").set)
-    tokens = read_token_table(config.security, metrics)
     checks = [require_token(tokens, Scope.READ, exempt=PUBLIC_PATHS)]
     if tokens is None and tls is None:
         checks.append(require_local_host_name())
     return serve_console(
-        service,
+        episodes.service,
         config.console_listen,
-        library=library,
+        library=episodes.library,
         tls=tls,
         middlewares=checks,
         is_admitted=is_admitted,
         may_see=may_list,
         caller_name=caller_name,
     )
-
-
-def _serve_compat(
-    service: EpisodeService, server: ApiServer, metrics: Metrics, config: Config
-) -> AbstractAsyncContextManager[dict[str, str]]:
-    """Serve other systems' protocols by the rules of `security`."""
-    tls = tls_context(config.security, on_stale=metrics.security_files_stale.labels(setting="tls_cert").set)
-    limits = config.limits
-    sessions = Sessions(service, max_lease_ttl_s=limits.lease_ttl_max_s, max_steps=limits.max_steps)
-    checks = [require_local_host_name()] if config.security.tokens_file is None and tls is None else []
-    return serve_compat(config.compat_addresses, sessions, server.guard, tls=tls, middlewares=checks)
 
 
 def _host_series(config: Config) -> HostCollector:
