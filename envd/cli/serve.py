@@ -18,8 +18,8 @@ from envd.base.telemetry import logs
 from envd.base.terminal import reports_errors
 from envd.base.version import envd_version
 from envd.cli.options import EVERY_SETTING, with_settings
-from envd.daemon.composition import Daemon, freeze_gc, open_daemon
-from envd.daemon.descriptors import reserve_low_descriptors
+from envd.daemon.composition import Daemon, open_daemon
+from envd.daemon.process import prepare_process
 from envd.daemon.service_manager import ServiceManager
 from envd.daemon.shards.layout import Shard
 from envd.daemon.shards.supervisor import open_supervisor
@@ -38,8 +38,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def serve(settings: Config) -> None:
     """Serve pools of desktops over gRPC. SIGTERM or Ctrl-C drains; a second signal ends all episodes."""
     logs.setup(log_format=settings.log_format, level=settings.log_level)
-    freeze_gc()
-    reserve_low_descriptors()
+    prepare_process()
     uvloop.run(serve_until_signal(settings, print_line=lambda line: out.print(line, markup=False, soft_wrap=True)))
 
 

@@ -15,8 +15,7 @@ from envd.base.config import Config
 from envd.base.errors import ConfigError, EnvdError
 from envd.base.telemetry import logs
 from envd.cli.serve import Serving
-from envd.daemon.composition import freeze_gc
-from envd.daemon.descriptors import reserve_low_descriptors
+from envd.daemon.process import prepare_process
 from envd.daemon.service_manager import ServiceManager
 from envd.daemon.shards.layout import Shard, shard_config
 from envd.daemon.shards.process import REPORT_INTERVAL_S, STOP
@@ -51,8 +50,7 @@ def main() -> int:
     config = Config.model_validate(settings["config"])
     shard = Shard(index=settings["index"], whole=config)
     logs.setup(log_format=config.log_format, level=config.log_level)
-    freeze_gc()
-    reserve_low_descriptors()
+    prepare_process()
     with logs.bound(shard=str(shard.index)):
         try:
             uvloop.run(_serve(shard_config(config, shard.index), shard))

@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import gc
 import logging
 import secrets
 import ssl
@@ -87,8 +86,6 @@ _STOP_GRACE = timedelta(seconds=2)
 #: Longer than anything takes to be created or removed, including the largest template.
 _AUDIT_GRACE_S = 300.0
 _DEFAULT_SCREEN_PX = (1280, 800)
-#: How many collections of young objects precede one of all objects; Python's default is 10.
-_YOUNG_COLLECTIONS_PER_FULL_ONE = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,20 +115,6 @@ class Daemon:
             await server.drain()
         # What draining leaves undone is closing episodes; closing the daemon does that in any case.
         await run_unless(hurry, self.service.drain(self.config.limits.drain_timeout_s))
-
-
-def freeze_gc() -> None:
-    """Shorten pauses of the garbage collector: exempt all present objects from further collections.
-
-    Imported modules are more than half of all objects, even with 128 fake desktops. Rarer collections of new objects
-    would not help: one after ten times as many took 40 ms instead of 1 or 2, because it scans the coroutines of all
-    calls. Only collections of all objects are made rarer: with 256 clients one takes 60 to 110 ms, and the pixels
-    of closed desktops do not wait for it.
-    """
-    gc.collect()
-    gc.freeze()
-    new, young, _ = gc.get_threshold()
-    gc.set_threshold(new, young, _YOUNG_COLLECTIONS_PER_FULL_ONE)
 
 
 @asynccontextmanager

@@ -11,8 +11,7 @@ from cuaenv.cli.terminal import progress
 
 from envd.base.config import DEFAULT_IMAGE, Config, PoolConfig, RecordingConfig, SecurityConfig
 from envd.base.terminal import stop_on_sigterm
-from envd.daemon.composition import freeze_gc
-from envd.daemon.descriptors import reserve_low_descriptors
+from envd.daemon.process import prepare_process
 from envd.hypervisor.backends import backend_of
 from envd.images.build import build_image
 from envd.images.catalogue import ImageCatalogue
@@ -88,9 +87,8 @@ def run_until_signal(work: Coroutine[Any, Any, T]) -> T:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 
-    freeze_gc()
+    prepare_process()
     try:
-        reserve_low_descriptors()
         return uvloop.run(cancel_on_signal())
     except asyncio.CancelledError as cancelled:
         raise typer.Exit(128 + received[0] if received else 1) from cancelled
