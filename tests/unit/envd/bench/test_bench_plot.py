@@ -119,7 +119,7 @@ def test_a_file_that_is_not_a_report_is_an_error_and_nothing_is_written(
 ) -> None:
     shutil.copy(REPORTS / "fork.json", tmp_path)
     (tmp_path / "other.json").write_text(text)
-    with pytest.raises(ConfigError, match=rf"other.json: is not a report of `envd bench` \({problem}") as caught:
+    with pytest.raises(ConfigError, match=rf"other.json: not a report of `envd bench` \({problem}") as caught:
         write_plots(tmp_path)
     assert "move it away" in str(caught.value)
     assert not list(tmp_path.glob("*.svg"))
