@@ -28,7 +28,7 @@ Context = Any
 class CallReport:
     """Measures and logs one call."""
 
-    def __init__(self, metrics: Metrics, method: str, *, peer: str, caller: str = "", is_inner: bool = False) -> None:
+    def __init__(self, metrics: Metrics, method: str, *, peer: str, caller: str = "") -> None:
         """Start measuring.
 
         Args:
@@ -36,17 +36,15 @@ class CallReport:
             method: The method.
             peer: Address of the caller.
             caller: Name of its token.
-            is_inner: Whether another process of the daemon relayed the call, and measures it.
         """
         self._metrics = metrics
         self._method = method
         self.ids: dict[str, str] = {}
         """Ids in the request; for a stream, in the newest request that has any."""
         self._origin = {"peer": peer, **({"caller": caller} if caller else {})}
-        self._is_inner = is_inner
         self._began_s = time.monotonic()
 
-    async def relay(
+    async def forward(
         self, start: Callable[[], AsyncIterator[Response]], context: Context
     ) -> AsyncGenerator[Response, None]:
         """Forward responses; a failure becomes the stream's status, after the responses already sent."""
@@ -64,16 +62,11 @@ class CallReport:
     def finish(self, code: grpc.StatusCode) -> float:
         """Measure the call; return its duration in seconds."""
         duration_s = time.monotonic() - self._began_s
-        if not self._is_inner:
-            self._metrics.rpc_duration.labels(method=self._method, code=code.name).observe(duration_s)
+        self._metrics.rpc_duration.labels(method=self._method, code=code.name).observe(duration_s)
         return duration_s
 
     async def fail(self, error: Exception, context: Context) -> NoReturn:
-        """Measure, log and answer a failure. A shard's status is passed on: the shard has logged it."""
-        if isinstance(error, grpc.aio.AioRpcError):
-            self.finish(error.code())
-            trailing = tuple(error.trailing_metadata() or ())
-            await context.abort(error.code(), error.details() or "", trailing)
+        """Measure, log and answer a failure."""
         code = code_of(error) if isinstance(error, EnvdError) else grpc.StatusCode.INTERNAL
         reason = reason_of(error)
         duration_s = self.finish(code)

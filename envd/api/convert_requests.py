@@ -84,7 +84,6 @@ def reset_command(
     *,
     time_remaining_s: float | None,
     caller: Caller = TRUSTED,
-    may_queue: bool = True,
 ) -> ResetCommand:
     """Convert a reset request.
 
@@ -92,7 +91,6 @@ def reset_command(
         request: The request.
         time_remaining_s: Time until the call's deadline, if it has one.
         caller: Owner of the new episodes.
-        may_queue: Whether the group may queue for machines that others hold.
 
     Raises:
         InvalidRequest: A field is missing or out of range.
@@ -112,7 +110,6 @@ def reset_command(
         max_machines=caller.max_machines,
         settle=settle_policy(request.settle, "settle") if request.HasField("settle") else None,
         observe=observation_options(request.observation, "observation"),
-        may_queue=may_queue,
         timeout_s=ready_timeout_s(request, time_remaining_s=time_remaining_s),
         fingerprint=fingerprint_of(request),
     )

@@ -36,10 +36,9 @@ Context = Any
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Authorizes and measures calls; answers failures with `google.rpc.Status`."""
 
-    def __init__(self, metrics: Metrics, guard: Guard, *, is_inner: bool = False) -> None:
+    def __init__(self, metrics: Metrics, guard: Guard) -> None:
         self._metrics = metrics
         self._guard = guard
-        self._is_inner = is_inner
 
     async def intercept_service(
         self,
@@ -76,7 +75,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Return a handler that fails at once, for a method of any kind."""
 
         async def refuse(_requests: AsyncIterator[bytes], context: Context) -> NoReturn:
-            report = CallReport(self._metrics, method, peer=context.peer(), is_inner=self._is_inner)
+            report = CallReport(self._metrics, method, peer=context.peer())
             try:
                 self._guard.count_unauthenticated(context.peer())
             except EnvdError as limited:
@@ -88,7 +87,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def _report(self, call: "CallContext", context: Context) -> CallReport:
         call.peer = context.peer()
-        return CallReport(self._metrics, call.method, peer=call.peer, caller=call.caller_name, is_inner=self._is_inner)
+        return CallReport(self._metrics, call.method, peer=call.peer, caller=call.caller_name)
 
     def _unary(
         self, call: "CallContext", inner: Callable[[Message, Context], Awaitable[Response]]
@@ -130,8 +129,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                             call.recheck(report.ids)
                             yield response
 
-            async with aclosing(report.relay(responses, context)) as relayed:
-                async for response in relayed:
+            async with aclosing(report.forward(responses, context)) as answers:
+                async for response in answers:
                     yield response
 
         return answer
@@ -165,8 +164,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                             response_count += 1
                             yield response
 
-            async with aclosing(report.relay(responses, context)) as relayed:
-                async for response in relayed:
+            async with aclosing(report.forward(responses, context)) as answers:
+                async for response in answers:
                     yield response
 
         return answer

@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from cuaenv.v1 import env_pb2
+from cuaenv.v1 import env_pb2, env_pb2_grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_NAME
 from grpc_reflection.v1alpha import reflection
 
 from envd.api.health import HealthServicer
 from envd.api.interceptors import CallInterceptor
-from envd.api.relay.endpoint import EndpointServicer
-from envd.api.relay.servicer import RelayServicer
 from envd.api.requests import MAX_MESSAGE_BYTES
 from envd.api.security.guard import RENEWAL_BURST, RENEWALS_PER_S, Guard
 from envd.api.security.rate import RateLimiter
@@ -116,25 +114,23 @@ def _is_loopback(host: str) -> bool:
 
 
 class ApiServer:
-    """Serves one episode service, or several shards."""
+    """Serves one episode service."""
 
     def __init__(
         self,
-        episodes: EpisodeService | CUAEnvServicer | RelayServicer | EndpointServicer,
+        episodes: EpisodeService,
         *,
         listen: str,
         metrics: Metrics,
         security: SecurityConfig | None = None,
-        is_inner: bool = False,
     ) -> None:
         """Check the address and read tokens and certificates; nothing listens before `start`.
 
         Args:
-            episodes: The service to expose, or the servicer of one or several shards.
+            episodes: The service to expose.
             listen: The address; see `parse_listen`.
             metrics: Counts calls, failures and unreadable security files.
             security: Authentication and TLS; by default every caller that can reach the address is trusted.
-            is_inner: Whether only other processes of the same daemon call it; see `Guard`.
 
         Raises:
             ConfigError: The address is malformed or must not be exposed, or a token or certificate file is invalid.
@@ -142,29 +138,23 @@ class ApiServer:
         security = security or SecurityConfig()
         self._listen = parse_listen(listen, exposable=security.is_exposable)
         self._credentials = _credentials(security, metrics)
-        is_shard_endpoint = isinstance(episodes, EndpointServicer)
         self._options = (
             *_OPTIONS,
             # Further calls of a connection wait in the client, `KeepAlive` too, so a caller's own limit must be lower.
             ("grpc.max_concurrent_streams", 2 * security.max_calls_in_flight),
-            # Shards share the port. Two daemons must not: without the option the second one fails to start.
-            ("grpc.so_reuseport", int(is_shard_endpoint)),
+            # Otherwise a second daemon could listen on the same port, and each would get a part of the calls.
+            ("grpc.so_reuseport", 0),
         )
-        self._servicer = (
-            episodes
-            if isinstance(episodes, CUAEnvServicer | RelayServicer | EndpointServicer)
-            else CUAEnvServicer(episodes)
-        )
+        self._servicer = CUAEnvServicer(episodes)
         #: Admits its calls; other servers of the same episodes share it, and with it each caller's limits.
         self.guard = Guard(
-            tokens=read_token_table(security, metrics, allow_quotas=not is_shard_endpoint),
+            tokens=read_token_table(security, metrics),
             limiter=RateLimiter(calls_per_second=security.calls_per_second, burst=security.call_burst),
             renewals=RateLimiter(calls_per_second=RENEWALS_PER_S, burst=RENEWAL_BURST),
             max_calls=security.max_calls_in_flight,
             may_use=self._servicer.may_use,
-            is_inner=is_inner,
         )
-        self._interceptor = CallInterceptor(metrics, self.guard, is_inner=is_inner)
+        self._interceptor = CallInterceptor(metrics, self.guard)
         self._health = HealthServicer(SERVICE_NAME)
         self._server: grpc.aio.Server | None = None
         self._address = ""
@@ -187,7 +177,7 @@ class ApiServer:
         """
         server = grpc.aio.server(interceptors=[self._interceptor], options=self._options)
         handlers: Any = _GenericHandlers(server)
-        self._servicer.add_to(handlers)
+        env_pb2_grpc.add_CUAEnvServicer_to_server(self._servicer, handlers)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, handlers)
         reflection.enable_server_reflection((SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME), server)
         try:
@@ -253,15 +243,12 @@ def _private_files() -> Iterator[None]:
         os.umask(before)
 
 
-def read_token_table(
-    security: SecurityConfig, metrics: Metrics, *, allow_quotas: bool = True
-) -> Reloaded[TokenTable] | None:
+def read_token_table(security: SecurityConfig, metrics: Metrics) -> Reloaded[TokenTable] | None:
     """Return the accepted tokens; None without a file of them.
 
     Args:
         security: Names the file.
         metrics: Reports that a new version of the file is not usable.
-        allow_quotas: Whether tokens may have `max_machines`, which shards do not count together.
 
     Raises:
         ConfigError: The file is not usable.
@@ -270,20 +257,8 @@ def read_token_table(
     if path is None:
         return None
 
-    def read() -> TokenTable:
-        table = read_tokens(path)
-        if table.has_quotas and not allow_quotas:
-            raise ConfigError(f"{TOKENS_SETTING}: {path}: max_machines is not available with several shards; remove it")
-        return table
-
     stale = metrics.security_files_stale.labels(setting="tokens_file")
-    return Reloaded(TOKENS_SETTING, [path], read, on_stale=stale.set)
-
-
-def check_security(security: SecurityConfig, metrics: Metrics, *, allow_quotas: bool) -> None:
-    """Check that the files of `security` are usable. Raises: ConfigError; see `read_token_table`."""
-    read_token_table(security, metrics, allow_quotas=allow_quotas)
-    _credentials(security, metrics)
+    return Reloaded(TOKENS_SETTING, [path], lambda: read_tokens(path), on_stale=stale.set)
 
 
 def _credentials(security: SecurityConfig, metrics: Metrics) -> grpc.ServerCredentials | None:

@@ -47,7 +47,7 @@ from envd.api.convert_results import (
 from envd.api.fields import int_in_range, request_id_of
 from envd.api.flow_control import AckTracker, paced
 from envd.api.pages import page_of
-from envd.api.security.access import NO_QUEUE_HEADER, Caller, current_caller
+from envd.api.security.access import Caller, current_caller
 from envd.base.aio import race
 from envd.base.errors import GuestError, GuestRefused, InvalidRequest, MachineLost
 from envd.base.telemetry import traces
@@ -74,15 +74,10 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
     skip other callers' episodes where the contract ignores unknown ones.
     """
 
-    def __init__(self, episodes: EpisodeService, *, is_shard: bool = False) -> None:
+    def __init__(self, episodes: EpisodeService) -> None:
         self._episodes = episodes
-        self._is_shard = is_shard
         self._screens: OrderedDict[str, Size] = OrderedDict()
         self._stopping = asyncio.Event()
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the methods."""
-        env_pb2_grpc.add_CUAEnvServicer_to_server(self, server)
 
     def may_use(self, caller: Caller, episode_id: str) -> bool:
         """Return whether a caller may use an episode."""
@@ -94,12 +89,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
 
     async def Reset(self, request: env_pb2.ResetRequest, context: Context) -> env_pb2.ResetResponse:
         """Open a group of episodes."""
-        command = reset_command(
-            request,
-            time_remaining_s=_remaining_s(context),
-            caller=current_caller(),
-            may_queue=not (self._is_shard and NO_QUEUE_HEADER in (context.invocation_metadata() or ())),
-        )
+        command = reset_command(request, time_remaining_s=_remaining_s(context), caller=current_caller())
         result = await self._episodes.reset(command)
         for info, observation in zip(result.episodes, result.observations, strict=True):
             self._remember_screen(info.episode_id, observation.frame)

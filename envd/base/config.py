@@ -160,9 +160,6 @@ class HypervisorConfig(_Section):
     reaction_ms: int = Field(default=0, ge=0, le=10_000)
     """Drawn desktops only: their programs react to each input after up to this many milliseconds, as slow programs
     do."""
-    drawing_processes: int | None = Field(default=None, ge=0, le=1024)
-    """Worker processes that draw the desktops of `fake`; 0 draws them in the daemon. Default: one per 16 machines, at
-    most one per core."""
 
     @property
     def template_limit_bytes(self) -> int:
@@ -331,8 +328,6 @@ class Config(_Section):
     compat: Annotated[tuple[CompatEndpoint, ...], CommaList] = ()
     """Protocols of other systems to serve, each `NAME` or `NAME=HOST:PORT`: `slime-osworld`, `areal`, `areal-sandbox`,
     `windows-vm`. They use the certificate and the tokens of `security`. In the environment, separated by commas."""
-    shards: int = Field(default=1, ge=1, le=64)
-    """Daemon processes behind the one endpoint; each gets a part of every pool's machines. 1 for a single process."""
     state_dir: Directory = Field(default_factory=default_state_dir)
     """Directory of one daemon's state: machines, overlays, sockets, logs of QEMU."""
     cache_dir: Directory = Field(default_factory=default_cache_dir)
@@ -416,6 +411,14 @@ class Config(_Section):
         return self.hypervisor.template_dir or self.state_dir / "templates"
 
 
+#: Settings of earlier versions, and what replaces them.
+_REMOVED: Mapping[str, str] = {
+    "shards": "is no longer a setting; run several daemons, each with its own port and state directory (docs/scale.md),"
+    " and list their addresses in the client",
+    "hypervisor.drawing_processes": "is no longer a setting; a daemon draws its desktops itself, and several daemons"
+    " use several cores (docs/scale.md)",
+}
+
 #: Sections that may occur many times, each under a name of the operator's choice.
 _NAMED: Mapping[str, type[_Section]] = {"pools": PoolConfig, "limits.runs": RunShare}
 
@@ -498,7 +501,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, .
     Variables without a similar setting are ignored: Kubernetes, for example, sets `ENVD_SERVICE_HOST` in every
     container next to a service called envd.
     """
-    names = {path.upper().replace(".", "__"): path for path in fields() if ".NAME." not in path}
+    names = {path.upper().replace(".", "__"): path for path in (*fields(), *_REMOVED) if ".NAME." not in path}
     named = tuple(f"{section.upper().replace('.', '__')}__" for section in _NAMED)
     for variable in sorted(environ):
         if not variable.startswith(ENV_PREFIX):
@@ -540,7 +543,7 @@ def _messages(error: ValidationError, origin: Mapping[tuple[str, ...], str]) -> 
         key = ".".join(path)
         if item["type"] == "extra_forbidden":
             match = difflib.get_close_matches(path[-1], _siblings(path), n=1)
-            text = "unknown key" + (f"; did you mean {match[0]!r}?" if match else "")
+            text = _REMOVED.get(key) or "unknown key" + (f"; did you mean {match[0]!r}?" if match else "")
         else:
             text = item["msg"].removeprefix("Value error, ")
         yield f"{source}: {key}: {text}" if key else f"{source}: {text}"

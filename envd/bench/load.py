@@ -1,69 +1,101 @@
-"""Starts and controls the clients of `envd bench scale`, which run in processes of their own."""
+"""Starts and controls the processes of `envd bench scale`: its daemons, and the clients that put load on them."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from statistics import median_high
 from typing import Any
 
+from envd.base.config import Config
 from envd.base.errors import EnvdError
 from envd.bench.child import Child, run_module
 from envd.bench.load_client import LoadPlan, LoadResult
 
-_PROGRAM = "envd.bench.load_client"
+_CLIENTS_PROGRAM = "envd.bench.load_client"
+_DAEMON_PROGRAM = "envd.bench.scale_daemon"
 _EXIT_TIMEOUT_S = 60
 
 
 class LoadFailed(EnvdError, reason="LOAD_FAILED"):
-    """A process of clients ended early; its error is on standard error."""
+    """A process of the benchmark ended early; its error is on standard error."""
+
+
+async def _send(child: Child, line: str) -> None:
+    child.stdin.write(line.encode() + b"\n")
+    await child.stdin.drain()
+
+
+async def _receive(child: Child) -> dict[str, Any]:
+    line = await child.stdout.readline()
+    if not line:
+        raise LoadFailed("a process of the benchmark ended; its error is above")
+    message: dict[str, Any] = json.loads(line)
+    return message
+
+
+async def _ask(child: Child) -> dict[str, Any]:
+    await _send(child, "go")
+    return await _receive(child)
+
+
+@asynccontextmanager
+async def _processes(module: str, inputs: Sequence[str]) -> AsyncIterator[list[Child]]:
+    """Start a process of a module for each first line of input. After the block they end by themselves."""
+    async with AsyncExitStack() as stack:
+        children = []
+        for line in inputs:
+            children.append(await stack.enter_async_context(run_module(module)))
+            await _send(children[-1], line)
+        yield children
+        for child in children:
+            child.stdin.close()
+        async with asyncio.timeout(_EXIT_TIMEOUT_S):
+            await asyncio.gather(*(child.process.wait() for child in children))
+
+
+class Daemons:
+    """The daemons under load, made by `daemon_processes`."""
+
+    def __init__(self, children: Sequence[Child], ready: Sequence[dict[str, Any]]) -> None:
+        self._children = children
+        self.addresses: tuple[str, ...] = tuple(each["address"] for each in ready)
+        self.conditions: dict[str, object] = ready[0]["conditions"]
+        """Description of the host and of the machines."""
+
+    async def measured(self) -> tuple[float, list[float]]:
+        """Return the CPU time in s of all of them and the delays of their event loops in ms, since the last call."""
+        found = await asyncio.gather(*map(_ask, self._children))
+        return sum(each["cpu_s"] for each in found), [lag_ms for each in found for lag_ms in each["lags_ms"]]
+
+
+@asynccontextmanager
+async def daemon_processes(configs: Sequence[Config], *, on_progress: Callable[[str], None]) -> AsyncIterator[Daemons]:
+    """Start a daemon for each configuration and wait until their machines are ready. Raises: LoadFailed."""
+
+    async def ready(child: Child) -> dict[str, Any]:
+        while "stage" in (message := await _receive(child)):
+            on_progress(message["stage"])
+        return message
+
+    async with _processes(_DAEMON_PROGRAM, [config.model_dump_json() for config in configs]) as children:
+        yield Daemons(children, await asyncio.gather(*map(ready, children)))
 
 
 class Load:
     """The clients' processes, made by `load_processes`."""
 
-    def __init__(self, processes: "Sequence[_LoadProcess]") -> None:
-        self._processes = processes
+    def __init__(self, children: Sequence[Child]) -> None:
+        self._children = children
 
     async def opened(self) -> int:
         """Wait until the episodes are open, and return their number. Raises: LoadFailed."""
-        return sum(await asyncio.gather(*(process.opened() for process in self._processes)))
+        return sum(each["opened"] for each in await asyncio.gather(*map(_receive, self._children)))
 
     async def run(self) -> LoadResult:
         """Run the next phase: steps first, then echoes. Raises: LoadFailed."""
-        return merged(await asyncio.gather(*(process.run() for process in self._processes)))
-
-
-class _LoadProcess:
-    """One process of clients."""
-
-    def __init__(self, child: Child) -> None:
-        self._child = child
-
-    async def opened(self) -> int:
-        return int((await self._receive())["opened"])
-
-    async def run(self) -> LoadResult:
-        await self.send("go")
-        return LoadResult(**await self._receive())
-
-    async def send(self, line: str) -> None:
-        self._child.stdin.write(line.encode() + b"\n")
-        await self._child.stdin.drain()
-
-    async def end(self) -> None:
-        """Let the clients close their episodes, and wait for the process."""
-        self._child.stdin.close()
-        async with asyncio.timeout(_EXIT_TIMEOUT_S):
-            await self._child.process.wait()
-
-    async def _receive(self) -> dict[str, Any]:
-        line = await self._child.stdout.readline()
-        if not line:
-            raise LoadFailed("a process of clients ended; its error is above")
-        message: dict[str, Any] = json.loads(line)
-        return message
+        return merged([LoadResult(**each) for each in await asyncio.gather(*map(_ask, self._children))])
 
 
 def merged(results: Sequence[LoadResult]) -> LoadResult:
@@ -82,12 +114,11 @@ def merged(results: Sequence[LoadResult]) -> LoadResult:
 @asynccontextmanager
 async def load_processes(plan: LoadPlan, process_count: int) -> AsyncIterator[Load]:
     """Start the plan's clients in this many processes; after the block they close their episodes and end."""
-    async with AsyncExitStack() as stack:
-        processes = []
-        for index in range(process_count):
-            process = _LoadProcess(await stack.enter_async_context(run_module(_PROGRAM)))
-            client_count = plan.client_count * (index + 1) // process_count - plan.client_count * index // process_count
-            await process.send(json.dumps(asdict(replace(plan, client_count=client_count))))
-            processes.append(process)
-        yield Load(processes)
-        await asyncio.gather(*(process.end() for process in processes))
+    plans = [replace(plan, client_count=part(plan.client_count, i, process_count)) for i in range(process_count)]
+    async with _processes(_CLIENTS_PROGRAM, [json.dumps(asdict(each)) for each in plans]) as children:
+        yield Load(children)
+
+
+def part(total: int, index: int, count: int) -> int:
+    """Return the size of one of `count` parts of a total that are as equal as possible."""
+    return total * (index + 1) // count - total * index // count

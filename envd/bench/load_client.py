@@ -3,30 +3,28 @@
 `envd bench scale` starts `python -m envd.bench.load_client`, which reads a plan as JSON from standard input. It opens
 the episodes and takes one step in each. Then it runs a phase for each line of input and writes its result as JSON:
 first each client steps repeatedly, then each calls an echo over the same gRPC stack, with payloads of the steps' median
-sizes. The echo is the ceiling. Hence bare stubs and not `cuaenv.client`, whose work per call would count as the
-daemon's.
+sizes. The echo is the ceiling. `cuaenv.client` opens the episodes, on the daemons that it chooses. The steps use its
+bare stubs, because the client's work per step would count as the daemon's.
 """
 
 import asyncio
 import json
 import sys
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from statistics import median_high
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import uvloop
-from cuaenv.v1 import env_pb2, env_pb2_grpc
-from cuaenv.wire import RELAYED_KEY
+from cuaenv.client import AsyncEnvClient, View
+from cuaenv.v1 import env_pb2
 from google.protobuf.duration_pb2 import Duration
 
 from envd.base.aio import shielded
-
-if TYPE_CHECKING:
-    from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
 
 _ECHO = "/envd.bench.Echo/Echo"
 #: Connections of the process. The server handles one as one byte stream, and real clients are several processes.
@@ -39,6 +37,7 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Bypass HTTP proxies: the daemon is local.
     ("grpc.enable_http_proxy", 0),
 )
+_LEASE_TTL = timedelta(hours=1)
 #: More than a client takes in any run.
 MAX_STEPS = 100_000
 
@@ -47,14 +46,12 @@ MAX_STEPS = 100_000
 class LoadPlan:
     """The load."""
 
-    address: str
-    """Of the daemon."""
+    addresses: Sequence[str]
+    """Of the daemons."""
     echo_address: str
     task_id: str
     pool: str
     client_count: int
-    channel_count: int
-    """Connections of each process, among which the kernel chooses shards."""
     duration_s: float
     """Of each measured phase."""
     points: Sequence[tuple[int, int]]
@@ -111,43 +108,30 @@ class EchoServer:
 class _Client:
     """One client with one episode: it steps repeatedly, and sends the id of the image that it has."""
 
-    def __init__(self, stubs: "Sequence[CUAEnvAsyncStub]", plan: LoadPlan, number: int) -> None:
-        self._stubs = stubs
-        self._stub = stubs[number % len(stubs)]
+    def __init__(self, plan: LoadPlan, number: int) -> None:
         self._plan = plan
         self._number = number
-        self._episode_id = ""
-        self._image_id = ""
         self._step_count = 0
         self.request_bytes: list[int] = []
         self.response_bytes: list[int] = []
         self.keyframe_count = 0
 
-    async def open(self) -> None:
-        request = env_pb2.ResetRequest(
-            request_id=str(uuid.uuid4()),
-            task_id=self._plan.task_id,
+    async def open(self, client: AsyncEnvClient, stack: AsyncExitStack) -> None:
+        """Open an episode on the daemon that the client chooses; `stack` closes it."""
+        opening = client.reset(
+            self._plan.task_id,
             pool=self._plan.pool,
-            lease_ttl=Duration(seconds=3600),
+            lease_ttl=_LEASE_TTL,
             max_steps=MAX_STEPS,
-            observation=env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_RAW_ZSTD),
+            view=View(encoding="raw"),
         )
-        response = await self._stub.Reset(request, timeout=300)
-        self._episode_id = response.episodes[0].episode_id
-        self._image_id = response.observations[0].frame.image_id
+        episode = await stack.enter_async_context(opening)
+        self._episode_id = episode.episode_id
+        self._image_id = episode.observation.image_id
+        self._stub = episode.host.connection.stub()
 
-    async def wake(self) -> None:
-        """Take the first step, which wakes the machine, and more until one is not relayed, over each connection once.
-
-        Real clients choose a connection to the episode's process in the same way.
-        """
-        for turn in range(len(self._stubs)):
-            self._stub = self._stubs[(self._number + turn) % len(self._stubs)]
-            if not await self.step():
-                return
-
-    async def step(self) -> bool:
-        """Take a step; return whether it was relayed."""
+    async def step(self) -> None:
+        """Take a step; the first one wakes the machine."""
         x, y = self._plan.points[(self._number + self._step_count) % len(self._plan.points)]
         request = env_pb2.StepRequest(
             request_id=f"{self._episode_id}-{self._step_count}",
@@ -157,8 +141,7 @@ class _Client:
             settle=env_pb2.SettlePolicy(quiet=Duration()),
             observation=env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_RAW_ZSTD, known_image_id=self._image_id),
         )
-        call: Any = self._stub.Step(request, timeout=60)
-        response = await call
+        response = await self._stub.Step(request, timeout=60)
         frame = response.observation.frame
         self._image_id = frame.image_id
         self._step_count += 1
@@ -166,10 +149,6 @@ class _Client:
         if self._step_count % 8 == 1:
             self.request_bytes.append(request.ByteSize())
             self.response_bytes.append(response.ByteSize())
-        return any(key == RELAYED_KEY for key, _ in await call.trailing_metadata())
-
-    async def close(self) -> None:
-        await self._stub.Close(env_pb2.CloseRequest(episode_id=self._episode_id), timeout=60)
 
 
 async def _measure(calls: Sequence[Callable[[], Awaitable[object]]], duration_s: float) -> tuple[list[float], float]:
@@ -187,17 +166,19 @@ async def _measure(calls: Sequence[Callable[[], Awaitable[object]]], duration_s:
 
 
 async def _play(plan: LoadPlan) -> None:
+    # The daemons ask for no token; one from the environment belongs to another daemon.
+    async with AsyncEnvClient(plan.addresses, token="") as client, AsyncExitStack() as stack:
+        clients = [_Client(plan, number) for number in range(plan.client_count)]
+        await asyncio.gather(*(each.open(client, stack) for each in clients))
+        await _run_phases(plan, clients)
+
+
+async def _run_phases(plan: LoadPlan, clients: Sequence[_Client]) -> None:
     loop = asyncio.get_running_loop()
-    channels = [
-        grpc.aio.insecure_channel(plan.address, options=_unshared_options(i)) for i in range(plan.channel_count)
-    ]
-    stubs: list[Any] = [env_pb2_grpc.CUAEnvStub(channel) for channel in channels]
-    clients = [_Client(stubs, plan, number) for number in range(plan.client_count)]
-    await asyncio.gather(*(client.open() for client in clients))
-    await asyncio.gather(*(client.wake() for client in clients))
+    await asyncio.gather(*(client.step() for client in clients))
     for client in clients:
         client.keyframe_count = 0
-    _send({"opened": len(clients)})
+    send_json({"opened": len(clients)})
     if await loop.run_in_executor(None, sys.stdin.readline):
         cpu_s = time.process_time()
         latencies_ms, elapsed_s = await _measure([client.step for client in clients], plan.duration_s)
@@ -213,13 +194,10 @@ async def _play(plan: LoadPlan) -> None:
             keyframe_count=sum(client.keyframe_count for client in clients),
             client_cpu_s=cpu_s,
         )
-        _send(asdict(result))
+        send_json(asdict(result))
         if await loop.run_in_executor(None, sys.stdin.readline):
-            _send(asdict(await _echoes(plan, request_bytes, response_bytes)))
+            send_json(asdict(await _echoes(plan, request_bytes, response_bytes)))
             await loop.run_in_executor(None, sys.stdin.readline)
-    await asyncio.gather(*(client.close() for client in clients))
-    for channel in channels:
-        await channel.close()
 
 
 async def _echoes(plan: LoadPlan, request_bytes: int, response_bytes: int) -> LoadResult:
@@ -246,7 +224,8 @@ def _unshared_options(number: int) -> tuple[tuple[str, int], ...]:
     return (*_CHANNEL_OPTIONS, ("envd.channel_number", number))
 
 
-def _send(message: dict[str, Any]) -> None:
+def send_json(message: dict[str, Any]) -> None:
+    """Write a line for the process that started this one."""
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 

@@ -27,7 +27,7 @@ _GROWTH = {
 
 class _Conditions(BaseModel):
     accelerator: str = ""
-    """Empty in reports of several shards."""
+    """Empty in reports of earlier versions."""
     hypervisor: str
     host_core_count: int
     usable_core_count: int = 0

@@ -14,12 +14,6 @@ def tree_cpu_s() -> float:
     return sum(ticks for _, ticks in process_tree()) / _TICKS_PER_S
 
 
-def own_and_descendants_cpu_s(root: int) -> tuple[float, float]:
-    """Return the CPU time in seconds of a process, and that of all its descendants."""
-    (_, own_ticks), *others = process_tree(root)
-    return own_ticks / _TICKS_PER_S, sum(ticks for _, ticks in others) / _TICKS_PER_S
-
-
 def tree_pss_bytes() -> int:
     """Return the proportional share of memory of this process and its live descendants."""
     total_bytes = 0
@@ -31,12 +25,8 @@ def tree_pss_bytes() -> int:
     return total_bytes
 
 
-def process_tree(root: int | None = None) -> list[tuple[int, int]]:
-    """Return (process id, CPU ticks with those of ended children) of a process and its descendants; it is the first.
-
-    Args:
-        root: Its process id; by default this process.
-    """
+def process_tree() -> list[tuple[int, int]]:
+    """Return (process id, CPU ticks with those of ended children) of this process, the first, and its descendants."""
     ticks: dict[int, int] = {}
     children: dict[int, list[int]] = defaultdict(list)
     for entry in Path("/proc").iterdir():
@@ -50,7 +40,7 @@ def process_tree(root: int | None = None) -> list[tuple[int, int]]:
         children[int(fields[1])].append(pid)
         # utime, stime, cutime and cstime of proc(5).
         ticks[pid] = sum(map(int, fields[11:15]))
-    found, waiting = [], [root or os.getpid()]
+    found, waiting = [], [os.getpid()]
     while waiting:
         pid = waiting.pop()
         found.append((pid, ticks.get(pid, 0)))

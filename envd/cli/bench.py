@@ -18,7 +18,7 @@ from envd.bench.default_tasks import DEFAULT_TASKS, TASKS_WITHOUT_SETUP, Default
 from envd.bench.episodes_peer import PeerPauses
 from envd.bench.plot import write_plots
 from envd.bench.report import BenchReport
-from envd.bench.session import Steps, bench_config, maps_call_errors, open_bench
+from envd.bench.session import Steps, bench_config, open_bench
 from envd.cli.options import runs_own_daemon
 from envd.cli.tasks_verify import choose
 from envd.daemon.ephemeral import ensure_image, run_until_signal
@@ -133,22 +133,17 @@ async def bench_scale(
     *,
     machines: Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="Machines, and clients.")] = 256,
     seconds: Annotated[float, typer.Option(metavar="S", min=1, max=600, help="Duration of each phase.")] = 10.0,
-    shards: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Shards of the daemon.")] = 1,
+    daemons: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Daemons that share the machines.")] = 1,
 ) -> BenchReport:
-    """Measure how many steps per second the daemon serves to many concurrent clients, against bare gRPC."""
-    steps = Steps(report, scale.step_count())
-    if shards > 1:
-        task_id = _default_tasks(settings).load
-        own = scale.scale_config(settings, machine_count=machines, shard_count=shards)
-        with maps_call_errors():
-            return await scale.measure_shards(
-                own, task_id=task_id, machine_count=machines, duration_s=seconds, steps=steps
-            )
-    async with open_bench(scale.scale_config(settings, machine_count=machines), steps=steps) as session:
-        task_id = _default_tasks(settings).load
-        return await scale.measure_scale(
-            session, task_id=task_id, machine_count=machines, duration_s=seconds, steps=steps
-        )
+    """Measure how many steps per second one or several daemons serve to many concurrent clients, against bare gRPC."""
+    return await scale.measure_scale(
+        settings,
+        task_id=_default_tasks(settings).load,
+        machine_count=machines,
+        daemon_count=daemons,
+        duration_s=seconds,
+        steps=Steps(report, scale.step_count()),
+    )
 
 
 @bench("episodes")

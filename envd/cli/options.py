@@ -51,12 +51,10 @@ _OPTIONS: Mapping[str, tuple[str, Any]] = {
         _option(str, "Hypervisor: qemu:///embed?root=/DIR, qemu:///system or fake.", "URI"),
     ),
     "accelerator": ("hypervisor.accelerator", _option(str, "Accelerator: auto, kvm or tcg.")),
-    "shards": (
-        "shards",
-        _option(int, "Serve through N processes, each with a part of every pool; default 1.", "N"),
-    ),
     "log_format": ("log_format", _option(str, "Log format: text or json.")),
     "log_level": ("log_level", _option(str, "Log level: debug, info, warning or error.")),
+    # Of an earlier version: refused with the name of its replacement.
+    "shards": ("shards", Annotated[str | None, typer.Option(hidden=True)]),
 }
 #: All options, of `envd serve`.
 EVERY_SETTING = tuple(_OPTIONS)

@@ -21,8 +21,6 @@ from envd.cli.options import EVERY_SETTING, with_settings
 from envd.daemon.composition import Daemon, open_daemon
 from envd.daemon.process import prepare_process
 from envd.daemon.service_manager import ServiceManager
-from envd.daemon.shards.layout import Shard
-from envd.daemon.shards.supervisor import open_supervisor
 from envd.episodes.types import EpisodeState
 from envd.pool.status import PoolStatus
 
@@ -43,7 +41,7 @@ def serve(settings: Config) -> None:
 
 
 async def serve_until_signal(config: Config, *, print_line: PrintLine) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. Raises: see `open_daemon` and `open_supervisor`."""
+    """Serve until SIGTERM or SIGINT, then drain. Raises: see `open_daemon`."""
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -53,17 +51,14 @@ async def serve_until_signal(config: Config, *, print_line: PrintLine) -> None:
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal)
     try:
-        serving = (_ServingShards if config.shards > 1 else Serving)(
-            config, print_line=print_line, stop=stop, hurry=hurry, manager=ServiceManager()
-        )
-        await serving.run()
+        await _Serving(config, print_line=print_line, stop=stop, hurry=hurry, manager=ServiceManager()).run()
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
     print_line("stopped; nothing is left running")
 
 
-class Serving:
+class _Serving:
     """One daemon, from start to shutdown."""
 
     def __init__(
@@ -74,7 +69,6 @@ class Serving:
         stop: asyncio.Event,
         hurry: asyncio.Event,
         manager: ServiceManager,
-        shard: Shard | None = None,
     ) -> None:
         """Set up a daemon that is not started.
 
@@ -84,7 +78,6 @@ class Serving:
             stop: Ends it, once set.
             hurry: Ends its draining, once set.
             manager: Gets reports of its state.
-            shard: The shard that it is; None for a daemon that serves clients itself.
         """
         self._config = config
         self._print = print_line
@@ -92,7 +85,6 @@ class Serving:
         self._hurry = hurry
         self._opened = False
         self._manager = manager
-        self._shard = shard
 
     async def run(self) -> None:
         """Serve until `stop` is set, then destroy all machines. If it is set during start-up, cancel the start-up."""
@@ -105,13 +97,11 @@ class Serving:
             serving.result()
 
     async def _serve(self) -> None:
-        if self._shard is None:
-            self._print_start()
-        async with self._manager.watchdog(), open_daemon(self._config, shard=self._shard) as daemon:
+        self._print(f"envd {envd_version()} is starting; its state is in {self._config.state_dir}")
+        async with self._manager.watchdog(), open_daemon(self._config) as daemon:
             self._opened = True
             self._announce_restored(daemon)
-            if self._shard is None:
-                self._announce(daemon)
+            self._announce(daemon)
             self._manager.ready()
             reporting = asyncio.create_task(self._report_pools(daemon), name="serve:pools")
             try:
@@ -125,9 +115,6 @@ class Serving:
             self._print(f"draining: {live_count} live episodes have {limit_s:g} s to end; signal again to stop at once")
             await daemon.drain(hurry=self._hurry)
             self._print("destroying machines")
-
-    def _print_start(self) -> None:
-        self._print(f"envd {envd_version()} is starting; its state is in {self._config.state_dir}")
 
     def _announce_restored(self, daemon: Daemon) -> None:
         if daemon.reaped:
@@ -166,21 +153,6 @@ class Serving:
                         line += f" after {time.monotonic() - begin_s:.0f} s"
                     self._print(line)
                     self._manager.status(line)
-
-
-class _ServingShards(Serving):
-    """A supervisor and its shards, from start to shutdown."""
-
-    async def _serve(self) -> None:
-        self._print_start()
-        async with self._manager.watchdog(), open_supervisor(self._config, print_line=self._print) as supervisor:
-            self._opened = True
-            self._print(f"metrics on http://{supervisor.metrics_address}/metrics")
-            self._print(f"listening on {supervisor.address}")
-            self._manager.ready()
-            await self._stop.wait()
-            self._manager.stopping()
-            await supervisor.drain(hurry=self._hurry)
 
 
 def is_ready(info: PoolStatus, *, size: int) -> bool:

@@ -5,9 +5,8 @@
 
 import asyncio
 import logging
-import secrets
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -15,8 +14,6 @@ from functools import partial
 from typing import Any
 
 from envd.api.console.server import PUBLIC_PATHS, serve_console
-from envd.api.relay.endpoint import EndpointServicer
-from envd.api.relay.link import RelayChannel
 from envd.api.security.access import Scope
 from envd.api.security.http import (
     caller_name,
@@ -29,7 +26,6 @@ from envd.api.security.http import (
 from envd.api.security.secret_files import Reloaded, read_secret
 from envd.api.security.tokens import TokenTable
 from envd.api.server import ApiServer, read_token_table
-from envd.api.servicer import CUAEnvServicer
 from envd.base.aio import run_unless
 from envd.base.clock import LoopLag, SystemClock
 from envd.base.config import DEFAULT_RUN, Config, RunShare
@@ -42,8 +38,7 @@ from envd.base.telemetry.metrics import Metrics
 from envd.base.telemetry.traces import exported_traces
 from envd.base.version import envd_version
 from envd.daemon.judging.workers import JudgeWorkers
-from envd.daemon.shards.layout import Shard, clear_layout, growth_file, mark_layout, supervisor_socket
-from envd.daemon.state_lock import locked
+from envd.daemon.state_lock import locked, refuse_shards
 from envd.daemon.suites import load_tasks
 from envd.episodes.persistence.journal import EpisodeRows
 from envd.episodes.persistence.recovery import PersistedState, load_persisted
@@ -67,7 +62,7 @@ from envd.pool.audit import Audit, MachineRows
 from envd.pool.disk import HostDisk
 from envd.pool.fairness import RunShares
 from envd.pool.leased import LINGER_S
-from envd.pool.memory import GrowthBoard, HostMemory, host_memory_mib, read_available_bytes
+from envd.pool.memory import HostMemory, host_memory_mib, read_available_bytes
 from envd.pool.pool import Pool
 from envd.pool.register import unregister_all
 from envd.pool.settings import PoolSettings
@@ -96,7 +91,7 @@ class Daemon:
     hypervisor: Hypervisor
     pools: tuple[Pool, ...]
     service: EpisodeService
-    servers: tuple[ApiServer, ...]
+    server: ApiServer
     address: str
     """Address for clients."""
     metrics_address: str
@@ -111,21 +106,19 @@ class Daemon:
 
     async def drain(self, *, hurry: asyncio.Event) -> None:
         """Refuse new episodes and wait for live ones, for `limits.drain_timeout_s` or until `hurry` is set."""
-        for server in self.servers:
-            await server.drain()
+        await self.server.drain()
         # What draining leaves undone is closing episodes; closing the daemon does that in any case.
         await run_unless(hurry, self.service.drain(self.config.limits.drain_timeout_s))
 
 
 @asynccontextmanager
-async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIterator[Daemon]:
+async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
     """Run a daemon until the block ends; then every episode, machine and socket is gone.
 
     On failure nothing is left running.
 
     Args:
         config: Its settings.
-        shard: The shard that it is; None for a daemon that serves clients itself.
 
     Raises:
         ConfigError: No pool is configured, the state directory is in use, an address is taken, or a task suite, token
@@ -135,11 +128,11 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
     """
     inputs = read_inputs(config)
     async with (
-        open_storage(config, shard) as storage,
-        open_pools(config, inputs, storage, shard) as machines,
-        open_episodes(config, inputs, storage, machines, shard) as episodes,
+        open_storage(config) as storage,
+        open_pools(config, inputs, storage) as machines,
+        open_episodes(config, inputs, storage, machines) as episodes,
         # Listen first, so that no machine starts if the address is taken.
-        open_endpoints(config, storage, episodes, shard) as endpoints,
+        open_endpoints(config, storage, episodes) as endpoints,
     ):
         await episodes.service.start()
         yield Daemon(
@@ -147,7 +140,7 @@ async def open_daemon(config: Config, *, shard: Shard | None = None) -> AsyncIte
             hypervisor=machines.hypervisor,
             pools=machines.pools,
             service=episodes.service,
-            servers=endpoints.servers,
+            server=endpoints.server,
             address=endpoints.address,
             metrics_address=storage.metrics_address,
             console_address=endpoints.console_address,
@@ -195,19 +188,17 @@ class Storage:
 
 
 @asynccontextmanager
-async def open_storage(config: Config, shard: Shard | None) -> AsyncIterator[Storage]:
+async def open_storage(config: Config) -> AsyncIterator[Storage]:
     """Lock the state directory, open its database, and export traces and metrics. Raises: ConfigError."""
     metrics = Metrics(run_names=set(config.limits.runs) - {DEFAULT_RUN}, process=True)
     metrics.registry.register(_host_series(config))
     async with AsyncExitStack() as stack:
         stack.enter_context(locked(config.state_dir))
-        if shard is None:
-            mark_layout(config.state_dir, count=1)
-            stack.callback(clear_layout, config.state_dir)
+        refuse_shards(config.state_dir)
         await stack.enter_async_context(exported_traces(config.telemetry.otlp_endpoint))
         store = SqliteStore(config.state_dir / FILE_NAME)
         stack.push_async_callback(store.aclose)
-        metrics_address = await stack.enter_async_context(serve_secured_metrics(metrics, config))
+        metrics_address = await stack.enter_async_context(_serve_secured_metrics(metrics, config))
         yield Storage(store=store, metrics=metrics, metrics_address=metrics_address)
 
 
@@ -225,7 +216,7 @@ class Machines:
 
 
 @asynccontextmanager
-async def open_pools(config: Config, inputs: Inputs, storage: Storage, shard: Shard | None) -> AsyncIterator[Machines]:
+async def open_pools(config: Config, inputs: Inputs, storage: Storage) -> AsyncIterator[Machines]:
     """Open the hypervisor, and create the pools, which start no machine yet. Raises: ConfigError, HypervisorError."""
     store, metrics = storage.store, storage.metrics
     hypervisor = await open_hypervisor(config, images=[image for image, _ in inputs.images.values()])
@@ -235,7 +226,7 @@ async def open_pools(config: Config, inputs: Inputs, storage: Storage, shard: Sh
         adopted = await hypervisor.adopt(persisted.machine_ids)
         reaped = await hypervisor.reap()
         await unregister_all(store, adopted=adopted, reaped=reaped)
-        pools = tuple(_pools(config, inputs, storage, hypervisor, shard))
+        pools = tuple(_pools(config, inputs, storage, hypervisor))
         metrics.build_info.labels(version=envd_version(), accelerator=hypervisor.accelerator.value).set(1)
         metrics.hypervisor_up.set_function(lambda: not hypervisor.problem)
         metrics.watch_pools(lambda: [pool.statistics() for pool in pools], POOL_SERIES)
@@ -244,15 +235,12 @@ async def open_pools(config: Config, inputs: Inputs, storage: Storage, shard: Sh
         await hypervisor.close()
 
 
-def _pools(
-    config: Config, inputs: Inputs, storage: Storage, hypervisor: Hypervisor, shard: Shard | None
-) -> Iterator[Pool]:
+def _pools(config: Config, inputs: Inputs, storage: Storage, hypervisor: Hypervisor) -> Iterator[Pool]:
     templates = TemplateCache(hypervisor)
     memory = disk = None
     # Fake desktops have no guest whose memory could grow: a host of 24 GiB would get 87 of them.
     if hypervisor.capabilities.runs_guests:
-        board = GrowthBoard(growth_file(config.state_dir.parent), index=shard.index) if shard else None
-        memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20, board=board)
+        memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20)
         disk = HostDisk(config.state_dir, reserve_bytes=config.limits.disk_reserve_mib << 20)
     runs = config.limits.runs
     shares = RunShares(named=runs, others=runs.get(DEFAULT_RUN, RunShare()))
@@ -290,7 +278,7 @@ class Episodes:
 
 @asynccontextmanager
 async def open_episodes(
-    config: Config, inputs: Inputs, storage: Storage, machines: Machines, shard: Shard | None
+    config: Config, inputs: Inputs, storage: Storage, machines: Machines
 ) -> AsyncIterator[Episodes]:
     """Create the episode service, restore persisted episodes, and look for leftovers. Ends all episodes at the end."""
     store, metrics = storage.store, storage.metrics
@@ -314,7 +302,6 @@ async def open_episodes(
             limits=config.limits,
             metrics=metrics,
             store=store,
-            make_id=lambda: f"{shard.id_prefix if shard else ''}{secrets.token_hex(8)}",
         )
         library, recording = None, config.recording
         if recording.directory is not None:
@@ -351,33 +338,25 @@ async def open_episodes(
 class Endpoints:
     """Where clients and people reach the daemon."""
 
-    servers: tuple[ApiServer, ...]
+    server: ApiServer
     address: str
     console_address: str
     compat_addresses: Mapping[str, str]
 
 
 @asynccontextmanager
-async def open_endpoints(
-    config: Config, storage: Storage, episodes: Episodes, shard: Shard | None
-) -> AsyncIterator[Endpoints]:
+async def open_endpoints(config: Config, storage: Storage, episodes: Episodes) -> AsyncIterator[Endpoints]:
     """Listen for clients. Raises: ConfigError: an address is taken, or a token or certificate file is invalid."""
     service, metrics = episodes.service, storage.metrics
     async with AsyncExitStack() as stack:
-        servicer = CUAEnvServicer(service, is_shard=shard is not None)
-        server = ApiServer(
-            servicer, listen=config.listen, metrics=metrics, security=config.security, is_inner=shard is not None
-        )
+        server = ApiServer(service, listen=config.listen, metrics=metrics, security=config.security)
         stack.push_async_callback(server.stop, grace=_STOP_GRACE)
-        endpoint = await stack.enter_async_context(_endpoint(shard, servicer, metrics)) if shard else None
         tls = tls_context(config.security, on_stale=metrics.security_files_stale.labels(setting="tls_cert").set)
         console_address = ""
         if config.console_listen:
             tokens = read_token_table(config.security, metrics)
             console_address = await stack.enter_async_context(_serve_console(episodes, tokens, tls, config))
         address = await server.start()
-        if endpoint is not None:
-            await endpoint.start()
         # By the rules of `security`.
         limits = config.limits
         sessions = Sessions(service, max_lease_ttl_s=limits.lease_ttl_max_s, max_steps=limits.max_steps)
@@ -386,38 +365,21 @@ async def open_endpoints(
             serve_compat(config.compat_addresses, sessions, server.guard, tls=tls, middlewares=checks)
         )
         yield Endpoints(
-            servers=(server, endpoint) if endpoint else (server,),
+            server=server,
             address=address,
             console_address=console_address,
             compat_addresses=compat_addresses,
         )
 
 
-@asynccontextmanager
-async def _endpoint(shard: Shard, own: CUAEnvServicer, metrics: Metrics) -> AsyncIterator[ApiServer]:
-    """Return a shard's server for clients, not yet started; stop it at the end. Raises: ConfigError."""
-    supervisor = RelayChannel(f"unix:{supervisor_socket(shard.whole)}")
-    try:
-        servicer = EndpointServicer(own, supervisor, index=shard.index, metrics=metrics)
-        server = ApiServer(servicer, listen=shard.whole.listen, metrics=metrics, security=shard.whole.security)
-        try:
-            yield server
-        finally:
-            await server.stop(grace=_STOP_GRACE)
-    finally:
-        await supervisor.aclose()
-
-
-def serve_secured_metrics(
-    metrics: Metrics, config: Config, *, merge: Callable[[bytes], Awaitable[bytes]] | None = None
-) -> AbstractAsyncContextManager[str]:
+def _serve_secured_metrics(metrics: Metrics, config: Config) -> AbstractAsyncContextManager[str]:
     """Serve metrics: to every process on loopback, to others by the rules of `security`."""
     if is_local(config.metrics_listen):
-        return serve_metrics(metrics, config.metrics_listen, merge=merge)
+        return serve_metrics(metrics, config.metrics_listen)
     tls = tls_context(config.security, on_stale=metrics.security_files_stale.labels(setting="tls_cert").set)
     tokens = read_token_table(config.security, metrics)
     check = require_token(tokens, Scope.READ, exempt=["/healthz"])
-    return serve_metrics(metrics, config.metrics_listen, tls=tls, middlewares=[check], merge=merge)
+    return serve_metrics(metrics, config.metrics_listen, tls=tls, middlewares=[check])
 
 
 def _serve_console(

@@ -46,7 +46,6 @@ def ephemeral_config(settings: Config, *, name: str, pool: dict[str, Any], image
             "metrics_listen": "127.0.0.1:0",
             "console_listen": "",
             "compat": (),
-            "shards": 1,
             "recording": RecordingConfig(),
             # The command has no token, and must not be rate-limited.
             "security": SecurityConfig(calls_per_second=0),

@@ -8,7 +8,6 @@ from envd.base.errors import (
     EnvdError,
     EpisodeEnded,
     InvalidRequest,
-    PoolExhausted,
     RequestIdReused,
     SetupFailed,
     StepIndexMismatch,
@@ -102,10 +101,8 @@ class Opening:
                     clock=context.clock,
                 )
         except EnvdError as error:
-            # A group that may not queue is expected to be refused: the supervisor tries the next shard.
-            if command.may_queue or not isinstance(error, PoolExhausted):
-                logger.warning("reset %s: task %s: %s: %s", command.request_id, task.task_id, error.reason, error)
-                context.metrics.episode_failed(pool=pool.name, operation="reset", reason=error.reason)
+            logger.warning("reset %s: task %s: %s: %s", command.request_id, task.task_id, error.reason, error)
+            context.metrics.episode_failed(pool=pool.name, operation="reset", reason=error.reason)
             raise
         finally:
             self.resetting_count -= 1

@@ -188,7 +188,6 @@ class _Reset:
             reserved=count - ready_count,
             run=self.command.run,
             owner=self.command.owner,
-            may_queue=self.command.may_queue,
             timeout_s=deadline_s - self.clock.monotonic(),
         )
         self.watch.lap("acquire")

@@ -82,8 +82,6 @@ class ResetCommand:
     observe: ObservationOptions = field(default_factory=ObservationOptions)
     timeout_s: float = 600.0
     """Limit for admission and setup."""
-    may_queue: bool = True
-    """Whether the group may queue for machines that others hold; else it is refused at once."""
     fingerprint: bytes = b""
     """Digest of the whole request: same request_id, same fingerprint."""
 

@@ -4,21 +4,16 @@ Forks share their template's memory and grow as they are used, so free memory at
 need. Each machine is expected to reach a fixed size; none is added if the host could not give all of them that size.
 """
 
-import asyncio
-import mmap
 import os
-import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from envd.base.errors import HypervisorError
 
 #: Memory of QEMU itself, in addition to the guest's.
 OVERHEAD_MIB = 128
 
-_BYTES: Final = struct.Struct("=q")
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -68,43 +63,11 @@ def host_memory_mib() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
 
 
-class GrowthBoard:
-    """What the machines of each shard have yet to grow into, in a file that all shards map."""
-
-    def __init__(self, path: Path, *, index: int) -> None:
-        """Map a file that `create` made. Raises: OSError."""
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 0)
-        self.shard_count = len(self._map) // _BYTES.size
-        """Daemons that share the host's memory."""
-        self._index = index
-
-    @staticmethod
-    def create(path: Path, *, shard_count: int) -> None:
-        """Create the file, or set it to zeros. Raises: OSError."""
-        path.write_bytes(bytes(shard_count * _BYTES.size))
-
-    def publish(self, growth_bytes: int) -> None:
-        """Set the growth of this shard."""
-        _BYTES.pack_into(self._map, self._index * _BYTES.size, growth_bytes)
-
-    def others_bytes(self) -> int:
-        """Return the growth of all other shards."""
-        return sum(number for index, (number,) in enumerate(_BYTES.iter_unpack(self._map)) if index != self._index)
-
-
 class HostMemory:
-    """A host's memory, shared by the pools of a daemon, and with other shards."""
+    """A host's memory, shared by the pools of a daemon."""
 
-    def __init__(
-        self, *, reserve_bytes: int, board: GrowthBoard | None = None, read: Callable[[], int] = read_available_bytes
-    ) -> None:
-        """Keep `reserve_bytes` free of the available memory that `read` returns.
-
-        With a `board`, other shards' growth counts too, and this shard takes at most its part of the room at a time:
-        all of them may find the same room in the same moment.
-        """
-        self._board = board
+    def __init__(self, *, reserve_bytes: int, read: Callable[[], int] = read_available_bytes) -> None:
+        """Keep `reserve_bytes` free of the available memory that `read` returns."""
         self.reserve_bytes = reserve_bytes
         self._read = read
         self._claimants: list[Callable[[], Iterable[MemoryClaim]]] = []
@@ -120,24 +83,12 @@ class HostMemory:
 
     def room(self, expected_bytes: int) -> int:
         """Return how many more machines of `expected_bytes` each may be started now."""
-        others_bytes = 0
-        if self._board is not None:
-            self.publish()
-            # Again once the caller has started machines.
-            asyncio.get_running_loop().call_soon(self.publish)
-            others_bytes = self._board.others_bytes()
-        count = machines_that_fit(
+        return machines_that_fit(
             self._claims(),
-            available_bytes=self._read() - others_bytes,
+            available_bytes=self._read(),
             reserve_bytes=self.reserve_bytes,
             expected_bytes=expected_bytes,
         )
-        return count // (self._board.shard_count if self._board else 1)
-
-    def publish(self) -> None:
-        """Report the growth of this daemon's machines to the other shards, if there are any."""
-        if self._board is not None:
-            self._board.publish(growth_of(self._claims()))
 
     def _claims(self) -> Iterable[MemoryClaim]:
         return (claim for claims in self._claimants for claim in claims())

@@ -244,7 +244,6 @@ class Pool:
         run: str = "",
         owner: str = "",
         retained_count: int = 0,
-        may_queue: bool = True,
         timeout_s: float,
     ) -> MachineLease:
         """Take `count` ready machines and `reserved` reservations, all or none, when it is the run's turn.
@@ -259,12 +258,11 @@ class Pool:
             run: The run whose share they count for; empty for the run without a label.
             owner: Name of the token that asks, for listings of the queue.
             retained_count: Machines of the run that the caller holds, and returns only after these.
-            may_queue: Whether to wait for machines that others hold or wait for, not only for new ones.
             timeout_s: Longest wait.
 
         Raises:
             GroupTooLarge: The pool, or the run's quota, can never hold that many.
-            PoolExhausted: The queue is full, it was not the run's turn within `timeout_s`, or `may_queue` is false.
+            PoolExhausted: The queue is full, or it was not the run's turn within `timeout_s`.
             PoolFailing: Machines do not start, and none were ready.
             Draining: The pool is draining.
         """
@@ -276,9 +274,6 @@ class Pool:
             refusal = self._refusals.draining()
         if refusal is not None:
             raise self._refusals.counted(refusal, run=run)
-        if not may_queue:
-            most_count = min(self.capacity, len(self._machines) + self._machines.reserved_count + self._room.count())
-            self._refusals.require_room(demand, held=self._machines.held(), most_count=most_count)
         now_s = self._clock.monotonic()
         group = WaitingGroup(demand=demand, owner=owner, enter_s=now_s, deadline_s=now_s + timeout_s)
         self._queue.enter(group)

@@ -106,22 +106,6 @@ class Refusals:
             return Refusal(reason=RefusalReason.OVER_QUOTA, error=error)
         return None
 
-    def require_room(self, demand: Demand, *, held: Mapping[str, int], most_count: int) -> None:
-        """Raise PoolExhausted if a group would have to wait for others' machines. Not counted as a refused group.
-
-        Args:
-            demand: The group.
-            held: Machines and reservations held by each run.
-            most_count: Most machines at once, as far as the host has room for them.
-        """
-        taken_count = sum(held.values()) + self._queue.machine_count
-        if taken_count + demand.machine_count > most_count:
-            raise PoolExhausted(
-                f"pool {self._pool!r}: {taken_count} of {most_count} machines are leased or queued for, so a group of"
-                f" {demand.machine_count} has to wait; let it queue",
-                retry_after_s=1.0,
-            )
-
     def queue_full(self, demand: Demand, *, now_s: float, status: PoolStatus) -> Refusal:
         """Refuse a group that finds the queue full."""
         error = PoolExhausted(

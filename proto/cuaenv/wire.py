@@ -2,15 +2,10 @@
 
 import uuid
 from datetime import timedelta
-from typing import Final
 
 from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
 from google.protobuf.duration_pb2 import Duration
-
-#: Trailing metadata of a response that another process of the daemon gave than the one that the client is connected to.
-#: The value names that process.
-RELAYED_KEY: Final = "envd-relayed-to"
 
 
 def wire_duration(length: timedelta | None) -> Duration | None:

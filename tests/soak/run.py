@@ -57,8 +57,7 @@ def soak_config(settings: Config, *, machine_count: int) -> Config:
         "always_running": False,
     }
     config = ephemeral_config(settings, name="soak", pool=own)
-    # Faults are injected into desktops that are drawn in this process.
-    own_hypervisor = {"template_dir": settings.hypervisor.template_dir, "drawing_processes": 0}
+    own_hypervisor = {"template_dir": settings.hypervisor.template_dir}
     update: dict[str, object] = {"hypervisor": config.hypervisor.model_copy(update=own_hypervisor)}
     suite = SUITE if backend_of(settings.hypervisor.uri).capabilities.runs_guests else FAKE_SUITE
     update["tasks"] = config.tasks.model_copy(update={"suites": (*config.tasks.suites, str(suite))})

@@ -6,16 +6,13 @@ async with serve_fake(size=4) as server:
 ```
 """
 
-import secrets
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from envd.api.relay.merge import id_prefix
 from envd.api.server import ApiServer
-from envd.api.servicer import CUAEnvServicer
 from envd.base.clock import Clock, SystemClock
 from envd.base.config import LimitsConfig, SecurityConfig, SettlePolicy
 from envd.base.store.store import NullStore, SqliteStore
@@ -42,7 +39,6 @@ class FakeServer:
     address: str
     """Address for clients."""
     server: ApiServer
-    servicer: CUAEnvServicer
     hypervisor: FakeHypervisor
     pool: Pool
     service: EpisodeService
@@ -93,7 +89,6 @@ async def serve_fake(
     memory: HostMemory | None = None,
     database: Path | None = None,
     listen: str = "127.0.0.1:0",
-    shard: int | None = None,
 ) -> AsyncIterator[FakeServer]:
     """Serve until the block ends; then no episode, machine or socket is left.
 
@@ -112,7 +107,6 @@ async def serve_fake(
         memory: Host memory; by default unlimited.
         database: File of the episode database; None for no database.
         listen: Address to serve on.
-        shard: Number of the shard that the server is; by default none.
     """
     tasks = TaskCatalogue([*load_fake_tasks().list(), *extra_tasks])
     async with AsyncExitStack() as stack:
@@ -140,26 +134,21 @@ async def serve_fake(
         )
         pool = Pool(settings, hypervisor=hypervisor, image=fake_image(), memory=memory, store=store)
         metrics = Metrics()
-        prefix = "" if shard is None else id_prefix(shard)
         service = EpisodeService(
             [pool],
             tasks=tasks,
             limits=limits,
             clock=clock,
             store=store,
-            make_id=lambda: f"{prefix}{secrets.token_hex(8)}",
         )
         stack.push_async_callback(service.aclose)
-        is_shard = shard is not None
-        servicer = CUAEnvServicer(service, is_shard=is_shard)
-        server = ApiServer(servicer, listen=listen, metrics=metrics, security=security, is_inner=is_shard)
+        server = ApiServer(service, listen=listen, metrics=metrics, security=security)
         stack.push_async_callback(server.stop)
         await service.restore(persisted, machines)
         await service.start()
         yield FakeServer(
             address=await server.start(),
             server=server,
-            servicer=servicer,
             store=store,
             hypervisor=hypervisor,
             pool=pool,

@@ -21,8 +21,6 @@ log_level = "warning"
 [hypervisor]
 uri = "fake"
 reaction_ms = {reaction_ms}
-# There are several daemons already.
-drawing_processes = 0
 
 [pools.desktop]
 image = "desktop"

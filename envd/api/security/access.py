@@ -12,9 +12,6 @@ from typing import Final
 from envd.base.errors import ScopeTooSmall, Unauthenticated
 
 _SCHEME = "bearer"
-_CALLER_KEY = "envd-caller"
-#: Metadata of a `Reset` from the supervisor to a shard: refuse the group if it would have to queue for machines.
-NO_QUEUE_HEADER: Final = ("envd-no-queue", "1")
 
 
 class Scope(IntEnum):
@@ -107,20 +104,6 @@ def current_caller() -> Caller:
 def set_current_caller(caller: Caller) -> None:
     """Set the caller of the call that this task serves; grpc runs each call in its own task."""
     _caller.set(caller)
-
-
-def caller_header(caller: Caller) -> tuple[str, str]:
-    """Return the metadata that names an authenticated caller to another process of the same daemon."""
-    return _CALLER_KEY, f"{caller.scope.word} {caller.name}"
-
-
-def forwarded_caller(metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
-    """Return the caller that `caller_header` names. Raises: Unauthenticated: there is none."""
-    values = [value for key, value in metadata if key == _CALLER_KEY]
-    if len(values) != 1 or not isinstance(values[0], str):
-        raise Unauthenticated("the call does not come from a process of this daemon; use the daemon's public address")
-    scope, _, name = values[0].partition(" ")
-    return Caller(name=name, scope=Scope[scope.upper()])
 
 
 def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:

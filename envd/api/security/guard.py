@@ -7,7 +7,7 @@ each message of a stream is sent, so that revoking a token takes effect at once.
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from envd.api.security.access import ALWAYS_SERVED, TRUSTED, Caller, bearer_token, forwarded_caller
+from envd.api.security.access import ALWAYS_SERVED, TRUSTED, Caller, bearer_token
 from envd.api.security.in_flight import InFlight, RunningCall
 from envd.api.security.rate import RateLimiter
 from envd.api.security.secret_files import Reloaded
@@ -38,7 +38,6 @@ class Guard:
         renewals: RateLimiter,
         max_calls: int,
         may_use: Callable[[Caller, str], bool],
-        is_inner: bool = False,
     ) -> None:
         """Set up a guard.
 
@@ -48,10 +47,7 @@ class Guard:
             renewals: Limits the rate of ids in the calls that `limiter` exempts, which only keep or release.
             max_calls: Maximum number of running calls of each caller.
             may_use: Returns whether a caller may use the episode of an id.
-            is_inner: Whether all calls come from processes of the same daemon, which authenticated the caller and name
-                it.
         """
-        self._is_inner = is_inner
         self._tokens = tokens
         self._limiter = limiter
         self._renewals = renewals
@@ -125,8 +121,6 @@ class Guard:
             raise unknown_episode(episode_id)
 
     def _authenticate(self, metadata: Metadata) -> Caller:
-        if self._is_inner:
-            return forwarded_caller(metadata)
         if self._tokens is None:
             return TRUSTED
         found = self._tokens.get().find(bearer_token(metadata))

@@ -6,7 +6,7 @@ It runs on the daemon's event loop, so a scrape sees pools between two changes, 
 import asyncio
 import resource
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from aiohttp import web
@@ -25,24 +25,21 @@ async def serve_metrics(
     *,
     tls: ssl.SSLContext | None = None,
     middlewares: Sequence[Middleware] = (),
-    merge: Callable[[bytes], Awaitable[bytes]] | None = None,
 ) -> AsyncIterator[str]:
     """Serve metrics and yield the bound address.
 
     Args:
         metrics: The series.
-        listen: HOST:PORT, port 0 for a free one, or `unix:PATH`.
+        listen: HOST:PORT, port 0 for a free one.
         tls: For HTTPS; None for HTTP.
         middlewares: Check requests.
-        merge: Adds the series of other processes to the rendered ones.
 
     Raises:
         ConfigError: The address cannot be bound.
     """
 
     async def scrape(_: web.Request) -> web.Response:
-        body = metrics.render()
-        return web.Response(body=await merge(body) if merge else body, headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -84,25 +81,20 @@ async def serve_app(
 
     try:
         loop = asyncio.get_running_loop()
-        path = listen.removeprefix("unix:") if listen.startswith("unix:") else ""
         host, _, port = listen.rpartition(":")
         try:
-            server = await (
-                loop.create_unix_server(protocol, path)
-                if path
-                else loop.create_server(
-                    protocol,
-                    host.strip("[]"),
-                    int(port),
-                    ssl=tls,
-                    ssl_handshake_timeout=None if tls is None else _TLS_HANDSHAKE_S,
-                )
+            server = await loop.create_server(
+                protocol,
+                host.strip("[]"),
+                int(port),
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else _TLS_HANDSHAKE_S,
             )
         except OSError as error:
             reason = (error.strerror or str(error)).rpartition(": ")[2]  # asyncio's text repeats the address
             raise cannot_bind(setting, listen, reason) from error
         try:
-            yield listen if path else f"{host}:{server.sockets[0].getsockname()[1]}"
+            yield f"{host}:{server.sockets[0].getsockname()[1]}"
         finally:
             server.close()
     finally:

@@ -119,12 +119,6 @@ class Metrics:
         self.hypervisor_up = self._gauge(
             "envd_hypervisor_up", "1 while the hypervisor works, 0 while libvirt is unreachable."
         )
-        self.relayed_calls = self._counter(
-            "envd_relayed_calls_total",
-            "Calls for an episode of another shard than the one that the client is connected to.",
-            "method",
-        )
-        self.shard_up = self._gauge("envd_shard_up", "1 while the shard serves, else 0.", "shard")
         self.recording_failed = self._gauge(
             "envd_recording_failed", "1 after an episode's recording ended early, until one works again; else 0."
         )

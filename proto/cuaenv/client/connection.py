@@ -1,9 +1,8 @@
-"""The connection to one daemon: channels, deadlines and retries of lost calls."""
+"""The connection to one daemon: deadlines and retries of lost calls."""
 
 import asyncio
 import logging
 import random
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,11 +10,9 @@ import grpc
 from cuaenv.client.credentials import Access
 from cuaenv.client.errors import ClientClosed, DeadlineExceeded, EnvError, error_of
 from cuaenv.client.retry import RetryPolicy, retry_pause_s
-from cuaenv.client.routes import FIRST, Routes
 from cuaenv.client.targets import Address
 from cuaenv.client.tracing import trace_headers
 from cuaenv.v1 import env_pb2_grpc
-from cuaenv.wire import RELAYED_KEY
 
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
@@ -41,7 +38,7 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
 
 
 class Connection:
-    """One or more channels to one daemon, bound to the event loop it was created in."""
+    """The channel to one daemon, bound to the event loop it was created in."""
 
     def __init__(self, address: Address, *, access: Access, retry: RetryPolicy) -> None:
         """Prepare; the first call connects.
@@ -61,30 +58,20 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         name = address.authority
         named = (("grpc.default_authority", name), ("grpc.ssl_target_name_override", name.rpartition(":")[0]))
-        self._access = access
-        self._ca = address.ca
-        self._options = (*_CHANNEL_OPTIONS, *(named if name else ()))
-        self._routes = Routes(self._loop.time)
-        self._channels: dict[int, grpc.aio.Channel] = {}
-        self._stubs: dict[int, Any] = {}
-        self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
-        """Channels that are closed as soon as their running calls have ended."""
-        self._open_channel(FIRST)
+        options = (*_CHANNEL_OPTIONS, *(named if name else ()))
+        self._channel = access.open_channel(self.target, options, ca=address.ca)
+        self._stub = access.authorized(env_pb2_grpc.CUAEnvStub(self._channel))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.target}>"
 
     async def aclose(self) -> None:
-        """Close the channels; running calls fail. Idempotent."""
+        """Close the channel; running calls fail. Idempotent."""
         self._closed = True
-        retired = dict(self._retired)
-        for closing in retired:
-            closing.cancel()
-        await asyncio.gather(*retired, return_exceptions=True)
-        await asyncio.gather(*(channel.close() for channel in (*self._channels.values(), *retired.values())))
+        await self._channel.close()
 
-    def stub(self, episode_id: str = "") -> "CUAEnvAsyncStub":
-        """Return the service stub, for calls about an episode if one is given.
+    def stub(self) -> "CUAEnvAsyncStub":
+        """Return the service stub.
 
         Raises:
             RuntimeError: Called in another event loop.
@@ -97,19 +84,12 @@ class Connection:
             )
         if self._closed:
             raise self._closed_error()
-        number = self._routes.connection_of(episode_id)
-        if number not in self._stubs:
-            self._open_channel(number)
-        return self._stubs[number]  # type: ignore[no-any-return]
+        return self._stub  # type: ignore[no-any-return]
 
     async def attempt(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """Call once. Raises: EnvError."""
-        episode_id = getattr(request, "episode_id", "")
-        number = self._routes.connection_of(episode_id)
         try:
-            call = getattr(self.stub(episode_id), method)(request, timeout=timeout_s, metadata=trace_headers())
-            response = await call
-            metadata = await call.trailing_metadata() if episode_id else ()
+            return await getattr(self.stub(), method)(request, timeout=timeout_s, metadata=trace_headers())
         except grpc.aio.AioRpcError as failure:
             raise error_of(failure, host=self.target) from failure
         except asyncio.CancelledError:
@@ -118,14 +98,6 @@ class Connection:
             if self._closed and task is not None and not task.cancelling():
                 raise self._closed_error() from None
             raise
-        process = _relayed_to(metadata)
-        if not process:
-            self._routes.note_direct(episode_id)
-        elif self._routes.note_relay(episode_id, connection=number, process=process):
-            self._close_unused()
-        if method == "Close":
-            self._routes.forget(episode_id)
-        return response
 
     async def call(self, method: str, request: Any, timeout: timedelta, *, retry: bool = True) -> Any:
         """Call until there is a response, an error that a retry cannot fix, or no time left. Raises: EnvError."""
@@ -155,26 +127,5 @@ class Connection:
         level = logging.WARNING if is_first_failure else logging.DEBUG
         logger.log(level, "%s at %s: %s: %s; retrying for %.0f s", method, self.target, error.code, error, left_s)
 
-    def _open_channel(self, number: int) -> None:
-        # Channels with equal options would share a connection.
-        unshared = (("envd.connection", number),) if number != FIRST else ()
-        channel = self._access.open_channel(self.target, (*self._options, *unshared), ca=self._ca)
-        self._channels[number] = channel
-        self._stubs[number] = self._access.authorized(env_pb2_grpc.CUAEnvStub(channel))
-
-    def _close_unused(self) -> None:
-        """Close the channels that no new call uses, once their running calls have ended."""
-        for number in self._channels.keys() - self._routes.connections:
-            del self._stubs[number]
-            channel = self._channels.pop(number)
-            closing = asyncio.create_task(channel.close(_LONGEST_CALL_S), name=f"close-channel:{self.target}")
-            self._retired[closing] = channel
-            closing.add_done_callback(self._retired.pop)
-
     def _closed_error(self) -> ClientClosed:
         return ClientClosed(f"the client of {self.target} was closed; leases end its episodes", host=self.target)
-
-
-def _relayed_to(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Return the process to which a call was relayed; empty if it was not."""
-    return next((str(value) for key, value in metadata if key == RELAYED_KEY), "")

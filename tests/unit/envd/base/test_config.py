@@ -354,3 +354,22 @@ def test_an_unknown_security_key_is_refused(tmp_path: Path) -> None:
     assert "security.token_file: unknown key; did you mean 'tokens_file'?" in refusal(
         tmp_path, '[security]\ntoken_file = "/x"\n'
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "flags", "source"),
+    [
+        ("shards = 2\n", {}, {}, "envd.toml"),
+        ("", {"ENVD_SHARDS": "2"}, {}, "ENVD_SHARDS"),
+        ("", {}, {"shards": "2"}, "--shards"),
+    ],
+)
+def test_a_removed_setting_is_refused_with_the_name_of_its_replacement(
+    tmp_path: Path, text: str, environ: dict[str, str], flags: dict[str, str], source: str
+) -> None:
+    file = tmp_path / "envd.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"{source}: shards: is no longer a setting; run several daemons"):
+        load(file=file, environ=environ, flags=flags)
+    with pytest.raises(ConfigError, match="draws its desktops itself"):
+        load(flags={"hypervisor.drawing_processes": 2})

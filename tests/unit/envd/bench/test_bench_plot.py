@@ -95,7 +95,7 @@ def test_growth_is_drawn_over_the_numbers_of_machines_without_what_was_not_measu
     assert "acquire, pool of 64" in texts(found["run"])
 
 
-def test_a_report_of_several_shards_has_no_accelerator_and_its_usable_cores(tmp_path: Path) -> None:
+def test_a_report_without_an_accelerator_names_the_hypervisor_and_its_usable_cores(tmp_path: Path) -> None:
     conditions = {**CONDITIONS, "hypervisor": "fake", "usable_core_count": 1}
     del conditions["accelerator"]
     plot = plotted(tmp_path, conditions=conditions, samples={"fork_ms": [1.0]})["run"]
@@ -126,7 +126,7 @@ def test_a_file_that_is_not_a_report_is_an_error_and_nothing_is_written(
 
 
 def test_a_directory_without_reports_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no report"):
+    with pytest.raises(ConfigError, match="no report"):
         write_plots(tmp_path)
 
 

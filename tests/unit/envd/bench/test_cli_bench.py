@@ -7,7 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +32,7 @@ from envd.bench.load import load_processes
 from envd.bench.load_client import EchoServer, LoadPlan, LoadResult
 from envd.bench.raw_fork import raw_arguments
 from envd.bench.report import BenchReport, Check, Figure, Target, p95, p99
-from envd.bench.scale import measure_scale, measure_shards, scale_config, scale_report
+from envd.bench.scale import measure_scale, scale_configs, scale_report
 from envd.bench.session import BenchFailed, BenchSession, Steps, bench_config, open_bench
 from envd.bench.step import PeerTimes, StepTimes, script, step_report, xdotool_command
 from envd.cli.bench import parse_sizes
@@ -159,7 +159,6 @@ def scale_found(
         bare=LoadResult(call_count=4000, elapsed_s=4.0, latencies_ms=[1.0]),
         opened_count=opened_count,
         server_cpu_s=1.5,
-        drawing_cpu_s=0.5,
         lags_ms=[1.0] * 95 + [30.0] * 5,
     )
 
@@ -169,26 +168,10 @@ def test_steps_are_compared_with_bare_calls_of_the_same_run() -> None:
     found = results(report)
     assert (found["steps_per_s"], found["bare_rpc_per_s"], found["steps_share"]) == (500.0, 1000.0, 0.5)
     assert (found["p50_ms"], found["p99_ms"], found["server_cpu_ms_per_step"]) == (100.0, 200.0, 1.5)
-    assert found["drawing_cpu_ms_per_step"] == 0.5
     assert verdicts(report) == {"steps_share": True, "p99_ms": True, "loop_lag_ms_p99": False}
     assert verdicts(scale_found(p99_ms=300.0))["p99_ms"] is False
     assert set(verdicts(scale_found(machine_count=64, opened_count=64)).values()) == {None}
     assert report.passed
-
-
-@pytest.mark.long
-def test_bench_scale_measures_shards_and_their_supervisor(tmp_path: Path) -> None:
-    settings = load(flags={"hypervisor.uri": "fake", "state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache"})
-    config = scale_config(settings, machine_count=4, shard_count=2)
-    steps = Steps(lambda _stage, _share: None, 3)
-    report = run_until_signal(
-        measure_shards(config, task_id="fake/count-to-five", machine_count=4, duration_s=0.5, steps=steps)
-    )
-    assert report.passed, report.checks
-    assert report.conditions["shard_count"] == 2
-    found = results(report)
-    for name in ("steps_per_s", "server_cpu_ms_per_step", "supervisor_cpu_ms_per_step", "drawing_cpu_ms_per_step"):
-        assert (found[name] or 0) > 0, name
 
 
 def test_clients_without_episodes_and_keyframes_fail_the_run() -> None:
@@ -574,47 +557,51 @@ def test_a_signal_ends_a_benchmark_and_leaves_no_machine(tmp_path: Path, number:
     assert machine_count(database) == 0
 
 
-def test_bench_scale_compares_concurrent_steps_with_an_echo(tmp_path: Path) -> None:
+@pytest.mark.parametrize("daemon_count", [1, 2])
+def test_bench_scale_compares_concurrent_steps_with_an_echo(tmp_path: Path, daemon_count: int) -> None:
     settings = load(flags={"hypervisor.uri": "fake", "state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache"})
-
-    async def measure() -> BenchReport:
-        steps = Steps(lambda _stage, _share: None, 3)
-        async with open_bench(scale_config(settings, machine_count=4), steps=steps) as bench:
-            return await measure_scale(
-                bench, task_id="fake/count-to-five", machine_count=4, duration_s=0.5, steps=steps
-            )
-
-    report = run_until_signal(measure())
+    steps = Steps(lambda _stage, _share: None, 3)
+    measuring = measure_scale(
+        settings,
+        task_id="fake/count-to-five",
+        machine_count=4,
+        daemon_count=daemon_count,
+        duration_s=0.5,
+        steps=steps,
+    )
+    report = run_until_signal(measuring)
     assert report.passed, report.checks
+    assert report.conditions["daemon_count"] == daemon_count
     found = results(report)
-    assert found.pop("supervisor_cpu_ms_per_step") is None
     assert all(value is not None and value >= 0 for value in found.values())
+    assert found["server_cpu_ms_per_step"]
     assert found["bare_rpc_per_s"] != found["steps_per_s"]
 
 
-async def test_the_clients_of_a_load_run_in_several_processes(tmp_path: Path) -> None:
+async def test_the_clients_of_a_load_use_all_daemons_from_several_processes(tmp_path: Path) -> None:
     settings = load(flags={"hypervisor.uri": "fake", "state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache"})
-    echo = EchoServer()
-    async with open_bench(
-        scale_config(settings, machine_count=3), steps=Steps(lambda _stage, _share: None, 3)
-    ) as bench:
+    echo, steps = EchoServer(), Steps(lambda _stage, _share: None, 3)
+    async with AsyncExitStack() as stack:
+        configs = scale_configs(settings, machine_count=8, daemon_count=2)
+        daemons = [await stack.enter_async_context(open_bench(config, steps=steps)) for config in configs]
         plan = LoadPlan(
-            address=bench.daemon.address,
+            addresses=[each.daemon.address for each in daemons],
             echo_address=await echo.start(),
             task_id="fake/count-to-five",
-            pool=bench.pool.name,
-            client_count=3,
-            channel_count=2,
+            pool=daemons[0].pool.name,
+            client_count=8,
             duration_s=0.3,
             points=((819, 100), (822, 167)),
         )
         async with load_processes(plan, 2) as clients:
-            assert await clients.opened() == 3
-            assert bench.pool.statistics().leased_count == 3
+            assert await clients.opened() == 8
+            leased = [each.pool.statistics().leased_count for each in daemons]
             stepped, echoed = await clients.run(), await clients.run()
         await echo.stop()
+    assert sum(leased) == 8
+    assert min(leased) > 0
     for result in (stepped, echoed):
-        assert result.call_count == len(result.latencies_ms) >= 3
+        assert result.call_count == len(result.latencies_ms) >= 8
     assert stepped.response_bytes > 0
     assert stepped.client_cpu_s > 0
 

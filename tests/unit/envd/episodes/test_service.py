@@ -145,15 +145,6 @@ async def test_a_second_lost_machine_is_an_error(world: World) -> None:
     world.check_no_leaks()
 
 
-async def test_a_reset_that_may_not_queue_is_rejected_at_once_and_counts_as_no_failure(world: World) -> None:
-    (first, *_) = (await world.reset(group_size=3)).episodes
-    with pytest.raises(PoolExhausted, match="3 of 3 machines are leased or queued for"):
-        await world.reset(request_id="r", may_queue=False)
-    assert world.metrics.recorded_failures == []
-    await world.service.close(first.episode_id)
-    assert len((await world.reset(request_id="r", may_queue=False)).episodes) == 1
-
-
 async def test_a_full_pool_rejects_resets_at_their_deadline(world: World) -> None:
     await world.reset(group_size=3)
     waiting = asyncio.create_task(world.reset(timeout_s=30.0))

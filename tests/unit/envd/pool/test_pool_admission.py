@@ -355,20 +355,3 @@ async def test_refusals_by_draining_are_counted(
     with pytest.raises(Draining):
         await pool.lease(run="c", timeout_s=1.0)
     assert metrics.refused_runs == [("b", "draining"), ("c", "draining")]
-
-
-async def test_a_group_that_may_not_queue_is_refused_at_once_without_effect_on_the_queue(
-    make_pool: MakePool, users: MakeUsers, metrics: RecordingMetrics
-) -> None:
-    pool = await make_pool(capacity=4)
-    they = users(pool)
-    first = await they.ask("a", 2)
-    await they.ask("a", 3)
-    # Two machines are idle, but kept for the queued group.
-    for reserved in (0, 1):
-        with pytest.raises(PoolExhausted, match="5 of 4 machines are leased or queued for, so a group of"):
-            await pool.lease(1, reserved=reserved, may_queue=False, timeout_s=60.0)
-    assert (pool.statistics().waiting_count, pool.statistics().idle_count, metrics.refused_runs) == (3, 2, [])
-    await they.release(first)
-    assert they.served() == ["a", "a"]
-    assert len((await pool.lease(1, may_queue=False, timeout_s=60.0)).machines) == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.base.errors import HypervisorError, PoolExhausted
+from envd.base.errors import HypervisorError
 from envd.pool.disk import HostDisk
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
@@ -94,16 +94,6 @@ async def test_no_machine_is_forked_below_the_disk_reserve_and_the_pool_reports_
     await clock.advance(1.0)
     assert pool.statistics().idle_count == 2
     assert pool.statistics().problem == ""
-
-
-async def test_a_group_that_may_not_queue_is_refused_where_the_host_has_no_room_for_new_machines(
-    pool: Pool, host: Host
-) -> None:
-    await start(pool)
-    host.free_mib = 2047
-    assert len((await pool.lease(2, may_queue=False, timeout_s=1.0)).machines) == 2
-    with pytest.raises(PoolExhausted, match="2 of 2 machines"):
-        await pool.lease(1, may_queue=False, timeout_s=1.0)
 
 
 async def test_the_template_is_not_booted_below_the_disk_reserve(

@@ -1,12 +1,11 @@
 """How many machines a host's memory allows, and reading it."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from envd.base.errors import HypervisorError
-from envd.pool.memory import GrowthBoard, HostMemory, MemoryClaim, machines_that_fit, read_available_bytes
+from envd.pool.memory import HostMemory, MemoryClaim, machines_that_fit, read_available_bytes
 
 MIB = 1 << 20
 
@@ -30,38 +29,6 @@ def test_expected_growth_counts_as_taken(available_mib: int, held_mib: list[int]
         reserve_bytes=1024 * MIB,
         expected_bytes=256 * MIB,
     )
-
-
-async def test_shards_together_never_exceed_the_hosts_memory(tmp_path: Path) -> None:
-    GrowthBoard.create(tmp_path / "growth", shard_count=2)
-    available_bytes = 1024 * MIB
-    claims: list[list[MemoryClaim]] = [[], []]
-    shards = [
-        HostMemory(
-            reserve_bytes=24 * MIB,
-            board=GrowthBoard(tmp_path / "growth", index=index),
-            read=lambda: available_bytes,
-        )
-        for index in range(2)
-    ]
-    shards[0].join(lambda: claims[0])
-    shards[1].join(lambda: claims[1])
-    new = MemoryClaim(expected_bytes=100 * MIB)
-    # Both find the same room, before either starts a machine.
-    rooms = [shard.room(100 * MIB) for shard in shards]
-    assert rooms == [5, 5]
-    claims[0] += [new] * 4
-    claims[1] += [new] * 2
-    await asyncio.sleep(0)
-    assert [shard.room(100 * MIB) for shard in shards] == [2, 2]
-    # The first shard's machines reach what was expected.
-    available_bytes -= 400 * MIB
-    claims[0][:] = [MemoryClaim(expected_bytes=100 * MIB, held_bytes=100 * MIB)] * 4
-    shards[0].publish()
-    assert [shard.room(100 * MIB) for shard in shards] == [2, 2]
-    claims[0] += [new] * 4
-    shards[0].publish()
-    assert [shard.room(100 * MIB) for shard in shards] == [0, 0]
 
 
 def test_pools_share_one_host() -> None:

@@ -123,22 +123,6 @@ async def test_leases_wait_and_nothing_is_forked_while_the_template_boots(
     assert hypervisor.peak_count <= 2
 
 
-async def test_a_group_that_may_not_queue_waits_for_machines_that_are_being_made(
-    make_pool: MakePool, hypervisor: StubHypervisor
-) -> None:
-    hypervisor.ready_gate.clear()
-    pool = make_pool()
-    await started(pool)
-    waiting = [asyncio.create_task(pool.lease(1, may_queue=False, timeout_s=60.0)) for _ in range(3)]
-    await run_ready()
-    assert [task.done() for task in waiting] == [False, False, True], "the pool has capacity for two"
-    with pytest.raises(PoolExhausted, match="2 of 2 machines are leased or queued for"):
-        await waiting.pop()
-    hypervisor.ready_gate.set()
-    granted = await asyncio.gather(*waiting)
-    assert sum(len(each.machines) for each in granted) == 2
-
-
 async def test_equal_pools_share_one_template(make_pool: MakePool, hypervisor: StubHypervisor) -> None:
     one, other = make_pool("one"), make_pool("other")
     await started(one, other)
