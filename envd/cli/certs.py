@@ -85,7 +85,7 @@ def write_certs(directory: Path, certs: DevelopmentCerts) -> dict[str, Path]:
     files = {name: directory / file_name for name, (file_name, _) in contents.items()}
     existing = [str(path) for path in files.values() if path.exists() or path.is_symlink()]
     if existing:
-        raise ConfigError(f"{', '.join(existing)}: already there, and never overwritten; use another directory")
+        raise ConfigError(f"{', '.join(existing)}: exists and is never overwritten; use another directory")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, (_, content) in contents.items():
@@ -95,5 +95,5 @@ def write_certs(directory: Path, certs: DevelopmentCerts) -> dict[str, Path]:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
     except OSError as error:
-        raise ConfigError(f"{directory}: cannot be written: {error.strerror}; use another directory") from error
+        raise ConfigError(f"{directory}: cannot write certificates: {error.strerror}") from error
     return files

@@ -115,7 +115,7 @@ def close(
     episodes = _find(wanted, asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError("close: no terminal to ask for confirmation; add --yes")
+            raise ConfigError("close: needs a confirmation, and standard input is not a terminal; add --yes")
         err.print(episode_table(episodes, now=datetime.now(UTC)))
         typer.confirm(f"Close {len(episodes)} episode{'s' * (len(episodes) > 1)}?", abort=True, err=True)
     asyncio.run(_close(episodes, envd, tls_ca, tls_cert, tls_key))

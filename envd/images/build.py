@@ -326,7 +326,7 @@ def _copy_kernel(root: Path, directory: Path) -> None:
     for pattern, name in (("vmlinuz-*", "vmlinuz"), ("initrd.img-*", "initrd.img")):
         found = sorted((root / "boot").glob(pattern))
         if len(found) != 1:
-            raise ImageError(f"new root file system: {len(found)} files boot/{pattern} instead of one; build it again")
+            raise ImageError(f"new root file system: has {len(found)} files boot/{pattern}, expected 1")
         shutil.copyfile(found[0], directory / name)
 
 

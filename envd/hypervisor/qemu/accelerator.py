@@ -117,5 +117,5 @@ async def choose_accelerator(wanted: str) -> AcceleratorChoice:
     if probe.usable:
         return AcceleratorChoice(accelerator=Accelerator.KVM, why=probe.detail)
     if wanted == "kvm":
-        raise ConfigError(f"accelerator kvm: not usable on this host: {probe.detail}; fix that, or use auto")
+        raise ConfigError(f"accelerator kvm: does not work on this host: {probe.detail}")
     return AcceleratorChoice(accelerator=Accelerator.TCG, why=probe.detail)

@@ -53,7 +53,9 @@ class Tpm:
         """
         program = shutil.which(PROGRAM)
         if program is None:
-            raise HypervisorError(f"machine {machine_id}: no swtpm on this host for its TPM; install the package swtpm")
+            raise HypervisorError(
+                f"machine {machine_id}: has a TPM, but this host has no swtpm; install the package swtpm"
+            )
         directory = files.tpm_state.parent
         directory.mkdir(mode=0o700)
         user.chown(directory)

@@ -42,7 +42,7 @@ def parse_program(text: str) -> Program:
             f"program {text!r}: cannot be installed; use a file that ends in {', '.join(_PROGRAM_SUFFIXES)}"
         )
     if not file.is_file():
-        raise ImageError(f"program {file}: not found; check the path")
+        raise ImageError(f"program {file}: does not exist; check the path")
     return Program(file=file, arguments=tuple(words[1:]))
 
 

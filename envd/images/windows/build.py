@@ -280,7 +280,7 @@ class WindowsBuild:
                         await race(machine.lost, timeout_s=_WATCH_INTERVAL_S)
         except TimeoutError as error:
             raise ImageError(
-                f"screen: {size[0]}x{size[1]} instead of {wanted[0]}x{wanted[1]}; choose a common size such as 1280x720"
+                f"screen: is {size[0]}x{size[1]}, not {wanted[0]}x{wanted[1]}; choose a common size, such as 1280x720"
             ) from error
 
     async def _wait_until_still(self, machine: LibvirtMachine) -> None:

@@ -81,7 +81,7 @@ def open_disc(path: Path) -> Iterator[Disc]:
         raise ImageError(f"ISO {path}: cannot be read: {error.strerror}; check the path") from error
     # pycdlib raises IndexError, struct.error and others on damaged files.
     except Exception as error:
-        raise ImageError(f"ISO {path}: not an ISO file, or a damaged one ({error}); download it again") from error
+        raise ImageError(f"ISO {path}: is not an ISO file, or it is damaged ({error}); download it again") from error
     try:
         yield disc
     finally:
@@ -104,7 +104,7 @@ def no_prompt_patch(disc: Disc) -> BootPatch:
     """
     path = disc.find(NO_PROMPT_IMAGE)
     if path is None:
-        raise ImageError(f"ISO {disc.path}: no {NO_PROMPT_IMAGE} in it; use an unmodified ISO from Microsoft")
+        raise ImageError(f"ISO {disc.path}: has no {NO_PROMPT_IMAGE}; use an unmodified ISO from Microsoft")
     with disc.path.open("rb") as stream:
         stream.seek(_EL_TORITO_SECTOR * SECTOR_BYTES)
         record = stream.read(SECTOR_BYTES)
@@ -116,7 +116,7 @@ def no_prompt_patch(disc: Disc) -> BootPatch:
                 # The load address is at byte 8 of an entry (El Torito 1.0, figure 5).
                 offset = catalogue * SECTOR_BYTES + entry + 8
                 return BootPatch(offset, struct.pack("<I", disc.sector(path)))
-    raise ImageError(f"ISO {disc.path}: no boot entry for UEFI in it; use an unmodified 64-bit ISO from Microsoft")
+    raise ImageError(f"ISO {disc.path}: does not boot with UEFI; use an unmodified 64-bit ISO from Microsoft")
 
 
 def _efi_entry(catalogue: bytes) -> int | None:

@@ -98,7 +98,7 @@ async def download(wanted: Download, directory: Path, *, progress: Progress) -> 
     if digest != wanted.sha256:
         part.unlink()
         raise ImageError(
-            f"download {wanted.url}: sha256 {digest}, expected {wanted.sha256}; the publisher replaced it, or the "
+            f"download {wanted.url}: has sha256 {digest}, not {wanted.sha256}; the publisher replaced the file, or the "
             "download was damaged: try again, or pass --iso or --virtio-win"
         )
     part.rename(file)

@@ -44,7 +44,7 @@ def find_guest_files(disc: Disc, release: Release) -> GuestFiles:
         missing.append(AGENT)
     if agent is None or missing:
         raise ImageError(
-            f"virtio-win ISO {disc.path}: no {', '.join(missing)} in it; download the current virtio-win.iso of the "
+            f"virtio-win ISO {disc.path}: has no {', '.join(missing)}; download the current virtio-win.iso of the "
             "Fedora project (virtio-win-pkg-scripts)"
         )
     # Symbols are for debuggers only.

@@ -94,7 +94,7 @@ def read_editions(stream: BinaryIO) -> tuple[Edition, ...]:
     """Return the editions in a WIM or ESD file. Raises: ImageError: it is malformed."""
     header = stream.read(_HEADER_BYTES)
     if len(header) < _HEADER_BYTES or header[:8] != _MAGIC:
-        raise ImageError("installation image: not a WIM file; download the ISO again")
+        raise ImageError("installation image: is not a WIM file; download the ISO again")
     packed_size, offset, size = struct.unpack_from("<QQQ", header, _XML_HEADER_OFFSET)
     # The highest byte holds flags.
     packed_size &= (1 << 56) - 1
@@ -120,7 +120,7 @@ def choose_edition(editions: Sequence[Edition], wanted: str) -> Edition:
     if not wanted:
         if len(editions) == 1:
             return editions[0]
-        raise ImageError(f"ISO: {len(editions)} editions in it; choose one with --edition ({listed})")
+        raise ImageError(f"ISO: has {len(editions)} editions; choose one with --edition ({listed})")
     matches = [edition for edition in editions if wanted == str(edition.index)] or [
         edition for edition in editions if wanted.casefold() in {edition.name.casefold(), edition.edition_id.casefold()}
     ]

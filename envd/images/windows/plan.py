@@ -109,7 +109,7 @@ def plan_build(options: WindowsOptions, *, directory: Path) -> BuildPlan:
 def _editions(disc: Disc) -> tuple[Edition, ...]:
     path = next((found for name in _IMAGE_FILES if (found := disc.find(name))), None)
     if path is None:
-        raise ImageError(f"ISO {disc.path}: no Windows in it ({_IMAGE_FILES[0]} is missing); use an installation ISO")
+        raise ImageError(f"ISO {disc.path}: does not contain Windows (no {_IMAGE_FILES[0]}); use an installation ISO")
     if path.lower().endswith(".swm"):
         raise ImageError(
             f"ISO {disc.path}: its image is split into several files; use an unmodified ISO from Microsoft"
@@ -118,7 +118,7 @@ def _editions(disc: Disc) -> tuple[Edition, ...]:
         editions = read_editions(stream)
     other = sorted({edition.architecture for edition in editions} - {"x64"})
     if other or not editions:
-        raise ImageError(f"ISO {disc.path}: made for {', '.join(other) or 'nothing'}; use an ISO for x64 (64-bit)")
+        raise ImageError(f"ISO {disc.path}: is for {', '.join(other) or 'nothing'}; use an ISO for x64 (64-bit)")
     return editions
 
 
@@ -137,10 +137,10 @@ def _settings(options: WindowsOptions, edition: Edition) -> InstallSettings:
     key = options.product_key.upper()
     if key not in {"", "NONE"} and not _KEY.fullmatch(key):
         # The key is a secret, so the message does not repeat it.
-        raise ImageError("product key: not five groups of five characters; check it")
+        raise ImageError("product key: must have five groups of five characters; check it")
     if not key and edition.evaluation is None:
         raise ImageError(
-            f"edition {edition.name}: no product key given; pass --key, or --key none if the ISO installs without one "
+            f"edition {edition.name}: needs a product key; pass --key, or --key none if the ISO installs without one "
             "(volume licences)"
         )
     for name, size_px in (("width", options.screen_width_px), ("height", options.screen_height_px)):

@@ -63,7 +63,7 @@ def test_the_printed_json_settings_load(tmp_path: Path) -> None:
 def test_no_file_is_ever_overwritten(tmp_path: Path, existing: str) -> None:
     (tmp_path / existing).write_text("mine")
     message = run("certs", str(tmp_path), status=2)
-    assert "already there, and never overwritten" in message
+    assert "exists and is never overwritten" in message
     assert [path.name for path in tmp_path.iterdir()] == [existing]
     assert (tmp_path / existing).read_text() == "mine"
 

@@ -106,9 +106,7 @@ def test_a_missing_swtpm_is_an_error_that_names_the_package(
     start: Callable[..., Tpm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(
-        HypervisorError, match=r"machine m1: no swtpm on this host for its TPM; install the package swtpm"
-    ):
+    with pytest.raises(HypervisorError, match=r"machine m1: has a TPM, .*install the package swtpm"):
         start()
 
 

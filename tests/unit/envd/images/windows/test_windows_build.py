@@ -301,7 +301,7 @@ async def test_a_failed_installation_names_its_cause(
         (
             lambda g: setattr(g, "screen", (800, 600)),
             replace(LIMITS, boot=SOON),
-            "screen: 800x600 instead of 640x480; choose a common size",
+            "screen: is 800x600, not 640x480; choose a common size",
         ),
         (
             lambda g: setattr(g, "repaints", True),

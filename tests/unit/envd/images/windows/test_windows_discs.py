@@ -67,7 +67,7 @@ def test_files_in_udf_are_found(tmp_path: Path) -> None:
 def test_other_files_are_not_iso_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "windows.zip"
     path.write_bytes(content)
-    with pytest.raises(ImageError, match=r"windows.zip: not an ISO file, or a damaged one"), open_disc(path):
+    with pytest.raises(ImageError, match=r"windows.zip: is not an ISO file, or it is damaged"), open_disc(path):
         pass
 
 
@@ -97,8 +97,8 @@ def test_the_boot_disc_boots_the_image_without_a_prompt_and_leaves_the_iso(tmp_p
 @pytest.mark.parametrize(
     ("boot_images", "problem"),
     [
-        ({PROMPT_IMAGE: b""}, f"no {NO_PROMPT_IMAGE} in it; use an unmodified ISO"),
-        ({NO_PROMPT_IMAGE: b""}, "no boot entry for UEFI in it; use an unmodified 64-bit ISO"),
+        ({PROMPT_IMAGE: b""}, f"has no {NO_PROMPT_IMAGE}; use an unmodified ISO"),
+        ({NO_PROMPT_IMAGE: b""}, "does not boot with UEFI; use an unmodified 64-bit ISO"),
     ],
 )
 def test_an_iso_without_a_uefi_boot_image_is_an_error(
@@ -120,9 +120,9 @@ def test_drivers_are_those_of_the_release_without_symbols(virtio_iso: Path) -> N
 def test_missing_drivers_are_listed(tmp_path: Path) -> None:
     files = {path: data for path, data in virtio_files("w10").items() if not path.startswith("viogpudo")}
     with open_disc(make_virtio_iso(tmp_path / "virtio-win.iso", files)) as disc:
-        with pytest.raises(ImageError, match=r"no viogpudo/w10/amd64 in it; download the current virtio-win.iso"):
+        with pytest.raises(ImageError, match=r"has no viogpudo/w10/amd64; download the current virtio-win.iso"):
             find_guest_files(disc, Release.WINDOWS_10)
-        with pytest.raises(ImageError, match=r"no vioscsi/w11/amd64, NetKVM/w11/amd64, .*; download"):
+        with pytest.raises(ImageError, match=r"has no vioscsi/w11/amd64, NetKVM/w11/amd64, .*; download"):
             find_guest_files(disc, Release.WINDOWS_11)
 
 
@@ -167,7 +167,7 @@ def test_the_answer_disc_has_what_setup_looks_for(tmp_path: Path, virtio_iso: Pa
         ("", "cannot be installed; use a file that ends in .msi, .exe, .ps1"),
         ("setup.zip", "cannot be installed"),
         ("'setup.exe", "No closing quotation"),
-        ("absent.msi", "program absent.msi: not found"),
+        ("absent.msi", "program absent.msi: does not exist"),
     ],
 )
 def test_a_program_that_cannot_be_installed_is_an_error(text: str, problem: str) -> None:

@@ -89,7 +89,7 @@ async def test_another_file_than_the_pinned_one_is_not_kept(
     publisher: Publisher, wanted: Download, tmp_path: Path
 ) -> None:
     publisher.content = CONTENT[:-1] + b"x"
-    with pytest.raises(ImageError, match=rf"expected {wanted.sha256}; the publisher replaced it"):
+    with pytest.raises(ImageError, match=rf"not {wanted.sha256}; the publisher replaced the file"):
         await download(wanted, tmp_path, progress=lambda *_: None)
     assert list(tmp_path.iterdir()) == []
 

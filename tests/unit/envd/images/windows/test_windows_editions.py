@@ -79,7 +79,7 @@ def test_an_edition_is_chosen_by_index_name_or_identifier(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("wanted", "problem"),
     [
-        ("", "2 editions in it; choose one with --edition"),
+        ("", "has 2 editions; choose one with --edition"),
         ("Pro", "edition 'Pro': not in this ISO; choose one of"),
         ("ServerStandardEval", "several editions match"),
     ],
@@ -95,8 +95,8 @@ def test_a_damaged_image_is_an_error(tmp_path: Path) -> None:
     whole = (tmp_path / "install.wim").read_bytes()
     cut = tmp_path / "cut.wim"
     for data, problem in (
-        (b"PK" + whole, "not a WIM file"),
-        (whole[:100], "not a WIM"),
+        (b"PK" + whole, "is not a WIM file"),
+        (whole[:100], "is not a WIM"),
         (whole[:300], "damaged"),
     ):
         cut.write_bytes(data)

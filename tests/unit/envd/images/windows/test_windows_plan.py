@@ -62,13 +62,13 @@ def test_an_esd_file_is_read_like_a_wim_file(media: Path, options: WindowsOption
 @pytest.mark.parametrize(
     ("iso", "problem"),
     [
-        ("text.iso", r"text.iso: not an ISO file, or a damaged one"),
+        ("text.iso", r"text.iso: is not an ISO file, or it is damaged"),
         ("absent.iso", r"absent.iso: cannot be read: No such file"),
-        ("empty.iso", r"empty.iso: no Windows in it \(sources/install.wim is missing\)"),
-        ("virtio-win.iso", r"virtio-win.iso: no Windows in it"),
+        ("empty.iso", r"empty.iso: does not contain Windows \(no sources/install.wim\)"),
+        ("virtio-win.iso", r"virtio-win.iso: does not contain Windows"),
         ("split.iso", r"split.iso: its image is split into several files"),
-        ("arm.iso", r"arm.iso: made for ARM64; use an ISO for x64"),
-        ("x86.iso", r"x86.iso: made for x86 \(32-bit\); use an ISO for x64 \(64-bit\)"),
+        ("arm.iso", r"arm.iso: is for ARM64; use an ISO for x64"),
+        ("x86.iso", r"x86.iso: is for x86 \(32-bit\); use an ISO for x64 \(64-bit\)"),
     ],
 )
 def test_a_wrong_iso_is_an_error(media: Path, options: WindowsOptions, tmp_path: Path, iso: str, problem: str) -> None:
@@ -79,15 +79,15 @@ def test_a_wrong_iso_is_an_error(media: Path, options: WindowsOptions, tmp_path:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"edition": ""}, r"2 editions in it; choose one with --edition \(1: Windows 11 Enterprise"),
+        ({"edition": ""}, r"has 2 editions; choose one with --edition \(1: Windows 11 Enterprise"),
         (
             {"edition": "Home"},
             r"edition 'Home': not in this ISO; choose one of: 1: .*; 2: Windows 11 Pro",
         ),
         ({"language": "fr-FR"}, r"language 'fr-FR': not in this ISO, which has de-DE, en-US"),
         ({"time_zone": "Europe/Berlin"}, r"time zone 'Europe/Berlin': not a name that Windows uses"),
-        ({"edition": "Professional"}, r"Windows 11 Pro: no product key given; pass --key"),
-        ({"product_key": "12345"}, r"product key: not five groups of five characters"),
+        ({"edition": "Professional"}, r"Windows 11 Pro: needs a product key; pass --key"),
+        ({"product_key": "12345"}, r"product key: must have five groups of five characters"),
         ({"screen_width_px": 100}, r"screen width 100: out of range"),
         ({"programs": ("notepad++.zip",)}, r"program 'notepad\+\+.zip': cannot be installed"),
         ({"disk_gib": 20}, r"disk of 20 GiB: too small; Windows needs at least 64 GiB"),
@@ -103,7 +103,7 @@ def test_a_wrong_option_is_an_error_with_its_remedy(
 
 def test_a_virtio_iso_without_drivers_for_the_release_is_an_error(options: WindowsOptions, tmp_path: Path) -> None:
     old = make_virtio_iso(tmp_path / "old.iso", virtio_files("w8", "w10"))
-    with pytest.raises(ImageError, match=r"old.iso: no vioscsi/w11/amd64, .*download the current virtio-win.iso"):
+    with pytest.raises(ImageError, match=r"old.iso: has no vioscsi/w11/amd64, .*download the current virtio-win.iso"):
         plan_build(replace(options, virtio_win=old), directory=tmp_path)
 
 
