@@ -31,6 +31,9 @@ from envd.tasks.catalogue import TaskCatalogue
 
 logger = logging.getLogger(__name__)
 
+#: Most responses of resets kept.
+_RESET_COUNT = 128
+
 
 class Opening:
     """The `reset` and `fork` calls of an episode service."""
@@ -51,8 +54,7 @@ class Opening:
         self.resets: Ledger[GroupResult] = Ledger(
             "reset",
             clock=context.clock,
-            keep_s=context.limits.ledger_keep_s,
-            keep_count=context.limits.ledger_reset_count,
+            keep_count=_RESET_COUNT,
             # A failed reset opened no episode, so a retry may run it again.
             without_effect=(Exception,),
             abandoned=_draining_error,

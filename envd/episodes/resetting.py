@@ -224,7 +224,7 @@ class _Reset:
                 await self.run_setup(self.task, first.desktop, timeout_s=timeout_s)
                 self.watch.lap("setup")
                 default = self.pool.settings.settle
-                settle = await first.desktop.settle((self.command.settle or default).ignoring(default.ignored))
+                settle = await first.desktop.settle((self.command.settle or default).ignoring(default.ignored_regions))
                 self.watch.lap("settle")
             key = _state_key(self.pool, self.task, first.frozen)
             if not reservations and key is None:

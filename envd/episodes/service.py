@@ -13,8 +13,8 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 
 from envd.base.aio import Changes
-from envd.base.clock import Clock, SystemClock, wait_until
-from envd.base.loop_lag import LoopLag
+from envd.base.clock import Clock, LoopLag, SystemClock, wait_until
+from envd.base.config import LimitsConfig
 from envd.base.store.store import NullStore, Store
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.context import EpisodeContext
@@ -22,7 +22,6 @@ from envd.episodes.episode import Episode
 from envd.episodes.evaluating import Evaluating
 from envd.episodes.factory import EpisodeFactory
 from envd.episodes.guest_access import GuestAccess
-from envd.episodes.limits import EpisodeLimits
 from envd.episodes.opening import Opening
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.persistence.recovery import PersistedState, Recovery
@@ -54,7 +53,7 @@ class EpisodeService:
         pools: Iterable[Pool],
         *,
         tasks: TaskCatalogue,
-        limits: EpisodeLimits | None = None,
+        limits: LimitsConfig | None = None,
         metrics: Metrics | None = None,
         run_setup: RunSetup = run_task_setup,
         run_checkers: RunCheckers = run_task_checkers,
@@ -78,7 +77,7 @@ class EpisodeService:
         self._pools = {pool.name: pool for pool in sorted(pools, key=lambda pool: pool.name)}
         self.tasks = tasks
         """Tasks that `reset` accepts."""
-        self._limits = limits or EpisodeLimits()
+        self._limits = limits or LimitsConfig()
         self._metrics = metrics or Metrics()
         self._clock = clock or SystemClock()
         self.journal = Journal(store or NullStore(), clock=self._clock)
@@ -94,9 +93,7 @@ class EpisodeService:
             clock=self._clock,
             metrics=self._metrics,
         )
-        self._factory = EpisodeFactory(
-            self._registry, journal=self.journal, limits=self._limits, clock=self._clock, make_id=make_id
-        )
+        self._factory = EpisodeFactory(self._registry, journal=self.journal, clock=self._clock, make_id=make_id)
         self._opening = Opening(context, self._factory, tasks=tasks, run_setup=run_setup)
         stepping, guest_access = Stepping(context), GuestAccess(context)
         self.reset, self.fork = self._opening.reset, self._opening.fork

@@ -6,6 +6,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 from envd.base.aio import LoopThrottle
+from envd.base.config import SettlePolicy
 from envd.base.errors import StoreError
 from envd.base.telemetry import traces
 from envd.episodes.context import EpisodeContext, Stopwatch
@@ -15,7 +16,7 @@ from envd.episodes.persistence.journal import STEP, Request
 from envd.episodes.types import StepCommand, StepResult
 from envd.episodes.watching import frames_of, views_of
 from envd.guest.desktop import ScreenView
-from envd.guest.observation import EncodedFrame, Observation, ObservationOptions, SettlePolicy
+from envd.guest.observation import EncodedFrame, Observation, ObservationOptions
 
 #: How many steps may start or observe per event-loop iteration: each is up to 1 ms of work. With 256 concurrent
 #: clients (`envd bench scale`) a limit of 2 reduces the longest iteration from 100 to 11 ms and costs 3 of 100

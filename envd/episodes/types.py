@@ -6,7 +6,8 @@ from enum import Enum
 
 from cuaenv.actions import Action
 
-from envd.guest.observation import ActionOutcome, Observation, ObservationOptions, SettlePolicy
+from envd.base.config import SettlePolicy
+from envd.guest.observation import ActionOutcome, Observation, ObservationOptions
 from envd.tasks.checkers.evaluate import CheckResult
 
 

@@ -434,8 +434,8 @@ class Pool:
     def _idle_target(self) -> int:
         """Return how many spare machines to keep; in a failing pool one more than there are, so that one tries."""
         if not self._backoff.is_failing:
-            return self.settings.idle_target
-        return max(self.settings.idle_target, self._machines.counts()[LifecycleState.IDLE] + 1)
+            return self.settings.size
+        return max(self.settings.size, self._machines.counts()[LifecycleState.IDLE] + 1)
 
     def _grant(self, demand: Demand, machine_ids: Iterable[str]) -> MachineLease:
         return MachineLease(

@@ -29,10 +29,8 @@ _CHUNK_BYTES = 1 << 20
 _PART = ".part-"
 
 
-class AssetMissing(EnvdError):
+class AssetMissing(EnvdError, reason="ASSET_MISSING"):
     """A file that a task needs is not in the cache, or has the wrong digest."""
-
-    reason = "ASSET_MISSING"
 
 
 class _Entry(Model):

@@ -353,12 +353,12 @@ def test_a_benchmark_has_one_pool_free_ports_and_its_own_state(tmp_path: Path) -
     )
     own = bench_config(served, standby_count=4, capacity=5)
     assert (own.listen, own.metrics_listen, own.state_dir) == ("127.0.0.1:0", "127.0.0.1:0", tmp_path / "bench")
-    assert own.hypervisor_uri == f"qemu:///embed?root={tmp_path}/bench/libvirt"
+    assert own.hypervisor.uri == ""
     assert own.pools.keys() == {"desktop"}
     other = bench_config(served, standby_count=1, capacity=1, image="win").pools["desktop"]
-    assert (other.image, other.memory_mib, other.machine_limit) == ("win", 1024, 1)
+    assert (other.image, other.memory_mib, other.capacity) == ("win", 1024, 1)
     pool = own.pools["desktop"]
-    assert (pool.size, pool.machine_limit, pool.memory_mib) == (4, 5, 2048)
+    assert (pool.size, pool.capacity, pool.memory_mib) == (4, 5, 2048)
     assert pool.allow_guest_access
     assert not pool.always_running
 
@@ -606,7 +606,7 @@ async def test_a_benchmark_without_room_on_its_host_says_so() -> None:
     hypervisor = FakeHypervisor()
     memory = HostMemory(reserve_bytes=1 << 60)
     pool = Pool(
-        PoolSettings(name="p", capacity=2, idle_target=1),
+        PoolSettings(name="p", capacity=2, size=1),
         image=fake_image(),
         host=PoolHost(hypervisor=hypervisor, memory=memory),
     )

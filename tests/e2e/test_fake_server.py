@@ -16,7 +16,7 @@ from cuaenv.v1 import env_pb2, env_pb2_grpc
 from google.protobuf.duration_pb2 import Duration
 
 from envd.base.clock import Clock
-from envd.episodes.limits import EpisodeLimits
+from envd.base.config import LimitsConfig
 from envd.episodes.types import EpisodeState
 from envd.hypervisor.fake import FakeMachine, Faults
 from envd.hypervisor.machine import MachineState
@@ -263,7 +263,7 @@ async def test_a_screen_that_never_settles_is_reported_and_bounded() -> None:
 
 
 async def test_a_hung_guest_voids_its_episode_even_if_its_screen_is_quiet() -> None:
-    limits = EpisodeLimits(heartbeat_interval_s=0.0, hang_timeout_s=2.0)
+    limits = LimitsConfig(heartbeat_interval_s=0.0, hang_timeout_s=2.0)
     async with served_client(size=1, limits=limits) as (server, client), client.reset("fake/count-to-five") as episode:
         await episode.step(COUNT)
         leased_machine(server).inject(agent_silent=True)
@@ -276,7 +276,7 @@ async def test_a_hung_guest_voids_its_episode_even_if_its_screen_is_quiet() -> N
 
 
 async def test_a_guest_that_responded_recently_is_not_probed() -> None:
-    limits = EpisodeLimits(heartbeat_interval_s=60.0, hang_timeout_s=0.2)
+    limits = LimitsConfig(heartbeat_interval_s=60.0, hang_timeout_s=0.2)
     async with served_client(size=1, limits=limits) as (server, client), client.reset("fake/count-to-five") as episode:
         await episode.step(COUNT)
         leased_machine(server).inject(agent_silent=True)

@@ -21,6 +21,7 @@ from cuaenv.actions import Action, Done, Fail, PressKeys, TypeText, Wait
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, View
 
 from envd.api.server import ApiServer
+from envd.base.config import HypervisorConfig
 from envd.base.telemetry.metrics import Metrics
 from envd.bench.episodes import SCRIPTS
 from envd.episodes.service import EpisodeService
@@ -150,8 +151,10 @@ async def address(
     assert environment.tasks is not None
     workers = Workers(environment.python)
     bridge = WorkerBridge(workers, assets=assets)
-    hypervisor = await LibvirtHypervisor.open(state_dir=vm_state_dir, cache_dir=cache_dir, template_dir=template_dir)
-    settings = PoolSettings(name="osworld", capacity=3, idle_target=1, allow_guest_access=True, always_running=True)
+    hypervisor = await LibvirtHypervisor.open(
+        HypervisorConfig(template_dir=template_dir), state_dir=vm_state_dir, cache_dir=cache_dir
+    )
+    settings = PoolSettings(name="osworld", capacity=3, size=1, allow_guest_access=True, always_running=True)
     service = EpisodeService(
         [Pool(settings, image=ImageCatalogue(cache_dir).disk_image(IMAGE), host=PoolHost(hypervisor=hypervisor))],
         tasks=TaskCatalogue(osworld_tasks(environment.tasks), hidden=[desktop_task()]),

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from cuaenv.cli.terminal import ProgressReport
 
+from envd.base.clock import LoopLag
 from envd.base.config import Config
 from envd.base.errors import EnvdError, GuestUnresponsive
-from envd.base.loop_lag import LoopLag
 from envd.bench.child import Child, run_module
 from envd.bench.session import BenchSession, Steps, open_bench
 from envd.daemon.ephemeral import ephemeral_config
-from envd.hypervisor.capabilities import capabilities_of
+from envd.hypervisor.backends import backend_of
 from envd.hypervisor.fake import FakeHypervisor
 from envd.hypervisor.machine import Accelerator
 from tests.soak.accounting import Accounting
@@ -41,10 +41,8 @@ _REPORT_INTERVAL_S = 1.0
 _LAG_INTERVAL_S = 0.02
 
 
-class SoakFailed(EnvdError):
+class SoakFailed(EnvdError, reason="SOAK_FAILED"):
     """A client failed without an injected fault; its error is on standard error."""
-
-    reason = "SOAK_FAILED"
 
 
 def soak_config(settings: Config, *, machine_count: int) -> Config:
@@ -61,7 +59,7 @@ def soak_config(settings: Config, *, machine_count: int) -> Config:
     config = ephemeral_config(settings, name="soak", pool=own)
     own_hypervisor = {"template_dir": settings.hypervisor.template_dir}
     update: dict[str, object] = {"hypervisor": config.hypervisor.model_copy(update=own_hypervisor)}
-    suite = SUITE if capabilities_of(settings.hypervisor_uri).runs_guests else FAKE_SUITE
+    suite = SUITE if backend_of(settings.hypervisor.uri).capabilities.runs_guests else FAKE_SUITE
     update["tasks"] = config.tasks.model_copy(update={"suites": (*config.tasks.suites, str(suite))})
     return config.model_copy(update=update)
 

@@ -27,7 +27,6 @@ from envd.episodes.types import (
 )
 from envd.guest.desktop import Desktop
 from envd.guest.observation import Encoding, ObservationOptions
-from envd.pool.backoff import FAILING_AFTER
 from envd.pool.fairness import RunShares
 from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
@@ -228,7 +227,7 @@ async def running_world(
     always_running: bool = False,
     task_templates: int = 8,
     shares: RunShares | None = None,
-    failing_after: int = FAILING_AFTER,
+    failing_after: int = 6,
 ) -> AsyncIterator[World]:
     """Run a service on a pool with `capacity` ready machines; at the end, assert that nothing is left."""
     clock, hypervisor, tasks, metrics = ManualClock(), StubHypervisor(), StubTasks(), RecordingMetrics()
@@ -237,7 +236,7 @@ async def running_world(
     settings = PoolSettings(
         name="desktop",
         capacity=capacity,
-        idle_target=capacity,
+        size=capacity,
         max_starting=capacity,
         allow_guest_access=True,
         always_running=always_running,

@@ -78,10 +78,9 @@ class PoolWorld:
     ) -> Pool:
         """Return a new pool with these settings; by default it keeps its whole capacity ready."""
         values: dict[str, Any] = self._defaults | settings | ({} if name is None else {"name": name})
-        idle_target = values.pop("idle_target", values["capacity"])
-        values = {"max_starting": values["capacity"]} | values
+        values = {"size": values["capacity"], "max_starting": values["capacity"]} | values
         pool = Pool(
-            PoolSettings(idle_target=idle_target, **values),
+            PoolSettings(**values),
             image=IMAGE,
             host=PoolHost(
                 hypervisor=self.hypervisor,

@@ -17,13 +17,11 @@ from cuaenv.client import AsyncEnvClient
 
 from envd.api.server import ApiServer
 from envd.base.clock import Clock, SystemClock
-from envd.base.config import SecurityConfig
+from envd.base.config import LimitsConfig, SecurityConfig, SettlePolicy
 from envd.base.store.store import NullStore, SqliteStore
 from envd.base.telemetry.metrics import Metrics
-from envd.episodes.limits import EpisodeLimits
 from envd.episodes.persistence.recovery import load_persisted
 from envd.episodes.service import EpisodeService
-from envd.guest.observation import SettlePolicy
 from envd.hypervisor import fake
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
 from envd.pool.lifecycle import unregister_all
@@ -88,7 +86,7 @@ class FakeOptions:
     """Maximum number of machines; by default twice `size`."""
     faults: Faults | None = None
     """Faults of the machines; change them later through `FakeServer.hypervisor`."""
-    limits: EpisodeLimits | None = None
+    limits: LimitsConfig | None = None
     settle: SettlePolicy = QUICK_SETTLE
     boot_timeout_s: float = 10.0
     failing_after: int = 10
@@ -112,7 +110,7 @@ class FakeOptions:
         return PoolSettings(
             name="fake",
             capacity=self.capacity or 2 * self.size,
-            idle_target=self.size,
+            size=self.size,
             max_starting=self.size,
             boot_timeout_s=self.boot_timeout_s,
             backoff_min_s=0.05,

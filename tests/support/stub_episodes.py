@@ -142,7 +142,7 @@ class StubEpisodes(EpisodeService):
         self.reset_gate.set()
         stub_tasks.check_gate.set()
         self._hypervisor.gates["capture"] = self.gate
-        settings = PoolSettings(name="fake", capacity=_CAPACITY, idle_target=0, max_starting=8, allow_guest_access=True)
+        settings = PoolSettings(name="fake", capacity=_CAPACITY, size=0, max_starting=8, allow_guest_access=True)
         pool = Pool(settings, image=IMAGE, host=PoolHost(hypervisor=self._hypervisor), make_desktop=self._connect)
         super().__init__(
             [pool],

@@ -42,7 +42,7 @@ _pools: dict[Replay, ReplayPool] = {}
 def pool_of(replay: Replay) -> ReplayPool:
     """Return the process's pool; on first use it is filled from its files. Raises: OSError."""
     if replay not in _pools:
-        _pools[replay] = ReplayPool(replay.pool)
+        _pools[replay] = ReplayPool(replay)
         _load_files(_pools[replay], replay)
     return _pools[replay]
 
@@ -71,7 +71,7 @@ def data_source(args: Any) -> Any:
         load(rollout_id)
         if args.load is None or not (Path(args.load) / "replay" / f"pool-{rollout_id}.json").exists():
             return
-        pool = ReplayPool.resume(Path(args.load) / "replay", replay.pool, name=str(rollout_id))
+        pool = ReplayPool.resume(Path(args.load) / "replay", replay, name=str(rollout_id))
         _load_files(pool, replay)
         _pools[replay] = pool
 

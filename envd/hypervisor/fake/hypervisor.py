@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from envd.base.errors import EnvdError, HypervisorError, NotForkable, TemplateCorrupt
-from envd.hypervisor.capabilities import FAKE
+from envd.hypervisor.fake.backend import CAPABILITIES
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
 from envd.hypervisor.fake.faults import Faults
@@ -66,7 +66,7 @@ class FakeHypervisor:
     its stored templates. Call `die` on the first to model the death of its daemon.
     """
 
-    capabilities = FAKE
+    capabilities = CAPABILITIES
     accelerator = Accelerator.FAKE
     description = "fake: drawn desktops in this process, no guest code runs"
     problem = ""

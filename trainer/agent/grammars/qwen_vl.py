@@ -37,7 +37,7 @@ _JSON = frozenset({"keys", "coordinate", "start_coordinate", "pixels", "time"})
 
 
 class _QwenVl(Grammar):
-    """One or more calls; the tool stands between the tags that the model's chat template uses."""
+    """One or more calls; the tool is between the tags that the model's chat template uses."""
 
     coordinates: ClassVar[Units] = "normalised"
     parse_arguments = staticmethod(intent_of)

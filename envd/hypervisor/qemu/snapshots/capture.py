@@ -124,7 +124,6 @@ def captured_snapshot(
         patch=patch,
         parent=parent,
         report=report,
-        notes={},
     )
 
 
@@ -344,8 +343,6 @@ class Freezer:
             digest=stored.manifest.digest,
             disk_digest=combined_digest(spec.image.digest, *stored.manifest.disk_digests),
             memory_path=Path(stored.manifest.memory_path),
-            patch=None,
-            parent=None,
             report=CaptureReport(memory_bytes=spec.memory_mib << 20, paused_ms=took_ms, total_ms=took_ms),
             notes=stored.manifest.notes,
         )

@@ -10,6 +10,7 @@ from cuaenv.actions import Done
 from cuaenv.region import Region
 
 from envd.base.clock import SystemClock
+from envd.base.config import SettlePolicy
 from envd.base.errors import EvaluatorFailed
 from envd.base.store.statements import AnswerRow, EpisodeRow, upsert
 from envd.base.store.store import SqliteStore
@@ -24,7 +25,6 @@ from envd.guest.observation import (
     Observation,
     Point,
     ScreenChange,
-    SettlePolicy,
     SettleResult,
 )
 from envd.guest.view import ConnectionState

@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import os, sys
-from envd.daemon.descriptors import reserve_low_descriptors
+from envd.daemon.process import reserve_low_descriptors
 import uvloop
 if sys.argv[1] == "reserved":
     reserve_low_descriptors()
