@@ -187,6 +187,6 @@ async def test_a_model_can_be_watched(tmp_path: Path) -> None:
 
 async def test_a_task_that_is_not_served_is_reported_in_one_line() -> None:
     async with desktops() as (address, _, _):
-        status, out, err = await run("play", "fake/none", "--by", "null", ENVD_TARGET=address)
+        status, out, err = await run("play", "fake/enabl", "--by", "null", ENVD_TARGET=address)
     assert (status, out) == (1, "")
-    assert err == "error: the daemon does not serve fake/none; it serves 8 tasks: run `envd tasks list` on its host\n"
+    assert err == "error: the daemon does not serve fake/enabl; did you mean fake/enable?\n"

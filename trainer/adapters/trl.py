@@ -165,7 +165,7 @@ class DesktopEnvironment:
             raise SessionVoid("the desktop is unavailable")
         one = self._session
         result = blocking(one.step(*read_actions([action])))
-        text = " ".join(filter(None, result.errors))
+        text = " ".join(result.errors)
         if not result.done:
             return [*self._picture(one), *([{"type": "text", "text": text}] if text else [])]
         # Scored at once: the machine is free while other rollouts of the batch continue.

@@ -3,7 +3,7 @@
 ```python
 from trainer.client import Click, Done, EnvClient, PressKeys, TypeText
 
-with EnvClient("127.0.0.1:50051") as client, client.reset("desktop/note-hello") as episode:
+with EnvClient("127.0.0.1:50051") as client, client.reset("desktop/type-greeting") as episode:
     print(episode.instruction)
     step = episode.step(Click(x=640, y=400), TypeText("Hello"), PressKeys(["ctrl", "s"]))
     step.observation.image.save("screen.png")
@@ -44,6 +44,7 @@ EnvError
 ├── PoolExhausted         no machine became free before the deadline
 ├── RateLimited           the token exceeded its call rate until the deadline
 ├── Unavailable           the daemon could not be reached before the deadline
+│   ├── Unreachable        it never was: not started, a wrong target, or only one side uses TLS
 │   ├── Draining          it is stopping; try another host
 │   └── PoolFailing       the pool's machines fail to start; the message has the reason
 ├── DeadlineExceeded      no response before the deadline
@@ -89,6 +90,7 @@ from cuaenv.client.errors import (
     TaskNotFound,
     Unauthenticated,
     Unavailable,
+    Unreachable,
 )
 from cuaenv.client.forwarding import PortForward
 from cuaenv.client.host import HostState, HostStatistics
@@ -168,6 +170,7 @@ __all__ = [
     "Tls",
     "Unauthenticated",
     "Unavailable",
+    "Unreachable",
     "View",
     "close_shared_clients",
     "shared_client",
