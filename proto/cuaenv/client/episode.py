@@ -71,7 +71,9 @@ class AsyncEpisode:
     def _note(self, info: env_pb2.Episode) -> None:
         self.state = STATES[info.state]
         self.end_reason = info.end_reason
+        """Why it ended, such as AGENT_DONE; empty while it is active."""
         self.step_count = info.step_count
+        """Steps performed, as of the last response."""
 
     async def step(
         self,
