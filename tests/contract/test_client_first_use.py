@@ -51,13 +51,15 @@ async def test_an_episode_without_a_block_holds_its_place_until_it_is_closed(
 ) -> None:
     async with AsyncEnvClient(server.address, max_episodes=1) as client:
         first = await client.open(TASK, view=View(encoding="none"))
+        block = first.block  # else the garbage collector would leave it
         assert (await first.step(Click(1, 2))).errors == ()
         second = asyncio.create_task(client.open(TASK))
         while not client.statistics().gated_count:
             await asyncio.sleep(0)
         assert len(episodes.resets) == 1
         await asyncio.gather(first.close(), first.close())
-        await (await second).close()
+        await (await asyncio.wait_for(second, 60)).close()
+        assert block is not None
     assert episodes.closed == [first.episode_id, second.result().episode_id]
 
 
@@ -122,9 +124,9 @@ def test_help_shows_every_option_with_its_type_and_meaning(client: type, name: s
 @pytest.mark.parametrize("count", [1, 2])
 async def test_a_target_without_a_daemon_fails_at_once_and_says_what_to_do(count: int) -> None:
     with unserved_address() as first, unserved_address() as second:
-        async with AsyncEnvClient([first, second][:count], retry=HURRIED) as client:
+        async with AsyncEnvClient([first, second][:count], retry=HURRIED) as client, asyncio.timeout(60):
             with pytest.raises(trainer.Unreachable, match=f"start the daemon {first}, or correct the target") as caught:
-                async with client.reset(TASK):
+                async with client.reset(TASK):  # which may take ten minutes
                     pass
     assert isinstance(caught.value, trainer.Unavailable)
     assert str(copy.copy(caught.value)) == str(caught.value)  # also in another process
@@ -139,7 +141,7 @@ async def test_a_daemon_that_was_reached_is_waited_for(
         assert await client.list_pools() == []
         await server.stop()
         waiting_call = asyncio.create_task(client.list_pools())
-        while "; retrying for" not in caplog.text:
+        while "; retrying for" not in caplog.text and not waiting_call.done():
             await asyncio.sleep(0.01)
         again = ApiServer(episodes, listen=address, metrics=Metrics())
         await again.start()
