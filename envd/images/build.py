@@ -7,13 +7,14 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from envd.base.errors import ImageError
+from envd.base.tools import run_tool
 from envd.hypervisor.machine import Firmware, GuestOs
 from envd.images.catalogue import PACKAGES_FILE, Image, ImageCatalogue, file_sha256
 from envd.images.recipe import (
@@ -24,6 +25,8 @@ from envd.images.recipe import (
     overlay_files,
     recipe_digest,
 )
+
+_run = partial(run_tool, error=ImageError, environment={"SOURCE_DATE_EPOCH": "1700000000", "LC_ALL": "C.UTF-8"})
 
 #: Quiet, with fixed interface names, and without mitigations and watchdogs, which are slow in an emulated guest.
 KERNEL_CMDLINE = (
@@ -287,38 +290,6 @@ class _InstallProgress:
             self._report(f"installing {match[1].partition(':')[0]}", fraction)
         elif line.startswith("I: "):
             self._report(line[3:].strip(), 0.1 + 0.7 * min(1.0, self._count / self._EXPECTED_LINES))
-
-
-def _run(command: list[str], *, what: str, on_line: Callable[[str], None] | None = None) -> None:
-    """Run a tool. If interrupted, terminate it and wait until it has cleaned up (mmdebstrap unmounts).
-
-    Raises:
-        ImageError: It failed; the message has the end of its output.
-    """
-    tail: list[str] = []
-    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000", "LC_ALL": "C.UTF-8"}
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=environment,
-        start_new_session=True,
-    ) as process:
-        try:
-            for line in process.stdout or ():
-                tail = [*tail[-24:], line.rstrip()]
-                if on_line:
-                    on_line(line)
-            status = process.wait()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
-            raise
-    if status != 0:
-        raise ImageError(f"{what} failed with status {status}:\n" + "\n".join(tail))
 
 
 def _copy_kernel(root: Path, directory: Path) -> None:
