@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 
 from envd.base.errors import ImageError
@@ -39,70 +40,9 @@ KERNEL_CMDLINE = (
 _WINE_CMDLINE = "clearcpuid=smap"
 
 #: Services of a general-purpose system that this desktop does not need.
-_MASKED_UNITS = (
-    "apt-daily-upgrade.timer",
-    "apt-daily.timer",
-    "cryptsetup.target",
-    "dev-hugepages.mount",
-    "dev-mqueue.mount",
-    "dpkg-db-backup.timer",
-    "e2scrub_all.timer",
-    "e2scrub_reap.service",
-    "fstrim.timer",
-    "getty@tty1.service",
-    "integritysetup.target",
-    "kmod-static-nodes.service",
-    "proc-sys-fs-binfmt_misc.automount",
-    "serial-getty@ttyS0.service",
-    "sys-fs-fuse-connections.mount",
-    "sys-kernel-config.mount",
-    "sys-kernel-debug.mount",
-    "sys-kernel-tracing.mount",
-    "systemd-ask-password-console.path",
-    "systemd-ask-password-wall.path",
-    "systemd-binfmt.service",
-    "systemd-boot-system-token.service",
-    "systemd-firstboot.service",
-    "systemd-journal-flush.service",
-    "systemd-machine-id-commit.service",
-    "systemd-network-generator.service",
-    "systemd-pcrphase-sysinit.service",
-    "systemd-pcrphase.service",
-    "systemd-pstore.service",
-    "systemd-repart.service",
-    "systemd-sysusers.service",
-    "systemd-timesyncd.service",
-    "systemd-update-utmp-runlevel.service",
-    "systemd-update-utmp.service",
-    "veritysetup.target",
-)
+_MASKED_UNITS = (files("envd.images") / "packages" / "masked-units.txt").read_text().split()
 
-_CUSTOMIZE = r"""
-set -eu
-root="$1"
-run() { chroot "$root" "$@"; }
-run useradd --create-home --shell /bin/bash user
-# No password: only the desktop session uses the account, never a login.
-run usermod --lock user
-run chown -R user:user /home/user
-echo desktop > "$root/etc/hostname"
-printf '127.0.0.1 localhost desktop\n::1 localhost\n' > "$root/etc/hosts"
-# Not empty: systemd would treat the boot as the first and enable units for seconds. The kernel command line sets each
-# machine's own id.
-echo 00000000000000000000000000000001 > "$root/etc/machine-id"
-# Compiled once at build, instead of by every guest at every start.
-run python3 -m compileall -q --invalidation-mode unchecked-hash /usr/lib/envd
-# Without a cache every program of the session first scans hundreds of fonts.
-run env -u SOURCE_DATE_EPOCH fc-cache --force --system-only
-ls "$root"/var/cache/fontconfig/*.cache-* >/dev/null
-run systemctl enable envd-desktop.service
-run systemctl enable qemu-guest-agent.service >/dev/null 2>&1 || true
-run systemctl set-default multi-user.target
-run systemctl mask __MASKED__ >/dev/null 2>&1
-run update-initramfs -u
-if [ -e "$root/usr/lib/envd/customize" ]; then run /usr/lib/envd/customize; fi
-rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/* "$root"/tmp/*
-"""
+_CUSTOMIZE = (files("envd.images") / "customize.sh").read_text()
 
 #: Files that guests never read; without them the image is a third smaller.
 _EXCLUDED_PATHS = (

@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[2]
 FILES = (
     "cuaenv/v1/env_pb2.py",
     "envd/api/console/static/index.html",
+    "envd/base/store/schema.sql",
+    "envd/images/customize.sh",
     "envd/tasks/suites",
     "trainer/recipes/smoke_text.sh",
     "envd_desktop",
