@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[2]
 FILES = (
     "cuaenv/v1/env_pb2.py",
     "envd/api/console/static/index.html",
+    "envd/base/store/schema.sql",
+    "envd/images/customize.sh",
     "envd/tasks/suites",
     "trainer/recipes/smoke_text.sh",
     "envd_desktop",
@@ -32,8 +34,8 @@ def test_a_wheel_is_built_from_the_source_distribution(artefacts: list[Path]) ->
 @pytest.mark.parametrize("kind", [".whl", ".tar.gz"])
 def test_an_installed_package_is_complete(kind: str, artefacts: list[Path], tmp_path: Path) -> None:
     artefact = next(path for path in artefacts if path.name.endswith(kind))
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", artefact]
-    subprocess.run(pip, check=True, capture_output=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+    subprocess.run([*pip, tmp_path / "site", artefact], check=True, capture_output=True)
     assert [name for name in FILES if not (tmp_path / "site" / name).exists()] == []
     # Its own modules, not the checkout's: -P leaves the working directory out of the path.
     code = "import cuaenv.client, envd, trainer.cli; print(envd.__file__)"
