@@ -20,7 +20,7 @@ from envd.episodes.types import GroupResult
 from envd.guest.observation import A11yFormat, Encoding, Keyframe, ObservationOptions, SettleResult
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
-from tests.support.clock import run_ready
+from tests.support.clock import begun, run_ready
 from tests.support.episode_world import FROZEN, NO_PIXELS, PLAIN, TASK, World, running_world
 from tests.support.stubs import StubDesktop
 
@@ -135,8 +135,7 @@ async def test_an_evicted_start_is_discarded_after_its_last_fork() -> None:
         await run_ready()
         gate = world.hypervisor.gates["load"]
         gate.clear()
-        forking = asyncio.create_task(world.reset(task_id=FROZEN[0].task_id))
-        await run_ready()
+        forking = await begun(world.reset(task_id=FROZEN[0].task_id))
         del world.hypervisor.gates["load"]  # Later loads do not wait.
         await world.open(task_id=FROZEN[1].task_id)
         await run_ready()
@@ -240,8 +239,7 @@ async def test_a_setup_whose_state_cannot_be_forked_is_a_failed_setup(world: Wor
 
 async def test_if_one_fork_of_a_group_fails_nothing_is_kept(world: World) -> None:
     world.hypervisor.gates["capture"].clear()
-    reset = asyncio.create_task(world.reset(group_size=3))
-    await run_ready()
+    reset = await begun(world.reset(group_size=3))
     world.hypervisor.errors["load"] = [HypervisorError("QEMU did not start")]
     world.hypervisor.gates["capture"].set()
     with pytest.raises(HypervisorError, match="QEMU did not start"):
@@ -262,8 +260,7 @@ async def test_if_a_guest_does_not_resume_for_its_tree_nothing_is_kept(world: Wo
 
 async def test_a_machine_lost_while_it_is_frozen_is_replaced_once(world: World) -> None:
     world.hypervisor.gates["capture"].clear()
-    reset = asyncio.create_task(world.reset(group_size=2))
-    await run_ready()
+    reset = await begun(world.reset(group_size=2))
     next(machine for machine in world.hypervisor.machines.values() if machine.calls).die()
     world.hypervisor.gates["capture"].set()
     assert len((await reset).episodes) == 2

@@ -138,8 +138,7 @@ async def test_a_command_that_is_cut_or_late_gives_no_score() -> None:
 
 
 @pytest.mark.parametrize("expected", [{"exit_code": 0}, {"exit_code": None, "stdout": {"equals": "x"}}])
-async def test_a_killed_command_gives_no_score(expected: dict[str, Any]) -> None:
-    desktop = MemoryDesktop()
+async def test_a_killed_command_gives_no_score(expected: dict[str, Any], desktop: MemoryDesktop) -> None:
     desktop.answers["sync",] = CommandResult(exit_code=137, stdout=b"", stderr=b"")
     with pytest.raises(EvaluatorFailed, match="sync was killed"):
         await evaluated(desktop, {"kind": "command", "argv": ["sync"], **expected})
