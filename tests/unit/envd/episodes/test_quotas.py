@@ -60,7 +60,6 @@ async def test_a_reset_above_the_quota_is_refused_at_once_and_succeeds_after_an_
     await world.open(owner="b", max_machines=2)
     await world.service.close(first)
     assert len((await world.service.reset(command)).episodes) == 1
-    world.check_no_leaks()
 
 
 async def test_waiting_resets_count_and_failed_ones_do_not(world: World) -> None:

@@ -62,7 +62,6 @@ async def test_a_group_shares_an_id_and_no_machine(world: World) -> None:
     assert len({info.episode_id for info in result.episodes}) == 3
     assert len({world.machine(info.episode_id).machine_id for info in result.episodes}) == 3
     assert [info.episode_id for info in world.service.list_episodes()] == [i.episode_id for i in result.episodes]
-    world.check_no_leaks()
 
 
 async def test_a_retried_reset_joins_then_replays(world: World) -> None:
@@ -88,13 +87,6 @@ async def test_a_reset_whose_caller_was_cancelled_is_joined_by_the_retry(world: 
     assert world.tasks.setups == 1
 
 
-async def test_a_reset_id_with_another_body_is_refused(world: World) -> None:
-    command = world.reset_command(fingerprint=b"a")
-    await world.service.reset(command)
-    with pytest.raises(RequestIdReused):
-        await world.service.reset(replace(command, fingerprint=b"b"))
-
-
 async def test_a_failed_setup_keeps_no_machine_and_can_be_retried(world: World) -> None:
     world.tasks.setup_errors = [SetupFailed("setup[0] launch failed: no such program")]
     command = world.reset_command(group_size=2)
@@ -114,8 +106,6 @@ async def test_a_guest_failure_before_the_first_observation_is_a_failed_setup(wo
         desktop.errors[method] = GuestUnresponsive("no frame within 5 s")
     with pytest.raises(SetupFailed, match=r"suite/name: machine desktop-\w+: no frame within 5 s"):
         await world.reset()
-    await run_ready()
-    world.check_no_leaks()
 
 
 async def test_a_machine_lost_in_reset_is_replaced_once(world: World) -> None:
@@ -123,8 +113,6 @@ async def test_a_machine_lost_in_reset_is_replaced_once(world: World) -> None:
     result = await world.reset(group_size=2)
     assert len(result.episodes) == 2
     assert world.tasks.setups == 2, "the whole group starts over"
-    await run_ready()
-    world.check_no_leaks()
 
 
 async def test_a_second_lost_machine_is_an_error(world: World) -> None:
@@ -133,7 +121,6 @@ async def test_a_second_lost_machine_is_an_error(world: World) -> None:
         await world.reset()
     await run_ready()
     assert world.service.list_episodes() == []
-    world.check_no_leaks()
 
 
 async def test_a_full_pool_rejects_resets_at_their_deadline(world: World) -> None:
@@ -249,11 +236,17 @@ async def test_a_retried_step_replays_the_recorded_response(world: World, episod
     assert len(world.desktop(episode_id).actions) == 1
 
 
-async def test_a_step_id_with_another_body_is_refused(world: World, episode_id: str) -> None:
-    command = world.step_command(episode_id, 0, fingerprint=b"a")
-    await world.service.step(command)
+@pytest.mark.parametrize("method", ["reset", "step", "fork"])
+async def test_a_request_id_with_another_body_is_refused(world: World, episode_id: str, method: str) -> None:
+    commands = {
+        "reset": world.reset_command(),
+        "step": world.step_command(episode_id, 0),
+        "fork": world.fork_command(episode_id),
+    }
+    call = getattr(world.service, method)
+    await call(replace(commands[method], fingerprint=b"a"))
     with pytest.raises(RequestIdReused):
-        await world.service.step(replace(command, fingerprint=b"b"))
+        await call(replace(commands[method], fingerprint=b"b"))
 
 
 async def test_steps_of_an_episode_run_one_at_a_time_in_the_order_of_arrival(world: World, episode_id: str) -> None:
@@ -340,13 +333,6 @@ async def test_a_machine_killed_during_a_step_is_machine_lost_in_all_later_calls
         await world.service.step(world.step_command(episode_id, 1))
 
 
-async def test_a_machine_killed_between_calls_is_detected_at_once(world: World, episode_id: str) -> None:
-    world.kill(episode_id)
-    await run_ready()
-    assert world.state(episode_id) == (EpisodeState.FAILED, "MACHINE_LOST")
-    assert world.pool.statistics().idle_count == CAPACITY
-
-
 async def test_a_guest_failure_during_a_step_voids_the_episode(world: World, episode_id: str) -> None:
     world.desktop(episode_id).errors["settle"] = GuestUnresponsive("no update within 30 s")
     with pytest.raises(GuestUnresponsive):
@@ -354,8 +340,6 @@ async def test_a_guest_failure_during_a_step_voids_the_episode(world: World, epi
     assert world.state(episode_id) == (EpisodeState.FAILED, "GUEST_UNRESPONSIVE")
     with pytest.raises(MachineLost, match="GUEST_UNRESPONSIVE: no update within 30 s"):
         await world.service.step(world.step_command(episode_id, 1))
-    await run_ready()
-    world.check_no_leaks()
 
 
 async def test_pipelined_steps_behind_a_lost_machine_are_machine_lost_too(world: World, episode_id: str) -> None:
@@ -464,6 +448,7 @@ async def test_a_score_remains_valid_when_the_machine_dies_later(world: World, e
     await run_ready()
     assert (await world.service.evaluate(episode_id, request_id="e2", fingerprint=b"")).score == 1.0
     assert world.state(episode_id) == (EpisodeState.TRUNCATED, "EVALUATED")
+    await world.service.close(episode_id)
 
 
 # -- close and leases -------------------------------------------------------------------------------------------
@@ -572,7 +557,6 @@ async def test_a_step_that_does_not_end_loses_its_machine_after_a_bounded_time(w
     assert world.service.list_episodes() == []
     with pytest.raises(EpisodeNotFound, match="lease expired"):
         await caller
-    world.check_no_leaks()
 
 
 async def test_a_stall_of_the_daemon_does_not_expire_leases(world: World) -> None:
@@ -600,9 +584,12 @@ async def test_the_lease_starts_when_the_reset_is_complete(world: World) -> None
     assert (info.expire_time - world.clock.now()).total_seconds() == 10.0
 
 
-async def test_a_failed_episode_is_closed_when_its_lease_expires(world: World) -> None:
+async def test_a_machine_killed_between_calls_fails_its_episode_until_the_lease_expires(world: World) -> None:
     episode_id = await world.open(lease_ttl_s=10.0)
     world.kill(episode_id)
+    await run_ready()
+    assert world.state(episode_id) == (EpisodeState.FAILED, "MACHINE_LOST")
+    assert world.pool.statistics().idle_count == CAPACITY
     await world.clock.advance(9.0)
     assert world.state(episode_id) == (EpisodeState.FAILED, "MACHINE_LOST")
     await world.clock.advance(1.0)
