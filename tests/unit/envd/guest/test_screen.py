@@ -40,6 +40,19 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
+@pytest.fixture
+def display() -> FakeDisplay:
+    return FakeDisplay()
+
+
+@pytest.fixture
+async def screen(display: FakeDisplay) -> AsyncIterator[Screen]:
+    """Follow the display."""
+    screen = Screen()
+    async with following(display, screen):
+        yield screen
+
+
 async def test_the_first_frame_is_the_servers_picture() -> None:
     display, screen = FakeDisplay(64, 48), Screen()
     display.bgrx_HW[10:20, 30:40] = 0x112233
@@ -59,14 +72,12 @@ async def test_a_frames_id_depends_on_its_size_and_pixels() -> None:
         assert screen.frame().frame_id == xxhash.xxh3_128(b"32x16" + tile).hexdigest()
 
 
-async def test_a_frame_is_not_older_than_the_last_refresh() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        before = screen.frame()
-        asked = datetime.now(UTC)
-        await asyncio.wait_for(screen.refresh(), 60)
-        assert before.capture_time < asked <= screen.frame().capture_time
-        assert screen.frame().image is before.image
+async def test_a_frame_is_not_older_than_the_last_refresh(display: FakeDisplay, screen: Screen) -> None:
+    before = screen.frame()
+    asked = datetime.now(UTC)
+    await asyncio.wait_for(screen.refresh(), 60)
+    assert before.capture_time < asked <= screen.frame().capture_time
+    assert screen.frame().image is before.image
 
 
 async def test_frames_share_unchanged_tiles() -> None:
@@ -80,92 +91,78 @@ async def test_frames_share_unchanged_tiles() -> None:
         assert [after.image.tile(i) is before.image.tile(i) for i in range(8)] == [i != 1 for i in range(8)]
 
 
-async def test_a_blinking_caret_is_shown_but_does_not_count_as_a_change() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        for count in range(6):
-            colour = 0xFF if count % 2 == 0 else 0
-            display.draw(5, 5, 1, 16, colour)
-            await until(lambda colour=colour: screen.frame().rgb_HWC[5, 5, 2] == colour)  # type: ignore[misc]
-            assert screen.change_count == min(count + 1, 2), "those before it was learnt"
-        changes = screen.change_count
-        display.draw(5, 5, 1, 16, 0x00FF00)
-        await until(lambda: screen.change_count > changes)
+async def test_a_blinking_caret_is_shown_but_does_not_count_as_a_change(display: FakeDisplay, screen: Screen) -> None:
+    for count in range(6):
+        colour = 0xFF if count % 2 == 0 else 0
+        display.draw(5, 5, 1, 16, colour)
+        await until(lambda colour=colour: screen.frame().rgb_HWC[5, 5, 2] == colour)  # type: ignore[misc]
+        assert screen.change_count == min(count + 1, 2), "those before it was learnt"
+    changes = screen.change_count
+    display.draw(5, 5, 1, 16, 0x00FF00)
+    await until(lambda: screen.change_count > changes)
 
 
-async def test_ignored_regions_do_not_count_as_a_change() -> None:
-    display, screen = FakeDisplay(), Screen()
+async def test_ignored_regions_do_not_count_as_a_change(display: FakeDisplay, screen: Screen) -> None:
     clock = (Region(x_px=40, y_px=0, width_px=20, height_px=10),)
-    async with following(display, screen):
-        quiet_s = screen.last_change_outside_s(clock)
-        changes = screen.change_count
-        display.draw(42, 2, 5, 5, 0x0000FF)
-        await until(lambda: screen.change_count > changes)
-        assert screen.last_change_outside_s(clock) == quiet_s < screen.last_change_outside_s(())
-        assert screen.moving_since(quiet_s, clock) == []
-        display.draw(38, 2, 5, 5, 0x0000FF)  # half inside, half outside
-        await until(lambda: screen.change_count > changes + 1)
-        assert screen.last_change_outside_s(clock) == screen.last_change_outside_s(())
+    quiet_s = screen.last_change_outside_s(clock)
+    changes = screen.change_count
+    display.draw(42, 2, 5, 5, 0x0000FF)
+    await until(lambda: screen.change_count > changes)
+    assert screen.last_change_outside_s(clock) == quiet_s < screen.last_change_outside_s(())
+    assert screen.moving_since(quiet_s, clock) == []
+    display.draw(38, 2, 5, 5, 0x0000FF)  # half inside, half outside
+    await until(lambda: screen.change_count > changes + 1)
+    assert screen.last_change_outside_s(clock) == screen.last_change_outside_s(())
 
 
-async def test_the_changed_event_is_set_by_a_change_and_by_input() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        changed = screen.changed
-        display.draw(0, 0, 64, 48, 0)  # the same pixels
-        await asyncio.wait_for(screen.refresh(), 60)
-        assert not changed.is_set()
-        display.draw(1, 1, 1, 1, 9)
-        await asyncio.wait_for(changed.wait(), 60)
-        changed = screen.changed
-        screen.note_input()
-        assert changed.is_set()
+async def test_the_changed_event_is_set_by_a_change_and_by_input(display: FakeDisplay, screen: Screen) -> None:
+    changed = screen.changed
+    display.draw(0, 0, 64, 48, 0)  # the same pixels
+    await asyncio.wait_for(screen.refresh(), 60)
+    assert not changed.is_set()
+    display.draw(1, 1, 1, 1, 9)
+    await asyncio.wait_for(changed.wait(), 60)
+    changed = screen.changed
+    screen.note_input()
+    assert changed.is_set()
 
 
-async def test_a_frame_is_copied_only_after_a_change() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        before = screen.frame()
-        assert screen.frame() is before
-        display.draw(1, 1, 2, 2, 0xFFFFFF)
-        await until(lambda: screen.frame() is not before)
-        assert screen.frame().frame_id != before.frame_id
-        assert before.rgb_HWC.max() == 0
+async def test_a_frame_is_copied_only_after_a_change(display: FakeDisplay, screen: Screen) -> None:
+    before = screen.frame()
+    assert screen.frame() is before
+    display.draw(1, 1, 2, 2, 0xFFFFFF)
+    await until(lambda: screen.frame() is not before)
+    assert screen.frame().frame_id != before.frame_id
+    assert before.rgb_HWC.max() == 0
 
 
-async def test_equal_pixels_sent_again_do_not_count_as_a_change() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        changes, changed_s = screen.change_count, screen.last_change_outside_s(())
-        display.draw(0, 0, 64, 48, 0)
-        await asyncio.wait_for(screen.refresh(), 60)
-        assert (screen.change_count, screen.last_change_outside_s(())) == (changes, changed_s)
+async def test_equal_pixels_sent_again_do_not_count_as_a_change(display: FakeDisplay, screen: Screen) -> None:
+    changes, changed_s = screen.change_count, screen.last_change_outside_s(())
+    display.draw(0, 0, 64, 48, 0)
+    await asyncio.wait_for(screen.refresh(), 60)
+    assert (screen.change_count, screen.last_change_outside_s(())) == (changes, changed_s)
 
 
-async def test_a_change_has_the_bounds_of_the_differing_pixels() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        display.bgrx_HW[5, 7] = 0xFF
-        display.bgrx_HW[6, 9] = 0xFF
-        changes = screen.change_count
-        display._dirty.append((0, 0, 64, 48))
-        display.answer()
-        await until(lambda: screen.change_count > changes)
-        assert screen.changes[-1].regions == (Region(x_px=7, y_px=5, width_px=3, height_px=2),)
+async def test_a_change_has_the_bounds_of_the_differing_pixels(display: FakeDisplay, screen: Screen) -> None:
+    display.bgrx_HW[5, 7] = 0xFF
+    display.bgrx_HW[6, 9] = 0xFF
+    changes = screen.change_count
+    display._dirty.append((0, 0, 64, 48))
+    display.answer()
+    await until(lambda: screen.change_count > changes)
+    assert screen.changes[-1].regions == (Region(x_px=7, y_px=5, width_px=3, height_px=2),)
 
 
-async def test_more_than_64_rectangles_are_joined_into_one() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        display.frozen = True
-        for x_px in range(0, 64, 2):
-            for y_px in range(0, 40, 4):
-                display.draw(x_px, y_px, 1, 1, 0x0000FF)
-        changes = screen.change_count
-        display.frozen = False
-        display.answer()
-        await until(lambda: screen.change_count > changes)
-        assert screen.changes[-1].regions == (Region(x_px=0, y_px=0, width_px=63, height_px=37),)
+async def test_more_than_64_rectangles_are_joined_into_one(display: FakeDisplay, screen: Screen) -> None:
+    display.frozen = True
+    for x_px in range(0, 64, 2):
+        for y_px in range(0, 40, 4):
+            display.draw(x_px, y_px, 1, 1, 0x0000FF)
+    changes = screen.change_count
+    display.frozen = False
+    display.answer()
+    await until(lambda: screen.change_count > changes)
+    assert screen.changes[-1].regions == (Region(x_px=0, y_px=0, width_px=63, height_px=37),)
 
 
 async def test_thousands_of_rectangles_are_applied_while_other_tasks_run() -> None:
@@ -233,15 +230,13 @@ async def test_thousands_of_rectangles_complete_a_screen_only_when_every_pixel_w
         assert screen.is_complete
 
 
-async def test_exactly_one_incremental_request_is_pending_at_any_time() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        display.draw(0, 0, 4, 4, 1)
-        await until(lambda: screen.frame().rgb_HWC[0, 0, 2] == 1)
-        display.draw(0, 0, 4, 4, 2)
-        await until(lambda: screen.frame().rgb_HWC[0, 0, 2] == 2)
-        await until(lambda: sum(r.incremental for r in display.requests) == display.update_count)
-        assert [r.incremental for r in display.requests[:2]] == [False, True]
+async def test_exactly_one_incremental_request_is_pending_at_any_time(display: FakeDisplay, screen: Screen) -> None:
+    display.draw(0, 0, 4, 4, 1)
+    await until(lambda: screen.frame().rgb_HWC[0, 0, 2] == 1)
+    display.draw(0, 0, 4, 4, 2)
+    await until(lambda: screen.frame().rgb_HWC[0, 0, 2] == 2)
+    await until(lambda: sum(r.incremental for r in display.requests) == display.update_count)
+    assert [r.incremental for r in display.requests[:2]] == [False, True]
 
 
 async def test_after_a_resize_the_screen_is_black_until_its_pixels_arrive() -> None:
@@ -260,30 +255,26 @@ async def test_after_a_resize_the_screen_is_black_until_its_pixels_arrive() -> N
         await until(lambda: screen.frame().rgb_HWC[50, 70].tolist() == [255, 0, 0])
 
 
-async def test_the_cursor_shape_and_caps_lock_are_recorded() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        assert screen.cursor is None
-        display.send(pseudo_rect(-314, 0, 0, 1, 1, bytes(8)), pseudo_rect(-261, 0, 0, 1, 1, b"\x04"))
-        await until(lambda: screen.cursor is not None)
-        assert screen.caps_lock
+async def test_the_cursor_shape_and_caps_lock_are_recorded(display: FakeDisplay, screen: Screen) -> None:
+    assert screen.cursor is None
+    display.send(pseudo_rect(-314, 0, 0, 1, 1, bytes(8)), pseudo_rect(-261, 0, 0, 1, 1, b"\x04"))
+    await until(lambda: screen.cursor is not None)
+    assert screen.caps_lock
 
 
-async def test_a_refresh_wakes_the_server_and_waits_for_its_answer() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        display.frozen = True
-        woken = display.wake_count
-        refresh = asyncio.create_task(screen.refresh())
-        await until(lambda: not display.requests[-1].incremental)
-        display.draw(40, 40, 4, 4, 0xABCDEF)
-        assert not refresh.done()
-        assert display.wake_count == woken + 1
-        display.frozen = False
-        display.answer()
-        seen_s = await asyncio.wait_for(refresh, 60)
-        assert seen_s < screen.last_change_outside_s(())
-        assert screen.frame().rgb_HWC[41, 41].tolist() == [0xAB, 0xCD, 0xEF]
+async def test_a_refresh_wakes_the_server_and_waits_for_its_answer(display: FakeDisplay, screen: Screen) -> None:
+    display.frozen = True
+    woken = display.wake_count
+    refresh = asyncio.create_task(screen.refresh())
+    await until(lambda: not display.requests[-1].incremental)
+    display.draw(40, 40, 4, 4, 0xABCDEF)
+    assert not refresh.done()
+    assert display.wake_count == woken + 1
+    display.frozen = False
+    display.answer()
+    seen_s = await asyncio.wait_for(refresh, 60)
+    assert seen_s < screen.last_change_outside_s(())
+    assert screen.frame().rgb_HWC[41, 41].tolist() == [0xAB, 0xCD, 0xEF]
 
 
 async def test_an_update_in_flight_is_not_taken_for_the_answer() -> None:
@@ -333,22 +324,18 @@ async def test_a_refresh_ends_even_if_its_strip_keeps_changing() -> None:
         assert screen.frame().rgb_HWC[0, 0, 2] == 3
 
 
-async def test_concurrent_refreshes_each_get_an_answer() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        seen = await asyncio.wait_for(asyncio.gather(*(screen.refresh() for _ in range(20))), 60)
-        assert seen == sorted(seen)
+async def test_concurrent_refreshes_each_get_an_answer(display: FakeDisplay, screen: Screen) -> None:
+    seen = await asyncio.wait_for(asyncio.gather(*(screen.refresh() for _ in range(20))), 60)
+    assert seen == sorted(seen)
 
 
-async def test_a_cancelled_refresh_is_removed() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        display.frozen = True
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(screen.refresh(), 0.01)
-        display.frozen = False
-        await asyncio.wait_for(screen.refresh(), 60)
-        assert screen._refreshes == []
+async def test_a_cancelled_refresh_is_removed(display: FakeDisplay, screen: Screen) -> None:
+    display.frozen = True
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(screen.refresh(), 0.01)
+    display.frozen = False
+    await asyncio.wait_for(screen.refresh(), 60)
+    assert screen._refreshes == []
 
 
 async def test_a_refresh_survives_a_resize() -> None:

@@ -10,7 +10,7 @@ from envd.base.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted
 from envd.pool.fairness import RunShares
 from envd.pool.leased import MachineLease
 from envd.pool.pool import Pool
-from tests.support.clock import run_ready
+from tests.support.clock import begun, run_ready
 from tests.support.pool_world import PoolWorld
 
 
@@ -183,8 +183,7 @@ async def test_an_undone_admission_counts_for_no_run(world: PoolWorld, users: Ma
     pool = await world.started(capacity=1)
     they = users(pool)
     first = await they.ask("a")
-    second = asyncio.create_task(pool.lease(run="b", timeout_s=60.0))
-    await run_ready()
+    second = await begun(pool.lease(run="b", timeout_s=60.0))
 
     def cancel_once_admitted() -> None:
         if pool.statistics().held_by_run.get("b"):

@@ -11,7 +11,7 @@ from cuaenv.actions import Wait
 from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost, NotForkable
 from envd.hypervisor.machine import Firmware, GuestOs, MachineSpec
 from envd.pool.leased import FrozenDesktop, LeasedMachine, freeze
-from tests.support.clock import run_ready
+from tests.support.clock import begun, run_ready
 from tests.support.stubs import IMAGE, StubDesktop, StubHypervisor, StubMachine, StubSnapshot, blank_view
 
 WAIT = Wait(timedelta(seconds=0.0))
@@ -206,8 +206,7 @@ async def test_the_next_user_repeats_a_cancelled_wake(leased: LeasedMachine, mac
         async with leased.running():
             pass
 
-    user = asyncio.create_task(use())
-    await run_ready()
+    user = await begun(use())
     user.cancel()
     await asyncio.gather(user, return_exceptions=True)
     assert user.cancelled()
@@ -241,8 +240,7 @@ async def test_only_the_next_user_waits_for_the_pause(leased: LeasedMachine, mac
     await run_ready()
     assert machine.calls == ["resume", "pause"]
     async with AsyncExitStack() as stack:
-        entering = asyncio.create_task(stack.enter_async_context(leased.running()))
-        await run_ready()
+        entering = await begun(stack.enter_async_context(leased.running()))
         assert not entering.done(), "it is paused first"
         machine.pause_gate.set()
         await entering
@@ -289,8 +287,7 @@ async def test_machine_and_screen_are_frozen_at_one_instant(
     hypervisor.gates["capture"].clear()
     async with leased.running():
         await leased.desktop.act(WAIT)
-        freezing = asyncio.create_task(freeze(leased, hypervisor=hypervisor))
-        await run_ready()
+        freezing = await begun(freeze(leased, hypervisor=hypervisor))
         assert not runs(machine)
         hypervisor.gates["capture"].set()
         frozen = await freezing
@@ -313,11 +310,9 @@ async def test_a_machine_does_not_run_while_it_is_frozen(
     leased: LeasedMachine, machine: StubMachine, hypervisor: StubHypervisor
 ) -> None:
     hypervisor.gates["capture"].clear()
-    freezing = asyncio.create_task(freeze(leased, hypervisor=hypervisor))
-    await run_ready()
+    freezing = await begun(freeze(leased, hypervisor=hypervisor))
     async with AsyncExitStack() as stack:
-        entering = asyncio.create_task(stack.enter_async_context(leased.running()))
-        await run_ready()
+        entering = await begun(stack.enter_async_context(leased.running()))
         assert not runs(machine)
         assert not entering.done()
         hypervisor.gates["capture"].set()

@@ -8,7 +8,7 @@ from envd.base.errors import Draining, GroupTooLarge, HypervisorError, MachineLo
 from envd.pool.leased import FrozenDesktop, LeasedMachine, MachineLease, Reservation
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
-from tests.support.clock import run_ready
+from tests.support.clock import begun, run_ready
 from tests.support.pool_world import PoolWorld
 
 POOL = {"capacity": 4, "size": 1, "max_idle_s": 1e9, "expected_memory_mib": 256}
@@ -156,8 +156,7 @@ async def test_granted_reservations_can_be_filled_until_the_pool_closes(world: P
     assert counts(pool) == (0, 1, 1)
     assert len(world.hypervisor.machines) == 2
     world.hypervisor.gates["load"].clear()
-    forking = asyncio.create_task(pool.fork(granted.reservations[1], frozen))
-    await run_ready()
+    forking = await begun(pool.fork(granted.reservations[1], frozen))
     await pool.close()
     assert world.hypervisor.machines == {}
     with pytest.raises(Draining):
@@ -170,8 +169,7 @@ async def test_a_fork_for_a_reservation_does_not_count_as_a_spare_machine(world:
     pool = await world.started()
     (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
     world.hypervisor.gates["fork"].clear()
-    forking = asyncio.create_task(pool.fork(reservation, template(pool)))
-    await run_ready()
+    forking = await begun(pool.fork(reservation, template(pool)))
     await pool.lease(1, timeout_s=1.0)
     assert pool.statistics().starting_count == 2
     world.hypervisor.gates["fork"].set()
@@ -260,8 +258,7 @@ async def test_a_machine_that_dies_while_it_waits_is_replaced_before_its_reserva
     first.die()
     world.hypervisor.destroy_gate.clear()
     await run_ready()
-    forking = asyncio.create_task(pool.fork(reservation, template(pool)))
-    await run_ready()
+    forking = await begun(pool.fork(reservation, template(pool)))
     assert not forking.done()
     world.hypervisor.destroy_gate.set()
     fork = await forking
@@ -302,8 +299,7 @@ async def test_a_lease_does_not_wait_for_the_state_but_its_first_use_does(world:
     machines = (await pool.lease(4, timeout_s=1.0)).machines
     waiting = next(machine for machine in machines if not world.hypervisor.machines[machine.machine_id].is_loaded)
     using = asyncio.create_task(use(waiting))
-    freezing = asyncio.create_task(pool.freeze(machines[-1]))
-    await run_ready()
+    freezing = await begun(pool.freeze(machines[-1]))
     assert not using.done()
     assert world.hypervisor.machines[waiting.machine_id].calls == []
     world.hypervisor.gates["load"].set()
