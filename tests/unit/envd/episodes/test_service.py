@@ -4,6 +4,7 @@ import asyncio
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cuaenv.actions import Done, PressKeys, TypeText
@@ -238,7 +239,7 @@ async def test_a_retried_step_replays_the_recorded_response(world: World, episod
 
 @pytest.mark.parametrize("method", ["reset", "step", "fork"])
 async def test_a_request_id_with_another_body_is_refused(world: World, episode_id: str, method: str) -> None:
-    commands = {
+    commands: dict[str, Any] = {
         "reset": world.reset_command(),
         "step": world.step_command(episode_id, 0),
         "fork": world.fork_command(episode_id),
