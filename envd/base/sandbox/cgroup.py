@@ -69,13 +69,6 @@ class Group:
             with suppress(OSError):
                 os.close(handle)
 
-    def has_file(self, file: str) -> bool:
-        """Whether the group has a file, so a controller."""
-        with suppress(OSError):
-            os.stat(f"{self._name}/{file}", dir_fd=self._parent)
-            return True
-        return False
-
     def _open(self, file: str) -> int:
         return os.open(f"{self._name}/{file}", os.O_WRONLY, dir_fd=self._parent)
 
@@ -95,10 +88,9 @@ def find_hierarchy() -> Hierarchy | None:
         with suppress(OSError):
             _remove_leftovers(hierarchy.directory)
             if hierarchy.limit_file == "memory.max":
-                with suppress(OSError), open(f"{hierarchy.directory}/cgroup.subtree_control", "w") as control:
-                    control.write("+memory")
-                with suppress(OSError), open(f"{hierarchy.directory}/cgroup.subtree_control", "w") as control:
-                    control.write("+cpu")
+                for controller in ("+memory", "+cpu"):
+                    with suppress(OSError), open(f"{hierarchy.directory}/cgroup.subtree_control", "w") as control:
+                        control.write(controller)
             if (found := _tried(hierarchy)) is not None:
                 return found
     return None
@@ -142,7 +134,7 @@ def _below(mount_point: str, root: str, path: str) -> str:
 def _tried(hierarchy: Hierarchy) -> Hierarchy | None:
     """Return the hierarchy if a group can be created and entered. A child tries it: this process stays where it is."""
     group = Group(hierarchy, memory_bytes=1 << 30, cpus=1)
-    limits_cpu = group.has_file("cpu.max")
+    limits_cpu = os.path.exists(f"{hierarchy.directory}/{_PREFIX}{os.getpid()}/cpu.max")
     child = os.fork()
     if child == 0:
         with suppress(OSError):

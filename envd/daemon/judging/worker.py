@@ -44,6 +44,9 @@ def main(memory_mib: int, cpu_s: int, visible: list[str]) -> None:
     hierarchy = cgroup.find_hierarchy()
     group = hierarchy and cgroup.Group(hierarchy, memory_bytes=memory_mib << 20, cpus=1)
     number, problem = os.getpid(), ""
+    limits = enclosure.Limits(
+        time_s=None, memory_bytes=memory_mib << 20, process_count=16, file_count=4096, has_sockets=False
+    )
     try:
         enclosure.separate(number)
     except (enclosure.SandboxError, OSError) as error:
@@ -56,13 +59,14 @@ def main(memory_mib: int, cpu_s: int, visible: list[str]) -> None:
         statm = os.open("/proc/self/statm", os.O_RDONLY)
         if group:
             group.enter()
-        if not problem:
-            problem = _enclose(number, visible, memory_mib << 20, alive=alive)
+        try:
+            if not problem:
+                enclosure.enclose(number, visible=visible, files={}, limits=limits, alive=alive)
+        except (enclosure.SandboxError, OSError) as error:
+            problem = str(error)
         _limit(memory_mib)
-        warnings = [f"judges run outside the sandbox: {problem}"] if problem else []
-        if shortcoming := cgroup.shortcoming(hierarchy):
-            warnings.append(f"judges: {shortcoming}")
-        _serve(cpu_s, statm, warnings)
+        found = (problem and f"judges run outside the sandbox: {problem}", cgroup.shortcoming(hierarchy))
+        _serve(cpu_s, statm, "; ".join(filter(None, found)))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(runner, signal.SIGKILL))
     for stream in (sys.stdin, sys.stdout):
         os.close(stream.fileno())
@@ -72,29 +76,10 @@ def main(memory_mib: int, cpu_s: int, visible: list[str]) -> None:
     os._exit(0)
 
 
-def _enclose(number: int, visible: list[str], memory_bytes: int, *, alive: int) -> str:
-    """Enter the sandbox; return why it cannot be created, empty if it was."""
-    package = str(Path(envd.__file__).parent)
-    limits = enclosure.Limits(
-        time_s=None, memory_bytes=memory_bytes, process_count=16, file_count=4096, has_sockets=False
-    )
-    try:
-        enclosure.enclose(
-            number,
-            visible=[sys.prefix, sys.base_prefix, sys.base_exec_prefix, package, *visible],
-            files={},
-            limits=limits,
-            alive=alive,
-        )
-    except (enclosure.SandboxError, OSError) as error:
-        return str(error)
-    return ""
-
-
-def _serve(cpu_s: int, statm: int, warnings: list[str]) -> NoReturn:
+def _serve(cpu_s: int, statm: int, warning: str) -> NoReturn:
     """Answer jobs until standard input ends."""
     jobs, answers = sys.stdin.buffer, sys.stdout.buffer
-    _send(answers, {"ready": True, "warnings": warnings})
+    _send(answers, {"ready": True, "warning": warning})
     while header := jobs.read(HEADER.size):
         _limit_cpu(cpu_s)
         _send(answers, _answer(jobs.read(HEADER.unpack(header)[0]), statm))
@@ -147,4 +132,5 @@ def _send(answers: BinaryIO, answer: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    python = (sys.prefix, sys.base_prefix, sys.base_exec_prefix, str(Path(envd.__file__).parent))
+    main(int(sys.argv[1]), int(sys.argv[2]), [*python, *sys.argv[3:]])

@@ -140,10 +140,9 @@ class JudgeWorkers:
         except BaseException:
             await _end(worker)
             raise
-        if not self._is_warned:
+        if ready["warning"] and not self._is_warned:
             self._is_warned = True
-            for warning in ready["warnings"]:
-                logger.warning("%s", warning)
+            logger.warning("judge workers: %s", ready["warning"])
         return worker
 
 

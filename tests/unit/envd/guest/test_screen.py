@@ -184,6 +184,37 @@ async def test_thousands_of_rectangles_are_applied_while_other_tasks_run() -> No
         await asyncio.wait_for(screen.refresh(), 60)
 
 
+async def test_a_large_rectangle_is_read_in_slices_while_other_tasks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    turns_at: list[int] = []
+    turns = 0
+    read = RfbClient._read
+
+    async def recorded(client: RfbClient, count: int) -> bytes:
+        data = await read(client, count)
+        sizes.append(count)
+        turns_at.append(turns)
+        return data
+
+    monkeypatch.setattr(RfbClient, "_read", recorded)
+    noise_HW = np.random.default_rng(1).integers(0, 1 << 32, (1600, 2560), dtype=np.uint32)
+    display, screen = FakeDisplay(2560, 1600), Screen()
+    display.bgrx_HW[...] = noise_HW
+    async with following(display, screen):
+        sizes.clear()
+        turns_at.clear()
+        display.draw(0, 0, 2560, 1600, 1)
+        while not screen.change_count:
+            await asyncio.sleep(0)
+            turns += 1
+        slices = [turn for size, turn in zip(sizes, turns_at, strict=True) if size > 1 << 16]
+        assert max(sizes) <= 1 << 19
+        assert len(slices) >= 1600 * 2560 // (1 << 17)
+        assert len(set(slices)) == len(slices), "a turn reads one slice"
+        assert np.array_equal(screen._bgrx_HW, display.bgrx_HW)
+        assert not (screen._bgrx_HW >> 24).any()
+
+
 async def test_thousands_of_rectangles_complete_a_screen_only_when_every_pixel_was_sent() -> None:
     display, screen = FakeDisplay(640, 480), Screen()
     rects = tuple(
