@@ -4,6 +4,7 @@ import asyncio
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cuaenv.actions import Done, PressKeys, TypeText
@@ -64,25 +65,17 @@ async def test_a_group_shares_an_id_and_no_machine(world: World) -> None:
     assert [info.episode_id for info in world.service.list_episodes()] == [i.episode_id for i in result.episodes]
 
 
-async def test_a_retried_reset_joins_then_replays(world: World) -> None:
-    world.tasks.setup_gate.clear()
-    command = world.reset_command()
-    first = asyncio.create_task(world.service.reset(command))
-    retry = await begun(world.service.reset(command))
-    world.tasks.setup_gate.set()
-    assert await first == await retry == await world.service.reset(command)
-    assert len(world.service.list_episodes()) == 1
-    assert world.tasks.setups == 1
-
-
-async def test_a_reset_whose_caller_was_cancelled_is_joined_by_the_retry(world: World) -> None:
+async def test_a_retried_reset_joins_then_replays_even_if_its_first_caller_was_cancelled(world: World) -> None:
     world.tasks.setup_gate.clear()
     command = world.reset_command()
     caller = await begun(world.service.reset(command))
+    retry = await begun(world.service.reset(command))
     caller.cancel()
     await run_ready()
+    late = await begun(world.service.reset(command))
     world.tasks.setup_gate.set()
-    result = await world.service.reset(command)
+    result = await retry
+    assert result == await late == await world.service.reset(command)
     assert [e.episode_id for e in world.service.list_episodes()] == [result.episodes[0].episode_id]
     assert world.tasks.setups == 1
 
@@ -214,7 +207,7 @@ async def test_a_step_acts_in_order_then_settles_then_observes(world: World, epi
     assert len(world.metrics.steps) == 1
 
 
-async def test_a_retried_step_joins_the_running_one(world: World, episode_id: str) -> None:
+async def test_a_retried_step_joins_the_running_one_then_replays(world: World, episode_id: str) -> None:
     desktop = world.desktop(episode_id)
     desktop.gates["act"].clear()
     command = world.step_command(episode_id, 0)
@@ -224,21 +217,15 @@ async def test_a_retried_step_joins_the_running_one(world: World, episode_id: st
     assert first.cancelled()
     retry = await begun(world.service.step(command))
     desktop.gates["act"].set()
-    assert (await retry).episode.step_count == 1
+    result = await retry
+    assert result.episode.step_count == 1
+    assert await world.service.step(command) == replace(result, replayed=True)
     assert len(desktop.actions) == 1
-
-
-async def test_a_retried_step_replays_the_recorded_response(world: World, episode_id: str) -> None:
-    command = world.step_command(episode_id, 0)
-    first = await world.service.step(command)
-    again = await world.service.step(command)
-    assert again == replace(first, replayed=True)
-    assert len(world.desktop(episode_id).actions) == 1
 
 
 @pytest.mark.parametrize("method", ["reset", "step", "fork"])
 async def test_a_request_id_with_another_body_is_refused(world: World, episode_id: str, method: str) -> None:
-    commands = {
+    commands: dict[str, Any] = {
         "reset": world.reset_command(),
         "step": world.step_command(episode_id, 0),
         "fork": world.fork_command(episode_id),

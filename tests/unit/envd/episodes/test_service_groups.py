@@ -71,6 +71,7 @@ async def test_a_setup_runs_once_for_a_group_and_all_start_in_the_resulting_stat
     assert first.snapshot is world.hypervisor.snapshots[0]
     assert all(machine.snapshot is state for machine in others)
     assert all(machine.calls == [] for machine in others), "none of the others has run"
+    assert world.hypervisor.peak_count <= 3, "a group as large as the pool fits, although all machines were ready"
     await run_ready()
     assert state.discarded, "no more forks are made from it"
 
@@ -266,13 +267,6 @@ async def test_a_region_off_the_screen_is_refused_before_the_setup(world: World,
         await world.reset(task_id=task.task_id, group_size=2, observe=options)
     assert world.tasks.setups == 0
     assert world.captured() == []
-
-
-async def test_a_group_uses_no_more_capacity_than_it_needs(world: World) -> None:
-    """A group as large as the pool fits, although all machines were ready before."""
-    result = await world.reset(group_size=3)
-    assert len(result.episodes) == 3
-    assert world.hypervisor.peak_count <= 3
 
 
 @pytest.mark.parametrize("task_id", [TASK.task_id, FROZEN[0].task_id])

@@ -165,7 +165,8 @@ def test_a_manifest_without_features_or_hardware_has_those_of_its_system(
     del fields["provides"], fields["hardware"]
     manifest.write_text(json.dumps(fields | {"os": system, "firmware": firmware}))
     image = catalogue.disk_image("desktop")
-    assert (image.provides, image.hardware) == (provides, hardware)
+    assert image.provides == provides
+    assert image.hardware is hardware
 
 
 def test_a_copied_import_survives_its_source(catalogue: ImageCatalogue, file: Path) -> None:

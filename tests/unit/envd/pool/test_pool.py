@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from envd.base.errors import Draining, GroupTooLarge, GuestUnresponsive, HypervisorError, PoolExhausted
+from envd.base.errors import Draining, GuestUnresponsive, HypervisorError, PoolExhausted
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 from tests.support.clock import begun, run_ready
@@ -136,12 +136,6 @@ async def test_a_small_group_does_not_pass_a_large_one(world: PoolWorld) -> None
     assert len(await small) == 1
 
 
-async def test_a_group_that_never_fits_is_refused_at_once(world: PoolWorld) -> None:
-    pool = await world.started(capacity=2)
-    with pytest.raises(GroupTooLarge, match=r"at most 2 .* of 3"):
-        await lease(pool, 3, timeout_s=60.0)
-
-
 async def test_a_timeout_reports_the_position_and_when_to_retry(world: PoolWorld, pool: Pool) -> None:
     await lease(pool, 1, timeout_s=1.0)
     first = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
@@ -173,17 +167,6 @@ async def test_a_group_that_times_out_unblocks_those_behind_it(world: PoolWorld)
 async def test_a_lease_with_a_zero_timeout_gets_ready_machines(world: PoolWorld) -> None:
     pool = await world.started(capacity=1, queue_limit=0)
     assert len(await lease(pool, 1, timeout_s=0.0)) == 1
-
-
-async def test_a_full_queue_refuses_at_once(world: PoolWorld) -> None:
-    pool = await world.started(capacity=1, queue_limit=1)
-    await lease(pool, 1, timeout_s=1.0)
-    waiting = await begun(lease(pool, 1, timeout_s=60.0))
-    with pytest.raises(PoolExhausted, match="limit of 1") as caught:
-        await lease(pool, 1, timeout_s=60.0)
-    assert caught.value.retry_after_s >= 1.0
-    assert pool.statistics().waiting_count == 1
-    waiting.cancel()
 
 
 async def test_a_cancelled_waiter_leaves_the_queue(pool: Pool) -> None:
