@@ -261,26 +261,23 @@ async def test_a_parent_that_cannot_be_frozen_continues(world: World, error: Env
     await world.service.step(world.step_command(parent_id, 1))
 
 
-async def test_if_one_copy_fails_no_copy_is_kept(world: World, parent_id: str) -> None:
+@pytest.mark.parametrize(
+    ("cause", "error"),
+    [(HypervisorError("QEMU did not start"), HypervisorError), (MachineLost("QEMU did not start"), SetupFailed)],
+)
+async def test_if_one_copy_fails_no_copy_is_kept_and_the_parent_continues(
+    world: World, cause: EnvdError, error: type[EnvdError], parent_id: str
+) -> None:
     world.hypervisor.gates["capture"].clear()
     fork = await begun(world.fork(parent_id, 1, fork_count=2))
-    world.hypervisor.errors["load"] = [HypervisorError("QEMU did not start")]
+    world.hypervisor.errors["load"] = [cause]
     world.hypervisor.gates["capture"].set()
-    with pytest.raises(HypervisorError, match="QEMU did not start"):
+    of_parent = f"fork of episode {parent_id}: " if error is SetupFailed else ""
+    with pytest.raises(error, match=f"{of_parent}QEMU did not start"):
         await fork
     await run_ready()
     assert [info.episode_id for info in world.service.list_episodes()] == [parent_id]
     assert world.captured()[0].discarded
-    assert world.state(parent_id) == (EpisodeState.ACTIVE, "")
-
-
-async def test_the_death_of_a_copy_is_not_attributed_to_its_parent(world: World, parent_id: str) -> None:
-    world.hypervisor.gates["capture"].clear()
-    fork = await begun(world.fork(parent_id, 1))
-    world.hypervisor.errors["load"] = [MachineLost("QEMU died")]
-    world.hypervisor.gates["capture"].set()
-    with pytest.raises(SetupFailed, match=f"fork of episode {parent_id}: QEMU died"):
-        await fork
     assert world.state(parent_id) == (EpisodeState.ACTIVE, "")
 
 

@@ -65,10 +65,11 @@ async def test_reservations_alone_are_granted_up_to_capacity(world: PoolWorld) -
         await pool.lease(1, timeout_s=0.0)
 
 
-async def test_a_failed_fork_keeps_its_reservation_for_a_retry(world: PoolWorld) -> None:
-    pool = await world.started(capacity=2)
+@pytest.mark.parametrize(("method", "capacity"), [("fork", 2), ("load", 4)])
+async def test_a_failed_fork_keeps_its_reservation_for_a_retry(world: PoolWorld, method: str, capacity: int) -> None:
+    pool = await world.started(capacity=capacity)
     (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
-    world.hypervisor.errors["fork"] = [HypervisorError("no more sockets")]
+    world.hypervisor.errors[method] = [HypervisorError("no more sockets")]
     with pytest.raises(HypervisorError, match="no more sockets"):
         await pool.fork(reservation, template(pool))
     await run_ready()
@@ -264,18 +265,6 @@ async def test_a_machine_that_dies_while_it_waits_is_replaced_before_its_reserva
     fork = await forking
     assert fork.machine_id != first.machine_id
     assert counts(pool)[1:] == (1, 0)
-
-
-async def test_a_failed_load_keeps_the_reservation_for_a_retry(world: PoolWorld) -> None:
-    pool = await world.started()
-    (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
-    world.hypervisor.errors["load"] = [HypervisorError("the state could not be loaded")]
-    with pytest.raises(HypervisorError, match="loaded"):
-        await pool.fork(reservation, template(pool))
-    await run_ready()
-    assert pool.statistics().reserved_count == 1
-    machine = await pool.fork(reservation, template(pool))
-    assert machine.machine_id in world.hypervisor.machines
 
 
 async def test_machines_of_reservations_are_not_started_during_a_pause_after_a_failure(world: PoolWorld) -> None:
