@@ -38,7 +38,7 @@ from envd.hypervisor.machine import DiskImage, GuestOs
 from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
-from tests.support.clock import begun, run_ready
+from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import CAPACITY, TASK, World
 from tests.support.stubs import StubHypervisor
 
@@ -710,8 +710,7 @@ async def test_a_hundred_random_cancellations_and_kills_leak_nothing(world: Worl
             await world.service.close(info.episode_id)
 
     async def nap() -> None:
-        for _ in range(dice.randint(0, 30)):
-            await asyncio.sleep(0)
+        await run_turns(dice.randint(0, 30))
 
     callers: list[asyncio.Task[None]] = []
     for _ in range(100):

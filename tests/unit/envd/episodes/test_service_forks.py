@@ -30,7 +30,7 @@ from envd.guest.observation import (
     ObservationOptions,
 )
 from envd.hypervisor.machine import MachineState
-from tests.support.clock import begun, run_ready
+from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import CAPACITY, FROZEN, PLAIN, TASK, World, running_world
 from tests.support.stubs import StubDesktop
 
@@ -330,8 +330,7 @@ async def test_a_fork_cancelled_at_any_await_keeps_nothing() -> None:
         async with running_world() as world:
             parent_id = await world.open()
             fork = asyncio.create_task(world.fork(parent_id, fork_count=2))
-            for _ in range(turns):
-                await asyncio.sleep(0)
+            await run_turns(turns)
             await world.service.drain(0.0)
             (result,) = await asyncio.gather(fork, return_exceptions=True)
             outcomes.add(type(result))
@@ -366,8 +365,7 @@ async def test_random_forks_cancellations_and_kills_leak_nothing(seed: int) -> N
         callers: list[asyncio.Task[None]] = []
         for _ in range(100):
             callers.append(asyncio.create_task(family()))
-            for _ in range(dice.randint(0, 40)):
-                await asyncio.sleep(0)
+            await run_turns(dice.randint(0, 40))
             if dice.random() < 0.3:
                 dice.choice(callers).cancel()
             if dice.random() < 0.1 and world.hypervisor.machines:

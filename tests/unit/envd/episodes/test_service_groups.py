@@ -20,7 +20,7 @@ from envd.episodes.types import GroupResult
 from envd.guest.observation import A11yFormat, Encoding, Keyframe, ObservationOptions, SettleResult
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
-from tests.support.clock import begun, run_ready
+from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import FROZEN, NO_PIXELS, PLAIN, TASK, World, running_world
 from tests.support.stubs import StubDesktop
 
@@ -275,8 +275,7 @@ async def test_a_group_cancelled_at_any_await_keeps_nothing(task_id: str) -> Non
     for turns in range(120):
         async with running_world() as world:
             reset = asyncio.create_task(world.reset(task_id=task_id, group_size=2, observe=NO_PIXELS))
-            for _ in range(turns):
-                await asyncio.sleep(0)
+            await run_turns(turns)
             await world.service.drain(0.0)
             (result,) = await asyncio.gather(reset, return_exceptions=True)
             outcomes.add(type(result))

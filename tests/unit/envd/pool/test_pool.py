@@ -8,7 +8,7 @@ import pytest
 from envd.base.errors import Draining, GuestUnresponsive, HypervisorError, PoolExhausted
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
-from tests.support.clock import begun, run_ready
+from tests.support.clock import begun, run_ready, run_turns
 from tests.support.pool_world import PoolWorld, start
 from tests.support.stubs import StubDesktop
 
@@ -175,15 +175,13 @@ async def test_a_hundred_random_cancellations_leak_nothing(world: PoolWorld) -> 
     async def use() -> None:
         machines = await lease(pool, dice.randint(1, 3), timeout_s=60.0)
         try:
-            for _ in range(dice.randint(0, 5)):
-                await asyncio.sleep(0)
+            await run_turns(dice.randint(0, 5))
         finally:
             await pool.release(machines)
 
     users = [asyncio.create_task(use()) for _ in range(100)]
     for user in users:
-        for _ in range(dice.randint(0, 6)):
-            await asyncio.sleep(0)
+        await run_turns(dice.randint(0, 6))
         user.cancel()
         assert len(world.hypervisor.machines) <= 4
     await asyncio.gather(*users, return_exceptions=True)
@@ -201,8 +199,7 @@ async def test_a_lease_cancelled_at_any_await_takes_nothing(world: PoolWorld) ->
         held = await lease(pool, 2, timeout_s=1.0)
         waiter = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
         releasing = asyncio.create_task(pool.release(held))
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await run_turns(turns)
         waiter.cancel()
         await asyncio.gather(waiter, releasing, return_exceptions=True)
         if not waiter.cancelled():
@@ -360,8 +357,7 @@ async def test_closing_at_any_await_of_a_boot_leaves_nothing(world: PoolWorld) -
         world.hypervisor.stored.clear()
         pool = world.make(capacity=2)
         await pool.start()
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await run_turns(turns)
         await pool.close()
         made.add(len(world.hypervisor.made))
         assert world.hypervisor.machines == {}, f"closed after {turns} iterations"

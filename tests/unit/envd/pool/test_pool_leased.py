@@ -11,7 +11,7 @@ from cuaenv.actions import Wait
 from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost, NotForkable
 from envd.hypervisor.machine import Firmware, GuestOs, MachineSpec
 from envd.pool.leased import FrozenDesktop, LeasedMachine, freeze
-from tests.support.clock import begun, run_ready
+from tests.support.clock import begun, cancelled_after, run_ready, run_turns
 from tests.support.stubs import IMAGE, StubDesktop, StubHypervisor, StubMachine, StubSnapshot, blank_view
 
 WAIT = Wait(timedelta(seconds=0.0))
@@ -138,8 +138,7 @@ async def test_concurrent_users_share_one_wake_and_the_last_one_pauses(
         async with leased.running():
             inside += 1
             await desktop.act(WAIT)
-            for _ in range(turns):
-                await asyncio.sleep(0)
+            await run_turns(turns)
             assert runs(machine)
 
     users = [asyncio.create_task(use(turns)) for turns in (1, 20, 40)]
@@ -159,8 +158,7 @@ async def test_a_user_who_arrives_while_the_last_one_leaves_finds_the_guest_runn
         await use(leased)
 
         async def act_after(turns: int) -> None:
-            for _ in range(turns):
-                await asyncio.sleep(0)
+            await run_turns(turns)
             async with leased.running():
                 await leased.desktop.act(WAIT)
 
@@ -217,11 +215,7 @@ async def test_a_user_cancelled_at_any_await_leaves_the_machine_paused(
             await asyncio.sleep(0)
 
     for turns in range(20):
-        user = asyncio.create_task(use())
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        user.cancel()
-        await asyncio.gather(user, return_exceptions=True)
+        await cancelled_after(turns, use())
         assert not runs(machine), f"cancelled after {turns} iterations"
         assert repr(leased) == "<LeasedMachine fork paused | 0 users>"
 
@@ -329,11 +323,7 @@ async def test_a_freeze_cancelled_at_any_await_leaves_no_snapshot_and_the_machin
 ) -> None:
     async with leased.running():
         for turns in range(20):
-            freezing = asyncio.create_task(freeze(leased, hypervisor=hypervisor))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            freezing.cancel()
-            await asyncio.gather(freezing, return_exceptions=True)
+            freezing = await cancelled_after(turns, freeze(leased, hypervisor=hypervisor))
             assert runs(machine)
             if not freezing.cancelled():
                 break

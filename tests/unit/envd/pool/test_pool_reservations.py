@@ -8,7 +8,7 @@ from envd.base.errors import Draining, GroupTooLarge, HypervisorError, MachineLo
 from envd.pool.leased import FrozenDesktop, LeasedMachine, MachineLease, Reservation
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
-from tests.support.clock import begun, run_ready
+from tests.support.clock import begun, cancelled_after, run_ready, run_turns
 from tests.support.pool_world import PoolWorld
 
 POOL = {"capacity": 4, "size": 1, "max_idle_s": 1e9, "expected_memory_mib": 256}
@@ -98,8 +98,7 @@ async def test_releasing_a_reservation_ends_its_fork(world: PoolWorld) -> None:
     (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
     for turns in range(15):
         forking = asyncio.create_task(pool.fork(reservation, template(pool)))
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await run_turns(turns)
         was_done = forking.done()
         await pool.release([reservation])
         await asyncio.gather(forking, return_exceptions=True)
@@ -115,11 +114,7 @@ async def test_a_fork_cancelled_at_any_await_keeps_its_reservation_and_no_machin
     pool = await world.started(size=0)
     (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
     for turns in range(20):
-        forking = asyncio.create_task(pool.fork(reservation, template(pool)))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        forking.cancel()
-        await asyncio.gather(forking, return_exceptions=True)
+        forking = await cancelled_after(turns, pool.fork(reservation, template(pool)))
         await run_ready()
         if not forking.cancelled():
             break
@@ -136,8 +131,7 @@ async def test_a_lease_cancelled_at_any_await_returns_machines_and_reservations(
         held = await pool.lease(2, reserved=2, timeout_s=1.0)
         waiter = asyncio.create_task(pool.lease(1, reserved=2, timeout_s=60.0))
         releasing = asyncio.create_task(pool.release([*held.machines, *held.reservations]))
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await run_turns(turns)
         waiter.cancel()
         await asyncio.gather(waiter, releasing, return_exceptions=True)
         if not waiter.cancelled():
