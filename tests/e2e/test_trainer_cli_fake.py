@@ -142,7 +142,7 @@ async def test_an_episode_is_played_by_hand(tmp_path: Path) -> None:
     assert (played["score"], played["turn_count"], played["parsed_count"]) == (1.0, 3, 3)
     assert "'wave' is not a command" in err
     assert "outside the picture" in err
-    assert "Click x=822 y=167" in html.parse(played["page"]).getroot().text_content()
+    assert "click 822,167" in html.parse(played["page"]).getroot().text_content()
 
 
 async def test_the_null_player_scores_0_and_a_person_who_leaves_has_no_score(tmp_path: Path) -> None:

@@ -100,6 +100,8 @@ class EnvdSandbox(SandboxEnvironment):  # type: ignore[misc]
         """Open the sample's episode."""
         if isinstance(config, str):
             raise TypeError(f"sandbox envd: it takes no file, got {config}; pass an EnvdConfig")
+        if not metadata.get(TASK_COLUMN):
+            raise ValueError(f'sandbox envd: the sample names no task; set Sample.metadata["{TASK_COLUMN}"]')
         settings = (config if isinstance(config, EnvdConfig) else EnvdConfig()).settings()
         async with _boundary():
             return {"default": cls(await open_session(metadata, settings=settings), settings.view)}

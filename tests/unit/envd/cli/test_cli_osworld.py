@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from envd.base.config import Config
+from envd.base.sandbox.cgroup import Hierarchy
 from envd.cli import doctor
 from envd.cli.app import app
-from envd.cli.doctor import Status, check_osworld
+from envd.cli.doctor import Status, check_osworld, check_sandbox
 from envd.daemon.suites import load_tasks
 from envd.integrations.osworld import environment
 from envd.integrations.osworld.environment import Environment, sandbox_problem
-from envd.integrations.osworld.worker.cgroup import Hierarchy
 
 TASK = {
     "id": "0001-a",
@@ -209,20 +209,22 @@ def test_doctor_warns_of_tasks_that_nothing_can_run(config: Config, checkout: Pa
     assert check_osworld(config).status is Status.OK
 
 
-def test_doctor_says_where_the_memory_of_an_evaluation_has_no_total_limit(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(config)
-    monkeypatch.setattr(doctor, "find_hierarchy", lambda: None)
-    assert "limited per process only" in check_osworld(config).detail
-    monkeypatch.setattr(doctor, "find_hierarchy", lambda: Hierarchy("/sys/fs/cgroup", "memory.max"))
-    assert "limited" not in check_osworld(config).detail
+def test_doctor_says_what_control_groups_do_not_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "sandbox_problem", lambda: "")
+    version_1 = Hierarchy("/sys/fs/cgroup", "memory.limit_in_bytes")
+    version_2 = Hierarchy("/sys/fs/cgroup", "memory.max", limits_cpu=True)
+    for hierarchy, part in (
+        (None, "memory and processors are limited per process only"),
+        (version_1, "; processors are limited per process only"),
+        (version_2, "memory and processors are limited per job"),
+    ):
+        monkeypatch.setattr(doctor, "find_hierarchy", lambda found=hierarchy: found)
+        assert part in check_sandbox().detail
 
 
-def test_doctor_warns_where_no_sandbox_can_be_made(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(config)
+def test_doctor_warns_where_no_sandbox_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "sandbox_problem", lambda: "SandboxError: no sandbox: unshare: Operation not permitted")
-    check = check_osworld(config)
+    check = check_sandbox()
     assert check.status is Status.WARN
     assert "unshare: Operation not permitted" in check.detail
 
