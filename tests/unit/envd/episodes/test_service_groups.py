@@ -20,7 +20,7 @@ from envd.episodes.types import GroupResult
 from envd.guest.observation import A11yFormat, Encoding, Keyframe, ObservationOptions, SettleResult
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
-from tests.support.clock import begun, run_ready
+from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import FROZEN, NO_PIXELS, PLAIN, TASK, World, running_world
 from tests.support.stubs import StubDesktop
 
@@ -71,6 +71,7 @@ async def test_a_setup_runs_once_for_a_group_and_all_start_in_the_resulting_stat
     assert first.snapshot is world.hypervisor.snapshots[0]
     assert all(machine.snapshot is state for machine in others)
     assert all(machine.calls == [] for machine in others), "none of the others has run"
+    assert world.hypervisor.peak_count <= 3, "a group as large as the pool fits, although all machines were ready"
     await run_ready()
     assert state.discarded, "no more forks are made from it"
 
@@ -268,21 +269,13 @@ async def test_a_region_off_the_screen_is_refused_before_the_setup(world: World,
     assert world.captured() == []
 
 
-async def test_a_group_uses_no_more_capacity_than_it_needs(world: World) -> None:
-    """A group as large as the pool fits, although all machines were ready before."""
-    result = await world.reset(group_size=3)
-    assert len(result.episodes) == 3
-    assert world.hypervisor.peak_count <= 3
-
-
 @pytest.mark.parametrize("task_id", [TASK.task_id, FROZEN[0].task_id])
 async def test_a_group_cancelled_at_any_await_keeps_nothing(task_id: str) -> None:
     outcomes = set()
     for turns in range(120):
         async with running_world() as world:
             reset = asyncio.create_task(world.reset(task_id=task_id, group_size=2, observe=NO_PIXELS))
-            for _ in range(turns):
-                await asyncio.sleep(0)
+            await run_turns(turns)
             await world.service.drain(0.0)
             (result,) = await asyncio.gather(reset, return_exceptions=True)
             outcomes.add(type(result))

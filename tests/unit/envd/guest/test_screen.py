@@ -53,8 +53,16 @@ async def screen(display: FakeDisplay) -> AsyncIterator[Screen]:
         yield screen
 
 
+async def refreshing(display: FakeDisplay, screen: Screen) -> asyncio.Task[float]:
+    """Freeze the display and start a refresh."""
+    display.frozen = True
+    refresh = asyncio.create_task(screen.refresh())
+    await until(lambda: not display.requests[-1].incremental)
+    return refresh
+
+
 async def test_the_first_frame_is_the_servers_picture() -> None:
-    display, screen = FakeDisplay(64, 48), Screen()
+    display, screen = FakeDisplay(), Screen()
     display.bgrx_HW[10:20, 30:40] = 0x112233
     async with following(display, screen):
         frame = screen.frame()
@@ -116,10 +124,12 @@ async def test_ignored_regions_do_not_count_as_a_change(display: FakeDisplay, sc
 
 
 async def test_the_changed_event_is_set_by_a_change_and_by_input(display: FakeDisplay, screen: Screen) -> None:
-    changed = screen.changed
+    changed, changed_s = screen.changed, screen.last_change_outside_s(())
+    changes = screen.change_count
     display.draw(0, 0, 64, 48, 0)  # the same pixels
     await asyncio.wait_for(screen.refresh(), 60)
     assert not changed.is_set()
+    assert (screen.change_count, screen.last_change_outside_s(())) == (changes, changed_s)
     display.draw(1, 1, 1, 1, 9)
     await asyncio.wait_for(changed.wait(), 60)
     changed = screen.changed
@@ -134,13 +144,6 @@ async def test_a_frame_is_copied_only_after_a_change(display: FakeDisplay, scree
     await until(lambda: screen.frame() is not before)
     assert screen.frame().frame_id != before.frame_id
     assert before.rgb_HWC.max() == 0
-
-
-async def test_equal_pixels_sent_again_do_not_count_as_a_change(display: FakeDisplay, screen: Screen) -> None:
-    changes, changed_s = screen.change_count, screen.last_change_outside_s(())
-    display.draw(0, 0, 64, 48, 0)
-    await asyncio.wait_for(screen.refresh(), 60)
-    assert (screen.change_count, screen.last_change_outside_s(())) == (changes, changed_s)
 
 
 async def test_a_change_has_the_bounds_of_the_differing_pixels(display: FakeDisplay, screen: Screen) -> None:
@@ -239,20 +242,18 @@ async def test_exactly_one_incremental_request_is_pending_at_any_time(display: F
     assert [r.incremental for r in display.requests[:2]] == [False, True]
 
 
-async def test_after_a_resize_the_screen_is_black_until_its_pixels_arrive() -> None:
-    display, screen = FakeDisplay(64, 48), Screen()
-    async with following(display, screen):
-        display.frozen = True
-        display.resize(80, 60)
-        await until(lambda: screen.size == (80, 60))
-        assert screen.frame().rgb_HWC.shape == (60, 80, 3)
-        whole = asyncio.create_task(screen.wait_complete())
-        await asyncio.sleep(0)
-        assert not whole.done()
-        display.frozen = False
-        display.draw(70, 50, 1, 1, 0xFF0000)
-        await asyncio.wait_for(whole, 60)
-        await until(lambda: screen.frame().rgb_HWC[50, 70].tolist() == [255, 0, 0])
+async def test_after_a_resize_the_screen_is_black_until_its_pixels_arrive(display: FakeDisplay, screen: Screen) -> None:
+    display.frozen = True
+    display.resize(80, 60)
+    await until(lambda: screen.size == (80, 60))
+    assert screen.frame().rgb_HWC.shape == (60, 80, 3)
+    whole = asyncio.create_task(screen.wait_complete())
+    await asyncio.sleep(0)
+    assert not whole.done()
+    display.frozen = False
+    display.draw(70, 50, 1, 1, 0xFF0000)
+    await asyncio.wait_for(whole, 60)
+    await until(lambda: screen.frame().rgb_HWC[50, 70].tolist() == [255, 0, 0])
 
 
 async def test_the_cursor_shape_and_caps_lock_are_recorded(display: FakeDisplay, screen: Screen) -> None:
@@ -280,9 +281,7 @@ async def test_a_refresh_wakes_the_server_and_waits_for_its_answer(display: Fake
 async def test_an_update_in_flight_is_not_taken_for_the_answer() -> None:
     display, screen = FakeDisplay(64, 16), Screen()
     async with following(display, screen):
-        display.frozen = True
-        refresh = asyncio.create_task(screen.refresh())
-        await until(lambda: not display.requests[-1].incremental)
+        refresh = await refreshing(display, screen)
         (x_px, y_px, width_px, height_px) = display.requests[-1].area
         raw = display.bgrx_HW.copy()
         raw[...] = 0x123456  # an earlier update that covers the strip, and changes it
@@ -299,9 +298,7 @@ async def test_an_update_in_flight_is_not_taken_for_the_answer() -> None:
 async def test_an_unrequested_full_screen_is_not_taken_for_the_answer() -> None:
     display, screen = FakeDisplay(64, 16), Screen()
     async with following(display, screen):
-        display.frozen = True
-        refresh = asyncio.create_task(screen.refresh())
-        await until(lambda: not display.requests[-1].incremental)
+        refresh = await refreshing(display, screen)
         whole = pseudo_rect(0, 0, 0, 64, 16, display.bgrx_HW.tobytes())  # unchanged, as after a mode switch
         display.send(whole, pseudo_rect(-261, 0, 0, 1, 1, b"\x04"))
         await until(lambda: screen.caps_lock)
@@ -338,17 +335,13 @@ async def test_a_cancelled_refresh_is_removed(display: FakeDisplay, screen: Scre
     assert screen._refreshes == []
 
 
-async def test_a_refresh_survives_a_resize() -> None:
-    display, screen = FakeDisplay(64, 48), Screen()
-    async with following(display, screen):
-        display.frozen = True
-        refresh = asyncio.create_task(screen.refresh())
-        await until(lambda: not display.requests[-1].incremental)
-        display.resize(20, 20)
-        await until(lambda: screen.size == (20, 20))
-        display.frozen = False
-        display.answer()
-        await asyncio.wait_for(refresh, 60)
+async def test_a_refresh_survives_a_resize(display: FakeDisplay, screen: Screen) -> None:
+    refresh = await refreshing(display, screen)
+    display.resize(20, 20)
+    await until(lambda: screen.size == (20, 20))
+    display.frozen = False
+    display.answer()
+    await asyncio.wait_for(refresh, 60)
 
 
 async def test_the_end_of_the_connection_ends_refreshes() -> None:

@@ -37,7 +37,7 @@ async def assert_no_score(checker: dict[str, Any], *words: str, os: str = "linux
     for problem in (CUT, LATE):
         desktop = MemoryDesktop()
         desktop.answers[words] = problem
-        with pytest.raises(EvaluatorFailed, match=str(problem)):
+        with pytest.raises(EvaluatorFailed, match=rf"task s/t: check '.+' failed: .*{problem}"):
             await evaluated(desktop, checker, os=os)
 
 

@@ -21,14 +21,18 @@ from tests.support.memory_desktop import MemoryDesktop
 EDITOR = OpenWindow(0x60, "mousepad.Mousepad", "~/a.txt - Mousepad")
 CALCULATOR = OpenWindow(0x70, "galculator.Galculator", "galculator")
 PATH = "/home/user/a.txt"
+WRITE = {"kind": "write_file", "path": PATH, "text": "x"}
 WITH_PASSWORD = SetupResources(client_password="s3cret")  # noqa: S106 - of no guest
 
 
-def task(*setup: dict[str, Any]) -> Task:
-    checker = {"kind": "answer", "equals": "done"}
+def task(*setup: dict[str, Any], checker: dict[str, Any] | None = None) -> Task:
+    checker = checker or {"kind": "answer", "equals": "done"}
     return Task.model_validate(
         {"task_id": "s/t", "instruction": "Do it.", "level": 1, "setup": setup, "checker": checker}
     )
+
+
+UNSOLVED = task(WRITE, checker={"kind": "file_text", "path": PATH, "equals": "y"})
 
 
 async def run(
@@ -48,7 +52,7 @@ async def test_write_file_writes_bytes_in_the_declared_encoding_and_newlines(des
 
 
 async def test_a_setup_ends_when_the_guest_is_idle(desktop: MemoryDesktop) -> None:
-    await run(desktop, {"kind": "write_file", "path": PATH, "text": "x"})
+    await run(desktop, WRITE)
     assert desktop.rests == 1
     with pytest.raises(SetupFailed):
         await run(desktop, {"kind": "execute", "argv": ["false"]})
@@ -68,10 +72,7 @@ async def test_a_setup_ends_when_the_guest_is_idle(desktop: MemoryDesktop) -> No
     ],
 )
 async def test_a_start_that_is_already_solved_fails_the_setup(checker: dict[str, Any], is_checked: bool) -> None:
-    desktop, verb = MemoryDesktop(), {"kind": "write_file", "path": PATH, "text": "x"}
-    solved = Task.model_validate(
-        {"task_id": "s/t", "instruction": "Do it.", "level": 1, "setup": [verb], "checker": checker}
-    )
+    desktop, solved = MemoryDesktop(), task(WRITE, checker=checker)
     if not is_checked:
         await run_setup(solved, desktop, timeout_s=60.0)
         return
@@ -86,22 +87,14 @@ async def test_the_start_is_judged_where_the_resources_say() -> None:
         judged.append(function.__name__)
         return CheckOutcome(1.0, "judged")
 
-    verb = {"kind": "write_file", "path": PATH, "text": "x"}
-    checker = {"kind": "file_text", "path": PATH, "equals": "y"}
-    fields = {"task_id": "s/t", "instruction": "Do it.", "level": 1, "setup": [verb], "checker": checker}
     with pytest.raises(SetupFailed, match="judged"):
-        await run_setup(
-            Task.model_validate(fields), MemoryDesktop(), timeout_s=60.0, resources=SetupResources(judge=judge)
-        )
+        await run_setup(UNSOLVED, MemoryDesktop(), timeout_s=60.0, resources=SetupResources(judge=judge))
     assert judged == ["judge_file_text"]
 
 
 async def test_a_start_that_cannot_be_checked_is_used(caplog: pytest.LogCaptureFixture, desktop: MemoryDesktop) -> None:
     desktop.answers["sh", "-c"] = CommandResult(exit_code=1, stdout=b"", stderr=b"no shell")
-    verb = {"kind": "write_file", "path": PATH, "text": "x"}
-    checker = {"kind": "file_text", "path": PATH, "equals": "y"}
-    fields = {"task_id": "s/t", "instruction": "Do it.", "level": 1, "setup": [verb], "checker": checker}
-    await run_setup(Task.model_validate(fields), desktop, timeout_s=60.0)
+    await run_setup(UNSOLVED, desktop, timeout_s=60.0)
     assert "its start could not be checked" in caplog.text
 
 
@@ -323,5 +316,5 @@ async def test_a_lost_machine_stays_a_lost_machine_during_setup(desktop: MemoryD
 
 async def test_nothing_is_done_after_a_verb_that_failed(desktop: MemoryDesktop) -> None:
     with pytest.raises(SetupFailed):
-        await run(desktop, {"kind": "execute", "argv": ["false"]}, {"kind": "write_file", "path": PATH, "text": "x"})
+        await run(desktop, {"kind": "execute", "argv": ["false"]}, WRITE)
     assert PATH not in desktop.files

@@ -14,6 +14,7 @@ from envd.hypervisor.fake.files import GuestFiles
 
 SHIFT = 42
 CONTROL = 29
+ALT = 56
 
 
 class Session:
@@ -150,10 +151,7 @@ def test_a_closed_window_is_hidden_until_it_is_launched(session: Session) -> Non
     session.click("Editor")
     assert [window.name for window in session.desktop.windows] == ["Controls", "Editor"]
     assert session.pixels == before
-
-
-def test_alt_f4_closes_the_active_window(session: Session) -> None:
-    session.name("f4", held=(56,))
+    session.name("f4", held=(ALT,))
     assert [window.name for window in session.desktop.windows] == ["Controls"]
 
 
