@@ -57,6 +57,8 @@ DEFAULT_PORT_IDLE_S = 600.0
 MAX_PORT_IDLE_S = 3600.0
 MAX_KEEP_ALIVE_COUNT = 1000
 MAX_TASK_ID_COUNT = 1000
+#: Most variants among them: each takes up to 2.5 ms to build.
+MAX_VARIANT_COUNT = 50
 
 _RUN = re.compile(r"[A-Za-z0-9._-]{0,64}")
 _ABSOLUTE_PATH = re.compile(r"/|[A-Za-z]:[\\/]")
@@ -198,6 +200,9 @@ def task_ids_of(values: Sequence[str]) -> tuple[str, ...]:
     """Return task ids without duplicates. Raises: InvalidRequest."""
     if len(values) > MAX_TASK_ID_COUNT:
         raise InvalidRequest("task_ids", f"has {len(values)} items; give at most {MAX_TASK_ID_COUNT}")
+    variant_count = sum("?" in value for value in values)
+    if variant_count > MAX_VARIANT_COUNT:
+        raise InvalidRequest("task_ids", f"has {variant_count} variants; give at most {MAX_VARIANT_COUNT}")
     ids = (required(value, f"task_ids[{index}]", max_chars=256) for index, value in enumerate(values))
     return tuple(dict.fromkeys(ids))
 

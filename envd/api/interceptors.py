@@ -249,7 +249,7 @@ class CallContext:
         """
         if self._caller is None or self._is_health:
             return
-        id_count = len(getattr(request, "episode_ids", ()))
+        id_count = len(getattr(request, "episode_ids", ()) or getattr(request, "task_ids", ()))
         self._guard.admit(
             self._caller,
             self.method,

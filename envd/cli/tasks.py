@@ -82,7 +82,7 @@ def show(
         return
     for key, value in _summary(task, catalogue).items():
         out.print(f"{key:<16} {'unknown' if value is None else value}", markup=False, soft_wrap=True)
-    for obstacle in catalogue.obstacles(task_id) or ():
+    for obstacle in catalogue.obstacles(task) or ():
         out.print(f"{'obstacle':<16} {obstacle}", markup=False, soft_wrap=True)
     for verb in task.setup:
         fields = verb.model_dump_json(exclude={"kind"}, exclude_defaults=True)
@@ -169,7 +169,7 @@ def unmet_needs(tasks: Iterable[Task]) -> Iterator[Problem]:
 
 def _summary(task: Task, catalogue: TaskCatalogue) -> dict[str, object]:
     """Return the fields for people and scripts; `runnable` is None if unknown."""
-    obstacles = catalogue.obstacles(task.task_id)
+    obstacles = catalogue.obstacles(task)
     return {
         "task_id": task.task_id,
         "level": task.level,

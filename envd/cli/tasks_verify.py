@@ -108,7 +108,7 @@ def choose(catalogue: TaskCatalogue, wanted: Sequence[str], *, starts: bool = Fa
         TaskNotFound: A name matches no task and no suite.
     """
     if not wanted and starts:
-        return [task for task in catalogue.list() if task.checker and not catalogue.obstacles(task.task_id)]
+        return [task for task in catalogue.list() if task.checker and not catalogue.obstacles(task)]
     if not wanted:
         return [task for task in catalogue.list() if task.oracle]
     return list(catalogue.select(wanted))

@@ -87,7 +87,7 @@ class Opening:
             raise InvalidRequest("group_size", f"{command.group_size} is below 1")
         self.resetting_count += 1
         try:
-            self._require_runnable(command.task_id)
+            self._require_runnable(task)
             with self._quotas.reserve(command.owner, command.group_size, max_machines=command.max_machines):
                 group = await reset_group(
                     pool,
@@ -116,12 +116,12 @@ class Opening:
         )
         return await self._publish(request, group, pool, params, instruction=task.instruction)
 
-    def _require_runnable(self, task_id: str) -> None:
+    def _require_runnable(self, task: Task) -> None:
         """Raise SetupFailed if this host cannot run a task: a score would be a fault of the host, not of the agent."""
-        obstacles = self._tasks.obstacles(task_id)
+        obstacles = self._tasks.obstacles(task)
         if obstacles:
             raise SetupFailed(
-                f"task {task_id}: cannot run on this host: {'; '.join(obstacles)}; choose a task that ListTasks shows"
+                f"task {task.task_id}: cannot run on this host: {'; '.join(obstacles)}; choose a task that ListTasks shows"
                 " as runnable, or set tasks.check_obstacles = false to run it anyway"
             )
 

@@ -174,11 +174,10 @@ class TaskCatalogue:
         """Return all tasks in file order; of each template, its plain variant."""
         return tuple(self._tasks.values())
 
-    def obstacles(self, task_id: str) -> tuple[str, ...] | None:
+    def obstacles(self, task: Task) -> tuple[str, ...] | None:
         """Return why a task cannot run on this host, each reason `kind: detail`; None if that is unknown."""
-        found = self._find_obstacles(task_id)
-        task = self.find(task_id)
-        unmet = needs_obstacle(task, self._offers) if task is not None else ""
+        found = self._find_obstacles(task.task_id)
+        unmet = needs_obstacle(task, self._offers)
         return (*(found or ()), unmet) if unmet else found
 
     def variant_count(self, task_id: str) -> int:

@@ -111,17 +111,18 @@ class Guard:
             caller: The caller.
             method: The method.
             episode_id: The episode that the request names; empty if it names none or several.
-            id_count: Number of episodes that it names, if it names several.
+            id_count: Number of episodes or tasks that it names, if it names several; each counts as a call.
             peer: The caller's address.
 
         Raises:
             EpisodeNotFound: The episode is another caller's, or unknown; the error is the same for both.
-            RateLimited: The caller names too many episodes.
+            RateLimited: The caller names too many.
         """
         if method not in ALWAYS_SERVED:
             self.check_owner(caller, episode_id)
-        elif id_count > 1:
-            _take(self._renewals, _name_of(caller, peer), min(id_count, MAX_COUNTED_IDS) - 1)
+        if id_count > 1:
+            limiter = self._renewals if method in ALWAYS_SERVED else self._limiter
+            _take(limiter, _name_of(caller, peer), min(id_count, MAX_COUNTED_IDS) - 1)
 
     def check_owner(self, caller: Caller, episode_id: str) -> None:
         """Check that a caller may use an episode, if one is given. Raises: EpisodeNotFound."""

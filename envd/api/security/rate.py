@@ -48,7 +48,7 @@ class RateLimiter:
         return len(self._buckets)
 
     def take(self, caller: str, count: int = 1) -> float:
-        """Count `count` calls, at most a burst, and return 0; if the caller has fewer left, count none.
+        """Count `count` calls, at most one less than a burst, and return 0; if the caller has fewer left, count none.
 
         Then return the seconds until it may retry.
         """
@@ -63,4 +63,4 @@ class RateLimiter:
         self._buckets.move_to_end(caller)
         if len(self._buckets) > MAX_CALLERS:
             self._buckets.popitem(last=False)
-        return bucket.take(now_s, count)
+        return bucket.take(now_s, min(count, max(1, self._burst - 1)))

@@ -27,6 +27,8 @@ from cuaenv.wire import new_id, wire_duration
 _DEFAULT_VIEW: Final = View()
 #: Most items per page, and most ids per request.
 _PAGE_SIZE: Final = 1000
+#: The daemon accepts as many variants in a call.
+_TASK_IDS_PER_CALL: Final = 50
 
 
 class AsyncEnvClient:
@@ -270,7 +272,8 @@ class AsyncEnvClient:
         Raises:
             EnvError: See the module's tree.
         """
-        parts = [task_ids[first : first + _PAGE_SIZE] for first in range(0, len(task_ids), _PAGE_SIZE)] or [()]
+        starts = range(0, len(task_ids), _TASK_IDS_PER_CALL)
+        parts = [task_ids[first : first + _TASK_IDS_PER_CALL] for first in starts] or [()]
 
         async def list_on(host: Host) -> list[Task]:
             return [task for part in parts for task in await list_part(host, part)]

@@ -142,12 +142,12 @@ def test_served_tasks_have_the_obstacles_that_lint_reports(config: Config, check
     register(config, checkout)
     build_image(config, "gimp")
     tasks = load_tasks(config)
-    assert tasks.obstacles("osworld/0001-a") == ()
-    assert tasks.obstacles("osworld/0002-b") == ("internet: its pages are on the live web",)
-    assert tasks.obstacles("osworld/desktop") is None
-    assert tasks.obstacles("desktop/delete-line") is None
+    assert tasks.obstacles(tasks.get("osworld/0001-a")) == ()
+    assert tasks.obstacles(tasks.get("osworld/0002-b")) == ("internet: its pages are on the live web",)
+    assert tasks.obstacles(tasks.get("osworld/desktop")) is None
+    assert tasks.obstacles(tasks.get("desktop/delete-line")) is None
     unchecked = config.tasks.model_copy(update={"check_obstacles": False})
-    assert load_tasks(config.model_copy(update={"tasks": unchecked})).obstacles("osworld/0002-b") is None
+    assert obstacles_of(load_tasks(config.model_copy(update={"tasks": unchecked})), "osworld/0002-b") is None
 
 
 def test_tasks_show_prints_the_domain_and_the_obstacles(config: Config, checkout: Path, tmp_path: Path) -> None:
@@ -172,9 +172,9 @@ def test_a_file_that_is_fetched_while_the_daemon_runs_is_no_longer_an_obstacle(c
     register(config, tmp_path / "checkout")
     build_image(config, "gimp")
     tasks = load_tasks(config)
-    assert tasks.obstacles("osworld/0001-a") == (f"assets: 1 files are not fetched, such as {url}",)
+    assert tasks.obstacles(tasks.get("osworld/0001-a")) == (f"assets: 1 files are not fetched, such as {url}",)
     put_asset(config, url, b"content")
-    assert tasks.obstacles("osworld/0001-a") == ()
+    assert tasks.obstacles(tasks.get("osworld/0001-a")) == ()
 
 
 def test_the_names_that_the_installation_recorded_show_missing_functions(config: Config, checkout: Path) -> None:
@@ -183,7 +183,7 @@ def test_the_names_that_the_installation_recorded_show_missing_functions(config:
     directory = Environment(config.cache_dir).directory
     directory.mkdir(parents=True)
     (directory / "envd-names.json").write_text(json.dumps({"verbs": [], "getters": ["rule"], "metrics": []}))
-    assert load_tasks(config).obstacles("osworld/0001-a") == (
+    assert obstacles_of(load_tasks(config), "osworld/0001-a") == (
         "unknown function: setup verb launch",
         "unknown function: metric exact_match",
     )

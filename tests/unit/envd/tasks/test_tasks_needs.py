@@ -21,7 +21,7 @@ def task(name: str = "a", **fields: object) -> Task:
 
 
 def obstacles(needy: Task, *offers: Offer) -> tuple[str, ...] | None:
-    return TaskCatalogue([needy]).with_tasks((), offers=offers).obstacles(needy.task_id)
+    return TaskCatalogue([needy]).with_tasks((), offers=offers).obstacles(needy)
 
 
 def test_a_task_whose_needs_no_image_provides_has_an_obstacle() -> None:
@@ -48,7 +48,7 @@ def test_without_a_pool_for_the_task_its_obstacles_are_unknown() -> None:
 def test_other_obstacles_are_kept() -> None:
     needy = task(needs=["powershell"])
     catalogue = TaskCatalogue([needy], find_obstacles=lambda _: ("internet: x",), offers=[WINE])
-    found = catalogue.obstacles(needy.task_id)
+    found = catalogue.obstacles(needy)
     assert found is not None
     assert [each.partition(":")[0] for each in found] == ["internet", "needs powershell"]
 
