@@ -209,7 +209,7 @@ $(AGENTS_STAMP): tests/osworld_agents/requirements.txt envd/integrations/osworld
 
 hosts-proof: deps $(RAY_STAMP) image ## Test many hosts in a Ray cluster on this machine, and a short simulation
 	@$(RAY_VENV)/bin/python -m pytest --long -m ray tests/ray
-	@$(RAY_VENV)/bin/python -m pytest tests/unit/tests/simulation tests/contract/test_placement.py
+	@$(RAY_VENV)/bin/python -m pytest tests/unit/simulation tests/contract/test_placement.py
 
 $(RAY_STAMP): pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
 	@[[ -x $(RAY_VENV)/bin/python ]] || $(PYTHON) -m venv $(RAY_VENV)

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any, NoReturn, TypeVar
+from types import TracebackType
+from typing import Any, NoReturn, Self
 
 import grpc
 from grpc_status import rpc_status
@@ -21,55 +21,56 @@ _MAX_ID_CHARS = 256
 #: Codes for failures of envd or its host, which its operator must investigate.
 _OURS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS}
 
-Response = TypeVar("Response")
 Context = Any
 
 
 class CallReport:
-    """Measures and logs one call."""
+    """Measures and logs one call. An async context manager around it, which answers its failure."""
 
-    def __init__(self, metrics: Metrics, method: str, *, peer: str, caller: str = "") -> None:
+    def __init__(self, metrics: Metrics, method: str, context: Context, *, caller: str = "") -> None:
         """Start measuring.
 
         Args:
             metrics: Gets the duration and the failure.
             method: The method.
-            peer: Address of the caller.
+            context: grpc's context of the call.
             caller: Name of its token.
         """
         self._metrics = metrics
         self._method = method
         self.ids: dict[str, str] = {}
         """Ids in the request; for a stream, in the newest request that has any."""
-        self._origin = {"peer": peer, **({"caller": caller} if caller else {})}
+        self._context = context
+        self.peer: str = context.peer()
+        """Address of the caller."""
+        self._origin = {"peer": self.peer, **({"caller": caller} if caller else {})}
         self._began_s = time.monotonic()
 
-    async def forward(
-        self, start: Callable[[], AsyncIterator[Response]], context: Context
-    ) -> AsyncGenerator[Response, None]:
-        """Forward responses; a failure becomes the stream's status, after the responses already sent."""
-        # No bound() here: grpc finishes a dropped stream in another context, where the ids cannot be unbound.
-        try:
-            async for response in start():
-                yield response
-        except asyncio.CancelledError:
-            self.finish(grpc.StatusCode.CANCELLED)
-            raise
-        except Exception as error:
-            await self.fail(error, context)
-        self.finish(grpc.StatusCode.OK)
+    async def __aenter__(self) -> Self:
+        return self
 
-    def finish(self, code: grpc.StatusCode) -> float:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Measure the call, and answer a failure; in a stream after the responses already sent."""
+        if error is None:
+            self._finish(grpc.StatusCode.OK)
+        elif isinstance(error, asyncio.CancelledError):
+            self._finish(grpc.StatusCode.CANCELLED)
+        elif isinstance(error, Exception):
+            await self._fail(error)
+
+    def _finish(self, code: grpc.StatusCode) -> float:
         """Measure the call; return its duration in seconds."""
         duration_s = time.monotonic() - self._began_s
         self._metrics.rpc_duration.labels(method=self._method, code=code.name).observe(duration_s)
         return duration_s
 
-    async def fail(self, error: Exception, context: Context) -> NoReturn:
+    async def _fail(self, error: Exception) -> NoReturn:
         """Measure, log and answer a failure."""
         code = code_of(error) if isinstance(error, EnvdError) else grpc.StatusCode.INTERNAL
         reason = reason_of(error)
-        duration_s = self.finish(code)
+        duration_s = self._finish(code)
         self._metrics.failures.labels(reason=reason).inc()
         is_bug = reason == EnvdError.reason
         with bound(**self.ids, **self._origin):
@@ -84,7 +85,7 @@ class CallReport:
                 exc_info=error if is_bug else None,
             )
         status = status_of(error, metadata={"method": self._method, **self.ids})
-        await context.abort_with_status(rpc_status.to_status(status))
+        await self._context.abort_with_status(rpc_status.to_status(status))
         raise AssertionError("abort_with_status raises")
 
 

@@ -15,15 +15,10 @@ from google.protobuf.message import Message
 from envd.api.convert_actions import Scale, Size, actions_from_proto
 from envd.api.fields import int_in_range, limited, request_id_of, required, seconds
 from envd.api.security.access import TRUSTED, Caller
+from envd.base.config import SettlePolicy
 from envd.base.errors import InvalidRequest, Unimplemented
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
-from envd.guest.observation import (
-    A11yFormat,
-    CursorMode,
-    Encoding,
-    ObservationOptions,
-    SettlePolicy,
-)
+from envd.guest.observation import A11yFormat, CursorMode, Encoding, ObservationOptions
 
 MAX_GROUP_SIZE = 64
 MAX_FORK_COUNT = 64
@@ -274,9 +269,11 @@ def settle_policy(message: env_pb2.SettlePolicy, field: str) -> SettlePolicy:
         raise InvalidRequest(f"{field}.max", f"{max_s:g} s is less than {field}.min, {min_s:g} s")
     return SettlePolicy(
         quiet_ms=round(quiet_s * 1000),
+        # The client's quiet time is the rule: its policy has no idle time.
+        idle_ms=0,
         min_ms=round(min_s * 1000),
         max_ms=round(max_s * 1000),
-        ignored=tuple(ignored),
+        ignored_regions=tuple(ignored),
     )
 
 

@@ -5,19 +5,18 @@ after its call was counted, and a malformed one is an ordinary failure.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from envd.api.call_report import CallReport, ids_of
-from envd.api.requests import decode_request
-from envd.api.security.access import Caller, set_current_caller
+from envd.api.security.access import Caller, rule_of, set_current_caller
 from envd.api.security.guard import Guard, Metadata
 from envd.api.security.in_flight import RunningCall
-from envd.base.errors import EnvdError
+from envd.base.errors import InvalidRequest
 from envd.base.telemetry import traces
 from envd.base.telemetry.logs import bound
 from envd.base.telemetry.metrics import Metrics
@@ -63,40 +62,31 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return grpc.stream_unary_rpc_method_handler(
                 self._unary(call, handler.unary_unary), None, handler.response_serializer
             )
-        if handler.unary_stream:
-            return grpc.stream_stream_rpc_method_handler(
-                self._server_stream(call, handler.unary_stream), None, handler.response_serializer
-            )
-        if handler.stream_stream:
-            return grpc.stream_stream_rpc_method_handler(
-                self._two_way_stream(call, handler.stream_stream), None, handler.response_serializer
-            )
+        if handler.unary_stream or handler.stream_stream:
+            return grpc.stream_stream_rpc_method_handler(self._stream(call, handler), None, handler.response_serializer)
         raise NotImplementedError(f"{method} streams only requests; add a wrapper for that kind here")
 
     def _refusal(self, method: str, error: Exception) -> Handler:
         """Return a handler that fails at once, for a method of any kind."""
 
-        async def refuse(_requests: AsyncIterator[bytes], context: Context) -> NoReturn:
-            report = CallReport(self._metrics, method, peer=context.peer())
-            try:
-                self._guard.count_unauthenticated(context.peer())
-            except EnvdError as limited:
-                await report.fail(limited, context)
-            await report.fail(error, context)
+        async def refuse(_requests: AsyncIterator[bytes], context: Context) -> None:
+            async with CallReport(self._metrics, method, context) as report:
+                self._guard.count_unauthenticated(report.peer)
+                raise error
 
         # A streaming handler never reads the body, up to 64 MiB, of an unauthorized call.
         return grpc.stream_unary_rpc_method_handler(refuse)
 
     def _report(self, call: "CallContext", context: Context) -> CallReport:
-        call.peer = context.peer()
-        return CallReport(self._metrics, call.method, peer=call.peer, caller=call.caller_name)
+        report = CallReport(self._metrics, call.method, context, caller=call.caller_name)
+        call.peer = report.peer
+        return report
 
     def _unary(
         self, call: "CallContext", inner: Callable[[Message, Context], Awaitable[Response]]
     ) -> Callable[[AsyncIterator[bytes], Context], Awaitable[Response]]:
         async def answer(requests: AsyncIterator[bytes], context: Context) -> Response:
-            report = self._report(call, context)
-            try:
+            async with self._report(call, context) as report:
                 with call.running() as running:
                     request = await call.receive(requests, running)
                     report.ids = ids_of(request)
@@ -104,42 +94,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                         report.ids |= trace_ids
                         with bound(**report.ids, **call.log_ids):
                             call.admit(request, report.ids)
-                            response = await inner(request, context)
-            except asyncio.CancelledError:
-                report.finish(grpc.StatusCode.CANCELLED)
-                raise
-            except Exception as error:
-                await report.fail(error, context)
-            report.finish(grpc.StatusCode.OK)
-            return response
+                            return await inner(request, context)
 
         return answer
 
-    def _server_stream(
-        self, call: "CallContext", inner: Callable[[Message, Context], AsyncGenerator[Response, None]]
+    def _stream(
+        self, call: "CallContext", handler: Handler
     ) -> Callable[[AsyncIterator[bytes], Context], AsyncIterator[Response]]:
-        async def answer(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Response]:
-            report = self._report(call, context)
+        """Return the handler of streamed responses to one request, or to a stream of requests."""
 
-            async def responses() -> AsyncIterator[Response]:
-                with call.running() as running:
-                    request = await call.receive(requests, running)
-                    report.ids = ids_of(request)
-                    call.admit(request, report.ids)
-                    async with aclosing(inner(request, context)) as answers:
-                        async for response in answers:
-                            call.recheck(report.ids)
-                            yield response
-
-            async with aclosing(report.forward(responses, context)) as answers:
-                async for response in answers:
-                    yield response
-
-        return answer
-
-    def _two_way_stream(
-        self, call: "CallContext", inner: Callable[[AsyncIterator[Message], Context], AsyncGenerator[Response, None]]
-    ) -> Callable[[AsyncIterator[bytes], Context], AsyncIterator[Response]]:
         async def answer(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Response]:
             report = self._report(call, context)
             response_count = 0
@@ -159,18 +122,21 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     call.admit(request, report.ids)
                     yield request
 
-            async def responses() -> AsyncIterator[Response]:
-                nonlocal response_count
+            # No bound() here: grpc finishes a dropped stream in another context, where the ids cannot be unbound.
+            async with report:
                 with call.running() as running:
-                    async with aclosing(inner(admitted(running), context)) as answers:
-                        async for response in answers:
+                    if handler.stream_stream:
+                        responses = handler.stream_stream(admitted(running), context)
+                    else:
+                        request = await call.receive(requests, running)
+                        report.ids = ids_of(request)
+                        call.admit(request, report.ids)
+                        responses = handler.unary_stream(request, context)
+                    async with aclosing(responses):
+                        async for response in responses:
                             call.recheck(report.ids)
                             response_count += 1
                             yield response
-
-            async with aclosing(report.forward(responses, context)) as answers:
-                async for response in answers:
-                    yield response
 
         return answer
 
@@ -237,7 +203,7 @@ class CallContext:
 
     def decode(self, body: bytes | None, running: RunningCall) -> Message:
         """Return the request in a body, and count its bytes while it is in use. Raises: as `receive`."""
-        request = decode_request(self.method, body, self._parse)
+        request = _decoded(self.method, body, self._parse)
         running.hold(len(body or b""))
         return request
 
@@ -285,3 +251,16 @@ def _method_of(path: str) -> str:
         return path.removeprefix(_SERVICE_PREFIX)
     service, _, name = path.removeprefix("/").rpartition("/")
     return f"{service.rpartition('.')[2]}/{name}"
+
+
+def _decoded(method: str, body: bytes | None, parse: Callable[[bytes], Message]) -> Message:
+    """Return the request in a body. Raises: InvalidRequest: it is missing, too large or malformed."""
+    if body is None:
+        raise InvalidRequest("request", "is missing; send one message")
+    max_bytes = rule_of(method).max_bytes
+    if len(body) > max_bytes:
+        raise InvalidRequest("request", f"has {len(body)} bytes; {method} takes at most {max_bytes}")
+    try:
+        return parse(body)
+    except DecodeError:
+        raise InvalidRequest("request", f"is not a valid message of {method}; use the contract's bindings") from None

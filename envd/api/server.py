@@ -24,7 +24,7 @@ from grpc_reflection.v1alpha import reflection
 
 from envd.api.health import HealthServicer
 from envd.api.interceptors import CallInterceptor
-from envd.api.requests import MAX_MESSAGE_BYTES
+from envd.api.security.access import MAX_MESSAGE_BYTES
 from envd.api.security.guard import RENEWAL_BURST, RENEWALS_PER_S, Guard
 from envd.api.security.rate import RateLimiter
 from envd.api.security.secret_files import Reloaded

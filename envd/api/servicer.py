@@ -46,8 +46,7 @@ from envd.api.convert_results import (
     task_message,
 )
 from envd.api.fields import int_in_range, request_id_of
-from envd.api.flow_control import AckTracker, paced
-from envd.api.forwarding import forwarded
+from envd.api.flow_control import AckTracker, forwarded, paced
 from envd.api.pages import page_of
 from envd.api.security.access import Caller, current_caller
 from envd.base.aio import race
@@ -252,8 +251,8 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         episode_id, path = episode_id_of(request.episode_id), guest_path_of(request.path)
         max_bytes = int_in_range(request.max_bytes, "max_bytes", default=MAX_FILE_BYTES, low=1, high=MAX_FILE_BYTES)
         with _refusals():
-            file = await self._episodes.read_file(episode_id, path, max_bytes=max_bytes)
-        return env_pb2.ReadGuestFileResponse(data=file.data)
+            data = await self._episodes.read_file(episode_id, path, max_bytes=max_bytes)
+        return env_pb2.ReadGuestFileResponse(data=data)
 
     async def WriteGuestFile(
         self, request: env_pb2.WriteGuestFileRequest, context: Context

@@ -2,9 +2,12 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from pydantic import JsonValue
+
+GUESTD_PORT: Final = 5000
+"""Port of the in-guest HTTP service, in the guest."""
 
 
 @runtime_checkable

@@ -6,14 +6,15 @@ one, a similar valid key. Nothing here touches the host.
 """
 
 import difflib
+import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 from cuaenv.region import Region
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from envd.base.config_values import (
     AllowedHost,
@@ -33,11 +34,13 @@ from envd.base.config_values import (
     default_state_dir,
     is_local,
 )
-from envd.base.errors import ConfigError
+from envd.base.errors import ConfigError, InvalidRequest
 
 DEFAULT_IMAGE = "desktop"
 ENV_PREFIX = "ENVD_"
 MAX_MACHINES = 4096
+#: Shortest lease of an episode: a shorter one would expire during a network hiccup.
+LEASE_TTL_MIN_S = 10.0
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,22}[a-z0-9])?")
@@ -56,44 +59,46 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
-class SettleConfig(_Section):
-    """The rule by which a screen counts as settled, unless the client overrides it. Milliseconds."""
+class SettlePolicy(_Section):
+    """When a screen counts as settled after input. Times in milliseconds."""
 
     quiet_ms: int = Field(default=300, ge=0, le=60_000)
     """The screen must not have changed for this long."""
     idle_ms: int = Field(default=40, ge=0, le=60_000)
-    """A shorter quiet time for a guest whose processors handled the input and were then idle as long; 0 for a fixed
-    quiet time. Not after keys that activate a button, which some programs delay."""
+    """Time without a change that suffices if the guest's processors handled the input and were then idle as long; 0 for
+    a fixed quiet time. Not after keys that activate a button, which some programs delay."""
     min_ms: int = Field(default=0, ge=0, le=60_000)
     """A step never returns sooner than this after its last input."""
-    max_ms: int = Field(default=5_000, ge=0, le=60_000)
+    max_ms: int = Field(default=5_000, ge=0, le=300_000)
     """A step returns after this long even if the screen still changes."""
-    ignored_regions: Annotated[tuple[ScreenRegion, ...], CommaList] = ()
+    # Databases of earlier releases have `ignored`.
+    ignored_regions: Annotated[
+        tuple[ScreenRegion, ...], CommaList, Field(validation_alias=AliasChoices("ignored_regions", "ignored"))
+    ] = ()
     """Parts of the screen whose changes do not count, such as a clock: each WIDTHxHEIGHT+X+Y in pixels."""
 
-    @property
-    def ignored(self) -> tuple[Region, ...]:
-        """`ignored_regions`, parsed."""
-        sizes = [[int(part) for part in re.split(r"[x+]", region)] for region in self.ignored_regions]
-        return tuple(Region(x_px=x, y_px=y, width_px=width, height_px=height) for width, height, x, y in sizes)
+    def ignoring(self, more: tuple[Region, ...]) -> Self:
+        """Return this policy with more ignored regions."""
+        regions = tuple(dict.fromkeys((*self.ignored_regions, *more)))
+        return self.model_copy(update={"ignored_regions": regions}) if more else self
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.min_ms > self.max_ms:
-            raise ValueError(f"min_ms {self.min_ms} is above max_ms {self.max_ms}")
+            raise ValueError(f"min_ms {self.min_ms} is above max_ms {self.max_ms}; raise max_ms, or lower min_ms")
         return self
 
 
 class PoolConfig(_Section):
     """One pool: equal machines of one image."""
 
-    image: str = Field(default="", pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    image: str = Field(default="", validate_default=False, pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     """Name of an image in the catalogue. Default: the pool's name."""
     size: int = Field(default=1, ge=0, le=MAX_MACHINES)
     """Machines kept ready ahead of demand."""
-    capacity: int | None = Field(default=None, ge=1, le=MAX_MACHINES)
+    capacity: int = Field(default_factory=lambda data: max(1, data["size"]), ge=1, le=MAX_MACHINES)
     """Most machines at once: ready, leased, starting and dying together. Default: `size`, at least 1."""
-    max_starting: int | None = Field(default=None, ge=1, le=MAX_MACHINES)
+    max_starting: int = Field(default_factory=lambda: max(2, os.cpu_count() or 1), ge=1, le=MAX_MACHINES)
     """Most machines forked at the same time. Default: the number of the host's cores, at least 2."""
     memory_mib: int = Field(default=1024, ge=128, le=1_048_576)
     """Memory of each machine, in MiB. Machines share the memory that they do not change."""
@@ -122,25 +127,14 @@ class PoolConfig(_Section):
     pauses that double from 1 s to 60 s."""
     boot_timeout_s: float = Field(default=600.0, gt=0, le=7200)
     """Longest time in seconds from starting a machine to a settled desktop, when the pool's template is booted."""
-    settle: SettleConfig = SettleConfig()
+    settle: SettlePolicy = SettlePolicy()
     """The rule by which a screen counts as settled, unless the client overrides it."""
 
     @model_validator(mode="after")
     def _room_for_the_ready_ones(self) -> Self:
-        if self.capacity is not None and self.capacity < self.size:
-            raise ValueError(f"capacity {self.capacity} is below size {self.size}")
+        if self.capacity < self.size:
+            raise ValueError(f"capacity {self.capacity} is below size {self.size}; raise capacity, or lower size")
         return self
-
-    @property
-    def machine_limit(self) -> int:
-        """`capacity`, resolved."""
-        return max(1, self.size) if self.capacity is None else self.capacity
-
-    @property
-    def screen_size_px(self) -> tuple[int, int] | None:
-        """`screen` as (width, height) in pixels."""
-        width, _, height = (self.screen or "").partition("x")
-        return (int(width), int(height)) if self.screen else None
 
 
 class HypervisorConfig(_Section):
@@ -155,7 +149,8 @@ class HypervisorConfig(_Section):
     """User that runs QEMU if root runs envd with the embedded driver. Default: `libvirt-qemu` or `qemu` if that user
     can reach all files of the machines, else root; `envd doctor` shows which, and why."""
     template_dir: Directory | None = None
-    """Directory of the stored templates, which outlive the daemon. Default: `templates` under `state_dir`."""
+    """Directory of the stored templates, which outlive the daemon and which the daemons of a host may share. Default:
+    `templates` under `state_dir`."""
     template_memory_dir: Directory | None = None
     """Directory of the templates' memory files; a tmpfs such as /dev/shm keeps them in memory. Default: with the other
     files of the templates."""
@@ -167,25 +162,23 @@ class HypervisorConfig(_Section):
     """Drawn desktops only: their programs react to each input after up to this many milliseconds, as slow programs
     do."""
 
-    @model_validator(mode="after")
-    def _only_drawn_desktops_react_late(self) -> Self:
-        if self.reaction_ms and self.uri != "fake":
-            raise ValueError(f"reaction_ms is {self.reaction_ms}, but uri is {self.uri!r}; it needs uri 'fake'")
-        return self
-
     @property
     def template_limit_bytes(self) -> int:
         """`template_limit_gib` in bytes."""
         return int(self.template_limit_gib * (1 << 30))
 
 
-class RunConfig(_Section):
+class RunShare(_Section):
     """The share of one run in each pool: of resets and forks with its label. `default` applies to every other run."""
 
     weight: float = Field(default=1.0, ge=0.001, le=1000)
     """The run's part of a pool's machines while several runs wait, relative to the weights of the others."""
     quota: int | None = Field(default=None, ge=1, le=MAX_MACHINES)
     """Most machines of a pool that the run may hold. Default: the pool's capacity."""
+
+    def most(self, capacity: int) -> int:
+        """Return the most machines that the run may hold out of `capacity`."""
+        return capacity if self.quota is None else min(self.quota, capacity)
 
 
 class LimitsConfig(_Section):
@@ -195,9 +188,9 @@ class LimitsConfig(_Section):
     """Memory in MiB that must stay available on the host when all machines have grown as expected."""
     disk_reserve_mib: int = Field(default=2048, ge=0, le=1_073_741_824)
     """Space in MiB that must stay free on the disk of `state_dir`: no machine is forked while less is free."""
-    lease_ttl_s: float = Field(default=300.0, ge=10, le=3600)
+    lease_ttl_s: float = Field(default=300.0, ge=LEASE_TTL_MIN_S, le=3600)
     """Default lease in seconds: without a call for that long, an episode's machine is reclaimed."""
-    lease_ttl_max_s: float = Field(default=3600.0, ge=10, le=3600)
+    lease_ttl_max_s: float = Field(default=3600.0, ge=LEASE_TTL_MIN_S, le=3600)
     """Longest lease in seconds that a client may request."""
     max_steps: int = Field(default=1000, ge=1, le=100_000)
     """Most steps of an episode; bounds the values of tasks and clients."""
@@ -214,21 +207,41 @@ class LimitsConfig(_Section):
     audit_interval_s: float = Field(default=60.0, gt=0, le=86_400)
     """Seconds between two checks for leftovers: domains, processes, overlays, sockets, memory files, database rows.
     A leftover is removed after five minutes."""
-    runs: dict[str, RunConfig] = {}
+    runs: dict[str, RunShare] = {}
     """Weights and quotas of runs by name; `default` applies to every run that is not named."""
 
     @model_validator(mode="after")
     def _run_names_are_labels(self) -> Self:
         for name in self.runs:
             if not _RUN_NAME.fullmatch(name):
-                raise ValueError(f"run name {name!r} is not 1 to 64 of A-Z a-z 0-9 . _ -")
+                raise ValueError(f"run name {name!r} is not 1 to 64 of A-Z a-z 0-9 . _ -; use the clients' label")
         return self
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.lease_ttl_s > self.lease_ttl_max_s:
-            raise ValueError(f"lease_ttl_s {self.lease_ttl_s:g} is above lease_ttl_max_s {self.lease_ttl_max_s:g}")
+            raise ValueError(
+                f"lease_ttl_s {self.lease_ttl_s:g} is above lease_ttl_max_s {self.lease_ttl_max_s:g}; lower lease_ttl_s"
+            )
         return self
+
+    def lease_ttl_for(self, requested_s: float | None) -> float:
+        """Return the lease length of a request in seconds. Raises: InvalidRequest: out of range."""
+        if requested_s is None:
+            return self.lease_ttl_s
+        if not LEASE_TTL_MIN_S <= requested_s <= self.lease_ttl_max_s:
+            raise InvalidRequest(
+                "lease_ttl", f"{requested_s:g} s is outside [{LEASE_TTL_MIN_S:g} s, {self.lease_ttl_max_s:g} s]"
+            )
+        return requested_s
+
+    def max_steps_for(self, requested: int | None, *, task_max_steps: int) -> int:
+        """Return the maximum steps of an episode. Raises: InvalidRequest: out of range."""
+        if requested is None:
+            return min(task_max_steps, self.max_steps)
+        if not 1 <= requested <= self.max_steps:
+            raise InvalidRequest("max_steps", f"{requested} is outside [1, {self.max_steps}]")
+        return requested
 
 
 class TasksConfig(_Section):
@@ -284,7 +297,7 @@ class SecurityConfig(_Section):
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key belong together; set both")
         if self.client_ca is not None and self.tls_cert is None:
-            raise ValueError("client_ca needs tls_cert and tls_key")
+            raise ValueError("client_ca needs tls_cert and tls_key; set them")
         return self
 
     @property
@@ -360,7 +373,7 @@ class Config(_Section):
     def _pool_names_fit_machine_ids(self) -> Self:
         for name in self.pools:
             if not _POOL_NAME.fullmatch(name):
-                raise ValueError(f"pool name {name!r} is not 1 to 24 of a-z, 0-9 and inner hyphens")
+                raise ValueError(f"pool name {name!r} is not 1 to 24 of a-z, 0-9 and inner hyphens; rename the pool")
         return self
 
     @model_validator(mode="after")
@@ -394,11 +407,6 @@ class Config(_Section):
         return {name: address for name, _, address in (each.partition("=") for each in self.compat)}
 
     @property
-    def hypervisor_uri(self) -> str:
-        """`hypervisor.uri`, resolved."""
-        return self.hypervisor.uri or f"qemu:///embed?root={self.state_dir / 'libvirt'}"
-
-    @property
     def template_dir(self) -> Path:
         """`hypervisor.template_dir`, resolved."""
         return self.hypervisor.template_dir or self.state_dir / "templates"
@@ -413,7 +421,7 @@ _REMOVED: Mapping[str, str] = {
 }
 
 #: Sections that may occur many times, each under a name of the operator's choice.
-_NAMED: Mapping[str, type[_Section]] = {"pools": PoolConfig, "limits.runs": RunConfig}
+_NAMED: Mapping[str, type[_Section]] = {"pools": PoolConfig, "limits.runs": RunShare}
 
 
 def parse_pool_flags(specs: Sequence[str]) -> Raw:
@@ -435,7 +443,11 @@ def parse_pool_flags(specs: Sequence[str]) -> Raw:
 
 
 def load(
-    *, file: Path | None = None, environ: Mapping[str, str] | None = None, flags: Mapping[str, object] | None = None
+    *,
+    file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, object] | None = None,
+    check_uri: Callable[[str], object] = str,
 ) -> Config:
     """Merge the sources and validate the result.
 
@@ -443,6 +455,7 @@ def load(
         file: A TOML file; None for no file.
         environ: Environment with `ENVD_...` variables; None for none.
         flags: Values by dotted key (`limits.max_steps`); None values are ignored.
+        check_uri: Raises ValueError if no backend supports a value of `hypervisor.uri`.
 
     Raises:
         ConfigError: A source cannot be read, or has an unknown key or an invalid value.
@@ -455,11 +468,10 @@ def load(
         _merge(merged, origin, _nested(path, value), variable)
     for key, given in (flags or {}).items():
         if given is not None:
-            _merge(
-                merged, origin, _nested(tuple(key.split(".")), given), "--" + key.rpartition(".")[2].replace("_", "-")
-            )
+            flag = _FLAGS.get(key) or "--" + key.rpartition(".")[2].replace("_", "-")
+            _merge(merged, origin, _nested(tuple(key.split(".")), given), flag)
     try:
-        return Config.model_validate(merged)
+        return Config.model_validate(merged, context={"check_uri": check_uri})
     except ValidationError as error:
         raise ConfigError("; ".join(_messages(error, origin))) from error
 
@@ -479,9 +491,9 @@ def _read_toml(file: Path) -> Raw:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from error
+        raise ConfigError(f"{file}: cannot be read: {error}; check --config") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file}: not valid TOML: {error}") from error
+        raise ConfigError(f"{file}: not valid TOML: {error}; correct that line") from error
 
 
 def _environment(environ: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...], str]]:
@@ -524,6 +536,8 @@ def _merge(into: Raw, origin: dict[tuple[str, ...], str], values: Raw, source: s
 
 def _messages(error: ValidationError, origin: Mapping[tuple[str, ...], str]) -> Iterator[str]:
     for item in error.errors(include_url=False):
+        if item["type"] == "default_factory_not_called":
+            continue  # the setting that the default depends on has an error of its own
         path = tuple(str(part) for part in item["loc"])
         known = [path[:end] for end in range(len(path), 0, -1) if path[:end] in origin]
         source = origin[known[0]] if known else "configuration"

@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator
+from cuaenv.region import Region
+from pydantic import AfterValidator, BeforeValidator, ValidationInfo
 
 #: Prefix of a suite that is part of envd but served only on request.
 BUILTIN_TASKS = "builtin:"
@@ -36,9 +37,9 @@ _ALLOWED_HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?(?
 def _loopback(value: str) -> str:
     match = _LOOPBACK.fullmatch(value)
     if match is None:
-        raise ValueError(f"{value!r} is not a loopback HOST:PORT; without TLS and tokens only loopback is served")
+        raise ValueError(f"{value!r} is not HOST:PORT on loopback; without TLS and tokens only loopback is served")
     if int(match[2]) > 65535:
-        raise ValueError(f"port {match[2]} is above 65535")
+        raise ValueError(f"port {match[2]} is above 65535; choose a smaller one, or 0 for a free one")
     return value
 
 
@@ -87,33 +88,35 @@ def _path_list(value: object) -> object:
     return [part for part in re.split(_PATH_SEPARATOR, value) if part] if isinstance(value, str) else value
 
 
-def _screen(value: str) -> str:
+def _screen(value: object) -> object:
+    if not isinstance(value, str):
+        return value
     match = _SCREEN.fullmatch(value)
     if match is None or not (320 <= int(match[1]) <= 7680 and 200 <= int(match[2]) <= 4320):
-        raise ValueError(f"{value!r} is not WIDTHxHEIGHT in pixels, from 320x200 to 7680x4320")
-    return value
+        raise ValueError(f"{value!r} is not WIDTHxHEIGHT in pixels; write a size from 320x200 to 7680x4320")
+    return int(match[1]), int(match[2])
 
 
-def _region(value: str) -> str:
+def _region(value: object) -> object:
+    if not isinstance(value, str):
+        return value
     match = _REGION.fullmatch(value)
     if match is None or not int(match[1]) or not int(match[2]):
-        raise ValueError(f"{value!r} is not WIDTHxHEIGHT+X+Y in pixels, such as 120x24+1160+0")
+        raise ValueError(f"{value!r} is not WIDTHxHEIGHT+X+Y in pixels; write, for example, 120x24+1160+0")
+    width_px, height_px, x_px, y_px = map(int, match.groups())
+    return Region(x_px=x_px, y_px=y_px, width_px=width_px, height_px=height_px)
+
+
+def _hypervisor_uri(value: str, info: ValidationInfo) -> str:
+    if info.context is not None:
+        info.context["check_uri"](value)
     return value
-
-
-def _hypervisor_uri(value: str) -> str:
-    with_path = r"qemu:///embed\?root=/.+|qemu\+unix:///system\?socket=/.+"
-    if value in {"", "fake", "qemu:///system"} or re.fullmatch(with_path, value):
-        return value
-    raise ValueError(
-        f"{value!r} is not one of qemu:///system, qemu+unix:///system?socket=/PATH, qemu:///embed?root=/DIR, fake"
-    )
 
 
 def _allowed_host(entry: str) -> str:
     match = _ALLOWED_HOST.fullmatch(entry)
     if match is None or not 1 <= int(match[1] or 80) <= 65535:
-        raise ValueError(f"expected a host name, *.NAME or an IPv4 address, with :PORT or without, not {entry!r}")
+        raise ValueError(f"{entry!r} is not a host; write a name, *.NAME or an IPv4 address, with :PORT or without")
     return entry.lower()
 
 
@@ -129,8 +132,9 @@ ConsoleListen = Annotated[str, AfterValidator(lambda value: value and _host_port
 CompatEndpoint = Annotated[str, AfterValidator(_compat)]
 Directory = Annotated[Path, AfterValidator(_expanded)]
 TaskFile = Annotated[str, AfterValidator(_task_file)]
-Screen = Annotated[str, AfterValidator(_screen)]
-ScreenRegion = Annotated[str, AfterValidator(_region)]
+#: (width, height) in pixels.
+Screen = Annotated[tuple[int, int], BeforeValidator(_screen)]
+ScreenRegion = Annotated[Region, BeforeValidator(_region)]
 AllowedHost = Annotated[str, AfterValidator(_allowed_host)]
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
 HypervisorUri = Annotated[str, AfterValidator(_hypervisor_uri)]

@@ -1,49 +1,7 @@
 """Every way in which envd itself can fail: one class for each reaction of a caller.
 
-```text
-EnvdError
-├── InvalidRequest              a field is wrong; fix the caller
-│   └── RequestIdReused         same request_id, different body
-├── NotFound
-│   ├── EpisodeNotFound         never opened here, closed, or its lease expired
-│   ├── TaskNotFound
-│   ├── PoolNotFound
-│   └── ImageNotFound
-├── EpisodeEnded                the episode accepts no more steps
-├── GroupTooLarge               the group can never fit the pool or a quota
-├── StepIndexMismatch           the caller's view of the episode is stale
-├── RetryableError              retry after `retry_after_s`
-│   ├── PoolExhausted           no machine became free; retry with the same request_id
-│   │   └── TokenQuotaReached   the token already holds its maximum of machines
-│   ├── PoolFailing             the pool's machines do not start; use another pool or host, or retry
-│   ├── Draining                the daemon is stopping; use another host
-│   └── RateLimited             too many calls; wait and retry
-├── AccessDenied                disabled for this pool
-│   └── ScopeTooSmall           the token's scope does not cover the call
-├── Unauthenticated             no token, or an unknown one
-├── Unimplemented               in the contract, but not in this release
-├── MachineLost                 the machine died; the episode is void
-├── GuestUnresponsive           the guest did not answer in time
-├── GuestError                  the guest reported a failure
-│   └── GuestRefused            ... and the episode is unharmed
-├── SetupFailed                 a task's setup did not complete
-├── EvaluatorFailed             a checker failed and gave no score
-├── NotForkable                 the machine has a device or state that a fork cannot copy
-├── HypervisorError             libvirt or QEMU refused
-│   ├── HypervisorUnavailable   libvirt is unreachable; wait and retry (also a RetryableError)
-│   └── TemplateCorrupt         a stored template is damaged; it is never used
-├── StoreError                  the daemon's database is unusable; nothing was done
-├── ImageError                  an image cannot be built, imported or read
-├── ConfigError                 the configuration is wrong; nothing was started
-└── OsworldError                OSWorld's package, task files or worker are unavailable
-```
-
 The *agent's* mistakes are never errors here: they are data in the response (`ActionOutcome.error`).
-Messages have the form `<thing> <id>: <problem>; <remedy>`.
-
-How to add an error: define a class with its own `reason` below its nearest relative, and draw it in the tree above.
-If its parent's gRPC code does not fit, map it in `envd.api.status.CODES`. Add its reason to the table in
-`envd.api.status`, and to `ErrorInfo` in env.proto. Tests compare the tree and the table with the classes.
+Messages have the form `<thing> <id>: <problem>; <remedy>`. `cuaenv.reasons` has each reason's gRPC code.
 """
 
 from typing import ClassVar
@@ -55,6 +13,10 @@ class EnvdError(Exception):
     #: UPPER_SNAKE cause, stable across releases; sent as `ErrorInfo.reason` and used as a metric label.
     reason: ClassVar[str] = "BUG"
 
+    def __init_subclass__(cls, *, reason: str | None = None) -> None:
+        super().__init_subclass__()
+        cls.reason = reason or cls.reason
+
 
 class RetryableError(EnvdError):
     """Base of failures that may pass: nothing was done, and a retry makes sense after `retry_after_s`."""
@@ -64,10 +26,8 @@ class RetryableError(EnvdError):
         self.retry_after_s = retry_after_s
 
 
-class InvalidRequest(EnvdError):
+class InvalidRequest(EnvdError, reason="BAD_FIELD"):
     """A request field is missing, malformed or out of range."""
-
-    reason = "BAD_FIELD"
 
     def __init__(self, field: str, description: str) -> None:
         super().__init__(f"{field}: {description}")
@@ -75,193 +35,131 @@ class InvalidRequest(EnvdError):
         self.description = description
 
 
-class RequestIdReused(InvalidRequest):
+class RequestIdReused(InvalidRequest, reason="REQUEST_ID_REUSED"):
     """The same `request_id` came with a different body."""
-
-    reason = "REQUEST_ID_REUSED"
 
     def __init__(self, request_id: str) -> None:
         super().__init__("request_id", f"{request_id} was already used with another body; make a new one per request")
 
 
-class NotFound(EnvdError):
+class NotFound(EnvdError, reason="NOT_FOUND"):
     """The named object does not exist."""
 
-    reason = "NOT_FOUND"
 
-
-class EpisodeNotFound(NotFound):
+class EpisodeNotFound(NotFound, reason="EPISODE_NOT_FOUND"):
     """The episode was never opened here, was closed, or its lease expired."""
 
-    reason = "EPISODE_NOT_FOUND"
 
-
-class TaskNotFound(NotFound):
+class TaskNotFound(NotFound, reason="TASK_NOT_FOUND"):
     """The loaded suites have no such task."""
 
-    reason = "TASK_NOT_FOUND"
 
-
-class PoolNotFound(NotFound):
+class PoolNotFound(NotFound, reason="POOL_NOT_FOUND"):
     """This daemon has no such pool."""
 
-    reason = "POOL_NOT_FOUND"
 
-
-class ImageNotFound(NotFound):
+class ImageNotFound(NotFound, reason="IMAGE_NOT_FOUND"):
     """The catalogue has no such image."""
 
-    reason = "IMAGE_NOT_FOUND"
 
-
-class EpisodeEnded(EnvdError):
+class EpisodeEnded(EnvdError, reason="EPISODE_ENDED"):
     """The episode has ended and accepts no more steps."""
 
-    reason = "EPISODE_ENDED"
 
-
-class GroupTooLarge(EnvdError):
+class GroupTooLarge(EnvdError, reason="GROUP_TOO_LARGE"):
     """A group of this size can never fit the pool, the run's quota or the token's quota."""
 
-    reason = "GROUP_TOO_LARGE"
 
-
-class StepIndexMismatch(EnvdError):
+class StepIndexMismatch(EnvdError, reason="STEP_INDEX_MISMATCH"):
     """`step_index` is not the index of the episode's next step."""
 
-    reason = "STEP_INDEX_MISMATCH"
 
-
-class PoolExhausted(RetryableError):
+class PoolExhausted(RetryableError, reason="POOL_EXHAUSTED"):
     """No machine became free in time. Retry after `retry_after_s` with the same `request_id`."""
 
-    reason = "POOL_EXHAUSTED"
 
-
-class TokenQuotaReached(PoolExhausted):
+class TokenQuotaReached(PoolExhausted, reason="TOKEN_QUOTA"):
     """The caller's token already holds its maximum of machines."""
 
-    reason = "TOKEN_QUOTA"
 
-
-class PoolFailing(RetryableError):
+class PoolFailing(RetryableError, reason="POOL_FAILING"):
     """The pool's machines failed to start too often in a row. The pool tries again in `retry_after_s`."""
 
-    reason = "POOL_FAILING"
 
-
-class Draining(RetryableError):
+class Draining(RetryableError, reason="DRAINING"):
     """The daemon is stopping and admits nothing new."""
 
-    reason = "DRAINING"
 
-
-class RateLimited(RetryableError):
+class RateLimited(RetryableError, reason="RATE_LIMITED"):
     """The caller exceeds its call rate; this call did nothing."""
 
-    reason = "RATE_LIMITED"
 
-
-class AccessDenied(EnvdError):
+class AccessDenied(EnvdError, reason="ACCESS_DENIED"):
     """The pool does not allow this call."""
 
-    reason = "ACCESS_DENIED"
 
-
-class ScopeTooSmall(AccessDenied):
+class ScopeTooSmall(AccessDenied, reason="SCOPE_TOO_SMALL"):
     """The scope of the caller's token does not cover this call."""
 
-    reason = "SCOPE_TOO_SMALL"
 
-
-class Unauthenticated(EnvdError):
+class Unauthenticated(EnvdError, reason="UNAUTHENTICATED"):
     """The call has no token, or an unknown one."""
 
-    reason = "UNAUTHENTICATED"
 
-
-class Unimplemented(EnvdError):
+class Unimplemented(EnvdError, reason="UNIMPLEMENTED"):
     """Part of the contract that this release does not support."""
 
-    reason = "UNIMPLEMENTED"
 
-
-class MachineLost(EnvdError):
+class MachineLost(EnvdError, reason="MACHINE_LOST"):
     """The machine is gone: QEMU exited or was destroyed. The episode is void, never a reward."""
 
-    reason = "MACHINE_LOST"
 
-
-class GuestUnresponsive(EnvdError):
+class GuestUnresponsive(EnvdError, reason="GUEST_UNRESPONSIVE"):
     """The guest did not answer within its deadline."""
 
-    reason = "GUEST_UNRESPONSIVE"
 
-
-class GuestError(EnvdError):
+class GuestError(EnvdError, reason="GUEST_ERROR"):
     """The guest reported that it cannot do what was requested."""
 
-    reason = "GUEST_ERROR"
 
-
-class GuestRefused(GuestError):
+class GuestRefused(GuestError, reason="GUEST_REFUSED"):
     """The guest cannot serve a call outside the episode's steps, such as reading a file; the episode is unharmed."""
 
-    reason = "GUEST_REFUSED"
 
-
-class SetupFailed(EnvdError):
+class SetupFailed(EnvdError, reason="SETUP_FAILED"):
     """A task's setup did not complete, so no episode was opened."""
 
-    reason = "SETUP_FAILED"
 
-
-class EvaluatorFailed(EnvdError):
+class EvaluatorFailed(EnvdError, reason="EVALUATOR_FAILED"):
     """A checker failed and gave no score; never read it as 0."""
 
-    reason = "EVALUATOR_FAILED"
 
-
-class HypervisorError(EnvdError):
+class HypervisorError(EnvdError, reason="HYPERVISOR_ERROR"):
     """libvirt or QEMU refused."""
 
-    reason = "HYPERVISOR_ERROR"
 
-
-class HypervisorUnavailable(HypervisorError, RetryableError):
+class HypervisorUnavailable(HypervisorError, RetryableError, reason="HYPERVISOR_UNAVAILABLE"):
     """libvirtd does not answer: the operation was not started, or was undone."""
 
-    reason = "HYPERVISOR_UNAVAILABLE"
 
-
-class TemplateCorrupt(HypervisorError):
+class TemplateCorrupt(HypervisorError, reason="TEMPLATE_CORRUPT"):
     """A stored template is damaged or missing; it is never used."""
 
-    reason = "TEMPLATE_CORRUPT"
 
-
-class NotForkable(EnvdError):
+class NotForkable(EnvdError, reason="NOT_FORKABLE"):
     """The machine cannot be forked in its present state; the message names the cause. The episode continues."""
 
-    reason = "NOT_FORKABLE"
 
-
-class StoreError(EnvdError):
+class StoreError(EnvdError, reason="STORE_ERROR"):
     """The daemon's own database cannot be read or written, so the operation was not started."""
 
-    reason = "STORE_ERROR"
 
-
-class ImageError(EnvdError):
+class ImageError(EnvdError, reason="IMAGE_ERROR"):
     """An image cannot be built, imported or read."""
 
-    reason = "IMAGE_ERROR"
 
-
-class ConfigError(EnvdError):
+class ConfigError(EnvdError, reason="CONFIG_ERROR"):
     """The configuration is wrong; nothing was started."""
-
-    reason = "CONFIG_ERROR"
 
 
 def cannot_bind(setting: str, address: str, reason: str) -> ConfigError:
@@ -269,7 +167,5 @@ def cannot_bind(setting: str, address: str, reason: str) -> ConfigError:
     return ConfigError(f"{setting} {address}: cannot be bound: {reason}; free it, or set {setting} to another")
 
 
-class OsworldError(EnvdError):
+class OsworldError(EnvdError, reason="OSWORLD_ERROR"):
     """OSWorld's package or task files are unavailable, or its worker does not start."""
-
-    reason = "OSWORLD_ERROR"

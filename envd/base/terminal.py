@@ -1,9 +1,12 @@
-"""How envd's commands end: errors as an exit status, SIGTERM like Ctrl-C."""
+"""How envd's commands end: results and errors as output and exit status, SIGTERM like Ctrl-C."""
 
 import signal
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
+import typer
 from cuaenv.cli import terminal
+from cuaenv.cli.terminal import EXIT_FAILED, emit_json, out
+from rich.console import Console
 
 from envd.base.errors import ConfigError, EnvdError
 
@@ -20,3 +23,27 @@ def stop_on_sigterm() -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, stop)
+
+
+class Result(Protocol):
+    """The report of a benchmark, a soak or a demo."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the command exits with status 0."""
+
+    def as_json(self) -> dict[str, object]:
+        """Return the result as plain data."""
+
+    def print(self, console: Console) -> None:
+        """Print the result for people."""
+
+
+def print_result(result: Result, *, as_json: bool) -> None:
+    """Print a result on standard output. Raises: typer.Exit: it did not pass."""
+    if as_json:
+        emit_json(result.as_json())
+    else:
+        result.print(out)
+    if not result.passed:
+        raise typer.Exit(EXIT_FAILED)

@@ -109,7 +109,7 @@ async def measure_branch(
         EnvError: A call failed.
         BenchFailed: A response was wrong.
     """
-    group_size = bench.pool.settings.idle_target
+    group_size = bench.pool.settings.size
     conditions = bench.conditions(
         repetitions=repetitions, light_task=light_task_id, task=parent.task_id, group_size=group_size
     )

@@ -82,7 +82,7 @@ async def measure_growth(
 async def _measure(
     bench: BenchSession, available_before_bytes: int, task_id: str, *, repetitions: int, idle_s: float, steps: Steps
 ) -> Standby:
-    size = bench.pool.settings.idle_target
+    size = bench.pool.settings.size
     acquire_ms = []
     for _ in range(repetitions):
         acquire_ms.append(await acquire_once(bench, task_id))

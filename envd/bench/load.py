@@ -18,10 +18,8 @@ _DAEMON_PROGRAM = "envd.bench.scale_daemon"
 _EXIT_TIMEOUT_S = 60
 
 
-class LoadFailed(EnvdError):
+class LoadFailed(EnvdError, reason="LOAD_FAILED"):
     """A process of the benchmark ended early; its error is on standard error."""
-
-    reason = "LOAD_FAILED"
 
 
 async def _send(child: Child, line: str) -> None:

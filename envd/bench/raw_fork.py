@@ -24,8 +24,7 @@ from envd.hypervisor.qemu.domain_xml import MachineFiles, parse_forwarded_port
 from envd.hypervisor.qemu.machine import LibvirtMachine
 from envd.hypervisor.qemu.monitor import IGNORE_SHARED_MEMORY
 from envd.hypervisor.qemu.processes import owner_of
-from envd.hypervisor.qemu.snapshots.files import SnapshotFiles
-from envd.hypervisor.qemu.snapshots.overlays import copy_file
+from envd.hypervisor.qemu.snapshots.files import SnapshotFiles, copy_file
 from envd.hypervisor.qemu.tpm import Tpm
 from envd.hypervisor.qemu.user import QemuUser
 

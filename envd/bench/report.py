@@ -21,7 +21,7 @@ Value = float | bool | None
 _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
 
 
-class BenchFailed(EnvdError):
+class BenchFailed(EnvdError, reason="BENCH_FAILED"):
     """The service returned a wrong result, so that the figures would mean nothing."""
 
     reason = "BENCH_FAILED"

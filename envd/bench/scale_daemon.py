@@ -17,8 +17,7 @@ from envd.base.errors import EnvdError
 from envd.base.telemetry import logs
 from envd.bench.load_client import send_json
 from envd.bench.session import Steps, open_bench
-from envd.daemon.composition import freeze_gc
-from envd.daemon.descriptors import reserve_low_descriptors
+from envd.daemon.process import prepare_process
 
 #: How long the task sleeps whose delays are measured.
 LAG_INTERVAL_S = 0.01
@@ -28,8 +27,7 @@ def main() -> int:
     """Serve until the end of the input."""
     config = Config.model_validate_json(sys.stdin.readline())
     logs.setup(log_format=config.log_format, level=config.log_level)
-    freeze_gc()
-    reserve_low_descriptors()
+    prepare_process()
     try:
         uvloop.run(_serve(config))
     except EnvdError as error:

@@ -34,10 +34,8 @@ _SETUP_TIMEOUT_S = 300.0
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
-class CallError(EnvdError):
+class CallError(EnvdError, reason="CALL_FAILED"):
     """A call of the command failed; the message holds the status code."""
-
-    reason = "CALL_FAILED"
 
 
 @contextmanager
@@ -115,7 +113,7 @@ class BenchSession:
                     changed = self.pool.changes.next
                     now = self.pool.statistics()
                     others = now.starting_count + now.dying_count + now.leased_count - leased_count
-                    if now.idle_count == self.pool.settings.idle_target and not others:
+                    if now.idle_count == self.pool.settings.size and not others:
                         return
                     # A healthy pool with a problem has no room on its host. Machines that others destroy make room.
                     is_short = now.healthy and bool(now.problem)

@@ -8,15 +8,15 @@ which a step returns as settled; a caret that blinks is not content.
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cuaenv.actions import Action, Done, Fail, Wait
 
+from envd.base.config import SettlePolicy
 from envd.bench.playing import wait_until_met
 from envd.bench.report import BenchFailed, BenchReport, figure, figures_of, from_samples, p50, percentile
 from envd.bench.session import BenchSession, Steps
 from envd.bench.settle_recording import RecordedStep, Recorder, replay_settling
-from envd.guest.observation import SettlePolicy
 from envd.pool.leased import LeasedMachine
 from envd.tasks.conditions import Result
 from envd.tasks.model import Task
@@ -87,7 +87,9 @@ async def record_task(bench: BenchSession, task: Task, *, watch_s: float, steps:
     """Play a task's oracle on a new machine; return the recordings of its steps with input."""
     steps.begin(f"setting up {task.task_id}")
     async with bench.set_up_machine(task) as leased:
-        recorder = Recorder(leased.desktop, leased.machine, watch_s=watch_s, ignored=bench.pool.settings.settle.ignored)
+        recorder = Recorder(
+            leased.desktop, leased.machine, watch_s=watch_s, ignored=bench.pool.settings.settle.ignored_regions
+        )
         await _play(leased, task, recorder, steps=steps)
         return recorder.steps()
 
@@ -149,16 +151,14 @@ async def settle_report(
         policy: The policy of the pool.
         watch_s: For how long after a step's frame changes count as late.
     """
-    own = await judge(recorded, policy, watch_s=watch_s)
-    curve = {
-        f"fixed {quiet_ms} ms": await judge(recorded, replace(policy, quiet_ms=quiet_ms, idle_ms=0), watch_s=watch_s)
-        for quiet_ms in _QUIET_MS
-    }
+
+    async def with_times(**times_ms: int) -> PolicyResult:
+        return await judge(recorded, policy.model_copy(update=times_ms), watch_s=watch_s)
+
+    own = await with_times()
+    curve = {f"fixed {quiet_ms} ms": await with_times(quiet_ms=quiet_ms, idle_ms=0) for quiet_ms in _QUIET_MS}
     fixed = curve["fixed 300 ms"]
-    curve |= {
-        f"idle {idle_ms} ms": await judge(recorded, replace(policy, idle_ms=idle_ms), watch_s=watch_s)
-        for idle_ms in _IDLE_MS
-    }
+    curve |= {f"idle {idle_ms} ms": await with_times(idle_ms=idle_ms) for idle_ms in _IDLE_MS}
     samples = {"settle_ms": own.settle_ms, "fixed_settle_ms": fixed.settle_ms}
     values = from_samples(
         SettleFigures,

@@ -17,12 +17,13 @@ from cuaenv.actions import Action
 from cuaenv.frames import TiledImage
 from cuaenv.region import Region
 
+from envd.base.config import SettlePolicy
 from envd.guest.acting import may_act_late
 from envd.guest.desktop import Desktop
 from envd.guest.display.blinking import MAX_BLINK_PIXELS, Blinking
 from envd.guest.display.change import around, is_within
 from envd.guest.display.settle import settle
-from envd.guest.observation import SettlePolicy, SettleResult
+from envd.guest.observation import SettleResult
 from envd.hypervisor.machine import Machine
 
 #: Between two refreshes. QEMU compares the guest's screen at most every 30 ms.
@@ -189,7 +190,7 @@ async def replay_settling(step: RecordedStep, policy: SettlePolicy) -> tuple[Set
     """Return how a recorded screen settles under a policy, and when. Does not wait."""
     screen = _RecordedScreen(step)
     if step.may_act_late:
-        policy = replace(policy, idle_ms=0)
+        policy = policy.model_copy(update={"idle_ms": 0})
     result = await settle(
         screen,
         policy,

@@ -11,7 +11,7 @@ from cuaenv.cli.terminal import Json, emit_json, out, progress
 
 from envd.base.config import DEFAULT_IMAGE, Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import reports_errors
+from envd.base.terminal import print_result, reports_errors
 from envd.bench import branch, episodes, fork, frames, growth, scale, settle, step
 from envd.bench.branch_parents import BranchParent, EditorParent, WritingParent
 from envd.bench.default_tasks import DEFAULT_TASKS, TASKS_WITHOUT_SETUP, DefaultTasks
@@ -20,11 +20,10 @@ from envd.bench.plot import write_plots
 from envd.bench.report import BenchReport
 from envd.bench.session import Steps, bench_config, open_bench
 from envd.cli.options import runs_own_daemon
-from envd.cli.result import print_result
 from envd.cli.tasks_verify import choose
 from envd.daemon.ephemeral import ensure_image, run_until_signal
 from envd.daemon.suites import load_tasks, with_suites
-from envd.hypervisor.capabilities import capabilities_of
+from envd.hypervisor.backends import backend_of
 from envd.hypervisor.machine import GuestOs
 from envd.images.catalogue import ImageCatalogue
 
@@ -168,7 +167,7 @@ async def bench_episodes(
     image: Annotated[str, typer.Option(metavar="NAME", help="Image of the machines.")] = "osworld",
 ) -> BenchReport:
     """Measure whole episodes per hour of OSWorld's tasks, and of OSWorld's own DesktopEnv on the same machines."""
-    if not capabilities_of(settings.hypervisor_uri).runs_guests:
+    if not backend_of(settings.hypervisor.uri).capabilities.runs_guests:
         raise ConfigError("bench episodes: drawn desktops run no guests; leave out --hypervisor fake")
     python, tasks = episodes.require_osworld(settings.cache_dir)
     plan = episodes.EpisodesPlan(
@@ -300,4 +299,4 @@ def _task_without_setup(settings: Config, image: str) -> tuple[Config, str]:
 
 
 def _default_tasks(settings: Config) -> DefaultTasks:
-    return DEFAULT_TASKS[capabilities_of(settings.hypervisor_uri).task_suite]
+    return DEFAULT_TASKS[backend_of(settings.hypervisor.uri).capabilities.task_suite]

@@ -133,5 +133,5 @@ def _general_name(host: str) -> x509.GeneralName:
         pass
     labels = host.removeprefix("*.").split(".")
     if not host.isascii() or len(host) > 253 or not all(label.replace("-", "").isalnum() for label in labels):
-        raise ConfigError(f"--host {host}: neither a DNS name nor an IP address")
+        raise ConfigError(f"--host {host}: neither a DNS name nor an IP address; leave out scheme and port")
     return x509.DNSName(host)

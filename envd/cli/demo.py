@@ -16,18 +16,17 @@ from cuaenv.client import AsyncEnvClient
 
 from envd.base.config import DEFAULT_IMAGE, Config
 from envd.base.errors import ConfigError
-from envd.base.terminal import reports_errors
+from envd.base.terminal import print_result, reports_errors
 from envd.bench.default_tasks import DEFAULT_TASKS
 from envd.bench.demo.group import play_group, print_progress
 from envd.bench.demo.report import DemoDirectory, DemoReport
 from envd.bench.session import maps_call_errors
 from envd.cli.options import runs_own_daemon
-from envd.cli.result import print_result
 from envd.cli.serve import is_ready, progress_line
 from envd.daemon.composition import Daemon, open_daemon
 from envd.daemon.ephemeral import ensure_image, ephemeral_config, run_until_signal
 from envd.daemon.suites import load_tasks
-from envd.hypervisor.capabilities import capabilities_of
+from envd.hypervisor.backends import backend_of
 from envd.tasks.model import Task
 
 #: Standby machines: one is set up, and the others of its group are forked from it.
@@ -49,7 +48,9 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Fork four desktops from one task state, branch two of them, and check every reward."""
-    task = load_tasks(settings).get(task_id or DEFAULT_TASKS[capabilities_of(settings.hypervisor_uri).task_suite].demo)
+    task = load_tasks(settings).get(
+        task_id or DEFAULT_TASKS[backend_of(settings.hypervisor.uri).capabilities.task_suite].demo
+    )
     if not task.oracle:
         raise ConfigError(f"task {task.task_id}: it has no oracle; choose another task")
     begin_s = time.monotonic()

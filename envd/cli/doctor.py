@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
@@ -33,12 +32,12 @@ from envd.base.errors import ConfigError, EnvdError
 from envd.base.terminal import reports_errors
 from envd.base.version import envd_version
 from envd.cli.certificates import expire_time_of
-from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, StateDir, load_config
+from envd.cli.options import with_settings
 from envd.daemon.state_lock import holder
-from envd.hypervisor.capabilities import capabilities_of
+from envd.hypervisor.backends import backend_of, open_hypervisor
 from envd.hypervisor.machine import Firmware, Hardware
-from envd.hypervisor.opening import open_hypervisor
 from envd.hypervisor.qemu.accelerator import probe_kvm
+from envd.hypervisor.qemu.backend import is_embedded
 from envd.hypervisor.qemu.host import find_firmware, required_access
 from envd.hypervisor.qemu.tpm import PROGRAM as SWTPM
 from envd.hypervisor.qemu.user import choose_qemu_user
@@ -150,7 +149,7 @@ def check_disk(name: str, directory: Path, *, free_bytes: int, writable: bool, r
 
 def check_memory(config: Config, *, available_bytes: int) -> Check:
     """Check that the pools' machines fit into memory."""
-    wanted_bytes = sum(pool.machine_limit * pool.memory_mib << 20 for pool in config.pools.values()) or _GIB
+    wanted_bytes = sum(pool.capacity * pool.memory_mib << 20 for pool in config.pools.values()) or _GIB
     users = f"{len(config.pools)} pools" if config.pools else "one machine"
     detail = f"{available_bytes / _GIB:.1f} GiB available; {users} may take {wanted_bytes / _GIB:.1f} GiB"
     if wanted_bytes > available_bytes:
@@ -166,7 +165,7 @@ def check_images(config: Config, *, now: datetime) -> Check:
     except EnvdError as error:
         return _fail("images", str(error), fix="remove the unreadable image")
     missing = sorted({pool.image for pool in config.pools.values()} - set(names))
-    if missing and capabilities_of(config.hypervisor_uri).needs_images:
+    if missing and backend_of(config.hypervisor.uri).capabilities.needs_images:
         return _fail(
             "images",
             f"images of pools are missing: {', '.join(missing)}",
@@ -342,12 +341,11 @@ async def check_kvm(config: Config) -> Check:
 async def check_libvirt(config: Config) -> Check:
     """Open the hypervisor as the daemon does, but in a temporary state directory."""
     binding = f"libvirt-python {importlib.metadata.version('libvirt-python')}"
-    if not capabilities_of(config.hypervisor_uri).runs_guests:
+    if not backend_of(config.hypervisor.uri).capabilities.runs_guests:
         return _ok("libvirt", f"{binding}; not used by the fake hypervisor")
     with tempfile.TemporaryDirectory(prefix="envd-doctor-") as scratch:
-        # Without a URI, an embedded driver's root is in the state directory.
-        uri = "" if config.hypervisor_uri.startswith("qemu:///embed") else config.hypervisor_uri
-        hypervisor_config = HypervisorConfig(uri=uri, accelerator="tcg")
+        uri = config.hypervisor.uri
+        hypervisor_config = HypervisorConfig(uri=backend_of(uri).private_uri(uri), accelerator="tcg")
         scratch_config = config.model_copy(update={"state_dir": Path(scratch), "hypervisor": hypervisor_config})
         try:
             hypervisor = await asyncio.wait_for(open_hypervisor(scratch_config), _OPEN_TIMEOUT_S)
@@ -357,15 +355,15 @@ async def check_libvirt(config: Config) -> Check:
         except (EnvdError, TimeoutError) as error:
             return _fail(
                 "libvirt",
-                f"{config.hypervisor_uri} cannot be opened: {error or 'no response'}",
+                f"{uri or 'the embedded driver'} cannot be opened: {error or 'no response'}",
                 fix=_INSTALL + "libvirt-daemon-driver-qemu; for qemu:///system, start libvirtd",
             )
-    return _ok("libvirt", f"{library}, {binding}; {config.hypervisor_uri} can be opened")
+    return _ok("libvirt", f"{library}, {binding}; {uri or 'the embedded driver'} can be opened")
 
 
 def check_qemu_user(config: Config) -> Check:
     """Check the user that QEMU runs as: a guest that takes over a QEMU of root controls the host."""
-    if not config.hypervisor_uri.startswith("qemu:///embed"):
+    if not is_embedded(config.hypervisor.uri):
         return _ok("qemu_user", "QEMU is not run by envd's embedded driver")
     memory_dir = config.hypervisor.template_memory_dir
     directories = [config.state_dir, config.template_dir, *([memory_dir] if memory_dir else [])]
@@ -446,27 +444,9 @@ _COLOURS: Mapping[Status, str] = {Status.OK: "green", Status.WARN: "yellow", Sta
 
 
 @reports_errors
-def doctor(
-    *,
-    config: ConfigFile = None,
-    state_dir: StateDir = None,
-    cache_dir: CacheDir = None,
-    hypervisor: Hypervisor = None,
-    accelerator: Accelerator = None,
-    listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Address of a running daemon, if not as configured.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
+@with_settings("listen", "state_dir", "cache_dir", "hypervisor", "accelerator")
+def doctor(settings: Config, *, as_json: Json = False) -> None:
     """Check this host, and show how to fix each problem."""
-    settings = load_config(
-        config,
-        listen=listen,
-        state_dir=state_dir,
-        cache_dir=cache_dir,
-        hypervisor=hypervisor,
-        accelerator=accelerator,
-    )
     if not as_json:
         err.print("checking; opening libvirt and probing KVM may take a few seconds")
     checks = asyncio.run(examine(settings))

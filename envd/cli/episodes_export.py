@@ -6,15 +6,18 @@ from typing import Annotated
 import typer
 from cuaenv.cli.terminal import Json, emit_json, out, progress
 
+from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.cli.options import ConfigFile, load_config
+from envd.cli.options import with_settings
 from envd.cli.remote import reports_errors
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.video import VideoFormat, export_video
 
 
 @reports_errors
+@with_settings()
 def export(
+    settings: Config,
     *,
     episode_id: Annotated[str, typer.Argument(metavar="EPISODE", help="Id of a recorded episode.")],
     video_format: Annotated[VideoFormat, typer.Option("--format", help="Format of the video.")] = VideoFormat.MP4,
@@ -26,11 +29,10 @@ def export(
     ] = None,
     max_pause: Annotated[float, typer.Option(metavar="S", min=0.04, max=3600, help="Cut longer pauses.")] = 2.0,
     speed: Annotated[float, typer.Option(metavar="X", min=0.1, max=100, help="2 for twice as fast.")] = 1.0,
-    config: ConfigFile = None,
     as_json: Json = False,
 ) -> None:
     """Write a recorded episode as a video, on the host that has the recordings."""
-    source = directory or load_config(config).recording.directory
+    source = directory or settings.recording.directory
     if source is None:
         raise ConfigError("export: no directory of recordings; pass --directory, or --config with recording.directory")
     path = to or Path(f"{episode_id}.{video_format.value}")

@@ -17,7 +17,7 @@ from envd.cli.image_output import give_to_sudo_user, print_image
 from envd.cli.options import with_settings
 from envd.cli.templates import app as templates_app
 from envd.hypervisor.machine import Drive, Firmware, GuestOs, Hardware
-from envd.images.catalogue import ImageCatalogue
+from envd.images.catalogue import ImageCatalogue, ImportedDisk
 
 app = typer.Typer(no_args_is_help=True, help="Build, import and list guest images.")
 app.add_typer(build_app, name="build")
@@ -71,26 +71,26 @@ def import_(
     if disk_format not in {"qcow2", "raw"}:
         raise ConfigError(f"--format {disk_format}: unknown format; use qcow2 or raw")
     name = name or re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-")
+    given = ImportedDisk(
+        file=file,
+        disk_format=disk_format,
+        os_family=os_family,
+        firmware=firmware,
+        hardware=hardware,
+        screen_px=(int(match[1]), int(match[2])),
+        credentials=credentials,
+        has_guestd=guestd,
+        provides=provides,
+        firmware_vars=firmware_vars,
+        tpm_state=tpm_state,
+        drives=[
+            *(Drive(path=path) for path in drive or ()),
+            *(Drive(path=path, disk_format="raw", is_cdrom=True) for path in cdrom or ()),
+        ],
+    )
     with progress(f"image {name}") as report:
         image = ImageCatalogue(settings.cache_dir).import_file(
-            name,
-            file,
-            disk_format=disk_format,
-            os_family=os_family,
-            firmware=firmware,
-            hardware=hardware,
-            screen=(int(match[1]), int(match[2])),
-            credentials=credentials,
-            has_guestd=guestd,
-            provides=provides,
-            firmware_vars=firmware_vars,
-            tpm_state=tpm_state,
-            drives=[
-                *(Drive(path=path) for path in drive or ()),
-                *(Drive(path=path, disk_format="raw", is_cdrom=True) for path in cdrom or ()),
-            ],
-            copy=copy,
-            progress=lambda fraction: report("reading the disk", fraction),
+            name, given, copy=copy, progress=lambda fraction: report("reading the disk", fraction)
         )
     give_to_sudo_user(settings.cache_dir)
     print_image(image, as_json=as_json)

@@ -139,11 +139,10 @@ def _build(
         # QEMU also reads the ISO, which the boot disc is an overlay of.
         iso = Drive(path=plan.options.iso, disk_format="raw", is_cdrom=True)
         hypervisor = await LibvirtHypervisor.open(
+            # The driver and templates of the operator's daemon are not for builds.
+            settings.hypervisor.model_copy(update={"uri": "", "template_dir": None, "template_memory_dir": None}),
             state_dir=directory,
-            accelerator=settings.hypervisor.accelerator,
             cache_dir=settings.cache_dir,
-            tcg_cache_mib=settings.hypervisor.tcg_cache_mib,
-            qemu_user=settings.hypervisor.qemu_user,
             images=[replace(machine, drives=(*machine.drives, iso))],
         )
         if hypervisor.accelerator is Accelerator.TCG:
@@ -207,7 +206,7 @@ def _medium(file: Path | None, wanted: Download | None, option: str, settings: C
     if file is not None:
         return file
     if wanted is None:
-        raise ConfigError(f"{option} is missing; name the file, or --download a release")
+        raise ConfigError(f"{option}: missing; name the file, or --download a release")
     return asyncio.run(download(wanted, settings.cache_dir / "downloads", progress=report))
 
 

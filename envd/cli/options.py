@@ -1,4 +1,4 @@
-"""Options that several commands share, and the `Config` that they load."""
+"""The options of commands that set a `Config`."""
 
 import functools
 import inspect
@@ -9,69 +9,69 @@ from typing import Annotated, Any
 
 import typer
 
-from envd.base.config import Config, Raw, load, parse_pool_flags
+from envd.base.config import Config, load, parse_pool_flags
+from envd.base.config_values import COMPAT_PORTS
 from envd.base.telemetry import logs
+from envd.hypervisor.backends import backend_of
 
-ConfigFile = Annotated[
+_CONFIG = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", envvar="ENVD_CONFIG", help="TOML file with settings.")
 ]
-StateDir = Annotated[Path | None, typer.Option("--state-dir", metavar="DIR", help="State directory of the daemon.")]
-CacheDir = Annotated[Path | None, typer.Option("--cache-dir", metavar="DIR", help="Image cache; daemons may share it.")]
-Hypervisor = Annotated[
-    str | None,
-    typer.Option("--hypervisor", metavar="URI", help="Hypervisor: qemu:///embed?root=/DIR, qemu:///system or fake."),
-]
-Accelerator = Annotated[str | None, typer.Option("--accelerator", help="Accelerator: auto, kvm or tcg.")]
-TaskFiles = Annotated[
-    list[str] | None,
-    typer.Option("--tasks", metavar="[SUITE=]PATH", help="Task file, or directory of task files; repeatable."),
-]
 
-#: Options for the configuration, by parameter of `load_config`.
-_CONFIG_OPTIONS: Mapping[str, Any] = {
-    "tasks": TaskFiles,
-    "state_dir": StateDir,
-    "cache_dir": CacheDir,
-    "config": ConfigFile,
-    "hypervisor": Hypervisor,
-    "accelerator": Accelerator,
+
+def _option(kind: Any, option_help: str, metavar: str | None = None) -> Any:
+    return Annotated[kind | None, typer.Option(metavar=metavar, help=option_help)]
+
+
+#: The key of the setting and the option, by parameter.
+_OPTIONS: Mapping[str, tuple[str, Any]] = {
+    "pool": ("pools", _option(list[str], "Keep N machines of IMAGE ready; repeatable.", "N|IMAGE=N")),
+    "tasks": (
+        "tasks.suites",
+        _option(list[str], "Task file, or directory of task files; repeatable.", "[SUITE=]PATH"),
+    ),
+    "listen": ("listen", _option(str, "Address of the gRPC service.", "HOST:PORT")),
+    "metrics_listen": ("metrics_listen", _option(str, "Address of the metrics.", "HOST:PORT")),
+    "console_listen": (
+        "console_listen",
+        _option(str, "Address of the console; without it there is none.", "HOST:PORT"),
+    ),
+    "compat": (
+        "compat",
+        _option(
+            list[str],
+            f"Also serve protocols of other systems: {', '.join(COMPAT_PORTS)}; repeatable.",
+            "NAME[=HOST:PORT],...",
+        ),
+    ),
+    "state_dir": ("state_dir", _option(Path, "State directory of the daemon.", "DIR")),
+    "cache_dir": ("cache_dir", _option(Path, "Image cache; daemons may share it.", "DIR")),
+    "hypervisor": (
+        "hypervisor.uri",
+        _option(str, "Hypervisor: qemu:///embed?root=/DIR, qemu:///system or fake.", "URI"),
+    ),
+    "accelerator": ("hypervisor.accelerator", _option(str, "Accelerator: auto, kvm or tcg.")),
+    "log_format": ("log_format", _option(str, "Log format: text or json.")),
+    "log_level": ("log_level", _option(str, "Log level: debug, info, warning or error.")),
+    # Of an earlier version: refused with the name of its replacement.
+    "shards": ("shards", Annotated[str | None, typer.Option(hidden=True)]),
 }
+#: All options, of `envd serve`.
+EVERY_SETTING = tuple(_OPTIONS)
 
 
-def load_config(
-    config: Path | None = None,
-    *,
-    pools: list[str] | None = None,
-    listen: str | None = None,
-    metrics_listen: str | None = None,
-    console_listen: str | None = None,
-    compat: list[str] | None = None,
-    state_dir: Path | None = None,
-    cache_dir: Path | None = None,
-    hypervisor: str | None = None,
-    accelerator: str | None = None,
-    log_format: str | None = None,
-    log_level: str | None = None,
-    tasks: list[str] | None = None,
-    shards: str | None = None,
-) -> Config:
-    """Load the configuration from its file, the environment and a command's flags. Raises: ConfigError."""
-    flags: Raw = {
-        "listen": listen,
-        "metrics_listen": metrics_listen,
-        "console_listen": console_listen,
-        "compat": ",".join(compat) if compat else None,
-        "state_dir": state_dir,
-        "cache_dir": cache_dir,
-        "hypervisor.uri": hypervisor,
-        "hypervisor.accelerator": accelerator,
-        "log_format": log_format,
-        "log_level": log_level,
-        "tasks.suites": tasks or None,
-        "shards": shards,
-        "pools": parse_pool_flags(pools) if pools else None,
-    }
-    return load(file=config, environ=os.environ, flags=flags)
+def load_config(config: Path | None, given: Mapping[str, Any]) -> Config:
+    """Load the configuration from its file, the environment and a command's options, by parameter.
+
+    Raises:
+        ConfigError: A value is invalid.
+    """
+    flags = {_OPTIONS[name][0]: None if value == [] else value for name, value in given.items()}
+    if pools := flags.get("pools"):
+        flags["pools"] = parse_pool_flags(pools)
+    if compat := flags.get("compat"):
+        flags["compat"] = ",".join(compat)
+    return load(file=config, environ=os.environ, flags=flags, check_uri=backend_of)
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -80,18 +80,18 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
     On the command line they have `--config` and these options instead.
 
     Args:
-        names: Parameters of `load_config`.
+        names: Parameters of the options.
     """
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in _CONFIG_OPTIONS.items()
-        if name in (*names, "config")
+        for name, annotation in [*((name, _OPTIONS[name][1]) for name in names), ("config", _CONFIG)]
     ]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def wrapper(**arguments: Any) -> None:
-            settings = load_config(**{parameter.name: arguments.pop(parameter.name) for parameter in shared})
+            file = arguments.pop("config")
+            settings = load_config(file, {name: arguments.pop(name) for name in names})
             command(settings, **arguments)
 
         own = [p for p in inspect.signature(command).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -109,7 +109,7 @@ def runs_own_daemon(*names: str, log_level: str = "warning") -> Callable[[Callab
     """Return a decorator like `with_settings` for commands that start a daemon of their own; it also sets up logging.
 
     Args:
-        names: Parameters of `load_config`, besides those of every daemon.
+        names: Parameters of the options, besides those of every daemon.
         log_level: Replaces the default level `info`, whose records would disturb the command's output and timing.
     """
 

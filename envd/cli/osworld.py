@@ -12,7 +12,7 @@ from rich.table import Table
 from envd.base.config import Config
 from envd.base.errors import OsworldError
 from envd.base.terminal import reports_errors, stop_on_sigterm
-from envd.cli.options import CacheDir, ConfigFile, load_config
+from envd.cli.options import with_settings
 from envd.integrations.osworld.environment import PACKAGE, Environment
 from envd.integrations.osworld.files import OsworldFile, read_files
 from envd.integrations.osworld.host import host_of
@@ -24,18 +24,18 @@ app = typer.Typer(no_args_is_help=True, help="OSWorld's tasks, with its own setu
 
 @app.command("install")
 @reports_errors
+@with_settings("cache_dir")
 def install(
+    settings: Config,
     *,
     tasks: Annotated[
         str, typer.Option(metavar="DIR|URL", help="Task files: a checkout of OSWorld, or a URL to clone.")
     ] = "",
-    config: ConfigFile = None,
-    cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
     """Install OSWorld's package into a separate virtual environment, and register its task files."""
     stop_on_sigterm()
-    environment = Environment(load_config(config, cache_dir=cache_dir).cache_dir)
+    environment = Environment(settings.cache_dir)
     with progress(f"osworld {PACKAGE}") as report:
         environment.install(progress=report)
     if tasks:
@@ -54,15 +54,14 @@ def install(
 
 @app.command("lint")
 @reports_errors
+@with_settings("cache_dir")
 def lint(
+    settings: Config,
     *,
     domain: Annotated[str, typer.Option(help="Only tasks of this domain, such as vs_code.")] = "",
-    config: ConfigFile = None,
-    cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
     """List which tasks can run on this host, and why others cannot. Starts no machine."""
-    settings = load_config(config, cache_dir=cache_dir)
     files, found = examine(settings)
     files = [file for file in files if not domain or file.domain == domain]
     runnable = sum(not found[file.task_id] for file in files)

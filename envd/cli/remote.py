@@ -74,7 +74,7 @@ def open_client(target: str, *, ca: Path | None, cert: Path | None, key: Path | 
     try:
         if ca is None:
             if cert is not None or key is not None:
-                raise ConfigError("--tls-cert and --tls-key: need TLS; add --tls-ca FILE")
+                raise ConfigError("--tls-cert and --tls-key: no TLS without an authority; add --tls-ca FILE")
             tls = None
         else:
             tls = Tls(ca=ca, cert=cert, key=key)

@@ -8,9 +8,7 @@ import signal
 import textwrap
 import time
 from collections.abc import Callable
-from typing import Annotated
 
-import typer
 import uvloop
 from cuaenv.cli.terminal import out
 
@@ -19,9 +17,9 @@ from envd.base.config import Config
 from envd.base.telemetry import logs
 from envd.base.terminal import reports_errors
 from envd.base.version import envd_version
-from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, StateDir, TaskFiles, load_config
-from envd.daemon.composition import Daemon, freeze_gc, open_daemon
-from envd.daemon.descriptors import reserve_low_descriptors
+from envd.cli.options import EVERY_SETTING, with_settings
+from envd.daemon.composition import Daemon, open_daemon
+from envd.daemon.process import prepare_process
 from envd.daemon.service_manager import ServiceManager
 from envd.episodes.types import EpisodeState
 from envd.pool.status import PoolStatus
@@ -34,55 +32,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @reports_errors
-def serve(
-    *,
-    pool: Annotated[
-        list[str] | None,
-        typer.Option("--pool", metavar="N|IMAGE=N", help="Keep N machines of IMAGE ready; repeatable."),
-    ] = None,
-    tasks: TaskFiles = None,
-    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address of the gRPC service.")] = None,
-    metrics_listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address of the metrics.")] = None,
-    console_listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Address of the console; without it there is none.")
-    ] = None,
-    compat: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[=HOST:PORT],...",
-            help="Also serve protocols of other systems: slime-osworld, areal, areal-sandbox, windows-vm; repeatable.",
-        ),
-    ] = None,
-    state_dir: StateDir = None,
-    cache_dir: CacheDir = None,
-    config: ConfigFile = None,
-    hypervisor: Hypervisor = None,
-    accelerator: Accelerator = None,
-    log_format: Annotated[str | None, typer.Option(help="Log format: text or json.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="Log level: debug, info, warning or error.")] = None,
-    # Of an earlier version: refused with the name of its replacement.
-    shards: Annotated[str | None, typer.Option(hidden=True)] = None,
-) -> None:
+@with_settings(*EVERY_SETTING)
+def serve(settings: Config) -> None:
     """Serve pools of desktops over gRPC. SIGTERM or Ctrl-C drains; a second signal ends all episodes."""
-    settings = load_config(
-        config,
-        pools=pool,
-        tasks=tasks,
-        listen=listen,
-        metrics_listen=metrics_listen,
-        console_listen=console_listen,
-        compat=compat,
-        state_dir=state_dir,
-        cache_dir=cache_dir,
-        hypervisor=hypervisor,
-        accelerator=accelerator,
-        log_format=log_format,
-        log_level=log_level,
-        shards=shards,
-    )
     logs.setup(log_format=settings.log_format, level=settings.log_level)
-    freeze_gc()
-    reserve_low_descriptors()
+    prepare_process()
     uvloop.run(serve_until_signal(settings, print_line=lambda line: out.print(line, markup=False, soft_wrap=True)))
 
 

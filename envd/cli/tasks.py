@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from envd.base.config import Config
 from envd.base.terminal import reports_errors
-from envd.cli.options import CacheDir, ConfigFile, Hypervisor, TaskFiles, load_config
+from envd.cli.options import with_settings
 from envd.cli.tasks_fetch import fetch_all, print_fetched
 from envd.cli.tasks_oracles import oracles
 from envd.daemon.suites import inspect_tasks, load_tasks
@@ -38,15 +39,14 @@ app.command("oracles")(oracles)
 
 @app.command("list")
 @reports_errors
-def list_(
-    *, tasks: TaskFiles = None, config: ConfigFile = None, hypervisor: Hypervisor = None, as_json: Json = False
-) -> None:
+@with_settings("tasks", "hypervisor")
+def list_(settings: Config, *, as_json: Json = False) -> None:
     """List the tasks of the built-in suite and of the configuration.
 
     Of a template the plain variant is listed, with how many there are: TASK?seed=N is another. A terminal shows
     the beginning of each instruction.
     """
-    catalogue = load_tasks(load_config(config, hypervisor=hypervisor, tasks=tasks))
+    catalogue = load_tasks(settings)
     found = catalogue.list()
     if as_json:
         emit_json({"tasks": [_summary(task, catalogue) for task in found]})
@@ -65,16 +65,15 @@ def list_(
 
 @app.command("show")
 @reports_errors
+@with_settings("tasks", "hypervisor")
 def show(
+    settings: Config,
     *,
     task_id: Annotated[str, typer.Argument(metavar="TASK", help="A task's id, SUITE/NAME or SUITE/NAME?seed=N.")],
-    tasks: TaskFiles = None,
-    config: ConfigFile = None,
-    hypervisor: Hypervisor = None,
     as_json: Json = False,
 ) -> None:
     """Show one task: its instruction, setup and checker."""
-    catalogue = load_tasks(load_config(config, hypervisor=hypervisor, tasks=tasks))
+    catalogue = load_tasks(settings)
     task = catalogue.get(task_id)
     if as_json:
         # pydantic cannot serialise the actions of oracles; the summary has their number.
@@ -94,16 +93,9 @@ def show(
 
 @app.command("lint")
 @reports_errors
-def lint(
-    *,
-    tasks: TaskFiles = None,
-    cache_dir: CacheDir = None,
-    config: ConfigFile = None,
-    hypervisor: Hypervisor = None,
-    as_json: Json = False,
-) -> None:
+@with_settings("tasks", "cache_dir", "hypervisor")
+def lint(settings: Config, *, as_json: Json = False) -> None:
     """Validate all tasks without booting anything; report the location, field and cause of every problem."""
-    settings = load_config(config, cache_dir=cache_dir, hypervisor=hypervisor, tasks=tasks)
     found = list(inspect_tasks(settings))
     checked = [each for each in found if isinstance(each, Task)]
     problems = [each for each in found if isinstance(each, Problem)]
@@ -125,21 +117,18 @@ def lint(
 
 @app.command("fetch")
 @reports_errors
+@with_settings("tasks", "cache_dir", "hypervisor")
 def fetch(
+    settings: Config,
     *,
     task_ids: Annotated[
         list[str] | None,
         typer.Argument(metavar="[TASK]...", help="Task ids, or SUITE/ for a whole suite. Default: all."),
     ] = None,
-    tasks: TaskFiles = None,
     again: Annotated[bool, typer.Option("--again", help="Also files that are already cached.")] = False,
-    cache_dir: CacheDir = None,
-    config: ConfigFile = None,
-    hypervisor: Hypervisor = None,
     as_json: Json = False,
 ) -> None:
     """Download the files that tasks need into the cache, so that episodes need no network."""
-    settings = load_config(config, cache_dir=cache_dir, hypervisor=hypervisor, tasks=tasks)
     catalogue = load_tasks(settings)
     wanted = catalogue.select(task_ids) if task_ids else catalogue.list()
     refs = sorted({ref for task in wanted for ref in assets_of(task)})

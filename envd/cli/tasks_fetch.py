@@ -7,7 +7,8 @@ import aiohttp
 from cuaenv.cli.terminal import emit_json, out, progress
 from rich.table import Table
 
-from envd.tasks.assets import AssetCache, AssetMissing, AssetRef, open_http
+from envd.tasks.assets import AssetCache, AssetMissing, open_http
+from envd.tasks.fields import AssetRef
 
 _PARALLEL = 4
 #: The largest files of OSWorld's tasks take minutes on a slow network.

@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 from cuaenv.cli.terminal import err
 
+from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import reports_errors
-from envd.cli.options import ConfigFile, Hypervisor, TaskFiles, load_config
+from envd.cli.options import with_settings
 from envd.daemon.suites import load_tasks
 from envd.tasks.model import Task
 from envd.tasks.oracle import write_action
@@ -17,11 +18,10 @@ from envd.tasks.templates import MAX_SEED, split_of
 
 
 @reports_errors
+@with_settings("tasks", "hypervisor")
 def oracles(
+    settings: Config,
     *,
-    tasks: TaskFiles = None,
-    config: ConfigFile = None,
-    hypervisor: Hypervisor = None,
     suite: Annotated[str, typer.Option(help="Only tasks of this suite.")] = "",
     seeds: Annotated[
         str, typer.Option(metavar="FIRST:END", help="Variants of each template with these seeds, without END.")
@@ -31,7 +31,7 @@ def oracles(
 
     Oracles solve every task, so they are for the host's operator only: the service never returns them.
     """
-    catalogue = load_tasks(load_config(config, hypervisor=hypervisor, tasks=tasks))
+    catalogue = load_tasks(settings)
     wanted = read_seeds(seeds) if seeds else None
     count = 0
     for task in catalogue.list():

@@ -7,23 +7,23 @@ from typing import Annotated
 import typer
 from cuaenv.cli.terminal import Json, err
 
+from envd.base.config import Config
 from envd.base.errors import ConfigError
-from envd.base.telemetry import logs
-from envd.base.terminal import reports_errors
+from envd.base.terminal import print_result, reports_errors
 from envd.bench.verification import Policy, verify, verify_config
-from envd.cli.options import Accelerator, CacheDir, ConfigFile, Hypervisor, StateDir, TaskFiles, load_config
-from envd.cli.result import print_result
+from envd.cli.options import runs_own_daemon
 from envd.daemon.ephemeral import ensure_image, run_until_signal
 from envd.daemon.suites import load_tasks, with_suites
 from envd.hypervisor.machine import GuestOs
 from envd.images.catalogue import ImageCatalogue
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.model import Task
-from envd.tasks.needs import split_by_needs
+from envd.tasks.model import Task, split_by_needs
 
 
 @reports_errors
+@runs_own_daemon("tasks")
 def verify_command(
+    settings: Config,
     *,
     task_ids: Annotated[
         list[str] | None,
@@ -44,21 +44,11 @@ def verify_command(
         typer.Option(help="Image to play on.", show_default="the tasks' own; for Windows the only Windows image"),
     ] = "",
     parallel_count: Annotated[int, typer.Option("--parallel", min=1, max=256, help="Tasks played at once.")] = 2,
-    tasks: TaskFiles = None,
-    state_dir: StateDir = None,
-    cache_dir: CacheDir = None,
-    config: ConfigFile = None,
-    hypervisor: Hypervisor = None,
-    accelerator: Accelerator = None,
     as_json: Json = False,
 ) -> None:
     """Play the oracle of each task, which must score 1, and do nothing, which must score 0, on forks of one state."""
-    settings = load_config(
-        config, state_dir=state_dir, cache_dir=cache_dir, hypervisor=hypervisor, accelerator=accelerator, tasks=tasks
-    )
     settings = with_suites(settings, suites or [])
     wanted = [*(task_ids or []), *(f"{name.removesuffix('/')}/" for name in suites or [])]
-    logs.setup(log_format=settings.log_format, level="warning" if settings.log_level == "info" else settings.log_level)
     # OSWorld's tasks have no oracles.
     catalogue = load_tasks(settings, include_osworld=starts)
     chosen = choose(catalogue, wanted, starts=starts)

@@ -4,18 +4,14 @@
 """
 
 import asyncio
-import gc
 import logging
-import os
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, fields, replace
+import ssl
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-from pydantic import BaseModel
 
 from envd.api.console.server import PUBLIC_PATHS, serve_console
 from envd.api.security.access import Scope
@@ -27,14 +23,14 @@ from envd.api.security.http import (
     require_token,
     tls_context,
 )
-from envd.api.security.secret_files import read_secret
+from envd.api.security.secret_files import Reloaded, read_secret
+from envd.api.security.tokens import TokenTable
 from envd.api.server import ApiServer, read_token_table
 from envd.base.aio import run_unless
-from envd.base.clock import SystemClock
-from envd.base.config import DEFAULT_RUN, Config, PoolConfig, RecordingConfig, RunConfig
+from envd.base.clock import LoopLag, SystemClock
+from envd.base.config import DEFAULT_RUN, Config, RunShare
 from envd.base.config_values import is_local
 from envd.base.errors import ConfigError, OsworldError
-from envd.base.loop_lag import LoopLag
 from envd.base.store.store import FILE_NAME, SqliteStore
 from envd.base.telemetry.endpoint import serve_metrics
 from envd.base.telemetry.host import HostCollector
@@ -44,9 +40,8 @@ from envd.base.version import envd_version
 from envd.daemon.judging.workers import JudgeWorkers
 from envd.daemon.state_lock import locked, refuse_shards
 from envd.daemon.suites import load_tasks
-from envd.episodes.limits import EpisodeLimits
 from envd.episodes.persistence.journal import EpisodeRows
-from envd.episodes.persistence.recovery import load_persisted
+from envd.episodes.persistence.recovery import PersistedState, load_persisted
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.writer import RecordingDirectory
@@ -54,12 +49,8 @@ from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo
 from envd.guest.allow_list import AllowList
 from envd.guest.desktop import Desktop
-from envd.guest.observation import (
-    SettlePolicy,
-)
-from envd.hypervisor.capabilities import capabilities_of
-from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor
-from envd.hypervisor.opening import open_hypervisor
+from envd.hypervisor.backends import backend_of, open_hypervisor
+from envd.hypervisor.machine import DiskImage, GuestOs, Hypervisor, Machine
 from envd.images.catalogue import ImageCatalogue
 from envd.integrations.compat.server import serve_compat
 from envd.integrations.compat.sessions import Sessions
@@ -68,16 +59,18 @@ from envd.integrations.osworld.catalogue import IMAGE
 from envd.integrations.osworld.environment import Environment
 from envd.integrations.osworld.workers import Workers
 from envd.pool.audit import Audit, MachineRows
-from envd.pool.fairness import RunShare, RunShares
+from envd.pool.fairness import RunShares
 from envd.pool.host_room import HostDisk
 from envd.pool.leased import LINGER_S
 from envd.pool.lifecycle import unregister_all
 from envd.pool.memory import HostClaims, HostMemory, host_memory_mib, read_available_bytes
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.pool.status import POOL_SERIES
 from envd.pool.template import TemplateCache
 from envd.tasks.assets import AssetCache
+from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
@@ -89,8 +82,6 @@ _STOP_GRACE = timedelta(seconds=2)
 #: Longer than anything takes to be created or removed, including the largest template.
 _AUDIT_GRACE_S = 300.0
 _DEFAULT_SCREEN_PX = (1280, 800)
-#: How many collections of young objects precede one of all objects; Python's default is 10.
-_YOUNG_COLLECTIONS_PER_FULL_ONE = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,20 +112,6 @@ class Daemon:
         await run_unless(hurry, self.service.drain(self.config.limits.drain_timeout_s))
 
 
-def freeze_gc() -> None:
-    """Shorten pauses of the garbage collector: exempt all present objects from further collections.
-
-    Imported modules are more than half of all objects, even with 128 fake desktops. Rarer collections of new objects
-    would not help: one after ten times as many took 40 ms instead of 1 or 2, because it scans the coroutines of all
-    calls. Only collections of all objects are made rarer: with 256 clients one takes 60 to 110 ms, and the pixels
-    of closed desktops do not wait for it.
-    """
-    gc.collect()
-    gc.freeze()
-    new, young, _ = gc.get_threshold()
-    gc.set_threshold(new, young, _YOUNG_COLLECTIONS_PER_FULL_ONE)
-
-
 @asynccontextmanager
 async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
     """Run a daemon until the block ends; then every episode, machine and socket is gone.
@@ -150,13 +127,72 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
         ImageNotFound, ImageError: A pool's image is missing or damaged.
         HypervisorError: libvirt cannot be opened.
     """
+    inputs = read_inputs(config)
+    async with (
+        open_storage(config) as storage,
+        open_pools(config, inputs, storage) as machines,
+        open_episodes(config, inputs, storage, machines) as episodes,
+        # Listen first, so that no machine starts if the address is taken.
+        open_endpoints(config, storage, episodes) as endpoints,
+    ):
+        await episodes.service.start()
+        yield Daemon(
+            config=config,
+            hypervisor=machines.hypervisor,
+            pools=machines.pools,
+            service=episodes.service,
+            server=endpoints.server,
+            address=endpoints.address,
+            metrics_address=storage.metrics_address,
+            console_address=endpoints.console_address,
+            compat_addresses=endpoints.compat_addresses,
+            reaped=machines.reaped,
+            known=episodes.known,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What the settings name, read and checked before anything starts."""
+
+    tasks: TaskCatalogue
+    resources: SetupResources
+    images: Mapping[str, tuple[DiskImage, tuple[int, int]]]
+    """Image and (width, height) of its screen in pixels, by pool."""
+
+
+def read_inputs(config: Config) -> Inputs:
+    """Read the files that the settings name. Raises: ConfigError, ImageNotFound, ImageError."""
     if not config.pools:
         raise ConfigError("no pool is configured; pass --pool 2, or add a section [pools.NAME] to the file")
     _check_memory(config)
     tasks = load_tasks(config)
-    resources, workers = _setup_resources(config), _osworld_workers(config)
-    images = dict(_images(config))
+    path = config.tasks.client_password_file
+    password = read_secret(path, setting="tasks.client_password_file") if path else b""
+    assets = AssetCache(config.asset_dir)
+    assets.remove_leftovers()
+    resources = SetupResources(
+        assets=assets,
+        allow_download=config.tasks.allow_download,
+        client_password=password.decode(errors="replace").strip(),
+    )
+    return Inputs(tasks=tasks, resources=resources, images=dict(_images(config)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """What outlives the daemon, and what reports about it."""
+
+    store: SqliteStore
+    metrics: Metrics
+    metrics_address: str
+
+
+@asynccontextmanager
+async def open_storage(config: Config) -> AsyncIterator[Storage]:
+    """Lock the state directory, open its database, and export traces and metrics. Raises: ConfigError."""
     metrics = Metrics(run_names=set(config.limits.runs) - {DEFAULT_RUN}, process=True)
+    metrics.registry.register(_host_series(config))
     async with AsyncExitStack() as stack:
         stack.enter_context(locked(config.state_dir))
         refuse_shards(config.state_dir)
@@ -164,122 +200,184 @@ async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
         store = SqliteStore(config.state_dir / FILE_NAME)
         stack.push_async_callback(store.aclose)
         metrics_address = await stack.enter_async_context(_serve_secured_metrics(metrics, config))
-        hypervisor = await open_hypervisor(config, images=[image for image, _ in images.values()])
-        stack.push_async_callback(hypervisor.close)
+        yield Storage(store=store, metrics=metrics, metrics_address=metrics_address)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """The hypervisor, the pools that fork machines on it, and what a previous daemon left."""
+
+    hypervisor: Hypervisor
+    pools: tuple[Pool, ...]
+    persisted: PersistedState
+    adopted: Mapping[str, Machine]
+    """Machines of persisted episodes, by id."""
+    reaped: tuple[str, ...]
+    """All other machines of a previous daemon, which were removed."""
+
+
+@asynccontextmanager
+async def open_pools(config: Config, inputs: Inputs, storage: Storage) -> AsyncIterator[Machines]:
+    """Open the hypervisor, and create the pools, which start no machine yet. Raises: ConfigError, HypervisorError."""
+    store, metrics = storage.store, storage.metrics
+    hypervisor = await open_hypervisor(config, images=[image for image, _ in inputs.images.values()])
+    try:
         logger.info("hypervisor: %s", hypervisor.description)
-        persisted = await load_persisted(store, clock=SystemClock(), pools=config.pools, tasks=tasks)
-        machines = await hypervisor.adopt(persisted.machine_ids)
+        persisted = await load_persisted(store, clock=SystemClock(), pools=config.pools, tasks=inputs.tasks)
+        adopted = await hypervisor.adopt(persisted.machine_ids)
         reaped = await hypervisor.reap()
-        await unregister_all(store, adopted=machines, reaped=reaped)
-        templates = TemplateCache(hypervisor)
-        # Fake desktops have no guest whose memory could grow: a host of 24 GiB would get 87 of them.
-        runs_guests = hypervisor.capabilities.runs_guests
-        memory = None
-        if runs_guests:
-            claims = HostClaims(config.cache_dir / "claims")
-            stack.callback(claims.close)
-            memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20, host=claims)
-        disk = HostDisk(config.state_dir, reserve_bytes=config.limits.disk_reserve_mib << 20) if runs_guests else None
-        shares = run_shares(config.limits.runs)
-        pools = [
-            Pool(
-                _pool_settings(name, pool, screen_px=images[name][1], shares=shares),
-                hypervisor=hypervisor,
-                image=images[name][0],
-                templates=templates,
-                memory=memory,
-                disk=disk,
-                make_desktop=partial(
-                    Desktop,
-                    allowed=AllowList(pool.allowed_hosts) if pool.allowed_hosts else None,
-                    screen_px=pool.screen_size_px or images[name][1],
-                    has_powershell=images[name][0].os is GuestOs.WINDOWS,
-                ),
-                metrics=metrics,
-                store=store,
+        await unregister_all(store, adopted=adopted, reaped=reaped)
+        with closing(HostClaims(config.cache_dir / "claims")) as claims:
+            pools = tuple(_pools(config, inputs, storage, hypervisor, claims))
+            metrics.build_info.labels(version=envd_version(), accelerator=hypervisor.accelerator.value).set(1)
+            metrics.hypervisor_up.set_function(lambda: not hypervisor.problem)
+            metrics.watch_pools(lambda: [pool.statistics() for pool in pools], POOL_SERIES)
+            yield Machines(
+                hypervisor=hypervisor, pools=pools, persisted=persisted, adopted=adopted, reaped=tuple(reaped)
             )
-            for name, pool in config.pools.items()
-        ]
+    finally:
+        await hypervisor.close()
+
+
+def _pools(
+    config: Config, inputs: Inputs, storage: Storage, hypervisor: Hypervisor, claims: HostClaims
+) -> Iterator[Pool]:
+    memory = disk = None
+    # Fake desktops have no guest whose memory could grow: a host of 24 GiB would get 87 of them.
+    if hypervisor.capabilities.runs_guests:
+        memory = HostMemory(reserve_bytes=config.limits.memory_reserve_mib << 20, host=claims)
+        disk = HostDisk(config.state_dir, reserve_bytes=config.limits.disk_reserve_mib << 20)
+    host = PoolHost(
+        hypervisor=hypervisor,
+        templates=TemplateCache(hypervisor),
+        memory=memory,
+        disk=disk,
+        metrics=storage.metrics,
+        store=storage.store,
+    )
+    runs = config.limits.runs
+    shares = RunShares(named=runs, others=runs.get(DEFAULT_RUN, RunShare()))
+    for name, pool in config.pools.items():
+        image, image_screen_px = inputs.images[name]
+        screen_px = pool.screen or image_screen_px
+        yield Pool(
+            PoolSettings(**{**dict(pool), "screen": screen_px}, name=name, shares=shares, linger_s=LINGER_S),
+            image=image,
+            host=host,
+            make_desktop=partial(
+                Desktop,
+                allowed=AllowList(pool.allowed_hosts) if pool.allowed_hosts else None,
+                screen_px=screen_px,
+                has_powershell=image.os is GuestOs.WINDOWS,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episodes:
+    """The episode service, with the episodes of a previous daemon."""
+
+    service: EpisodeService
+    library: Library | None
+    """Recordings of episodes, if there are any."""
+    known: tuple[EpisodeInfo, ...]
+    """Restored episodes."""
+
+
+@asynccontextmanager
+async def open_episodes(
+    config: Config, inputs: Inputs, storage: Storage, machines: Machines
+) -> AsyncIterator[Episodes]:
+    """Create the episode service, restore persisted episodes, and look for leftovers. Ends all episodes at the end."""
+    store, metrics = storage.store, storage.metrics
+    async with AsyncExitStack() as stack:
+
+        def run(work: Coroutine[Any, Any, None], name: str) -> None:
+            stack.push_async_callback(_cancel, asyncio.create_task(work, name=name))
+
         judges = JudgeWorkers()
         stack.push_async_callback(judges.aclose)
         osworld = None
-        if workers is not None:
+        if (workers := _osworld_workers(config)) is not None:
             stack.push_async_callback(workers.aclose)
-            osworld = WorkerBridge(
-                workers, assets=AssetCache(config.asset_dir), client_password=resources.client_password
-            )
+            password = inputs.resources.client_password
+            osworld = WorkerBridge(workers, assets=AssetCache(config.asset_dir), client_password=password)
         service = EpisodeService(
-            pools,
-            tasks=tasks,
-            run_setup=partial(run_setup, resources=replace(resources, osworld=osworld, judge=judges)),
+            machines.pools,
+            tasks=inputs.tasks,
+            run_setup=partial(run_setup, resources=replace(inputs.resources, osworld=osworld, judge=judges)),
             run_checkers=partial(evaluate, osworld=osworld, judge=judges),
-            limits=EpisodeLimits(**_shared(config.limits, EpisodeLimits)),
+            limits=config.limits,
             metrics=metrics,
             store=store,
         )
-        library = None
-        if config.recording.directory is not None:
-            recorder = _recorder(service, metrics, config.recording.directory, config.recording)
+        library, recording = None, config.recording
+        if recording.directory is not None:
+            target = RecordingDirectory(
+                recording.directory,
+                limit_bytes=int(recording.limit_gib * (1 << 30)),
+                min_free_bytes=int(recording.min_free_gib * (1 << 30)),
+            )
+            failed = metrics.recording_failed
+            recorder = Recorder(service, target, max_rate_hz=recording.max_rate_hz, on_failed=failed.set)
             # After the service, which closes the episodes.
             stack.push_async_callback(recorder.aclose)
-            library = Library(config.recording.directory)
+            library = Library(recording.directory)
         stack.push_async_callback(service.aclose)
-        server = ApiServer(service, listen=config.listen, metrics=metrics, security=config.security)
-        stack.push_async_callback(server.stop, grace=_STOP_GRACE)
-        metrics.build_info.labels(version=envd_version(), accelerator=hypervisor.accelerator.value).set(1)
-        metrics.hypervisor_up.set_function(lambda: not hypervisor.problem)
-        metrics.watch_pools(lambda: [pool.statistics() for pool in pools], POOL_SERIES)
-        metrics.registry.register(_host_series(config))
         lag = LoopLag()
         lag.listen(metrics.loop_lag.observe)
         service.extend_leases_by(lag)
-        stack.push_async_callback(_cancel, asyncio.create_task(lag.run(), name="loop-lag"))
-        console_address = ""
-        if config.console_listen:
-            console_address = await stack.enter_async_context(_serve_console(service, library, metrics, config))
-        await service.restore(persisted, machines)
-        known = tuple(service.list_episodes())
+        run(lag.run(), "loop-lag")
+        await service.restore(machines.persisted, machines.adopted)
         audit = Audit(
-            [hypervisor, MachineRows(store, pools), EpisodeRows(store, service.journal)],
+            [machines.hypervisor, MachineRows(store, machines.pools), EpisodeRows(store, service.journal)],
             interval_s=config.limits.audit_interval_s,
             grace_s=_AUDIT_GRACE_S,
             clock=SystemClock(),
             on_leftover=lambda leftover: metrics.leftovers.labels(kind=leftover.kind.value).inc(),
         )
+        run(audit.run(), "audit")
         if workers is not None and any(pool.image == IMAGE for pool in config.pools.values()):
-            stack.push_async_callback(_cancel, asyncio.create_task(_warm(workers), name="osworld:warm"))
-        auditing = asyncio.create_task(audit.run(), name="audit")
-        stack.push_async_callback(_cancel, auditing)
-        # Listen first, so that no machine starts if the address is taken.
+            run(_warm(workers), "osworld:warm")
+        yield Episodes(service=service, library=library, known=tuple(service.list_episodes()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """Where clients and people reach the daemon."""
+
+    server: ApiServer
+    address: str
+    console_address: str
+    compat_addresses: Mapping[str, str]
+
+
+@asynccontextmanager
+async def open_endpoints(config: Config, storage: Storage, episodes: Episodes) -> AsyncIterator[Endpoints]:
+    """Listen for clients. Raises: ConfigError: an address is taken, or a token or certificate file is invalid."""
+    service, metrics = episodes.service, storage.metrics
+    async with AsyncExitStack() as stack:
+        server = ApiServer(service, listen=config.listen, metrics=metrics, security=config.security)
+        stack.push_async_callback(server.stop, grace=_STOP_GRACE)
+        tls = tls_context(config.security, on_stale=metrics.security_files_stale.labels(setting="tls_cert").set)
+        console_address = ""
+        if config.console_listen:
+            tokens = read_token_table(config.security, metrics)
+            console_address = await stack.enter_async_context(_serve_console(episodes, tokens, tls, config))
         address = await server.start()
-        compat_addresses = await stack.enter_async_context(_serve_compat(service, server, metrics, config))
-        await service.start()
-        yield Daemon(
-            config=config,
-            hypervisor=hypervisor,
-            pools=tuple(pools),
-            service=service,
+        # By the rules of `security`.
+        limits = config.limits
+        sessions = Sessions(service, max_lease_ttl_s=limits.lease_ttl_max_s, max_steps=limits.max_steps)
+        checks = [require_local_host_name()] if config.security.tokens_file is None and tls is None else []
+        compat_addresses = await stack.enter_async_context(
+            serve_compat(config.compat_addresses, sessions, server.guard, tls=tls, middlewares=checks)
+        )
+        yield Endpoints(
             server=server,
             address=address,
-            metrics_address=metrics_address,
             console_address=console_address,
             compat_addresses=compat_addresses,
-            reaped=tuple(reaped),
-            known=known,
         )
-
-
-def _setup_resources(config: Config) -> SetupResources:
-    """Return the resources of task setups. Raises: ConfigError: the password file is not usable."""
-    path = config.tasks.client_password_file
-    password = read_secret(path, setting="tasks.client_password_file") if path else b""
-    assets = AssetCache(config.asset_dir)
-    assets.remove_leftovers()
-    return SetupResources(
-        assets=assets,
-        allow_download=config.tasks.allow_download,
-        client_password=password.decode(errors="replace").strip(),
-    )
 
 
 def _serve_secured_metrics(metrics: Metrics, config: Config) -> AbstractAsyncContextManager[str]:
@@ -292,50 +390,23 @@ def _serve_secured_metrics(metrics: Metrics, config: Config) -> AbstractAsyncCon
     return serve_metrics(metrics, config.metrics_listen, tls=tls, middlewares=[check])
 
 
-def _recorder(service: EpisodeService, metrics: Metrics, directory: Path, config: RecordingConfig) -> Recorder:
-    """Record all episodes from now on."""
-    return Recorder(
-        service,
-        RecordingDirectory(
-            directory,
-            limit_bytes=int(config.limit_gib * (1 << 30)),
-            min_free_bytes=int(config.min_free_gib * (1 << 30)),
-        ),
-        max_rate_hz=config.max_rate_hz,
-        on_failed=metrics.recording_failed.set,
-    )
-
-
 def _serve_console(
-    service: EpisodeService, library: Library | None, metrics: Metrics, config: Config
+    episodes: Episodes, tokens: Reloaded[TokenTable] | None, tls: ssl.SSLContext | None, config: Config
 ) -> AbstractAsyncContextManager[str]:
     """Serve the console by the rules of `security`, on loopback too."""
-    tls = tls_context(config.security, on_stale=metrics.security_files_stale.labels(setting="tls_cert").set)
-    tokens = read_token_table(config.security, metrics)
     checks = [require_token(tokens, Scope.READ, exempt=PUBLIC_PATHS)]
     if tokens is None and tls is None:
         checks.append(require_local_host_name())
     return serve_console(
-        service,
+        episodes.service,
         config.console_listen,
-        library=library,
+        library=episodes.library,
         tls=tls,
         middlewares=checks,
         is_admitted=is_admitted,
         may_see=may_list,
         caller_name=caller_name,
     )
-
-
-def _serve_compat(
-    service: EpisodeService, server: ApiServer, metrics: Metrics, config: Config
-) -> AbstractAsyncContextManager[dict[str, str]]:
-    """Serve other systems' protocols by the rules of `security`."""
-    tls = tls_context(config.security, on_stale=metrics.security_files_stale.labels(setting="tls_cert").set)
-    limits = config.limits
-    sessions = Sessions(service, max_lease_ttl_s=limits.lease_ttl_max_s, max_steps=limits.max_steps)
-    checks = [require_local_host_name()] if config.security.tokens_file is None and tls is None else []
-    return serve_compat(config.compat_addresses, sessions, server.guard, tls=tls, middlewares=checks)
 
 
 def _host_series(config: Config) -> HostCollector:
@@ -357,7 +428,7 @@ def _host_series(config: Config) -> HostCollector:
 def _osworld_workers(config: Config) -> Workers | None:
     """Return the workers that run OSWorld's code, not yet started; None if it is not installed or guests are fake."""
     environment = Environment(config.cache_dir)
-    runs_guests = capabilities_of(config.hypervisor_uri).runs_guests
+    runs_guests = backend_of(config.hypervisor.uri).capabilities.runs_guests
     return Workers(environment.python) if runs_guests and environment.is_installed else None
 
 
@@ -371,17 +442,19 @@ async def _warm(workers: Workers) -> None:
 
 def _check_memory(config: Config) -> None:
     """Refuse guests that no amount of free memory would let QEMU start. Raises: ConfigError."""
-    if not capabilities_of(config.hypervisor_uri).runs_guests:
+    if not backend_of(config.hypervisor.uri).capabilities.runs_guests:
         return
     host_mib = host_memory_mib()
     for name, pool in config.pools.items():
         if pool.memory_mib > host_mib:
-            raise ConfigError(f"pools.{name}.memory_mib: {pool.memory_mib} is more than the host's {host_mib} MiB")
+            raise ConfigError(
+                f"pools.{name}.memory_mib: {pool.memory_mib} is more than the host's {host_mib} MiB; lower it"
+            )
 
 
 def _images(config: Config) -> Iterator[tuple[str, tuple[DiskImage, tuple[int, int]]]]:
     """Yield each pool's image and its screen's (width, height) in pixels. Raises: ImageNotFound, ImageError."""
-    if (stand_in := capabilities_of(config.hypervisor_uri).stand_in_image) is not None:
+    if (stand_in := backend_of(config.hypervisor.uri).capabilities.stand_in_image) is not None:
         for name, pool in config.pools.items():
             yield name, (replace(stand_in, name=pool.image), _DEFAULT_SCREEN_PX)
         return
@@ -389,34 +462,6 @@ def _images(config: Config) -> Iterator[tuple[str, tuple[DiskImage, tuple[int, i
     for name, pool in config.pools.items():
         image = catalogue.get(pool.image)
         yield name, (catalogue.disk_image(pool.image), (image.screen_width_px, image.screen_height_px))
-
-
-def run_shares(runs: Mapping[str, RunConfig]) -> RunShares:
-    """Return the weights and quotas of runs."""
-    shares = {name: RunShare(weight=run.weight, quota=run.quota) for name, run in runs.items()}
-    return RunShares(others=shares.pop(DEFAULT_RUN, RunShare()), named=shares)
-
-
-def _pool_settings(name: str, pool: PoolConfig, *, screen_px: tuple[int, int], shares: RunShares) -> PoolSettings:
-    width_px, height_px = pool.screen_size_px or screen_px
-    resolved = {
-        "name": name,
-        "capacity": pool.machine_limit,
-        "idle_target": pool.size,
-        "max_starting": pool.max_starting or max(2, os.cpu_count() or 1),
-        "shares": shares,
-        "linger_s": LINGER_S,
-        "screen_width_px": width_px,
-        "screen_height_px": height_px,
-        "settle": SettlePolicy(**_shared(pool.settle, SettlePolicy), ignored=pool.settle.ignored),
-    }
-    return PoolSettings(**(_shared(pool, PoolSettings) | resolved))
-
-
-def _shared(section: BaseModel, target: type[Any]) -> dict[str, Any]:
-    """Return the settings of a section that the dataclass `target` has under the same names."""
-    names = {field.name for field in fields(target)}
-    return {name: value for name, value in section if name in names}
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import typer
@@ -11,9 +11,8 @@ from cuaenv.cli.terminal import progress
 
 from envd.base.config import DEFAULT_IMAGE, Config, PoolConfig, RecordingConfig, SecurityConfig
 from envd.base.terminal import stop_on_sigterm
-from envd.daemon.composition import freeze_gc
-from envd.daemon.descriptors import reserve_low_descriptors
-from envd.hypervisor.capabilities import capabilities_of
+from envd.daemon.process import prepare_process
+from envd.hypervisor.backends import backend_of
 from envd.images.build import build_image
 from envd.images.catalogue import ImageCatalogue
 from envd.images.recipe import desktop_recipe
@@ -23,7 +22,7 @@ T = TypeVar("T")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def ephemeral_config(settings: Config, *, name: str, pool: Mapping[str, object], image: str = "") -> Config:
+def ephemeral_config(settings: Config, *, name: str, pool: dict[str, Any], image: str = "") -> Config:
     """Return settings for a daemon with one pool, free ports, and a state directory of its own.
 
     Args:
@@ -37,10 +36,11 @@ def ephemeral_config(settings: Config, *, name: str, pool: Mapping[str, object],
     if image:
         configured = next((each for each in settings.pools.values() if each.image == image), None)
         own_pool = configured or own_pool.model_copy(update={"image": image})
-    own_pool = own_pool.model_copy(update=dict(pool))
+    # Validated again, because defaults depend on other settings.
+    own_pool = PoolConfig(**(own_pool.model_dump(exclude_unset=True) | pool))
     # The root of an embedded driver allows one daemon at a time, and this daemon's templates must not displace the
     # operator's. Unset, both are below the state directory.
-    uri = "" if settings.hypervisor.uri.startswith("qemu:///embed") else settings.hypervisor.uri
+    uri = backend_of(settings.hypervisor.uri).private_uri(settings.hypervisor.uri)
     return settings.model_copy(
         update={
             "listen": "127.0.0.1:0",
@@ -59,7 +59,7 @@ def ephemeral_config(settings: Config, *, name: str, pool: Mapping[str, object],
 
 def ensure_image(settings: Config) -> None:
     """Build the default image if it is needed and missing. Raises: ImageError."""
-    if not capabilities_of(settings.hypervisor_uri).needs_images:
+    if not backend_of(settings.hypervisor.uri).capabilities.needs_images:
         return
     stop_on_sigterm()
     with progress(f"image {DEFAULT_IMAGE}") as report:
@@ -87,9 +87,8 @@ def run_until_signal(work: Coroutine[Any, Any, T]) -> T:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 
-    freeze_gc()
+    prepare_process()
     try:
-        reserve_low_descriptors()
         return uvloop.run(cancel_on_signal())
     except asyncio.CancelledError as cancelled:
         raise typer.Exit(128 + received[0] if received else 1) from cancelled

@@ -10,7 +10,7 @@ from pathlib import Path
 from envd.base.config import Config
 from envd.base.config_values import BUILTIN_TASKS, CUA_GYM_TASKS
 from envd.base.errors import ConfigError, ImageNotFound
-from envd.hypervisor.capabilities import capabilities_of
+from envd.hypervisor.backends import backend_of
 from envd.hypervisor.machine import GuestOs
 from envd.images.catalogue import ImageCatalogue
 from envd.integrations.osworld.catalogue import desktop_task, osworld_tasks
@@ -19,7 +19,7 @@ from envd.integrations.osworld.files import read_files
 from envd.integrations.osworld.host import TaskObstacles, host_of
 from envd.tasks.catalogue import TaskCatalogue, TaskFile, read_all
 from envd.tasks.formats.entries import Found
-from envd.tasks.needs import Offer
+from envd.tasks.model import Offer
 from envd.tasks.suites.desktop import DESKTOP
 from envd.tasks.suites.drawn import DRAWN
 
@@ -35,7 +35,7 @@ def load_tasks(config: Config, *, include_osworld: bool = True) -> TaskCatalogue
         catalogue = TaskCatalogue.load(
             files, include_builtin=include_builtin, templates=DESKTOP if include_builtin else DRAWN
         )
-    if not capabilities_of(config.hypervisor_uri).runs_guests:
+    if not backend_of(config.hypervisor.uri).capabilities.runs_guests:
         return catalogue
     offers = list(_offers(config))
     environment = Environment(config.cache_dir)
@@ -80,7 +80,7 @@ def _sources(config: Config) -> Iterator[tuple[list[TaskFile], bool]]:
     The fake desktop has none of the programs of the built-in tasks, so it has two suites of its own: `fake`, and the
     templates of `drawn`.
     """
-    runs_guests = capabilities_of(config.hypervisor_uri).runs_guests
+    runs_guests = backend_of(config.hypervisor.uri).capabilities.runs_guests
     with ExitStack() as packaged:
         files = [_task_file(each, packaged) for each in config.tasks.suites]
         if not runs_guests:

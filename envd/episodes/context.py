@@ -5,14 +5,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from envd.base.clock import Clock
+from envd.base.config import LimitsConfig, SettlePolicy
 from envd.base.errors import EnvdError
 from envd.base.telemetry import traces
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.episode import Episode
-from envd.episodes.limits import EpisodeLimits
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.registry import EpisodeRegistry
-from envd.guest.observation import SettlePolicy
 from envd.pool.pool import Pool
 
 
@@ -49,7 +48,7 @@ class EpisodeContext:
     registry: EpisodeRegistry
     journal: Journal
     pools: Mapping[str, Pool]
-    limits: EpisodeLimits
+    limits: LimitsConfig
     clock: Clock
     metrics: Metrics
 
@@ -71,7 +70,7 @@ class EpisodeContext:
 
     def settle_policy(self, episode: Episode, requested: SettlePolicy | None) -> SettlePolicy:
         """Return when the episode's screen counts as settled, with the regions that its pool ignores."""
-        return (requested or episode.settle).ignoring(self.pools[episode.pool].settings.settle.ignored)
+        return (requested or episode.settle).ignoring(self.pools[episode.pool].settings.settle.ignored_regions)
 
     def count_failure(self, episode: Episode, operation: str, error: Exception) -> None:
         """Count a failed call in the metrics."""

@@ -7,11 +7,11 @@ from datetime import datetime, timedelta
 from cuaenv.actions import Done, Fail
 
 from envd.base.clock import Clock
+from envd.base.config import SettlePolicy
 from envd.base.errors import EpisodeEnded, EvaluatorFailed, MachineLost, StepIndexMismatch
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
 from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
-from envd.guest.observation import SettlePolicy
 from envd.pool.leased import LeasedMachine
 from envd.tasks.model import Task
 

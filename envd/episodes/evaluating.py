@@ -10,7 +10,7 @@ from envd.episodes.episode import Episode
 from envd.episodes.persistence.journal import EVALUATE, Request
 from envd.episodes.resetting import RunCheckers
 from envd.episodes.types import EpisodeState, EvaluateResult
-from envd.tasks.evaluation import Evaluation
+from envd.tasks.checkers.evaluate import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,14 @@ class Evaluating:
         self._run_checkers = run_checkers
 
     async def evaluate(self, episode_id: str, *, request_id: str, fingerprint: bytes) -> EvaluateResult:
-        """See `EpisodeService.evaluate`."""
+        """Score an episode in its machine's present state, and end it if active. The checkers run once.
+
+        Raises:
+            EpisodeNotFound: No such episode.
+            RequestIdReused: The id came before with a different body.
+            EvaluatorFailed: A checker failed; later calls raise it too.
+            MachineLost: The machine is gone, and no score was recorded.
+        """
         episode = self._context.registry.get(episode_id)
         episode.lease.renew(self._context.clock.monotonic())
         request = Request(EVALUATE, episode_id, request_id, fingerprint)

@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from typing import Self, TypedDict, TypeVar
 
 from envd.base.clock import Clock
+from envd.base.config import SettlePolicy
 from envd.base.errors import EpisodeEnded, InvalidRequest, StepIndexMismatch, StoreError
 from envd.base.store.statements import EpisodeRow
 from envd.episodes.episode import Episode
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
-from envd.episodes.limits import EpisodeLimits
 from envd.episodes.members import Group, Member
 from envd.episodes.persistence.journal import EVALUATE, FORK, STEP, Journal
 from envd.episodes.persistence.records import EpisodeSnapshot
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import EvaluateResult, GroupResult, StepResult
-from envd.guest.observation import SettlePolicy
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 from envd.tasks.model import Task
@@ -58,6 +57,10 @@ class EpisodeParams:
         )
 
 
+#: Most responses kept per episode and kind of request; each holds a frame of several hundred KiB.
+_ANSWER_COUNT = 8
+
+
 class _Ledgers(TypedDict):
     steps: Ledger[StepResult]
     evaluations: Ledger[EvaluateResult]
@@ -68,17 +71,10 @@ class EpisodeFactory:
     """Creates episodes and adds them to a registry."""
 
     def __init__(
-        self,
-        registry: EpisodeRegistry,
-        *,
-        journal: Journal,
-        limits: EpisodeLimits,
-        clock: Clock,
-        make_id: Callable[[], str],
+        self, registry: EpisodeRegistry, *, journal: Journal, clock: Clock, make_id: Callable[[], str]
     ) -> None:
         self._registry = registry
         self._journal = journal
-        self._limits = limits
         self._clock = clock
         self._make_id = make_id
 
@@ -166,8 +162,7 @@ class EpisodeFactory:
         return Ledger(
             f"{kind}:{episode_id}",
             clock=self._clock,
-            keep_s=self._limits.ledger_keep_s,
-            keep_count=self._limits.ledger_step_count,
+            keep_count=_ANSWER_COUNT,
             without_effect=without_effect,
             abandoned=lambda: self._registry.not_found(episode_id),
             on_dropped=lambda request_id: self._journal.forget_answer(kind, episode_id, request_id),

@@ -1,15 +1,15 @@
 """Read files, write files, run commands and connect to ports in an episode's guest, if its pool allows it."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from envd.base.errors import AccessDenied, NotFound, RateLimited
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.port_connection import PortConnection
-from envd.episodes.types import GuestCommandResult, GuestFile
+from envd.guest.agent import CommandResult
 from envd.guest.desktop import Desktop
 
 #: Connections to ports of one episode's guest. Each takes two file descriptors of this process.
@@ -25,61 +25,94 @@ class GuestAccess:
         self._context = context
         self._connection_counts: Counter[str] = Counter()
 
-    async def read_file(self, episode_id: str, path: str, *, max_bytes: int) -> GuestFile:
-        """See `EpisodeService.read_file`."""
+    async def read_file(self, episode_id: str, path: str, *, max_bytes: int) -> bytes:
+        """Read a guest file. Renews the lease.
+
+        Raises:
+            EpisodeNotFound, MachineLost: See `Stepping.observe`.
+            AccessDenied: The pool does not allow it.
+            NotFound: No such file.
+            GuestError: It is larger than `max_bytes`, or cannot be read.
+        """
         async with self._desktop(episode_id) as desktop:
             data = await desktop.read_file(path, max_bytes=max_bytes)
         if data is None:
             raise NotFound(f"episode {episode_id}: no file {path!r} in its guest")
-        return GuestFile(path=path, data=data)
+        return data
 
     async def write_file(self, episode_id: str, path: str, data: bytes) -> None:
-        """See `EpisodeService.write_file`."""
+        """Write a guest file as the session's user. Renews the lease. Raises: as `read_file`."""
         async with self._desktop(episode_id) as desktop:
             await desktop.write_file(path, data)
 
     async def run_command(
-        self, episode_id: str, argv: Sequence[str], *, timeout_s: float, as_root: bool, stdin: bytes
-    ) -> GuestCommandResult:
-        """See `EpisodeService.run_command`."""
-        async with self._desktop(episode_id) as desktop:
-            result = await desktop.run(argv, timeout_s=timeout_s, as_root=as_root, stdin=stdin)
-        return GuestCommandResult(exit_code=result.exit_code, stdout=result.stdout, stderr=result.stderr)
+        self, episode_id: str, argv: Sequence[str], *, timeout_s: float, as_root: bool = False, stdin: bytes = b""
+    ) -> CommandResult:
+        """Run a command in the guest to its end. Renews the lease.
 
-    async def with_service(self, episode_id: str, work: Callable[[str], Coroutine[Any, Any, T]]) -> T:
-        """See `EpisodeService.with_guest_service`."""
+        Raises:
+            EpisodeNotFound, MachineLost, AccessDenied: See `read_file`.
+            GuestUnresponsive: It did not end within `timeout_s`.
+            GuestError: It could not be started.
+        """
+        async with self._desktop(episode_id) as desktop:
+            return await desktop.run(argv, timeout_s=timeout_s, as_root=as_root, stdin=stdin)
+
+    async def with_guest_service(self, episode_id: str, work: Callable[[str], Coroutine[Any, Any, T]]) -> T:
+        """Run work that calls the guest's HTTP service itself, given its URL on the host's loopback. Renews the lease.
+
+        Raises:
+            EpisodeNotFound, MachineLost, AccessDenied: See `read_file`.
+            GuestError: The image has no such service.
+        """
         async with self._desktop(episode_id) as desktop:
             return await desktop.with_guestd(work)
 
     @asynccontextmanager
-    async def connect(self, episode_id: str, port: int, *, idle_timeout_s: float) -> AsyncIterator[PortConnection]:
-        """See `EpisodeService.connect_port`."""
+    async def connect_port(self, episode_id: str, port: int, *, idle_timeout_s: float) -> AsyncIterator[PortConnection]:
+        """Connect to a TCP port of the guest's loopback during the block, in which the guest runs.
+
+        Opening the connection and its bytes renew the lease. It ends with the episode, and without bytes for
+        `idle_timeout_s`.
+
+        Raises:
+            EpisodeNotFound, MachineLost, AccessDenied: See `read_file`.
+            RateLimited: The episode has as many connections as it may.
+            GuestError: Nothing listens on the port, or the image cannot forward ports.
+            GuestUnresponsive: The guest did not answer.
+        """
         context = self._context
         episode = self._accessible(episode_id)
-        counts = self._connection_counts
-        if counts[episode_id] >= MAX_CONNECTIONS:
+        if self._connection_counts[episode_id] >= MAX_CONNECTIONS:
             raise RateLimited(
-                f"episode {episode_id}: has {MAX_CONNECTIONS} connections to its guest's ports, the maximum; close one",
+                f"episode {episode_id}: {MAX_CONNECTIONS} connections to its guest are open, the maximum; close one",
                 retry_after_s=1.0,
             )
-        counts[episode_id] += 1
-        open_count = context.metrics.port_connections.labels(pool=episode.pool)
-        open_count.inc()
+        async with AsyncExitStack() as held:
+            held.enter_context(self._counted(episode))
+            # Only opening it is a call: a call keeps its lease for longer than a connection without bytes may.
+            with context.registry.call(episode, renews=True):
+                episode.require_machine()
+                await held.enter_async_context(context.awake(episode, Stopwatch(context.clock)))
+                streams = await episode.machine.desktop.open_port(port)
+            context.journal.save_lease(episode)
+            async with PortConnection(
+                context, episode, streams, held=held, port=port, idle_timeout_s=idle_timeout_s
+            ) as connection:
+                yield connection
+
+    @contextmanager
+    def _counted(self, episode: Episode) -> Iterator[None]:
+        counts, gauge = self._connection_counts, self._context.metrics.port_connections.labels(pool=episode.pool)
+        counts[episode.episode_id] += 1
+        gauge.inc()
         try:
-            async with AsyncExitStack() as stack:
-                # Only opening it is a call: a call keeps its lease for longer than a connection without bytes may.
-                with context.registry.call(episode, renews=True):
-                    episode.require_machine()
-                    await stack.enter_async_context(context.awake(episode, Stopwatch(context.clock)))
-                    streams = await episode.machine.desktop.open_port(port)
-                context.journal.save_lease(episode)
-                connection = PortConnection(context, episode, *streams, port=port, idle_timeout_s=idle_timeout_s)
-                yield await stack.enter_async_context(connection)
+            yield
         finally:
-            open_count.dec()
-            counts[episode_id] -= 1
-            if not counts[episode_id]:
-                del counts[episode_id]
+            gauge.dec()
+            counts[episode.episode_id] -= 1
+            if not counts[episode.episode_id]:
+                del counts[episode.episode_id]
 
     def _accessible(self, episode_id: str) -> Episode:
         """Return an episode whose guest clients may access. Raises: EpisodeNotFound, AccessDenied."""

@@ -14,6 +14,9 @@ from envd.base.errors import EnvdError, RequestIdReused
 
 T = TypeVar("T")
 
+#: How long a recorded response can be replayed.
+_KEEP_S = 600.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Generic[T]):
@@ -41,7 +44,7 @@ class Ledger(Generic[T]):
         name: str,
         *,
         clock: Clock,
-        keep_s: float,
+        keep_s: float = _KEEP_S,
         keep_count: int,
         without_effect: tuple[type[Exception], ...],
         abandoned: Callable[[], EnvdError],

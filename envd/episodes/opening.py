@@ -31,6 +31,9 @@ from envd.tasks.catalogue import TaskCatalogue
 
 logger = logging.getLogger(__name__)
 
+#: Most responses of resets kept.
+_RESET_COUNT = 128
+
 
 class Opening:
     """The `reset` and `fork` calls of an episode service."""
@@ -51,8 +54,7 @@ class Opening:
         self.resets: Ledger[GroupResult] = Ledger(
             "reset",
             clock=context.clock,
-            keep_s=context.limits.ledger_keep_s,
-            keep_count=context.limits.ledger_reset_count,
+            keep_count=_RESET_COUNT,
             # A failed reset opened no episode, so a retry may run it again.
             without_effect=(Exception,),
             abandoned=_draining_error,
@@ -64,7 +66,24 @@ class Opening:
         await self._states.aclose()
 
     async def reset(self, command: ResetCommand) -> GroupResult:
-        """See `EpisodeService.reset`."""
+        """Open a group of episodes at the start of a task, all or none, all in one state. Idempotent on `request_id`.
+
+        On failure no machine is kept. A cancelled caller leaves the reset running, for a retry to join; its
+        episodes then live until their leases expire.
+
+        Raises:
+            RequestIdReused: The id came before with a different body.
+            TaskNotFound, PoolNotFound: No such task or pool.
+            InvalidRequest: A field is out of range, or several pools fit.
+            GroupTooLarge: The group can never fit the pool, or the run's or token's quota.
+            PoolExhausted: No machines became free in time, or the queue is full.
+            TokenQuotaReached: The owner would exceed its maximum of machines.
+            PoolFailing: The pool's machines do not start.
+            Draining: The daemon is stopping.
+            SetupFailed: The task's setup failed.
+            MachineLost: Machines died in two attempts.
+            HypervisorError: The state after setup could not be frozen or forked.
+        """
         # Owners have separate id spaces, so no caller can guess another's response. Token names contain no slash.
         request = Request(RESET, "", f"{command.owner}/{command.request_id}", command.fingerprint)
         try:
@@ -126,7 +145,24 @@ class Opening:
             )
 
     async def fork(self, command: ForkCommand) -> GroupResult:
-        """See `EpisodeService.fork`."""
+        """Fork an active episode: copies start in its present state, all or none, and it continues.
+
+        Idempotent on `request_id`. On failure no machine is kept, and the parent is unchanged unless its machine or
+        guest failed. A cancelled caller leaves the fork running, for a retry to join.
+
+        Raises:
+            EpisodeNotFound: No such episode, or it was closed during the call.
+            RequestIdReused: The id came before with a different body.
+            InvalidRequest: A field is out of range.
+            EpisodeEnded: The episode is no longer active.
+            StepIndexMismatch: The episode is not at `step_index`.
+            NotForkable: Its machine has a device or state that cannot be copied; it continues.
+            GroupTooLarge, PoolExhausted, PoolFailing, Draining: The pool has no capacity for the copies.
+            TokenQuotaReached: The parent's owner would exceed its maximum of machines.
+            SetupFailed, HypervisorError: A copy did not start, or the state could not be copied.
+            MachineLost: The parent's machine is gone; the parent is void.
+            GuestUnresponsive, GuestError: The parent's guest failed; the parent is void.
+        """
         context = self._context
         episode = context.registry.get(command.episode_id)
         episode.lease.renew(context.clock.monotonic())

@@ -9,13 +9,13 @@ from cuaenv.actions import Action, Done, Fail
 
 from envd.base.aio import LoopThrottle
 from envd.base.clock import Clock
+from envd.base.config import LimitsConfig, SettlePolicy
 from envd.base.errors import EnvdError, InvalidRequest
 from envd.episodes.context import Stopwatch
 from envd.episodes.episode import Episode
-from envd.episodes.limits import EpisodeLimits
 from envd.guest.desktop import Desktop
 from envd.guest.display.frames import Frame
-from envd.guest.observation import ActionOutcome, Encoding, Observation, ObservationOptions, SettlePolicy
+from envd.guest.observation import ActionOutcome, Encoding, Observation, ObservationOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ async def observe(
 
 
 @asynccontextmanager
-async def _heartbeat(desktop: Desktop, limits: EpisodeLimits) -> AsyncIterator[None]:
+async def _heartbeat(desktop: Desktop, limits: LimitsConfig) -> AsyncIterator[None]:
     """Check a long-silent guest for life during the block, and return with its answer."""
     if desktop.idle_since_response_s <= limits.heartbeat_interval_s:
         yield
@@ -97,7 +97,7 @@ async def perform(
     settle: SettlePolicy,
     options: ObservationOptions,
     clock: Clock,
-    limits: EpisodeLimits,
+    limits: LimitsConfig,
     throttle: LoopThrottle,
 ) -> Performed:
     """Perform actions in order, up to the first `Done` or `Fail`, then settle and observe.

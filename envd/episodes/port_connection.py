@@ -1,6 +1,7 @@
 """One client's TCP connection to a port of an episode's guest: it ends with the episode, and bytes renew the lease."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Self
 
 from envd.base.aio import race
@@ -27,17 +28,26 @@ class PortConnection:
         self,
         context: EpisodeContext,
         episode: Episode,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         *,
+        held: AsyncExitStack,
         port: int,
         idle_timeout_s: float,
     ) -> None:
-        """Take over an open connection; enter it to watch the episode."""
+        """Take over an open connection; enter it to watch the episode.
+
+        Args:
+            context: Of the episode.
+            episode: Has the guest.
+            streams: The connection.
+            held: What the connection holds, such as the running guest; closed as soon as the connection has ended.
+            port: For messages.
+            idle_timeout_s: Longest time without bytes.
+        """
         self._context = context
         self._episode = episode
-        self._reader = reader
-        self._writer = writer
+        self._reader, self._writer = streams
+        self._held = held
         self._name = f"episode {episode.episode_id}: port {port} of its guest"
         self._idle_timeout_s = idle_timeout_s
         self._used_s = self._renewed_s = context.clock.monotonic()
@@ -112,13 +122,17 @@ class PortConnection:
 
     async def _watch(self) -> None:
         """End the connection with its episode, its machine, or without bytes for long."""
+        self.abort(await self._end())
+        # Here, not where it is read: a client that stops reading holds that up.
+        await self._held.aclose()
+
+    async def _end(self) -> Exception:
         episode, clock = self._episode, self._context.clock
         while not episode.closed.is_set() and not episode.machine.lost.is_set():
             left_s = self._used_s + self._idle_timeout_s - clock.monotonic()
             if left_s <= 0:
-                idle = f"{self._name}: closed after {self._idle_timeout_s:g} s without bytes; connect again"
-                return self.abort(GuestError(idle))
+                return GuestError(f"{self._name}: closed after {self._idle_timeout_s:g} s without bytes; connect again")
             await race(episode.closed, episode.machine.lost, timeout_s=left_s)
         if episode.closed.is_set():
-            return self.abort(self._context.registry.not_found(episode.episode_id))
-        return self.abort(MachineLost(f"{self._name}: its machine is gone: {episode.machine.machine.lost_reason}"))
+            return self._context.registry.not_found(episode.episode_id)
+        return MachineLost(f"{self._name}: its machine is gone: {episode.machine.machine.lost_reason}")

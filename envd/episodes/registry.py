@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from envd.base.aio import Changes, OwnedTasks, race
-from envd.base.clock import Clock, wait_until
+from envd.base.clock import Clock, LoopLag, wait_until
 from envd.base.errors import EnvdError, EpisodeEnded, EpisodeNotFound, MachineLost
-from envd.base.loop_lag import LoopLag
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeEvents

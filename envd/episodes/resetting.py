@@ -31,9 +31,8 @@ from envd.guest.observation import SettleResult
 from envd.guest.view import DesktopView
 from envd.pool.leased import FrozenDesktop, LeasedMachine, Reservation
 from envd.pool.pool import Pool
-from envd.tasks.evaluation import Evaluation
-from envd.tasks.model import Task
-from envd.tasks.needs import missing
+from envd.tasks.checkers.evaluate import Evaluation
+from envd.tasks.model import Task, missing_needs
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +80,8 @@ def choose_pool(task: Task, requested: str, pools: Mapping[str, Pool]) -> Pool:
     if not fitting:
         need = f"{task.os.value}, image {task.image!r}" if task.image else task.os.value
         raise PoolNotFound(f"task {task.task_id}: no pool fits ({need}); this daemon has {_names(pools)}")
-    fitting = [pool for pool in fitting if not missing(task, pool.image.provides)] or [_provided(task, fitting[0])]
+    provided = [pool for pool in fitting if not missing_needs(task, pool.image.provides)]
+    fitting = provided or [_provided(task, fitting[0])]
     if len(fitting) > 1:
         names = ", ".join(sorted(p.name for p in fitting))
         raise InvalidRequest("pool", f"several fit task {task.task_id}; choose one of {names}")
@@ -90,7 +90,7 @@ def choose_pool(task: Task, requested: str, pools: Mapping[str, Pool]) -> Pool:
 
 def _provided(task: Task, pool: Pool) -> Pool:
     """Return the pool. Raises: SetupFailed: Its image does not provide what the task needs."""
-    if lacking := missing(task, pool.image.provides):
+    if lacking := missing_needs(task, pool.image.provides):
         raise SetupFailed(
             f"task {task.task_id}: cannot run in pool {pool.name}: it needs {lacking}, which image {pool.image.name}"
             " does not provide; choose another pool, or a task that ListTasks shows as runnable"
@@ -224,7 +224,7 @@ class _Reset:
                 await self.run_setup(self.task, first.desktop, timeout_s=timeout_s)
                 self.watch.lap("setup")
                 default = self.pool.settings.settle
-                settle = await first.desktop.settle((self.command.settle or default).ignoring(default.ignored))
+                settle = await first.desktop.settle((self.command.settle or default).ignoring(default.ignored_regions))
                 self.watch.lap("settle")
             key = _state_key(self.pool, self.task, first.frozen)
             if not reservations and key is None:

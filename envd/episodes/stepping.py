@@ -6,6 +6,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 from envd.base.aio import LoopThrottle
+from envd.base.config import SettlePolicy
 from envd.base.errors import StoreError
 from envd.base.telemetry import traces
 from envd.episodes.context import EpisodeContext, Stopwatch
@@ -15,7 +16,7 @@ from envd.episodes.persistence.journal import STEP, Request
 from envd.episodes.types import StepCommand, StepResult
 from envd.episodes.watching import frames_of, views_of
 from envd.guest.desktop import ScreenView
-from envd.guest.observation import EncodedFrame, Observation, ObservationOptions, SettlePolicy
+from envd.guest.observation import EncodedFrame, Observation, ObservationOptions
 
 #: How many steps may start or observe per event-loop iteration: each is up to 1 ms of work. With 256 concurrent
 #: clients (`envd bench scale`) a limit of 2 reduces the longest iteration from 100 to 11 ms and costs 3 of 100
@@ -31,7 +32,20 @@ class Stepping:
         self._throttle = LoopThrottle(_STEPS_PER_ITERATION)
 
     async def step(self, command: StepCommand) -> StepResult:
-        """See `EpisodeService.step`."""
+        """Perform actions in an episode, then observe. Idempotent on `request_id`; one step at a time per episode.
+
+        A cancelled caller leaves the step running, for a retry to join. A failure after the first action started
+        voids the episode.
+
+        Raises:
+            EpisodeNotFound: No such episode.
+            RequestIdReused: The id came before with a different body.
+            EpisodeEnded: The episode accepts no more steps.
+            StepIndexMismatch: `step_index` is not the next one.
+            InvalidRequest: The requested observation is impossible on this screen.
+            MachineLost: The machine is gone; the episode is void.
+            GuestUnresponsive, GuestError: The guest failed; the episode is void.
+        """
         episode = self._context.registry.get(command.episode_id)
         episode.lease.renew(self._context.clock.monotonic())
         answer = await episode.steps.answer(
@@ -87,9 +101,21 @@ class Stepping:
         return result
 
     async def observe(
-        self, episode_id: str, options: ObservationOptions, *, refresh: bool, settle: SettlePolicy | None
+        self,
+        episode_id: str,
+        options: ObservationOptions,
+        *,
+        refresh: bool = False,
+        settle: SettlePolicy | None = None,
     ) -> Observation:
-        """See `EpisodeService.observe`."""
+        """Return the agent's present observation. Changes nothing, not even the lease.
+
+        Raises:
+            EpisodeNotFound: No such episode.
+            InvalidRequest: The requested observation is impossible on this screen.
+            MachineLost: The machine is gone; the episode is void.
+            GuestUnresponsive, GuestError: A requested part is unavailable; the episode continues.
+        """
         context, throttle = self._context, self._throttle
         episode = context.registry.get(episode_id)
         with context.registry.call(episode, renews=False):
@@ -107,7 +133,13 @@ class Stepping:
     async def watch_frames(
         self, episode_id: str, options: ObservationOptions, *, max_rate_hz: float
     ) -> AsyncGenerator[EncodedFrame, None]:
-        """See `EpisodeService.watch_frames`."""
+        """Yield an episode's screen at once and on change, until it is closed; a slow reader skips frames.
+
+        Does not renew the lease or resume the guest.
+
+        Raises:
+            EpisodeNotFound, InvalidRequest, MachineLost: See `observe`.
+        """
         registry = self._context.registry
         episode = registry.get(episode_id)
         episode.require_machine()
@@ -118,7 +150,11 @@ class Stepping:
                 yield frame
 
     async def watch_screen(self, episode_id: str, *, max_rate_hz: float) -> AsyncGenerator[ScreenView, None]:
-        """See `EpisodeService.watch_screen`."""
+        """Yield an episode's screen and pointer as `watch_frames` does, not encoded.
+
+        Raises:
+            EpisodeNotFound, MachineLost: See `observe`.
+        """
         registry = self._context.registry
         episode = registry.get(episode_id)
         episode.require_machine()

@@ -6,8 +6,9 @@ from enum import Enum
 
 from cuaenv.actions import Action
 
-from envd.guest.observation import ActionOutcome, Observation, ObservationOptions, SettlePolicy
-from envd.tasks.evaluation import CheckResult
+from envd.base.config import SettlePolicy
+from envd.guest.observation import ActionOutcome, Observation, ObservationOptions
+from envd.tasks.checkers.evaluate import CheckResult
 
 
 class EpisodeState(Enum):
@@ -149,23 +150,6 @@ class EvaluateResult:
     checks: tuple[CheckResult, ...]
     timings_ms: dict[str, float]
     cached: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuestFile:
-    """Bytes read from a guest."""
-
-    path: str
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuestCommandResult:
-    """The result of a command in a guest."""
-
-    exit_code: int
-    stdout: bytes
-    stderr: bytes
 
 
 def listing_key(create_time: datetime, episode_id: str) -> str:

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from cuaenv.actions import Action, Done, Fail, TypeText, Wait
 
+from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest.display.connection import DisplayConnection
 from envd.guest.display.screen import Screen
@@ -22,7 +23,7 @@ from envd.guest.input.plan import (
     plan,
     typing_method,
 )
-from envd.guest.observation import ActionOutcome, Point, SettlePolicy, SettleResult
+from envd.guest.observation import ActionOutcome, Point, SettleResult
 from envd.guest.readiness import GuestPauses
 from envd.guest.session import GuestSession
 

@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import urlsplit
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 from cuaenv.actions import Action
 
 from envd.base.channels import GuestChannels
+from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, InvalidRequest, MachineLost
 from envd.base.telemetry import traces
 from envd.guest.a11y import MalformedTree, outline, parse_tree, with_marks
@@ -37,7 +37,6 @@ from envd.guest.observation import (
     EncodedFrame,
     Observation,
     ObservationOptions,
-    SettlePolicy,
     SettleResult,
 )
 from envd.guest.readiness import GuestPauses, ReadinessProbe, ReadyReport, wait_idle
@@ -267,7 +266,7 @@ class Desktop:
         if self._view is not None:  # nothing has moved since the view was taken
             return SettleResult(settled=True, settle_ms=0.0, change_count=0)
         if self._actor.may_act_late:
-            policy = replace(policy, idle_ms=0)
+            policy = policy.model_copy(update={"idle_ms": 0})
         result = await self._display.read(
             lambda: settle(
                 self._screen,

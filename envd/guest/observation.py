@@ -1,6 +1,6 @@
 """Observations and their options. Plain data."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
 
@@ -50,26 +50,6 @@ class Point:
 
     x_px: int
     y_px: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettlePolicy:
-    """When a screen counts as settled after input. Times in milliseconds."""
-
-    quiet_ms: int = 300
-    """The screen must not have changed for this long."""
-    idle_ms: int = 0
-    """A shorter quiet time for a guest that has worked since the input and has then been idle as long; 0 for never."""
-    min_ms: int = 0
-    """Shortest wait after the last input."""
-    max_ms: int = 5000
-    """Longest wait, even if the screen still moves."""
-    ignored: tuple[Region, ...] = ()
-    """Regions whose changes do not count, such as a clock."""
-
-    def ignoring(self, more: tuple[Region, ...]) -> "SettlePolicy":
-        """Return this policy with more ignored regions."""
-        return replace(self, ignored=tuple(dict.fromkeys((*self.ignored, *more)))) if more else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

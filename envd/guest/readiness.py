@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from envd.base.channels import GuestChannels
+from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive
 from envd.guest.agent import GuestAgent
 from envd.guest.input.plan import KEY_PAUSE_S
-from envd.guest.observation import SettlePolicy, SettleResult
+from envd.guest.observation import SettleResult
 from envd.guest.session import GuestSession
 
 _LAST_POLL_S = 1.0
@@ -36,7 +37,7 @@ class GuestPauses:
     """Pause after each key event."""
     pointer_poll_s: float = 0.1
     """Pause between readings of the pointer's position."""
-    input_settle: SettlePolicy = field(default_factory=lambda: SettlePolicy(quiet_ms=100, max_ms=1500))
+    input_settle: SettlePolicy = field(default_factory=lambda: SettlePolicy(quiet_ms=100, idle_ms=0, max_ms=1500))
     """How long input may take to have its effect before later input that depends on it, bounded.
 
     Two cases: a click focuses a window only after the window manager has handled it, and keys sent at once would go to
@@ -127,7 +128,7 @@ class ReadinessProbe:
         return "" if state.ready else state.problem or "guestd reports that it is not ready"
 
     async def _screen_problem(self) -> str:
-        result = await self._settle(SettlePolicy(quiet_ms=self._pauses.boot_quiet_ms, max_ms=5000))
+        result = await self._settle(SettlePolicy(quiet_ms=self._pauses.boot_quiet_ms, idle_ms=0))
         return "" if result.settled else f"{result.change_count} changes in {result.settle_ms:.0f} ms"
 
 

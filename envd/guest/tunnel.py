@@ -3,17 +3,15 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from typing import Final
 from urllib.parse import urlsplit
 
+from envd.base.channels import GUESTD_PORT
 from envd.base.errors import GuestError, GuestUnresponsive
 from envd.guest.guestd import failure_text
 
-#: In the guest, of its HTTP service.
-GUESTD_PORT: Final = 5000
 _OPEN_TIMEOUT_S = 20.0
 _MAX_ERROR_BYTES = 64 << 10
-_HEAD = re.compile(rb"HTTP/1\.1 (\d{3}) ")
+_HEAD = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[[str, int], Awaitable[Streams]]

@@ -73,6 +73,36 @@ class Image:
         return datetime.fromisoformat(self.expires) if self.expires else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedDisk:
+    """An existing disk that becomes an image, and the machines that boot it."""
+
+    file: Path
+    disk_format: str = "qcow2"
+    """`qcow2` or `raw`."""
+    os_family: GuestOs
+    """The operating system that tasks find in it."""
+    firmware: Firmware
+    """BIOS or UEFI."""
+    hardware: Hardware | None = None
+    """The devices that its machines get; None for virtio in Linux and PC in Windows."""
+    screen_px: tuple[int, int] = (1280, 800)
+    """(width, height)."""
+    credentials: str = ""
+    """`env:NAME` or `file:PATH`, or empty."""
+    has_guestd: bool = True
+    """Whether guestd runs in it."""
+    provides: Sequence[str] | None = None
+    """What tasks may need of it; None for PowerShell in Windows and nothing in Linux."""
+    firmware_vars: Path | None = None
+    """UEFI variables that its machines boot with; always copied. None for the firmware's defaults."""
+    tpm_state: Path | None = None
+    """State of the TPM that its machines boot with, as swtpm writes it (`tpm2-00.permall`); always copied. None for a
+    new TPM."""
+    drives: Sequence[Drive] = ()
+    """Additional drives."""
+
+
 class ImageCatalogue:
     """Images in one cache directory."""
 
@@ -163,98 +193,64 @@ class ImageCatalogue:
         return removed
 
     def import_file(
-        self,
-        name: str,
-        file: Path,
-        *,
-        disk_format: str,
-        os_family: GuestOs,
-        firmware: Firmware,
-        hardware: Hardware | None = None,
-        screen: tuple[int, int],
-        credentials: str = "",
-        has_guestd: bool = True,
-        provides: Sequence[str] | None = None,
-        firmware_vars: Path | None = None,
-        tpm_state: Path | None = None,
-        drives: Sequence[Drive] = (),
-        copy: bool = False,
-        progress: Callable[[float], None] | None = None,
+        self, name: str, given: ImportedDisk, *, copy: bool = False, progress: Callable[[float], None] | None = None
     ) -> Image:
         """Register an existing disk, in place or as a copy.
 
         Args:
             name: Its name in pools' settings; [a-z0-9-].
-            file: The disk.
-            disk_format: `qcow2` or `raw`.
-            os_family: The operating system that tasks find in it.
-            firmware: BIOS or UEFI.
-            hardware: The devices that its machines get; None for virtio in Linux and PC in Windows.
-            screen: (width, height) in pixels.
-            credentials: `env:NAME` or `file:PATH`, or empty.
-            has_guestd: Whether guestd runs in it.
-            provides: What tasks may need of it; None for PowerShell in Windows and nothing in Linux.
-            firmware_vars: UEFI variables that its machines boot with; always copied. None for the firmware's defaults.
-            tpm_state: State of the TPM that its machines boot with, as swtpm writes it (`tpm2-00.permall`); always
-                copied. None for a new TPM.
-            drives: Additional drives.
+            given: The disk and its machines.
             copy: Copy the disks into the catalogue instead of registering them in place.
             progress: Called with the fraction of the disk read so far.
 
         Raises:
             ImageError: A file cannot be read, `credentials` is invalid, or the settings contradict each other.
         """
-        hardware = hardware or _default_hardware(os_family)
-        _require_bootable(name, firmware, hardware, firmware_vars=firmware_vars, tpm_state=tpm_state)
-        if credentials and credentials.partition(":")[0] not in {"env", "file"}:
+        hardware = given.hardware or _default_hardware(given.os_family)
+        _require_bootable(name, given, hardware)
+        if given.credentials and given.credentials.partition(":")[0] not in {"env", "file"}:
             raise ImageError(f"image {name}: credentials must be env:NAME or file:PATH, never the secret itself")
-        others = [*(drive.path for drive in drives), *filter(None, (firmware_vars, tpm_state))]
-        digests = []
-        for path in (file, *others):
-            try:
-                digests.append(_sha256(path, progress if path == file else None))
-            except OSError as error:
-                raise ImageError(f"image {name}: {path} cannot be read: {error.strerror}") from error
-        digest = digests[0]
-        if others:
-            digest = hashlib.sha256("\0".join(digests).encode()).hexdigest()
+        digest, disk_sha256 = _digests(name, given, progress)
         with self.staging(name) as directory:
 
             def place(source: Path, target: str) -> str:
                 """Copy a disk if asked to; return its entry in the manifest."""
                 if not copy:
                     return str(source.resolve())
+                return place_copy(source, target)
+
+            def place_copy(source: Path | None, target: str) -> str:
+                if source is None:
+                    return ""
                 shutil.copyfile(source, directory / target)
                 return target
 
-            for source, target in ((firmware_vars, _VARS_FILE), (tpm_state, _TPM_FILE)):
-                if source is not None:
-                    shutil.copyfile(source, directory / target)
+            provides = given.provides
             image = Image(
                 name=name,
                 digest=digest,
-                disk=place(file, f"disk.{disk_format}"),
-                disk_sha256=digests[0],
-                disk_format=disk_format,
-                os=os_family.value,
+                disk=place(given.file, f"disk.{given.disk_format}"),
+                disk_sha256=disk_sha256,
+                disk_format=given.disk_format,
+                os=given.os_family.value,
                 hardware=hardware.value,
-                firmware=firmware.value,
-                firmware_vars=_VARS_FILE if firmware_vars else "",
-                tpm_state=_TPM_FILE if tpm_state else "",
+                firmware=given.firmware.value,
+                firmware_vars=place_copy(given.firmware_vars, _VARS_FILE),
+                tpm_state=place_copy(given.tpm_state, _TPM_FILE),
                 drives=tuple(
                     {
                         "file": place(drive.path, f"drive{index}"),
                         "format": drive.disk_format,
                         "kind": "cdrom" if drive.is_cdrom else "disk",
                     }
-                    for index, drive in enumerate(drives)
+                    for index, drive in enumerate(given.drives)
                 ),
-                has_guestd=has_guestd,
-                provides=_default_features(os_family, firmware) if provides is None else tuple(provides),
-                screen_width_px=screen[0],
-                screen_height_px=screen[1],
-                credentials=credentials,
-                source={"imported": str(file.resolve())},
+                has_guestd=given.has_guestd,
+                provides=_default_features(given.os_family, given.firmware) if provides is None else tuple(provides),
+                screen_width_px=given.screen_px[0],
+                screen_height_px=given.screen_px[1],
+                credentials=given.credentials,
+                source={"imported": str(given.file.resolve())},
             )
             return self.publish(directory, image)
 
@@ -313,16 +309,28 @@ class ImageCatalogue:
                 shutil.rmtree(entry, ignore_errors=True)
 
 
-def _require_bootable(
-    name: str, firmware: Firmware, hardware: Hardware, *, firmware_vars: Path | None, tpm_state: Path | None
-) -> None:
+def _digests(name: str, given: ImportedDisk, progress: Callable[[float], None] | None) -> tuple[str, str]:
+    """Return the digests (sha256, hex) of all files together, and of the disk alone. Raises: ImageError."""
+    others = (*(drive.path for drive in given.drives), given.firmware_vars, given.tpm_state)
+    digests = []
+    for path in filter(None, (given.file, *others)):
+        try:
+            digests.append(_sha256(path, progress if path == given.file else None))
+        except OSError as error:
+            raise ImageError(f"image {name}: {path} cannot be read: {error.strerror}; check the path") from error
+    both = digests[0] if len(digests) == 1 else hashlib.sha256("\0".join(digests).encode()).hexdigest()
+    return both, digests[0]
+
+
+def _require_bootable(name: str, given: ImportedDisk, hardware: Hardware) -> None:
+    firmware = given.firmware
     if firmware is Firmware.DIRECT_KERNEL:
         raise ImageError(f"image {name}: an imported disk cannot boot a separate kernel; choose bios or uefi")
     if hardware is Hardware.WINDOWS and firmware is not Firmware.UEFI:
         raise ImageError(f"image {name}: hardware windows boots by UEFI, not {firmware.value}; choose uefi")
-    if firmware_vars is not None and firmware is not Firmware.UEFI:
+    if given.firmware_vars is not None and firmware is not Firmware.UEFI:
         raise ImageError(f"image {name}: UEFI variables are for images that boot by UEFI; choose uefi, or omit them")
-    if tpm_state is not None and hardware is not Hardware.WINDOWS:
+    if given.tpm_state is not None and hardware is not Hardware.WINDOWS:
         raise ImageError(
             f"image {name}: hardware {hardware.value} has no TPM; choose hardware windows, or omit the TPM's state"
         )

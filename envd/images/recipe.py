@@ -11,109 +11,18 @@ from envd.hypervisor.machine import GuestOs
 #: Increase it when `build.py` changes an image without a change of the recipe's fields.
 BUILDER_VERSION = 1
 
-#: Packages with the same name in Debian and Ubuntu.
-DESKTOP_PACKAGES = (
-    "adwaita-icon-theme",
-    "at-spi2-core",
-    "bsdextrautils",
-    "ca-certificates",
-    "dbus-user-session",
-    "dbus-x11",
-    "e2fsprogs",
-    "fonts-dejavu-core",
-    "fonts-droid-fallback",
-    "fonts-unifont",
-    "galculator",
-    "gir1.2-atspi-2.0",
-    "gnumeric",
-    "gpicview",
-    "hsetroot",
-    "initramfs-tools",
-    "iproute2",
-    "kmod",
-    "libatk-adaptor",
-    "libgail-common",
-    "libpam-systemd",
-    "lxappearance",
-    "lxterminal",
-    "mousepad",
-    "openbox",
-    "pcmanfm",
-    "procps",
-    "python3",
-    "python3-gi",
-    "python3-xcffib",
-    "qemu-guest-agent",
-    "systemd-sysv",
-    "tint2",
-    "udev",
-    "wmctrl",
-    "x11-utils",
-    "x11-xserver-utils",
-    "xclip",
-    "xdg-utils",
-    "xdotool",
-    "xinit",
-    "xserver-xorg-core",
-    "xserver-xorg-input-libinput",
-    "xterm",
-)
 
+def _packages(name: str) -> tuple[str, ...]:
+    return tuple((files("envd.images") / "packages" / f"{name}.txt").read_text().split())
+
+
+#: Packages with the same name in Debian and Ubuntu.
+DESKTOP_PACKAGES = _packages("desktop")
 #: Needed by OSWorld's tasks in addition to the desktop: their applications, if Debian has them, and GNOME's settings
 #: schemas without GNOME.
-OSWORLD_PACKAGES = (
-    "bc",
-    "chromium",
-    "dbus",
-    "dconf-gsettings-backend",
-    "gimp",
-    "gnome-settings-daemon-common",
-    "gnome-shell-common",
-    "gsettings-desktop-schemas",
-    "libfile-mimeinfo-perl",
-    "libglib2.0-bin",
-    "libreoffice-calc",
-    "libreoffice-gtk3",
-    "libreoffice-impress",
-    "libreoffice-writer",
-    "psmisc",
-    "python-is-python3",
-    "python3-pil",
-    "python3-tk",
-    "python3-xlib",
-    "socat",
-    "sudo",
-    "thunderbird",
-    "unzip",
-    "vlc-bin",
-    "vlc-plugin-base",
-    "vlc-plugin-qt",
-)
-
+OSWORLD_PACKAGES = _packages("osworld")
 #: A kernel, an X server and Wine, but no desktop of Linux.
-WINE_PACKAGES = (
-    "ca-certificates",
-    "dbus-user-session",
-    "e2fsprogs",
-    "fontconfig",
-    "fonts-dejavu-core",
-    "fonts-liberation",
-    "fonts-wine",
-    "initramfs-tools",
-    "iproute2",
-    "kmod",
-    "libpam-systemd",
-    "openbox",
-    "procps",
-    "python3",
-    "systemd-sysv",
-    "udev",
-    "wine64",
-    "x11-xserver-utils",
-    "xinit",
-    "xserver-xorg-core",
-    "xserver-xorg-input-libinput",
-)
+WINE_PACKAGES = _packages("wine")
 
 #: Sources of the Windows programs of an image, compiled when it is built; each program's files by its name.
 WINDOWS_SOURCES = "usr/src/envd/"

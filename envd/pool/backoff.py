@@ -6,9 +6,6 @@ machine at a time tries, until one starts.
 
 from enum import Enum
 
-#: With pauses of 1, 2, 4, ... s about half a minute, if starts fail at once.
-FAILING_AFTER = 6
-
 
 class BreakerState(Enum):
     """Whether machines are worth waiting for."""
@@ -27,7 +24,7 @@ class Backoff:
     After the pause one machine may try; the first that starts clears the failures.
     """
 
-    def __init__(self, *, min_s: float, max_s: float, failing_after: int = FAILING_AFTER) -> None:
+    def __init__(self, *, min_s: float, max_s: float, failing_after: int) -> None:
         self._min_s = min_s
         self._max_s = max_s
         self._failing_after = failing_after

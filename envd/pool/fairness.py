@@ -10,19 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunShare:
-    """The share of one run in a pool. `RunConfig` has validated the values."""
-
-    weight: float = 1.0
-    """Its part of the machines while several runs wait, relative to the weights of the others; above 0."""
-    quota: int | None = None
-    """Most machines that it may hold; None for no bound."""
-
-    def most(self, capacity: int) -> int:
-        """Return the most machines that it may hold out of `capacity`."""
-        return capacity if self.quota is None else min(self.quota, capacity)
+from envd.base.config import RunShare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,35 +99,20 @@ def plan(
     """
     machines = list(machines)
     shares = shares or RunShares()
-    # Freshest first: the oldest of a surplus then ages out instead of circulating.
     states = [machine.state for machine in machines]
-    idle = sorted(
-        (m for m, state in zip(machines, states, strict=True) if state is LifecycleState.IDLE), key=lambda m: m.idle_s
-    )
-    starting_count = states.count(LifecycleState.STARTING)
-    # A dying machine still holds its memory, so it counts against capacity
-    # until the hypervisor confirms that it is gone.
-    dying_count = states.count(LifecycleState.DYING)
+    # Freshest first: the oldest of a surplus then ages out instead of circulating.
+    idle = sorted((machine for machine in machines if machine.state is LifecycleState.IDLE), key=lambda m: m.idle_s)
     room = capacity - len(machines) - reserved_count
-
-    lease: list[tuple[str, ...]] = []
-    admitted: list[int] = []
     first = None if turn is None else turn.index
     turns = Turns(waiting, held=held or {}, shares=shares, capacity=capacity, first=first)
-    while (index := turns.next()) is not None:
-        group = waiting[index]
-        fits = group.ready <= len(idle) and group.reserved <= min(room, host_room)
-        if fits and (turn is None or index == turn.index or _may_pass(index, turn, waiting=waiting, turns=turns)):
-            turn = _turn_after(index, waiting, turn)
-            lease.append(tuple(m.machine_id for m in idle[: group.ready]))
-            admitted.append(index)
-            idle = idle[group.ready :]
-            room -= group.reserved
-            host_room -= group.reserved
-            turns.serve(index)
-        elif turn is None and (idle or room > 0):
-            # Reserve the turn only if there is a machine or room to keep; otherwise it stays undecided.
-            turn = ReservedTurn(index=index)
+    admitted, turn = _admit(waiting, turns, idle_count=len(idle), room=room, host_room=host_room, turn=turn)
+    lease: list[tuple[str, ...]] = []
+    for index in admitted:
+        ready = waiting[index].ready
+        lease.append(tuple(machine.machine_id for machine in idle[:ready]))
+        idle = idle[ready:]
+        room -= waiting[index].reserved
+        host_room -= waiting[index].reserved
     order = fair_order(
         waiting,
         held=turns.held,
@@ -136,14 +121,15 @@ def plan(
         first=None if turn is None else turn.index,
         gone=set(admitted),
     )
-    queue = [waiting[index] for index in order]
     # Groups that wait for machines of their own run come last: nothing is evicted for them, but machines are started.
     seen = {*admitted, *order}
+    queue = [waiting[index] for index in order]
     everyone = [*queue, *(group for index, group in enumerate(waiting) if index not in seen)]
     free = min(room, host_room)
-
-    evict_count = _evict_count(queue, idle_count=len(idle), coming_count=free + dying_count)
-    kept = idle[: len(idle) - evict_count]
+    # A dying machine holds its memory until the hypervisor confirms that it is gone, so it counts against capacity.
+    dying_count = states.count(LifecycleState.DYING)
+    kept = idle[: len(idle) - _evict_count(queue, idle_count=len(idle), coming_count=free + dying_count)]
+    starting_count = states.count(LifecycleState.STARTING)
 
     def starts(free: int) -> int:
         """Return how many machines to start if there is room for `free` more."""
@@ -156,12 +142,42 @@ def plan(
     head_lacks_memory = bool(queue) and free < queue[0].reserved <= room
     return Plan(
         lease=tuple(lease),
-        admitted=tuple(admitted),
+        admitted=admitted,
         turn=turn,
         start_count=start_count,
         destroy=tuple(m.machine_id for m in [*(m for m in surplus if m.idle_s >= max_idle_s), *idle[len(kept) :]]),
         host_is_short=head_lacks_memory or start_count < starts(room),
     )
+
+
+def _admit(
+    waiting: Sequence[Demand],
+    turns: Turns,
+    *,
+    idle_count: int,
+    room: int,
+    host_room: int,
+    turn: ReservedTurn | None,
+) -> tuple[tuple[int, ...], ReservedTurn | None]:
+    """Serve every group that fits and whose turn it is, or that may pass the group with the turn.
+
+    Returns the served groups in order, and the turn that is reserved afterwards.
+    """
+    admitted: list[int] = []
+    while (index := turns.next()) is not None:
+        group = waiting[index]
+        fits = group.ready <= idle_count and group.reserved <= min(room, host_room)
+        if fits and (turn is None or index == turn.index or _may_pass(index, turn, waiting=waiting, turns=turns)):
+            turn = _turn_after(index, waiting, turn)
+            admitted.append(index)
+            idle_count -= group.ready
+            room -= group.reserved
+            host_room -= group.reserved
+            turns.serve(index)
+        elif turn is None and (idle_count or room > 0):
+            # Reserve the turn only if there is a machine or room to keep; otherwise it stays undecided.
+            turn = ReservedTurn(index=index)
+    return tuple(admitted), turn
 
 
 def _may_pass(index: int, turn: ReservedTurn, *, waiting: Sequence[Demand], turns: Turns) -> bool:

@@ -7,7 +7,8 @@ Invariants, which hold because one event loop is atomic between awaits:
 * A machine is used once. After it was leased it never becomes idle again.
 
 `planner` picks the next group, `admission` keeps the queue, `refusals` refuses groups, `backoff` sets the pauses after
-failures, `template_keeper` provides the state to fork from, `host_room` bounds the machines of the host.
+failures, `template_keeper` provides the state to fork from, `host_room` bounds the machines of the host. `parts` builds
+them.
 """
 
 import asyncio
@@ -17,38 +18,29 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from envd.base.aio import Changes, OwnedTasks, shielded
-from envd.base.clock import Clock, SystemClock, wait_until
+from envd.base.aio import Changes, shielded
+from envd.base.clock import wait_until
 from envd.base.errors import EnvdError, GroupTooLarge, MachineLost, TemplateCorrupt
-from envd.base.store.store import NullStore, Store
-from envd.base.telemetry.metrics import Metrics
 from envd.guest.desktop import Desktop
 from envd.guest.view import ConnectionState
-from envd.hypervisor.machine import DiskImage, Hypervisor, Machine
-from envd.pool.admission import AdmissionQueue, WaitingGroup
-from envd.pool.backoff import Backoff
+from envd.hypervisor.machine import DiskImage, Machine
+from envd.pool.admission import WaitingGroup
 from envd.pool.fairness import Demand
-from envd.pool.host_room import HOST_POLL_S, HostDisk, HostRoom
+from envd.pool.host_room import HOST_POLL_S
 from envd.pool.leased import FrozenDesktop, LeasedMachine, LostMachine, MachineLease, Reservation, freeze
 from envd.pool.lifecycle import (
-    MachineFactory,
     MachineRecord,
-    MachineRegister,
     MakeDesktop,
     Work,
     adopted,
     load,
     prepared,
 )
-from envd.pool.machine_table import MachineTable
-from envd.pool.memory import OVERHEAD_MIB, HostMemory
+from envd.pool.parts import PoolHost, build_parts
 from envd.pool.planner import LifecycleState, plan
 from envd.pool.queue_report import QueuedGroup, queue_report
-from envd.pool.refusals import Refusals
 from envd.pool.settings import PoolSettings
 from envd.pool.status import PoolStatus
-from envd.pool.template import TemplateCache
-from envd.pool.template_keeper import TemplateKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -63,98 +55,50 @@ class Pool:
         self,
         settings: PoolSettings,
         *,
-        hypervisor: Hypervisor,
         image: DiskImage,
-        templates: TemplateCache | None = None,
-        memory: HostMemory | None = None,
-        disk: HostDisk | None = None,
+        host: PoolHost,
         make_desktop: MakeDesktop = Desktop,
-        metrics: Metrics | None = None,
-        clock: Clock | None = None,
-        store: Store | None = None,
         make_suffix: Callable[[], str] = lambda: secrets.token_hex(3),
     ) -> None:
         """Set up an empty pool; nothing runs before `start`.
 
         Args:
             settings: Capacity, machine size and behaviour.
-            hypervisor: Creates the machines; other pools may share it. Its owner closes it, after the pool.
             image: The image that the pool's template boots.
-            templates: Templates shared with the other pools on `hypervisor`; by default with none.
-            memory: The host's memory, shared by all pools on it; by default unbounded.
-            disk: The host's disk, shared by all pools on it; by default unbounded.
+            host: What it shares with the daemon's other pools.
             make_desktop: Connects to a machine.
-            metrics: Counts admissions and refusals; by default not exported.
-            clock: Source of time; by default the host's.
-            store: Database for its machines; by default none.
             make_suffix: Returns the part of a machine id after the pool's name: at most 7 of [a-z0-9].
         """
         self.settings = settings
         self.image = image
         self.changes = Changes()
         """Notified whenever `statistics` change."""
-        self._hypervisor = hypervisor
-        self._clock = clock or SystemClock()
-        self._metrics = metrics or Metrics()
-        self._queue = AdmissionQueue(limit=settings.queue_limit, shares=settings.shares, capacity=settings.capacity)
-        self._backoff = Backoff(
-            min_s=settings.backoff_min_s, max_s=settings.backoff_max_s, failing_after=settings.failing_after
-        )
-        self._leased_total = 0
-        self._tasks = OwnedTasks()
-        self._is_started = False
-        self._draining = False
-        self._closing = asyncio.Event()
-        self._close_task: asyncio.Task[None] | None = None
-        self.factory = MachineFactory(
-            hypervisor=hypervisor,
+        parts = build_parts(
+            settings,
+            image=image,
+            host=host,
             make_desktop=make_desktop,
-            forking=asyncio.Semaphore(settings.max_starting),
-            boot_timeout_s=settings.boot_timeout_s,
-            destroy_retry_min_s=settings.backoff_min_s,
-            destroy_retry_max_s=settings.backoff_max_s,
-            clock=self._clock,
-            register=MachineRegister(settings.name, store=store or NullStore(), clock=self._clock),
-            closing=self._closing,
-        )
-        self._machines = MachineTable(
-            factory=self.factory,
-            backoff=self._backoff,
-            tasks=self._tasks,
-            make_id=lambda: f"{settings.name}-{make_suffix()}",
+            make_suffix=make_suffix,
             changed=self._reconcile,
             notify=self._measured,
         )
-        # A booted machine holds all pages that its guest has touched; a fork, only those that it has changed.
-        booted_bytes = (settings.memory_mib + OVERHEAD_MIB) << 20
-        expected_bytes = min(booted_bytes, settings.expected_memory_mib << 20)
-        self._room = HostRoom(
-            memory=memory,
-            disk=disk,
-            claims=partial(self._machines.claims, expected_bytes=expected_bytes, booted_bytes=booted_bytes),
-            expected_bytes=expected_bytes,
-            capacity=settings.capacity,
-            clock=self._clock,
-        )
-        self._spec = settings.machine_spec(image)
-        self._template = TemplateKeeper(
-            self._spec,
-            user=self,
-            hypervisor=hypervisor,
-            templates=templates or TemplateCache(hypervisor),
-            backoff=self._backoff,
-            clock=self._clock,
-            tasks=self._tasks,
-            check_interval_s=settings.measure_interval_s,
-        )
-        self._refusals = Refusals(
-            pool=settings.name,
-            capacity=settings.capacity,
-            shares=settings.shares,
-            queue=self._queue,
-            turnover=self._machines.turnover,
-            metrics=self._metrics,
-        )
+        self._hypervisor = host.hypervisor
+        self._clock = host.clock
+        self._metrics = host.metrics
+        self.factory = parts.factory
+        self._spec = parts.spec
+        self._queue = parts.queue
+        self._backoff = parts.backoff
+        self._tasks = parts.tasks
+        self._machines = parts.machines
+        self._room = parts.room
+        self._template = parts.template
+        self._refusals = parts.refusals
+        self._leased_total = 0
+        self._is_started = False
+        self._draining = False
+        self._closing = parts.closing
+        self._close_task: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
@@ -238,7 +182,7 @@ class Pool:
             self._machines.enforce_disk_quota(self.settings.disk_quota_mib << 20, interval_s=_QUOTA_INTERVAL_S),
             name=f"pool:{self.name}:quota",
         )
-        self._template.start()
+        self._template.start(self)
         self._reconcile()
 
     async def lease(
@@ -490,8 +434,8 @@ class Pool:
     def _idle_target(self) -> int:
         """Return how many spare machines to keep; in a failing pool one more than there are, so that one tries."""
         if not self._backoff.is_failing:
-            return self.settings.idle_target
-        return max(self.settings.idle_target, self._machines.counts()[LifecycleState.IDLE] + 1)
+            return self.settings.size
+        return max(self.settings.size, self._machines.counts()[LifecycleState.IDLE] + 1)
 
     def _grant(self, demand: Demand, machine_ids: Iterable[str]) -> MachineLease:
         return MachineLease(

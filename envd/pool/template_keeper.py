@@ -4,12 +4,11 @@ import logging
 from typing import Protocol
 
 from envd.base.aio import OwnedTasks
-from envd.base.clock import Clock
 from envd.base.errors import Draining, EnvdError, TemplateCorrupt
-from envd.hypervisor.machine import Hypervisor, MachineSpec
+from envd.hypervisor.machine import MachineSpec
 from envd.pool.backoff import Backoff
 from envd.pool.leased import FrozenDesktop
-from envd.pool.lifecycle import MachineRecord, Work, prepared
+from envd.pool.lifecycle import MachineFactory, MachineRecord, Work, prepared
 from envd.pool.template import TemplateBuilder, TemplateCache
 
 logger = logging.getLogger(__name__)
@@ -35,11 +34,9 @@ class TemplateKeeper:
         self,
         spec: MachineSpec,
         *,
-        user: TemplateUser,
-        hypervisor: Hypervisor,
+        factory: MachineFactory,
         templates: TemplateCache,
         backoff: Backoff,
-        clock: Clock,
         tasks: OwnedTasks,
         check_interval_s: float,
     ) -> None:
@@ -47,16 +44,17 @@ class TemplateKeeper:
         """The template; None while there is none."""
         self._name = spec.machine_id
         self._spec = spec
-        self._user = user
-        self._hypervisor = hypervisor
+        self._user: TemplateUser
+        self._factory = factory
         self._templates = templates
         self._backoff = backoff
-        self._clock = clock
+        self._clock = factory.clock
         self._tasks = tasks
         self._check_interval_s = check_interval_s
 
-    def start(self) -> None:
-        """Start to get the template, and to check it at each interval."""
+    def start(self, user: TemplateUser) -> None:
+        """Start to get the template for its pool, and to check it at each interval."""
+        self._user = user
         self._tasks.spawn(self._get(), name=f"pool:{self._name}:template")
         self._tasks.spawn(self._watch(), name=f"pool:{self._name}:watch")
 
@@ -68,7 +66,7 @@ class TemplateKeeper:
 
     def prepare(self, frozen: FrozenDesktop) -> Work:
         """Create a machine for a fork of the template; see `prepared`."""
-        create = prepared(frozen, factory=self._user.factory)
+        create = prepared(frozen, factory=self._factory)
 
         async def work(record: MachineRecord) -> None:
             try:
@@ -85,7 +83,7 @@ class TemplateKeeper:
         if frozen is None:
             return
         try:
-            await self._hypervisor.check_intact(frozen.snapshot)
+            await self._factory.hypervisor.check_intact(frozen.snapshot)
         except TemplateCorrupt as error:
             if frozen is not self.frozen:
                 return

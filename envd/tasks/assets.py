@@ -10,7 +10,6 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -18,11 +17,9 @@ from typing import IO, TYPE_CHECKING
 from pydantic import ValidationError
 
 from envd.base.errors import EnvdError
-from envd.tasks.checkers.osworld import OsworldEvaluator
 from envd.tasks.checkers.union import leaves
-from envd.tasks.fields import Model, Sha256
+from envd.tasks.fields import AssetRef, Model, Sha256
 from envd.tasks.model import Task
-from envd.tasks.verbs import Download, OsworldSetup
 
 if TYPE_CHECKING:
     import aiohttp
@@ -32,19 +29,8 @@ _CHUNK_BYTES = 1 << 20
 _PART = ".part-"
 
 
-class AssetMissing(EnvdError):
+class AssetMissing(EnvdError, reason="ASSET_MISSING"):
     """A file that a task needs is not in the cache, or has the wrong digest."""
-
-    reason = "ASSET_MISSING"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class AssetRef:
-    """A file that a task needs."""
-
-    url: str
-    sha256: str = ""
-    """Empty if the task gives none."""
 
 
 class _Entry(Model):
@@ -57,14 +43,8 @@ class _Entry(Model):
 
 def assets_of(task: Task) -> Iterator[AssetRef]:
     """Yield the files that a task's setup and checkers need."""
-    for verb in task.setup:
-        if isinstance(verb, Download):
-            yield from (AssetRef(file.url, file.sha256 or "") for file in verb.files)
-        elif isinstance(verb, OsworldSetup):
-            yield from (AssetRef(url) for url in verb.urls())
-    for checker in leaves(task.checker) if task.checker else ():
-        if isinstance(checker, OsworldEvaluator):
-            yield from (AssetRef(url) for url in checker.urls())
+    for part in (*task.setup, *(leaves(task.checker) if task.checker else ())):
+        yield from part.downloads()
 
 
 class AssetCache:

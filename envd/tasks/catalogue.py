@@ -16,8 +16,7 @@ from envd.base.errors import ConfigError, TaskNotFound
 from envd.tasks.formats.cua_gym import read_bundles
 from envd.tasks.formats.entries import Found, Problem
 from envd.tasks.formats.files import DEFAULT_SUITE, files_in, read_tasks
-from envd.tasks.model import Task
-from envd.tasks.needs import Offer, needs_obstacle
+from envd.tasks.model import Offer, Task, needs_obstacle
 from envd.tasks.suites.desktop import DESKTOP
 from envd.tasks.templates import Templates
 

@@ -6,9 +6,16 @@ from envd.base.errors import GuestError
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.programs import count_processes
 from envd.tasks.oracle import WaitFor
-from envd.tasks.queries import Query, file_query, process_query, window_query
+from envd.tasks.queries import (
+    Query,
+    describe_windows,
+    file_query,
+    find_window,
+    parse_windows,
+    process_query,
+    window_query,
+)
 from envd.tasks.text import quote
-from envd.tasks.window_list import describe_windows, find_window, parse_windows
 
 
 class Result(Protocol):

@@ -1,21 +1,26 @@
-"""How a bundle of CUA-Gym is staged, set up and scored in a guest: archives, commands and the score. No I/O on guests.
+"""How a bundle of CUA-Gym is staged, set up and scored in a guest: archives, commands, and the checker.
 
 Everything that the agent must not see passes through the root agent and is readable by root only. `hidden/` and
 `setup.sh` are removed before the agent starts. `gt/` and `check.sh` reach the guest only after the agent has ended and
 its processes are stopped, and `check.sh` in a directory that its user cannot enter.
 """
 
+import asyncio
 import io
 import json
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final, Literal
 
 from envd.base.errors import GuestError
 from envd.guest.agent import CommandResult
+from envd.hypervisor.machine import GuestOs
+from envd.tasks.checkers.base import GuestInspector, LeafChecker
+from envd.tasks.fields import Timeout
 from envd.tasks.text import CheckOutcome, quote
 
+_STAGE_TIMEOUT_S: Final = 60.0
 WORKSPACE: Final = "/tmp_workspace"  # noqa: S108 -- a path in guests
 #: Largest archive of one directory: it is the standard input of one command in the guest.
 MAX_ARCHIVE_BYTES: Final = 16 << 20
@@ -147,3 +152,36 @@ def judge_check(result: CommandResult) -> CheckOutcome:
             raise GuestError(f"check.sh printed no overall_score of 0 to 1: {quote(line)}")
         return CheckOutcome(float(score), quote(line))
     raise GuestError(f"check.sh printed no JSON object with its score: {quote(result.stdout)}")
+
+
+class CuaGymCheck(LeafChecker):
+    """A bundle's own score. A `check.sh` that fails or prints no score is an error, never 0."""
+
+    systems: ClassVar[frozenset[GuestOs]] = frozenset({GuestOs.LINUX})
+    # The bundle's `gt` must not reach the guest before the agent has ended.
+    runs_before_start: ClassVar[bool] = False
+
+    kind: Literal["cua_gym"]
+    bundle: str
+    """Its directory on the host."""
+    timeout_s: Timeout = 110.0
+
+    @property
+    def subject(self) -> str:
+        """The bundle's name."""
+        return Path(self.bundle).name
+
+    async def check(self, inspector: GuestInspector) -> CheckOutcome:
+        """See `LeafChecker`."""
+        try:
+            content = await asyncio.to_thread(archive, Path(self.bundle), CHECK_PARTS)
+        except (ValueError, OSError) as error:
+            raise GuestError(f"bundle {self.subject}: {error}") from error
+        result = await inspector.desktop.run(
+            RUN_CHECK,
+            timeout_s=self.timeout_s + _STAGE_TIMEOUT_S,
+            as_root=True,
+            env={**ENVIRONMENT, "TASK_ID": self.subject},
+            stdin=content,
+        )
+        return await inspector.judge(judge_check, result)

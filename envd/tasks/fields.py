@@ -7,12 +7,22 @@ import base64
 import binascii
 import codecs
 import re
+from dataclasses import dataclass
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 #: Pseudo-encoding: decodes by the byte order mark, if there is one, and removes the mark.
 BOM = "bom"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AssetRef:
+    """A file that a task needs."""
+
+    url: str
+    sha256: str = ""
+    """Empty if the task gives none."""
 
 
 class Model(BaseModel):

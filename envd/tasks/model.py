@@ -3,9 +3,13 @@
 Frozen data, validated on load, so that a wrong field, verb or checker is rejected before any machine boots. Setup verbs
 (`envd.tasks.verbs`) and checkers (`envd.tasks.checkers`) are unions discriminated by `kind`. Guest paths are absolute,
 because the same path must mean the same file to the user's session and to the root agent.
+
+A need is a word, such as `powershell`. A task whose need an image does not provide would score 0 whatever the agent
+does, so it is refused.
 """
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Literal, NamedTuple, Self
 
 from cuaenv.actions import Done, Fail
 from pydantic import Field, PlainValidator, model_validator
@@ -79,3 +83,41 @@ class Task(Model):
             if kinds != sorted(kinds) or all(kinds):
                 raise ValueError("oracle: wait_for follows the actions of its step")
         return self
+
+
+class Offer(NamedTuple):
+    """The image of a pool."""
+
+    pool: str
+    os: GuestOs
+    image: str
+    provides: frozenset[str]
+
+
+def missing_needs(task: Task, provides: frozenset[str]) -> str:
+    """Return the needs of a task that are not provided, as a list for messages; empty if all are."""
+    return ", ".join(need for need in task.needs if need not in provides)
+
+
+def needs_obstacle(task: Task, offers: Sequence[Offer]) -> str:
+    """Return why no pool that could run a task has what it needs, as `kind: detail`.
+
+    Returns an empty string if one has, or if none could run the task in any case: `Reset` reports that.
+    """
+    fitting = [offer for offer in offers if _fits(task, offer)]
+    lacking = [(offer, missing_needs(task, offer.provides)) for offer in fitting]
+    if not task.needs or not all(lacks for _, lacks in lacking):
+        return ""
+    return "; ".join(
+        f"needs {lacks}: image {offer.image} of pool {offer.pool} does not provide it" for offer, lacks in lacking
+    )
+
+
+def split_by_needs(tasks: Iterable[Task], provides: frozenset[str]) -> tuple[list[Task], list[Task]]:
+    """Return the tasks whose needs are all provided, and the others."""
+    tasks = list(tasks)
+    return [t for t in tasks if not missing_needs(t, provides)], [t for t in tasks if missing_needs(t, provides)]
+
+
+def _fits(task: Task, offer: Offer) -> bool:
+    return offer.os is task.os and task.image in ("", offer.image) and task.pool in ("", offer.pool)

@@ -13,13 +13,13 @@ from envd.base.errors import GuestError, GuestUnresponsive, SetupFailed
 from envd.guest.desktop import Desktop
 from envd.guest.powershell import Script, powershell
 from envd.hypervisor.machine import GuestOs
-from envd.tasks.assets import AssetRef
+from envd.tasks.checkers.evaluate import require_unsolved
 from envd.tasks.cua_gym import ENVIRONMENT, RUN_SETUP, SETUP_COMMANDS, archive
-from envd.tasks.fields import WindowMatch
+from envd.tasks.fields import AssetRef, WindowMatch
 from envd.tasks.model import Task
 from envd.tasks.osworld import NOT_INSTALLED
+from envd.tasks.queries import OpenWindow, describe_windows, find_window, list_windows
 from envd.tasks.setup_resources import SetupResources
-from envd.tasks.start_check import require_unsolved
 from envd.tasks.text import quote
 from envd.tasks.verbs import (
     ActivateWindow,
@@ -41,7 +41,6 @@ from envd.tasks.verbs import (
     WaitWindow,
     WriteFile,
 )
-from envd.tasks.window_list import OpenWindow, describe_windows, find_window, list_windows
 
 #: Between two queries of the window list; a query takes tens of milliseconds of the guest under TCG.
 POLL_S = 0.25

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from envd.base.errors import GuestError
-from envd.tasks.assets import AssetCache, AssetMissing, AssetRef, open_http
-from envd.tasks.judging import Judge, judge_directly
+from envd.tasks.assets import AssetCache, AssetMissing, open_http
+from envd.tasks.checkers.base import Judge, judge_directly
+from envd.tasks.fields import AssetRef
 from envd.tasks.osworld import OsworldBridge
 
 #: Limit of a download while an episode waits.

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from envd.hypervisor.machine import GuestOs
-from envd.tasks.fields import Argv, Base64, Encoding, GuestPath, Model, Sha256, Timeout, WindowMatch
+from envd.tasks.fields import Argv, AssetRef, Base64, Encoding, GuestPath, Model, Sha256, Timeout, WindowMatch
 from envd.tasks.osworld import asset_urls
 
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$", max_length=8192)]
@@ -26,6 +26,10 @@ class SetupBase(Model):
     # The first start of a program takes up to a minute in an emulated guest on a busy host.
     timeout_s: Timeout = 180.0
     """Seconds after which the verb, and with it the reset, fails."""
+
+    def downloads(self) -> Iterator[AssetRef]:
+        """Yield the files that it needs from the host's cache."""
+        yield from ()
 
 
 class SessionVerb(SetupBase):
@@ -92,6 +96,10 @@ class Download(SetupBase):
 
     kind: Literal["download"]
     files: Annotated[tuple[Asset, ...], Field(min_length=1)]
+
+    def downloads(self) -> Iterator[AssetRef]:
+        """Yield the files."""
+        yield from (AssetRef(file.url, file.sha256 or "") for file in self.files)
 
 
 class HostFile(Model):
@@ -219,9 +227,9 @@ class OsworldSetup(SetupBase):
             raise ValueError(f"steps: a step has a type and parameters, a download has files: {error!r}") from error
         return self
 
-    def urls(self) -> Iterator[str]:
-        """Yield the URLs of the files that OSWorld would download."""
-        yield from asset_urls(self.steps, {}).values()
+    def downloads(self) -> Iterator[AssetRef]:
+        """Yield the files that OSWorld would download."""
+        yield from map(AssetRef, asset_urls(self.steps, {}).values())
 
 
 class CuaGymSetup(SetupBase):

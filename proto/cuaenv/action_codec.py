@@ -164,7 +164,7 @@ class Form:
     name: str
     """Its name in JSON."""
     fields: Mapping[str, _Field]
-    """By their names in JSON."""
+    """Fields by their names in JSON."""
     points: Mapping[str, tuple[_Field, _Field]]
     """Its positions, by their names in the contract."""
     others: tuple[_Field, ...]
@@ -215,6 +215,8 @@ def _forms() -> Iterator[Form]:
     kinds = {kind.__name__: kind for kind in get_args(Action)}
     for wire in env_pb2.Action.DESCRIPTOR.oneofs_by_name["kind"].fields:
         message = cast(Descriptor, wire.message_type)
+        if message.name not in kinds:
+            raise TypeError(f"action {message.name} of the contract is missing in cuaenv.actions.Action")
         kind = kinds.pop(message.name)
         own = {field.name: _Field(field.name, *_FIELDS[field.name], field.default) for field in fields(kind)}
         points = {
@@ -224,6 +226,9 @@ def _forms() -> Iterator[Form]:
             if x_name in own and point in message.fields_by_name
         }
         others = tuple(field for field in own.values() if all(field not in pair for pair in points.values()))
+        unread = set(message.fields_by_name) ^ {*points, *(field.name for field in others)}
+        if unread:
+            raise TypeError(f"action {message.name}: {', '.join(unread)} is not in both the contract and the dataclass")
         by_json_name = {field.json_name: field for field in own.values()}
         yield Form(kind, wire.name, _NAMES.get(wire.name, wire.name), by_json_name, points, others)
     if kinds:
@@ -231,7 +236,7 @@ def _forms() -> Iterator[Form]:
 
 
 FORMS: Mapping[str, Form] = {form.name: form for form in _forms()}
-"""By name in JSON, in the contract's order."""
+"""Actions by name in JSON, in the contract's order."""
 _BY_KIND = {form.kind: form for form in FORMS.values()}
 _BY_WIRE_NAME = {form.wire_name: form for form in FORMS.values()}
 

@@ -25,7 +25,6 @@ from trainer.cli.app import app
 
 TASK = "fake/enable"
 BOX = {"action": "click", "x": 822, "y": 167}
-MISS = {"action": "click", "x": 5, "y": 5}
 DONE = {"action": "done"}
 
 

@@ -25,11 +25,19 @@ def render(overlay: str) -> dict[str, dict[str, Any]]:
     return {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
 
 
+def pod_of(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the specification of the daemons' pods."""
+    (kind,) = {"DaemonSet", "StatefulSet"} & set(objects)
+    pod: dict[str, Any] = objects[kind]["spec"]["template"]["spec"]
+    return pod
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_object_fits_its_schema(overlay: str) -> None:
     objects = render(overlay)
     own = {kind: each for kind, each in objects.items() if not each["apiVersion"].startswith("monitoring.coreos.com")}
-    assert {"DaemonSet", "Service", "NetworkPolicy", "PodDisruptionBudget", "ConfigMap"} <= set(own)
+    assert pod_of(objects)["containers"]
+    assert {"Service", "NetworkPolicy", "PodDisruptionBudget", "ConfigMap"} <= set(own)
     for each in own.values():
         kubernetes_validate.validate(each, kubernetes_validate.latest_version(), strict=True)
 
@@ -38,7 +46,7 @@ def test_every_object_fits_its_schema(overlay: str) -> None:
 def test_the_daemon_accepts_its_settings_and_ends_within_its_grace_period(overlay: str) -> None:
     objects = render(overlay)
     config = Config.model_validate(tomllib.loads(objects["ConfigMap"]["data"]["envd.toml"]))
-    pod = objects["DaemonSet"]["spec"]["template"]["spec"]
+    pod = pod_of(objects)
     assert config.limits.drain_timeout_s + 60 <= pod["terminationGracePeriodSeconds"]
     (daemon,) = pod["containers"]
     ports = {port["name"]: port["containerPort"] for port in daemon["ports"]}
@@ -49,8 +57,20 @@ def test_the_daemon_accepts_its_settings_and_ends_within_its_grace_period(overla
         assert any(path.is_relative_to(mount) for mount in mounts)
 
 
-def test_no_container_is_privileged_or_gains_privileges() -> None:
-    pod = render("kvm")["DaemonSet"]["spec"]["template"]["spec"]
+def test_the_daemons_of_a_node_share_its_images_and_templates() -> None:
+    objects = render("several")
+    config = Config.model_validate(tomllib.loads(objects["ConfigMap"]["data"]["envd.toml"]))
+    pod = pod_of(objects)
+    shared = [each["name"] for each in pod["volumes"] if "hostPath" in each]
+    mounts = {each["mountPath"] for each in pod["containers"][0]["volumeMounts"] if each["name"] in shared}
+    assert mounts == {"/var/cache/envd"}, "the daemon's cache, with the account of the node's memory"
+    assert config.template_dir.is_relative_to("/var/cache/envd")
+    assert objects["StatefulSet"]["spec"]["replicas"] > 1
+
+
+@pytest.mark.parametrize("overlay", ["kvm", "several"])
+def test_no_container_is_privileged_or_gains_privileges(overlay: str) -> None:
+    pod = pod_of(render(overlay))
     for container in [*pod["containers"], *pod["initContainers"]]:
         context = container["securityContext"]
         assert context["capabilities"]["drop"] == ["ALL"]

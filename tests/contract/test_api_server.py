@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
-from envd.api.requests import MAX_MESSAGE_BYTES
+from envd.api.security.access import MAX_MESSAGE_BYTES
 from envd.api.server import SERVICE_NAME, ApiServer, parse_listen
 from envd.base.config import SecurityConfig
 from envd.base.errors import (

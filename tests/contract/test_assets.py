@@ -11,7 +11,8 @@ import pytest_asyncio
 from aiohttp import web
 
 from envd.base.errors import SetupFailed
-from envd.tasks.assets import AssetCache, AssetMissing, AssetRef, assets_of, open_http
+from envd.tasks.assets import AssetCache, AssetMissing, assets_of, open_http
+from envd.tasks.fields import AssetRef
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources

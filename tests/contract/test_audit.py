@@ -160,7 +160,7 @@ async def test_planted_leftovers_are_removed_and_used_things_stay(
     }
     assert orphan.lost.is_set()
     assert before <= set(server.hypervisor.machines)
-    assert server.hypervisor.leftover_captures == frozenset()
+    assert server.hypervisor.host.captures == {}
     assert [r.episode_id for r in await server.store.rows(EpisodeRow)] == [episode_id]
     assert "ghost" not in {r.machine_id for r in await server.store.rows(MachineRow)}
     await server.service.observe(episode_id, ResetCommand(request_id="", task_id="").observe)

@@ -42,6 +42,7 @@ from envd.hypervisor.fake import FakeHypervisor, fake_image
 from envd.hypervisor.machine import GuestOs
 from envd.hypervisor.qemu.processes import memory_of, processor_ns, written_guest_bytes
 from envd.pool.memory import HostMemory
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from tests.support.command import CommandOutput, run_envd
@@ -352,12 +353,12 @@ def test_a_benchmark_has_one_pool_free_ports_and_its_own_state(tmp_path: Path) -
     )
     own = bench_config(served, standby_count=4, capacity=5)
     assert (own.listen, own.metrics_listen, own.state_dir) == ("127.0.0.1:0", "127.0.0.1:0", tmp_path / "bench")
-    assert own.hypervisor_uri == f"qemu:///embed?root={tmp_path}/bench/libvirt"
+    assert own.hypervisor.uri == ""
     assert own.pools.keys() == {"desktop"}
     other = bench_config(served, standby_count=1, capacity=1, image="win").pools["desktop"]
-    assert (other.image, other.memory_mib, other.machine_limit) == ("win", 1024, 1)
+    assert (other.image, other.memory_mib, other.capacity) == ("win", 1024, 1)
     pool = own.pools["desktop"]
-    assert (pool.size, pool.machine_limit, pool.memory_mib) == (4, 5, 2048)
+    assert (pool.size, pool.capacity, pool.memory_mib) == (4, 5, 2048)
     assert pool.allow_guest_access
     assert not pool.always_running
 
@@ -605,7 +606,9 @@ async def test_a_benchmark_without_room_on_its_host_says_so() -> None:
     hypervisor = FakeHypervisor()
     memory = HostMemory(reserve_bytes=1 << 60)
     pool = Pool(
-        PoolSettings(name="p", capacity=2, idle_target=1), hypervisor=hypervisor, image=fake_image(), memory=memory
+        PoolSettings(name="p", capacity=2, size=1),
+        image=fake_image(),
+        host=PoolHost(hypervisor=hypervisor, memory=memory),
     )
     bench = BenchSession(daemon=Mock(), client=Mock(), pool=pool)
     try:

@@ -7,14 +7,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from envd.base.config import Config, PoolConfig, RunConfig, load
+from envd.base.config import Config, RunShare, load
 from envd.base.errors import ConfigError, GroupTooLarge
-from envd.daemon.composition import Daemon, open_daemon, run_shares
+from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes.types import ResetCommand
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.hypervisor.fake import FakeHypervisor
-from envd.pool.backoff import FAILING_AFTER
-from envd.pool.fairness import RunShare, RunShares
 
 TASK = "fake/save-note"
 
@@ -42,17 +40,6 @@ async def scraped(daemon: Daemon) -> set[str]:
         return set((await response.text()).splitlines())
 
 
-def test_the_default_share_applies_to_every_unnamed_run() -> None:
-    shares = run_shares({"main": RunConfig(weight=2.0), "default": RunConfig(weight=0.5, quota=8)})
-    assert shares.of("main") == RunShare(weight=2.0)
-    assert shares.of("x") == shares.of("") == shares.of("default") == RunShare(weight=0.5, quota=8)
-    assert run_shares({}) == RunShares()
-
-
-def test_pool_config_and_pool_settings_have_the_same_failure_limit() -> None:
-    assert PoolConfig(image="desktop").failing_after == FAILING_AFTER
-
-
 async def test_the_hosts_memory_does_not_bound_fake_desktops(tmp_path: Path) -> None:
     flags = {"pools": {"desktop": {"size": 2}}, "limits.memory_reserve_mib": 1_048_576}  # more than any host has
     async with open_daemon(fake_config(tmp_path, flags)) as daemon:
@@ -68,7 +55,9 @@ async def test_the_hosts_memory_does_not_bound_fake_desktops(tmp_path: Path) -> 
 async def test_a_guest_larger_than_the_host_is_refused_at_start(tmp_path: Path) -> None:
     pool = {"size": 1, "memory_mib": 1_048_576}
     uri = f"qemu:///embed?root={tmp_path}/libvirt"
-    with pytest.raises(ConfigError, match=r"^pools\.desktop\.memory_mib: 1048576 is more than the host's \d+ MiB$"):
+    with pytest.raises(
+        ConfigError, match=r"^pools\.desktop\.memory_mib: 1048576 is more than the host's \d+ MiB; lower it$"
+    ):
         async with open_daemon(fake_config(tmp_path, {"pools": {"desktop": pool}, "hypervisor.uri": uri})):
             pass
     async with open_daemon(fake_config(tmp_path, {"pools": {"desktop": pool}})) as daemon:
@@ -78,7 +67,7 @@ async def test_a_guest_larger_than_the_host_is_refused_at_start(tmp_path: Path) 
 async def test_a_served_pool_applies_quotas_and_exports_metrics_by_run(tmp_path: Path) -> None:
     flags = {
         "pools": {"desktop": {"size": 2, "failing_after": 4, "queue_limit": 9}},
-        "limits.runs": {"main": {"quota": 1, "weight": 2.0}},
+        "limits.runs": {"main": {"quota": 1, "weight": 2.0}, "default": {"weight": 0.5}},
     }
 
     def command(number: int, group_size: int, run: str) -> ResetCommand:
@@ -94,7 +83,9 @@ async def test_a_served_pool_applies_quotas_and_exports_metrics_by_run(tmp_path:
     async with open_daemon(fake_config(tmp_path, flags)) as daemon:
         (pool,) = daemon.pools
         assert (pool.settings.failing_after, pool.settings.queue_limit) == (4, 9)
-        assert pool.settings.shares.of("main") == RunShare(weight=2.0, quota=1)
+        shares = pool.settings.shares
+        assert shares.of("main") == RunShare(weight=2.0, quota=1)
+        assert shares.of("invented") == shares.of("") == shares.of("default") == RunShare(weight=0.5)
         await daemon.service.reset(command(1, 1, "main"))
         await daemon.service.reset(command(2, 1, "invented"))
         with pytest.raises(GroupTooLarge, match="run 'main' may hold at most 1"):

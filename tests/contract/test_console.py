@@ -18,7 +18,7 @@ from PIL import Image
 from envd.api.console import pictures, server
 from envd.api.console.pictures import Size
 from envd.api.security.tokens import new_token
-from envd.base.config import load
+from envd.base.config import SettlePolicy, load
 from envd.base.errors import ConfigError
 from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes.episode import Episode
@@ -26,7 +26,7 @@ from envd.episodes.events import PerformedStep
 from envd.episodes.lease import Lease
 from envd.episodes.types import ResetCommand, StepCommand
 from envd.guest.display.frames import Frame
-from envd.guest.observation import Encoding, ObservationOptions, SettlePolicy
+from envd.guest.observation import Encoding, ObservationOptions
 
 NO_PIXELS = ObservationOptions(encoding=Encoding.NONE)
 QUICK = SettlePolicy(quiet_ms=20, max_ms=2000)

@@ -5,6 +5,7 @@ import io
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from xml.etree import ElementTree
 
@@ -17,6 +18,7 @@ from envd.guest.guestd import GuestdClient
 from envd.hypervisor.fake import FakeHypervisor, FakeMachine, fake_image
 from envd.hypervisor.fake.programs import Outcome
 from envd.hypervisor.machine import MachineSpec
+from tests.support.hostile import GuestdAttack, guestd_body
 
 
 @pytest.fixture
@@ -117,12 +119,12 @@ async def test_a_hung_guestd_hits_the_deadline(guestd: GuestdClient, machine: Fa
     [("large", GuestError), ("nested", GuestError), ("slow", GuestUnresponsive)],
 )
 async def test_a_hostile_guestd_fails_its_own_call(
-    guestd: GuestdClient, machine: FakeMachine, attack: str, error: type[Exception]
+    guestd: GuestdClient, machine: FakeMachine, attack: GuestdAttack, error: type[Exception]
 ) -> None:
-    machine.inject(guestd_attack=attack)
+    machine.inject(guestd_body=partial(guestd_body, attack))
     with pytest.raises(error):
         await guestd.accessibility(timeout_s=1 if attack == "slow" else 60)
-    machine.inject(guestd_attack="")
+    machine.inject(guestd_body=None)
     assert (await guestd.session()).ready
 
 

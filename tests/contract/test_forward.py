@@ -249,27 +249,28 @@ async def test_a_connection_ends_with_its_episode_and_so_does_the_forward(
         late.close()
 
 
-async def test_an_open_connection_keeps_the_guest_running_and_only_bytes_renew_the_lease(
-    server: FakeServer, episode: AsyncEpisode
-) -> None:
-    found = server.service.find(episode.episode_id)
-    assert found is not None
-    machine = server.hypervisor.machines[found.machine.machine_id]
-    async with streams(server) as open_stream:
+async def test_an_open_connection_keeps_the_guest_running_and_only_bytes_renew_the_lease(server: FakeServer) -> None:
+    async with (
+        AsyncEnvClient(server.address, keep_alive_interval=timedelta(hours=1)) as client,
+        client.reset(TASK, lease_ttl=timedelta(seconds=10)) as episode,
+        streams(server) as open_stream,
+    ):
+        found = server.service.find(episode.episode_id)
+        assert found is not None
+        machine = server.hypervisor.machines[found.machine.machine_id]
         call = await open_stream(episode_id=episode.episode_id, port=ECHO)
         await call.read()
         assert machine.state is MachineState.RUNNING
         assert not found.lease.in_call
-        found.lease.expire_at(0.0)
-        # Bytes renew the lease at most once a second.
-        while found.lease.expire_s == 0.0:
-            found.lease.extend(0.0, now_s=0.0)
+        opened_s = found.lease.expire_s
+        # At most once a second.
+        while found.lease.expire_s == opened_s:
             await call.write(env_pb2.ForwardGuestPortRequest(data=b"!"))
             assert (await call.read()).data == b"!"
         await call.done_writing()
         await drained(call)
-    while machine.state.value != "paused":
-        await asyncio.sleep(0.001)
+        while machine.state.value != "paused":
+            await asyncio.sleep(0.001)
 
 
 async def test_a_connection_without_bytes_is_closed_after_its_idle_timeout(
@@ -281,6 +282,27 @@ async def test_a_connection_without_bytes_is_closed_after_its_idle_timeout(
         error = await failure(call)
     assert error.reason == "GUEST_REFUSED"
     assert "closed after 1 s without bytes" in str(error)
+
+
+async def test_a_client_that_stops_reading_keeps_the_guest_running_no_longer_than_the_idle_timeout(
+    server: FakeServer, episode: AsyncEpisode
+) -> None:
+    async def service(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            writer.write(bytes(1 << 20))
+            await writer.drain()
+
+    server.hypervisor.services[PORT] = service
+    found = server.service.find(episode.episode_id)
+    assert found is not None
+    machine = server.hypervisor.machines[found.machine.machine_id]
+    async with streams(server) as open_stream:
+        call = await open_stream(episode_id=episode.episode_id, port=PORT, idle_timeout=timedelta(seconds=1))
+        await call.read()
+        while machine.state is not MachineState.PAUSED:
+            await asyncio.sleep(0.01)
+        assert server.metrics.port_connections.labels(pool="fake")._value.get() == 0
+        assert (await failure(call)).reason == "GUEST_REFUSED"
 
 
 async def test_an_episode_has_a_limited_number_of_connections(server: FakeServer, episode: AsyncEpisode) -> None:
@@ -420,7 +442,7 @@ async def test_the_port_of_the_guests_service_needs_no_forwarding_by_it(guestd: 
 @pytest.mark.parametrize(
     ("answer", "error", "text"),
     [
-        (b"HTTP/1.1 404 NOT FOUND\r\n\r\n<html>", GuestError, "cannot forward ports; build the image"),
+        (b"HTTP/1.0 404 NOT FOUND\r\n\r\n<html>", GuestError, "cannot forward ports; build the image"),
         (b"HTTP/1.1 502 Bad Gateway\r\n\r\n" + b"x" * (1 << 20), GuestError, "x" * 2000),
         (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", GuestError, "guestd returned 0"),
         (b"HTTP/1.1 101 " + b"x" * (1 << 20), GuestError, "guestd returned 0: Separator is not found"),
@@ -468,7 +490,7 @@ async def test_the_command_reports_an_unknown_episode_and_a_port_in_use(
     with socket.create_server(("127.0.0.1", 0)) as used:
         local_port = used.getsockname()[1]
         for arguments, status, text in (
-            (("ep-unknown", "80"), 1, "episode ep-unknown: is not open here"),
+            (("ep-unknown", "80"), 1, "error: episode ep-unknown: "),
             ((episode.episode_id, "80", "--local", str(local_port)), 2, f"--local {local_port}: cannot listen"),
         ):
             process = await asyncio.create_subprocess_exec(

@@ -13,10 +13,10 @@ from PIL import Image
 
 from envd.base.errors import GuestError
 from envd.daemon.judging.workers import JudgeWorkers
+from envd.tasks.checkers.base import FoundFile
 from envd.tasks.checkers.data import IniEntry, JsonValueAt, judge_data
 from envd.tasks.checkers.files import Directory, FileText, judge_directory, judge_file_text
 from envd.tasks.checkers.images import ImageLike, judge_image
-from envd.tasks.checkers.inspector import FoundFile
 from envd.tasks.checkers.programs import Process, Window, judge_processes, judge_windows
 from envd.tasks.text import CheckOutcome
 

@@ -17,8 +17,8 @@ from envd.hypervisor.qemu.accelerator import AcceleratorChoice
 from envd.hypervisor.qemu.connection import LibvirtLink
 from envd.hypervisor.qemu.domain_xml import MachineFiles
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
-from envd.hypervisor.qemu.killing import process_exits
 from envd.hypervisor.qemu.machine import LibvirtMachine
+from envd.hypervisor.qemu.processes import process_exits
 from envd.hypervisor.qemu.snapshots.templates import TemplateStore
 from envd.hypervisor.qemu.user import QemuUser
 from tests.support.clock import until

@@ -23,7 +23,8 @@ class TestMachineContractOnFake(MachineContract):
         hypervisor = FakeHypervisor(faults=cls.faults)
         assert await hypervisor.reap() == []
         yield hypervisor
-        assert hypervisor.leftover_ids == hypervisor.leftover_captures == frozenset()
+        assert not hypervisor.machines
+        assert not hypervisor.host.captures
         await hypervisor.close()
         stray = [task.get_name() for task in asyncio.all_tasks() if "contract-" in task.get_name()]
         assert stray == []
@@ -47,19 +48,19 @@ class TestMachineContractOnFake(MachineContract):
     def removed(cls, hypervisor: Hypervisor, template: Snapshot) -> Iterator[None]:
         assert isinstance(hypervisor, FakeHypervisor)
         stored = dict(hypervisor.host.templates)
-        hypervisor.host.delete_templates()
+        hypervisor.host.templates.clear()
         yield
         hypervisor.host.templates.update(stored)
 
     @classmethod
     def leftovers(cls, hypervisor: Hypervisor, machine_id: str) -> list[str]:
         assert isinstance(hypervisor, FakeHypervisor)
-        return [left for left in hypervisor.leftover_ids if left == machine_id]
+        return [left for left in hypervisor.machines if left == machine_id]
 
     @classmethod
     async def snapshot_leftovers(cls, hypervisor: Hypervisor) -> list[str]:
         assert isinstance(hypervisor, FakeHypervisor)
-        return sorted(hypervisor.leftover_captures)
+        return sorted(hypervisor.host.captures)
 
 
 class TestMachineContractOnSlowFake(TestMachineContractOnFake):

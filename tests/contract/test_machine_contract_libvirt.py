@@ -12,9 +12,8 @@ from envd.base.errors import ConfigError, HypervisorError
 from envd.guest.desktop import Desktop
 from envd.hypervisor.contract.machine import MachineContract, new_machine_id
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec, Snapshot
-from envd.hypervisor.qemu.console import MAX_LOG_BYTES
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
-from envd.hypervisor.qemu.machine import LibvirtMachine
+from envd.hypervisor.qemu.machine import MAX_LOG_BYTES, LibvirtMachine
 from envd.hypervisor.qemu.processes import machine_pids, owner_of
 from envd.images.catalogue import ImageCatalogue
 from tests.support.libvirt_fixtures import LibvirtFixtures
@@ -84,7 +83,7 @@ class TestMachineContractOnLibvirt(LibvirtFixtures, MachineContract):
             "machines/ghost/disk.qcow2",
             "machines/dead/agent.sock",
             "captures/old/devices",
-            "templates/memory/a.ram",
+            f"templates/memory/{owner_of(self.state_dir)}/a.ram",
         )
         for file in files:
             (self.state_dir / file).parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,6 @@
 import asyncio
 import traceback
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -121,7 +120,7 @@ async def test_revert_to_a_saved_state_forks_it(server: FakeServer, provider: En
 async def test_a_pool_without_guest_access_is_refused_at_the_start_and_keeps_no_machine(
     server: FakeServer, provider: EnvdProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.pool, "settings", replace(server.pool.settings, allow_guest_access=False))
+    monkeypatch.setattr(server.pool, "settings", server.pool.settings.model_copy(update={"allow_guest_access": False}))
     with pytest.raises(ProviderError, match=r"ask the operator to set allow_guest_access \(PERMISSION_DENIED\)$"):
         await asyncio.to_thread(provider.start_emulator, "envd", True)
     assert live(server) == {}

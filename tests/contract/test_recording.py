@@ -13,6 +13,7 @@ import pytest
 from cuaenv.actions import Click, Done, Move, TypeText
 from PIL import Image
 
+from envd.base.config import SettlePolicy
 from envd.base.errors import ConfigError
 from envd.episodes.episode import Episode
 from envd.episodes.recording.library import Library, Recording
@@ -21,7 +22,7 @@ from envd.episodes.recording.records import Kind, RecordingUnreadable, open_file
 from envd.episodes.recording.video import VideoFormat, export_video, shown_for_s
 from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.types import ResetCommand, StepCommand
-from envd.guest.observation import Encoding, ObservationOptions, SettlePolicy
+from envd.guest.observation import Encoding, ObservationOptions
 from tests.support.command import CommandOutput, run_envd
 from tests.support.server import FakeServer, serve_fake
 

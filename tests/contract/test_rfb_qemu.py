@@ -19,9 +19,9 @@ from cuaenv.actions import KeyDown, KeyUp, Move, PressKeys, TypeText
 from PIL import Image
 from pydantic import JsonValue
 
+from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, MachineLost
 from envd.guest.desktop import Desktop
-from envd.guest.observation import SettlePolicy
 
 pytestmark = pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed")
 
@@ -126,7 +126,7 @@ async def until_painting(qemu: Qemu, desk: Desktop) -> None:
     async with asyncio.timeout(60):
         while (await desk.frame(refresh=True)).height_px not in (200, 400) or (await desk.frame()).rgb_HWC.any():
             await asyncio.sleep(0.05)
-        await desk.settle(SettlePolicy(quiet_ms=300, max_ms=5000))
+        await desk.settle(SettlePolicy(idle_ms=0, quiet_ms=300, max_ms=5000))
 
 
 async def matching_frame(qemu: Qemu, desk: Desktop) -> npt.NDArray[np.uint8]:
@@ -174,7 +174,7 @@ async def test_a_settled_frame_shows_the_effect_of_the_last_key(qemu: Qemu, desk
         await desk.act(TypeText(text=char))
         # The guest may run late, and a settle cannot detect a reaction that has not started.
         shown = await next_colour(qemu, shown)
-        assert (await desk.settle(SettlePolicy(quiet_ms=100, max_ms=60_000))).settled
+        assert (await desk.settle(SettlePolicy(idle_ms=0, quiet_ms=100, max_ms=60_000))).settled
         rgb_HWC = (await desk.frame()).rgb_HWC
         assert np.array_equal(rgb_HWC, await qemu.screendump())
         colour = tuple(rgb_HWC[0, 0].tolist())
@@ -186,7 +186,7 @@ async def test_a_refresh_is_correct_even_after_the_display_became_idle(qemu: Qem
     await qemu.start("std", painter=True)
     await until_painting(qemu, desk)
     await desk.act(TypeText(text="a"))
-    await desk.settle(SettlePolicy(quiet_ms=200))
+    await desk.settle(SettlePolicy(idle_ms=0, quiet_ms=200))
     before = await desk.frame()
     await asyncio.sleep(5)  # By now QEMU's VNC server checks the screen every 0.7 s.
     await qemu.qmp("send-key", keys=[{"type": "qcode", "data": "b"}])  # Not over VNC, which would wake the server.
@@ -211,7 +211,7 @@ async def test_a_static_screen_settles_after_the_quiet_time(qemu: Qemu, desk: De
     await qemu.start("std", painter=True)
     await until_painting(qemu, desk)
     await desk.act(TypeText(text="a"))
-    result = await desk.settle(SettlePolicy(quiet_ms=300, max_ms=60_000))
+    result = await desk.settle(SettlePolicy(idle_ms=0, quiet_ms=300, max_ms=60_000))
     assert result.settled
     assert result.settle_ms >= 300
 
@@ -244,7 +244,7 @@ async def test_a_guest_without_a_tablet_driver_rejects_positions(qemu: Qemu, des
 async def test_killing_the_machine_during_a_settle_raises_machine_lost(qemu: Qemu, desk: Desktop) -> None:
     await qemu.start("std", painter=True)
     await desk.frame()
-    settling = asyncio.create_task(desk.settle(SettlePolicy(quiet_ms=20_000, max_ms=20_000)))
+    settling = asyncio.create_task(desk.settle(SettlePolicy(idle_ms=0, quiet_ms=20_000, max_ms=20_000)))
     await asyncio.sleep(0.2)
     qemu.process.kill()
     with pytest.raises(MachineLost):

@@ -12,8 +12,8 @@ import gymnasium
 import pytest
 from mcp.client import Client
 
-from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.hypervisor.qemu.processes import machine_pids
+from tests.support.leftovers import machine_leftovers
 from tests.support.served import ServedDaemon
 from trainer.adapters.mcp import make_server
 from trainer.adapters.session import SessionSettings

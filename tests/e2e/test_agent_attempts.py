@@ -8,12 +8,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from cuaenv.client import Action, AsyncEnvClient, Click, Done, StepResult, Wait
+from cuaenv.client import Action, Click, Done, StepResult, Wait
 
 from envd.hypervisor.fake import Faults
 from envd.tasks.model import Task
 from tests.support.scripted_replies import ScriptedReplies
-from tests.support.server import FakeServer, serve_fake
+from tests.support.server import FakeServer, served_client
 from trainer.agent.attempts import run_group, run_task
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.settings import AgentSettings
@@ -43,10 +43,7 @@ def counted(made: list[ScriptedReplies]) -> Callable[[], ScriptedReplies]:
 
 async def test_an_episode_on_a_lost_machine_is_retried_on_a_new_one() -> None:
     made: list[ScriptedReplies] = []
-    async with (
-        serve_fake(size=1, faults=Faults(die_after_inputs=8)) as server,
-        AsyncEnvClient(server.address) as client,
-    ):
+    async with served_client(size=1, faults=Faults(die_after_inputs=8)) as (server, client):
         await only_standby_machines_die(server, 1)
         trajectory = await run_task(client, "fake/count-to-five", counted(made), settings=SETTINGS)
     assert len(made) == 2
@@ -58,10 +55,7 @@ async def test_an_episode_on_a_lost_machine_is_retried_on_a_new_one() -> None:
 
 async def test_an_episode_lost_twice_is_void_with_its_error() -> None:
     made: list[ScriptedReplies] = []
-    async with (
-        serve_fake(size=1, faults=Faults(die_after_inputs=8)) as server,
-        AsyncEnvClient(server.address) as client,
-    ):
+    async with served_client(size=1, faults=Faults(die_after_inputs=8)) as (_, client):
         trajectory = await run_task(client, "fake/count-to-five", counted(made), settings=SETTINGS)
     assert len(made) == 2
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "MachineLost")
@@ -81,7 +75,7 @@ async def test_a_failed_setup_is_retried_on_a_new_machine_and_then_void() -> Non
         }
     )
     made: list[ScriptedReplies] = []
-    async with serve_fake(size=1, extra_tasks=[broken]) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=1, extra_tasks=[broken]) as (_, client):
         trajectory = await run_task(client, broken.task_id, counted(made), settings=SETTINGS)
     assert len(made) == 2
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "SetupFailed")
@@ -89,7 +83,7 @@ async def test_a_failed_setup_is_retried_on_a_new_machine_and_then_void() -> Non
 
 async def test_an_unknown_task_is_not_retried() -> None:
     made: list[ScriptedReplies] = []
-    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=1) as (_, client):
         trajectory = await run_task(client, "fake/no-such", counted(made), settings=SETTINGS)
     assert len(made) == 1
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "TaskNotFound")
@@ -97,7 +91,7 @@ async def test_an_unknown_task_is_not_retried() -> None:
 
 
 async def test_a_group_starts_in_one_state() -> None:
-    async with serve_fake(size=4) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=4) as (_, client):
         model = functools.partial(ScriptedReplies.acting, [Done()])
         group = await run_group(client, "fake/append-line", model, size=4, settings=SETTINGS)
     assert len({trajectory.origin for trajectory in group}) == 1
@@ -114,10 +108,7 @@ async def test_a_lost_member_is_retried_and_the_others_are_unaffected() -> None:
         made.append(ScriptedReplies.acting([*next(plans), Done()]))
         return made[-1]
 
-    async with (
-        serve_fake(size=4, faults=Faults(die_after_inputs=8)) as server,
-        AsyncEnvClient(server.address) as client,
-    ):
+    async with served_client(size=4, faults=Faults(die_after_inputs=8)) as (server, client):
         await only_standby_machines_die(server, 4)
         group = await run_group(client, "fake/count-to-five", new_conversation, size=4, settings=SETTINGS)
         assert len(made) == 5
@@ -126,7 +117,7 @@ async def test_a_lost_member_is_retried_and_the_others_are_unaffected() -> None:
 
 
 async def test_a_members_machine_is_released_before_the_slowest_member_ends() -> None:
-    async with serve_fake(size=2) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=2) as (_, client):
         leased: list[int] = []
 
         class Slow(ScriptedReplies):
@@ -157,7 +148,7 @@ async def test_an_episode_whose_time_ends_during_a_step_is_evaluated(monkeypatch
 
     monkeypatch.setattr(asyncio, "timeout", recording_timeout)
 
-    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=1) as (server, client):
 
         async def run(episode: AgentEpisode, conversation: Conversation) -> Trajectory:
             step = episode.step

@@ -6,16 +6,16 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from cuaenv.client import Action, AsyncEnvClient, Click, Done, Drag, Fail, PressKeys, TypeText, Wait
+from cuaenv.client import Action, Click, Done, Drag, Fail, PressKeys, TypeText, Wait
 
 from tests.support.scripted_replies import ScriptedReplies
-from tests.support.server import serve_fake
+from tests.support.server import served_client
 from trainer.agent.attempts import run_task
-from trainer.agent.branch_point import BranchPoint
 from trainer.agent.coordinates import CoordinateSpace, to_model_points
 from trainer.agent.grammars import grammar
 from trainer.agent.loop import run_episode
 from trainer.agent.settings import AgentSettings
+from trainer.agent.turns import BranchPoint
 from trainer.agent.types import Outcome
 
 SETTINGS = AgentSettings(max_turns=6)
@@ -46,7 +46,7 @@ def solution(task_id: str, settings: AgentSettings = SETTINGS) -> list[str]:
 
 @pytest.mark.parametrize("task_id", SOLUTIONS)
 async def test_a_correct_solution_scores_one(task_id: str) -> None:
-    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=1) as (_, client):
         model = ScriptedReplies(solution(task_id))
         trajectory = await run_task(client, task_id, lambda: model, settings=SETTINGS)
     assert trajectory.error is None
@@ -68,7 +68,7 @@ async def test_facts_record_changes_and_mistakes_are_reported_to_the_model() -> 
         grammar("qwen3-vl").render([Done()]),
     ]
     model = ScriptedReplies(replies)
-    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=1) as (_, client):
         trajectory = await run_task(client, "fake/count-to-five", lambda: model, settings=SETTINGS)
     prose, outside, unknown, click, wait, _ = (turn.facts for turn in trajectory.turns)
     assert (prose.parsed, prose.actions, prose.changed_fraction) == (False, (), 0.0)
@@ -97,7 +97,7 @@ async def test_facts_record_changes_and_mistakes_are_reported_to_the_model() -> 
 async def test_an_exhausted_budget_of_turns_truncates_and_the_state_is_evaluated() -> None:
     settings = AgentSettings(max_turns=3)
     model = ScriptedReplies(solution("fake/save-note", settings))
-    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=1) as (_, client):
         trajectory = await run_task(client, "fake/save-note", lambda: model, settings=settings)
     assert (trajectory.outcome, trajectory.reason) == (Outcome.TRUNCATED, "turns")
     assert trajectory.evaluation is not None
@@ -107,7 +107,7 @@ async def test_an_exhausted_budget_of_turns_truncates_and_the_state_is_evaluated
 async def test_new_rows_drop_old_screenshots_and_old_rows_are_unchanged() -> None:
     settings = AgentSettings(max_turns=6, images_per_row=2, images_kept=1)
     model = ScriptedReplies(solution("fake/save-note", settings))
-    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=1) as (_, client):
         trajectory = await run_task(client, "fake/save-note", lambda: model, settings=settings)
     assert trajectory.evaluation is not None
     assert trajectory.evaluation.score == 1.0
@@ -118,7 +118,7 @@ async def test_new_rows_drop_old_screenshots_and_old_rows_are_unchanged() -> Non
 
 async def test_a_text_only_agent_sees_the_tree_and_no_image() -> None:
     settings = AgentSettings(max_turns=6, text_only=True, a11y_tree=True, coordinates="pixels")
-    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=1) as (_, client):
         model = ScriptedReplies([grammar("qwen3-vl").render([action]) for action in (Click(822, 167), Done())])
         trajectory = await run_task(client, "fake/enable", lambda: model, settings=settings)
     assert trajectory.evaluation is not None
@@ -136,7 +136,7 @@ async def test_an_unchanged_screen_is_not_repeated_if_so_configured() -> None:
     settings = AgentSettings(max_turns=6, repeat_images=False)
     turns: list[list[Action]] = [[Wait(timedelta(seconds=0.1))], [to_model_points(Click(819, 100), SPACE)], [Done()]]
     model = ScriptedReplies([grammar("qwen3-vl").render(turn) for turn in turns])
-    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=1) as (_, client):
         trajectory = await run_task(client, "fake/count-to-five", lambda: model, settings=settings)
     assert trajectory.turns[0].facts.changed_fraction == 0.0
     (row,) = model.rows
@@ -148,7 +148,7 @@ async def test_an_unchanged_screen_is_not_repeated_if_so_configured() -> None:
 async def test_the_tree_shows_the_numbers_of_marks() -> None:
     settings = AgentSettings(max_turns=6, marks=True, a11y_tree=True, a11y_chars=1000)
     model = ScriptedReplies([grammar("qwen3-vl").render([Done()])])
-    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=1) as (_, client):
         trajectory = await run_task(client, "fake/enable", lambda: model, settings=settings)
     assert trajectory.turns[0].facts.tree_before is not None
     assert "[1] " in trajectory.turns[0].facts.tree_before
@@ -161,7 +161,7 @@ async def test_an_episode_offers_branch_points_and_their_duration_is_not_charged
         points.append((point, asyncio.get_running_loop().time()))
         await asyncio.sleep(0.5)
 
-    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=1) as (_, client):
         model = ScriptedReplies(solution("fake/save-note"))
         async with client.reset("fake/save-note", view=SETTINGS.view) as episode:
             trajectory = await run_episode(episode, model, settings=SETTINGS, between=between)
@@ -184,7 +184,7 @@ async def test_a_branch_continues_its_history_and_has_only_the_remaining_time() 
         points.append(point)
 
     replies = solution("fake/save-note")
-    async with serve_fake(size=2, capacity=3) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=2, capacity=3) as (_, client):
         async with client.reset("fake/save-note", view=SETTINGS.view) as episode:
             model = ScriptedReplies([replies[0], replies[-1]])
             first = await run_episode(episode, model, settings=SETTINGS, between=between)

@@ -22,7 +22,7 @@ from envd.cli.remote import SortKey
 from envd.cli.top import Top, read_facts
 from envd.cli.top_view import Facts, Options, fitted, render
 from tests.support.command import CommandOutput, run_envd
-from tests.support.server import FakeServer, serve_fake
+from tests.support.server import FakeServer, serve_fake, served_client
 
 TASK = "fake/count-to-five"
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
@@ -139,11 +139,7 @@ def test_a_failing_pool_shows_its_problem_and_the_bar_its_machines() -> None:
 
 
 async def test_episodes_that_do_not_fit_are_counted() -> None:
-    async with (
-        serve_fake(size=4) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset_group(TASK, size=4),
-    ):
+    async with served_client(size=4) as (_, client), client.reset_group(TASK, size=4):
         facts = await read_facts(client)
     shown, left_out_count = fitted(facts, Console(width=100, height=11, file=io.StringIO()))
     assert (len(shown.episodes), left_out_count) == (2, 2)

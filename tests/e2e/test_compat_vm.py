@@ -12,8 +12,8 @@ from urllib.parse import urlencode
 import pytest
 from PIL import Image as Picture
 
-from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.integrations.compat.server import PROTOCOLS
+from tests.support.leftovers import machine_leftovers
 from tests.support.served import ServedDaemon
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]

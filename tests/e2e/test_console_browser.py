@@ -15,14 +15,14 @@ from cuaenv.actions import Click, Move, TypeText
 from playwright.async_api import Page, async_playwright, expect
 
 from envd.api.security.tokens import new_token
-from envd.base.config import HypervisorConfig, load
+from envd.base.config import HypervisorConfig, SettlePolicy, load
 from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.video import VideoFormat, export_video
 from envd.episodes.types import ResetCommand, StepCommand
-from envd.guest.observation import Encoding, ObservationOptions, SettlePolicy
-from envd.hypervisor.qemu.leftovers import machine_leftovers
+from envd.guest.observation import Encoding, ObservationOptions
 from envd.images.catalogue import Image as GuestImage
+from tests.support.leftovers import machine_leftovers
 
 pytestmark = pytest.mark.long
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from cuaenv.client import AsyncEnvClient, Click, Done, PressKeys, Task
+from cuaenv.client import Click, Done, PressKeys, Task
 from typer.testing import CliRunner
 
 from envd.api.server import ApiServer
 from envd.base.telemetry.metrics import Metrics
 from envd.cli.app import app as envd_app
 from envd.tasks.catalogue import TaskCatalogue
-from tests.support.server import serve_fake
+from tests.support.server import serve_fake, served_client
 from tests.support.stub_episodes import TASKS, StubEpisodes
 from trainer.agent.settings import AgentSettings
 from trainer.cli.app import app
@@ -39,7 +39,7 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> list[Oracle]:
 
 
 async def recorded(oracle: Oracle, settings: AgentSettings = SETTINGS) -> list[StoredTrajectory]:
-    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=1) as (_, client):
         tasks = {task.task_id: task for task in await client.list_tasks()}
         return await record(client, tasks[oracle.task_id], oracle, settings=settings, patience_s=())
 
@@ -49,7 +49,7 @@ def of(oracles: list[Oracle], task_id: str) -> Oracle:
 
 
 async def test_every_oracle_becomes_a_conversation_that_the_grammar_parses(oracles: list[Oracle]) -> None:
-    async with serve_fake(size=2) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=2) as (_, client):
         tasks = {task.task_id: task for task in await client.list_tasks()}
         trajectories = [
             trajectory
@@ -95,7 +95,7 @@ async def test_an_oracle_without_an_end_is_reported() -> None:
 
 async def test_waits_for_the_screen_are_played_and_not_trained() -> None:
     nothing_then_done = Oracle(task_id="fake/enable", steps=((Click(822, 167),), (PressKeys(["shift"]),), (Done(),)))
-    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=1) as (_, client):
         [task] = [task for task in await client.list_tasks() if task.task_id == "fake/enable"]
         [trajectory] = await record(client, task, nothing_then_done, settings=SETTINGS, patience_s=(0.01, 0.02))
     turns = [turn for turn in transcript_of(trajectory).messages if turn.role == "assistant"]
@@ -103,7 +103,7 @@ async def test_waits_for_the_screen_are_played_and_not_trained() -> None:
 
 
 async def test_a_daemons_tasks_become_rows_that_slime_reads(tmp_path: Path) -> None:
-    async with serve_fake(size=1) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=1) as (_, client):
         tasks = await client.list_tasks()
     [level_three] = [task for task in tasks if task.level == 3]
     more = Task(task_id="fake/another", instruction="Something else.", level=3, suite="fake")

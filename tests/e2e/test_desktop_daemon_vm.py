@@ -29,8 +29,8 @@ from cuaenv.client import (
     Wait,
 )
 
-from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.hypervisor.qemu.processes import machine_pids
+from tests.support.leftovers import machine_leftovers
 from tests.support.served import ServedDaemon
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
@@ -80,10 +80,10 @@ def state_dir(module_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def daemon(state_dir: Path, template_dir: Path) -> Iterator[ServedDaemon]:
-    served = ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir))
-    yield served
-    if served.process.poll() is None:
-        assert served.end() == 0
+    with ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir)) as served:
+        yield served
+        if served.process.poll() is None:
+            assert served.end() == 0
     assert machine_leftovers(state_dir) == []
 
 
@@ -214,8 +214,7 @@ def test_the_next_daemon_removes_a_killed_daemons_leftovers_and_forks_the_same_t
     daemon.end(signal.SIGKILL)
     left = set(machine_pids(state_dir).values())
     assert left
-    successor = ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir))
-    try:
+    with ServedDaemon(state_dir, CONFIG.format(template_dir=template_dir)) as successor:
         successor.wait_for(r"removed (\d+) machines? of an earlier daemon")
         assert not left & set(machine_pids(state_dir).values())
         with EnvClient(successor.wait_for(r"listening on (\S+)")) as client:
@@ -223,6 +222,5 @@ def test_the_next_daemon_removes_a_killed_daemons_leftovers_and_forks_the_same_t
         with urllib.request.urlopen(successor.wait_for(r"metrics on (\S+)")) as response:  # noqa: S310 - our own
             text = response.read().decode()
         assert 'envd_template_boots_total{pool="desktop"} 0.0' in text, "it must fork the stored template"
-    finally:
         assert successor.end() == 0
     assert machine_leftovers(state_dir) == []

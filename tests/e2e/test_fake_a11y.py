@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 from cuaenv import client as wire
-from cuaenv.client import AsyncEnvClient, AsyncEpisode
+from cuaenv.client import AsyncEpisode
 
-from tests.support.server import serve_fake
+from tests.support.server import served_client
 
 FULL = wire.View(cursor="hidden", a11y_tree=True, a11y_elements=True)
 MARKED = wire.View(cursor="hidden", a11y_tree=True, marks=True)
@@ -16,11 +16,7 @@ MARKED = wire.View(cursor="hidden", a11y_tree=True, marks=True)
 
 @asynccontextmanager
 async def desktop(view: wire.View = FULL) -> AsyncIterator[AsyncEpisode]:
-    async with (
-        serve_fake(size=2) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset("fake/save-note", view=view) as episode,
-    ):
+    async with served_client(size=2) as (_, client), client.reset("fake/save-note", view=view) as episode:
         yield episode
 
 
@@ -36,8 +32,7 @@ async def test_a_click_in_the_middle_of_a_box_hits_the_element() -> None:
 
 async def test_members_of_a_group_see_the_same_marks() -> None:
     async with (
-        serve_fake(size=2) as server,
-        AsyncEnvClient(server.address) as client,
+        served_client(size=2) as (_, client),
         client.reset_group("fake/save-note", size=2, view=MARKED) as (one, other),
     ):
         first = one.observation

@@ -4,18 +4,17 @@ import asyncio
 import gc
 from contextlib import aclosing
 from datetime import timedelta
-from typing import Any
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 import pytest
 from cuaenv import client as wire
-from cuaenv.client import AsyncEnvClient, Observation
-from cuaenv.v1 import env_pb2, env_pb2_grpc
+from cuaenv.client import Observation
+from cuaenv.v1 import env_pb2
 
 from envd.hypervisor.fake import FakeMachine
-from tests.support.server import serve_fake
+from tests.support.callers import connected
+from tests.support.server import served_client
 
 COUNT = wire.Click(x=819, y=100)
 EXACT = wire.View(cursor="hidden")
@@ -33,11 +32,7 @@ def used(machines: dict[str, FakeMachine]) -> FakeMachine:
 
 
 async def test_steps_send_only_changes_and_every_pixel_is_exact() -> None:
-    async with (
-        serve_fake(size=1) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset(TASK, view=EXACT) as episode,
-    ):
+    async with served_client(size=1) as (server, client), client.reset(TASK, view=EXACT) as episode:
         first = episode.observation
         frames = [first]
         for actions in ([COUNT], [wire.Click(200, 200), wire.TypeText("Ünïcode\nlines")], [wire.Move(5, 5)]):
@@ -52,11 +47,7 @@ async def test_steps_send_only_changes_and_every_pixel_is_exact() -> None:
 
 async def test_drawn_pointers_and_scaled_views_are_rebuilt_exactly() -> None:
     scaled = wire.View(max_pixel_count=200_000, size_multiple_px=28)
-    async with (
-        serve_fake(size=1) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset(TASK, view=scaled) as episode,
-    ):
+    async with served_client(size=1) as (_, client), client.reset(TASK, view=scaled) as episode:
         for _ in range(3):
             seen = (await episode.step(COUNT)).observation
             assert (seen.width_px % 28, seen.height_px % 28) == (0, 0)
@@ -67,20 +58,12 @@ async def test_drawn_pointers_and_scaled_views_are_rebuilt_exactly() -> None:
 
 async def test_the_pointer_can_be_requested_separately_from_the_pixels() -> None:
     view = wire.View(cursor="reported")
-    async with (
-        serve_fake(size=1) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset(TASK, view=view) as episode,
-    ):
+    async with served_client(size=1) as (_, client), client.reset(TASK, view=view) as episode:
         assert (await episode.step(wire.Move(321, 234))).observation.cursor == (321, 234)
 
 
 async def test_the_first_frame_of_a_fork_is_sent_as_a_change_to_its_parents() -> None:
-    async with (
-        serve_fake(size=2) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset(TASK, view=EXACT) as parent,
-    ):
+    async with served_client(size=2) as (_, client), client.reset(TASK, view=EXACT) as parent:
         await parent.step(COUNT)
         async with client.fork(parent, count=1) as (child,):
             assert child.observation.tiles is parent.observation.tiles
@@ -91,11 +74,7 @@ async def test_the_first_frame_of_a_fork_is_sent_as_a_change_to_its_parents() ->
 
 async def test_a_step_reports_the_changed_regions() -> None:
     view = wire.View(cursor="hidden", grey_difference=True)
-    async with (
-        serve_fake(size=1) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset(TASK, view=view) as episode,
-    ):
+    async with served_client(size=1) as (_, client), client.reset(TASK, view=view) as episode:
         before = episode.observation
         change = (await episode.step(COUNT)).screen_change
         after = episode.observation
@@ -118,11 +97,7 @@ async def test_a_step_reports_the_changed_regions() -> None:
 async def test_moving_regions_are_reported_and_can_be_ignored() -> None:
     # A stall of the event loop for the quiet time would make the screen look settled.
     settle = wire.Settle(quiet=timedelta(seconds=2), max=timedelta(seconds=2))
-    async with (
-        serve_fake(size=1) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset(TASK, view=EXACT) as episode,
-    ):
+    async with served_client(size=1) as (server, client), client.reset(TASK, view=EXACT) as episode:
         await episode.step(COUNT)
         used(server.hypervisor.machines).inject(animation_interval_s=0.02)
         seen = (await episode.step(COUNT, settle=settle)).observation
@@ -134,11 +109,7 @@ async def test_moving_regions_are_reported_and_can_be_ignored() -> None:
 
 
 async def test_a_new_resolution_during_an_episode_sends_a_full_image() -> None:
-    async with (
-        serve_fake(size=1) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset(TASK, view=EXACT) as episode,
-    ):
+    async with served_client(size=1) as (server, client), client.reset(TASK, view=EXACT) as episode:
         await episode.step(COUNT)
         machine = used(server.hypervisor.machines)
         machine.resize_screen(width_px=1024, height_px=768)
@@ -150,23 +121,17 @@ async def test_a_new_resolution_during_an_episode_sends_a_full_image() -> None:
 
 
 async def test_an_unknown_base_image_gives_the_full_image() -> None:
-    async with (
-        serve_fake(size=1) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset(TASK, view=EXACT) as episode,
-    ):
+    async with served_client(size=1) as (server, client), client.reset(TASK, view=EXACT) as episode:
         options = env_pb2.ObservationOptions(encoding=env_pb2.ENCODING_RAW_ZSTD, known_image_id="e" * 32)
         request = env_pb2.ObserveRequest(episode_id=episode.episode_id, observation=options)
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            stub: Any = env_pb2_grpc.CUAEnvStub(channel)
+        async with connected(server.address) as stub:
             response = await stub.Observe(request, timeout=60)
         assert response.observation.frame.WhichOneof("content") == "keyframe"
 
 
 async def test_live_frames_follow_the_screen_until_the_episode_is_closed() -> None:
     async with (
-        serve_fake(size=1) as server,
-        AsyncEnvClient(server.address) as client,
+        served_client(size=1) as (server, client),
         client.reset(TASK, view=EXACT) as episode,
         aclosing(episode.frames(max_rate_hz=60)) as frames,
     ):
@@ -184,8 +149,7 @@ async def test_live_frames_follow_the_screen_until_the_episode_is_closed() -> No
 
 async def test_a_slow_reader_gets_the_newest_frame_and_costs_no_memory() -> None:
     async with (
-        serve_fake(size=1) as server,
-        AsyncEnvClient(server.address) as client,
+        served_client(size=1) as (_, client),
         client.reset(TASK, view=EXACT) as episode,
         aclosing(episode.frames(max_rate_hz=60)) as frames,
     ):
@@ -206,11 +170,7 @@ def image_count() -> int:
 
 
 async def test_a_cancelled_stream_leaves_nothing_behind() -> None:
-    async with (
-        serve_fake(size=1) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset(TASK, view=EXACT) as episode,
-    ):
+    async with served_client(size=1) as (_, client), client.reset(TASK, view=EXACT) as episode:
         for _ in range(5):
             async with aclosing(episode.frames()) as frames:
                 seen: Observation = await anext(frames)
@@ -221,11 +181,7 @@ async def test_a_cancelled_stream_leaves_nothing_behind() -> None:
 
 
 async def test_several_readers_of_one_screen_each_get_every_change() -> None:
-    async with (
-        serve_fake(size=1) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset(TASK, view=EXACT) as episode,
-    ):
+    async with served_client(size=1) as (_, client), client.reset(TASK, view=EXACT) as episode:
         seen: list[set[str]] = [set() for _ in range(4)]
 
         async def watch(ids: set[str]) -> None:

@@ -16,15 +16,16 @@ from cuaenv.v1 import env_pb2, env_pb2_grpc
 from google.protobuf.duration_pb2 import Duration
 
 from envd.base.clock import Clock
-from envd.episodes.limits import EpisodeLimits
+from envd.base.config import LimitsConfig
 from envd.episodes.types import EpisodeState
 from envd.hypervisor.fake import FakeMachine, Faults
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
 from envd.tasks.oracle import split_step
 from envd.tasks.verbs import Execute, WriteFile
+from tests.support.callers import connected
 from tests.support.clock import ManualClock, until
-from tests.support.server import FakeServer, load_fake_tasks, serve_fake
+from tests.support.server import FakeServer, load_fake_tasks, serve_fake, served_client
 
 TASKS = {task.task_id: task for task in load_fake_tasks().list()}
 COUNT = wire.Click(x=819, y=100)
@@ -46,8 +47,7 @@ async def one_episode(
 ) -> AsyncIterator[tuple[FakeServer, AsyncEpisode]]:
     """Open an episode on the only idle machine."""
     async with (
-        serve_fake(size=1, faults=faults, clock=clock) as server,
-        AsyncEnvClient(server.address) as client,
+        served_client(size=1, faults=faults, clock=clock) as (server, client),
         client.reset(task_id, **options) as episode,
     ):
         yield server, episode
@@ -61,10 +61,10 @@ def leased_machine(server: FakeServer) -> FakeMachine:
 
 @pytest.mark.parametrize("task_id", TASKS)
 async def test_the_oracle_scores_one_and_no_action_scores_zero(task_id: str) -> None:
-    async with serve_fake(size=2) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=2) as (server, client):
         assert await play(client, task_id, [split_step(step)[0] for step in TASKS[task_id].oracle]) == 1.0
         assert await play(client, task_id, ()) == 0.0
-    assert server.hypervisor.leftover_ids == frozenset()
+    assert server.hypervisor.machines == {}
 
 
 async def test_the_first_frame_shows_the_desktop_and_a_step_shows_its_effect() -> None:
@@ -111,7 +111,7 @@ async def test_a_machine_killed_during_a_step_is_machine_lost_and_never_a_score(
         with pytest.raises(wire.MachineLost):
             await episode.evaluate()
         await episode.close()
-        assert machine.machine_id not in server.hypervisor.leftover_ids
+        assert machine.machine_id not in server.hypervisor.machines
 
 
 async def test_a_machine_lost_on_input_is_machine_lost() -> None:
@@ -131,10 +131,9 @@ async def test_the_machine_of_a_vanished_client_is_reclaimed() -> None:
         # From here on the client sends nothing: no Close, no KeepAlive.
         await client.aclose()
         await clock.advance(10.0)
-        await until(lambda: machine_id not in server.hypervisor.leftover_ids)
+        await until(lambda: machine_id not in server.hypervisor.machines)
         await until(lambda: server.pool.statistics().idle_count == 1)
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            stub: Any = env_pb2_grpc.CUAEnvStub(channel)
+        async with connected(server.address) as stub:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Observe(env_pb2.ObserveRequest(episode_id=episode.episode_id), timeout=60)
             assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -159,18 +158,14 @@ async def test_a_client_that_pauses_for_long_keeps_its_machine() -> None:
 
 
 async def test_a_group_starts_from_the_same_picture_on_separate_machines() -> None:
-    async with (
-        serve_fake(size=4) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset_group("fake/count-to-five", size=4) as episodes,
-    ):
+    async with served_client(size=4) as (server, client), client.reset_group("fake/count-to-five", size=4) as episodes:
         assert len({episode.group_id for episode in episodes}) == 1
         assert len({episode.observation.frame_id for episode in episodes}) == 1
         counts = range(2, 6)
         await asyncio.gather(*(episode.step(*[COUNT] * count) for count, episode in zip(counts, episodes, strict=True)))
         evaluations = await asyncio.gather(*(episode.evaluate() for episode in episodes))
         assert [evaluation.score for evaluation in evaluations] == [0.0, 0.0, 0.0, 1.0]
-    assert server.hypervisor.leftover_ids == frozenset()
+    assert server.hypervisor.machines == {}
 
 
 NOTED = Task(
@@ -188,7 +183,7 @@ NOTED = Task(
 @pytest.mark.parametrize("freeze_setup", [False, True])
 async def test_a_groups_setup_runs_once_and_all_members_start_in_its_state(freeze_setup: bool) -> None:
     task = NOTED.model_copy(update={"freeze_setup": freeze_setup})
-    async with serve_fake(size=3, extra_tasks=[task]) as server, AsyncEnvClient(server.address) as client:
+    async with served_client(size=3, extra_tasks=[task]) as (server, client):
         origins = []
         for _ in range(2):
             async with client.reset_group(task.task_id, size=3, view=NOTHING) as episodes:
@@ -197,13 +192,12 @@ async def test_a_groups_setup_runs_once_and_all_members_start_in_its_state(freez
                 assert len({episode.origin for episode in episodes}) == 1
                 origins.append(episodes[0].origin)
         assert (origins[0] == origins[1]) is freeze_setup, "both groups start in the kept state"
-    assert server.hypervisor.leftover_ids == frozenset()
+    assert server.hypervisor.machines == {}
 
 
 async def test_forks_of_an_active_episode_are_independent() -> None:
     async with (
-        serve_fake(size=2, capacity=6) as server,
-        AsyncEnvClient(server.address) as client,
+        served_client(size=2, capacity=6) as (server, client),
         client.reset("fake/count-to-five", view=wire.View(cursor="hidden")) as parent,
     ):
         before = (await parent.step(*[COUNT] * 2)).observation
@@ -220,13 +214,12 @@ async def test_forks_of_an_active_episode_are_independent() -> None:
             assert [(await copy.evaluate()).score for copy in copies] == [0.0, 0.0, 1.0]
         await parent.step(*[COUNT] * 3)
         assert (await parent.evaluate()).score == 1.0
-    assert server.hypervisor.leftover_ids == frozenset()
+    assert server.hypervisor.machines == {}
 
 
 async def test_half_typed_text_continues_in_every_fork() -> None:
     async with (
-        serve_fake(size=1, capacity=4) as server,
-        AsyncEnvClient(server.address) as client,
+        served_client(size=1, capacity=4) as (_, client),
         client.reset("fake/save-note", view=NOTHING) as parent,
     ):
         await parent.step(wire.TypeText("Hello, "))
@@ -237,11 +230,7 @@ async def test_half_typed_text_continues_in_every_fork() -> None:
 
 
 async def test_a_machine_that_cannot_be_forked_reports_why_and_continues() -> None:
-    async with (
-        serve_fake(size=1) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset("fake/count-to-five", view=NOTHING) as episode,
-    ):
+    async with served_client(size=1) as (server, client), client.reset("fake/count-to-five", view=NOTHING) as episode:
         await episode.step(COUNT)
         leased_machine(server).inject(unforkable="a USB stick")
         with pytest.raises(wire.NotForkable, match="USB"):
@@ -274,12 +263,8 @@ async def test_a_screen_that_never_settles_is_reported_and_bounded() -> None:
 
 
 async def test_a_hung_guest_voids_its_episode_even_if_its_screen_is_quiet() -> None:
-    limits = EpisodeLimits(heartbeat_interval_s=0.0, hang_timeout_s=2.0)
-    async with (
-        serve_fake(size=1, limits=limits) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset("fake/count-to-five") as episode,
-    ):
+    limits = LimitsConfig(heartbeat_interval_s=0.0, hang_timeout_s=2.0)
+    async with served_client(size=1, limits=limits) as (server, client), client.reset("fake/count-to-five") as episode:
         await episode.step(COUNT)
         leased_machine(server).inject(agent_silent=True)
         with pytest.raises(wire.GuestUnresponsive):
@@ -291,12 +276,8 @@ async def test_a_hung_guest_voids_its_episode_even_if_its_screen_is_quiet() -> N
 
 
 async def test_a_guest_that_responded_recently_is_not_probed() -> None:
-    limits = EpisodeLimits(heartbeat_interval_s=60.0, hang_timeout_s=0.2)
-    async with (
-        serve_fake(size=1, limits=limits) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset("fake/count-to-five") as episode,
-    ):
+    limits = LimitsConfig(heartbeat_interval_s=60.0, hang_timeout_s=0.2)
+    async with served_client(size=1, limits=limits) as (server, client), client.reset("fake/count-to-five") as episode:
         await episode.step(COUNT)
         leased_machine(server).inject(agent_silent=True)
         assert (await episode.step(COUNT)).errors == ("",)
@@ -305,10 +286,9 @@ async def test_a_guest_that_responded_recently_is_not_probed() -> None:
 async def test_callers_of_machines_that_do_not_boot_wait_no_longer_than_their_timeout() -> None:
     async with (
         serve_fake(size=1, faults=Faults(create_error="no memory left")) as server,
-        grpc.aio.insecure_channel(server.address) as channel,
+        connected(server.address) as stub,
         AsyncEnvClient(server.address) as client,
     ):
-        stub: Any = env_pb2_grpc.CUAEnvStub(channel)
         request = env_pb2.ResetRequest(
             request_id=str(uuid.uuid4()), task_id="fake/save-note", ready_timeout=Duration(seconds=1)
         )
@@ -317,7 +297,7 @@ async def test_callers_of_machines_that_do_not_boot_wait_no_longer_than_their_ti
         assert exhausted.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         (pool,) = await client.list_pools()
         assert "no memory left" in pool.problem
-    assert server.hypervisor.leftover_ids == frozenset()
+    assert server.hypervisor.machines == {}
 
 
 async def test_leaving_the_server_destroys_the_machines_of_open_episodes(tmp_path: Path) -> None:
@@ -331,6 +311,6 @@ async def test_leaving_the_server_destroys_the_machines_of_open_episodes(tmp_pat
         [episode] = server.service.list_episodes()
         assert episode.state is EpisodeState.ACTIVE
         assert server.hypervisor.live_machine_ids
-    assert server.hypervisor.leftover_ids == frozenset()
+    assert server.hypervisor.machines == {}
     with pytest.raises((FileNotFoundError, ConnectionRefusedError)):
         await asyncio.open_unix_connection(path)

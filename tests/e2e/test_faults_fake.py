@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from cuaenv import client as wire
-from cuaenv.client import AsyncEnvClient
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
@@ -20,7 +19,7 @@ from envd.api import convert_requests
 from envd.base.clock import SystemClock
 from envd.hypervisor.fake import Faults
 from envd.pool.memory import HostMemory
-from tests.support.server import FakeServer, serve_fake
+from tests.support.server import FakeServer, serve_fake, served_client
 
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
@@ -138,18 +137,14 @@ async def until_idle(server: FakeServer, count: int) -> None:
 
 
 def nothing_is_left(server: FakeServer) -> bool:
-    return not server.hypervisor.leftover_ids and not server.hypervisor.leftover_captures
+    return not server.hypervisor.machines and not server.hypervisor.host.captures
 
 
 # -- the host ----------------------------------------------------------------------------------------------------
 
 
 async def test_a_full_disk_rejects_new_machines_spares_existing_ones_and_recovers() -> None:
-    async with (
-        serve_fake(size=1, capacity=4) as server,
-        AsyncEnvClient(server.address) as client,
-        raw(server.address) as stub,
-    ):
+    async with served_client(size=1, capacity=4) as (server, client), raw(server.address) as stub:
         async with client.reset(TASK, view=NOTHING) as episode:
             await episode.step(COUNT)
             server.hypervisor.faults = Faults(fork_error="no space left on device")
@@ -177,8 +172,7 @@ async def test_a_host_without_memory_starts_no_machine_reports_it_and_recovers(
     available_mib = 64 << 10
     memory = HostMemory(reserve_bytes=1 << 30, read=lambda: available_mib << 20)
     async with (
-        serve_fake(size=1, capacity=4, memory=memory) as server,
-        AsyncEnvClient(server.address) as client,
+        served_client(size=1, capacity=4, memory=memory) as (server, client),
         raw(server.address) as stub,
         client.reset(TASK, view=NOTHING) as episode,
     ):
@@ -201,8 +195,7 @@ async def test_a_host_without_memory_starts_no_machine_reports_it_and_recovers(
 
 async def test_a_guest_that_fills_its_disk_loses_its_machine_and_the_client_gets_the_reason() -> None:
     async with (
-        serve_fake(size=1, capacity=2) as server,
-        AsyncEnvClient(server.address) as client,
+        served_client(size=1, capacity=2) as (server, client),
         client.reset(TASK, view=NOTHING) as episode,
         client.reset(TASK, view=NOTHING) as other,
     ):
@@ -217,8 +210,7 @@ async def test_a_guest_that_fills_its_disk_loses_its_machine_and_the_client_gets
 
 async def test_slow_storage_delays_only_the_calls_that_need_it() -> None:
     async with (
-        serve_fake(size=1, capacity=4) as server,
-        AsyncEnvClient(server.address) as client,
+        served_client(size=1, capacity=4) as (server, client),
         client.reset(TASK, view=NOTHING) as episode,
         client.reset(TASK, view=NOTHING) as other,
     ):
@@ -240,13 +232,12 @@ async def test_slow_storage_delays_only_the_calls_that_need_it() -> None:
 
 async def test_a_removed_template_is_recreated_and_its_machines_continue() -> None:
     async with (
-        serve_fake(size=1, capacity=3) as server,
-        AsyncEnvClient(server.address) as client,
+        served_client(size=1, capacity=3) as (server, client),
         raw(server.address) as stub,
         client.reset(TASK, view=NOTHING) as episode,
     ):
         await until_idle(server, 1)
-        server.hypervisor.host.delete_templates()
+        server.hypervisor.host.templates.clear()
         server.hypervisor.faults = Faults(boot_delay_s=5.0)
         async with client.reset(TASK, view=NOTHING):
             with pytest.raises(grpc.aio.AioRpcError, match="template") as waited:
@@ -269,11 +260,7 @@ async def test_a_removed_template_is_recreated_and_its_machines_continue() -> No
 
 
 async def test_a_parent_lost_during_its_fork_is_machine_lost_whatever_failed_first() -> None:
-    async with (
-        serve_fake(size=1, capacity=3) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset(TASK, view=NOTHING) as episode,
-    ):
+    async with served_client(size=1, capacity=3) as (server, client), client.reset(TASK, view=NOTHING) as episode:
         (machine_id,) = server.service.machine_ids().values()
         machine = server.hypervisor.machines[machine_id]
         # As on a real machine, the call fails because the machine is gone.

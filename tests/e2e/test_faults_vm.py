@@ -29,8 +29,8 @@ from cuaenv.client import (
     Wait,
 )
 
-from envd.hypervisor.qemu.leftovers import daemon_leftovers
 from envd.hypervisor.qemu.processes import machine_pids
+from tests.support.leftovers import daemon_leftovers
 from tests.support.libvirtd import Libvirtd
 from tests.support.served import ServedDaemon
 
@@ -80,12 +80,9 @@ async def fails(call: Callable[[], Awaitable[None]], kind: type[Exception]) -> N
 
 def serve_while(run: Callable[[str], Coroutine[Any, Any, None]], state_dir: Path, config: str) -> None:
     """Run a daemon while `run` uses its address; checks that it ends without error and leaves nothing."""
-    served = ServedDaemon(state_dir, config)
-    try:
+    with ServedDaemon(state_dir, config) as served:
         asyncio.run(run(served.wait_for(r"listening on (\S+)")))
-    finally:
-        status = served.end()
-    assert status == 0
+        assert served.end() == 0
     assert daemon_leftovers(state_dir) == []
 
 
@@ -122,14 +119,11 @@ def test_a_full_disk_fails_new_machines_and_recovers(short_dir: Path, template_d
     with small_disk(short_dir / "s") as state_dir:
         # With a reserve, machines would stop to start before the disk is full.
         config = CONFIG.format(template_dir=template_dir) + "\n[limits]\ndisk_reserve_mib = 0\n"
-        served = ServedDaemon(state_dir, config)
-        try:
+        with ServedDaemon(state_dir, config) as served:
             address = served.wait_for(r"listening on (\S+)")
             served.wait_for(r"pool desktop: (ready)", timeout_s=300)
             asyncio.run(run(address, state_dir / "filler"))
-        finally:
-            status = served.end()
-        assert status == 0
+            assert served.end() == 0
         assert daemon_leftovers(state_dir) == []
 
 

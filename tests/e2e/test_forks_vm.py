@@ -25,8 +25,8 @@ from cuaenv.client import (
     Wait,
 )
 
-from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.hypervisor.qemu.processes import machine_pids
+from tests.support.leftovers import machine_leftovers
 from tests.support.served import ServedDaemon
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]

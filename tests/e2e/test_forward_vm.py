@@ -69,6 +69,14 @@ async def test_a_real_guests_port_carries_bytes_both_ways_and_its_forks_start_wi
             its_writer.write_eof()
             assert await its_reader.read() == b"0 bytes"
             its_writer.close()
+            # Its machine is destroyed, and a connection ends with it.
+            its_reader, its_writer = await asyncio.open_connection("127.0.0.1", its_forward.local_port)
+            its_writer.write(b"!")
+            assert await its_reader.readexactly(1) == b"!"
+            await fork.close()
+            with pytest.raises(ConnectionResetError):
+                await its_reader.read()
+            its_writer.close()
         writer.write_eof()
         assert await reader.read() == b"%d bytes" % (8 * len(block) + 14)
         writer.close()

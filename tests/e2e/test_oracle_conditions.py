@@ -2,11 +2,11 @@
 
 import pytest
 from cuaenv.actions import Action, Click, Done, TypeText
-from cuaenv.client import AsyncEnvClient, StepResult
+from cuaenv.client import StepResult
 
 from envd.bench.playing import ConditionNotMet, Steps, play
 from envd.tasks.oracle import WaitFor
-from tests.support.server import serve_fake
+from tests.support.server import served_client
 
 CLOSE_CONTROLS = Click(1128, 54)
 
@@ -22,11 +22,7 @@ async def play_in_one_episode(steps: Steps) -> list[tuple[Action, ...]]:
     def on_step(actions: tuple[Action, ...], result: StepResult) -> None:
         performed.append(actions)
 
-    async with (
-        serve_fake(size=1) as server,
-        AsyncEnvClient(server.address) as client,
-        client.reset("fake/close-controls") as episode,
-    ):
+    async with served_client(size=1) as (_, client), client.reset("fake/close-controls") as episode:
         await play(episode, steps, runs_guests=False, on_step=on_step)
         return performed
 

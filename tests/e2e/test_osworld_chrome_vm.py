@@ -68,7 +68,7 @@ async def address(cache_dir: Path, template_dir: Path, vm_state_dir: Path) -> As
         yield address
 
 
-async def test_osworlds_chrome_setup_and_evaluator_use_the_relayed_devtools(
+async def test_osworlds_chrome_setup_and_evaluator_use_the_forwarded_devtools(
     address: str, cache_dir: Path, tmp_path: Path
 ) -> None:
     environment = Environment(cache_dir)

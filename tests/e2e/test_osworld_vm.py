@@ -21,23 +21,26 @@ from cuaenv.actions import Action, Done, Fail, PressKeys, TypeText, Wait
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, View
 
 from envd.api.server import ApiServer
+from envd.base.config import HypervisorConfig
 from envd.base.telemetry.metrics import Metrics
 from envd.bench.episodes import SCRIPTS
 from envd.episodes.service import EpisodeService
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
-from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.images.catalogue import ImageCatalogue
 from envd.integrations.osworld.bridge import WorkerBridge
 from envd.integrations.osworld.catalogue import IMAGE, desktop_task, osworld_tasks
 from envd.integrations.osworld.environment import Environment
 from envd.integrations.osworld.workers import Job, Workers
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
-from envd.tasks.assets import AssetCache, AssetRef
+from envd.tasks.assets import AssetCache
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.fields import AssetRef
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
+from tests.support.leftovers import machine_leftovers
 from tests.support.local_guestd import serve_guestd
 from tests.support.program import run_program
 
@@ -148,10 +151,12 @@ async def address(
     assert environment.tasks is not None
     workers = Workers(environment.python)
     bridge = WorkerBridge(workers, assets=assets)
-    hypervisor = await LibvirtHypervisor.open(state_dir=vm_state_dir, cache_dir=cache_dir, template_dir=template_dir)
-    settings = PoolSettings(name="osworld", capacity=3, idle_target=1, allow_guest_access=True, always_running=True)
+    hypervisor = await LibvirtHypervisor.open(
+        HypervisorConfig(template_dir=template_dir), state_dir=vm_state_dir, cache_dir=cache_dir
+    )
+    settings = PoolSettings(name="osworld", capacity=3, size=1, allow_guest_access=True, always_running=True)
     service = EpisodeService(
-        [Pool(settings, hypervisor=hypervisor, image=ImageCatalogue(cache_dir).disk_image(IMAGE))],
+        [Pool(settings, image=ImageCatalogue(cache_dir).disk_image(IMAGE), host=PoolHost(hypervisor=hypervisor))],
         tasks=TaskCatalogue(osworld_tasks(environment.tasks), hidden=[desktop_task()]),
         run_setup=partial(run_setup, resources=SetupResources(osworld=bridge)),
         run_checkers=partial(evaluate, osworld=bridge),

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from cuaenv.client import Done, EnvClient, PressKeys, Settle, TypeText, View
 
-from envd.hypervisor.qemu.leftovers import daemon_leftovers
 from envd.hypervisor.qemu.processes import machine_pids
 from envd.hypervisor.qemu.user import Account
 from envd.images.catalogue import Image
+from tests.support.leftovers import daemon_leftovers
 from tests.support.served import ServedDaemon
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]

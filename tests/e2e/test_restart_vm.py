@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cuaenv.client import Done, EnvClient, PressKeys, Settle, TypeText, View
 
-from envd.hypervisor.qemu.leftovers import machine_leftovers
+from tests.support.leftovers import machine_leftovers
 from tests.support.libvirtd import Libvirtd
 from tests.support.served import ServedDaemon
 

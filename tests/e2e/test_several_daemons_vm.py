@@ -59,6 +59,6 @@ def test_daemons_that_start_together_boot_a_template_once_and_share_its_memory(s
         assert len(first) == 1
         assert first == second
         with EnvClient(addresses) as client, client.reset("desktop/type-greeting") as one:
-            assert one.observation.data
+            assert one.observation.frame_id
     # The templates outlive both.
     assert len(list((short_dir / "templates").glob("*/snapshot.json"))) == 1

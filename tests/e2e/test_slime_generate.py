@@ -45,7 +45,7 @@ class World:
             self._resets.append(command)
             return await perform(command)
 
-        server.service.reset = reset  # type: ignore[method-assign]
+        server.service.reset = reset
 
     def args(self, *, agent: dict[str, Any] | None = None, envd: dict[str, Any] | None = None, **changed: Any) -> Any:
         mapping = {"hosts": [self.server.address], "engine_timeout_s": 20.0, "engine_retries": 1}

@@ -37,7 +37,7 @@ async def test_a_rollout_of_unknown_tasks_ends_after_a_bounded_number_of_resets(
             resets += 1
             return await perform(command)
 
-        server.service.reset = reset  # type: ignore[method-assign]
+        server.service.reset = reset
         args = stand_in_args({"hosts": [server.address], "max_lost_groups": 6}, n_samples_per_prompt=2)
         with (
             stand_in_slime(ScriptedEngine(str)),

@@ -44,7 +44,7 @@ class World:
             self.forks.append(command.fork_count)
             return result
 
-        server.service.fork = fork  # type: ignore[method-assign]
+        server.service.fork = fork
 
     async def rolled_out(self, count: int, *, agent: dict[str, Any] | None = None, **envd: Any) -> list[Any]:
         mapping = {

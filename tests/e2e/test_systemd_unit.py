@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from envd.base.config import load
+
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "deploy" / "systemd" / "envd.service"
+TEMPLATE_UNIT = ROOT / "deploy" / "systemd" / "envd@.service"
 
 #: Drawn desktops, Debian's Python with this environment's packages, a short watchdog. All else is the unit's own.
 DROP_IN = """
@@ -25,12 +28,34 @@ WatchdogSec=20s
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
-def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("unit", "name"), [(UNIT, "envd.service"), (TEMPLATE_UNIT, "envd@51.service")])
+def test_systemd_accepts_the_units(tmp_path: Path, unit: Path, name: str) -> None:
     # The program's path is checked too, and is another one here.
-    copy = tmp_path / "envd.service"
-    copy.write_text(UNIT.read_text().replace("/opt/envd/.venv/bin/envd", sys.executable))
+    copy = tmp_path / name
+    copy.write_text(unit.read_text().replace("/opt/envd/.venv/bin/envd", sys.executable))
     done = subprocess.run(["systemd-analyze", "verify", copy], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_several_daemons_of_a_host_share_its_cache_and_templates_and_nothing_else() -> None:
+    def environment(text: str) -> dict[str, str]:
+        lines = [line.removeprefix("Environment=") for line in text.splitlines() if line.startswith("Environment=")]
+        return dict(pair.split("=", 1) for line in lines for pair in line.split())
+
+    template = TEMPLATE_UNIT.read_text()
+    configs = []
+    for instance in ("51", "52"):
+        configs.append(load(environ=environment(template.replace("%i", instance))))
+    first, second = configs
+    for name in ("listen", "metrics_listen", "state_dir"):
+        assert getattr(first, name) != getattr(second, name)
+    assert (first.cache_dir, first.template_dir) == (second.cache_dir, second.template_dir)
+
+    def service(text: str) -> list[str]:
+        ignored = ("#", "Description=", "Environment=")
+        return [line for line in text.splitlines() if not line.startswith(ignored)]
+
+    assert service(template) == service(UNIT.read_text())
 
 
 class Container:

@@ -8,14 +8,12 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-import grpc
 import pytest
 from aiohttp import web
 from cuaenv.action_codec import to_proto
 from cuaenv.client import Action, AsyncEnvClient, Click, Done, EpisodeNotFound
-from cuaenv.v1 import env_pb2, env_pb2_grpc
+from cuaenv.v1 import env_pb2
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -26,9 +24,10 @@ from envd.base.config import load
 from envd.base.errors import ConfigError
 from envd.base.telemetry import logs, traces
 from tests.support import areal, slime
+from tests.support.callers import connected
 from tests.support.command import restored_logging
 from tests.support.scripted_replies import ScriptedReplies
-from tests.support.server import serve_fake
+from tests.support.server import serve_fake, served_client
 from trainer.adapters.areal.group import ArealConfig, run_task_group
 from trainer.agent.attempts import run_task
 from trainer.agent.grammars import grammar
@@ -121,8 +120,7 @@ async def test_a_call_continues_the_clients_trace_and_has_its_phases(recorded: I
     async with (
         collecting() as collector,
         traces.exported_traces(collector.url),
-        serve_fake(size=2, capacity=4) as server,
-        AsyncEnvClient(server.address) as client,
+        served_client(size=2, capacity=4) as (_, client),
     ):
         with tracer.start_as_current_span("rollout") as rollout:
             async with client.reset(TASK) as episode:
@@ -146,16 +144,14 @@ async def test_steps_of_a_stream_and_calls_without_a_client_trace_have_spans_of_
     async with (
         collecting() as collector,
         traces.exported_traces(collector.url),
-        serve_fake() as server,
-        AsyncEnvClient(server.address) as client,
+        served_client() as (server, client),
         client.reset(TASK) as episode,
     ):
         await episode.step(Click(1, 1))
         step = env_pb2.StepRequest(
             request_id="r-1", episode_id=episode.episode_id, step_index=1, actions=[to_proto(Click(1, 1))]
         )
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            stub: Any = env_pb2_grpc.CUAEnvStub(channel)
+        async with connected(server.address) as stub:
             headers = (("traceparent", f"00-{'ab' * 16}-{'cd' * 8}-01"),)
             call = stub.StreamSteps(iter([env_pb2.StreamStepsRequest(step=step)]), metadata=headers)
             assert [response.request_id async for response in call] == ["r-1"]
@@ -171,8 +167,7 @@ async def test_logs_of_a_failed_call_carry_the_trace(recorded: InMemorySpanExpor
     async with (
         collecting() as collector,
         traces.exported_traces(collector.url),
-        serve_fake() as server,
-        AsyncEnvClient(server.address) as client,
+        served_client() as (_, client),
         client.reset(TASK) as episode,
     ):
         await episode.close()
@@ -197,8 +192,7 @@ async def test_a_collector_that_hangs_costs_spans_and_no_call(monkeypatch: pytes
     async with (
         collecting(hangs=True) as collector,
         traces.exported_traces(collector.url),
-        serve_fake() as server,
-        AsyncEnvClient(server.address) as client,
+        served_client() as (_, client),
         client.reset(TASK) as episode,
     ):
         await collector.asked.wait()
@@ -216,8 +210,7 @@ async def test_the_daemon_ends_while_a_collector_hangs() -> None:
     async with collecting(hangs=True) as collector:
         async with (
             traces.exported_traces(collector.url, flush_timeout_s=0.1),
-            serve_fake() as server,
-            AsyncEnvClient(server.address) as client,
+            served_client() as (_, client),
             client.reset(TASK),
         ):
             pass
@@ -225,12 +218,7 @@ async def test_the_daemon_ends_while_a_collector_hangs() -> None:
 
 
 async def test_the_agents_loop_has_spans_of_groups_episodes_and_turns(recorded: InMemorySpanExporter) -> None:
-    async with (
-        collecting() as collector,
-        traces.exported_traces(collector.url),
-        serve_fake() as server,
-        AsyncEnvClient(server.address) as client,
-    ):
+    async with collecting() as collector, traces.exported_traces(collector.url), served_client() as (_, client):
         model = ScriptedReplies([SAY(turn) for turn in PLAN])
         await run_task(client, TASK, lambda: model, settings=AgentSettings(max_turns=4, coordinates="pixels"))
     spans = recorded.get_finished_spans()

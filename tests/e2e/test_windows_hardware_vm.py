@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from cuaenv.client import EnvClient, Episode, View
 
-from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.hypervisor.qemu.processes import owner_of, tpm_processes
 from tests.support import uefi_guest
+from tests.support.leftovers import machine_leftovers
 from tests.support.served import ServedDaemon
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]

@@ -23,7 +23,7 @@ from envd.bench.verification import verify_config
 from envd.daemon.composition import open_daemon
 from envd.daemon.suites import load_tasks
 from envd.hypervisor.machine import GuestOs
-from envd.hypervisor.qemu.leftovers import machine_leftovers
+from tests.support.leftovers import machine_leftovers
 from tests.support.program import run_program
 from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
 from trainer.recipes.catalogue import effective, launcher

@@ -5,7 +5,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from envd.pool.fairness import RunShare, RunShares
+from envd.base.config import RunShare
+from envd.pool.fairness import RunShares
 from tests.simulation.clock import EventQueue
 from tests.simulation.host import Group, SimHost
 from tests.simulation.placements import Drawn, Ideal, Ray, SimPlacement

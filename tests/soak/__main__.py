@@ -10,9 +10,8 @@ import uvloop
 from cuaenv.cli.terminal import Json, progress
 
 from envd.base.config import Config
-from envd.base.terminal import reports_errors
+from envd.base.terminal import print_result, reports_errors
 from envd.cli.options import runs_own_daemon
-from envd.cli.result import print_result
 from envd.daemon.ephemeral import ensure_image
 from tests.soak.report import SoakReport
 from tests.soak.run import soak, soak_config

@@ -11,8 +11,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from envd.base.errors import EnvdError
 from envd.episodes.service import EpisodeService
@@ -21,6 +22,7 @@ from envd.hypervisor.qemu.processes import machine_pids
 from tests.soak.accounting import Accounting, InjectedFault
 from tests.soak.bombs import file_bombs
 from tests.soak.schedule import FAKE_RATES, HOSTILE_GUESTS, REAL_RATES, Fault, PlannedFault, pick_one
+from tests.support.hostile import AgentAttack, DisplayAttack, GuestdAttack, display_update, guestd_body, hostile_agent
 
 _GUEST_COMMAND_TIMEOUT_S = 20.0
 
@@ -57,9 +59,9 @@ class FakeInjector:
         self._service = service
         # In turn, so that a short soak has all of them.
         self._bombs = itertools.cycle(file_bombs().values())
-        self._agent_attacks = itertools.cycle(["endless", "large", "half"])
-        self._guestd_attacks = itertools.cycle(["large", "nested", "slow"])
-        self._display_attacks = itertools.cycle(["flood", "size"])
+        self._agents = itertools.cycle(map(hostile_agent, get_args(AgentAttack)))
+        self._guestd_bodies = itertools.cycle(partial(guestd_body, attack) for attack in get_args(GuestdAttack))
+        self._display_updates = itertools.cycle(map(display_update, get_args(DisplayAttack)))
 
     async def inject(self, planned: PlannedFault, accounting: Accounting) -> None:
         """See `Injector.inject`."""
@@ -97,11 +99,11 @@ class FakeInjector:
                     path, content = next(self._bombs)
                     machine.files[path] = content
                 case Fault.AGENT_ATTACK:
-                    machine.inject(agent_attack=next(self._agent_attacks))
+                    machine.inject(agent=next(self._agents))
                 case Fault.GUESTD_ATTACK:
-                    machine.inject(guestd_attack=next(self._guestd_attacks))
+                    machine.inject(guestd_body=next(self._guestd_bodies))
                 case Fault.DISPLAY_ATTACK:
-                    machine.inject(display_attack=next(self._display_attacks))
+                    machine.inject(display_update=next(self._display_updates))
                 case Fault.CAPTURE_REFUSED:
                     machine.inject(capture_error="no space left on device (soak)")
                 case Fault.DESTROY_SLOW:
@@ -111,9 +113,9 @@ class FakeInjector:
             guestd_hangs=False,
             agent_silent=False,
             capture_error="",
-            agent_attack="",
-            guestd_attack="",
-            display_attack="",
+            agent=None,
+            guestd_body=None,
+            display_update=b"",
         )
 
     async def _with_new_machines(self, planned: PlannedFault, accounting: Accounting, **faults: Any) -> None:

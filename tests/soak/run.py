@@ -11,21 +11,21 @@ from pathlib import Path
 
 from cuaenv.cli.terminal import ProgressReport
 
+from envd.base.clock import LoopLag
 from envd.base.config import Config
 from envd.base.errors import EnvdError, GuestUnresponsive
-from envd.base.loop_lag import LoopLag
 from envd.bench.child import Child, run_module
 from envd.bench.session import BenchSession, Steps, open_bench
 from envd.daemon.ephemeral import ephemeral_config
-from envd.hypervisor.capabilities import capabilities_of
+from envd.hypervisor.backends import backend_of
 from envd.hypervisor.fake import FakeHypervisor
 from envd.hypervisor.machine import Accelerator
-from envd.hypervisor.qemu.leftovers import daemon_leftovers
 from tests.soak.accounting import Accounting
 from tests.soak.faults import Injector, injector_for, machine_finder
 from tests.soak.messages import Orphan, Pending, SoakPlan
 from tests.soak.report import SoakReport
 from tests.soak.schedule import Fault, PlannedFault, plan_faults
+from tests.support.leftovers import daemon_leftovers
 
 SUITE = Path(__file__).parent / "soak.yaml"
 FAKE_SUITE = Path(__file__).parent / "fake.yaml"
@@ -41,10 +41,8 @@ _REPORT_INTERVAL_S = 1.0
 _LAG_INTERVAL_S = 0.02
 
 
-class SoakFailed(EnvdError):
+class SoakFailed(EnvdError, reason="SOAK_FAILED"):
     """A client failed without an injected fault; its error is on standard error."""
-
-    reason = "SOAK_FAILED"
 
 
 def soak_config(settings: Config, *, machine_count: int) -> Config:
@@ -61,7 +59,7 @@ def soak_config(settings: Config, *, machine_count: int) -> Config:
     config = ephemeral_config(settings, name="soak", pool=own)
     own_hypervisor = {"template_dir": settings.hypervisor.template_dir}
     update: dict[str, object] = {"hypervisor": config.hypervisor.model_copy(update=own_hypervisor)}
-    suite = SUITE if capabilities_of(settings.hypervisor_uri).runs_guests else FAKE_SUITE
+    suite = SUITE if backend_of(settings.hypervisor.uri).capabilities.runs_guests else FAKE_SUITE
     update["tasks"] = config.tasks.model_copy(update={"suites": (*config.tasks.suites, str(suite))})
     return config.model_copy(update=update)
 
@@ -246,8 +244,8 @@ async def soak(
         )
     leftovers += await asyncio.to_thread(daemon_leftovers, config.state_dir)
     if isinstance(hypervisor, FakeHypervisor):
-        leftovers += [f"machine {machine_id}" for machine_id in sorted(hypervisor.leftover_ids)]
-        leftovers += [f"capture {name}" for name in sorted(hypervisor.leftover_captures)]
+        leftovers += [f"machine {machine_id}" for machine_id in sorted(hypervisor.machines)]
+        leftovers += [f"capture {name}" for name in sorted(hypervisor.host.captures)]
     leftovers += [f"task {task.get_name()}" for task in asyncio.all_tasks() - before]
     return SoakReport(
         conditions=conditions, accounting=accounting, longest_stall_s=longest_stall_s, leftovers=leftovers

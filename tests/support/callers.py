@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from cuaenv.client import RetryPolicy
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
@@ -25,10 +26,15 @@ from tests.support.stub_episodes import StubEpisodes
 if TYPE_CHECKING:
     from cuaenv.v1.env_pb2_grpc import CUAEnvAsyncStub
 
+#: Files of certificates and keys by name.
+Certs = dict[str, Path]
+
 TIMEOUT_S = 120.0
 #: For calls that must not wait for anything.
 SHORT_S = 20.0
 TASK = "fake/count-to-five"
+#: Connections are retried only briefly.
+HASTY = RetryPolicy(first_pause=timedelta(milliseconds=10), max_pause=timedelta(milliseconds=50))
 SERVICE = env_pb2.DESCRIPTOR.services_by_name["CUAEnv"]
 METHODS = [method.name for method in SERVICE.methods]
 
@@ -141,7 +147,7 @@ async def outcome(stub: Any, method: str, request: Any) -> Any:
 
 
 def refusal_of(failure: grpc.aio.AioRpcError) -> Refusal:
-    """Return what a failed call was told."""
+    """Return the error of a failed call."""
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     status = rpc_status.from_call(failure)  # type: ignore[arg-type]
     reason, delay = "", None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from envd.guest.observation import SettlePolicy
+from envd.base.config import SettlePolicy
 from envd.guest.readiness import GuestPauses
 
 #: A drawn guest acts at once, so short pauses suffice.
@@ -22,7 +22,7 @@ QUICK_PAUSES = GuestPauses(
     idle_reading_s=0.01,
     key_pause_s=0.0,
     pointer_poll_s=0.001,
-    input_settle=SettlePolicy(quiet_ms=20, max_ms=200),
+    input_settle=SettlePolicy(quiet_ms=20, idle_ms=0, max_ms=200),
 )
 
 

@@ -19,10 +19,10 @@ import pytest
 from PIL import Image
 
 from tests.support.sglang import SglangServer
-from trainer.agent.types import Message
+from trainer.agent.types import Message, data_uri
 from trainer.tokens.chat import Chat
 from trainer.tokens.rows import Segment
-from trainer.tokens.sglang import data_uri, is_context_full
+from trainer.tokens.sglang import is_context_full
 
 #: Log-probabilities of the engine and of transformers, both in single precision.
 TOLERANCE = 0.02

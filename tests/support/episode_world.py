@@ -27,12 +27,12 @@ from envd.episodes.types import (
 )
 from envd.guest.desktop import Desktop
 from envd.guest.observation import Encoding, ObservationOptions
-from envd.pool.backoff import FAILING_AFTER
 from envd.pool.fairness import RunShares
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.evaluation import CheckResult, Evaluation
+from envd.tasks.checkers.evaluate import CheckResult, Evaluation
 from envd.tasks.model import Task
 from envd.tasks.verbs import MakeDirectory
 from tests.support.clock import ManualClock, run_ready
@@ -227,7 +227,7 @@ async def running_world(
     always_running: bool = False,
     task_templates: int = 8,
     shares: RunShares | None = None,
-    failing_after: int = FAILING_AFTER,
+    failing_after: int = 6,
 ) -> AsyncIterator[World]:
     """Run a service on a pool with `capacity` ready machines; at the end, assert that nothing is left."""
     clock, hypervisor, tasks, metrics = ManualClock(), StubHypervisor(), StubTasks(), RecordingMetrics()
@@ -236,7 +236,7 @@ async def running_world(
     settings = PoolSettings(
         name="desktop",
         capacity=capacity,
-        idle_target=capacity,
+        size=capacity,
         max_starting=capacity,
         allow_guest_access=True,
         always_running=always_running,
@@ -244,7 +244,9 @@ async def running_world(
         shares=shares or RunShares(),
         failing_after=failing_after,
     )
-    pool = Pool(settings, hypervisor=hypervisor, image=IMAGE, make_desktop=hypervisor.desktop, clock=clock)
+    pool = Pool(
+        settings, image=IMAGE, host=PoolHost(hypervisor=hypervisor, clock=clock), make_desktop=hypervisor.desktop
+    )
     service = EpisodeService(
         [pool],
         tasks=TaskCatalogue([TASK, PLAIN, *FROZEN]),

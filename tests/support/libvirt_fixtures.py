@@ -13,10 +13,10 @@ import pytest_asyncio
 from envd.hypervisor.contract.fixtures import MachineFixtures
 from envd.hypervisor.machine import DiskImage, Hypervisor, Machine, MachineSpec, Snapshot
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
-from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.hypervisor.qemu.machine import LibvirtMachine
 from envd.hypervisor.qemu.processes import machine_pids
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
+from tests.support.leftovers import machine_leftovers
 
 
 class LibvirtFixtures(MachineFixtures):

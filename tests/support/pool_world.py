@@ -14,6 +14,7 @@ from typing import Any, Self
 from envd.base.telemetry.metrics import Metrics
 from envd.pool.host_room import HostDisk
 from envd.pool.memory import HostMemory
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.pool.template import TemplateCache
@@ -77,18 +78,19 @@ class PoolWorld:
     ) -> Pool:
         """Return a new pool with these settings; by default it keeps its whole capacity ready."""
         values: dict[str, Any] = self._defaults | settings | ({} if name is None else {"name": name})
-        idle_target = values.pop("idle_target", values["capacity"])
-        values = {"max_starting": values["capacity"]} | values
+        values = {"size": values["capacity"], "max_starting": values["capacity"]} | values
         pool = Pool(
-            PoolSettings(idle_target=idle_target, **values),
-            hypervisor=self.hypervisor,
+            PoolSettings(**values),
             image=IMAGE,
-            memory=memory,
-            disk=disk,
-            templates=self.templates,
+            host=PoolHost(
+                hypervisor=self.hypervisor,
+                templates=self.templates,
+                memory=memory,
+                disk=disk,
+                metrics=self.metrics,
+                clock=self.clock,
+            ),
             make_desktop=self.hypervisor.desktop,
-            metrics=self.metrics,
-            clock=self.clock,
         )
         self._stack.push_async_callback(pool.close)
         return pool

@@ -7,15 +7,17 @@ from pathlib import Path
 from cuaenv.client import AsyncEnvClient
 
 from envd.api.server import ApiServer
+from envd.base.config import HypervisorConfig
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.service import EpisodeService
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
-from envd.hypervisor.qemu.leftovers import machine_leftovers
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.integrations.osworld.catalogue import IMAGE, desktop_task
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
+from tests.support.leftovers import machine_leftovers
 
 
 @asynccontextmanager
@@ -23,7 +25,7 @@ async def real_desktops(
     image: Image, tasks: TaskCatalogue, *, cache_dir: Path, template_dir: Path, state_dir: Path
 ) -> AsyncIterator[AsyncEnvClient]:
     """Serve three desktops and yield a client, which has access to the guests; checks that no machine is left."""
-    settings = PoolSettings(name="desktop", capacity=3, idle_target=1, allow_guest_access=True)
+    settings = PoolSettings(name="desktop", capacity=3, size=1, allow_guest_access=True)
     async with (
         served_machines(
             settings, image, tasks, cache_dir=cache_dir, template_dir=template_dir, state_dir=state_dir
@@ -35,13 +37,11 @@ async def real_desktops(
 
 @asynccontextmanager
 async def osworld_machines(
-    capacity: int, image_name: str = IMAGE, /, *, cache_dir: Path, template_dir: Path, state_dir: Path
+    capacity: int, *, cache_dir: Path, template_dir: Path, state_dir: Path
 ) -> AsyncIterator[str]:
     """Serve machines for OSWorld's own environments and yield the address; checks that no machine is left."""
-    settings = PoolSettings(
-        name=image_name, capacity=capacity, idle_target=1, allow_guest_access=True, always_running=True
-    )
-    image = ImageCatalogue(cache_dir).get(image_name)
+    settings = PoolSettings(name=IMAGE, capacity=capacity, size=1, allow_guest_access=True, always_running=True)
+    image = ImageCatalogue(cache_dir).get(IMAGE)
     tasks = TaskCatalogue((), hidden=[desktop_task()])
     async with served_machines(
         settings, image, tasks, cache_dir=cache_dir, template_dir=template_dir, state_dir=state_dir
@@ -60,8 +60,10 @@ async def served_machines(
     state_dir: Path,
 ) -> AsyncIterator[str]:
     """Serve a pool of real machines and yield the address; checks that no machine is left."""
-    hypervisor = await LibvirtHypervisor.open(state_dir=state_dir, cache_dir=cache_dir, template_dir=template_dir)
-    pool = Pool(settings, hypervisor=hypervisor, image=ImageCatalogue(cache_dir).disk_image(image.name))
+    hypervisor = await LibvirtHypervisor.open(
+        HypervisorConfig(template_dir=template_dir), state_dir=state_dir, cache_dir=cache_dir
+    )
+    pool = Pool(settings, image=ImageCatalogue(cache_dir).disk_image(image.name), host=PoolHost(hypervisor=hypervisor))
     service = EpisodeService([pool], tasks=tasks)
     server = ApiServer(service, listen="127.0.0.1:0", metrics=Metrics())
     await service.start()

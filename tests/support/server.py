@@ -13,19 +13,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cuaenv.client import AsyncEnvClient
+
 from envd.api.server import ApiServer
 from envd.base.clock import Clock, SystemClock
-from envd.base.config import SecurityConfig
+from envd.base.config import LimitsConfig, SecurityConfig, SettlePolicy
 from envd.base.store.store import NullStore, SqliteStore
 from envd.base.telemetry.metrics import Metrics
-from envd.episodes.limits import EpisodeLimits
 from envd.episodes.persistence.recovery import load_persisted
 from envd.episodes.service import EpisodeService
-from envd.guest.observation import SettlePolicy
 from envd.hypervisor import fake
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
 from envd.pool.lifecycle import unregister_all
 from envd.pool.memory import HostMemory
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
@@ -85,7 +86,7 @@ class FakeOptions:
     """Maximum number of machines; by default twice `size`."""
     faults: Faults | None = None
     """Faults of the machines; change them later through `FakeServer.hypervisor`."""
-    limits: EpisodeLimits | None = None
+    limits: LimitsConfig | None = None
     settle: SettlePolicy = QUICK_SETTLE
     boot_timeout_s: float = 10.0
     failing_after: int = 10
@@ -109,7 +110,7 @@ class FakeOptions:
         return PoolSettings(
             name="fake",
             capacity=self.capacity or 2 * self.size,
-            idle_target=self.size,
+            size=self.size,
             max_starting=self.size,
             boot_timeout_s=self.boot_timeout_s,
             backoff_min_s=0.05,
@@ -136,12 +137,14 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
         reaped = await hypervisor.reap()
         await unregister_all(store or NullStore(), adopted=machines, reaped=reaped)
         settings = chosen.pool_settings()
-        pool = Pool(settings, hypervisor=hypervisor, image=fake_image(), memory=chosen.memory, store=store)
+        pool_host = PoolHost(hypervisor=hypervisor, memory=chosen.memory, store=store or NullStore())
+        pool = Pool(settings, image=fake_image(), host=pool_host)
         metrics = Metrics()
         service = EpisodeService(
             [pool],
             tasks=tasks,
             limits=chosen.limits,
+            metrics=metrics,
             clock=clock,
             store=store,
         )
@@ -160,3 +163,10 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
             metrics=metrics,
             tasks=tasks,
         )
+
+
+@asynccontextmanager
+async def served_client(**options: Any) -> AsyncIterator[tuple[FakeServer, AsyncEnvClient]]:
+    """Serve with `FakeOptions`; yield the server and a client of it."""
+    async with serve_fake(**options) as server, AsyncEnvClient(server.address) as client:
+        yield server, client

@@ -7,13 +7,12 @@ async with StubEpisodes() as episodes:
 """
 
 import asyncio
-import functools
 import itertools
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Self
 
 from cuaenv.actions import Action
 
@@ -22,12 +21,9 @@ from envd.base.aio import Changes
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import (
-    EpisodeInfo,
     ForkCommand,
-    GroupResult,
     ResetCommand,
     StepCommand,
-    StepResult,
 )
 from envd.guest.display.encoder import FrameEncoder
 from envd.guest.display.frames import Frame
@@ -35,6 +31,7 @@ from envd.guest.display.marks import Mark
 from envd.guest.observation import A11yFormat, EncodedFrame, Observation, ObservationOptions
 from envd.guest.view import DesktopView, ScreenView
 from envd.hypervisor.machine import Machine
+from envd.pool.parts import PoolHost
 from envd.pool.pool import Pool
 from envd.pool.queue_report import QueuedGroup
 from envd.pool.settings import PoolSettings
@@ -44,10 +41,20 @@ from envd.tasks.model import Task
 from tests.support.episode_world import SETUP, StubTasks
 from tests.support.stubs import IMAGE, StubDesktop, StubHypervisor
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 _CAPACITY = 64
+#: Calls that a stub records.
+_RECORDED = (
+    "reset",
+    "fork",
+    "step",
+    "observe",
+    "evaluate",
+    "close",
+    "keep_alive",
+    "read_file",
+    "write_file",
+    "run_command",
+)
 
 
 TASKS = TaskCatalogue(
@@ -104,17 +111,6 @@ class _BlackDesktop(StubDesktop):
         )
 
 
-def _recorded(
-    method: Callable[Concatenate[EpisodeService, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate["StubEpisodes", P], Coroutine[Any, Any, T]]:
-    @functools.wraps(method)
-    async def call(self: "StubEpisodes", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        self._enter(method.__name__)
-        return await method(self, *args, **kwargs)
-
-    return call
-
-
 class StubEpisodes(EpisodeService):
     """An `EpisodeService` that records its calls and can be controlled through its attributes."""
 
@@ -146,8 +142,8 @@ class StubEpisodes(EpisodeService):
         self.reset_gate.set()
         stub_tasks.check_gate.set()
         self._hypervisor.gates["capture"] = self.gate
-        settings = PoolSettings(name="fake", capacity=_CAPACITY, idle_target=0, max_starting=8, allow_guest_access=True)
-        pool = Pool(settings, hypervisor=self._hypervisor, image=IMAGE, make_desktop=self._connect)
+        settings = PoolSettings(name="fake", capacity=_CAPACITY, size=0, max_starting=8, allow_guest_access=True)
+        pool = Pool(settings, image=IMAGE, host=PoolHost(hypervisor=self._hypervisor), make_desktop=self._connect)
         super().__init__(
             [pool],
             tasks=tasks,
@@ -155,6 +151,8 @@ class StubEpisodes(EpisodeService):
             run_checkers=stub_tasks.run_checkers,
             make_id=map(str, itertools.count(1)).__next__,
         )
+        for name in _RECORDED:
+            setattr(self, name, self._recorded(name, getattr(self, name)))
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -189,41 +187,25 @@ class StubEpisodes(EpisodeService):
         if self.failures:
             raise self.failures.pop(0)
 
-    async def reset(self, command: ResetCommand) -> GroupResult:
-        """See `EpisodeService`."""
-        self.resets.append(command)
-        self._enter("reset")
-        return await super().reset(command)
+    def _recorded(self, name: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        """Return a call that is recorded, with its first argument, and may fail before any effect."""
+        logs: dict[str, list[Any]] = {
+            "reset": self.resets,
+            "fork": self.forks,
+            "step": self.steps,
+            "keep_alive": self.renewals,
+        }
+        log = logs.get(name, [])
 
-    async def fork(self, command: ForkCommand) -> GroupResult:
-        """See `EpisodeService`."""
-        self.forks.append(command)
-        self._enter("fork")
-        return await super().fork(command)
+        async def recorded(*args: Any, **kwargs: Any) -> Any:
+            log.append(args[0])
+            self._enter(name)
+            result = await call(*args, **kwargs)
+            if name == "close":
+                self.closed.append(args[0])
+            return result
 
-    async def step(self, command: StepCommand) -> StepResult:
-        """See `EpisodeService`."""
-        self.steps.append(command)
-        self._enter("step")
-        return await super().step(command)
-
-    async def close(self, episode_id: str) -> None:
-        """See `EpisodeService`."""
-        self._enter("close")
-        await super().close(episode_id)
-        self.closed.append(episode_id)
-
-    async def keep_alive(self, episode_ids: Sequence[str], lease_ttl_s: float | None) -> list[EpisodeInfo]:
-        """See `EpisodeService`."""
-        self.renewals.append(episode_ids)
-        self._enter("keep_alive")
-        return await super().keep_alive(episode_ids, lease_ttl_s)
-
-    observe = _recorded(EpisodeService.observe)
-    evaluate = _recorded(EpisodeService.evaluate)
-    read_file = _recorded(EpisodeService.read_file)
-    write_file = _recorded(EpisodeService.write_file)
-    run_command = _recorded(EpisodeService.run_command)
+        return recorded
 
     def list_queues(self) -> dict[str, tuple[QueuedGroup, ...]]:
         """Return an empty queue for each of `pools`."""

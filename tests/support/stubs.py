@@ -21,20 +21,14 @@ from cuaenv.frames import TiledImage
 from pydantic import JsonValue
 
 from envd.base.aio import race
+from envd.base.config import SettlePolicy
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost, TemplateCorrupt
 from envd.guest.desktop import CommandResult, Desktop, ReadyReport
 from envd.guest.display.frames import Frame
 from envd.guest.input.plan import HeldInputs
-from envd.guest.observation import (
-    ActionOutcome,
-    EncodedFrame,
-    Observation,
-    ObservationOptions,
-    SettlePolicy,
-    SettleResult,
-)
+from envd.guest.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, SettleResult
 from envd.guest.view import ConnectionState, DesktopView
-from envd.hypervisor.capabilities import FAKE
+from envd.hypervisor.fake.backend import CAPABILITIES
 from envd.hypervisor.machine import (
     Accelerator,
     CaptureReport,
@@ -228,7 +222,7 @@ class StubMachine:
 class StubHypervisor:
     """Creates stub machines and records them."""
 
-    capabilities = FAKE
+    capabilities = CAPABILITIES
     accelerator = Accelerator.FAKE
     description = "stub"
 

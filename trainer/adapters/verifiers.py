@@ -19,7 +19,6 @@ from trainer.adapters.session import SessionSettings, is_fault, session
 from trainer.agent.loop import run_episode
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import BudgetExhausted, Message, ModelFailed, Reply
-from trainer.agent.wire import wire_message
 
 __all__ = ["DesktopConfig", "DesktopData", "DesktopEnv", "DesktopEnvConfig", "DesktopTask", "DesktopTaskset"]
 
@@ -126,10 +125,10 @@ class _Conversation:
         self._unsent: list[dict[str, Any]] = []
 
     async def begin(self, messages: Sequence[Message]) -> None:
-        self._unsent = [wire_message(message) for message in messages]
+        self._unsent = [message.to_openai() for message in messages]
 
     async def append(self, message: Message) -> None:
-        self._unsent.append(wire_message(message))
+        self._unsent.append(message.to_openai())
 
     async def generate(self) -> Reply:
         messages, self._unsent = self._unsent, []

@@ -18,13 +18,12 @@ from cuaenv.client import Action, EnvError, Evaluation, Observation, Origin, Sam
 from cuaenv.client.tracing import span
 
 from trainer.agent import prompts
-from trainer.agent.branch_point import BranchPoint
 from trainer.agent.coordinates import CoordinateSpace, PointOutsidePicture, points_of, to_screen_points
 from trainer.agent.grammars import Parsed
 from trainer.agent.history import History
 from trainer.agent.prompts import ModelObservation
 from trainer.agent.settings import AgentSettings
-from trainer.agent.turns import completed_turn, end_of_episode, new_turn
+from trainer.agent.turns import BranchPoint, completed_turn, end_of_episode, new_turn
 from trainer.agent.types import (
     BudgetExhausted,
     Conversation,

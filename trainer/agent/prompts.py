@@ -6,12 +6,12 @@ Training and evaluation use only these, and log `prompt_hash`: equal hashes prov
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cuaenv.client import Observation
+from cuaenv.client import Element, Observation
 
-from trainer.agent import tree
 from trainer.agent.coordinates import CoordinateSpace
 from trainer.agent.grammars import Picture
 from trainer.agent.settings import AgentSettings
@@ -38,6 +38,8 @@ UNCHANGED = "The screen looks exactly as before."
 DROPPED = "(An earlier look at the screen, no longer shown.)"
 _TREE_HEADING = "Elements on the screen, with the middle of each:"
 _TERMINAL_HEADING = "Terminal:"
+#: The longest note on omitted elements, with its newline.
+_NOTE_CHARS = 24
 _TEMPLATES = (
     SYSTEM,
     TASK,
@@ -89,13 +91,13 @@ def model_observation(observation: Observation, space: CoordinateSpace, settings
     tree_text = None
     if settings.a11y_tree and elements is not None:
         left_out_count = observation.a11y_left_out_count
-        tree_text = tree.lines(elements, space, max_chars=settings.a11y_chars, left_out_count=left_out_count)
+        tree_text = tree_lines(elements, space, max_chars=settings.a11y_chars, left_out_count=left_out_count)
     return ModelObservation(
         image=None if settings.text_only else observation.image,
         image_id=observation.image_id,
         tree=tree_text,
         terminal=None if terminal is None else terminal[-settings.terminal_chars :],
-        boxes_px=tree.boxes(elements or ()),
+        boxes_px=boxes_of(elements or ()),
     )
 
 
@@ -168,3 +170,39 @@ def prompt_hash(settings: AgentSettings) -> str:
     instructions = settings.make_grammar().instructions(Picture(1001, 1001))
     text = json.dumps([_TEMPLATES, instructions, dataclasses.asdict(settings)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def tree_lines(elements: Sequence[Element], space: CoordinateSpace, *, max_chars: int, left_out_count: int = 0) -> str:
+    """Return elements as text: mark, role, name, value, states, and the centre of each in the model's units.
+
+    Elements without name and value that are not actionable are omitted. The text is cut at the end of a line, with a
+    note on the number of missing elements.
+
+    Args:
+        elements: In output order.
+        space: The model's units.
+        max_chars: Maximum length of the text.
+        left_out_count: Elements of the screen that are not in `elements`.
+    """
+    rendered = [_line(element, space) for element in elements if element.name or element.value or element.is_actionable]
+    if left_out_count or len("\n".join(rendered)) > max_chars:
+        kept, left_chars = 0, max_chars - _NOTE_CHARS
+        while kept < len(rendered) and len(rendered[kept]) < left_chars:
+            left_chars -= len(rendered[kept]) + 1
+            kept += 1
+        rendered[kept:] = [f"({len(rendered) - kept + left_out_count} more)"]
+    return "\n".join(rendered)
+
+
+def _line(element: Element, space: CoordinateSpace) -> str:
+    left, top, width, height = element.box
+    x, y = space.from_screen(left + width // 2, top + height // 2)
+    mark = f"[{element.mark}] " if element.mark else ""
+    value = f" = {element.value!r}" if element.value else ""
+    states = f" ({', '.join(element.states)})" if element.states else ""
+    return f"{mark}{element.role} {element.name!r}{value}{states} at {x}, {y}"
+
+
+def boxes_of(elements: Sequence[Element]) -> tuple[tuple[int, int, int, int], ...]:
+    """Return the boxes of the actionable elements, in the guest's pixels."""
+    return tuple(element.box for element in elements if element.is_actionable)

@@ -1,13 +1,38 @@
-"""Build turns: first with the reply and its parsed actions, then with their results. Pure."""
+"""Build turns: first with the reply and its parsed actions, then with their results. Pure.
 
-from dataclasses import replace
+A `BranchPoint` is the agent's state between two turns, from which episodes in copies of its machine continue.
+"""
 
-from cuaenv.client import State, StepResult
+from dataclasses import dataclass, replace
 
+from cuaenv.client import Origin, State, StepResult
+
+from trainer.agent.coordinates import CoordinateSpace
 from trainer.agent.grammars import Parsed
+from trainer.agent.history import History
 from trainer.agent.prompts import ModelObservation
 from trainer.agent.types import Outcome, Reply, Turn
 from trainer.rewards.facts import TurnFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchPoint:
+    """The agent's complete state after an observation and before the next reply."""
+
+    turns: tuple[Turn, ...]
+    """All turns so far."""
+    history: History
+    """Messages so far; each continuation needs its own copy."""
+    observed: ModelObservation
+    """The latest observation."""
+    space: CoordinateSpace
+    """Coordinate space of the next reply."""
+    pointer: tuple[int, int] | None
+    """Last pointer position, in the model's coordinates."""
+    origin: Origin
+    """Origin of the episode's first state."""
+    spent_s: float
+    """Used part of the episode's time limit."""
 
 
 def new_turn(reply: Reply, parsed: Parsed, *, observed: ModelObservation, row: int) -> Turn:

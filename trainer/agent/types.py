@@ -4,10 +4,12 @@ A *row* is one append-only context of the model and is never edited. A `Conversa
 new one, for example to drop old screenshots, leaves the previous row unchanged for training.
 """
 
+import base64
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from cuaenv.client import Action, Evaluation, Origin
 
@@ -23,6 +25,26 @@ class Message:
 
     role: Literal["system", "user", "assistant"]
     parts: "tuple[str | Image.Image, ...]"
+
+    def to_openai(self) -> dict[str, Any]:
+        """Return the message in the form of OpenAI's chat completions; images become data URIs."""
+        if all(isinstance(part, str) for part in self.parts):
+            return {"role": self.role, "content": "".join(map(str, self.parts))}
+        content = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image_url", "image_url": {"url": data_uri(part)}}
+            for part in self.parts
+        ]
+        return {"role": self.role, "content": content}
+
+
+def data_uri(image: "Image.Image", *, compress_level: int = 1) -> str:
+    """Return an image as a PNG data URI: lossless, as in training. Level 1 is by far the fastest."""
+    buffer = io.BytesIO()
+    rgb = image if image.mode == "RGB" else image.convert("RGB")
+    rgb.save(buffer, "PNG", compress_level=compress_level)
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

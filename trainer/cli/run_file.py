@@ -71,7 +71,7 @@ class RunConfig:
     split: SplitName = SplitName.ALL
     """Side of the split of `trainer data`, over the chosen suites."""
     include_unrunnable: bool = False
-    """Also tasks that the daemon's host cannot run."""
+    """Whether to include tasks that the daemon's host cannot run."""
 
     agent: Path | None = None
     """YAML file with the agent's settings, as for training."""

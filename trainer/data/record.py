@@ -4,8 +4,6 @@ An oracle replaces the model in the agent's own loop, so prompts and screenshots
 `render` writes its replies, so they parse by construction.
 """
 
-import base64
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,13 +16,13 @@ from trainer.agent.coordinates import CoordinateSpace, to_model_points
 from trainer.agent.grammars import UnsupportedAction, split_actions
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
-from trainer.agent.types import Message, ModelFailed, Outcome, Reply
+from trainer.agent.types import Message, ModelFailed, Outcome, Reply, data_uri
 from trainer.data.oracles import Oracle
 from trainer.data.prompts import task_metadata
 from trainer.replay.trajectory import IMAGE_PLACEHOLDER, StoredTrajectory
 
 if TYPE_CHECKING:
-    from PIL import Image
+    pass
 
 #: Successive waits, in seconds, while an input has not changed the screen: an emulated guest may take 30 s to open a
 #: window, and the next keys would go to the wrong one.
@@ -94,7 +92,10 @@ async def record(
             task_id=task.task_id if len(rows) == 1 else f"{task.task_id}_chunk{number}",
             messages=tuple(row.as_json()),
             images=tuple(
-                _data_uri(part) for message in row.messages for part in message.parts if not isinstance(part, str)
+                data_uri(part, compress_level=6)
+                for message in row.messages
+                for part in message.parts
+                if not isinstance(part, str)
             ),
             reward=trajectory.evaluation.score,
             metadata=metadata,
@@ -209,9 +210,3 @@ class OracleConversation:
         image_px = next((part.size for part in parts if not isinstance(part, str)), self._screen_px)
         space = CoordinateSpace.of(self._settings.units, image_px=image_px, screen_px=self._screen_px)
         return self._grammar.render([to_model_points(action, space) for action in actions])
-
-
-def _data_uri(image: "Image.Image") -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=6)
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.agent.types import Message, ModelFailed, Reply
-from trainer.agent.wire import wire_message
 from trainer.evaluate.endpoint import Endpoint
 
 
@@ -41,11 +40,11 @@ class ChatConversation:
 
     async def begin(self, messages: Sequence[Message]) -> None:
         """Start a new row with these messages."""
-        self._messages = [await asyncio.to_thread(wire_message, message) for message in messages]
+        self._messages = [await asyncio.to_thread(message.to_openai) for message in messages]
 
     async def append(self, message: Message) -> None:
         """Add an observation to the row."""
-        self._messages.append(await asyncio.to_thread(wire_message, message))
+        self._messages.append(await asyncio.to_thread(message.to_openai))
 
     async def generate(self) -> Reply:
         """Request a reply and add it to the row.

@@ -16,30 +16,28 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import BaseModel, Field
+
+from trainer.config import STRICT
 from trainer.replay.trajectory import StoredTrajectory, base_id, canonical
 
 _FORMAT = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSettings:
-    """Bounds and seed.
+class PoolSettings(BaseModel):
+    """Bounds and seed."""
 
-    Raises:
-        ValueError: A value is out of range.
-    """
+    model_config = STRICT
 
     seed: int = 0
-    success_at: float = 0.5
+    success_at: float = Field(default=0.5, gt=0, le=1)
     """Minimum raw reward of a success, both for stored trajectories and for a group's members."""
-    max_per_task: int = 10
-    max_total: int = 1000
+    max_per_task: int = Field(default=10, ge=1)
+    max_total: int = Field(default=1000, ge=1)
 
-    def __post_init__(self) -> None:
-        if not 0.0 < self.success_at <= 1.0:
-            raise ValueError(f"success_at is {self.success_at}; it must be above 0 and at most 1")
-        if self.max_per_task < 1 or self.max_total < 1:
-            raise ValueError(f"max_per_task is {self.max_per_task}, max_total {self.max_total}; both are at least 1")
+
+#: A rollout's settings have more, which a resumed pool may change.
+_SETTINGS = set(PoolSettings.model_fields)
 
 
 @dataclass(slots=True)
@@ -177,7 +175,7 @@ class ReplayPool:
                     write_atomically(items / f"{digest}.json", canonical(stored.trajectory.as_row()).encode())
         state = {
             "format": _FORMAT,
-            "settings": asdict(self.settings),
+            "settings": self.settings.model_dump(include=_SETTINGS),
             "counters": counters,
             "shelves": index,
             "picks": picks,
@@ -196,7 +194,7 @@ class ReplayPool:
         state = json.loads((directory / f"pool-{name}.json").read_bytes())
         if state.get("format") != _FORMAT:
             raise PoolMismatch(f"{directory} holds format {state.get('format')}, this release reads {_FORMAT}")
-        wanted = asdict(settings)
+        wanted = settings.model_dump(include=_SETTINGS)
         differences = [key for key in wanted if wanted[key] != state["settings"].get(key)]
         if differences:
             saved = ", ".join(f"{key} {state['settings'].get(key)} (now {wanted[key]})" for key in differences)

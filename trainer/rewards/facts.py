@@ -101,7 +101,7 @@ class Breakdown:
     task_score: float
     """The checker's unchanged score, 0 to 1. Measure progress by this value only."""
     parts: Mapping[str, float]
-    """By name. The effect of a cap or clamp is a separate part."""
+    """Parts by name. The effect of a cap or clamp is a separate part."""
 
     def __post_init__(self) -> None:
         if not math.isclose(math.fsum(self.parts.values()), self.total, rel_tol=0.0, abs_tol=1e-9):

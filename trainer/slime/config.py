@@ -7,35 +7,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trainer.agent.training import TrainingConfig
-from trainer.config import STRICT, ConfigError
+from trainer.config import ConfigError
 from trainer.replay.pool import PoolSettings
 from trainer.slime.guard import Halt
 
 
-class Replay(BaseModel):
-    """Replay of earlier successes to groups that failed; see `trainer.slime.replay` and `PoolSettings`."""
-
-    model_config = STRICT
+class Replay(PoolSettings):
+    """Replay of earlier successes to groups that failed; see `trainer.slime.replay`."""
 
     files: tuple[Path, ...] = ()
     """Files of trajectories that the pool starts with."""
-    seed: int = 0
-    success_at: float = 0.5
-    max_per_task: int = 10
-    max_total: int = 1000
-
-    @property
-    def pool(self) -> PoolSettings:
-        """Bounds and seed of the pool."""
-        return PoolSettings(**self.model_dump(exclude={"files"}))
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _ = self.pool
-        return self
 
 
 class SlimeConfig(TrainingConfig):

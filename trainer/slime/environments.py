@@ -9,10 +9,10 @@ from typing import Any, Unpack
 from cuaenv.client import Action, AsyncEnvClient, AsyncEpisode, Evaluation, StepResult, View
 from cuaenv.client.view import ResetOptions
 
-from trainer.agent.branch_point import BranchPoint
 from trainer.agent.forks import group_member
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.pacing import pacer_of_loop
+from trainer.agent.turns import BranchPoint
 from trainer.slime.slime_compat import Sample, span
 from trainer.slime.tree import Tree, tree_of_loop
 from trainer.tokens.rows import Segment

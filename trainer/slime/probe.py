@@ -11,9 +11,9 @@ from typing import Any
 
 from PIL import Image
 
-from trainer.agent.types import BudgetExhausted, Message, ModelFailed
+from trainer.agent.types import BudgetExhausted, Message, ModelFailed, data_uri
 from trainer.tokens.chat import Chat
-from trainer.tokens.sglang import Engine, data_uri
+from trainer.tokens.sglang import Engine
 
 logger = logging.getLogger(__name__)
 #: Has fewer tokens than characters in the vocabulary of any model that uses computers.

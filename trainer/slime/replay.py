@@ -9,14 +9,13 @@ sampled by earlier weights and are off-policy: `--use-tis` or `--use-rollout-log
 """
 
 import asyncio
-import base64
 import io
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.agent.types import ModelFailed, Trajectory
+from trainer.agent.types import ModelFailed, Trajectory, data_uri
 from trainer.replay.injection import Injection, inject
 from trainer.replay.pool import ReplayPool
 from trainer.replay.reader import read_jsonl
@@ -43,7 +42,7 @@ _pools: dict[Replay, ReplayPool] = {}
 def pool_of(replay: Replay) -> ReplayPool:
     """Return the process's pool; on first use it is filled from its files. Raises: OSError."""
     if replay not in _pools:
-        _pools[replay] = ReplayPool(replay.pool)
+        _pools[replay] = ReplayPool(replay)
         _load_files(_pools[replay], replay)
     return _pools[replay]
 
@@ -72,7 +71,7 @@ def data_source(args: Any) -> Any:
         load(rollout_id)
         if args.load is None or not (Path(args.load) / "replay" / f"pool-{rollout_id}.json").exists():
             return
-        pool = ReplayPool.resume(Path(args.load) / "replay", replay.pool, name=str(rollout_id))
+        pool = ReplayPool.resume(Path(args.load) / "replay", replay, name=str(rollout_id))
         _load_files(pool, replay)
         _pools[replay] = pool
 
@@ -97,7 +96,7 @@ def _stored(trajectory: Trajectory, score: float, rows: "Sequence[Row]", samples
     return StoredTrajectory(
         task_id=trajectory.task_id,
         messages=({"role": "user", "content": trajectory.instruction}, *replies),
-        images=tuple(_data_uri(image) for image in unique.values()),
+        images=tuple(data_uri(image) for image in unique.values()),
         reward=score,
         metadata={
             "source": "online",
@@ -214,12 +213,6 @@ def replay_metrics(args: Any) -> Mapping[str, float]:
 def is_replayed(sample: Sample) -> bool:
     """Return whether a sample is a replay, which says nothing about the current policy."""
     return "replay" in facts_of(sample)
-
-
-def _data_uri(image: "Image.Image") -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=1)
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _image(uri: str) -> "Image.Image":

@@ -9,9 +9,9 @@ from typing import Any
 from cuaenv.client import shared_client
 
 from trainer.agent.attempts import run_task
-from trainer.agent.branch_point import BranchPoint
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.prompts import prompt_hash
+from trainer.agent.turns import BranchPoint
 from trainer.agent.types import BudgetExhausted, ModelFailed, Trajectory
 from trainer.slime import slime_compat
 from trainer.slime.checks import warn_of_capacity

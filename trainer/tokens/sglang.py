@@ -5,8 +5,6 @@ other tokens than those to be trained, for example because it re-tokenised text 
 """
 
 import asyncio
-import base64
-import io
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from trainer.agent.types import (
     PlaceholderSampled,
     PromptMismatch,
     Reply,
+    data_uri,
 )
 from trainer.tokens.chat import Chat
 from trainer.tokens.rows import Row, Segment
@@ -181,13 +180,6 @@ class SglangConversation:
     def _check_images(self, count: int) -> None:
         if count > self._budget.images:
             raise BudgetExhausted(f"the row would have {count} images of {self._budget.images}", budget="images")
-
-
-def data_uri(image: "Image.Image") -> str:
-    """Return an image for SGLang: lossless, with light compression because it stays within the cluster's network."""
-    buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, "PNG", compress_level=1)
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
 
 
 _CONTEXT_FULL = (

@@ -1,6 +1,6 @@
-"""Authorization: scopes, the methods that each allows, and owners of episodes. Pure except for one context variable.
+"""Authorization: scopes, the rule of each method, and owners of episodes. Pure except for one context variable.
 
-Fails closed: a method without a scope raises KeyError, and a call that the interceptor did not admit has no caller.
+Fails closed: a method without a rule raises KeyError, and a call that the interceptor did not admit has no caller.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,29 +30,60 @@ class Scope(IntEnum):
         return self.name.lower()
 
 
-#: The minimum scope of each method of `CUAEnv`.
-SCOPES: Final[Mapping[str, Scope]] = {
-    "ListPools": Scope.READ,
-    "WatchPools": Scope.READ,
-    "ListEpisodes": Scope.READ,
-    "ListTasks": Scope.READ,
-    "Reset": Scope.RUN,
-    "Step": Scope.RUN,
-    "StreamSteps": Scope.RUN,
-    "Observe": Scope.RUN,
-    "StreamFrames": Scope.RUN,
-    "Evaluate": Scope.RUN,
-    "Fork": Scope.RUN,
-    "Close": Scope.RUN,
-    "KeepAlive": Scope.RUN,
-    "ReadGuestFile": Scope.RUN,
-    "WriteGuestFile": Scope.RUN,
-    "RunGuestCommand": Scope.RUN,
-    "ForwardGuestPort": Scope.RUN,
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Who may call a method, and with how much."""
+
+    scope: Scope | None
+    """The minimum scope; None if the method needs no token."""
+    max_bytes: int = 256 << 10
+    """Maximum size of a request."""
+
+
+#: Maximum size of one message in either direction.
+MAX_MESSAGE_BYTES: Final = 64 << 20
+#: 64 actions may each type 64 KiB.
+_STEP_BYTES = 8 << 20
+#: 1000 ids of 256 characters.
+_ID_LIST_BYTES = 2 << 20
+#: The longest service name is 256 bytes.
+_HEALTH_BYTES = 256 + 8
+
+#: The rule of each method of `CUAEnv`.
+RULES: Final[Mapping[str, Rule]] = {
+    "ListPools": Rule(Scope.READ),
+    "WatchPools": Rule(Scope.READ),
+    "ListEpisodes": Rule(Scope.READ),
+    "ListTasks": Rule(Scope.READ, _ID_LIST_BYTES),
+    "Reset": Rule(Scope.RUN),
+    "Step": Rule(Scope.RUN, _STEP_BYTES),
+    "StreamSteps": Rule(Scope.RUN, _STEP_BYTES),
+    "Observe": Rule(Scope.RUN),
+    "StreamFrames": Rule(Scope.RUN),
+    "Evaluate": Rule(Scope.RUN),
+    "Fork": Rule(Scope.RUN),
+    "Close": Rule(Scope.RUN),
+    "KeepAlive": Rule(Scope.RUN, _ID_LIST_BYTES),
+    "ReadGuestFile": Rule(Scope.RUN),
+    "WriteGuestFile": Rule(Scope.RUN, MAX_MESSAGE_BYTES),
+    "RunGuestCommand": Rule(Scope.RUN, MAX_MESSAGE_BYTES),
+    "ForwardGuestPort": Rule(Scope.RUN),
 }
 
-#: The minimum scope of other services' methods. Health needs none: load balancers have no token.
-_OTHER_SCOPES: Final[Mapping[str, Scope]] = {"ServerReflection/ServerReflectionInfo": Scope.READ}
+#: The rules of other services' methods. Health needs no token: load balancers have none.
+_OTHER_RULES: Final[Mapping[str, Rule]] = {
+    "Health/Check": Rule(None, _HEALTH_BYTES),
+    "Health/List": Rule(None, _HEALTH_BYTES),
+    "Health/Watch": Rule(None, _HEALTH_BYTES),
+    # Its responses repeat the request.
+    "ServerReflection/ServerReflectionInfo": Rule(Scope.READ, 4096),
+}
+
+
+def rule_of(method: str) -> Rule:
+    """Return the rule of a method. Raises: KeyError: it has none, so it must not be served."""
+    return RULES[method] if method in RULES else _OTHER_RULES[method]
+
 
 #: Methods that only keep or release the caller's resources: exempt from the configured rate limit. For another caller's
 #: episode they succeed without effect, as for an unknown one.
@@ -71,8 +102,8 @@ class Caller:
 
     def require(self, method: str) -> None:
         """Check that the scope covers the method. Raises: ScopeTooSmall."""
-        needed = SCOPES[method] if method in SCOPES else _OTHER_SCOPES[method]
-        if self.scope < needed:
+        needed = rule_of(method).scope
+        if needed is not None and self.scope < needed:
             raise ScopeTooSmall(
                 f"token {self.name!r}: scope {self.scope.word} is too small, {method} needs {needed.word};"
                 " ask the operator"

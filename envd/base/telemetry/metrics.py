@@ -74,76 +74,56 @@ class Metrics:
         if process:
             ProcessCollector(registry=self.registry)
         self.build_info = self._gauge(
-            "envd_build_info", "1, with version and accelerator as labels.", "version", "accelerator"
+            "envd_build_info", "1, with version and accelerator as labels.", "version accelerator"
         )
         self.reset_duration = self._histogram(
-            "envd_reset_duration_seconds", "Resets that opened episodes, by phase.", _RESET_BUCKETS, "pool", "phase"
+            "envd_reset_duration_seconds", "Resets that opened episodes, by phase.", _RESET_BUCKETS, "pool phase"
         )
         self.step_duration = self._histogram(
-            "envd_step_duration_seconds", "Steps that were performed, by phase.", _STEP_BUCKETS, "pool", "phase"
+            "envd_step_duration_seconds", "Steps that were performed, by phase.", _STEP_BUCKETS, "pool phase"
         )
         self.evaluate_duration = self._histogram(
             "envd_evaluate_duration_seconds",
             "Evaluations that gave a score, by phase.",
             _EVALUATE_BUCKETS,
-            "pool",
-            "phase",
+            "pool phase",
         )
         self.scores = self._histogram("envd_score_ratio", "Scores of episodes.", _SCORE_BUCKETS, "pool")
         self.failures = self._counter("envd_failures_total", "Failed calls, by reason.", "reason")
         self.admissions = self._counter(
-            "envd_admissions_total", "Resets and forks that were admitted, by run.", "pool", "run"
+            "envd_admissions_total", "Resets and forks that were admitted, by run.", "pool run"
         )
         self.machines_granted = self._counter(
-            "envd_machines_granted_total", "Machines and reservations granted, by run.", "pool", "run"
+            "envd_machines_granted_total", "Machines and reservations granted, by run.", "pool run"
         )
         self.admission_wait = self._histogram(
-            "envd_admission_wait_seconds", "Queueing time of admitted resets and forks.", _WAIT_BUCKETS, "pool", "run"
+            "envd_admission_wait_seconds", "Queueing time of admitted resets and forks.", _WAIT_BUCKETS, "pool run"
         )
         self.refusals = self._counter(
-            "envd_admission_refusals_total",
-            "Resets and forks that were refused, by reason.",
-            "pool",
-            "run",
-            "reason",
+            "envd_admission_refusals_total", "Resets and forks that were refused, by reason.", "pool run reason"
         )
-        self.episodes_started = self._counter("envd_episodes_started_total", "Episodes opened.", "pool", "run")
+        self.episodes_started = self._counter("envd_episodes_started_total", "Episodes opened.", "pool run")
         self.episodes_ended = self._counter(
-            "envd_episodes_ended_total", "Episodes that ended, by final state.", "pool", "run", "state"
+            "envd_episodes_ended_total", "Episodes that ended, by final state.", "pool run state"
         )
         self.rpc_duration = self._histogram(
-            "envd_rpc_duration_seconds",
-            "Calls by method and gRPC status code.",
-            _RPC_BUCKETS,
-            "method",
-            "code",
+            "envd_rpc_duration_seconds", "Calls by method and gRPC status code.", _RPC_BUCKETS, "method code"
         )
-        self.loop_lag = Histogram(
-            "envd_event_loop_lag_seconds",
-            "Delay between a timer of the event loop and its callback.",
-            buckets=_LAG_BUCKETS,
-            registry=self.registry,
+        self.loop_lag = self._histogram(
+            "envd_event_loop_lag_seconds", "Delay between a timer of the event loop and its callback.", _LAG_BUCKETS
         )
-
         self.episode_failures = self._counter(
-            "envd_episode_failures_total",
-            "Internal failures of resets and episodes.",
-            "pool",
-            "operation",
-            "reason",
+            "envd_episode_failures_total", "Internal failures of resets and episodes.", "pool operation reason"
         )
         self.leftovers = self._counter("envd_leftovers_total", "Leftovers found by the audit, by kind.", "kind")
-
-        self.hypervisor_up = Gauge(
-            "envd_hypervisor_up",
-            "1 while the hypervisor works, 0 while libvirt is unreachable.",
-            registry=self.registry,
+        self.hypervisor_up = self._gauge(
+            "envd_hypervisor_up", "1 while the hypervisor works, 0 while libvirt is unreachable."
         )
         self.port_connections = self._gauge(
             "envd_port_connections", "Open connections of clients to ports of guests.", "pool"
         )
         self.port_bytes = self._counter(
-            "envd_port_bytes_total", "Bytes of these connections, by direction.", "pool", "direction"
+            "envd_port_bytes_total", "Bytes of these connections, by direction.", "pool direction"
         )
         self.recording_failed = self._gauge(
             "envd_recording_failed", "1 after an episode's recording ended early, until one works again; else 0."
@@ -223,14 +203,14 @@ class Metrics:
             sums[self._run_label(run)] += value  # type: ignore[assignment]
         return sums
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, labels, registry=self.registry)
+    def _gauge(self, name: str, text: str, labels: str = "") -> Gauge:
+        return Gauge(name, text, labels.split(), registry=self.registry)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str, labels: str = "") -> Counter:
+        return Counter(name, text, labels.split(), registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], labels: str = "") -> Histogram:
+        return Histogram(name, text, labels.split(), buckets=buckets, registry=self.registry)
 
 
 class _PoolCollector(Collector, Generic[T]):

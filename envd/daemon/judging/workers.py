@@ -62,7 +62,7 @@ class JudgeWorkers:
         return f"<JudgeWorkers {sum(worker.returncode is None for worker in self._idle)} idle>"
 
     async def __call__(self, function: Callable[..., CheckOutcome], /, *arguments: object) -> CheckOutcome:
-        """See `envd.tasks.judging.Judge`. If the caller is cancelled, the worker is killed."""
+        """See `envd.tasks.checkers.base.Judge`. If the caller is cancelled, the worker is killed."""
         job = pickle.dumps((function, arguments))
         try:
             try:

@@ -15,11 +15,12 @@ from pydantic import TypeAdapter
 from pydantic_core import PydanticSerializationError
 
 from envd.base.clock import Clock
+from envd.base.config import SettlePolicy
 from envd.base.errors import EvaluatorFailed
 from envd.base.store.statements import EpisodeRow
 from envd.episodes.episode import Episode
 from envd.episodes.types import EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
-from envd.guest.observation import Observation, SettlePolicy
+from envd.guest.observation import Observation
 from envd.guest.view import ConnectionState
 
 T = TypeVar("T")

@@ -31,10 +31,8 @@ _TRAILER = Struct("<Q8s")
 _MAX_PAYLOAD_BYTES = 256 << 20
 
 
-class RecordingUnreadable(EnvdError):
+class RecordingUnreadable(EnvdError, reason="RECORDING_UNREADABLE"):
     """A recording does not exist, or its file is damaged from the start."""
-
-    reason = "RECORDING_UNREADABLE"
 
 
 class Kind(IntEnum):

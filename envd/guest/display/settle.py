@@ -26,8 +26,9 @@ from typing import Protocol
 
 from cuaenv.region import Region
 
+from envd.base.config import SettlePolicy
 from envd.guest.display.change import merged
-from envd.guest.observation import SettlePolicy, SettleResult
+from envd.guest.observation import SettleResult
 
 # Bounds how late a change is dated: when asked, QEMU compares at once, or 30 ms after its last comparison. A refresh
 # costs QEMU one comparison, and us one strip of 16 pixels.
@@ -156,7 +157,7 @@ async def settle(
         seen_s = await screen.refresh()
         now_s = monotonic()
         processors.read(now_s)
-        change_s = screen.last_change_outside_s(policy.ignored)
+        change_s = screen.last_change_outside_s(policy.ignored_regions)
         state = SettleState(
             now_s=now_s,
             began_s=began_s,
@@ -169,9 +170,8 @@ async def settle(
         )
         decision = decide(policy, state)
         if isinstance(decision, bool):
-            moving = (
-                [] if decision else screen.moving_since(now_s - max(policy.quiet_ms, _MOVING_MS) / 1000, policy.ignored)
-            )
+            since_s = now_s - max(policy.quiet_ms, _MOVING_MS) / 1000
+            moving = [] if decision else screen.moving_since(since_s, policy.ignored_regions)
             idle_s = min(_IDLE_S, policy.idle_ms / 1000 or _IDLE_S)
             return SettleResult(
                 settled=decision,

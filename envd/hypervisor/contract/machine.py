@@ -31,17 +31,10 @@ import pytest
 import zstandard
 from cuaenv.actions import Click, Move, PressKeys, Wait
 
+from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest.desktop import Desktop
-from envd.guest.observation import (
-    CursorMode,
-    EncodedFrame,
-    Encoding,
-    Keyframe,
-    ObservationOptions,
-    SettlePolicy,
-    TileDelta,
-)
+from envd.guest.observation import CursorMode, EncodedFrame, Encoding, Keyframe, ObservationOptions, TileDelta
 from envd.hypervisor.contract.fixtures import new_machine_id, read_to_end
 from envd.hypervisor.contract.forks import ForkContract
 from envd.hypervisor.machine import Hypervisor, Machine, MachineState, Snapshot
@@ -123,7 +116,7 @@ class MachineContract(ForkContract):
                 Wait(timedelta(seconds=0.3)),
             ):
                 await desktop.act(action)
-                await desktop.settle(SettlePolicy(max_ms=3000))
+                await desktop.settle(SettlePolicy(idle_ms=0, max_ms=3000))
                 await machine.pause()  # Both must show the same instant.
                 options = ObservationOptions(
                     encoding=Encoding.RAW_ZSTD, cursor=CursorMode.HIDDEN, known_image_id=known_image_id

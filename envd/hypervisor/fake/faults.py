@@ -1,14 +1,12 @@
-"""Faults of a fake machine: plain data, applied by `machine.py` and `hypervisor.py`."""
+"""Faults of a fake machine, applied by `machine.py` and `hypervisor.py`."""
 
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-#: How a hostile guest agent answers: bytes without end, 23 MiB of empty lists, or half an answer.
-AgentAttack = Literal["", "endless", "large", "half"]
-#: How a hostile guestd answers: 12 MiB of empty lists, 200,000 nested lists, or one byte at a time without end.
-GuestdAttack = Literal["", "large", "nested", "slow"]
-#: How a hostile display answers a request: a screen of 4096x4096, or 65,535 rectangles.
-DisplayAttack = Literal["", "size", "flood"]
+from pydantic import JsonValue
+
+#: Answers a command of the guest agent, given its name, its arguments and the timeout in seconds.
+Agent = Callable[[str, Mapping[str, JsonValue] | None, float], Awaitable[JsonValue]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +25,16 @@ class Faults:
     """The guest agent accepts commands and never responds."""
     agent_delay_s: float = 0.0
     """Delay of the guest agent's responses."""
-    agent_attack: AgentAttack = ""
-    """How the guest agent answers instead of executing commands; empty if it executes them."""
+    agent: Agent | None = None
+    """Answers the commands of the guest agent in place of the guest; None for the guest's own."""
     guestd_hangs: bool = False
     """guestd accepts connections and never responds."""
     guestd_delay_s: float = 0.0
     """Delay of guestd's responses."""
-    guestd_attack: GuestdAttack = ""
-    """How guestd answers every request; empty for correct answers."""
-    display_attack: DisplayAttack = ""
-    """How the display answers every request for an update; empty for correct answers."""
+    guestd_body: Callable[[], AsyncIterator[bytes]] | None = None
+    """Body of guestd's answer to every request, in pieces; None for correct answers."""
+    display_update: bytes = b""
+    """The display's answer to every request for an update; empty for correct answers."""
     die_after_commands: int | None = None
     """The machine is lost at the command that follows this many agent and guestd commands."""
     die_after_inputs: int | None = None

@@ -4,19 +4,19 @@ import asyncio
 import time
 from collections.abc import Collection, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from envd.base.errors import EnvdError, HypervisorError, NotForkable, TemplateCorrupt
-from envd.hypervisor.capabilities import FAKE
+from envd.hypervisor.fake.backend import CAPABILITIES
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
 from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.fake.files import GuestFiles
+from envd.hypervisor.fake.guest import FakeSnapshot, FrozenGuest, template_key
 from envd.hypervisor.fake.machine import FakeMachine, check_screen
-from envd.hypervisor.fake.snapshot import FakeSnapshot, FrozenGuest, template_key
 from envd.hypervisor.fake.wires.guestd import Service, echo
 from envd.hypervisor.machine import (
     Accelerator,
@@ -36,14 +36,6 @@ def fake_image(name: str = "fake") -> DiskImage:
     return DiskImage(name=name, digest="fake", disk=Path("/dev/null"), disk_format="raw")
 
 
-@dataclass(slots=True, kw_only=True)
-class StoredTemplate:
-    """A template stored on the host."""
-
-    frozen: FrozenGuest
-    is_corrupt: bool = False
-
-
 class FakeHost:
     """State that outlives a daemon: machines, captures and stored templates."""
 
@@ -52,31 +44,19 @@ class FakeHost:
         """Machines not yet destroyed, by id, including lost ones."""
         self.captures: dict[str, FakeSnapshot] = {}
         """Captures by name, until they are discarded and nothing depends on them."""
-        self.templates: dict[MachineSpec, StoredTemplate] = {}
+        self.templates: dict[MachineSpec, FrozenGuest] = {}
         """Stored templates by `template_key`."""
-        self._pictures: dict[tuple[int, int], Picture] = {}
+        self.pictures: dict[tuple[int, int], Picture] = {}
+        """Start pictures by screen size. Machines and templates keep theirs."""
 
     def picture(self, width_px: int, height_px: int) -> Picture:
         """Return the start picture for a screen size; drawn once."""
         size = (width_px, height_px)
-        if size not in self._pictures:
+        if size not in self.pictures:
             framebuffer = Framebuffer(np.zeros((height_px, width_px, 4), np.uint8), shared=False)
             DrawnDesktop(framebuffer, files=GuestFiles())
-            self._pictures[size] = Picture(framebuffer.pixels)
-        return self._pictures[size]
-
-    def drop_pictures(self) -> None:
-        """Free the start pictures. Machines and templates keep theirs."""
-        self._pictures.clear()
-
-    def corrupt_templates(self) -> None:
-        """Damage every stored template: the next lookup raises TemplateCorrupt and removes it. Forks are unaffected."""
-        for stored in self.templates.values():
-            stored.is_corrupt = True
-
-    def delete_templates(self) -> None:
-        """Remove every stored template, as an operator may: snapshots that depend on one can no longer be forked."""
-        self.templates.clear()
+            self.pictures[size] = Picture(framebuffer.pixels)
+        return self.pictures[size]
 
 
 class FakeHypervisor:
@@ -86,7 +66,7 @@ class FakeHypervisor:
     its stored templates. Call `die` on the first to model the death of its daemon.
     """
 
-    capabilities = FAKE
+    capabilities = CAPABILITIES
     accelerator = Accelerator.FAKE
     description = "fake: drawn desktops in this process, no guest code runs"
     problem = ""
@@ -102,27 +82,17 @@ class FakeHypervisor:
         self._is_dead = False
 
     def __repr__(self) -> str:
-        return f"<FakeHypervisor {len(self.live_machine_ids)} live | {len(self.leftover_ids)} on the host>"
+        return f"<FakeHypervisor {len(self.live_machine_ids)} live | {len(self.machines)} on the host>"
 
     @property
     def machines(self) -> dict[str, FakeMachine]:
-        """Machines on the host by id."""
+        """Machines on the host by id, including lost ones, until they are destroyed."""
         return self.host.machines
 
     @property
     def live_machine_ids(self) -> frozenset[str]:
         """Ids of machines that are running or paused."""
         return frozenset(id for id, machine in self.machines.items() if machine.state is not MachineState.GONE)
-
-    @property
-    def leftover_ids(self) -> frozenset[str]:
-        """Ids of machines not yet destroyed, including lost ones."""
-        return frozenset(self.machines)
-
-    @property
-    def leftover_captures(self) -> frozenset[str]:
-        """Names of captures that are not discarded, or that something depends on."""
-        return frozenset(self.host.captures)
 
     def die(self) -> None:
         """Act as if the daemon was killed: its machines stay on the host, unattended.
@@ -159,7 +129,7 @@ class FakeHypervisor:
                 raise HypervisorError(f"machine {booted.machine_id} {why}; only a booted machine becomes a template")
             size_bytes = booted.framebuffer.mapped_bytes + booted.files.size_bytes
             frozen = FrozenGuest.of(booted.guest, booted.spec, own_bytes=size_bytes, notes=notes)
-            self.host.templates[template_key(booted.spec)] = StoredTemplate(frozen=frozen)
+            self.host.templates[template_key(booted.spec)] = frozen
         finally:
             await booted.destroy()
         return self._template(frozen, booted.spec, begin_s)
@@ -169,19 +139,10 @@ class FakeHypervisor:
         return nullcontext()
 
     async def find_template(self, spec: MachineSpec) -> FakeSnapshot | None:
-        """Return the host's template for such machines, or None.
-
-        Raises:
-            TemplateCorrupt: It was damaged and has been removed.
-        """
+        """Return the host's template for such machines, or None."""
         begin_s = time.monotonic()
         stored = self.host.templates.get(template_key(spec))
-        if stored is None:
-            return None
-        if stored.is_corrupt:
-            del self.host.templates[template_key(spec)]
-            raise TemplateCorrupt(f"template {stored.frozen.digest[:12]} is not what was stored; it has been removed")
-        return self._template(stored.frozen, spec, begin_s)
+        return None if stored is None else self._template(stored, spec, begin_s)
 
     async def fork(self, snapshot: Snapshot, machine_id: str) -> FakeMachine:
         """Create a paused machine in a snapshot's state. On failure or cancellation nothing is left.
@@ -234,8 +195,7 @@ class FakeHypervisor:
     async def check_intact(self, snapshot: Snapshot) -> None:
         """Check that the template under a snapshot is still the stored one. Raises: TemplateCorrupt."""
         template = _own_snapshot(snapshot).template
-        stored = self.host.templates.get(template_key(template.spec))
-        if stored is None or stored.frozen is not template.frozen:
+        if self.host.templates.get(template_key(template.spec)) is not template.frozen:
             raise TemplateCorrupt(f"template {template.digest:.12} was removed or replaced while it was in use")
 
     async def capture(self, machine: Machine) -> FakeSnapshot:
@@ -273,11 +233,9 @@ class FakeHypervisor:
                 await fork.resume()
         took_ms = (time.monotonic() - begin_s) * 1000
         report = CaptureReport(memory_bytes=own_bytes, paused_ms=took_ms, total_ms=took_ms)
-        return self.add_capture(frozen, parent=fork.snapshot, report=report)
-
-    def add_capture(self, frozen: FrozenGuest, *, parent: FakeSnapshot, report: CaptureReport) -> FakeSnapshot:
-        """Return a new capture that depends on `parent`."""
-        capture = FakeSnapshot(frozen, spec=frozen.spec, report=report, parent=parent, on_gone=self._forget_capture)
+        capture = FakeSnapshot(
+            frozen, spec=frozen.spec, report=report, parent=fork.snapshot, on_gone=self._forget_capture
+        )
         self.host.captures[capture.name] = capture
         self._own_captures.add(capture.name)
         return capture
@@ -289,7 +247,7 @@ class FakeHypervisor:
             machine = self.machines[machine_id]
             if machine.state is MachineState.GONE or machine.desktop is None:
                 continue
-            machine.set_on_destroyed(self._forget)
+            machine.on_destroyed = self._forget
             self._own_ids.add(machine_id)
             await machine.open_wires()
             await machine.pause()
@@ -307,14 +265,14 @@ class FakeHypervisor:
         orphans = [machine for id, machine in self.machines.items() if id not in self._own_ids]
         for machine in orphans:
             await machine.destroy()
-        for name in self.leftover_captures - self._own_captures:
+        for name in set(self.host.captures) - self._own_captures:
             del self.host.captures[name]
         return [machine.machine_id for machine in orphans]
 
     async def leftovers(self) -> list[Leftover]:
         """Return machines and captures on the host that belong to no live hypervisor."""
-        machines = self.leftover_ids - self._own_ids
-        captures = self.leftover_captures - self._own_captures
+        machines = set(self.machines) - self._own_ids
+        captures = set(self.host.captures) - self._own_captures
         return [
             *(Leftover(LeftoverKind.DOMAIN, machine_id) for machine_id in sorted(machines)),
             *(Leftover(LeftoverKind.CAPTURE, name) for name in sorted(captures)),
@@ -331,7 +289,7 @@ class FakeHypervisor:
 
     async def close(self) -> None:
         """Free the start pictures."""
-        self.host.drop_pictures()
+        self.host.pictures.clear()
 
     def _require_new(self, machine_id: str) -> None:
         if self._is_dead:

@@ -24,10 +24,8 @@ from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture, Rect
 from envd.hypervisor.fake.desktop.desktop import MIN_HEIGHT_PX, MIN_WIDTH_PX, DrawnDesktop
 from envd.hypervisor.fake.desktop.keyboard import scancode_of
 from envd.hypervisor.fake.faults import Faults
-from envd.hypervisor.fake.guest import Guest
-from envd.hypervisor.fake.snapshot import FakeSnapshot
+from envd.hypervisor.fake.guest import FakeSnapshot, Guest
 from envd.hypervisor.fake.wires.guestd import Guestd, Service
-from envd.hypervisor.fake.wires.hostile import ask_hostile_agent
 from envd.hypervisor.fake.wires.rfb import RfbConnection
 from envd.hypervisor.machine import MachineSpec, MachineState, MachineUsage
 
@@ -50,7 +48,7 @@ class FakeMachine:
             spec: Settings of the machine.
             snapshot: Snapshot that it is forked from, held until it is destroyed; None if it boots.
             faults: Faults to apply.
-            on_destroyed: Called when the machine is destroyed.
+            on_destroyed: Called when the machine is destroyed; replaced when another hypervisor adopts it.
             guest: An existing guest, which already holds its snapshot.
         """
         self._orphaned = False
@@ -77,7 +75,7 @@ class FakeMachine:
         """Programs that listen on ports of the guest's loopback."""
         self.input_count = 0
         """Key and pointer events that the guest received, without dropped ones."""
-        self._on_destroyed = on_destroyed
+        self.on_destroyed = on_destroyed
         self._guestd = Guestd(self) if spec.image.has_guestd else None
         self._displays: set[RfbConnection] = set()
         self._command_count = itertools.count(1)
@@ -187,24 +185,18 @@ class FakeMachine:
         """Connect to its RFB server. Raises: MachineLost."""
         self.check_present("open its display")
         ours, theirs = socket.socketpair()
-        connection = self.connect_display()
+        loop = asyncio.get_running_loop()
+        connection = RfbConnection(self, name=f"envd ({self.machine_id})", call_later=loop.call_later)
+        self._displays.add(connection)
+        connection.answer_with(self.faults.display_update)
         try:
-            await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
+            await loop.create_unix_connection(lambda: connection, sock=ours)
             return await asyncio.open_unix_connection(sock=theirs)
         except BaseException:
             connection.close()
             ours.close()
             theirs.close()
             raise
-
-    def connect_display(self) -> RfbConnection:
-        """Return the RFB server of a new connection, to be used as the protocol of a transport. Raises: MachineLost."""
-        self.check_present("open its display")
-        call_later = asyncio.get_running_loop().call_later
-        connection = RfbConnection(self, name=f"envd ({self.machine_id})", call_later=call_later)
-        self._displays.add(connection)
-        connection.attack(self.faults.display_attack)
-        return connection
 
     async def agent_command(
         self, command: str, arguments: Mapping[str, JsonValue] | None = None, *, timeout_s: float
@@ -219,19 +211,9 @@ class FakeMachine:
                 f"machine {self.machine_id} ({self.state.value}): its guest agent did not answer {command}"
                 f" within {timeout_s:g} s"
             ) from None
-        if self.faults.agent_attack:
-            return await self._ask_hostile_agent(command, arguments, timeout_s=timeout_s)
-        return self.guest.agent.execute(command, arguments)
-
-    async def _ask_hostile_agent(
-        self, command: str, arguments: Mapping[str, JsonValue] | None, *, timeout_s: float
-    ) -> JsonValue:
-        asking = asyncio.create_task(
-            ask_hostile_agent(
-                self.faults.agent_attack, command, arguments, machine_id=self.machine_id, timeout_s=timeout_s
-            ),
-            name=f"agent:{self.machine_id}",
-        )
+        if self.faults.agent is None:
+            return self.guest.agent.execute(command, arguments)
+        asking = asyncio.ensure_future(self.faults.agent(command, arguments, timeout_s))
         try:
             await race(asking, self.lost)
             self.check_present(f"ask its guest agent for {command}")
@@ -296,8 +278,7 @@ class FakeMachine:
         self.guest.clock.stop()
         for task in self._tasks:
             task.cancel()
-        for display in list(self._displays):
-            display.close()
+        self.cut_display()
         if self._guestd:
             self._guestd.cut()
 
@@ -320,16 +301,12 @@ class FakeMachine:
             left.guest.clock.start()
         return left
 
-    def set_on_destroyed(self, on_destroyed: "Callable[[FakeMachine], None]") -> None:
-        """Replace the callback: another hypervisor has adopted the machine."""
-        self._on_destroyed = on_destroyed
-
     def inject(self, **changes: Any) -> None:
         """Change some of its faults, by field names of `Faults`."""
         self.faults = replace(self.faults, **changes)
         self._update_animation()
         for display in self._displays:
-            display.attack(self.faults.display_attack)
+            display.answer_with(self.faults.display_update)
 
     def cut_display(self) -> None:
         """Close all display connections. New ones are accepted."""
@@ -494,7 +471,7 @@ class FakeMachine:
         if self.snapshot:
             self.snapshot.release()
         self.guest.release()
-        self._on_destroyed(self)
+        self.on_destroyed(self)
 
 
 def check_screen(width_px: int, height_px: int) -> None:

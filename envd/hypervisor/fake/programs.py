@@ -1,4 +1,4 @@
-"""Programs of a fake guest, over files in memory: those that the host, task setups, checkers and tests run.
+"""Programs of a fake guest, over files in memory: those that the host, task setups, checkers and tests run; its clock.
 
 A program supports only the options used by its callers and fails with a usage error on others. It returns at once;
 `Outcome.duration_s` is the time that the real program would take.
@@ -7,17 +7,56 @@ A program supports only the options used by its callers and fails with a usage e
 import posixpath
 import re
 import shlex
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from envd.hypervisor.fake.clock import GuestClock
 from envd.hypervisor.fake.files import GuestFiles
 
 #: The shell scripts that run: one command, its output printed, discarded or appended to a file.
 _SCRIPT = re.compile(r"(exec )?(?P<command>[^;&|<>`$()\n]+?) *(?P<redirection>>/dev/null 2>&1|>> *(?P<path>\S+))?")
 #: Exit code of `list-directory` if the directory does not exist.
 _NO_DIRECTORY = 66
+
+
+class GuestClock:
+    """Time inside one guest. A copy continues from the time at which it was copied."""
+
+    def __init__(self) -> None:
+        """Start the clock at the host's date."""
+        self.set_to_ns: int | None = None
+        """Last date set, in nanoseconds since 1970; None if never set."""
+        self._run_ns = 0
+        self._since_ns: int | None = time.monotonic_ns()
+        self._date_offset_ns = time.time_ns()
+
+    def stop(self) -> None:
+        """Stop the clock. Idempotent."""
+        if self._since_ns is not None:
+            self._run_ns += time.monotonic_ns() - self._since_ns
+            self._since_ns = None
+
+    def start(self) -> None:
+        """Start the clock again. Idempotent."""
+        if self._since_ns is None:
+            self._since_ns = time.monotonic_ns()
+
+    def monotonic_s(self) -> float:
+        """Return how long the guest has run, in seconds."""
+        return self._monotonic_ns() / 1e9
+
+    def date_ns(self) -> int:
+        """Return the guest's date, in nanoseconds since 1970."""
+        return self._date_offset_ns + self._monotonic_ns()
+
+    def set_date(self, date_ns: int) -> None:
+        """Set the date, in nanoseconds since 1970."""
+        self.set_to_ns = date_ns
+        self._date_offset_ns = date_ns - self._monotonic_ns()
+
+    def _monotonic_ns(self) -> int:
+        return self._run_ns + (0 if self._since_ns is None else time.monotonic_ns() - self._since_ns)
 
 
 class OpenWindow(NamedTuple):
@@ -68,7 +107,7 @@ class Programs:
         self._clock = clock or GuestClock()
         self._power_off = power_off
         self._clipboard = b""
-        # Bound methods, not closures, which can be neither copied nor pickled with the guest.
+        # Bound methods, not closures: a deep copy rebinds methods, but a closure keeps the original guest.
         self._programs: dict[str, Callable[[list[str], bytes], Outcome]] = {
             "cat": self._cat,
             "date": self._date,
@@ -111,7 +150,7 @@ class Programs:
 
     def _sh(self, arguments: list[str], stdin: bytes) -> Outcome:
         match arguments:
-            # The two scripts of `envd.tasks.checkers.inspector`, by the names in their $0.
+            # The two scripts of `envd.tasks.checkers.base`, by the names in their $0.
             case ["-c", _, "probe-file", path]:
                 return self._probe_file(path)
             case ["-c", _, "list-directory", path]:

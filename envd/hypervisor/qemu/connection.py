@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import libvirt
 
 from envd.base.errors import HypervisorError, HypervisorUnavailable
-from envd.hypervisor.qemu.orphans import collect_orphans
+from envd.hypervisor.qemu.processes import collect_orphans
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

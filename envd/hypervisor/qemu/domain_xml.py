@@ -16,11 +16,11 @@ from uuid import UUID
 
 from lxml import etree
 
+from envd.base.channels import GUESTD_PORT
 from envd.hypervisor.machine import Accelerator, DiskImage, Firmware, Hardware, MachineSpec
 
 QEMU_NS = "http://libvirt.org/schemas/domain/qemu/1.0"
 MARK_NS = "urn:envd:machine:1"
-GUESTD_PORT = 5000
 _NETDEV = "envdnet"
 _TPM = "envdtpm"
 #: Our own name of the guest's memory block. libvirt's memory blocks cannot have a chosen file path, and a state loads
@@ -161,7 +161,6 @@ def domain_xml(
         tcg_cache_mib: Limit of the translation cache under TCG; 0 for QEMU's default.
         confinement: How a libvirtd confines it; None for the embedded driver, which envd configures.
     """
-    image = spec.image
     root = etree.Element("domain", {"type": accelerator.value if accelerator is Accelerator.KVM else "qemu"},
                          nsmap={"qemu": QEMU_NS})  # fmt: skip
 
@@ -190,7 +189,18 @@ def domain_xml(
         for model in confinement.models:
             _add(root, "seclabel", type="none", model=model)
     command = _add(root, f"{{{QEMU_NS}}}commandline")
-    size_bytes = spec.memory_mib << 20
+    for argument in _qemu_arguments(spec, files, memory):
+        etree.SubElement(command, f"{{{QEMU_NS}}}arg", {"value": argument})
+    # With this capability libvirt queries about 480 processor features one by one, 0.35 s per start; without it, all at
+    # once.
+    capabilities = _add(root, f"{{{QEMU_NS}}}capabilities")
+    etree.SubElement(capabilities, f"{{{QEMU_NS}}}del", {"capability": "cpu-unavailable-features"})
+    return etree.tostring(root, encoding="unicode")
+
+
+def _qemu_arguments(spec: MachineSpec, files: MachineFiles, memory: MemoryFile) -> list[str]:
+    """Return QEMU's arguments for devices that libvirt's XML cannot describe as we need them."""
+    image, size_bytes = spec.image, spec.memory_mib << 20
     arguments = [
         *(
             "-object",
@@ -203,8 +213,8 @@ def domain_xml(
         # to the agent itself if the channel were libvirt's.
         *("-device", "virtio-serial-pci,id=envdserial,bus=pcie.0,addr=0x1d"),
         *("-device", "virtserialport,bus=envdserial.0,nr=1,chardev=envdagent,name=org.qemu.guest_agent.0"),
+        *("-qmp", f"unix:{_escape(files.monitor_socket)},server=on,wait=off"),
     ]
-    arguments += ["-qmp", f"unix:{_escape(files.monitor_socket)},server=on,wait=off"]
     if image.has_tpm:
         arguments += [
             *("-chardev", f"socket,id={_TPM},path={_escape(files.tpm_socket)}"),
@@ -227,13 +237,7 @@ def domain_xml(
         ]
     if memory.mode is Memory.PRIVATE:
         arguments += ["-incoming", "defer"]
-    for argument in arguments:
-        etree.SubElement(command, f"{{{QEMU_NS}}}arg", {"value": argument})
-    # With this capability libvirt queries about 480 processor features one by one, 0.35 s per start; without it, all at
-    # once.
-    capabilities = _add(root, f"{{{QEMU_NS}}}capabilities")
-    etree.SubElement(capabilities, f"{{{QEMU_NS}}}del", {"capability": "cpu-unavailable-features"})
-    return etree.tostring(root, encoding="unicode")
+    return arguments
 
 
 def _add_boot(root: etree._Element, spec: MachineSpec, files: MachineFiles, firmware: FirmwareFiles | None) -> None:
@@ -244,7 +248,7 @@ def _add_boot(root: etree._Element, spec: MachineSpec, files: MachineFiles, firm
         raise ValueError(f"image {image.name}: hardware windows boots by UEFI, not {image.firmware.value}")
     if image.firmware is Firmware.UEFI:
         if firmware is None:
-            raise ValueError(f"image {image.name}: boots by UEFI, but no firmware was given")
+            raise ValueError(f"image {image.name}: no firmware given for UEFI")
         _add(os_element, "loader", str(firmware.code), readonly="yes", type="pflash")
         _add(os_element, "nvram", str(files.firmware_vars))
     if image.firmware is Firmware.DIRECT_KERNEL:

@@ -21,11 +21,11 @@ from weakref import WeakSet
 import libvirt
 
 from envd.base.aio import shielded
+from envd.base.config import HypervisorConfig
 from envd.base.errors import ConfigError, EnvdError, HypervisorError, MachineLost
-from envd.hypervisor.capabilities import QEMU
 from envd.hypervisor.machine import Accelerator, DiskImage, Leftover, Machine, MachineSpec, Snapshot
 from envd.hypervisor.qemu.accelerator import AcceleratorChoice, choose_accelerator
-from envd.hypervisor.qemu.adoption import BackingSnapshots, adopt
+from envd.hypervisor.qemu.backend import CAPABILITIES
 from envd.hypervisor.qemu.connection import LibvirtLink
 from envd.hypervisor.qemu.domain_xml import (
     MachineFiles,
@@ -46,11 +46,9 @@ from envd.hypervisor.qemu.host import (
     required_access,
 )
 from envd.hypervisor.qemu.machine import DESTROYED, LibvirtMachine, destroy_domain
-from envd.hypervisor.qemu.monitor import Monitor
-from envd.hypervisor.qemu.reaper import Reaper
-from envd.hypervisor.qemu.snapshots.capture import Freezer, capture
-from envd.hypervisor.qemu.snapshots.loading import find_guestd_port, load_state
-from envd.hypervisor.qemu.snapshots.overlays import copy_overlay, create_overlay
+from envd.hypervisor.qemu.reaper import BackingSnapshots, Reaper, adopt
+from envd.hypervisor.qemu.snapshots.capture import Freezer, capture, load_state
+from envd.hypervisor.qemu.snapshots.files import copy_overlay, create_overlay
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
 from envd.hypervisor.qemu.snapshots.templates import TemplateStore
 from envd.hypervisor.qemu.tpm import Tpm
@@ -58,11 +56,13 @@ from envd.hypervisor.qemu.user import QemuUser, choose_qemu_user
 
 logger = logging.getLogger(__name__)
 
+_DEFAULTS = HypervisorConfig()
+
 
 class LibvirtHypervisor:
     """Implements `envd.hypervisor.machine.Hypervisor`."""
 
-    capabilities = QEMU
+    capabilities = CAPABILITIES
 
     def __init__(
         self,
@@ -122,53 +122,42 @@ class LibvirtHypervisor:
     @classmethod
     async def open(
         cls,
+        settings: HypervisorConfig = _DEFAULTS,
         *,
-        uri: str = "",
         state_dir: Path,
-        accelerator: str = "auto",
         cache_dir: Path | None = None,
-        template_dir: Path | None = None,
-        template_memory_dir: Path | None = None,
-        template_limit_bytes: int = 40 << 30,
-        tcg_cache_mib: int = 64,
-        qemu_user: str = "",
         images: Iterable[DiskImage] = (),
     ) -> "LibvirtHypervisor":
         """Connect to libvirt.
 
         Args:
-            uri: `qemu:///system` or `qemu:///embed?root=DIR`; empty for an embedded driver below `state_dir`.
+            settings: Those of the hypervisor.
             state_dir: Directory of machines' files. Its path must be short, because Unix sockets are below it.
-            accelerator: `auto`, `kvm` or `tcg`.
             cache_dir: Keeps libvirt's QEMU capabilities, about 8 s to probe, for all state directories.
-            template_dir: Directory of templates, which several daemons may share; None for one below `state_dir`.
-            template_memory_dir: Directory of templates' memory files, such as a tmpfs; None for one in `template_dir`.
-            template_limit_bytes: Most disk space of all templates.
-            tcg_cache_mib: Limit of each machine's translation cache under TCG.
-            qemu_user: User that runs an embedded driver's QEMU; see `choose_qemu_user`.
-            images: Images that machines will boot from, which that user must be able to read.
+            images: Images that machines will boot from, which the user that runs QEMU must be able to read.
 
         Raises:
             ConfigError: The accelerator does not work on this host, a path is too long, or the user cannot run QEMU.
             HypervisorError: libvirt failed.
         """
         state_dir = state_dir.resolve()
-        uri = uri or f"qemu:///embed?root={state_dir}/libvirt"
+        uri = settings.uri or f"qemu:///embed?root={state_dir}/libvirt"
         check_path_lengths(uri, state_dir)
         (state_dir / "machines").mkdir(parents=True, exist_ok=True)
         owner = ensure_owner(state_dir)
-        template_dir = template_dir or state_dir / "templates"
+        template_dir = settings.template_dir or state_dir / "templates"
         store = TemplateStore(
             template_dir,
             # Other daemons that share the directories must not remove the memory of a machine that is being frozen.
-            memory_dir=(template_memory_dir or template_dir / "memory") / owner,
-            limit_bytes=template_limit_bytes,
+            memory_dir=(settings.template_memory_dir or template_dir / "memory") / owner,
+            limit_bytes=settings.template_limit_bytes,
         )
-        choice = await choose_accelerator(accelerator)
+        choice = await choose_accelerator(settings.accelerator)
         user = QemuUser(account=None, why="set in each domain's XML")
         if urlsplit(uri).path == "/embed":
-            user = choose_qemu_user(qemu_user, required_access((state_dir, store.directory, store.memory_dir), images))
-        elif qemu_user:
+            access = required_access((state_dir, store.directory, store.memory_dir), images)
+            user = choose_qemu_user(settings.qemu_user, access)
+        elif settings.qemu_user:
             raise ConfigError(
                 f"hypervisor.qemu_user: only for the embedded driver, but {uri} runs QEMU as envd's user; remove it"
             )
@@ -180,7 +169,7 @@ class LibvirtHypervisor:
             owner=owner,
             choice=choice,
             store=store,
-            tcg_cache_mib=tcg_cache_mib,
+            tcg_cache_mib=settings.tcg_cache_mib,
             qemu_user=user,
         )
 
@@ -395,9 +384,9 @@ class LibvirtHypervisor:
             )
             flags = 0 if snapshot is None else libvirt.VIR_DOMAIN_START_PAUSED
             machine.attach(await self._link.call(self._link.connection.createXML, xml, flags))
-            await find_guestd_port(machine)
+            await machine.find_guestd_port()
             if snapshot is not None:
-                await Monitor(machine.run_control).expect_state()
+                await machine.monitor.expect_state()
         except BaseException as error:
             await machine.destroy()
             if isinstance(error, libvirt.libvirtError | OSError):

@@ -164,7 +164,7 @@ def prepare_firmware(spec: MachineSpec, files: MachineFiles, snapshot: LibvirtSn
         return None
     firmware = find_firmware()
     if firmware is None:
-        raise HypervisorError(f"image {image.name}: boots by UEFI, but this host has no OVMF; install the package ovmf")
+        raise HypervisorError(f"image {image.name}: no OVMF on this host, which it boots by; install the package ovmf")
     variables = snapshot.files.firmware_vars if snapshot else image.firmware_vars or firmware.vars_template
     size_bytes, expected_bytes = variables.stat().st_size, firmware.vars_template.stat().st_size
     if size_bytes != expected_bytes:

@@ -1,15 +1,18 @@
 """One QEMU domain of libvirt as a `Machine`: channels, run state, resource usage and destruction."""
 
 import asyncio
+import errno
 import os
+import re
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from struct import unpack
-from typing import Any, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import libvirt
 import numpy as np
@@ -22,11 +25,9 @@ from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost
 from envd.hypervisor.machine import MachineSpec, MachineState, MachineUsage
 from envd.hypervisor.qemu.agent_channel import AgentChannel
 from envd.hypervisor.qemu.connection import is_alive
-from envd.hypervisor.qemu.console import Console
-from envd.hypervisor.qemu.domain_xml import MachineFiles
-from envd.hypervisor.qemu.killing import killed, process_ended, process_exits
-from envd.hypervisor.qemu.processes import memory_of
-from envd.hypervisor.qemu.run_control import RunControl
+from envd.hypervisor.qemu.domain_xml import MachineFiles, parse_forwarded_port
+from envd.hypervisor.qemu.monitor import Monitor
+from envd.hypervisor.qemu.processes import killed, memory_of, process_ended, process_exits
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
 from envd.hypervisor.qemu.tpm import Tpm
 
@@ -39,6 +40,15 @@ DESTROYED = "destroyed by envd"
 _LOSS_EVENT_TIMEOUT_S = 3.0
 #: A process ends at most this much later than its monitor.
 _EXIT_TIMEOUT_S = 0.5
+#: kernel/panic.c prints this line first, before it stops the processors.
+_PANIC = re.compile(rb"Kernel panic - not syncing: ?([^\r\n]*)")
+#: Most that is read per check; a panic prints a few KiB after its first line.
+_MAX_READ_BYTES = 64 << 10
+#: Read again from before the last check, which may have split a line.
+_OVERLAP_BYTES = 256
+_MAX_QUOTED_CHARS = 120
+#: Size at which the log is emptied; only its end is ever read.
+MAX_LOG_BYTES = 1 << 20
 
 
 class Caller(Protocol):
@@ -84,7 +94,7 @@ class LibvirtMachine:
         self.lost = asyncio.Event()
         self.lost_reason = ""
         self._agent = AgentChannel(files.agent_socket, machine_id=spec.machine_id)
-        self.run_control = RunControl(files.monitor_socket, machine_id=spec.machine_id)
+        self.monitor = Monitor(files.monitor_socket, machine_id=spec.machine_id)
         self.is_loaded = snapshot is None
         """Whether it has booted or loaded a state, so that it can run."""
         self._console = Console(files.console_log)
@@ -124,11 +134,13 @@ class LibvirtMachine:
         if former is not None:
             await former.release()
 
-    def set_guestd_port(self, port: int | None) -> None:
-        """Set the host port that forwards to guestd. Raises: HypervisorError: it is None."""
-        if port is None:
-            raise HypervisorError(f"machine {self.machine_id}: QEMU does not forward a port to guestd")
-        self.guestd_url = f"http://127.0.0.1:{port}"
+    async def find_guestd_port(self) -> None:
+        """Ask QEMU for the host port that forwards to guestd, if the image has it. Raises: HypervisorError."""
+        if self.spec.image.has_guestd:
+            port = parse_forwarded_port(await self.monitor.human("info usernet"))
+            if port is None:
+                raise HypervisorError(f"machine {self.machine_id}: QEMU does not forward a port to guestd")
+            self.guestd_url = f"http://127.0.0.1:{port}"
 
     def mark_lost(self, reason: str) -> None:
         """Record that the machine has ended. Only the first reason is kept."""
@@ -136,7 +148,7 @@ class LibvirtMachine:
             self.lost_reason = reason
             self.state = MachineState.GONE
             self.lost.set()
-            self.run_control.close()  # Fails a command in flight immediately.
+            self.monitor.close()  # Fails a command in flight immediately.
 
     def processor_s(self) -> float | None:
         """Return the processor seconds that the guest used or waited for; None if unknown. Never raises."""
@@ -216,7 +228,7 @@ class LibvirtMachine:
             if not self.is_loaded:
                 raise HypervisorError(f"machine {self.machine_id}: no state yet; load one first")
             try:
-                await (self.run_control.cont() if running else self.run_control.stop())
+                await (self.monitor.cont() if running else self.monitor.stop())
             except HypervisorError as error:
                 await self._raise_if_lost(error)
                 raise
@@ -400,3 +412,57 @@ def _processor_threads(pid: int) -> tuple[Path, ...]:
     """Return the schedstat files of the threads that run guest code; QEMU under libvirt names them `CPU 0/KVM`."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return tuple(task / "schedstat" for task in tasks if (task / "comm").read_text().startswith("CPU "))
+
+
+class Console:
+    """Detects a kernel panic on the serial console of one machine; after a panic the guest does nothing more.
+
+    QEMU could report it through a device (pvpanic), but another device changes the machine, and no stored template
+    would fit it. Every image of ours has its kernel's console on the serial port. Only the guest's root can write
+    there, and a forged panic only costs the guest its own machine.
+    """
+
+    def __init__(self, log: Path) -> None:
+        """Read what is appended to `log` from now on; the file need not exist yet."""
+        self._log = log
+        self._seen_bytes = 0
+        self._found = ""
+
+    def panic(self) -> str:
+        """Return the reason of the newest kernel panic since the last call; empty if there was none. Never raises."""
+        found, self._found = self._found, ""
+        return self._newest_panic() or found
+
+    def trim(self) -> None:
+        """Empty the log if it is large, so that a guest cannot fill the host's disk. Never raises."""
+        with suppress(OSError):  # It does not exist yet, or belongs to virtlogd, which rotates it.
+            if self._log.lstat().st_size > MAX_LOG_BYTES:
+                self._found = self.panic()
+                with _opened(self._log, os.O_WRONLY) as file:
+                    file.truncate(0)
+                self._seen_bytes = 0
+
+    def _newest_panic(self) -> str:
+        try:
+            size = self._log.lstat().st_size
+            if size <= self._seen_bytes:
+                return ""
+            with _opened(self._log, os.O_RDONLY) as file:
+                file.seek(max(self._seen_bytes - _OVERLAP_BYTES, size - _MAX_READ_BYTES, 0), os.SEEK_SET)
+                text = file.read(_MAX_READ_BYTES)
+        except OSError:
+            return ""
+        self._seen_bytes = size
+        found = _PANIC.findall(text)
+        return found[-1].decode("ascii", "replace")[:_MAX_QUOTED_CHARS] or "no reason given" if found else ""
+
+
+@contextmanager
+def _opened(log: Path, flags: int) -> Iterator[BinaryIO]:
+    """Open a regular file. QEMU's user can replace it by a link to a file of root, or by a pipe. Raises: OSError."""
+    descriptor = os.open(log, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb" if flags == os.O_RDONLY else "wb") as file:  # `wb` does not truncate a descriptor
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise OSError(errno.EINVAL, "not a regular file with one name", str(log))
+        yield file

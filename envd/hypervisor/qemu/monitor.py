@@ -1,4 +1,11 @@
-"""QEMU monitor commands for what forking needs.
+"""A machine's QEMU monitor: run control for every step of an episode, and the commands that forking needs.
+
+The socket is our own. libvirt needs 3 to 5 ms for each command, because it writes its record of the domain to disk
+twice before it returns, and every step of an episode resumes and pauses a machine. QEMU alone needs 0.5 ms, and libvirt
+learns of both from QEMU's events.
+
+The protocol is QMP (QEMU's docs/interop/qmp-spec): one JSON object per line, first a greeting, responses by id, events
+at any time. A general QMP client took half of a step's time in the daemon.
 
 Files are passed to QEMU as descriptors: libvirt starts it with a seccomp filter that forbids a migration to `exec:`,
 and on some hosts confines it to paths that libvirt knows.
@@ -7,8 +14,9 @@ and on some hosts confines it to paths that libvirt knows.
 import asyncio
 import json
 import re
+import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +25,12 @@ from typing import Any, NamedTuple
 from pydantic import JsonValue
 
 from envd.base.errors import HypervisorError
-from envd.hypervisor.qemu.run_control import RunControl
 
-_TIMEOUT_S = 120.0
+#: A QEMU that takes longer was itself stopped, or waits for a disk.
+_TIMEOUT_S = 60.0
+#: The longest line that matters here is the list of a machine's drives, of 10 KiB.
+_MAX_LINE_BYTES = 1 << 20
+_MIGRATION_TIMEOUT_S = 120.0
 _POLL_S = 0.002
 #: Any number works: a domain's monitor has no other file sets.
 _FILE_SET = 7
@@ -36,24 +47,104 @@ class Drives(NamedTuple):
 
 
 class Monitor:
-    """The monitor of one machine. Every method raises `HypervisorError` if QEMU fails or returns an error."""
+    """The monitor of one machine; connects on first use.
 
-    def __init__(self, run_control: RunControl) -> None:
-        self._execute = run_control.execute
+    Every method raises `HypervisorError` if QEMU fails or returns an error.
+    """
+
+    def __init__(self, path: Path, *, machine_id: str, timeout_s: float = _TIMEOUT_S) -> None:
+        self._path = path
+        self._machine_id = machine_id
+        self._timeout_s = timeout_s
+        self._connection: _Connection | None = None
+        #: Invariant: only the holder has a command without a response.
+        self._lock = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Monitor of {self._machine_id}, {'connected' if self._connection else 'not connected'}>"
+
+    async def stop(self) -> None:
+        """Stop the processors between two instructions. Raises: HypervisorError."""
+        await self.execute("stop")
+
+    async def cont(self) -> None:
+        """Let the processors run. Raises: HypervisorError.
+
+        Returns on QEMU's RESUME event, 1 to 2 ms before its response. QEMU emits the event during the command, from
+        the thread that reads all of the guest's input (softmmu/cpus.c, `vm_prepare_start`), so input sent from now on
+        is read when the command has completed.
+        """
+        await self.execute("cont", done_event="RESUME")
+
+    def close(self) -> None:
+        """Disconnect; a command without a response fails. Idempotent."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    async def execute(
+        self,
+        command: str,
+        arguments: Mapping[str, JsonValue] | None = None,
+        *,
+        file: int | None = None,
+        done_event: str = "",
+    ) -> Any:
+        """Run a command and return its result.
+
+        Args:
+            command: Name of a QMP command.
+            arguments: Its arguments.
+            file: Descriptor passed to QEMU with the command.
+            done_event: Event that also completes the command, with the result None.
+
+        Raises:
+            HypervisorError: QEMU returned an error, or did not respond.
+        """
+        try:
+            async with self._lock, asyncio.timeout(self._timeout_s):
+                if self._connection is None:
+                    self._connection = await self._connect()
+                return await self._connection.execute(command, arguments, file=file, done_event=done_event)
+        except _CommandFailed as error:
+            raise HypervisorError(f"machine {self._machine_id}: QEMU rejected {command}: {error}") from error
+        except (OSError, EOFError, ValueError) as error:
+            self.close()
+            reason = f"no response for {self._timeout_s:g} s" if isinstance(error, TimeoutError) else error
+            raise HypervisorError(f"machine {self._machine_id}: its QEMU monitor failed: {reason}") from error
+
+    async def _connect(self) -> "_Connection":
+        loop = asyncio.get_running_loop()
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            await loop.sock_connect(connection, str(self._path))
+            _, monitor = await loop.create_unix_connection(lambda: _Connection(connection), sock=connection)
+        except BaseException:
+            connection.close()
+            raise
+        try:
+            await monitor.greeted
+            await monitor.execute("qmp_capabilities")
+        except BaseException:
+            monitor.close()
+            raise
+        return monitor
+
+    # Commands for forking
 
     async def human(self, command: str) -> str:
         """Run a command of the human monitor and return its output."""
-        return str(await self._execute("human-monitor-command", {"command-line": command}))
+        return str(await self.execute("human-monitor-command", {"command-line": command}))
 
     async def save_state(self, path: Path) -> None:
         """Write the state of a stopped machine, except its memory, which is a shared file.
 
         The machine cannot run afterwards: QEMU has closed its disk.
         """
-        await self._execute("migrate-set-capabilities", IGNORE_SHARED_MEMORY)
+        await self.execute("migrate-set-capabilities", IGNORE_SHARED_MEMORY)
         with path.open("xb") as file:
-            await self._execute("getfd", {"fdname": "state"}, file=file.fileno())
-            await self._execute("migrate", {"uri": "fd:state"})
+            await self.execute("getfd", {"fdname": "state"}, file=file.fileno())
+            await self.execute("migrate", {"uri": "fd:state"})
             await self._migrated("the state could not be saved")
 
     @asynccontextmanager
@@ -66,21 +157,21 @@ class Monitor:
         """
         with path.open("xb") as file:
             file.seek(offset)  # QEMU writes at the descriptor's position.
-            await self._execute("add-fd", {"fdset-id": _FILE_SET}, file=file.fileno())
+            await self.execute("add-fd", {"fdset-id": _FILE_SET}, file=file.fileno())
         try:
             yield
         finally:
-            await self._execute("remove-fd", {"fdset-id": _FILE_SET})
+            await self.execute("remove-fd", {"fdset-id": _FILE_SET})
 
     async def save_devices(self) -> None:
         """Write the device state of a stopped machine, which can run afterwards. Omits a VGA card's video memory."""
         # `live`, the default, releases the disk to another QEMU until the machine runs again. Saving twice before that
         # fails an assertion (bdrv_inactivate_recurse).
-        await self._execute("xen-save-devices-state", {"filename": f"/dev/fdset/{_FILE_SET}", "live": False})
+        await self.execute("xen-save-devices-state", {"filename": f"/dev/fdset/{_FILE_SET}", "live": False})
 
     async def expect_state(self) -> None:
         """Prepare a machine that was started with `-incoming defer` for `load`."""
-        await self._execute("migrate-set-capabilities", IGNORE_SHARED_MEMORY)
+        await self.execute("migrate-set-capabilities", IGNORE_SHARED_MEMORY)
 
     async def set_backing(self, overlay: "OverlayNode", disks: Sequence[Path]) -> None:
         """Put an overlay that is not in use yet on other disks.
@@ -94,15 +185,15 @@ class Monitor:
             node = f"{overlay.node}-{index}"
             file: dict[str, JsonValue] = {"driver": "file", "filename": str(disk)}
             options: dict[str, JsonValue] = {"driver": "qcow2", "node-name": node, "read-only": True, "file": file}
-            await self._execute("blockdev-add", {**options, "backing": backing})
+            await self.execute("blockdev-add", {**options, "backing": backing})
             backing = node
-        await self._execute("blockdev-reopen", {"options": [{**overlay.options, "backing": backing}]})
+        await self.execute("blockdev-reopen", {"options": [{**overlay.options, "backing": backing}]})
 
     async def load(self, path: Path) -> None:
         """Load a state, once, after `expect_state`; the machine is then paused."""
         with path.open("rb") as file:
-            await self._execute("getfd", {"fdname": "state"}, file=file.fileno())
-            await self._execute("migrate-incoming", {"uri": "fd:state"})
+            await self.execute("getfd", {"fdname": "state"}, file=file.fileno())
+            await self.execute("migrate-incoming", {"uri": "fd:state"})
             await self._migrated("the state could not be loaded")
 
     async def memory_blocks(self) -> dict[str, int]:
@@ -111,7 +202,7 @@ class Monitor:
 
     async def drives(self) -> "Drives":
         """Return the files of the machine's drives."""
-        drives = [drive for drive in await self._execute("query-block") if drive.get("inserted")]
+        drives = [drive for drive in await self.execute("query-block") if drive.get("inserted")]
         return Drives(
             written=frozenset(_file(drive) for drive in drives if not drive["inserted"].get("ro")),
             removable=frozenset(_file(drive) for drive in drives if drive.get("removable")),
@@ -124,21 +215,111 @@ class Monitor:
             alias: libvirt's name of the device.
         """
         path = f"/machine/peripheral/{alias}/virtio-backend"
-        status = await self._execute("x-query-virtio-status", {"path": path})
+        status = await self.execute("x-query-virtio-status", {"path": path})
         return any(text.startswith("VIRTIO_CONFIG_S_DRIVER_OK") for text in status["status"]["statuses"])
 
     async def _migrated(self, failure: str) -> None:
-        deadline_s = time.monotonic() + _TIMEOUT_S
+        deadline_s = time.monotonic() + _MIGRATION_TIMEOUT_S
         while True:
-            migration = await self._execute("query-migrate")
+            migration = await self.execute("query-migrate")
             status = migration.get("status", "none")
             if status == "completed":
                 return
             if status in {"failed", "cancelled"}:
                 raise HypervisorError(f"{failure}: {migration.get('error-desc', status)}")
             if time.monotonic() > deadline_s:
-                raise HypervisorError(f"{failure}: still {status} after {_TIMEOUT_S:g} s")
+                raise HypervisorError(f"{failure}: still {status} after {_MIGRATION_TIMEOUT_S:g} s")
             await asyncio.sleep(_POLL_S)
+
+
+class _CommandFailed(Exception):
+    """QEMU's response to a command is an error."""
+
+
+class _Connection(asyncio.Protocol):
+    """One connection to a monitor, with at most one command in flight."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.greeted: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        """Done after QEMU's greeting. Events, such as that of a new viewer, may precede it."""
+        self._connection = connection
+        self._transport: Any = None
+        self._rest = b""
+        self._command_id = 0
+        self._done_event = ""
+        self._done: asyncio.Future[Any] = self.greeted
+        self._end: Exception | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        try:
+            if len(self._rest) > _MAX_LINE_BYTES:
+                raise ValueError(f"a line of more than {_MAX_LINE_BYTES} bytes")  # noqa: TRY301 -- handled below
+            for line in lines:
+                self._on_message(json.loads(line))
+        except (ValueError, TypeError, AttributeError) as error:
+            self._fail(ValueError(f"received data is not QMP: {error}"))
+            self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._fail(error or EOFError("QEMU closed the connection"))
+
+    async def execute(
+        self,
+        command: str,
+        arguments: Mapping[str, JsonValue] | None = None,
+        *,
+        file: int | None = None,
+        done_event: str = "",
+    ) -> Any:
+        """Send a command and wait for its result, or for the event that reports its completion. One at a time.
+
+        A response that arrives after the event, or after the caller was cancelled, is ignored.
+
+        Raises:
+            _CommandFailed: The response is an error.
+            OSError, EOFError, ValueError: The connection has ended.
+        """
+        if self._end is not None:
+            raise self._end
+        self._command_id += 1
+        self._done_event = done_event
+        self._done = asyncio.get_running_loop().create_future()
+        request: dict[str, JsonValue] = {"execute": command, "id": self._command_id}
+        if arguments:
+            request["arguments"] = dict(arguments)
+        data = json.dumps(request).encode() + b"\n"
+        if file is None:
+            self._transport.write(data)
+        elif (sent := socket.send_fds(self._connection, [data], [file])) != len(data):
+            # Nothing else is being sent, so the socket's buffer is empty.
+            raise OSError(f"only {sent} of {len(data)} bytes were sent")
+        return await self._done
+
+    def close(self) -> None:
+        """End the connection."""
+        self._fail(EOFError("the connection was closed"))
+        self._transport.close()
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        if self._done.done():
+            return
+        if message.get("id") == self._command_id:
+            if error := message.get("error"):
+                self._done.set_exception(_CommandFailed(error.get("desc", error)))
+            else:
+                self._done.set_result(message.get("return"))
+        elif message.get("event", "") == self._done_event != "" or (self._done is self.greeted and "QMP" in message):
+            self._done.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        self._end = self._end or error
+        if not self._done.done():
+            self._done.set_exception(error)
+            self._done.exception()  # Marked as retrieved: asyncio logs errors that nothing awaits.
 
 
 class OverlayNode(NamedTuple):

@@ -1,4 +1,4 @@
-"""Finds and removes what previous daemons with this state directory left on the host.
+"""Finds, removes and adopts what previous daemons with this state directory left on the host.
 
 Only things with this owner's mark are touched: domains and processes carry it, files are in the state directory.
 """
@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ from typing import Any
 import libvirt
 
 from envd.base.errors import HypervisorError
-from envd.hypervisor.machine import Leftover, LeftoverKind
+from envd.hypervisor.machine import Leftover, LeftoverKind, MachineSpec
 from envd.hypervisor.qemu.connection import LibvirtLink
 from envd.hypervisor.qemu.domain_xml import MachineFiles, Mark, read_mark
-from envd.hypervisor.qemu.machine import LibvirtMachine, destroy_domain
+from envd.hypervisor.qemu.machine import Caller, LibvirtMachine, destroy_domain
 from envd.hypervisor.qemu.processes import marked_processes, tpm_processes
-from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
+from envd.hypervisor.qemu.snapshots.capture import Freezer, captured_snapshot
+from envd.hypervisor.qemu.snapshots.files import SnapshotFiles
+from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot, SnapshotRef, read_capture, read_machine
 from envd.hypervisor.qemu.snapshots.templates import TemplateStore
 
 logger = logging.getLogger(__name__)
@@ -136,3 +138,75 @@ def _directory_kind(machine_directory: Path) -> LeftoverKind:
     has_overlay = MachineFiles(directory=machine_directory).overlay.exists()
     has_socket = any(machine_directory.glob("*.sock"))
     return LeftoverKind.SOCKET if has_socket and not has_overlay else LeftoverKind.OVERLAY
+
+
+class BackingSnapshots:
+    """Snapshots that back adopted machines; each is loaded once and then shared.
+
+    Nothing can be forked from them, and they are removed with the last machine that uses them.
+    """
+
+    def __init__(self, freezer: Freezer, captures_dir: Path, *, call: Caller) -> None:
+        self._freezer = freezer
+        self._captures_dir = captures_dir
+        self._call = call
+        self._loaded: dict[SnapshotRef, LibvirtSnapshot] = {}
+
+    @property
+    def captures(self) -> list[LibvirtSnapshot]:
+        """Loaded captures, without stored templates."""
+        return [snapshot for ref, snapshot in self._loaded.items() if ref.kind == "capture"]
+
+    async def load(self, ref: SnapshotRef, spec: MachineSpec) -> LibvirtSnapshot:
+        """Return a snapshot, with its ancestors loaded. Raises: HypervisorError: one is missing or damaged."""
+        if ref not in self._loaded:
+            if ref.kind == "template":
+                snapshot = await self._call(self._freezer.find_by_key, ref.name, spec)
+            else:
+                files = SnapshotFiles(directory=self._captures_dir / ref.name)
+                record = await self._call(read_capture, files.directory)
+                snapshot = captured_snapshot(files, record, await self.load(record.backing, spec))
+            self._loaded[ref] = snapshot
+        return self._loaded[ref]
+
+    async def discard(self) -> None:
+        """Allow no more forks of them, so that each is removed with its last machine."""
+        for snapshot in self._loaded.values():
+            await snapshot.discard()
+
+
+async def adopt(
+    domain: Any,
+    directory: Path,
+    *,
+    snapshots: BackingSnapshots,
+    call: Caller,
+    on_destroyed: Callable[[LibvirtMachine], None],
+) -> LibvirtMachine:
+    """Return a running domain of a libvirtd as a machine of this daemon, paused. On failure the domain is unchanged.
+
+    QEMU does not notice: it accepts another connection to its display, agent and monitor. The machine can be captured
+    like any fork.
+
+    Raises:
+        HypervisorError: Its record or a snapshot is missing or damaged, or its QEMU does not respond.
+        MachineLost: It has ended.
+    """
+    record = await call(read_machine, directory)
+    snapshot = await snapshots.load(record.backing, record.spec)
+    machine = LibvirtMachine(
+        record.spec,
+        MachineFiles(directory=directory),
+        memory_path=snapshot.memory_path,
+        snapshot=snapshot,
+        call=call,
+        on_destroyed=on_destroyed,
+    )
+    try:
+        machine.attach_adopted(domain)
+        await machine.pause()
+        await machine.find_guestd_port()
+    except BaseException:
+        await machine.detach()
+        raise
+    return machine

@@ -10,7 +10,7 @@ from .a11y.client import A11yClient
 from .gateway import Gateway
 from .keyboard import Keyboard
 from .messages import HttpError
-from .timed_lock import TimedLock
+from .processes import TimedLock
 from .x11 import X11, Window
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .messages import HttpError
-from .timed_lock import TimedLock
+from .processes import TimedLock
 from .x11 import X11
 
 _CONTROL_KEYSYMS = {"\n": 0xFF0D, "\r": 0xFF0D, "\t": 0xFF09}

@@ -1,4 +1,4 @@
-"""Child processes: commands that run to their end, and programs that outlive the call."""
+"""Child processes: commands that run to their end, and programs that outlive the call; a lock with a time limit."""
 
 import os
 import select
@@ -6,10 +6,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from .messages import HttpError
 
@@ -61,6 +61,15 @@ def _wait_for_exit(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
         os.close(descriptor)
 
 
+def _start(command: Sequence[str] | str, **options: Any) -> "subprocess.Popen[bytes]":
+    if not command:
+        raise HttpError(400, "the command is empty")
+    try:
+        return subprocess.Popen(command, start_new_session=True, **options)
+    except (OSError, ValueError) as error:
+        raise HttpError(500, f"{command!r} cannot be started: {error}") from error
+
+
 def kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kill the process group that a child leads, and reap the child."""
     with suppress(ProcessLookupError):
@@ -85,21 +94,15 @@ def run_command(
     Raises:
         HttpError: The command could not be started, or was killed with its process group after `timeout_s`.
     """
-    if not command:
-        raise HttpError(400, "the command is empty")
-    try:
-        process = subprocess.Popen(
-            command,
-            shell=shell,
-            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if merge else subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, **env} if env else None,
-            cwd=cwd,
-        )
-    except (OSError, ValueError) as error:
-        raise HttpError(500, f"{command!r} cannot be started: {error}") from error
+    process = _start(
+        command,
+        shell=shell,
+        stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if merge else subprocess.PIPE,
+        env={**os.environ, **env} if env else None,
+        cwd=cwd,
+    )
     readers = [_PipeReader(stream) for stream in (process.stdout, process.stderr) if stream]
     if process.stdin:
         threading.Thread(target=_write_stdin, args=(process.stdin, stdin), daemon=True, name="stdin").start()
@@ -123,18 +126,24 @@ def run_command(
 
 def launch(command: Sequence[str] | str, *, shell: bool = False) -> subprocess.Popen[bytes]:
     """Start a program that outlives the call; a thread reaps it when it ends. Raises: HttpError."""
-    if not command:
-        raise HttpError(400, "the command is empty")
-    try:
-        process = subprocess.Popen(
-            command,
-            shell=shell,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    except (OSError, ValueError) as error:
-        raise HttpError(500, f"{command!r} cannot be started: {error}") from error
+    none = subprocess.DEVNULL
+    process = _start(command, shell=shell, stdin=none, stdout=none, stderr=none)
     threading.Thread(target=process.wait, daemon=True, name=f"reap:{process.pid}").start()
     return process
+
+
+class TimedLock:
+    """A mutex for the resource `name`; a call that waits longer than its timeout raises HttpError 503."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def __call__(self, timeout_s: float = 30.0) -> Iterator[None]:
+        if not self._lock.acquire(timeout=timeout_s):
+            raise HttpError(503, f"{self._name} has been busy for {timeout_s:g} s; retry later")
+        try:
+            yield
+        finally:
+            self._lock.release()

@@ -1,5 +1,6 @@
-"""The HTTP server: one thread per connection."""
+"""The HTTP server: one thread per connection. A repeated POST with the same `X-Request-Id` gets the first response."""
 
+import hashlib
 import logging
 import mmap
 import os
@@ -7,15 +8,18 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import urllib.parse
+from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from . import VERSION
 from .gateway import relay
 from .guest import Guest
-from .messages import HttpError, Request, Response
-from .replays import Replays
+from .messages import MAX_COMMAND_TIMEOUT_S, HttpError, Request, Response
 from .routes import respond
 
 MAX_BODY_BYTES = 512 << 20
@@ -26,6 +30,7 @@ CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_IDLE_S = 10
 
 logger = logging.getLogger("guestd")
+REPLAY_S = 300.0
 
 
 class Connection(BaseHTTPRequestHandler):
@@ -176,3 +181,64 @@ class Server(ThreadingHTTPServer):
         """Log an error of a connection, except that the client closed it."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             logger.exception("connection from %s failed", client_address)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A recorded or pending response."""
+
+    digest: bytes
+    done: threading.Event = field(default_factory=threading.Event)
+    response: Response | None = None
+    completed_s: float = 0.0
+
+
+class Replays:
+    """Responses by request id.
+
+    Invariant of the lock: an id is in `_entries` from before its effect until `REPLAY_S` after its response.
+    """
+
+    def __init__(self, *, capacity: int = 512, max_bytes: int = 64 << 20) -> None:
+        self._capacity = capacity
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
+
+    def respond(self, request: Request, request_id: str, produce: Callable[[], Response]) -> Response:
+        """Return `produce()`, or the recorded response of the earlier call with this path and id. Raises: HttpError."""
+        key = (request.path, request_id)
+        digest = hashlib.sha256(request.body).digest()
+        with self._lock:
+            earlier = self._entries.get(key)
+            if earlier is None:
+                entry = self._entries[key] = _Entry(digest)
+                self._evict()
+        if earlier is not None:
+            if earlier.digest != digest:
+                raise HttpError(409, f"X-Request-Id {request_id} was used with another body; use a new id per request")
+            if not earlier.done.wait(MAX_COMMAND_TIMEOUT_S):
+                raise HttpError(503, f"X-Request-Id {request_id} is still running; retry later")
+            # A response that was not recorded belongs to a call without effect, so this call may have the effect.
+            return earlier.response or self.respond(request, request_id, produce)
+        try:
+            response = produce()
+            with self._lock:
+                if response.status == 503 or response.file is not None:
+                    # The call was rejected before its effect, or it only read: repeating it is harmless.
+                    self._entries.pop(key, None)
+                else:
+                    entry.response = response
+                entry.completed_s = time.monotonic()
+            return response
+        finally:
+            entry.done.set()
+
+    def _evict(self) -> None:
+        now_s = time.monotonic()
+        kept_bytes = sum(len(entry.response.body) for entry in self._entries.values() if entry.response)
+        for key, entry in list(self._entries.items()):
+            is_full = len(self._entries) > self._capacity or kept_bytes > self._max_bytes
+            if entry.response and (is_full or now_s - entry.completed_s > REPLAY_S):
+                del self._entries[key]
+                kept_bytes -= len(entry.response.body)

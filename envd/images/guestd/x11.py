@@ -1,14 +1,16 @@
-"""A connection to the X server, through xcffib (Debian: python3-xcffib)."""
+"""A connection to the X server, through xcffib (Debian: python3-xcffib), and the PNG encoding of its screen."""
 
 import os
 import select
 import struct
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BytesIO
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import xcffib
 import xcffib.xfixes
@@ -16,11 +18,78 @@ import xcffib.xproto as xp
 import xcffib.xtest
 
 from .messages import HttpError
-from .png import Cursor
-from .xkb import Xkb, raw_reply
 
+# Module level: recent versions of xcffib free the name with the key.
+_KEY = xcffib.ExtensionKey("XKEYBOARD")
+_USE_EXTENSION, _GET_STATE, _LATCH_LOCK_STATE = 0, 4, 5
+_CORE_KEYBOARD = 0x100
+_CAPS_LOCK = 2
 _MAX_PROPERTY_WORDS = 1 << 18
 _MODIFIERS = ("shift", "lock", "control", "mod1", "mod2", "mod3", "mod4", "mod5")
+_KEY_PRESS = 2
+_KEY_RELEASE = 3
+_CLIENT_MESSAGE = 33
+_GET_IMAGE = 73
+
+
+class _RawReply(xcffib.Reply):  # type: ignore[misc]
+    """A reply as bytes."""
+
+    def __init__(self, unpacker: Any) -> None:
+        super().__init__(unpacker)
+        self.data = bytes(unpacker.buf)
+
+
+class _RawCookie(xcffib.Cookie):  # type: ignore[misc]
+    reply_type = _RawReply
+
+
+def raw_reply(extension: Any, opcode: int, request: bytes) -> bytes:
+    """Send a request (with an empty header of 4 bytes) and return its reply."""
+    cookie = extension.send_request(opcode, BytesIO(request), _RawCookie, is_checked=True)
+    return bytes(cookie.reply().data)
+
+
+class KeyboardState(NamedTuple):
+    """The locked state of the keyboard."""
+
+    caps_lock: bool
+    group: int
+    """Number of the active layout."""
+
+
+class Xkb:
+    """The keyboard's locked modifiers and layout.
+
+    Implements three requests of the XKB extension, which Debian 12's xcffib (0.11.1) lacks.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self._extension = xcffib.Extension(connection, _KEY)
+        raw_reply(self._extension, _USE_EXTENSION, struct.pack("=4xHH", 1, 0))
+
+    def state(self) -> KeyboardState:
+        """Return the current state."""
+        reply = raw_reply(self._extension, _GET_STATE, struct.pack("=4xH2x", _CORE_KEYBOARD))
+        locked_modifiers, locked_group = reply[11], reply[13]
+        return KeyboardState(bool(locked_modifiers & _CAPS_LOCK), locked_group)
+
+    def lock(self, *, caps_lock: bool, group: int) -> None:
+        """Set Caps Lock and the layout."""
+        modifiers = _CAPS_LOCK if caps_lock else 0
+        request = struct.pack("=4xHBBBBBBxBH", _CORE_KEYBOARD, _CAPS_LOCK, modifiers, True, group, 0, 0, False, 0)
+        self._extension.send_request(_LATCH_LOCK_STATE, BytesIO(request))
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """A pointer image: premultiplied ARGB; `x`, `y` are its top left corner (not its hot spot)."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+    argb: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,11 +343,42 @@ class X11:
         self._x(xcffib.xtest.key).FakeInput(kind, keycode, 0, 0, 0, 0, 0)
 
 
-_KEY_PRESS = 2
-_KEY_RELEASE = 3
-_CLIENT_MESSAGE = 33
-_GET_IMAGE = 73
-
-
 def _has_format(reply: Any, bits: int) -> bool:
     return reply is not None and reply.format == bits
+
+
+def encode_png(width: int, height: int, bgrx: bytes, cursor: Cursor | None) -> bytes:
+    """Encode a screen and its pointer as 8-bit RGB, at compression level 1: higher levels cost more time than bytes."""
+    rgb = bytearray(width * height * 3)
+    for channel in range(3):
+        rgb[channel::3] = bgrx[2 - channel :: 4]
+    if cursor:
+        blend_cursor(rgb, width, height, cursor)
+    stride = width * 3
+    rows = memoryview(rgb)
+    compressor = zlib.compressobj(1)
+    data = bytearray()
+    for start in range(0, stride * height, stride):
+        data += compressor.compress(b"\0")
+        data += compressor.compress(rows[start : start + stride])
+    data += compressor.flush()
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", bytes(data)) + chunk(b"IEND", b"")
+
+
+def blend_cursor(rgb: bytearray, width: int, height: int, cursor: Cursor) -> None:
+    """Draw the pointer over an RGB screen, clipped at the edges."""
+    for row in range(max(0, -cursor.y), min(cursor.height, height - cursor.y)):
+        for column in range(max(0, -cursor.x), min(cursor.width, width - cursor.x)):
+            pixel = cursor.argb[row * cursor.width + column]
+            uncovered = 255 - (pixel >> 24 & 255)
+            if uncovered == 255:
+                continue
+            offset = ((cursor.y + row) * width + cursor.x + column) * 3
+            for channel, shift in enumerate((16, 8, 0)):
+                mixed = (pixel >> shift & 255) + rgb[offset + channel] * uncovered // 255
+                rgb[offset + channel] = min(255, mixed)

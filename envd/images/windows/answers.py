@@ -78,11 +78,6 @@ def disc_command(script: str) -> str:
     return f'cmd.exe /d /c "(for %d in ({" ".join(_DISC_LETTERS)}) do @if exist {path} call {path}) & exit 0"'
 
 
-def setup_driver_paths() -> tuple[str, ...]:
-    """Return the paths where Setup may find the drivers of the answer disc."""
-    return tuple(f"{letter}:\\{SETUP_DRIVER_DIRECTORY}" for letter in _DISC_LETTERS)
-
-
 class _Element:
     """An element of a component, with setters by path."""
 
@@ -91,21 +86,21 @@ class _Element:
 
     def set(self, path: str, value: str) -> None:
         """Set the text of a descendant, creating elements on the way."""
-        element = self._element
-        for name in path.split("/"):
-            found = element.find(f"{{{NAMESPACE}}}{name}")
-            element = etree.SubElement(element, f"{{{NAMESPACE}}}{name}") if found is None else found
-        element.text = value
+        self._descendant(path.split("/")).text = value
 
     def add(self, path: str) -> "_Element":
         """Append an item to a list; the last part of the path is the item's name."""
-        parents, _, name = path.rpartition("/")
-        element = self._element
-        for part in parents.split("/") if parents else ():
-            found = element.find(f"{{{NAMESPACE}}}{part}")
-            element = etree.SubElement(element, f"{{{NAMESPACE}}}{part}") if found is None else found
-        item = etree.SubElement(element, f"{{{NAMESPACE}}}{name}", {f"{{{WCM_NAMESPACE}}}action": "add"})
+        *parents, name = path.split("/")
+        parent = self._descendant(parents)
+        item = etree.SubElement(parent, f"{{{NAMESPACE}}}{name}", {f"{{{WCM_NAMESPACE}}}action": "add"})
         return _Element(item)
+
+    def _descendant(self, names: Sequence[str]) -> etree._Element:
+        element = self._element
+        for name in names:
+            found = element.find(f"{{{NAMESPACE}}}{name}")
+            element = etree.SubElement(element, f"{{{NAMESPACE}}}{name}") if found is None else found
+        return element
 
     def key(self, value: str) -> None:
         """Set the key of a list item."""
@@ -156,10 +151,10 @@ def _setup(answers: _Answers, settings: InstallSettings) -> None:
     _locale(locale, settings)
 
     drivers = answers.component(Pass.WINDOWS_PE, "Microsoft-Windows-PnpCustomizationsWinPE")
-    for number, path in enumerate(setup_driver_paths(), start=1):
+    for number, letter in enumerate(_DISC_LETTERS, start=1):
         item = drivers.add("DriverPaths/PathAndCredentials")
         item.key(str(number))
-        item.set("Path", path)
+        item.set("Path", f"{letter}:\\{SETUP_DRIVER_DIRECTORY}")
 
     setup = answers.component(Pass.WINDOWS_PE, "Microsoft-Windows-Setup")
     setup.set("Diagnostics/OptIn", "false")

@@ -9,8 +9,7 @@ from envd.base.errors import ImageError
 from envd.hypervisor.machine import DiskImage, Drive, Firmware, GuestOs, Hardware
 from envd.images.windows.answer_disc import write_answer_disc
 from envd.images.windows.answers import ANSWER_FILE, answer_file
-from envd.images.windows.boot_disc import write_boot_disc
-from envd.images.windows.disc import open_disc
+from envd.images.windows.disc import BootPatch, open_disc
 from envd.images.windows.plan import BuildPlan
 
 _PASSWORD_BYTES = 18
@@ -79,3 +78,29 @@ def qemu_img(*arguments: str) -> None:
     if done.returncode != 0:
         message = done.stderr.decode(errors="replace").strip()
         raise ImageError(f"disk: qemu-img {arguments[0]} failed: {message}; check the free space")
+
+
+def write_boot_disc(path: Path, iso: Path, patch: BootPatch) -> None:
+    """Write the Windows ISO with another entry in its boot catalogue, as an overlay of a few KiB on top of the ISO.
+
+    Windows' ISOs wait for a key before they boot, and return to the firmware without one. They also have a boot image
+    that does not wait. The overlay names that one; the ISO file stays as it is.
+
+    Raises:
+        ImageError: A tool failed.
+    """
+    data = path.with_name("patch")
+    data.write_bytes(patch.data)
+    _run("qemu-img", "create", "-q", "-f", "qcow2", "-b", str(iso.resolve()), "-F", "raw", path.name, cwd=path.parent)
+    # qemu-io splits its commands at spaces, so they must not contain our paths.
+    command = f"write -q -s {data.name} {patch.offset} {len(patch.data)}"
+    _run("qemu-io", "-f", "qcow2", "-c", command, path.name, cwd=path.parent)
+    data.unlink()
+
+
+def _run(*command: str, cwd: Path) -> None:
+    done = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    # qemu-io reports a failed command in its output only.
+    if done.returncode != 0 or done.stdout.strip():
+        message = (done.stderr or done.stdout).decode(errors="replace").strip()
+        raise ImageError(f"boot disc: {command[0]} failed: {message}; check the free space and the package qemu-utils")

@@ -10,8 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .commands import Commands
-from .drive import Drive
-from .files import Files
+from .drive import Drive, Files
 from .processes import Processes
 from .scripts import Scripts
 from .shell import HELPER, Shell, await_screen, set_desktop_size

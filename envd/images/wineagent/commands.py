@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .errors import AgentError
-from .files import Files
+from .drive import AgentError, Files
 from .processes import Processes
 
 logger = logging.getLogger(__name__)

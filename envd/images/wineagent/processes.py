@@ -12,8 +12,7 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 
-from .drive import Drive
-from .errors import AgentError
+from .drive import AgentError, Drive
 from .scripts import Output, Scripts
 
 #: The limit of QEMU's agent.

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import IO
 
-from .drive import Drive
-from .errors import AgentError
+from .drive import AgentError, Drive
 
 logger = logging.getLogger(__name__)
 

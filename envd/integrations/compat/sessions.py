@@ -179,7 +179,7 @@ class Sessions:
             request_id: Same id, same episode; empty for a new one.
             unlimited: Allow the daemon's maximum of steps, for a protocol whose calls are not an agent's steps.
 
-        Raises: See `EpisodeService.reset`.
+        Raises: See `Opening.reset`.
         """
         command = ResetCommand(
             request_id=request_id or uuid.uuid4().hex,
@@ -217,7 +217,7 @@ class Sessions:
         return self._service.tasks.get(info.task_id).instruction
 
     async def step(self, episode_id: str, actions: Sequence[Action], *, observe: ObservationOptions) -> Acted:
-        """Perform actions. Raises: see `EpisodeService.step`."""
+        """Perform actions. Raises: see `Stepping.step`."""
         info = await self.info(episode_id)
         command = StepCommand(
             request_id=uuid.uuid4().hex,
@@ -243,7 +243,7 @@ class Sessions:
 
         Raises:
             InvalidRequest: The pause is not a number of 0 to 60 s.
-            EpisodeEnded and others: See `EpisodeService.step`.
+            EpisodeEnded and others: See `Stepping.step`.
         """
         if not (math.isfinite(pause_s) and 0 <= pause_s <= _MAX_PAUSE_S):
             raise InvalidRequest("pause", f"{pause_s} is not a number of 0 to {_MAX_PAUSE_S:g} seconds")
@@ -264,26 +264,26 @@ class Sessions:
         return (frame.cursor.x_px, frame.cursor.y_px) if frame.cursor is not None else None
 
     async def observe(self, episode_id: str, options: ObservationOptions) -> Observation:
-        """Return the present screen, once it has settled. Raises: see `EpisodeService.observe`."""
+        """Return the present screen, once it has settled. Raises: see `Stepping.observe`."""
         return await self._service.observe(episode_id, options, refresh=True)
 
     async def evaluate(self, episode_id: str) -> float:
         """Score an episode; the checkers run once, and later calls return the same score.
 
-        Raises: See `EpisodeService.evaluate`. An error has no score.
+        Raises: See `Evaluating.evaluate`. An error has no score.
         """
         result = await self._service.evaluate(episode_id, request_id="compat-evaluate", fingerprint=b"compat-evaluate")
         return result.score
 
     async def read_file(self, episode_id: str, path: str, *, max_bytes: int) -> bytes:
-        """Return a guest file. Raises: see `EpisodeService.read_file`."""
+        """Return a guest file. Raises: see `GuestAccess.read_file`."""
         try:
-            return (await self._service.read_file(episode_id, guest_path_of(path), max_bytes=max_bytes)).data
+            return await self._service.read_file(episode_id, guest_path_of(path), max_bytes=max_bytes)
         except GuestError as error:
             raise GuestRefused(str(error)) from error
 
     async def with_guest_service(self, episode_id: str, work: Callable[[str], Coroutine[Any, Any, T]]) -> T:
-        """Run work with the URL of the guest's service. Raises: see `EpisodeService.with_guest_service`."""
+        """Run work with the URL of the guest's service. Raises: see `GuestAccess.with_guest_service`."""
         try:
             return await self._service.with_guest_service(episode_id, work)
         except GuestError as error:

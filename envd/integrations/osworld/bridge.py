@@ -10,7 +10,8 @@ from envd.base.errors import GuestError
 from envd.guest.desktop import Desktop
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.workers import Job, Workers
-from envd.tasks.assets import AssetCache, AssetMissing, AssetRef
+from envd.tasks.assets import AssetCache, AssetMissing
+from envd.tasks.fields import AssetRef
 from envd.tasks.osworld import asset_urls
 from envd.tasks.text import CheckOutcome
 

@@ -10,7 +10,8 @@ from envd.integrations.osworld.catalogue import IMAGE
 from envd.integrations.osworld.files import OsworldFile
 from envd.integrations.osworld.lint import Host, findings, missing_files
 from envd.integrations.osworld.workers import KnownNames
-from envd.tasks.assets import AssetCache, AssetRef
+from envd.tasks.assets import AssetCache
+from envd.tasks.fields import AssetRef
 
 
 def host_of(config: Config, *, known: KnownNames | None) -> Host:

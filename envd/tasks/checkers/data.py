@@ -1,4 +1,4 @@
-"""Checkers of values in files: JSON, CSV, INI, XML.
+"""Checkers of values in files (JSON, CSV, INI, XML) and in the Windows registry.
 
 Files that an agent leaves behind are untrusted: malformed data, deep nesting or a document type with entities scores 0
 and breaks nothing.
@@ -9,15 +9,18 @@ import csv
 import io
 import json
 from abc import abstractmethod
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from lxml import etree
 from pydantic import Field, JsonValue, model_validator
 
+from envd.base.errors import GuestError
+from envd.guest.powershell import Script, powershell
+from envd.hypervisor.machine import GuestOs
+from envd.tasks.checkers.base import FoundFile, GuestInspector, LeafChecker
 from envd.tasks.checkers.files import DEFAULT_ENCODINGS, FileCheck, not_a_file, text_of
-from envd.tasks.checkers.inspector import FoundFile, GuestInspector
 from envd.tasks.fields import Encodings
-from envd.tasks.text import CheckOutcome
+from envd.tasks.text import CheckOutcome, quote
 from envd.tasks.values import MISSING, Missing, ValueExpectation, judge_value
 
 #: Limit of parsed files; larger ones would delay the daemon.
@@ -207,3 +210,37 @@ _TOP, _DEFAULTS = "\0top", "\0default"
 
 def _cell(row: list[str], index: int) -> str | Missing:
     return row[index] if 0 <= index < len(row) else MISSING
+
+
+class Registry(LeafChecker, ValueExpectation):
+    """A value of the registry."""
+
+    systems: ClassVar[frozenset[GuestOs]] = frozenset({GuestOs.WINDOWS})
+    runs_before_start: ClassVar[bool] = True
+
+    kind: Literal["registry"]
+    key: Annotated[str, Field(pattern=r"^HKEY_(CURRENT_USER|LOCAL_MACHINE|CLASSES_ROOT|USERS)\\[^\x00]+$")]
+    """Such as `HKEY_CURRENT_USER\\Control Panel\\Desktop`; the current user is the one who is logged in."""
+    value: str = ""
+    """Its name; empty for the key's default value."""
+
+    @property
+    def subject(self) -> str:
+        """The key and the value's name."""
+        return f"{self.key}\\{self.value}" if self.value else self.key
+
+    async def check(self, inspector: GuestInspector) -> CheckOutcome:
+        """See `LeafChecker`."""
+        hive, _, key = self.key.partition("\\")
+        result = await inspector.query(powershell(Script.QUERY_REGISTRY, hive=hive, key=key, name=self.value))
+        return judge_value(_registry_value(result.stdout), self)
+
+
+def _registry_value(stdout: bytes) -> JsonValue | Missing:
+    """Return the value that the query found. Raises: GuestError: The response is malformed."""
+    try:
+        response = json.loads(stdout)
+        found, value = response["found"], response["value"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise GuestError(f"registry query: malformed response from the guest: {quote(stdout)}") from error
+    return value if found is True else MISSING

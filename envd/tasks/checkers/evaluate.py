@@ -5,20 +5,42 @@ raises, and its episode has no score.
 """
 
 import asyncio
+import logging
+from dataclasses import dataclass
 
 from cuaenv.actions import Done, Fail
 
-from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive
+from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive, SetupFailed
 from envd.guest.desktop import Desktop
-from envd.tasks.checkers.inspector import GuestInspector
-from envd.tasks.checkers.union import AllOf, AnyChecker, AnyLeafChecker, AnyOf, Weighted, combine, parts_of
-from envd.tasks.evaluation import CheckResult, Evaluation
-from envd.tasks.judging import Judge, judge_directly
+from envd.tasks.checkers.base import GuestInspector, Judge, judge_directly
+from envd.tasks.checkers.union import AllOf, AnyChecker, AnyLeafChecker, AnyOf, Weighted, combine, leaves, parts_of
 from envd.tasks.model import Task
 from envd.tasks.osworld import OsworldBridge
 from envd.tasks.text import CheckOutcome
 
+logger = logging.getLogger(__name__)
+
 _EVIDENCE_CHARS = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """The result of one checker."""
+
+    name: str
+    score: float
+    """A value in [0, 1]."""
+    evidence: str
+    """What was found; at most 2,000 characters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A task's score, with the results of its checkers."""
+
+    score: float
+    """A value in [0, 1]."""
+    checks: tuple[CheckResult, ...]
 
 
 class _InspectionError(Exception):
@@ -60,6 +82,28 @@ async def evaluate(
         raise EvaluatorFailed(f"task {task.task_id}: evaluation exceeded its limit of {timeout_s:g} s") from error
     except _InspectionError as error:
         raise EvaluatorFailed(f"task {task.task_id}: {error}") from error
+
+
+async def require_unsolved(task: Task, desktop: Desktop, *, timeout_s: float, judge: Judge) -> None:
+    """Reject a start that is already solved, so that doing nothing would score 1.
+
+    Tasks with a checker that may not run before the start are not checked.
+
+    Raises:
+        SetupFailed: The start scores 1.
+        MachineLost: The machine is gone.
+    """
+    if task.checker is None or not all(checker.runs_before_start for checker in leaves(task.checker)):
+        return
+    try:
+        evaluation = await evaluate(task, desktop, last_action=None, timeout_s=timeout_s, judge=judge)
+    except EvaluatorFailed as error:
+        # The evaluation of the episode reports it if it persists.
+        logger.warning("task %s: its start could not be checked: %s", task.task_id, error)
+        return
+    if evaluation.score >= 1.0:
+        found = "; ".join(f"{check.name}: {check.evidence}" for check in evaluation.checks)
+        raise SetupFailed(f"task {task.task_id}: already solved after its setup, {found[:500]}; fix setup or checker")
 
 
 def judge_infeasible(last_action: Done | Fail | None) -> Evaluation:

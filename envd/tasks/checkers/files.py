@@ -2,12 +2,11 @@
 
 import base64
 import hashlib
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from envd.tasks.checkers.base import LeafChecker
-from envd.tasks.checkers.inspector import MAX_FILE_BYTES, FoundFile, GuestInspector
+from envd.tasks.checkers.base import MAX_FILE_BYTES, FoundFile, GuestInspector, LeafChecker
 from envd.tasks.fields import BOM, Base64, Encodings, GuestPath, Sha256
 from envd.tasks.text import CheckOutcome, TextExpectation, decode, judge_text, quote
 
@@ -17,6 +16,8 @@ DEFAULT_ENCODINGS = (BOM, "utf-8")
 
 class FileCheck(LeafChecker):
     """A checker of one path."""
+
+    runs_before_start: ClassVar[bool] = True
 
     path: GuestPath
 

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import model_validator
 
+from envd.tasks.checkers.base import FoundFile, GuestInspector
 from envd.tasks.checkers.files import FileCheck, not_a_file, text_of
-from envd.tasks.checkers.inspector import FoundFile, GuestInspector
 from envd.tasks.fields import BOM, Encodings
 from envd.tasks.text import CheckOutcome, quote
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field, model_validator
 
+from envd.tasks.checkers.base import FoundFile, GuestInspector
 from envd.tasks.checkers.files import FileCheck, not_a_file
-from envd.tasks.checkers.inspector import FoundFile, GuestInspector
 from envd.tasks.fields import Base64, GuestPath
 from envd.tasks.text import CheckOutcome
 

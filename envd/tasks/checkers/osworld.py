@@ -1,13 +1,13 @@
 """The evaluator of an OSWorld task, as data. OSWorld's own code scores it, in a sandboxed process."""
 
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import JsonValue, model_validator
 
 from envd.base.errors import GuestError
-from envd.tasks.checkers.base import LeafChecker
-from envd.tasks.checkers.inspector import GuestInspector
+from envd.tasks.checkers.base import GuestInspector, LeafChecker
+from envd.tasks.fields import AssetRef
 from envd.tasks.osworld import NOT_INSTALLED, OsworldObject, asset_urls
 from envd.tasks.text import CheckOutcome
 
@@ -16,6 +16,9 @@ Parameters = dict[str, JsonValue]
 
 class OsworldEvaluator(LeafChecker):
     """OSWorld's metrics, and what they compare."""
+
+    # Its `postconfig` may change the guest.
+    runs_before_start: ClassVar[bool] = False
 
     kind: Literal["osworld"]
     func: str | tuple[str, ...]
@@ -41,9 +44,9 @@ class OsworldEvaluator(LeafChecker):
         """The metrics."""
         return self.func if isinstance(self.func, str) else f" {self.conj} ".join(self.func)
 
-    def urls(self) -> Iterator[str]:
-        """Yield the URLs of the files that OSWorld would download to score it."""
-        yield from asset_urls((), self.to_osworld()).values()
+    def downloads(self) -> Iterator[AssetRef]:
+        """Yield the files that OSWorld would download to score it."""
+        yield from map(AssetRef, asset_urls((), self.to_osworld()).values())
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
         """Run OSWorld's evaluator in its own process. Raises: GuestError, MachineLost."""

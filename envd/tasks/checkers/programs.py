@@ -1,17 +1,15 @@
 """Checkers of processes, windows and commands."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from envd.base.errors import GuestError
 from envd.guest.agent import CommandResult
-from envd.tasks.checkers.base import LeafChecker
-from envd.tasks.checkers.inspector import QUERY_TIMEOUT_S, GuestInspector
+from envd.tasks.checkers.base import QUERY_TIMEOUT_S, GuestInspector, LeafChecker
 from envd.tasks.fields import Argv, Timeout, WindowMatch
-from envd.tasks.queries import process_query
+from envd.tasks.queries import describe_windows, find_window, parse_windows, process_query, query_windows
 from envd.tasks.text import CheckOutcome, TextExpectation, judge_text, quote
-from envd.tasks.window_list import describe_windows, find_window, parse_windows, query_windows
 
 #: 128 plus the number of SIGKILL.
 _KILLED = 137
@@ -19,6 +17,9 @@ _KILLED = 137
 
 class Command(LeafChecker):
     """A command's exit code and output. A command that cannot be run is a broken checker, not a score of 0."""
+
+    # It may change the guest.
+    runs_before_start: ClassVar[bool] = False
 
     kind: Literal["command"]
     argv: Argv
@@ -52,6 +53,8 @@ class Command(LeafChecker):
 class Process(LeafChecker):
     """Whether a program runs, by the name that the kernel shows; in Windows without `.exe`."""
 
+    runs_before_start: ClassVar[bool] = True
+
     kind: Literal["process"]
     # Linux keeps 15 characters, so a longer name would never match.
     program: Annotated[str, Field(min_length=1, max_length=15)]
@@ -70,6 +73,8 @@ class Process(LeafChecker):
 
 class Window(LeafChecker):
     """Whether a window is open."""
+
+    runs_before_start: ClassVar[bool] = True
 
     kind: Literal["window"]
     window: WindowMatch

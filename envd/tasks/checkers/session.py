@@ -1,8 +1,9 @@
-"""Checkers of the user's session: the clipboard and the screen."""
+"""Checkers of the user's session: the clipboard, the screen, and the agent's answer."""
 
 import re
 from typing import ClassVar, Literal, Self
 
+from cuaenv.actions import Done
 from pydantic import model_validator
 
 from envd.base.errors import GuestError
@@ -10,8 +11,7 @@ from envd.guest.a11y import MAX_NAME_CHARS, MAX_VALUE_CHARS, is_cut
 from envd.guest.agent import CommandResult
 from envd.guest.observation import Element, Elements, Encoding, ObservationOptions
 from envd.hypervisor.machine import GuestOs
-from envd.tasks.checkers.base import LeafChecker
-from envd.tasks.checkers.inspector import QUERY_TIMEOUT_S, GuestInspector
+from envd.tasks.checkers.base import QUERY_TIMEOUT_S, GuestInspector, LeafChecker
 from envd.tasks.fields import Regex
 from envd.tasks.text import CheckOutcome, TextExpectation, judge_text, quote
 
@@ -19,23 +19,28 @@ from envd.tasks.text import CheckOutcome, TextExpectation, judge_text, quote
 _NO_TEXT = re.compile(rb"target \S+ not available|no owner for the")
 
 
-class Clipboard(LeafChecker, TextExpectation):
-    """The text on the clipboard."""
-
-    systems: ClassVar[frozenset[GuestOs]] = frozenset({GuestOs.LINUX})
-
-    kind: Literal["clipboard"]
+class _OneText(LeafChecker, TextExpectation):
+    """A text of which there is one, and which is empty at the start."""
 
     @model_validator(mode="after")
     def _rejects_empty(self) -> Self:
         if self.accepts_nothing():
-            raise ValueError("an empty clipboard must not be right: an agent that does nothing would score")
+            raise ValueError("an empty text must not be right: an agent that does nothing would score")
         return self
 
     @property
     def subject(self) -> str:
-        """Empty: there is only one clipboard."""
+        """Empty: there is only one."""
         return ""
+
+
+class Clipboard(_OneText):
+    """The text on the clipboard."""
+
+    systems: ClassVar[frozenset[GuestOs]] = frozenset({GuestOs.LINUX})
+    runs_before_start: ClassVar[bool] = True
+
+    kind: Literal["clipboard"]
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
         """See `LeafChecker`."""
@@ -45,8 +50,24 @@ class Clipboard(LeafChecker, TextExpectation):
         return await inspector.judge(judge_clipboard, result, self)
 
 
+class AgentAnswer(_OneText):
+    """The answer that the agent gave with `Done`, without surrounding white space."""
+
+    # Without an agent no answer exists.
+    runs_before_start: ClassVar[bool] = False
+
+    kind: Literal["answer"]
+
+    async def check(self, inspector: GuestInspector) -> CheckOutcome:
+        """See `LeafChecker`."""
+        return judge_answer(inspector.last_action, self)
+
+
 class OnScreen(LeafChecker):
     """Whether an element is on the screen, by the accessibility tree. It must match all given fields."""
+
+    # An accessibility tree takes seconds in an emulated guest.
+    runs_before_start: ClassVar[bool] = False
 
     kind: Literal["on_screen"]
     role: str = ""
@@ -130,3 +151,10 @@ def judge_clipboard(result: CommandResult, checker: Clipboard) -> CheckOutcome:
     if result.exit_code != 0 or not result.stdout:
         return CheckOutcome(0.0, "no text is on the clipboard")
     return judge_text(result.stdout.decode(errors="replace"), checker)
+
+
+def judge_answer(last_action: Done | None, checker: AgentAnswer) -> CheckOutcome:
+    """Score the agent's answer."""
+    if last_action is None or not last_action.answer.strip():
+        return CheckOutcome(0.0, "the agent gave no answer")
+    return judge_text(last_action.answer.strip(), checker)

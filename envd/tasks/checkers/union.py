@@ -5,17 +5,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from envd.tasks.checkers.answers import AgentAnswer
 from envd.tasks.checkers.base import CheckBase
-from envd.tasks.checkers.cua_gym import CuaGymCheck
-from envd.tasks.checkers.data import CsvCell, IniEntry, JsonValueAt, XmlNode
+from envd.tasks.checkers.data import CsvCell, IniEntry, JsonValueAt, Registry, XmlNode
 from envd.tasks.checkers.files import Directory, FileAbsent, FileBytes, FileText
 from envd.tasks.checkers.graded_text import GradedText
 from envd.tasks.checkers.images import ImageLike
 from envd.tasks.checkers.osworld import OsworldEvaluator
 from envd.tasks.checkers.programs import Command, Process, Window
-from envd.tasks.checkers.registry import Registry
-from envd.tasks.checkers.session import Clipboard, OnScreen
+from envd.tasks.checkers.session import AgentAnswer, Clipboard, OnScreen
+from envd.tasks.cua_gym import CuaGymCheck
 from envd.tasks.fields import Model
 
 

@@ -1,13 +1,13 @@
 """Detect the format of a task file and read its tasks."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from envd.tasks.formats.documents import Document, Location, parse_json, read_document, read_text
-from envd.tasks.formats.entries import Found, Problem, Source, make_task
-from envd.tasks.formats.native import is_suite, read_suite
+from envd.tasks.formats.entries import Found, NamedFields, Problem, Source, TaskFormatError, make_task
 from envd.tasks.formats.rows import read_row
 
 #: Suite of the tasks whose format has no suites.
@@ -15,6 +15,11 @@ DEFAULT_SUITE = "imported"
 
 _SUFFIXES = (".yaml", ".yml", ".json", ".jsonl", ".parquet")
 _EXAMPLES = "examples"
+#: The version of the format.
+VERSION = 1
+#: The columns that can contain tasks. Others, such as images, may be large and are not read.
+_COLUMNS = ("task", "task_config", "target", "prompt", "messages", "metadata", "env_config", "os_type")
+_BATCH_ROWS = 256
 
 
 def files_in(path: Traversable) -> Iterator[Traversable]:
@@ -44,17 +49,15 @@ def read_tasks(path: Traversable, *, suite: str = DEFAULT_SUITE) -> Found:
 
 def _read_file(path: Traversable, source: Source) -> Found:
     if path.name.endswith(".parquet"):
-        from envd.tasks.formats.tables import read_rows  # noqa: PLC0415 -- importing pyarrow is slow
-
-        yield from _read_rows(read_rows(Path(str(path))), source)
+        yield from _read_rows(_parquet_rows(Path(str(path))), source)
         return
     if path.name.endswith(".jsonl"):
         yield from _read_rows(map(_read_line, read_text(path).rstrip().split("\n")), source)
         return
     document = read_document(path)
     content = document.content
-    if is_suite(content):
-        yield from read_suite(document, source)
+    if _is_suite(content):
+        yield from _read_suite(document, source)
     elif isinstance(content, list):
         yield from _read_rows(content, source)
     elif isinstance(content, Mapping) and "evaluator" in content:
@@ -66,6 +69,58 @@ def _read_file(path: Traversable, source: Source) -> Found:
             "is not a task file: neither a suite (keys suite and tasks), nor an OSWorld task (id, instruction,"
             " evaluator), nor an index of OSWorld tasks ({domain: [ids]}), nor a list of rows"
         )
+
+
+def _is_suite(content: object) -> bool:
+    """Whether a file's content is intended as a suite."""
+    return isinstance(content, Mapping) and bool({"suite", "tasks"} & set(content))
+
+
+def _read_suite(document: Document, source: Source) -> Found:
+    """Read a suite: `suite`, `tasks` (each with a `name`), and optionally `version`."""
+    content, file = document.content, source.file
+    if not isinstance(content, Mapping) or not {"suite", "tasks"} <= set(content) <= {"version", "suite", "tasks"}:
+        raise ValueError("a suite has the keys suite, tasks and optionally version, and no others")
+    version, suite, tasks = content.get("version", VERSION), content["suite"], content["tasks"]
+    if version is True or version != VERSION:
+        message = f"unknown version {version!r}; this release reads {VERSION}"
+        yield Problem(where=document.locate(file, ("version",)), field="version", message=message)
+    elif not isinstance(suite, str) or not isinstance(tasks, list):
+        raise ValueError("suite must be text, and tasks a list")
+    else:
+        for index, task in enumerate(tasks):
+            yield from _read_task(document, replace(source, suite=suite), index, task)
+
+
+def _read_task(document: Document, source: Source, index: int, task: object) -> Found:
+    def locate(location: Location) -> str:
+        return document.locate(source.file, ("tasks", index, *location))
+
+    if not isinstance(task, Mapping) or not isinstance(task.get("name"), str):
+        yield Problem(where=locate(()), message=f"tasks[{index}]: a task is a mapping with a name")
+        return
+    name, fields = task["name"], {str(key): value for key, value in task.items() if key != "name"}
+
+    def checked() -> Mapping[str, object]:
+        if "task_id" in fields:
+            raise TaskFormatError("derived from suite and name; remove it", "task_id")
+        return fields
+
+    yield from make_task(source, lambda: NamedFields(name=name, fields=checked), locate=locate)
+
+
+def _parquet_rows(path: Path) -> Iterator[Mapping[str, object]]:
+    """Yield the rows of a file, with the columns in `_COLUMNS`. Raises: ValueError: It is not a Parquet file."""
+    import pyarrow  # noqa: PLC0415 -- importing pyarrow is slow
+    import pyarrow.parquet  # noqa: PLC0415
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            columns = [name for name in table.schema_arrow.names if name in _COLUMNS]
+            for batch in table.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
+                yield from batch.to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"cannot be read as Parquet: {error}") from error
 
 
 def _read_rows(rows: Iterable[object], source: Source) -> Found:

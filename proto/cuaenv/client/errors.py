@@ -1,15 +1,25 @@
-"""Errors of calls, one class for each thing that a caller can do about them. `cuaenv.client` shows the tree."""
+"""Errors of calls, one class for each thing that a caller can do about them. `cuaenv.client` shows the tree.
 
-from collections.abc import Mapping
+A class lists the causes that it stands for: reasons of `cuaenv.reasons`, and gRPC codes for reasons newer than this
+client and for failures of gRPC itself, which have none.
+"""
+
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 
 import grpc
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
+_BY_CAUSE: dict[str, type["EnvError"]] = {}
+
 
 class EnvError(Exception):
     """Base of all failures of a call. Can be pickled, so it can be passed between processes."""
+
+    def __init_subclass__(cls, *, causes: Collection[str] = ()) -> None:
+        super().__init_subclass__()
+        _BY_CAUSE.update(dict.fromkeys(causes, cls))
 
     def __init__(
         self,
@@ -37,83 +47,84 @@ class EnvError(Exception):
         """The daemon that failed or could not be reached; empty if it was not a single one."""
 
 
-class BadRequest(EnvError):
+class BadRequest(EnvError, causes=["INVALID_ARGUMENT"]):
     """A request's field is missing, malformed or out of range; the episode is unharmed."""
 
 
-class NotFound(EnvError):
+class NotFound(EnvError, causes=["NOT_FOUND"]):
     """The named thing does not exist."""
 
 
-class EpisodeNotFound(NotFound):
+class EpisodeNotFound(NotFound, causes=["EPISODE_NOT_FOUND"]):
     """The episode was closed, or its lease expired."""
 
 
-class TaskNotFound(NotFound):
+class TaskNotFound(NotFound, causes=["TASK_NOT_FOUND"]):
     """The task does not exist."""
 
 
-class PoolNotFound(NotFound):
+class PoolNotFound(NotFound, causes=["POOL_NOT_FOUND"]):
     """The pool does not exist."""
 
 
-class EpisodeEnded(EnvError):
+class EpisodeEnded(EnvError, causes=["EPISODE_ENDED"]):
     """The episode takes no more steps; it may still be evaluated."""
 
 
-class GroupTooLarge(EnvError):
+class GroupTooLarge(EnvError, causes=["GROUP_TOO_LARGE"]):
     """The pool can never hold a group of this size."""
 
 
-class GuestRefused(EnvError):
+class GuestRefused(EnvError, causes=["GUEST_REFUSED"]):
     """The guest rejected the request; the episode is unharmed."""
 
 
-class NotForkable(EnvError):
+class NotForkable(EnvError, causes=["NOT_FORKABLE"]):
     """The episode's machine has state that cannot be copied; the episode continues."""
 
 
-class StepIndexMismatch(EnvError):
+class StepIndexMismatch(EnvError, causes=["ABORTED"]):
     """The episode is at another step than this client assumes; abandon it."""
 
 
-class Unauthenticated(EnvError):
+class Unauthenticated(EnvError, causes=["UNAUTHENTICATED"]):
     """The daemon requires a token and got none, or an unknown one."""
 
 
-class AccessDenied(EnvError):
+class AccessDenied(EnvError, causes=["PERMISSION_DENIED"]):
     """The pool does not allow this call."""
 
 
-class ScopeTooSmall(AccessDenied):
+class ScopeTooSmall(AccessDenied, causes=["SCOPE_TOO_SMALL"]):
     """The token's scope does not cover this call."""
 
 
-class NotSupported(EnvError):
+class NotSupported(EnvError, causes=["UNIMPLEMENTED"]):
     """The daemon's release does not have this call."""
 
 
-class MessageTooLarge(EnvError):
+class MessageTooLarge(EnvError, causes=["RESOURCE_EXHAUSTED"]):
     """A message of more than 64 MiB."""
 
 
-class PoolExhausted(EnvError):
+class PoolExhausted(EnvError, causes=["POOL_EXHAUSTED", "TOKEN_QUOTA"]):
     """No machine became free before the deadline, or the token holds as many as it may."""
 
 
-class RateLimited(EnvError):
+class RateLimited(EnvError, causes=["RATE_LIMITED"]):
     """The token exceeded its call rate. This call had no effect."""
 
 
-class Unavailable(EnvError):
+# A killed server sends CANCELLED for the calls that it cuts off; a caller's own cancellation raises no error here.
+class Unavailable(EnvError, causes=["CANCELLED", "UNAVAILABLE"]):
     """The daemon could not be reached before the deadline."""
 
 
-class Draining(Unavailable):
+class Draining(Unavailable, causes=["DRAINING"]):
     """The daemon is stopping; use another host."""
 
 
-class PoolFailing(Unavailable):
+class PoolFailing(Unavailable, causes=["POOL_FAILING"]):
     """The pool's machines failed to start until the deadline; use another pool or host."""
 
 
@@ -121,75 +132,36 @@ class ClientClosed(EnvError):
     """The client was closed, and its connections with it."""
 
 
-class DeadlineExceeded(EnvError):
+class DeadlineExceeded(EnvError, causes=["DEADLINE_EXCEEDED"]):
     """No response before the deadline. The call continues at the service."""
 
 
-class SampleVoid(EnvError):
+class SampleVoid(EnvError, causes=["DATA_LOSS"]):
     """A fault of the service, not the agent: never train on the episode."""
 
 
-class MachineLost(SampleVoid):
+class MachineLost(SampleVoid, causes=["MACHINE_LOST"]):
     """The episode's machine died."""
 
 
-class GuestUnresponsive(SampleVoid):
+class GuestUnresponsive(SampleVoid, causes=["GUEST_UNRESPONSIVE"]):
     """The episode's guest hangs."""
 
 
-class GuestFailed(SampleVoid):
+class GuestFailed(SampleVoid, causes=["GUEST_ERROR"]):
     """The episode's guest failed an operation of the service."""
 
 
-class SetupFailed(SampleVoid):
+class SetupFailed(SampleVoid, causes=["SETUP_FAILED"]):
     """The task's setup failed, so no episode was opened."""
 
 
-class EvaluatorFailed(SampleVoid):
+class EvaluatorFailed(SampleVoid, causes=["EVALUATOR_FAILED"]):
     """A checker failed and gave no score."""
 
 
-class ServiceFault(SampleVoid):
+class ServiceFault(SampleVoid, causes=["INTERNAL", "UNKNOWN"]):
     """Any other fault of the service."""
-
-
-_BY_REASON: Mapping[str, type[EnvError]] = {
-    "EPISODE_NOT_FOUND": EpisodeNotFound,
-    "TASK_NOT_FOUND": TaskNotFound,
-    "POOL_NOT_FOUND": PoolNotFound,
-    "EPISODE_ENDED": EpisodeEnded,
-    "GROUP_TOO_LARGE": GroupTooLarge,
-    "GUEST_REFUSED": GuestRefused,
-    "NOT_FORKABLE": NotForkable,
-    "SCOPE_TOO_SMALL": ScopeTooSmall,
-    "POOL_EXHAUSTED": PoolExhausted,
-    "TOKEN_QUOTA": PoolExhausted,
-    "RATE_LIMITED": RateLimited,
-    "POOL_FAILING": PoolFailing,
-    "DRAINING": Draining,
-    "MACHINE_LOST": MachineLost,
-    "GUEST_UNRESPONSIVE": GuestUnresponsive,
-    "GUEST_ERROR": GuestFailed,
-    "SETUP_FAILED": SetupFailed,
-    "EVALUATOR_FAILED": EvaluatorFailed,
-}
-#: For reasons newer than this client, and for failures of gRPC itself, which have none.
-_BY_CODE: Mapping[grpc.StatusCode, type[EnvError]] = {
-    # Sent by a killed server for the calls that it cuts off; a caller's own cancellation raises no error here.
-    grpc.StatusCode.CANCELLED: Unavailable,
-    grpc.StatusCode.INVALID_ARGUMENT: BadRequest,
-    grpc.StatusCode.NOT_FOUND: NotFound,
-    grpc.StatusCode.ABORTED: StepIndexMismatch,
-    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: AccessDenied,
-    grpc.StatusCode.UNIMPLEMENTED: NotSupported,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: MessageTooLarge,
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.DATA_LOSS: SampleVoid,
-    grpc.StatusCode.INTERNAL: ServiceFault,
-    grpc.StatusCode.UNKNOWN: ServiceFault,
-}
 
 
 def error_of(failure: grpc.aio.AioRpcError, *, host: str) -> EnvError:
@@ -206,7 +178,7 @@ def error_of(failure: grpc.aio.AioRpcError, *, host: str) -> EnvError:
             retry_after = retry.retry_delay.ToTimedelta()
         elif detail.Unpack(bad) and bad.field_violations:
             invalid_field = bad.field_violations[0].field
-    kind = _BY_REASON.get(reason) or _BY_CODE.get(code, EnvError)
+    kind = _BY_CAUSE.get(reason) or _BY_CAUSE.get(code.name, EnvError)
     return kind(
         failure.details() or code.name,
         code=code.name,

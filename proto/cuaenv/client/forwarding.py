@@ -83,7 +83,7 @@ class PortForward:
             _reset(writer)
             if isinstance(error, _FINAL) and not self._ended.done():
                 self._ended.set_exception(error)
-                self._ended.exception()  # nobody need wait for it
+                self._ended.exception()  # a forward without a `wait` logs no warning
         except OSError:  # the local program is gone, or the client was closed
             _reset(writer)
         finally:

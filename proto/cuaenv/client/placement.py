@@ -121,9 +121,9 @@ class RetryPolicy:
     """Upper bound of the first pause; it doubles with each attempt."""
     max_pause: timedelta = timedelta(seconds=5)
     reconnect_timeout: timedelta = timedelta(seconds=10)
-    """With several hosts: how long to retry one that may have opened episodes before trying another."""
+    """How long to retry a host that may have opened episodes before trying another."""
     patience: timedelta = timedelta(minutes=1)
-    """With several hosts: how long a reset waits in one host's queue before another host is chosen."""
+    """How long a reset waits in one host's queue before another host is chosen."""
 
 
 def retry_pause_s(error: EnvError, *, attempt: int, policy: RetryPolicy, jitter: float) -> float | None:

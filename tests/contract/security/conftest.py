@@ -8,7 +8,7 @@ import pytest
 
 from envd.cli.certificates import make_development_certs
 from envd.cli.certs import write_certs
-from tests.support.callers import Parties, Tokens, connected
+from tests.support.callers import Certs, Parties, Tokens, connected
 from tests.support.server import serve_fake
 
 
@@ -18,13 +18,13 @@ def _no_token_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def certs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def certs(tmp_path_factory: pytest.TempPathFactory) -> Certs:
     """Files of an authority, a server and a client."""
     return write_certs(tmp_path_factory.mktemp("certs"), make_development_certs([], now=datetime.now(UTC)))
 
 
 @pytest.fixture(scope="module")
-def foreign(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Certs:
     """Files of an authority that no server or client here trusts."""
     return write_certs(tmp_path_factory.mktemp("foreign"), make_development_certs([], now=datetime.now(UTC)))
 

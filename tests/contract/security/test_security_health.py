@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -25,8 +24,6 @@ from tests.support.callers import (
     serving,
 )
 from tests.support.stub_episodes import StubEpisodes
-
-Code = grpc.StatusCode
 
 
 @asynccontextmanager

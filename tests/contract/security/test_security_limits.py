@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from cuaenv import client as trainer
-from cuaenv.client import AsyncEnvClient, RetryPolicy
+from cuaenv.client import AsyncEnvClient
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 
 from envd.api.security.rate import RateLimiter
@@ -19,6 +19,7 @@ from envd.api.security.tokens import new_token
 from envd.api.server import SERVICE_NAME
 from envd.base.telemetry.metrics import Metrics
 from tests.support.callers import (
+    HASTY,
     METHODS,
     SHORT_S,
     TASK,
@@ -39,8 +40,6 @@ from tests.support.callers import (
 )
 from tests.support.server import serve_fake
 
-#: Connections are retried only briefly.
-HASTY = RetryPolicy(first_pause=timedelta(milliseconds=10), max_pause=timedelta(milliseconds=50))
 Code = grpc.StatusCode
 
 

@@ -8,11 +8,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from cryptography import x509
 from cuaenv import client as trainer
-from cuaenv.client import AsyncEnvClient, EnvClient, RetryPolicy, Tls
+from cuaenv.client import AsyncEnvClient, EnvClient, Tls
 
 from envd.api.server import ApiServer
 from envd.base.config import SecurityConfig
@@ -20,24 +19,18 @@ from envd.base.errors import ConfigError
 from envd.base.telemetry.metrics import Metrics
 from envd.cli.certificates import make_development_certs
 from envd.cli.certs import write_certs
-from tests.support.callers import (
-    Tokens,
-    serving,
-)
+from tests.support.callers import HASTY, Certs, Tokens, serving
 from tests.support.stub_episodes import StubEpisodes
 
-#: Connections are retried only briefly.
-HASTY = RetryPolicy(first_pause=timedelta(milliseconds=10), max_pause=timedelta(milliseconds=50))
-Code = grpc.StatusCode
 #: On a slow host the deadline passes before the handshake fails.
 NOT_CONNECTED = (trainer.Unavailable, trainer.DeadlineExceeded)
 
 
-def tls_of(certs: dict[str, Path], **limits: Any) -> SecurityConfig:
+def tls_of(certs: Certs, **limits: Any) -> SecurityConfig:
     return SecurityConfig(tls_cert=certs["server"], tls_key=certs["server_key"], **limits)
 
 
-async def test_a_client_that_trusts_the_ca_is_served_over_tls(certs: dict[str, Path]) -> None:
+async def test_a_client_that_trusts_the_ca_is_served_over_tls(certs: Certs) -> None:
     async with (
         serving(tls_of(certs)) as (episodes, address),
         AsyncEnvClient(address, tls=Tls(ca=certs["ca"])) as client,
@@ -46,7 +39,7 @@ async def test_a_client_that_trusts_the_ca_is_served_over_tls(certs: dict[str, P
         assert [info.owner for info in episodes.list_episodes()] == [""]
 
 
-async def test_the_synchronous_client_supports_tls_with_a_token(certs: dict[str, Path], tokens: Tokens) -> None:
+async def test_the_synchronous_client_supports_tls_with_a_token(certs: Certs, tokens: Tokens) -> None:
     def work(address: str) -> str:
         with (
             EnvClient(address, tls=Tls(ca=certs["ca"]), token=tokens.alice.secret) as client,
@@ -60,7 +53,7 @@ async def test_the_synchronous_client_supports_tls_with_a_token(certs: dict[str,
 
 
 async def test_a_client_does_not_connect_to_a_server_of_an_untrusted_authority(
-    certs: dict[str, Path], foreign: dict[str, Path], tokens: Tokens
+    certs: Certs, foreign: Certs, tokens: Tokens
 ) -> None:
     async with serving(tls_of(certs, tokens_file=tokens.path)) as (episodes, address):
         client = AsyncEnvClient(address, tls=Tls(ca=foreign["ca"]), token=tokens.alice.secret, retry=HASTY)
@@ -70,7 +63,7 @@ async def test_a_client_does_not_connect_to_a_server_of_an_untrusted_authority(
         assert episodes.calls == []
 
 
-async def test_clear_text_is_not_served_when_tls_is_on(certs: dict[str, Path]) -> None:
+async def test_clear_text_is_not_served_when_tls_is_on(certs: Certs) -> None:
     async with serving(tls_of(certs)) as (_, address), AsyncEnvClient(address, retry=HASTY) as client:
         with pytest.raises(NOT_CONNECTED):
             await client.list_pools(timeout=timedelta(seconds=0.5))
@@ -78,7 +71,7 @@ async def test_clear_text_is_not_served_when_tls_is_on(certs: dict[str, Path]) -
 
 @pytest.mark.parametrize("shown", ["none", "foreign", "servers"])
 async def test_a_client_without_a_certificate_of_the_authority_cannot_connect(
-    certs: dict[str, Path], foreign: dict[str, Path], shown: str
+    certs: Certs, foreign: Certs, shown: str
 ) -> None:
     ours = {
         "none": Tls(ca=certs["ca"]),
@@ -95,7 +88,7 @@ async def test_a_client_without_a_certificate_of_the_authority_cannot_connect(
                 await client.list_pools(timeout=timedelta(seconds=0.5))
 
 
-async def test_a_client_certificate_does_not_replace_a_token(certs: dict[str, Path], tokens: Tokens) -> None:
+async def test_a_client_certificate_does_not_replace_a_token(certs: Certs, tokens: Tokens) -> None:
     security = tls_of(certs, client_ca=certs["ca"], tokens_file=tokens.path)
     tls = Tls(ca=certs["ca"], cert=certs["client"], key=certs["client_key"])
     async with serving(security) as (_, address):
@@ -140,9 +133,7 @@ async def test_a_new_certificate_is_used_without_a_restart_and_an_invalid_one_is
 
 
 @pytest.mark.parametrize("wrong", ["pair", "key", "readable key", "ca", "empty ca", "missing"])
-def test_invalid_certificates_fail_the_start(
-    tmp_path: Path, certs: dict[str, Path], foreign: dict[str, Path], wrong: str
-) -> None:
+def test_invalid_certificates_fail_the_start(tmp_path: Path, certs: Certs, foreign: Certs, wrong: str) -> None:
     key, ca = tmp_path / "key", tmp_path / "ca"
     key.touch(mode=0o600)
     key.write_bytes(certs["server_key"].read_bytes())
@@ -167,7 +158,7 @@ def test_invalid_certificates_fail_the_start(
 
 
 async def test_an_address_reachable_from_other_hosts_is_served_over_tls_with_tokens(
-    certs: dict[str, Path], tokens: Tokens
+    certs: Certs, tokens: Tokens
 ) -> None:
     security = tls_of(certs, tokens_file=tokens.path)
     async with serving(security, listen="0.0.0.0:0") as (_, address):
@@ -178,7 +169,7 @@ async def test_an_address_reachable_from_other_hosts_is_served_over_tls_with_tok
 
 @pytest.mark.parametrize("missing", ["everything", "callers", "tls"])
 def test_an_address_that_other_hosts_can_reach_requires_tls_and_authentication(
-    certs: dict[str, Path], tokens: Tokens, missing: str
+    certs: Certs, tokens: Tokens, missing: str
 ) -> None:
     security = {
         "everything": SecurityConfig(),
@@ -189,7 +180,7 @@ def test_an_address_that_other_hosts_can_reach_requires_tls_and_authentication(
         ApiServer(StubEpisodes(), listen="0.0.0.0:0", metrics=Metrics(), security=security)
 
 
-async def test_two_servers_cannot_share_a_port_over_tls(certs: dict[str, Path]) -> None:
+async def test_two_servers_cannot_share_a_port_over_tls(certs: Certs) -> None:
     async with serving(tls_of(certs)) as (_, address):
         second = ApiServer(StubEpisodes(), listen=address, metrics=Metrics(), security=tls_of(certs))
         with pytest.raises(ConfigError, match="bound"):

@@ -4,23 +4,23 @@ import asyncio
 import logging
 import os
 import stat
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from cuaenv import client as trainer
-from cuaenv.client import AsyncEnvClient, RetryPolicy
+from cuaenv.client import AsyncEnvClient
 from cuaenv.v1 import env_pb2
 
-from envd.api.security.access import SCOPES, Scope
+from envd.api.security.access import RULES, Scope
 from envd.api.security.tokens import new_token
 from envd.api.server import SERVICE_NAME, ApiServer
 from envd.base.config import SecurityConfig
 from envd.base.errors import ConfigError
 from envd.base.telemetry.metrics import Metrics
 from tests.support.callers import (
+    HASTY,
     METHODS,
     SHORT_S,
     TASK,
@@ -40,8 +40,6 @@ from tests.support.callers import (
 )
 from tests.support.stub_episodes import StubEpisodes, pool_info
 
-#: Connections are retried only briefly.
-HASTY = RetryPolicy(first_pause=timedelta(milliseconds=10), max_pause=timedelta(milliseconds=50))
 Code = grpc.StatusCode
 
 
@@ -79,15 +77,17 @@ async def test_a_wrong_token_is_refused_and_never_logged_or_returned(
 @pytest.mark.parametrize("method", METHODS)
 async def test_a_token_with_too_small_a_scope_is_refused_by_name(method: str, tokens: Tokens) -> None:
     by_scope = {Scope.READ: tokens.viewer, Scope.RUN: tokens.alice, Scope.ADMIN: tokens.admin}
+    needed = RULES[method].scope
+    assert needed is not None
     async with serving(tokens.security()) as (_, address):
         for scope, token in by_scope.items():
             async with connected(address, token.secret) as stub:
                 answer = await outcome(stub, method, request_for(method, "ep-1"))
             refused = isinstance(answer, Refusal) and answer.reason == "SCOPE_TOO_SMALL"
-            assert refused is (scope < SCOPES[method]), answer
+            assert refused is (scope < needed), answer
             if refused:
                 assert answer.code is Code.PERMISSION_DENIED
-                assert f"{method} needs {SCOPES[method].word}" in answer.text
+                assert f"{method} needs {needed.word}" in answer.text
 
 
 async def test_our_client_raises_scope_too_small(tokens: Tokens) -> None:

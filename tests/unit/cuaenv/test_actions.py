@@ -106,6 +106,7 @@ def test_every_action_of_the_contract_has_all_forms() -> None:
     contract = [field.name for field in env_pb2.Action.DESCRIPTOR.oneofs_by_name["kind"].fields]
     assert [form.wire_name for form in FORMS.values()] == contract
     assert {form.kind for form in FORMS.values()} == set(get_args(client.Action)) == {type(row[0]) for row in NOTATIONS}
+    assert {form.kind.__name__ for form in FORMS.values()} <= set(client.__all__)
     schemas = forms.json_schema()["oneOf"]
     assert [schema["properties"]["action"]["const"] for schema in schemas] == list(FORMS)
 

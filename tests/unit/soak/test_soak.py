@@ -16,7 +16,6 @@ from rich.console import Console
 from envd.base.config import load
 from envd.hypervisor.fake import FakeHypervisor, Faults, fake_image
 from envd.hypervisor.machine import MachineSpec
-from envd.hypervisor.qemu.leftovers import daemon_leftovers
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.verbs import WriteFile
 from tests.soak.accounting import Accounting, InjectedFault, Status, is_explained
@@ -35,6 +34,7 @@ from tests.soak.schedule import (
     pick_one,
     plan_faults,
 )
+from tests.support.leftovers import daemon_leftovers
 
 LOST = "DATA_LOSS/MACHINE_LOST"
 FAILED = "INTERNAL/EVALUATOR_FAILED"

@@ -9,25 +9,17 @@ from collections.abc import Sequence
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action, Done, Fail
 
-from trainer.agent.coordinates import Picture, Units
-from trainer.agent.grammars.fallbacks import Fallbacks
-from trainer.agent.grammars.grammar import Intent, Parsed, UnsupportedAction, checked_reply, parse_reply
-from trainer.agent.grammars.keywords import keyword, keyword_for
-from trainer.agent.grammars.pyautogui_calls import parse_calls, render_calls
+from trainer.agent.coordinates import Picture
+from trainer.agent.grammars.grammar import Grammar, Intent, UnsupportedAction
+from trainer.agent.grammars.pyautogui_calls import keyword, keyword_for, parse_calls, render_calls
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[ \t]*$", re.MULTILINE)
 
 
-class Code:
+class Code(Grammar):
     """A block of one or more calls."""
 
     name = "code"
-    coordinates: Units = "pixels"
-    stop: tuple[str, ...] = ()
-
-    def __init__(self, fallbacks: Fallbacks) -> None:
-        if fallbacks.names:
-            raise ValueError(f"grammar code has no fallbacks; got {', '.join(fallbacks.names)}")
 
     def instructions(self, picture: Picture) -> str:
         """Return the form of a block and its calls."""
@@ -40,43 +32,43 @@ class Code:
             f" {picture.height} high."
         )
 
-    def parse(self, text: str, picture: Picture) -> Parsed:
-        """Parse a reply. Never raises."""
-        return parse_reply(text, picture, strict=parse_fence, fallbacks={})
+    def read(self, text: str, picture: Picture) -> Sequence[Intent]:
+        """Parse a reply. Raises: ParseError."""
+        return parse_fence(text, picture)
 
-    def render(self, actions: Sequence[Action]) -> str:
-        """Return a reply that is parsed as these actions. Raises: UnsupportedAction."""
-        if len(actions) == 1 and (found_keyword := keyword_for(actions[0])) is not None:
-            return found_keyword
+    def write(self, actions: Sequence[Action]) -> str:
+        """Return a block, or a keyword. Raises: UnsupportedAction."""
+        if len(actions) == 1 and (word := keyword_for(actions[0])) is not None:
+            return word
         if any(isinstance(action, Done | Fail) for action in actions):
             raise UnsupportedAction("DONE and FAIL need a separate reply")
         lines = [line for action in actions for line in render_calls(action)]
-        return checked_reply("```python\n" + "\n".join(lines) + "\n```")
+        return "```python\n" + "\n".join(lines) + "\n```"
 
 
 def parse_fence(text: str, picture: Picture) -> Sequence[Intent]:
     """Parse the last block, or the last line with a keyword. Raises: ParseError."""
     block = _last_block(text)
     if block.strip():
-        found_keyword = keyword(block)
-        return [found_keyword] if found_keyword is not None else parse_calls(block, picture)
+        ending = keyword(block)
+        return [ending] if ending is not None else parse_calls(block, picture)
     for line in reversed(text.splitlines()):
-        found_keyword = keyword(line.strip(" \t`"))
-        if found_keyword is not None:
-            return [found_keyword]
+        ending = keyword(line.strip(" \t`"))
+        if ending is not None:
+            return [ending]
     raise ParseError("the reply has no block of Python and no line that says DONE, FAIL or WAIT")
 
 
 def _last_block(text: str) -> str:
     """Return the content of the last block of Python; its closing fence may be trimmed."""
     marks = list(_FENCE.finditer(text))
-    found = ""
+    content = ""
     while marks:
         opening = marks.pop(0)
         closing = next((mark for mark in marks if not mark[1]), None)
         if opening[1].lower() in ("", "python", "py"):
-            found = text[opening.end() : closing.start() if closing else len(text)]
+            content = text[opening.end() : closing.start() if closing else len(text)]
         if closing is None:
             break
         del marks[: marks.index(closing) + 1]
-    return found
+    return content

@@ -7,7 +7,7 @@ modifier keys, as Qwen3.5-VL writes them.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cuaenv.agent_text import values
@@ -44,12 +44,21 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 
 def intent_of(arguments: Mapping[str, object]) -> Intent:
     """Return the action of a call. Raises: ParseError."""
+    return call_intent(arguments, ARGUMENTS, _action)
+
+
+def call_intent(
+    arguments: Mapping[str, object],
+    allowed: Mapping[str, Sequence[str]],
+    parse: Callable[[str, Mapping[str, object]], Action],
+) -> Intent:
+    """Return the action of a call whose arguments, without `action`, are among those allowed. Raises: ParseError."""
     kind = arguments.get("action")
-    if not isinstance(kind, str) or kind not in ARGUMENTS:
-        raise ParseError(f"{TOOL} has no action {values.quoted(kind)}; its actions are {', '.join(ARGUMENTS)}")
+    if not isinstance(kind, str) or kind not in allowed:
+        raise ParseError(f"{TOOL} has no action {values.quoted(kind)}; its actions are {', '.join(allowed)}")
     rest = {name: value for name, value in arguments.items() if name != "action"}
-    values.check_arguments(rest, ARGUMENTS[kind], kind)
-    return intent(_action(kind, rest), kind, rest)
+    values.check_arguments(rest, allowed[kind], kind)
+    return intent(parse(kind, rest), kind, rest)
 
 
 def _action(kind: str, given: Mapping[str, object]) -> Action:
@@ -62,30 +71,35 @@ def _action(kind: str, given: Mapping[str, object]) -> Action:
             return Move(*values.point(given.get("coordinate")))
         case "left_click_drag":
             end = values.point(given.get("coordinate"))
-            start_x, start_y = _optional_point(given, "start_coordinate")
+            start_x, start_y = optional_point(given, "start_coordinate")
             return Drag(*end, start_x, start_y, modifiers=_modifiers(given))
         case "scroll":
-            x, y = _optional_point(given, "coordinate")
+            x, y = optional_point(given, "coordinate")
             return Scroll(dy=-values.wheel_clicks(given.get("pixels"), "pixels"), x=x, y=y, modifiers=_modifiers(given))
         case "hscroll":
-            x, y = _optional_point(given, "coordinate")
+            x, y = optional_point(given, "coordinate")
             return Scroll(dx=values.wheel_clicks(given.get("pixels"), "pixels"), x=x, y=y, modifiers=_modifiers(given))
         case "wait":
             return values.wait_action(given.get("time"), "time")
         case "terminate":
-            if given.get("status") not in ("success", "failure"):
-                raise ParseError(f'status must be "success" or "failure", not {values.quoted(given.get("status"))}')
-            return Done() if given["status"] == "success" else Fail()
+            return ending(given.get("status"))
         case "answer":
             return Done(values.text_value(given.get("text"), "text"))
         case _:
             button, count = _CLICKS[kind]
-            x, y = _optional_point(given, "coordinate")
+            x, y = optional_point(given, "coordinate")
             return Click(x, y, button, count, _modifiers(given))  # type: ignore[arg-type]
 
 
-def _optional_point(given: Mapping[str, object], name: str) -> tuple[int, int] | tuple[None, None]:
-    # Without a point the mouse acts at the pointer, as the tool's description states.
+def ending(status: object) -> Action:
+    """Return the action that ends the task with a status. Raises: ParseError."""
+    if status not in ("success", "failure"):
+        raise ParseError(f'status must be "success" or "failure", not {values.quoted(status)}')
+    return Done() if status == "success" else Fail()
+
+
+def optional_point(given: Mapping[str, object], name: str) -> tuple[int, int] | tuple[None, None]:
+    """Return the point of an argument; without one the mouse acts at the pointer. Raises: ParseError."""
     return (None, None) if given.get(name) is None else values.point(given[name], name)
 
 

@@ -6,15 +6,14 @@ it exists for comparison with the seed system, which did so, and should stay dis
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from cuaenv.agent_text.values import ParseError, type_action, wheel_clicks
 from cuaenv.client import Click, PressKeys, Scroll, Wait
 
 from trainer.agent.coordinates import Picture
-from trainer.agent.grammars.grammar import Intent, Reader, intent
+from trainer.agent.grammars.grammar import Grammar, Intent, Reader, intent
 from trainer.agent.grammars.tool_calls import object_at
 
 #: The seed system's scroll distance in pyautogui's units; limited to the maximum of the wheel.
@@ -33,32 +32,28 @@ _KEYS = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Fallbacks:
-    """Names of the enabled rules."""
+def fallbacks_of(grammar: type[Grammar], names: Sequence[str]) -> dict[str, Reader]:
+    """Return a grammar's lenient rules of these names. Raises: ValueError: One is unknown, or it has none."""
+    unknown = [name for name in names if name not in FALLBACKS]
+    if unknown:
+        raise ValueError(f"unknown fallback {', '.join(unknown)}; choose from {', '.join(FALLBACKS)}")
+    parse_arguments = grammar.parse_arguments
+    if parse_arguments is None:
+        if names:
+            raise ValueError(f"grammar {grammar.name} has no fallbacks; got {', '.join(names)}")
+        return {}
 
-    names: tuple[str, ...] = ()
+    def bare_json(text: str, _picture: Picture) -> Sequence[Intent]:
+        start = text.find("{")
+        if start < 0:
+            raise ParseError("no JSON")
+        value, _ = object_at(text, start)
+        arguments = value.get("arguments", value)
+        if not isinstance(arguments, dict):
+            raise ParseError("no arguments")
+        return [parse_arguments(arguments)]
 
-    def __post_init__(self) -> None:
-        """Check the names. Raises: ValueError."""
-        unknown = [name for name in self.names if name not in FALLBACKS]
-        if unknown:
-            raise ValueError(f"unknown fallback {', '.join(unknown)}; choose from {', '.join(FALLBACKS)}")
-
-    def of_calls(self, parse_arguments: Callable[[Mapping[str, object]], Intent]) -> dict[str, Reader]:
-        """Return the enabled rules for a grammar whose calls have these arguments."""
-
-        def bare_json(text: str, _picture: Picture) -> Sequence[Intent]:
-            start = text.find("{")
-            if start < 0:
-                raise ParseError("no JSON")
-            value, _ = object_at(text, start)
-            arguments = value.get("arguments", value)
-            if not isinstance(arguments, dict):
-                raise ParseError("no arguments")
-            return [parse_arguments(arguments)]
-
-        return {name: _PROSE.get(name, bare_json) for name in FALLBACKS if name in self.names}
+    return {name: _PROSE.get(name, bare_json) for name in FALLBACKS if name in names}
 
 
 def _wait_word(text: str, _picture: Picture) -> Sequence[Intent]:

@@ -5,13 +5,14 @@ described in `Parsed.error`. Points are in the units of the model's picture; `co
 guest's pixels.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
 
 from cuaenv.actions import MAX_ACTION_COUNT
 from cuaenv.agent_text.values import ParseError
-from cuaenv.client import Action, Done, Fail, KeyDown, KeyUp, PressKeys, TypeText
+from cuaenv.client import Action, Click, Done, Drag, Fail, KeyDown, KeyUp, Move, PressKeys, Scroll, TypeText
 
 from trainer.agent.coordinates import Picture, Units
 from trainer.rewards.facts import ActionFacts
@@ -67,26 +68,51 @@ Reader = Callable[[str, Picture], Sequence[Intent]]
 """Parses a reply by one rule. Raises: ParseError."""
 
 
-class Grammar(Protocol):
+class Grammar(ABC):
     """The form in which a model writes actions."""
 
-    @property
-    def name(self) -> str:
-        """Its name in settings."""
+    name: ClassVar[str]
+    """Its name in settings."""
+    coordinates: ClassVar[Units] = "pixels"
+    """The units of points that models of this grammar were trained with."""
+    stop: ClassVar[tuple[str, ...]] = ()
+    """Stop strings for the engine; a reply is parsed equally with and without them."""
+    parse_arguments: Callable[[Mapping[str, object]], Intent] | None = None
+    """Parses the arguments of a call, for fallbacks; None for a grammar without fallbacks."""
 
-    @property
-    def coordinates(self) -> Units:
-        """The units of points that models of this grammar were trained with."""
+    def __init__(self, fallbacks: Mapping[str, Reader]) -> None:
+        """Create a grammar with its lenient rules by name, in order of use."""
+        self._fallbacks = fallbacks
 
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """Stop strings for the engine; a reply is parsed equally with and without them."""
-
+    @abstractmethod
     def instructions(self, picture: Picture) -> str:
         """Return the part of the prompt that explains the grammar, for a picture of that size."""
 
+    @abstractmethod
+    def read(self, text: str, picture: Picture) -> Sequence[Intent]:
+        """Parse a reply strictly. Raises: ParseError."""
+
+    @abstractmethod
+    def write(self, actions: Sequence[Action]) -> str:
+        """Return the reply of `render`, unchecked. Raises: UnsupportedAction."""
+
     def parse(self, text: str, picture: Picture) -> Parsed:
-        """Parse a reply. Never raises."""
+        """Parse a reply strictly, otherwise by the first fallback that applies. Never raises."""
+        if len(text) > MAX_REPLY_CHARS:
+            return Parsed(error=f"the reply has {len(text)} characters; write less than {MAX_REPLY_CHARS}")
+        try:
+            answer = without_reasoning(text)
+            return Parsed(intents=_guarded(self.read, answer, picture))
+        except ParseError as mistake:
+            error = str(mistake)
+            if text.lstrip().startswith("<think>") and "</think>" not in text:
+                return Parsed(error=error)
+        for name, reader in self._fallbacks.items():
+            try:
+                return Parsed(intents=_guarded(reader, answer, picture), fallback=name)
+            except ParseError:
+                continue
+        return Parsed(error=error)
 
     def render(self, actions: Sequence[Action]) -> str:
         """Return a reply that is parsed as these actions, with points in the units of the picture.
@@ -94,6 +120,10 @@ class Grammar(Protocol):
         Raises:
             UnsupportedAction: The grammar cannot express one of them.
         """
+        reply = self.write(actions)
+        if "</think>" in reply or reply.lstrip().startswith("<think>"):
+            raise UnsupportedAction("a reply cannot hold <think> or </think>: models reason between them")
+        return reply
 
 
 def intent(action: Action, kind: str, arguments: Mapping[str, object]) -> Intent:
@@ -110,47 +140,14 @@ def intent(action: Action, kind: str, arguments: Mapping[str, object]) -> Intent
     return Intent(action, ActionFacts(kind=kind, arguments=dict(arguments), text=text, keys=keys))
 
 
-def parse_reply(text: str, picture: Picture, *, strict: Reader, fallbacks: Mapping[str, Reader]) -> Parsed:
-    """Parse a reply strictly, otherwise by the first fallback that applies. Never raises.
-
-    Args:
-        text: The reply.
-        picture: The picture that its points refer to.
-        strict: The grammar's own rule.
-        fallbacks: Lenient rules by name, in order of use.
-    """
-    if len(text) > MAX_REPLY_CHARS:
-        return Parsed(error=f"the reply has {len(text)} characters; write less than {MAX_REPLY_CHARS}")
-    try:
-        answer = without_reasoning(text)
-        return Parsed(intents=_guarded(strict, answer, picture))
-    except ParseError as mistake:
-        error = str(mistake)
-        if text.lstrip().startswith("<think>") and "</think>" not in text:
-            return Parsed(error=error)
-    for name, reader in fallbacks.items():
-        try:
-            return Parsed(intents=_guarded(reader, answer, picture), fallback=name)
-        except ParseError:
-            continue
-    return Parsed(error=error)
-
-
 def without_reasoning(text: str) -> str:
     """Return the text after the model's reasoning. Raises: ParseError if the reasoning has no end."""
     reasoning, end, rest = text.rpartition("</think>")
     if end:
         return rest
     if rest.lstrip().startswith("<think>"):
-        raise ParseError("the reply ended before it came to an action; think less")
+        raise ParseError("the reply ended before </think>, so it has no action; reason more briefly, then act")
     return reasoning + rest
-
-
-def checked_reply(reply: str) -> str:
-    """Return a rendered reply if no part of it would be parsed as reasoning. Raises: UnsupportedAction."""
-    if "</think>" in reply or reply.lstrip().startswith("<think>"):
-        raise UnsupportedAction("a reply cannot hold <think> or </think>: models reason between them")
-    return reply
 
 
 def only_action(actions: Sequence[Action], name: str) -> Action:
@@ -174,3 +171,21 @@ def _guarded(reader: Reader, text: str, picture: Picture) -> tuple[Intent, ...]:
         if isinstance(early.action, Done | Fail):
             raise ParseError(f"nothing may follow {early.facts.kind}, which ends the task")
     return intents
+
+
+def split_actions(action: Action) -> list[Action]:
+    """Return the parts in order: modifier keys, the move to the start of a drag, the wheel's two directions.
+
+    An action without parts is returned unchanged.
+    """
+    match action:
+        case Click() | Drag() | Scroll() if action.modifiers:
+            keys = list(action.modifiers)
+            bare = split_actions(replace(action, modifiers=()))
+            return [*map(KeyDown, keys), *bare, *map(KeyUp, reversed(keys))]
+        case Drag(start_x=int() as x, start_y=int() as y):
+            return [Move(x, y), replace(action, start_x=None, start_y=None)]
+        case Scroll() if action.dx and action.dy:
+            return [replace(action, dx=0), replace(action, dy=0)]
+        case _:
+            return [action]

@@ -1,4 +1,9 @@
-"""Parse pyautogui calls to intents, and render actions as such calls. Nothing is ever executed. Pure."""
+"""Parse pyautogui calls to intents, and render actions as such calls. Nothing is ever executed. Pure.
+
+Also the keywords of pyautogui agents for ending a task and waiting: DONE, FAIL and WAIT, in any case.
+"""
+
+from datetime import timedelta
 
 from cuaenv.actions import MAX_ACTION_COUNT
 from cuaenv.agent_text import pyautogui_calls
@@ -6,7 +11,9 @@ from cuaenv.agent_text.pyautogui_calls import BUTTON_CALLS
 from cuaenv.client import (
     Action,
     Click,
+    Done,
     Drag,
+    Fail,
     KeyDown,
     KeyUp,
     MouseDown,
@@ -19,8 +26,9 @@ from cuaenv.client import (
 )
 
 from trainer.agent.coordinates import Picture
-from trainer.agent.grammars.grammar import Intent, UnsupportedAction, intent
-from trainer.agent.grammars.splitting import split_actions
+from trainer.agent.grammars.grammar import Intent, UnsupportedAction, intent, split_actions
+
+_WAIT_S = 2.0
 
 
 def parse_calls(source: str, picture: Picture, *, max_calls: int = MAX_ACTION_COUNT) -> list[Intent]:
@@ -71,3 +79,23 @@ def _call(action: Action) -> str:
 def _call_at(name: str, x: int | None, y: int | None, more: str) -> str:
     at = [] if x is None else [f"{x}, {y}"]
     return f"pyautogui.{name}({', '.join([*at, *([more] if more else [])])})"
+
+
+def keyword(text: str) -> Intent | None:
+    """Return the action of a text that is exactly one of the keywords; None otherwise."""
+    name = text.strip().upper()
+    actions: dict[str, Action] = {"DONE": Done(), "FAIL": Fail(), "WAIT": Wait(timedelta(seconds=_WAIT_S))}
+    return intent(actions[name], name, {}) if name in actions else None
+
+
+def keyword_for(action: Action) -> str | None:
+    """Return the keyword of an action; None if it has none."""
+    match action:
+        case Done(answer=""):
+            return "DONE"
+        case Fail():
+            return "FAIL"
+        case Wait() if action.duration == timedelta(seconds=_WAIT_S):
+            return "WAIT"
+        case _:
+            return None

@@ -9,32 +9,21 @@ from collections.abc import Sequence
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action
 
-from trainer.agent.coordinates import Picture, Units
+from trainer.agent.coordinates import Picture
 from trainer.agent.grammars.code import parse_fence
-from trainer.agent.grammars.fallbacks import Fallbacks
-from trainer.agent.grammars.grammar import (
-    Intent,
-    Parsed,
-    UnsupportedAction,
-    checked_reply,
-    only_action,
-    parse_reply,
-)
-from trainer.agent.grammars.keywords import keyword, keyword_for
-from trainer.agent.grammars.pyautogui_calls import parse_calls, render_calls
+from trainer.agent.grammars.grammar import Grammar, Intent, UnsupportedAction, only_action
+from trainer.agent.grammars.pyautogui_calls import keyword, keyword_for, parse_calls, render_calls
 from trainer.agent.grammars.tool_call import intent_of, parse_call
 from trainer.agent.grammars.tool_calls import OPEN
 
 
-class Tags:
+class Tags(Grammar):
     """`<answer>pyautogui.click(340, 512)</answer>`, one a reply."""
 
     name = "tags"
-    coordinates: Units = "pixels"
-    stop: tuple[str, ...] = ("</answer>", "</action>")
+    stop = ("</answer>", "</action>")
 
-    def __init__(self, fallbacks: Fallbacks) -> None:
-        self._fallbacks = fallbacks.of_calls(intent_of)
+    parse_arguments = staticmethod(intent_of)
 
     def instructions(self, picture: Picture) -> str:
         """Return the calls and the form of an answer."""
@@ -46,12 +35,30 @@ class Tags:
             f" {picture.height} high."
         )
 
-    def parse(self, text: str, picture: Picture) -> Parsed:
-        """Parse a reply. Never raises."""
-        return parse_reply(text, picture, strict=_strict, fallbacks=self._fallbacks)
+    def read(self, text: str, picture: Picture) -> Sequence[Intent]:
+        """Parse a reply. Raises: ParseError."""
+        if OPEN in text:
+            return parse_call(text, picture)
+        for tag in ("answer", "action"):
+            begin, end = f"<{tag}>", f"</{tag}>"
+            start = text.find(begin)
+            if start < 0:
+                continue
+            # Up to the last closing tag, because a typed text may contain one; the engine may have trimmed it.
+            stop = text.rfind(end, start)
+            content = text[start + len(begin) : stop if stop >= 0 else len(text)]
+            if stop >= 0 and text[stop + len(end) :].strip():
+                raise ParseError(f"nothing may follow {end}")
+            ending = keyword(content)
+            if ending is not None:
+                return [ending]
+            return parse_calls(content, picture, max_calls=1)
+        if "```" in text:
+            return parse_fence(text, picture)
+        raise ParseError("the reply has no <answer>")
 
-    def render(self, actions: Sequence[Action]) -> str:
-        """Return a reply that is parsed as this action. Raises: UnsupportedAction."""
+    def write(self, actions: Sequence[Action]) -> str:
+        """Return the tag of the only action. Raises: UnsupportedAction."""
         action = only_action(actions, self.name)
         content = keyword_for(action)
         if content is None:
@@ -59,26 +66,4 @@ class Tags:
             if len(calls) != 1:
                 raise UnsupportedAction(f"tags hold one call, but {action} needs {len(calls)}; split it first")
             content = calls[0]
-        return checked_reply(f"<answer>{content}</answer>")
-
-
-def _strict(text: str, picture: Picture) -> Sequence[Intent]:
-    if OPEN in text:
-        return parse_call(text, picture)
-    for tag in ("answer", "action"):
-        begin, end = f"<{tag}>", f"</{tag}>"
-        start = text.find(begin)
-        if start < 0:
-            continue
-        # Up to the last closing tag, because a typed text may contain one; the engine may have trimmed it.
-        stop = text.rfind(end, start)
-        held = text[start + len(begin) : stop if stop >= 0 else len(text)]
-        if stop >= 0 and text[stop + len(end) :].strip():
-            raise ParseError(f"nothing may follow {end}")
-        content = keyword(held)
-        if content is not None:
-            return [content]
-        return parse_calls(held, picture, max_calls=1)
-    if "```" in text:
-        return parse_fence(text, picture)
-    raise ParseError("the reply has no <answer>")
+        return f"<answer>{content}</answer>"

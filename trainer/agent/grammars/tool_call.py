@@ -12,18 +12,9 @@ from cuaenv.agent_text import values
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action, Click, Done, Drag, Fail, PressKeys, Scroll, TypeText, Wait
 
-from trainer.agent.coordinates import Picture, Units
-from trainer.agent.grammars.computer_use import TOOL
-from trainer.agent.grammars.fallbacks import Fallbacks
-from trainer.agent.grammars.grammar import (
-    Intent,
-    Parsed,
-    UnsupportedAction,
-    checked_reply,
-    intent,
-    only_action,
-    parse_reply,
-)
+from trainer.agent.coordinates import Picture
+from trainer.agent.grammars.computer_use import TOOL, call_intent, ending, optional_point
+from trainer.agent.grammars.grammar import Grammar, Intent, UnsupportedAction, only_action
 from trainer.agent.grammars.tool_calls import CLOSE, OPEN, json_calls
 
 _WAIT_S = 2.0
@@ -44,15 +35,11 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class ToolCall:
+class ToolCall(Grammar):
     """`<tool_call>{"name": "computer_use", "arguments": {"action": ...}}</tool_call>`, one a reply."""
 
     name = "tool-call"
-    coordinates: Units = "pixels"
-    stop: tuple[str, ...] = (CLOSE,)
-
-    def __init__(self, fallbacks: Fallbacks) -> None:
-        self._fallbacks = fallbacks.of_calls(intent_of)
+    stop = (CLOSE,)
 
     def instructions(self, picture: Picture) -> str:
         """Return the actions and the form of a call."""
@@ -72,14 +59,19 @@ class ToolCall:
             f" {picture.height} high."
         )
 
-    def parse(self, text: str, picture: Picture) -> Parsed:
-        """Parse a reply. Never raises."""
-        return parse_reply(text, picture, strict=parse_call, fallbacks=self._fallbacks)
+    @staticmethod
+    def parse_arguments(arguments: Mapping[str, object]) -> Intent:
+        """Return the action of a call. Raises: ParseError."""
+        return intent_of(arguments)
 
-    def render(self, actions: Sequence[Action]) -> str:
-        """Return a reply that is parsed as this action. Raises: UnsupportedAction."""
+    def read(self, text: str, picture: Picture) -> Sequence[Intent]:
+        """Parse a reply. Raises: ParseError."""
+        return parse_call(text, picture)
+
+    def write(self, actions: Sequence[Action]) -> str:
+        """Return the call of the only action. Raises: UnsupportedAction."""
         call = {"name": TOOL, "arguments": _arguments_of(only_action(actions, self.name))}
-        return checked_reply(f"{OPEN}{json.dumps(call, ensure_ascii=False)}{CLOSE}")
+        return f"{OPEN}{json.dumps(call, ensure_ascii=False)}{CLOSE}"
 
 
 def parse_call(text: str, _picture: Picture) -> Sequence[Intent]:
@@ -99,12 +91,7 @@ def parse_call(text: str, _picture: Picture) -> Sequence[Intent]:
 
 def intent_of(arguments: Mapping[str, object]) -> Intent:
     """Return the action of a call. Raises: ParseError."""
-    kind = arguments.get("action")
-    if not isinstance(kind, str) or kind not in _ARGUMENTS:
-        raise ParseError(f"unknown action {values.quoted(kind)}; the actions are {', '.join(_ARGUMENTS)}")
-    rest = {name: value for name, value in arguments.items() if name != "action"}
-    values.check_arguments(rest, _ARGUMENTS[kind], kind)
-    return intent(_action(kind, rest), kind, rest)
+    return call_intent(arguments, _ARGUMENTS, _action)
 
 
 def _action(kind: str, given: Mapping[str, object]) -> Action:
@@ -126,18 +113,16 @@ def _action(kind: str, given: Mapping[str, object]) -> Action:
                 raise ParseError("amount must be positive; use the direction")
             clicks = values.wheel_clicks(amount, "amount")
             dx, dy = _DIRECTIONS[direction]
-            x, y = (None, None) if given.get("coordinate") is None else values.point(given["coordinate"])
+            x, y = optional_point(given, "coordinate")
             return Scroll(dy=dy * clicks, dx=dx * clicks, x=x, y=y)
         case "left_click_drag":
             end_x, end_y = values.point(given.get("end_coordinate"), "end_coordinate")
-            x, y = (None, None) if given.get("coordinate") is None else values.point(given["coordinate"])
+            x, y = optional_point(given, "coordinate")
             return Drag(end_x, end_y, x, y)
         case "wait":
             return values.wait_action(given.get("time", _WAIT_S), "time")
         case "terminate":
-            if given.get("status") not in ("success", "failure"):
-                raise ParseError(f'status must be "success" or "failure", not {values.quoted(given.get("status"))}')
-            return Done() if given["status"] == "success" else Fail()
+            return ending(given.get("status"))
         case _:
             return Click(*values.point(given.get("coordinate")))
 

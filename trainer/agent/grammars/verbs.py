@@ -13,17 +13,8 @@ from cuaenv.agent_text.monitor_keys import parse_chord
 from cuaenv.agent_text.values import ParseError, quoted, type_action, wait_action
 from cuaenv.client import Action, Done, Fail, PressKeys, TypeText, Wait
 
-from trainer.agent.coordinates import Picture, Units
-from trainer.agent.grammars.fallbacks import Fallbacks
-from trainer.agent.grammars.grammar import (
-    Intent,
-    Parsed,
-    UnsupportedAction,
-    checked_reply,
-    intent,
-    only_action,
-    parse_reply,
-)
+from trainer.agent.coordinates import Picture
+from trainer.agent.grammars.grammar import Grammar, Intent, UnsupportedAction, intent, only_action
 
 OPEN, CLOSE = "<action>", "</action>"
 MAX_WAIT_S = 10.0
@@ -33,16 +24,10 @@ _VERBS = ("sendkey", "type", "typeline", "wait")
 _QEMU_KEYS = {"enter": "ret", "space": "spc", " ": "spc", "-": "minus"}
 
 
-class Verbs:
+class Verbs(Grammar):
     """`<action>VERB ARGUMENTS</action>`; without a mouse."""
 
     name = "verbs"
-    coordinates: Units = "pixels"
-    stop: tuple[str, ...] = ()
-
-    def __init__(self, fallbacks: Fallbacks) -> None:
-        if fallbacks.names:
-            raise ValueError(f"grammar verbs has no fallbacks; got {', '.join(fallbacks.names)}")
 
     def instructions(self, _picture: Picture) -> str:
         """Return the verbs."""
@@ -56,12 +41,21 @@ class Verbs:
             "- <fail/> says that it cannot be done"
         )
 
-    def parse(self, text: str, picture: Picture) -> Parsed:
-        """Parse a reply. Never raises."""
-        return parse_reply(text, picture, strict=_strict, fallbacks={})
+    def read(self, text: str, _picture: Picture) -> Sequence[Intent]:
+        """Parse a reply. Raises: ParseError."""
+        end = _END.search(text)
+        if end is not None:
+            kind = end[1].lower()
+            return [intent(Done() if kind == "done" else Fail(), kind, {})]
+        start = text.rfind(OPEN)
+        if start < 0:
+            raise ParseError(f"the reply has no {OPEN}")
+        content, _, _ = text[start + len(OPEN) :].partition(CLOSE)
+        verb, _, rest = content.strip().partition(" ")
+        return [_intent(verb.lower(), _unquote(rest.strip()))]
 
-    def render(self, actions: Sequence[Action]) -> str:
-        """Return a reply that is parsed as this action. Raises: UnsupportedAction."""
+    def write(self, actions: Sequence[Action]) -> str:
+        """Return the tag of the only action. Raises: UnsupportedAction."""
         action = only_action(actions, self.name)
         match action:
             case Done(answer=""):
@@ -80,26 +74,13 @@ class Verbs:
                 raise UnsupportedAction(f"verbs cannot express {action}")
         if OPEN in command or CLOSE in command or _END.search(command):
             raise UnsupportedAction(f"{OPEN} cannot contain tags of this grammar")
-        return checked_reply(f"{OPEN}{command}{CLOSE}")
+        return f"{OPEN}{command}{CLOSE}"
 
 
 def _quote(text: str) -> str:
     """Quote a text if parsing would strip its ends."""
     edges = text[:1] + text[-1:]
     return f'"{text}"' if text != text.strip() or edges in ('""', "''") or not text else text
-
-
-def _strict(text: str, _picture: Picture) -> Sequence[Intent]:
-    end = _END.search(text)
-    if end is not None:
-        kind = end[1].lower()
-        return [intent(Done() if kind == "done" else Fail(), kind, {})]
-    start = text.rfind(OPEN)
-    if start < 0:
-        raise ParseError(f"the reply has no {OPEN}")
-    held, _, _ = text[start + len(OPEN) :].partition(CLOSE)
-    verb, _, rest = held.strip().partition(" ")
-    return [_intent(verb.lower(), _unquote(rest.strip()))]
 
 
 def _unquote(text: str) -> str:

@@ -128,9 +128,6 @@ class Picture:
         self._file.write(data)
         self._file.flush()
 
-    def __reduce__(self) -> "tuple[type[Picture], tuple[Pixels]]":
-        return Picture, (self.copy(),)
-
     def copy(self) -> Pixels:
         """Return a writable private mapping; its pages are shared until written."""
         mapping = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -158,9 +155,6 @@ class Framebuffer:
 
     def __deepcopy__(self, _memo: object) -> "Framebuffer":
         return self.on(self.picture())
-
-    def __reduce__(self) -> "tuple[Callable[[Picture], Framebuffer], tuple[Picture]]":
-        return Framebuffer.on, (self.picture(),)
 
     def picture(self) -> Picture:
         """Return the current picture; the same object until something is drawn."""

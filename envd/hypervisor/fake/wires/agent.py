@@ -8,9 +8,8 @@ from time import time_ns
 from pydantic import JsonValue
 
 from envd.base.errors import GuestError
-from envd.hypervisor.fake.clock import GuestClock
 from envd.hypervisor.fake.files import GuestFiles
-from envd.hypervisor.fake.programs import Outcome, Programs
+from envd.hypervisor.fake.programs import GuestClock, Outcome, Programs
 
 _MAX_READ_BYTES = 48 << 20
 

@@ -8,7 +8,7 @@ import asyncio
 import base64
 import functools
 import shlex
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 from xml.etree import ElementTree
@@ -20,13 +20,19 @@ from envd.base.streams import close, copy
 from envd.hypervisor.fake.desktop.canvas import encode_png
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
 from envd.hypervisor.fake.desktop.forms import InvalidForm
-from envd.hypervisor.fake.faults import Faults, GuestdAttack
+from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.fake.files import GuestFiles, resolve
 from envd.hypervisor.fake.programs import Programs
-from envd.hypervisor.fake.wires.hostile import guestd_body
 from envd.images.guestd import VERSION
-from envd.images.guestd.fields import MAX_COMMAND_TIMEOUT_S, read_seconds
-from envd.images.guestd.messages import HttpError, Request, Response, json_response, text_response
+from envd.images.guestd.messages import (
+    MAX_COMMAND_TIMEOUT_S,
+    HttpError,
+    Request,
+    Response,
+    json_response,
+    read_seconds,
+    text_response,
+)
 
 _NAMESPACE_URL = "https://accessibility.ubuntu.example.org/ns/"
 _NAMESPACES = {"st": "state", "cp": "component"}
@@ -128,8 +134,8 @@ class Guestd:
             if http_request.transport:
                 http_request.transport.abort()
             raise web.HTTPServiceUnavailable from None
-        if faults.guestd_attack:
-            return await _send_hostile(http_request, faults.guestd_attack)
+        if faults.guestd_body:
+            return await _send_pieces(http_request, faults.guestd_body())
         method, content_type = http_request.method, http_request.headers.get("Content-Type", "")
         # Read the body before the effect: a client that disconnects during it has none.
         request = Request(http_request.path, http_request.query, content_type, await http_request.read())
@@ -289,11 +295,11 @@ def accessibility_tree(desktop: DrawnDesktop) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-async def _send_hostile(request: web.BaseRequest, attack: GuestdAttack) -> web.StreamResponse:
+async def _send_pieces(request: web.BaseRequest, pieces: AsyncIterator[bytes]) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Server": f"envd-guestd/{VERSION}", "Content-Type": "application/json"})
     with suppress(OSError):  # the reader has closed the connection
         await response.prepare(request)
-        async for piece in guestd_body(attack):
+        async for piece in pieces:
             await response.write(piece)
         await response.write_eof()
     return response
@@ -308,7 +314,7 @@ def _not_found(argv: list[str]) -> HttpError:
 
 
 def _argv(data: dict[str, Any]) -> list[str]:
-    # Not `envd.images.guestd.fields.read_command`, which expands `~` to the home directory of its own host.
+    # Not `envd.images.guestd.messages.read_command`, which expands `~` to the home directory of its own host.
     command = data.get("command")
     if not command or not isinstance(command, str | list):
         raise HttpError(400, "command: a non-empty string or list of strings is required")

@@ -15,8 +15,6 @@ from typing import Protocol, cast
 import numpy as np
 
 from envd.hypervisor.fake.desktop.canvas import Damage, Framebuffer, Rect
-from envd.hypervisor.fake.faults import DisplayAttack
-from envd.hypervisor.fake.wires.hostile import display_update
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +88,7 @@ class RfbConnection(asyncio.Protocol):
         self._damage = Damage()
         self._is_requested = False
         self._is_write_paused = False
-        self._attack: DisplayAttack = ""
+        self._answer = b""
         self._refresh: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
@@ -110,10 +108,10 @@ class RfbConnection(asyncio.Protocol):
         self._damage.add(self._screen.framebuffer.bounds)
         self._send_update()
 
-    def attack(self, attack: DisplayAttack) -> None:
-        """Answer requests with hostile updates from now on; with an empty `attack`, correctly again."""
-        if attack != self._attack:
-            self._attack = attack
+    def answer_with(self, update: bytes) -> None:
+        """Answer requests with this update from now on; with an empty one, correctly again."""
+        if update != self._answer:
+            self._answer = update
             self._damage.add(self._screen.framebuffer.bounds)
             self._schedule_refresh()
 
@@ -225,7 +223,7 @@ class RfbConnection(asyncio.Protocol):
     # Updates
 
     def _schedule_refresh(self) -> None:
-        if (self._damage.rects or self._attack) and self._refresh is None and self._transport is not None:
+        if (self._damage.rects or self._answer) and self._refresh is None and self._transport is not None:
             self._refresh = self._call_later(_REFRESH_S, self._send_update)
 
     def _cancel_refresh(self) -> None:
@@ -249,9 +247,9 @@ class RfbConnection(asyncio.Protocol):
         if self._acks:
             self._send_rects(self._acks)
             self._acks = []
-        if self._is_requested and self._attack:
+        if self._is_requested and self._answer:
             self._is_requested = False
-            self._send(display_update(self._attack, encoding_of_size=_DESKTOP_SIZE))
+            self._send(self._answer)
         elif self._is_requested and self._damage.rects:
             pixels = self._screen.framebuffer.pixels
             self._is_requested = False

@@ -11,7 +11,9 @@ import asyncio
 import os
 import secrets
 import shutil
+import struct
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,13 +33,26 @@ from envd.hypervisor.qemu.domain_xml import (
     domain_xml,
 )
 from envd.hypervisor.qemu.machine import Caller, LibvirtMachine
-from envd.hypervisor.qemu.monitor import Monitor
-from envd.hypervisor.qemu.snapshots.files import Manifest, SnapshotFiles, combined_digest, digest_file
-from envd.hypervisor.qemu.snapshots.overlays import copy_file, copy_overlay, create_overlay
+from envd.hypervisor.qemu.monitor import overlay_node
+from envd.hypervisor.qemu.processes import command_line
+from envd.hypervisor.qemu.snapshots.files import (
+    Manifest,
+    SnapshotFiles,
+    combined_digest,
+    copy_file,
+    copy_overlay,
+    create_overlay,
+    digest_file,
+    set_backing_file,
+)
 from envd.hypervisor.qemu.snapshots.pages import MemoryMap, Pages, prefaulted, size_bytes
-from envd.hypervisor.qemu.snapshots.records import CaptureRecord, write_record
-from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot, MemoryPatch
-from envd.hypervisor.qemu.snapshots.stream import HEADER_BYTES, state_prefix
+from envd.hypervisor.qemu.snapshots.snapshot import (
+    CaptureRecord,
+    LibvirtSnapshot,
+    MachineRecord,
+    MemoryPatch,
+    write_record,
+)
 from envd.hypervisor.qemu.snapshots.templates import StoredTemplate, TemplateStore
 
 #: Copied with the guest's memory and the UEFI variables; the firmware's code is the same file in every fork.
@@ -45,6 +60,14 @@ _COPIED_BLOCKS = {MEMORY, "system.flash0", "system.flash1"}
 #: ROMs of firmware and cards are equal in every process of one QEMU version. Video memory has at least 8 MiB.
 _LARGEST_ROM_BYTES = 2 << 20
 _NO_REPORT = CaptureReport(memory_bytes=0, paused_ms=0.0, total_ms=0.0)
+#: The stream's magic number and version; both kinds of state begin with them.
+HEADER_BYTES = 8
+_MAGIC = b"QEVM"
+_CONFIGURATION, _SUBSECTION, _SECTION_FULL, _FOOTER = 0x07, 0x05, 0x04, 0x7E
+_RAM_VERSION = 4
+_RAM_PAGE, _RAM_END = 0x08, 0x10
+_PAGE_BYTES = 4096
+_FIRMWARE_VARS = b"system.flash1"
 
 
 async def capture(machine: LibvirtMachine, captures_dir: Path, *, call: Caller) -> LibvirtSnapshot:
@@ -101,7 +124,6 @@ def captured_snapshot(
         patch=patch,
         parent=parent,
         report=report,
-        notes={},
     )
 
 
@@ -110,7 +132,7 @@ async def _copy(
 ) -> tuple[MemoryPatch, float]:
     """Copy the state that a fork cannot share; return the pages, and the duration of the pause in milliseconds."""
     memory = await call(MemoryMap.of, machine.pid, machine.memory_path)
-    monitor = Monitor(machine.run_control)
+    monitor = machine.monitor
     vars_bytes = machine.files.firmware_vars.stat().st_size if machine.spec.image.firmware is Firmware.UEFI else 0
     prefix_bytes = len(state_prefix(template_state, bytes(vars_bytes)))
     was_running = machine.state is MachineState.RUNNING
@@ -147,7 +169,7 @@ async def _copy(
 async def _require_forkable(machine: LibvirtMachine, parent: LibvirtSnapshot, *, call: Caller) -> None:
     """Check that all of a machine's state can be copied. Raises: NotForkable: names what cannot."""
     image = machine.spec.image
-    monitor = Monitor(machine.run_control)
+    monitor = machine.monitor
     prefix = f"machine {machine.machine_id} cannot be forked in its current state"
     try:
         await call(parent.check_intact)
@@ -271,7 +293,7 @@ class Freezer:
         key = self.key(spec)
         files = await call(self._store.begin, key)
         try:
-            await Monitor(machine.run_control).save_state(files.devices)
+            await machine.monitor.save_state(files.devices)
             stored = await call(self._store_machine, machine, files, key, notes)
         except BaseException:
             await call(self._store.remove, key)
@@ -321,8 +343,100 @@ class Freezer:
             digest=stored.manifest.digest,
             disk_digest=combined_digest(spec.image.digest, *stored.manifest.disk_digests),
             memory_path=Path(stored.manifest.memory_path),
-            patch=None,
-            parent=None,
             report=CaptureReport(memory_bytes=spec.memory_mib << 20, paused_ms=took_ms, total_ms=took_ms),
             notes=stored.manifest.notes,
         )
+
+
+def state_prefix(template_state: Path, firmware_vars: bytes) -> bytes:
+    """Return what a captured state lacks, header included, so that it loads like a template's.
+
+    QEMU saves a template by migration. Its stream begins with a header and the machine's configuration, and includes
+    memory that is not a shared file, such as the UEFI variables. The state of a captured machine
+    (`xen-save-devices-state`) has neither; the devices follow. Formats: QEMU's docs/devel/migration.rst,
+    migration/savevm.c and migration/ram.c.
+
+    Args:
+        template_state: State of the template, whose machines have the same configuration.
+        firmware_vars: UEFI variables at the capture; empty for other firmware.
+
+    Raises:
+        HypervisorError: The state of the template is not as this QEMU writes it.
+        OSError: It cannot be read.
+    """
+    with template_state.open("rb") as file:
+        head = file.read(_PAGE_BYTES)
+    try:
+        configuration = head[: _configuration_end(head)]
+    except (IndexError, struct.error, ValueError) as error:
+        raise HypervisorError(f"state {template_state}: not the state of a template: {error}") from error
+    return configuration + (_memory_section(_FIRMWARE_VARS, firmware_vars) if firmware_vars else b"")
+
+
+def _configuration_end(head: bytes) -> int:
+    if head[:4] != _MAGIC or head[HEADER_BYTES] != _CONFIGURATION:
+        raise ValueError("it does not begin with a configuration")
+    at = HEADER_BYTES + 5 + int.from_bytes(head[HEADER_BYTES + 1 : HEADER_BYTES + 5])
+    while head[at] == _SUBSECTION:
+        name = head[at + 2 : at + 2 + head[at + 1]]
+        at += 2 + len(name) + 4
+        match name:
+            case b"configuration/capabilities":
+                (count,) = struct.unpack_from(">I", head, at)
+                at += 4
+                for _ in range(count):
+                    at += 1 + head[at]
+            case b"configuration/target-page-bits":
+                at += 4
+            case _:
+                raise ValueError(f"unknown part {name!r}")
+    return at
+
+
+def _memory_section(block: bytes, content: bytes) -> bytes:
+    """Return a section with the whole content of one memory block."""
+    parts = [bytes([_SECTION_FULL]), struct.pack(">IB", 0, 3), b"ram", struct.pack(">II", 0, _RAM_VERSION)]
+    for offset in range(0, len(content), _PAGE_BYTES):
+        parts.append(struct.pack(">QB", offset | _RAM_PAGE, len(block)) + block)
+        parts.append(content[offset : offset + _PAGE_BYTES])
+    return b"".join([*parts, struct.pack(">Q", _RAM_END), struct.pack(">BI", _FOOTER, 0)])
+
+
+async def load_state(machine: LibvirtMachine, snapshot: LibvirtSnapshot, *, call: Caller) -> None:
+    """Load a snapshot's state into a machine that has none yet. On failure the machine cannot be used.
+
+    Such a machine has mapped its template's memory and opened its overlay on the template's disk, so it can load the
+    state of the template or of any capture that descends from it. What a capture needs in addition is put in first: the
+    pages that differ, and the captured disks between overlay and template. QEMU activates the disks, and reads the
+    overlay's header again, when it has loaded the devices (block.c, `bdrv_activate`).
+
+    Raises:
+        HypervisorError: QEMU failed.
+        OSError: Its memory or a file cannot be accessed.
+    """
+    waiting = machine.snapshot
+    if waiting is None or machine.is_loaded or waiting.template.ref != snapshot.template.ref:
+        raise HypervisorError(f"machine {machine.machine_id}: not waiting for a state of {snapshot!r}")
+    await machine.set_snapshot(snapshot)
+    if snapshot.patch is not None:
+        await asyncio.gather(
+            call(_write_pages, machine, snapshot.patch),
+            _set_backing(machine, snapshot.captures, call=call),
+        )
+    await machine.monitor.load(snapshot.files.devices)
+    await call(write_record, machine.files.directory, MachineRecord(spec=machine.spec, backing=snapshot.ref))
+    machine.is_loaded = True
+
+
+def _write_pages(machine: LibvirtMachine, patch: MemoryPatch) -> None:
+    MemoryMap.of(machine.pid, machine.memory_path).write(patch.extents, patch.pages)
+
+
+async def _set_backing(machine: LibvirtMachine, captures: Sequence[LibvirtSnapshot], *, call: Caller) -> None:
+    arguments = await call(lambda: command_line(machine.pid))
+    monitor = machine.monitor
+    overlays = machine.files.overlays(machine.spec.image)
+    for index, overlay in enumerate(overlays):
+        disks: list[Path] = [capture.files.disks(len(overlays))[index] for capture in captures]
+        await call(set_backing_file, overlay, disks[-1])
+        await monitor.set_backing(overlay_node(arguments, overlay), disks)

@@ -1,17 +1,74 @@
-"""A frozen machine of the libvirt driver: the files that a fork needs, and the count of their users."""
+"""A frozen machine of the libvirt driver: the files that a fork needs, and the count of their users.
+
+Records of machines and captures are on disk, next to their files, so that a later daemon can adopt them: a machine of a
+libvirtd outlives the daemon that forked it.
+"""
 
 import asyncio
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from envd.base.errors import TemplateCorrupt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from envd.base.errors import HypervisorError, TemplateCorrupt
 from envd.hypervisor.machine import CaptureReport, Firmware, MachineSpec
 from envd.hypervisor.qemu.snapshots.files import SnapshotFiles
 from envd.hypervisor.qemu.snapshots.pages import Extents, Pages
-from envd.hypervisor.qemu.snapshots.records import SnapshotRef
+
+FILE_NAME = "record.json"
+
+
+class SnapshotRef(BaseModel):
+    """Identifies a snapshot on disk."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["template", "capture"]
+    name: str
+    """A template's key, or the name of a capture's directory."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    spec: MachineSpec
+    # Named otherwise on disk, where earlier versions wrote it.
+    backing: SnapshotRef = Field(validation_alias="stands_on", serialization_alias="stands_on")
+
+
+class MachineRecord(_Record):
+    """A fork."""
+
+
+class CaptureRecord(_Record):
+    """The captured state of a live machine."""
+
+    digest: str
+    disk_digest: str
+
+
+def write_record(directory: Path, record: MachineRecord | CaptureRecord) -> None:
+    """Write a record into the directory of its machine or capture. Raises: OSError."""
+    (directory / FILE_NAME).write_text(record.model_dump_json(by_alias=True))
+
+
+def read_machine(directory: Path) -> MachineRecord:
+    """Read a machine's record. Raises: HypervisorError: it is missing or invalid."""
+    try:
+        return MachineRecord.model_validate_json((directory / FILE_NAME).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise HypervisorError(f"machine record {directory / FILE_NAME}: cannot be read: {error}") from error
+
+
+def read_capture(directory: Path) -> CaptureRecord:
+    """Read a capture's record. Raises: HypervisorError: it is missing or invalid."""
+    try:
+        return CaptureRecord.model_validate_json((directory / FILE_NAME).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise HypervisorError(f"capture record {directory / FILE_NAME}: cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,49 +96,36 @@ class _FileIdentity(NamedTuple):
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LibvirtSnapshot:
     """Implements `envd.hypervisor.machine.Snapshot`.
 
+    Made when its files are complete; for a template that reads file metadata and may raise OSError.
     Invariant: its files exist while it has users, or is not discarded, or is a stored template.
     """
 
-    def __init__(
-        self,
-        *,
-        files: SnapshotFiles,
-        spec: MachineSpec,
-        digest: str,
-        disk_digest: str,
-        memory_path: Path,
-        patch: MemoryPatch | None,
-        parent: "LibvirtSnapshot | None",
-        report: CaptureReport,
-        notes: Mapping[str, str],
-    ) -> None:
-        """Describe a snapshot whose files are complete. For a template it reads file metadata and may raise OSError.
+    files: SnapshotFiles
+    spec: MachineSpec
+    digest: str
+    disk_digest: str
+    memory_path: Path
+    """The template's memory, which all descendants map."""
+    patch: MemoryPatch | None = None
+    """Pages that differ from it; None for a template."""
+    parent: "LibvirtSnapshot | None" = None
+    """Snapshot that the frozen machine was forked from, whose disk backs this one's; None for a template."""
+    report: CaptureReport
+    notes: Mapping[str, str] = field(default_factory=dict)
+    is_discarded: bool = field(default=False, init=False)
 
-        Args:
-            memory_path: The template's memory, which all descendants map.
-            patch: Pages that differ from it; None for a template.
-            parent: Snapshot that the frozen machine was forked from, whose disk backs this one's; None for a template.
-        """
-        self.files = files
-        self.memory_path = memory_path
-        self.patch = patch
-        self.spec = spec
-        self.digest = digest
-        self.disk_digest = disk_digest
-        self._parent = parent
-        self._is_template = parent is None
-        self.report = report
-        self.notes = dict(notes)
+    def __post_init__(self) -> None:
+        self._is_template = self.parent is None
         self._user_count = 0
-        self.is_discarded = False
         self._identities: Mapping[Path, _FileIdentity] = {}
-        if parent is None:
-            self._identities = {path: _FileIdentity.of(path) for path in (memory_path, *self._own_paths)}
+        if self.parent is None:
+            self._identities = {path: _FileIdentity.of(path) for path in (self.memory_path, *self._own_paths)}
         else:
-            parent.acquire()
+            self.parent.acquire()
 
     def __repr__(self) -> str:
         name = f"{self.ref.kind} {self.digest[:12]} of {self.spec.machine_id}"
@@ -97,12 +141,12 @@ class LibvirtSnapshot:
     @property
     def captures(self) -> "list[LibvirtSnapshot]":
         """The captures that it descends from, oldest first, and itself; empty for a template."""
-        return [] if self._parent is None else [*self._parent.captures, self]
+        return [] if self.parent is None else [*self.parent.captures, self]
 
     @property
     def template(self) -> "LibvirtSnapshot":
         """The template that it descends from, or itself."""
-        return self if self._parent is None else self._parent.template
+        return self if self.parent is None else self.parent.template
 
     @property
     def ref(self) -> SnapshotRef:
@@ -117,8 +161,8 @@ class LibvirtSnapshot:
         Raises:
             TemplateCorrupt: A file was removed or replaced.
         """
-        if self._parent is not None:
-            self._parent.check_intact()
+        if self.parent is not None:
+            self.parent.check_intact()
         for path, identity in self._identities.items():
             problem = f"template {self.files.directory.name} was removed or replaced while it was in use"
             try:
@@ -144,8 +188,8 @@ class LibvirtSnapshot:
             await self._remove_if_unused()
 
     async def _remove_if_unused(self) -> None:
-        if self.is_discarded and not self._user_count and self._parent is not None:
-            parent, self._parent = self._parent, None
+        if self.is_discarded and not self._user_count and self.parent is not None:
+            parent, self.parent = self.parent, None
             self.patch = None
             await asyncio.to_thread(shutil.rmtree, self.files.directory, True)
             await parent.release()

@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..messages import HttpError
-from ..processes import kill_group
-from ..timed_lock import TimedLock
+from ..processes import TimedLock, kill_group
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from ..guest import Guest
 from ..messages import HttpError, Request, Response, json_response
-from . import commands, files, media, screen, session
+from . import commands, files, media, screen
 
 logger = logging.getLogger("guestd")
 
@@ -29,10 +29,10 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/accessibility"): screen.accessibility,
     ("GET", "/terminal"): screen.terminal,
     ("GET", "/envd/pointer"): screen.pointer,
-    ("GET", "/envd/session"): session.session,
-    ("POST", "/envd/type_text"): session.type_text,
-    ("POST", "/envd/gateway/open"): session.open_gateway,
-    ("GET", "/platform"): session.platform_name,
+    ("GET", "/envd/session"): screen.session,
+    ("POST", "/envd/type_text"): screen.type_text,
+    ("POST", "/envd/gateway/open"): screen.open_gateway,
+    ("GET", "/platform"): screen.platform_name,
     ("POST", "/desktop_path"): files.desktop_path,
     ("POST", "/list_directory"): files.list_directory,
     ("POST", "/file"): files.read_file,

@@ -9,9 +9,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ..fields import expand_path, read_command, read_seconds
 from ..guest import Guest
-from ..messages import HttpError, Request, Response, json_response, text_response
+from ..messages import (
+    HttpError,
+    Request,
+    Response,
+    expand_path,
+    json_response,
+    read_command,
+    read_seconds,
+    text_response,
+)
 from ..processes import launch, run_command
 
 COMMAND_TIMEOUT_S = 120.0

@@ -12,9 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from ..fields import expand_path, read_seconds
 from ..guest import Guest
-from ..messages import HttpError, Request, Response, json_response, text_response
+from ..messages import HttpError, Request, Response, expand_path, json_response, read_seconds, text_response
 from ..processes import launch, run_command
 from ..x11 import Window
 

@@ -8,9 +8,8 @@ import time
 import urllib.parse
 from pathlib import Path
 
-from ..fields import expand_path
 from ..guest import Guest
-from ..messages import HttpError, Request, Response, json_response, text_response
+from ..messages import HttpError, Request, Response, expand_path, json_response, text_response
 from ..processes import kill_group, launch, run_command
 
 

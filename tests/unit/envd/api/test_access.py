@@ -5,14 +5,27 @@ import contextvars
 import pytest
 from cuaenv.v1 import env_pb2
 
-from envd.api.security.access import ALWAYS_SERVED, SCOPES, TRUSTED, Caller, Scope, bearer_token, current_caller
+from envd.api.security.access import (
+    ALWAYS_SERVED,
+    MAX_MESSAGE_BYTES,
+    RULES,
+    TRUSTED,
+    Caller,
+    Scope,
+    bearer_token,
+    current_caller,
+    rule_of,
+)
 from envd.base.errors import ScopeTooSmall, Unauthenticated
 
 METHODS = [method.name for method in env_pb2.DESCRIPTOR.services_by_name["CUAEnv"].methods]
 
 
-def test_every_method_of_the_contract_has_a_scope_and_nothing_else_has() -> None:
-    assert sorted(SCOPES) == sorted(METHODS)
+def test_every_method_of_the_contract_has_a_scope_and_a_size_limit_and_nothing_else_has() -> None:
+    assert sorted(RULES) == sorted(METHODS)
+    for method in METHODS:
+        assert RULES[method].scope is not None, method
+        assert 0 < rule_of(method).max_bytes <= MAX_MESSAGE_BYTES, method
     assert set(METHODS) >= ALWAYS_SERVED
 
 
@@ -20,7 +33,7 @@ def test_every_method_of_the_contract_has_a_scope_and_nothing_else_has() -> None
 def test_a_scope_covers_the_methods_of_lower_scopes(method: str) -> None:
     for scope in Scope:
         caller = Caller(name="a", scope=scope)
-        if scope >= SCOPES[method]:
+        if scope >= (RULES[method].scope or Scope.ADMIN):
             caller.require(method)
         else:
             with pytest.raises(ScopeTooSmall, match=rf"'a': scope {scope.word} is too small, {method} needs "):
@@ -28,7 +41,7 @@ def test_a_scope_covers_the_methods_of_lower_scopes(method: str) -> None:
 
 
 def test_methods_that_change_an_episode_or_its_guest_need_more_than_read() -> None:
-    assert {method for method in METHODS if SCOPES[method] is Scope.READ} == {
+    assert {method for method in METHODS if RULES[method].scope is Scope.READ} == {
         "ListPools",
         "WatchPools",
         "ListEpisodes",

@@ -25,15 +25,10 @@ from envd.api.convert_requests import (
     step_command,
     task_ids_of,
 )
+from envd.base.config import SettlePolicy
 from envd.base.errors import InvalidRequest, Unimplemented
 from envd.episodes.types import ForkCommand, ResetCommand
-from envd.guest.observation import (
-    A11yFormat,
-    CursorMode,
-    Encoding,
-    ObservationOptions,
-    SettlePolicy,
-)
+from envd.guest.observation import A11yFormat, CursorMode, Encoding, ObservationOptions
 
 
 def seconds(length_s: float) -> Duration:
@@ -95,7 +90,7 @@ def test_every_field_of_a_reset_is_converted() -> None:
         lease_ttl_s=60.0,
         max_steps=15,
         run="run-7.b",
-        settle=SettlePolicy(quiet_ms=100, min_ms=200, max_ms=2000),
+        settle=SettlePolicy(quiet_ms=100, idle_ms=0, min_ms=200, max_ms=2000),
         observe=ObservationOptions(
             encoding=Encoding.JPEG,
             quality=70,
@@ -265,7 +260,7 @@ def test_image_sizes_for_a_model_are_converted() -> None:
 def test_ignored_regions_are_converted_and_limited() -> None:
     rect = env_pb2.Rect(x_px=1, y_px=2, width_px=3, height_px=4)
     policy = settle_policy(env_pb2.SettlePolicy(ignored_regions=[rect]), "settle")
-    assert policy.ignored == (Region(x_px=1, y_px=2, width_px=3, height_px=4),)
+    assert policy.ignored_regions == (Region(x_px=1, y_px=2, width_px=3, height_px=4),)
     with pytest.raises(InvalidRequest, match=r"settle\.ignored_regions\[0\]\.width_px"):
         settle_policy(env_pb2.SettlePolicy(ignored_regions=[env_pb2.Rect()]), "settle")
     with pytest.raises(InvalidRequest, match="at most 64"):
@@ -294,7 +289,9 @@ def test_a_frame_stream_has_a_default_rate() -> None:
 
 
 def test_a_long_minimum_raises_the_default_maximum() -> None:
-    assert settle_policy(env_pb2.SettlePolicy(min=seconds(20)), "settle") == SettlePolicy(min_ms=20_000, max_ms=20_000)
+    assert settle_policy(env_pb2.SettlePolicy(min=seconds(20)), "settle") == SettlePolicy(
+        idle_ms=0, min_ms=20_000, max_ms=20_000
+    )
 
 
 def test_equal_requests_have_equal_fingerprints_and_others_do_not() -> None:

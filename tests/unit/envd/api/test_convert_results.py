@@ -44,7 +44,7 @@ from envd.guest.observation import (
 )
 from envd.hypervisor.machine import GuestOs
 from envd.pool.status import PoolStatus
-from envd.tasks.evaluation import CheckResult
+from envd.tasks.checkers.evaluate import CheckResult
 from envd.tasks.model import Task
 from tests.support.stub_episodes import pool_info
 

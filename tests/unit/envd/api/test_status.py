@@ -1,13 +1,13 @@
 """Every error has its gRPC code, reason and details, and is documented."""
 
 import inspect
-import re
 
 import grpc
 import pytest
+from cuaenv.client.errors import _BY_CAUSE
+from cuaenv.reasons import CODE_BY_REASON
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from envd.api import status
 from envd.api.status import code_of, status_of
 from envd.base import errors
 
@@ -80,30 +80,16 @@ def test_the_test_table_has_every_error() -> None:
     assert {type(error) for error, _, _ in TABLE} == EVERY_ERROR
 
 
-def drawn_tree(text: str) -> dict[str, str | None]:
-    """Return each class of a drawn tree with its parent."""
-    parents: dict[str, str | None] = {}
-    ancestors: list[str] = []
-    for prefix, name in re.findall(r"^([│├└─ ]*)([A-Z]\w+)", text, flags=re.MULTILINE):
-        depth = len(prefix) // 4
-        ancestors = [*ancestors[:depth], name]
-        parents[name] = ancestors[depth - 1] if depth else None
-    return parents
+def test_the_table_of_reasons_has_exactly_those_of_the_classes() -> None:
+    assert {kind.reason for kind in EVERY_ERROR} == set(CODE_BY_REASON)
 
 
-def test_the_tree_drawn_in_errors_has_every_class_below_its_base() -> None:
-    assert errors.__doc__ is not None
-    tree = drawn_tree(errors.__doc__.split("```")[1].removeprefix("text\n"))
-    assert tree == {
-        kind.__name__: kind.__bases__[0].__name__ if kind.__bases__[0] in EVERY_ERROR else None for kind in EVERY_ERROR
-    }
-
-
-def test_the_table_in_status_has_every_reason_with_its_code() -> None:
-    assert status.__doc__ is not None
-    rows = re.findall(r"^\| ([A-Z_]+) \| ([A-Z_, ]+) \|", status.__doc__, flags=re.MULTILINE)
-    documented = {(reason, code) for code, reasons in rows for reason in reasons.split(", ")}
-    assert documented == {(reason, code.name) for _, code, reason in TABLE}
+def test_the_client_knows_every_cause_by_its_reason_or_code() -> None:
+    codes = {code.name for code in Code}
+    assert set(_BY_CAUSE) <= codes | set(CODE_BY_REASON)
+    assert set(CODE_BY_REASON.values()) - set(_BY_CAUSE) == {"FAILED_PRECONDITION"}
+    stop = {reason for reason, code in CODE_BY_REASON.items() if code == "FAILED_PRECONDITION"}
+    assert stop <= set(_BY_CAUSE), "what stops a caller has a class of its own"
 
 
 @pytest.mark.parametrize(("error", "code", "reason"), TABLE, ids=lambda value: type(value).__name__)

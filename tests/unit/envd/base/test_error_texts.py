@@ -19,12 +19,12 @@ def raised(error: Exception) -> None:
         (
             lambda: parse_listen("50051"),
             ConfigError,
-            "listen '50051': is not HOST:PORT, [IPV6]:PORT or unix:PATH; write, for example, 127.0.0.1:50051",
+            "listen '50051': not HOST:PORT, [IPV6]:PORT or unix:PATH; write, for example, 127.0.0.1:50051",
         ),
         (
             lambda: parse_listen("0.0.0.0:1"),
             ConfigError,
-            "listen '0.0.0.0:1': can be reached from other hosts, which needs TLS and tokens or client certificates;"
+            "listen '0.0.0.0:1': reachable from other hosts, which needs TLS and tokens or client certificates;"
             " set security.tls_cert, tls_key and tokens_file or client_ca, or listen on 127.0.0.1 or unix:PATH and"
             " forward the port over ssh",
         ),

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from cuaenv.region import Region
 
+from envd.base.config import SettlePolicy
 from envd.bench.settle import judge, settle_report
 from envd.bench.settle_recording import Change, RecordedStep, Refresh, replay_settling
-from envd.guest.observation import SettlePolicy
 from tests.support.command import run_envd
 
 MENU = Region(x_px=0, y_px=0, width_px=200, height_px=100)
-QUIET = SettlePolicy(quiet_ms=300)
+QUIET = SettlePolicy(idle_ms=0, quiet_ms=300)
 INPUT_S = 50.0
 
 
@@ -67,7 +67,7 @@ async def test_a_recording_that_ends_while_its_screen_moves_does_not_settle() ->
 
 
 async def test_an_idle_guest_settles_early_in_a_recording_unless_a_key_may_act_late() -> None:
-    step, policy = recorded(0.1, works_until_s=0.2), replace(QUIET, idle_ms=50)
+    step, policy = recorded(0.1, works_until_s=0.2), QUIET.model_copy(update={"idle_ms": 50})
     _, at_s = await replay_settling(step, policy)
     assert at_s - INPUT_S == pytest.approx(0.27, abs=0.04)
     _, at_s = await replay_settling(replace(step, may_act_late=True), policy)
@@ -76,7 +76,9 @@ async def test_an_idle_guest_settles_early_in_a_recording_unless_a_key_may_act_l
 
 async def test_the_report_compares_policies_on_the_same_steps() -> None:
     steps = [recorded(0.1), recorded(0.1, 0.6), recorded(0.1, 0.3), recorded()]
-    report = await settle_report({"accelerator": "tcg"}, steps, policy=SettlePolicy(quiet_ms=100), watch_s=3.0)
+    report = await settle_report(
+        {"accelerator": "tcg"}, steps, policy=SettlePolicy(idle_ms=0, quiet_ms=100), watch_s=3.0
+    )
     found = report.as_json()
     assert found["results"] == {
         "steps": 4,

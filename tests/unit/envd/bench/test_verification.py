@@ -9,7 +9,7 @@ from envd.base.errors import ConfigError, TaskNotFound
 from envd.bench.verification import Policy, PolicyResult, Verification, verify_config
 from envd.cli.tasks_verify import choose, image_of
 from envd.hypervisor.machine import Firmware, GuestOs
-from envd.images.catalogue import ImageCatalogue
+from envd.images.catalogue import ImageCatalogue, ImportedDisk
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 
@@ -62,7 +62,7 @@ def test_tasks_for_windows_are_played_on_the_only_image_with_windows(tmp_path: P
     tasks = [task("a/one").model_copy(update={"os": GuestOs.WINDOWS})]
 
     def add(name: str, os: GuestOs) -> None:
-        images.import_file(name, disk, disk_format="qcow2", os_family=os, firmware=Firmware.UEFI, screen=(1280, 800))
+        images.import_file(name, ImportedDisk(file=disk, os_family=os, firmware=Firmware.UEFI))
 
     add("debian", GuestOs.LINUX)
     with pytest.raises(ConfigError, match="windows"):

@@ -18,7 +18,7 @@ from envd.cli.doctor import Check, Status
 from envd.hypervisor.machine import Firmware, GuestOs, Hardware
 from envd.hypervisor.qemu.accelerator import KvmProbe
 from envd.hypervisor.qemu.user import Account, QemuUser
-from envd.images.catalogue import Image, ImageCatalogue
+from envd.images.catalogue import Image, ImageCatalogue, ImportedDisk
 
 GIB = 1 << 30
 
@@ -152,9 +152,9 @@ def test_missing_firmware_and_swtpm_fail_only_if_an_image_needs_them(
     disk = tmp_path / "disk.qcow2"
     disk.write_bytes(b"disk")
     ImageCatalogue(config.cache_dir).import_file(
-        "win11", disk, disk_format="qcow2", os_family=GuestOs.WINDOWS, firmware=Firmware.UEFI,
-        hardware=Hardware.WINDOWS, screen=(1280, 800),
-    )  # fmt: skip
+        "win11",
+        ImportedDisk(file=disk, os_family=GuestOs.WINDOWS, firmware=Firmware.UEFI, hardware=Hardware.WINDOWS),
+    )
     firmware, tpm = doctor.check_firmware(config), doctor.check_tpm(config)
     assert (firmware.status, firmware.detail) == (Status.FAIL, "no OVMF, but images boot by UEFI: win11")
     assert (tpm.status, tpm.detail) == (Status.FAIL, "not found; the machines of win11 have a TPM")

@@ -81,7 +81,7 @@ def test_a_wrong_flag_is_refused(media: Path, tmp_path: Path, flags: list[str], 
 def test_a_missing_iso_names_both_ways_to_get_one(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["build", "windows", "--cache-dir", str(tmp_path)])
     assert result.exit_code == 2
-    assert "--iso is missing; name the file, or --download a release" in result.stderr
+    assert "--iso: missing; name the file, or --download a release" in result.stderr
 
 
 def test_a_key_is_read_from_the_environment_or_a_file(

@@ -6,12 +6,12 @@ from datetime import timedelta
 import pytest
 from cuaenv.actions import Done, Fail
 
+from envd.base.config import SettlePolicy
 from envd.base.errors import EpisodeEnded, EpisodeNotFound, MachineLost, StepIndexMismatch
 from envd.episodes.episode import Episode
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
 from envd.episodes.types import EpisodeState, Origin
-from envd.guest.observation import SettlePolicy
 from envd.hypervisor.machine import MachineSpec
 from envd.pool.leased import FrozenDesktop, LeasedMachine
 from envd.tasks.model import Task

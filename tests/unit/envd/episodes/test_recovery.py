@@ -10,6 +10,7 @@ from cuaenv.actions import Done
 from cuaenv.region import Region
 
 from envd.base.clock import SystemClock
+from envd.base.config import SettlePolicy
 from envd.base.errors import EvaluatorFailed
 from envd.base.store.statements import AnswerRow, EpisodeRow, upsert
 from envd.base.store.store import SqliteStore
@@ -24,12 +25,11 @@ from envd.guest.observation import (
     Observation,
     Point,
     ScreenChange,
-    SettlePolicy,
     SettleResult,
 )
 from envd.guest.view import ConnectionState
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.evaluation import CheckResult
+from envd.tasks.checkers.evaluate import CheckResult
 
 NOW_S = 1_900_000_000.0
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)

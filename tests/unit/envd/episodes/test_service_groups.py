@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from cuaenv.region import Region
 
+from envd.base.config import SettlePolicy
 from envd.base.errors import (
     Draining,
     GuestUnresponsive,
@@ -16,14 +17,7 @@ from envd.base.errors import (
     SetupFailed,
 )
 from envd.episodes.types import GroupResult
-from envd.guest.observation import (
-    A11yFormat,
-    Encoding,
-    Keyframe,
-    ObservationOptions,
-    SettlePolicy,
-    SettleResult,
-)
+from envd.guest.observation import A11yFormat, Encoding, Keyframe, ObservationOptions, SettleResult
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
 from tests.support.clock import run_ready

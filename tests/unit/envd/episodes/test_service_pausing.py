@@ -5,10 +5,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from envd.base.config import SettlePolicy
 from envd.base.errors import EpisodeNotFound, GuestError, GuestUnresponsive, MachineLost
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeState
-from envd.guest.observation import A11yFormat, Encoding, ObservationOptions, SettlePolicy
+from envd.guest.observation import A11yFormat, Encoding, ObservationOptions
 from envd.hypervisor.machine import MachineState
 from tests.support.clock import run_ready
 from tests.support.episode_world import NO_PIXELS, PLAIN, TASK, World, running_world

@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
+from envd.base.config import RunShare
 from envd.base.errors import GroupTooLarge, HypervisorError, PoolFailing
 from envd.episodes.types import EpisodeState, GroupResult
-from envd.pool.fairness import RunShare, RunShares
+from envd.pool.fairness import RunShares
 from tests.support.clock import run_ready
 from tests.support.episode_world import CAPACITY, NO_PIXELS, PLAIN, World, running_world
 

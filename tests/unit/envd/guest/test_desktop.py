@@ -17,6 +17,7 @@ from cuaenv.region import Region
 from PIL import Image
 from pydantic import JsonValue
 
+from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost
 from envd.guest.acting import may_act_late
 from envd.guest.agent import CommandResult
@@ -32,7 +33,6 @@ from envd.guest.observation import (
     Observation,
     ObservationOptions,
     Point,
-    SettlePolicy,
     SettleResult,
 )
 from tests.support.display import QUICK_PAUSES, FakeDisplay, pseudo_rect

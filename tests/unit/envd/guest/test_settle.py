@@ -1,19 +1,17 @@
 """When a screen counts as settled."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
 from cuaenv.region import Region
 
+from envd.base.config import SettlePolicy
 from envd.guest.display.settle import SettleState, decide, settle
-from envd.guest.observation import (
-    SettlePolicy,
-    SettleResult,
-)
+from envd.guest.observation import SettleResult
 
 SPINNER = Region(x_px=9, y_px=9, width_px=8, height_px=8)
-POLICY = SettlePolicy(quiet_ms=300, min_ms=0, max_ms=5000)
+POLICY = SettlePolicy(idle_ms=0, quiet_ms=300, min_ms=0, max_ms=5000)
 IDLE = SettlePolicy(quiet_ms=300, idle_ms=50)
 
 
@@ -54,14 +52,14 @@ def state(
         # Time before the call counts as quiet: only one refresh is needed.
         (POLICY, state(now=9.01, began=9.0, seen=9.0), True),
         (POLICY, state(now=9.01, began=9.0, seen=9.0, change=8.9), 0.05),
-        (SettlePolicy(quiet_ms=0), state(now=0.001, seen=0.0), True),
+        (SettlePolicy(idle_ms=0, quiet_ms=0), state(now=0.001, seen=0.0), True),
         # With quiet_ms=0 one refresh after the input is enough, whatever it found.
-        (SettlePolicy(quiet_ms=0), state(now=0.02, seen=0.0, change=0.01), True),
-        (SettlePolicy(quiet_ms=0), state(now=0.02, seen=0.0, after_input=0.01), 0.0),
-        (SettlePolicy(quiet_ms=1), state(now=0.02, seen=0.0, change=0.01), 0.0),
-        (SettlePolicy(quiet_ms=0, min_ms=200), state(now=0.1, seen=0.1), 0.05),
-        (SettlePolicy(quiet_ms=0, min_ms=200), state(now=0.21, seen=0.2), True),
-        (SettlePolicy(quiet_ms=300, max_ms=0), state(now=0.01, seen=0.0), False),
+        (SettlePolicy(idle_ms=0, quiet_ms=0), state(now=0.02, seen=0.0, change=0.01), True),
+        (SettlePolicy(idle_ms=0, quiet_ms=0), state(now=0.02, seen=0.0, after_input=0.01), 0.0),
+        (SettlePolicy(idle_ms=0, quiet_ms=1), state(now=0.02, seen=0.0, change=0.01), 0.0),
+        (SettlePolicy(idle_ms=0, quiet_ms=0, min_ms=200), state(now=0.1, seen=0.1), 0.05),
+        (SettlePolicy(idle_ms=0, quiet_ms=0, min_ms=200), state(now=0.21, seen=0.2), True),
+        (SettlePolicy(idle_ms=0, quiet_ms=300, max_ms=0), state(now=0.01, seen=0.0), False),
         # A busy guest may be about to draw; one that is always busy is waited for at most 1.5 s.
         (POLICY, state(now=0.31, seen=0.30, busy=0.31), 0.05),
         (POLICY, state(now=0.43, seen=0.42, busy=0.31), True),
@@ -81,7 +79,7 @@ def state(
         (IDLE, state(now=0.06, seen=0.05, working=0.02), 0.01),
         (IDLE, state(now=0.06, seen=0.05, working=0.06), 0.025),
         (IDLE, state(now=0.09, seen=0.08, change=0.06, working=0.02), 0.02),
-        (replace(IDLE, min_ms=200), state(now=0.08, seen=0.07, working=0.02), 0.025),
+        (IDLE.model_copy(update={"min_ms": 200}), state(now=0.08, seen=0.07, working=0.02), 0.025),
         # It is not known whether the guest handled the input.
         (IDLE, state(now=0.08, seen=0.07), 0.05),
         (IDLE, state(now=0.31, seen=0.30), True),
@@ -89,7 +87,7 @@ def state(
         (IDLE, state(now=0.31, seen=0.30, working=0.31), True),
         (POLICY, state(now=0.08, seen=0.07, working=0.02), 0.05),
         # Even after max_ms the shadow must be newer than the input.
-        (SettlePolicy(quiet_ms=300, max_ms=0), state(now=0.2, seen=0.0, after_input=0.1), 0.0),
+        (SettlePolicy(idle_ms=0, quiet_ms=300, max_ms=0), state(now=0.2, seen=0.0, after_input=0.1), 0.0),
     ],
 )
 def test_the_decision_follows_from_the_state(policy: SettlePolicy, screen: SettleState, decision: bool | float) -> None:
@@ -255,7 +253,7 @@ async def test_moving_regions_are_reported_and_can_be_ignored() -> None:
     moving = [i / 10 for i in range(1, 100)]
     result = await result_of(DrawnScreen(moving), POLICY)
     assert (result.settled, result.moving) == (False, (SPINNER,))
-    result = await result_of(DrawnScreen(moving), SettlePolicy(ignored=(SPINNER,)))
+    result = await result_of(DrawnScreen(moving), SettlePolicy(idle_ms=0, ignored_regions=(SPINNER,)))
     assert (result.settled, result.moving) == (True, ())
     assert result.settle_ms < 400
 
@@ -277,7 +275,7 @@ async def test_a_slow_display_delays_the_decision_and_does_not_change_it() -> No
 
 async def test_a_max_ms_of_zero_still_refreshes_once() -> None:
     screen = DrawnScreen([])
-    is_settled, _, _ = await settled(screen, SettlePolicy(max_ms=0))
+    is_settled, _, _ = await settled(screen, SettlePolicy(idle_ms=0, max_ms=0))
     assert not is_settled
     assert screen.refreshes_s == [0.0]
 
@@ -293,5 +291,5 @@ async def test_a_likely_settled_picture_is_reported_once_and_again_after_a_chang
 
 async def test_a_screen_that_settles_at_the_first_refresh_is_not_reported_as_likely_settled() -> None:
     screen = DrawnScreen([])
-    await settled(screen, SettlePolicy(quiet_ms=0))
+    await settled(screen, SettlePolicy(idle_ms=0, quiet_ms=0))
     assert screen.likely_s == []

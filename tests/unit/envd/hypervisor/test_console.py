@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.hypervisor.qemu.console import MAX_LOG_BYTES, Console
+from envd.hypervisor.qemu.machine import MAX_LOG_BYTES, Console
 
 PANIC = b"[   12.345678] Kernel panic - not syncing: sysrq triggered crash\r\n[   12.345679] CPU: 0 PID: 612\r\n"
 

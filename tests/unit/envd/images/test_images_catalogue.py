@@ -3,14 +3,16 @@
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from envd.base.errors import ImageError, ImageNotFound
 from envd.hypervisor.machine import Drive, Firmware, GuestOs, Hardware
 from envd.images.build import build_image
-from envd.images.catalogue import Image, ImageCatalogue
+from envd.images.catalogue import Image, ImageCatalogue, ImportedDisk
 from envd.images.recipe import desktop_recipe, overlay_files, recipe_digest
 
 DISK = b"QFI\xfb" + bytes(100)
@@ -28,15 +30,16 @@ def publish(catalogue: ImageCatalogue, digest: str, *, disk: bytes = DISK) -> Im
         return catalogue.publish(directory, image)
 
 
-def import_disk(catalogue: ImageCatalogue, file: Path, **more: object) -> Image:
-    options: dict[str, object] = {
-        "disk_format": "qcow2",
-        "os_family": GuestOs.WINDOWS,
-        "firmware": Firmware.UEFI,
-        "screen": (1920, 1080),
-        **more,
-    }
-    return catalogue.import_file("win11", file, **options)  # type: ignore[arg-type]
+def import_disk(
+    catalogue: ImageCatalogue,
+    file: Path,
+    *,
+    copy: bool = False,
+    progress: Callable[[float], None] | None = None,
+    **more: Any,
+) -> Image:
+    given = {"os_family": GuestOs.WINDOWS, "firmware": Firmware.UEFI, "screen_px": (1920, 1080), **more}
+    return catalogue.import_file("win11", ImportedDisk(file=file, **given), copy=copy, progress=progress)
 
 
 def test_a_published_image_is_found_by_name_and_by_digest(catalogue: ImageCatalogue) -> None:
@@ -246,7 +249,7 @@ def test_an_imported_image_keeps_its_variables_tpm_and_drives(catalogue: ImageCa
     ],
 )
 def test_contradictory_settings_and_missing_drives_are_rejected(
-    catalogue: ImageCatalogue, tmp_path: Path, options: dict[str, object], problem: str
+    catalogue: ImageCatalogue, tmp_path: Path, options: dict[str, Any], problem: str
 ) -> None:
     file = tmp_path / "disk.qcow2"
     file.write_bytes(DISK)

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envd.pool.fairness import Demand, RunShare, RunShares
+from envd.base.config import RunShare
+from envd.pool.fairness import Demand, RunShares
 from envd.pool.planner import LifecycleState, PlannedMachine, ReservedTurn, plan
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envd.pool.fairness import Demand, RunShare, RunShares, Turns, fair_order
+from envd.base.config import RunShare
+from envd.pool.fairness import Demand, RunShares, Turns, fair_order
 from envd.pool.planner import LifecycleState, Plan, PlannedMachine, ReservedTurn
 from envd.pool.planner import plan as plan_pool
 

@@ -30,7 +30,7 @@ def stub_desktop(machine: LeasedMachine) -> StubDesktop:
 
 
 async def test_machines_are_forked_ahead_of_demand(world: PoolWorld) -> None:
-    pool = await world.started(capacity=4, idle_target=3)
+    pool = await world.started(capacity=4, size=3)
     assert counts(pool) == (3, 0, 0, 0, 0)
     assert len(world.hypervisor.machines) == 3
     assert world.hypervisor.counts["create"] == 1
@@ -47,7 +47,7 @@ async def test_machine_ids_are_short_lower_case_and_prefixed_with_the_pool_name(
 
 
 async def test_no_more_machines_start_at_once_than_the_settings_say(world: PoolWorld) -> None:
-    pool = await world.started(capacity=6, max_starting=2, idle_target=0, max_idle_s=0.0)
+    pool = await world.started(capacity=6, max_starting=2, size=0, max_idle_s=0.0)
     world.hypervisor.gates["fork"].clear()
     waiter = asyncio.create_task(lease(pool, 6, timeout_s=60.0))
     await run_ready()
@@ -286,7 +286,7 @@ async def test_a_machine_that_dies_idle_is_destroyed_and_replaced_after_a_pause(
 
 
 async def test_a_machine_that_just_died_is_not_leased(world: PoolWorld) -> None:
-    pool = await world.started(capacity=2, idle_target=2)
+    pool = await world.started(capacity=2, size=2)
     dead = world.hypervisor.forks[0]
     dead.die()
     (machine,) = await lease(pool, 1, timeout_s=0.0)
@@ -354,7 +354,7 @@ async def test_a_guest_that_does_not_become_ready_is_destroyed_and_replaced(
 
 
 async def test_a_surplus_machine_ages_out(world: PoolWorld) -> None:
-    pool = await world.started(capacity=3, idle_target=1, max_idle_s=100.0)
+    pool = await world.started(capacity=3, size=1, max_idle_s=100.0)
     held = await lease(pool, 1, timeout_s=1.0)
     world.hypervisor.gates["fork"].clear()
     waiter = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
@@ -405,7 +405,7 @@ async def test_draining_keeps_leased_machines_and_refuses_all_groups(world: Pool
 
 
 async def test_closing_destroys_machines_in_any_state(world: PoolWorld) -> None:
-    pool = await world.started(capacity=3, idle_target=2)
+    pool = await world.started(capacity=3, size=2)
     await lease(pool, 1, timeout_s=1.0)
     world.hypervisor.gates["fork"].clear()
     await lease(pool, 1, timeout_s=1.0)

@@ -5,8 +5,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
 
+from envd.base.config import RunShare
 from envd.base.errors import Draining, EnvdError, GroupTooLarge, PoolExhausted
-from envd.pool.fairness import RunShare, RunShares
+from envd.pool.fairness import RunShares
 from envd.pool.leased import MachineLease
 from envd.pool.pool import Pool
 from tests.support.clock import run_ready

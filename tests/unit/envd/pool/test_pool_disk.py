@@ -9,7 +9,7 @@ from envd.pool.host_room import HostDisk
 from tests.support.clock import run_ready
 from tests.support.pool_world import PoolWorld
 
-POOL = {"capacity": 4, "idle_target": 2, "disk_quota_mib": 100}
+POOL = {"capacity": 4, "size": 2, "disk_quota_mib": 100}
 
 MIB = 1 << 20
 

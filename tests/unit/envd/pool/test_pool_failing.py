@@ -11,7 +11,7 @@ from envd.pool.pool import Pool
 from tests.support.clock import run_ready
 from tests.support.pool_world import PoolWorld, start
 
-POOL = {"idle_target": 1, "failing_after": 3, "backoff_min_s": 1.0, "backoff_max_s": 60.0}
+POOL = {"size": 1, "failing_after": 3, "backoff_min_s": 1.0, "backoff_max_s": 60.0}
 
 ALWAYS = 1000
 
@@ -40,7 +40,7 @@ def ask(pool: Pool, count: int = 1) -> asyncio.Task[MachineLease]:
 
 
 async def test_groups_wait_until_too_many_starts_have_failed_in_a_row(world: PoolWorld) -> None:
-    pool = await world.started(idle_target=0)
+    pool = await world.started(size=0)
     await pool.lease(1, timeout_s=0.0)
     break_forks(world, 2)
     waiting = ask(pool)
@@ -53,7 +53,7 @@ async def test_groups_wait_until_too_many_starts_have_failed_in_a_row(world: Poo
 
 
 async def test_a_failing_pool_refuses_queued_and_new_groups_with_reason_and_retry_time(world: PoolWorld) -> None:
-    pool = await world.started(idle_target=0)
+    pool = await world.started(size=0)
     await pool.lease(1, timeout_s=0.0)
     break_forks(world)
     waiting = [ask(pool), ask(pool, 2)]
@@ -74,7 +74,7 @@ async def test_a_failing_pool_refuses_queued_and_new_groups_with_reason_and_retr
 
 
 async def test_an_unreachable_hypervisor_is_reported_as_the_pools_problem(world: PoolWorld) -> None:
-    pool = await world.started(capacity=4, idle_target=1)
+    pool = await world.started(capacity=4, size=1)
     world.hypervisor.problem = "libvirt cannot be reached"
     assert (pool.statistics().healthy, pool.statistics().problem) == (False, "libvirt cannot be reached")
     assert len((await pool.lease(1, timeout_s=0.0)).machines) == 1, "ready machines can be used"
@@ -83,7 +83,7 @@ async def test_an_unreachable_hypervisor_is_reported_as_the_pools_problem(world:
 
 
 async def test_one_machine_at_a_time_tries_without_demand_and_a_success_closes_the_breaker(world: PoolWorld) -> None:
-    pool = await failing(world, world.make(capacity=4, idle_target=0))
+    pool = await failing(world, world.make(capacity=4, size=0))
     assert breaker(pool) is BreakerState.OPEN
     world.hypervisor.errors["fork"].clear()
     world.hypervisor.gates["fork"].clear()
@@ -114,7 +114,7 @@ async def test_a_failed_try_reopens_the_breaker_for_twice_as_long(world: PoolWor
 
 
 async def test_a_failing_pool_still_leases_ready_machines(world: PoolWorld) -> None:
-    pool = await world.started(capacity=3, idle_target=2)
+    pool = await world.started(capacity=3, size=2)
     held = await pool.lease(1, timeout_s=0.0)
     await run_ready()
     break_forks(world)
@@ -129,7 +129,7 @@ async def test_a_failing_pool_still_leases_ready_machines(world: PoolWorld) -> N
 
 
 async def test_machines_kept_for_a_refused_group_go_to_a_smaller_one(world: PoolWorld) -> None:
-    pool = await world.started(capacity=3, idle_target=1)
+    pool = await world.started(capacity=3, size=1)
     break_forks(world)
     large, small = ask(pool, 3), ask(pool)
     await world.clock.advance(2.9)

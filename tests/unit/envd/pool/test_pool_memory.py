@@ -65,7 +65,7 @@ def test_an_unreadable_meminfo_is_an_error(tmp_path: Path, text: str) -> None:
         read_available_bytes(tmp_path / "none")
 
 
-#: A daemon with 10 machines' worth of available memory, which reports the room for machines of 100 MiB and, told a
+#: A daemon with 10 machines' worth of available memory, which reports the room for machines of 100 MiB and, given a
 #: number, has that many of them.
 DAEMON = """
 import sys
@@ -120,7 +120,7 @@ class Daemon:
 def test_the_daemons_of_a_host_together_never_exceed_its_memory(tmp_path: Path) -> None:
     first, second = Daemon(tmp_path), Daemon(tmp_path)
     try:
-        # In either order: whoever looks second finds nothing until the first has said how much it takes.
+        # In either order: the second finds nothing until the first has reported how much it takes.
         assert sorted([first.room(), second.room()]) == [0, 10]
         first.has(6)
         second.has(0)

@@ -11,7 +11,7 @@ from envd.pool.pool import Pool
 from tests.support.clock import run_ready
 from tests.support.pool_world import PoolWorld
 
-POOL = {"capacity": 4, "idle_target": 1, "max_idle_s": 1e9, "expected_memory_mib": 256}
+POOL = {"capacity": 4, "size": 1, "max_idle_s": 1e9, "expected_memory_mib": 256}
 
 MIB = 1 << 20
 
@@ -44,7 +44,7 @@ async def test_a_group_leases_one_ready_machine_and_fills_reservations_with_fork
 
 
 async def test_idle_machines_are_evicted_for_reservations(world: PoolWorld) -> None:
-    pool = await world.started(idle_target=4)
+    pool = await world.started(size=4)
     assert counts(pool) == (4, 0, 0)
     granted = await pool.lease(1, reserved=2, timeout_s=1.0)
     await run_ready()
@@ -81,7 +81,7 @@ async def test_a_failed_fork_keeps_its_reservation_for_a_retry(world: PoolWorld)
 
 
 async def test_releasing_a_reservation_destroys_its_machine(world: PoolWorld) -> None:
-    pool = await world.started(idle_target=0)
+    pool = await world.started(size=0)
     granted = await pool.lease(0, reserved=2, timeout_s=1.0)
     forks = [await pool.fork(reservation, template(pool)) for reservation in granted.reservations]
     await pool.release(granted.reservations)
@@ -93,7 +93,7 @@ async def test_releasing_a_reservation_destroys_its_machine(world: PoolWorld) ->
 
 
 async def test_releasing_a_reservation_ends_its_fork(world: PoolWorld) -> None:
-    pool = await world.started(idle_target=0)
+    pool = await world.started(size=0)
     (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
     for turns in range(15):
         forking = asyncio.create_task(pool.fork(reservation, template(pool)))
@@ -111,7 +111,7 @@ async def test_releasing_a_reservation_ends_its_fork(world: PoolWorld) -> None:
 
 
 async def test_a_fork_cancelled_at_any_await_keeps_its_reservation_and_no_machine(world: PoolWorld) -> None:
-    pool = await world.started(idle_target=0)
+    pool = await world.started(size=0)
     (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
     for turns in range(20):
         forking = asyncio.create_task(pool.fork(reservation, template(pool)))
@@ -130,7 +130,7 @@ async def test_a_fork_cancelled_at_any_await_keeps_its_reservation_and_no_machin
 
 
 async def test_a_lease_cancelled_at_any_await_returns_machines_and_reservations(world: PoolWorld) -> None:
-    pool = await world.started(idle_target=2)
+    pool = await world.started(size=2)
     for turns in range(30):
         held = await pool.lease(2, reserved=2, timeout_s=1.0)
         waiter = asyncio.create_task(pool.lease(1, reserved=2, timeout_s=60.0))
@@ -181,7 +181,7 @@ async def test_a_fork_for_a_reservation_does_not_count_as_a_spare_machine(world:
 
 
 async def test_forks_for_reservations_count_against_max_starting(world: PoolWorld) -> None:
-    pool = await world.started(idle_target=0, max_starting=2)
+    pool = await world.started(size=0, max_starting=2)
     granted = await pool.lease(0, reserved=4, timeout_s=1.0)
     before = world.hypervisor.counts["fork"]
     world.hypervisor.gates["fork"].clear()
@@ -209,7 +209,7 @@ async def test_a_reservation_names_its_pool() -> None:
 
 
 async def test_a_reservation_gets_a_ready_machine_which_only_loads_its_state(world: PoolWorld) -> None:
-    pool = await world.started(idle_target=3, capacity=8)
+    pool = await world.started(size=3, capacity=8)
     ready = set(world.hypervisor.machines)
     world.hypervisor.gates["fork"].clear()
     granted = await pool.lease(1, reserved=2, timeout_s=1.0)
@@ -226,7 +226,7 @@ async def test_a_reservation_gets_a_ready_machine_which_only_loads_its_state(wor
 
 async def test_spare_machines_start_after_a_fork_that_is_waited_for_unless_a_group_is_queued(world: PoolWorld) -> None:
     # The first ready machine has loaded the template to test it, so it cannot load another state.
-    pool = await world.started(idle_target=3, capacity=8)
+    pool = await world.started(size=3, capacity=8)
     granted = await pool.lease(0, reserved=2, timeout_s=1.0)
     before = len(world.hypervisor.machines)
     await run_ready()
@@ -242,7 +242,7 @@ async def test_spare_machines_start_after_a_fork_that_is_waited_for_unless_a_gro
 
 
 async def test_ready_machines_are_left_to_the_groups_in_the_queue(world: PoolWorld) -> None:
-    pool = await world.started(idle_target=2, capacity=6)
+    pool = await world.started(size=2, capacity=6)
     ready = set(world.hypervisor.machines)
     large = asyncio.create_task(pool.lease(3, timeout_s=60.0))
     await asyncio.sleep(0)
@@ -253,7 +253,7 @@ async def test_ready_machines_are_left_to_the_groups_in_the_queue(world: PoolWor
 
 
 async def test_a_machine_that_dies_while_it_waits_is_replaced_before_its_reservation_is_used(world: PoolWorld) -> None:
-    pool = await world.started(idle_target=0)
+    pool = await world.started(size=0)
     (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
     await run_ready()
     first = world.hypervisor.forks[-1]
@@ -282,7 +282,7 @@ async def test_a_failed_load_keeps_the_reservation_for_a_retry(world: PoolWorld)
 
 
 async def test_machines_of_reservations_are_not_started_during_a_pause_after_a_failure(world: PoolWorld) -> None:
-    pool = await world.started(idle_target=0)
+    pool = await world.started(size=0)
     world.hypervisor.errors["fork"] = [HypervisorError("no more sockets")]
     (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
     await run_ready()
@@ -297,7 +297,7 @@ async def test_machines_of_reservations_are_not_started_during_a_pause_after_a_f
 
 
 async def test_a_lease_does_not_wait_for_the_state_but_its_first_use_does(world: PoolWorld) -> None:
-    pool = await world.started(idle_target=4)
+    pool = await world.started(size=4)
     world.hypervisor.gates["load"].clear()
     machines = (await pool.lease(4, timeout_s=1.0)).machines
     waiting = next(machine for machine in machines if not world.hypervisor.machines[machine.machine_id].is_loaded)
@@ -313,7 +313,7 @@ async def test_a_lease_does_not_wait_for_the_state_but_its_first_use_does(world:
 
 
 async def test_a_machine_whose_state_does_not_load_is_lost_at_its_first_use(world: PoolWorld) -> None:
-    pool = await world.started(idle_target=4)
+    pool = await world.started(size=4)
     world.hypervisor.errors["load"] = [HypervisorError("no such file")] * 4
     machines = (await pool.lease(4, timeout_s=1.0)).machines
     waiting = next(machine for machine in machines if not world.hypervisor.machines[machine.machine_id].is_loaded)
@@ -340,7 +340,7 @@ class Host:
 
 async def test_a_host_host_is_short_gets_no_more_machines_and_reports_it(world: PoolWorld) -> None:
     host = Host(1024 + 2 * 256)
-    pool = await world.started(idle_target=4, memory=host.memory)
+    pool = await world.started(size=4, memory=host.memory)
     assert counts(pool) == (2, 0, 0)
     s = pool.statistics()
     assert s.healthy
@@ -353,7 +353,7 @@ async def test_a_host_host_is_short_gets_no_more_machines_and_reports_it(world: 
 
 
 async def test_a_timeout_reports_a_memory_shortage(world: PoolWorld) -> None:
-    pool = await world.started(idle_target=0, memory=Host(1024 + 2 * 256).memory)
+    pool = await world.started(size=0, memory=Host(1024 + 2 * 256).memory)
     await pool.lease(1, timeout_s=1.0)
     waiter = asyncio.create_task(pool.lease(2, timeout_s=30.0))
     await world.clock.advance(30.0)
@@ -363,7 +363,7 @@ async def test_a_timeout_reports_a_memory_shortage(world: PoolWorld) -> None:
 
 async def test_reservations_hold_memory_like_machines(world: PoolWorld) -> None:
     host = Host(1024 + 3 * 256)
-    pool = await world.started(idle_target=0, memory=host.memory)
+    pool = await world.started(size=0, memory=host.memory)
     granted = await pool.lease(0, reserved=2, timeout_s=1.0)
     waiter = asyncio.create_task(pool.lease(0, reserved=2, timeout_s=60.0))
     await world.clock.advance(5.0)
@@ -386,7 +386,7 @@ async def test_the_template_is_not_booted_without_memory_for_a_machine(world: Po
 
 async def test_a_drained_pool_no_longer_waits_for_memory(world: PoolWorld) -> None:
     host = Host(1024 + 256)
-    pool = await world.started(idle_target=2, memory=host.memory)
+    pool = await world.started(size=2, memory=host.memory)
     assert pool.statistics().problem
     pool.drain()
     await world.clock.advance(60.0)
@@ -395,7 +395,7 @@ async def test_a_drained_pool_no_longer_waits_for_memory(world: PoolWorld) -> No
 
 async def test_pools_leave_each_other_the_expected_growth_of_their_machines(world: PoolWorld) -> None:
     host = Host(1024 + 3 * 256)
-    pools = [await world.started(name, capacity=2, idle_target=2, memory=host.memory) for name in ("one", "other")]
+    pools = [await world.started(name, capacity=2, size=2, memory=host.memory) for name in ("one", "other")]
     assert sum(pool.statistics().idle_count for pool in pools) == 3
     await pools[0].close()
     await world.clock.advance(1.0)

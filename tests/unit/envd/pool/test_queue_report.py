@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from envd.base.config import RunShare
 from envd.pool.admission import AdmissionQueue, WaitingGroup
-from envd.pool.fairness import Demand, RunShare, RunShares
+from envd.pool.fairness import Demand, RunShares
 from envd.pool.queue_report import QueuedGroup, queue_report
 from envd.pool.status import PoolStatus
 from tests.support.stub_episodes import pool_info

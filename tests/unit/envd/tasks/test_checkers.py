@@ -4,7 +4,8 @@ import asyncio
 import base64
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from cuaenv.actions import Done, Fail
@@ -12,12 +13,14 @@ from cuaenv.actions import Done, Fail
 from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive, MachineLost
 from envd.guest.desktop import CommandResult
 from envd.hypervisor.fake.programs import OpenWindow
-from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.checkers.base import GuestInspector, LeafChecker
+from envd.tasks.checkers.evaluate import Evaluation, evaluate
 from envd.tasks.checkers.programs import Process, Window, judge_processes, judge_windows
-from envd.tasks.evaluation import Evaluation
+from envd.tasks.checkers.union import AnyLeafChecker
 from envd.tasks.model import Task
-from envd.tasks.window_list import OpenWindow as ListedWindow
-from envd.tasks.window_list import parse_windows
+from envd.tasks.queries import OpenWindow as ListedWindow
+from envd.tasks.queries import parse_windows
+from envd.tasks.text import CheckOutcome
 from tests.support.memory_desktop import MemoryDesktop
 
 PATH = "/home/user/a.txt"
@@ -332,3 +335,26 @@ async def test_evidence_never_exceeds_its_limit() -> None:
     desktop.files.update({f"/home/user/{'n' * 100}{i}": b"" for i in range(100)})
     checker = {"kind": "directory", "path": "/home/user", "entries": ["x"]}
     assert len((await score_of(checker, desktop)).checks[0].evidence) == 2000
+
+
+def test_checkers_that_are_slow_or_change_or_reveal_something_do_not_run_before_the_start() -> None:
+    skipped = {kind.__name__ for kind in get_args(AnyLeafChecker) if not kind.runs_before_start}
+    assert skipped == {"AgentAnswer", "Command", "CuaGymCheck", "OnScreen", "OsworldEvaluator"}
+
+
+def test_a_checker_must_say_whether_it_runs_before_the_start() -> None:
+    with pytest.raises(TypeError, match="checker Forgetful: runs_before_start is missing"):
+
+        class Forgetful(LeafChecker):
+            @property
+            def subject(self) -> str:
+                return ""
+
+            async def check(self, inspector: GuestInspector) -> CheckOutcome:
+                return CheckOutcome(1.0, "")
+
+
+def test_every_checker_is_documented() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    kinds = [get_args(kind.model_fields["kind"].annotation)[0] for kind in get_args(AnyLeafChecker)]
+    assert [kind for kind in kinds if f"`{kind}`" not in page] == []

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from envd.tasks.checkers.base import FoundFile
 from envd.tasks.checkers.data import DataCheck, judge_data
-from envd.tasks.checkers.inspector import FoundFile
 from envd.tasks.checkers.union import Checker
 from envd.tasks.text import CheckOutcome
 from envd.tasks.values import ValueExpectation, judge_value

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from envd.tasks.checkers.base import FoundFile
 from envd.tasks.checkers.graded_text import GradedText, judge_graded_text
-from envd.tasks.checkers.inspector import FoundFile
 
 PATH = "C:\\out.txt"
 

@@ -4,8 +4,8 @@ import codecs
 
 import pytest
 
+from envd.tasks.checkers.base import FoundFile
 from envd.tasks.checkers.files import FileText, judge_file_text
-from envd.tasks.checkers.inspector import FoundFile
 from envd.tasks.text import TextExpectation, decode, judge_text
 
 PATH = "/home/user/a.txt"

@@ -11,13 +11,11 @@ import pytest
 from envd.base.errors import GuestError
 from envd.guest.agent import CommandResult
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
-from envd.tasks.checkers.cua_gym import CuaGymCheck
-from envd.tasks.cua_gym import CHECK_PARTS, MAX_ARCHIVE_BYTES, SETUP_COMMANDS, archive, judge_check
+from envd.tasks.cua_gym import CHECK_PARTS, MAX_ARCHIVE_BYTES, SETUP_COMMANDS, CuaGymCheck, archive, judge_check
 from envd.tasks.formats.cua_gym import read_bundles
 from envd.tasks.formats.entries import Problem
 from envd.tasks.formats.files import read_tasks
 from envd.tasks.model import Task
-from envd.tasks.start_check import _SKIPPED
 from envd.tasks.verbs import CuaGymSetup
 
 SCORE = b'{"overall_score": 0.5, "subscores": {"total": 0.5}, "errors": []}\n'
@@ -75,7 +73,7 @@ def test_the_agents_files_the_hidden_ones_and_the_truth_travel_apart(tmp_path: P
 
 
 def test_the_truth_is_never_staged_to_check_a_start() -> None:
-    assert CuaGymCheck in _SKIPPED
+    assert not CuaGymCheck.runs_before_start
 
 
 @pytest.mark.parametrize(

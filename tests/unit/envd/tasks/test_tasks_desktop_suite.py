@@ -6,9 +6,9 @@ from cuaenv.actions import Action, Click, Done, Drag, Fail, MouseDown, Move, Pre
 from envd.guest.agent import CommandResult
 from envd.hypervisor.fake.programs import OpenWindow
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.checkers.answers import AgentAnswer
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.files import FileText
+from envd.tasks.checkers.session import AgentAnswer
 from envd.tasks.checkers.union import leaves
 from envd.tasks.model import Task
 from envd.tasks.oracle import split_step

@@ -11,8 +11,8 @@ from cuaenv.actions import (
 )
 from pydantic import ValidationError
 
-from envd.tasks.checkers.answers import AgentAnswer
 from envd.tasks.checkers.files import FileText
+from envd.tasks.checkers.session import AgentAnswer
 from envd.tasks.checkers.union import leaves
 from envd.tasks.model import Task
 from envd.tasks.oracle import parse_action
@@ -97,8 +97,8 @@ def test_absolute_paths_of_both_systems_are_accepted(path: str) -> None:
         ({"kind": "file_bytes", "path": "/a"}, "either sha256 or base64"),
         ({"kind": "file_bytes", "path": "/a", "base64": "??"}, "not base64"),
         ({"kind": "command", "argv": ["true"], "exit_code": None}, "give exit_code, stdout or both"),
-        ({"kind": "answer", "equals": " "}, "empty answer must not be right"),
-        ({"kind": "answer", "matches": ".*"}, "empty answer must not be right"),
+        ({"kind": "answer", "equals": " "}, "empty text must not be right"),
+        ({"kind": "answer", "matches": ".*"}, "empty text must not be right"),
         (None, "required, unless the task is infeasible"),
     ],
 )

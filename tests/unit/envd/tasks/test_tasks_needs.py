@@ -5,8 +5,7 @@ from pydantic import ValidationError
 
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.model import Task
-from envd.tasks.needs import Offer, split_by_needs
+from envd.tasks.model import Offer, Task, split_by_needs
 
 NOTHING: frozenset[str] = frozenset()
 POWERSHELL = frozenset({"powershell"})

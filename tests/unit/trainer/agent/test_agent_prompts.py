@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from trainer.agent import prompts, tree
+from trainer.agent import prompts
 from trainer.agent.coordinates import CoordinateSpace
 from trainer.agent.grammars import Picture
 from trainer.agent.settings import AgentSettings
@@ -48,21 +48,21 @@ def png() -> bytes:
 
 
 def test_a_tree_is_in_the_models_units_and_omits_empty_elements() -> None:
-    assert tree.lines(SHOWN, SPACE, max_chars=1000).splitlines() == RENDERED
-    assert tree.boxes(SHOWN) == ((60, 70, 40, 20), (100, 100, 200, 100))
+    assert prompts.tree_lines(SHOWN, SPACE, max_chars=1000).splitlines() == RENDERED
+    assert prompts.boxes_of(SHOWN) == ((60, 70, 40, 20), (100, 100, 200, 100))
 
 
 def test_a_tree_is_cut_at_the_end_of_a_line_and_counts_the_missing_elements() -> None:
     fits = len("\n".join(RENDERED))
-    assert tree.lines(SHOWN, SPACE, max_chars=fits).splitlines() == RENDERED
-    assert tree.lines(SHOWN, SPACE, max_chars=fits - 1).splitlines() == [*RENDERED[:2], "(1 more)"]
-    assert tree.lines(SHOWN, SPACE, max_chars=1000, left_out_count=7).splitlines() == [*RENDERED, "(7 more)"]
-    assert tree.lines(SHOWN, SPACE, max_chars=10, left_out_count=7) == "(10 more)"
+    assert prompts.tree_lines(SHOWN, SPACE, max_chars=fits).splitlines() == RENDERED
+    assert prompts.tree_lines(SHOWN, SPACE, max_chars=fits - 1).splitlines() == [*RENDERED[:2], "(1 more)"]
+    assert prompts.tree_lines(SHOWN, SPACE, max_chars=1000, left_out_count=7).splitlines() == [*RENDERED, "(7 more)"]
+    assert prompts.tree_lines(SHOWN, SPACE, max_chars=10, left_out_count=7) == "(10 more)"
 
 
 @given(st.integers(1, 400), st.integers(0, 3))
 def test_no_tree_exceeds_its_limit(max_chars: int, left_out_count: int) -> None:
-    text = tree.lines(SHOWN * 3, SPACE, max_chars=max_chars, left_out_count=left_out_count)
+    text = prompts.tree_lines(SHOWN * 3, SPACE, max_chars=max_chars, left_out_count=left_out_count)
     assert len(text) <= max(max_chars, len("(12 more)"))
 
 

@@ -93,3 +93,8 @@ def test_the_instructions_show_the_form_of_a_reply(name: str) -> None:
         assert stop in instructions or name == "tags"
     if name != "verbs":
         assert "1311" in instructions or "1312" in instructions
+
+
+def test_every_grammar_is_documented() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "agent.md").read_text(encoding="utf-8")
+    assert [name for name in GRAMMARS if f"`{name}`" not in page] == []

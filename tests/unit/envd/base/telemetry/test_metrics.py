@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from envd.base.loop_lag import LoopLag
+from envd.base.clock import LoopLag
 from envd.base.telemetry.host import HostCollector
 from envd.base.telemetry.metrics import TOTAL, Metrics
 from envd.pool.backoff import BreakerState

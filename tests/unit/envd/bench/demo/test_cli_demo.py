@@ -93,9 +93,9 @@ def test_a_demo_has_capacity_for_group_and_branches_free_ports_and_its_own_state
     )
     own = demo_config(served)
     assert (own.listen, own.metrics_listen, own.state_dir) == ("127.0.0.1:0", "127.0.0.1:0", tmp_path / "demo")
-    assert own.hypervisor_uri == f"qemu:///embed?root={tmp_path}/demo/libvirt"
+    assert own.hypervisor.uri == ""
     assert own.pools.keys() == {"desktop"}
-    assert (own.pools["desktop"].machine_limit, own.pools["desktop"].memory_mib) == (7, 2048)
+    assert (own.pools["desktop"].capacity, own.pools["desktop"].memory_mib) == (7, 2048)
 
 
 def test_a_demo_passes_only_with_every_reward_as_expected() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envd.base.errors import GuestError, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
+from envd.base.errors import GuestError, HypervisorError, MachineLost, NotForkable
 from envd.guest.agent import GuestAgent, guest_machine_id, renew_identity
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, FakeMachine, FakeSnapshot, Faults, fake_image
 from envd.hypervisor.machine import MachineSpec, MachineState
@@ -300,13 +300,9 @@ async def test_a_stored_template_outlives_its_daemon() -> None:
     assert (host.machines, host.captures) == ({}, {})
 
 
-async def test_a_corrupt_template_is_reported_once_and_removed(
-    hypervisor: FakeHypervisor, template: FakeSnapshot
-) -> None:
+async def test_a_removed_template_can_be_made_again(hypervisor: FakeHypervisor, template: FakeSnapshot) -> None:
     machine = await running_fork(hypervisor, template, "before")
-    hypervisor.host.corrupt_templates()
-    with pytest.raises(TemplateCorrupt):
-        await hypervisor.find_template(SPEC)
+    hypervisor.host.templates.clear()
     assert await hypervisor.find_template(SPEC) is None
     assert await ask(machine, "guest-ping") == {}
     assert (await make_template(hypervisor)).digest == template.digest
@@ -317,7 +313,7 @@ async def test_a_machine_that_cannot_become_a_template_is_destroyed(
     hypervisor: FakeHypervisor, template: FakeSnapshot
 ) -> None:
     fork = await hypervisor.fork(template, "fork")
-    hypervisor.host.delete_templates()
+    hypervisor.host.templates.clear()
     hypervisor.faults = Faults(boot_delay_s=10)
     booting = await hypervisor.create(replace(SPEC, machine_id="booting"))
     hypervisor.faults = Faults(freeze_error="disk full")
@@ -327,7 +323,7 @@ async def test_a_machine_that_cannot_become_a_template_is_destroyed(
             await hypervisor.freeze(machine, notes={})
         with pytest.raises(MachineLost):
             await hypervisor.freeze(machine, notes={})
-    assert hypervisor.leftover_ids == frozenset()
+    assert hypervisor.machines == {}
     assert await hypervisor.find_template(SPEC) is None
 
 
@@ -340,17 +336,17 @@ async def test_a_capture_exists_until_nothing_depends_on_it(hypervisor: FakeHype
     second = await hypervisor.capture(child)
     await first.discard()
     await child.destroy()
-    assert hypervisor.leftover_captures == {first.name, second.name}, "the second depends on the first"
+    assert set(hypervisor.host.captures) == {first.name, second.name}, "the second depends on the first"
     grandchild = await hypervisor.fork(second, "grandchild")
     await second.discard()
     with pytest.raises(HypervisorError, match="discarded"):
         await hypervisor.fork(second, "late")
     assert repr(second).endswith("of 'child' | 1 holders>")
     grandchild.kill("killed")
-    assert hypervisor.leftover_captures == {first.name, second.name}
+    assert set(hypervisor.host.captures) == {first.name, second.name}
     await grandchild.destroy()
-    assert hypervisor.leftover_captures == frozenset()
-    assert hypervisor.leftover_ids == {"parent"}
+    assert hypervisor.host.captures == {}
+    assert set(hypervisor.machines) == {"parent"}
 
 
 async def test_a_second_daemon_removes_the_captures_of_the_first() -> None:
@@ -363,7 +359,7 @@ async def test_a_second_daemon_removes_the_captures_of_the_first() -> None:
     assert template is not None
     own = await second.capture(await second.fork(template, "new"))
     assert await second.reap() == ["old"]
-    assert second.leftover_captures == {own.name}
+    assert set(second.host.captures) == {own.name}
     await second.machines["new"].destroy()
 
 
@@ -436,7 +432,7 @@ async def test_a_failed_fork_leaves_nothing(hypervisor: FakeHypervisor, template
     forking.cancel()
     with suppress(asyncio.CancelledError):
         await forking
-    assert hypervisor.leftover_ids == frozenset()
+    assert hypervisor.machines == {}
     assert template.holder_count == 0
 
 
@@ -453,7 +449,7 @@ async def test_a_failed_capture_leaves_the_machine_unchanged(hypervisor: FakeHyp
     with pytest.raises(HypervisorError, match="disk full"):
         await capturing
     assert parent.state is MachineState.RUNNING
-    assert hypervisor.leftover_captures == frozenset()
+    assert hypervisor.host.captures == {}
 
 
 async def test_a_machine_killed_during_its_capture_is_lost(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:
@@ -463,7 +459,7 @@ async def test_a_machine_killed_during_its_capture_is_lost(hypervisor: FakeHyper
     parent.kill("out of memory")
     with pytest.raises(MachineLost, match="out of memory"):
         await capturing
-    assert hypervisor.leftover_captures == frozenset()
+    assert hypervisor.host.captures == {}
 
 
 async def test_a_machine_that_cannot_be_captured_is_unchanged(hypervisor: FakeHypervisor, parent: FakeMachine) -> None:

@@ -11,6 +11,7 @@ from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, Mac
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
 from envd.hypervisor.machine import Accelerator, MachineSpec, MachineState
 from tests.support.fake_agent import ask
+from tests.support.hostile import AgentAttack, hostile_agent
 
 SPEC = MachineSpec(
     machine_id="one", image=replace(fake_image(), has_guestd=False), screen_width_px=480, screen_height_px=320
@@ -28,14 +29,14 @@ async def test_an_id_is_used_once(hypervisor: FakeHypervisor) -> None:
 async def test_a_screen_that_is_too_small_is_rejected(hypervisor: FakeHypervisor) -> None:
     with pytest.raises(HypervisorError, match="at least 480x320"):
         await hypervisor.create(replace(SPEC, screen_width_px=100))
-    assert hypervisor.leftover_ids == frozenset()
+    assert hypervisor.machines == {}
 
 
 async def test_a_failed_create_leaves_nothing(hypervisor: FakeHypervisor) -> None:
     hypervisor.faults = Faults(create_error="no memory left")
     with pytest.raises(HypervisorError, match="no memory left"):
         await hypervisor.create(SPEC)
-    assert hypervisor.leftover_ids == frozenset()
+    assert hypervisor.machines == {}
 
 
 async def test_the_guest_does_not_respond_before_the_boot_ends(hypervisor: FakeHypervisor) -> None:
@@ -55,7 +56,7 @@ async def test_a_boot_that_fails_loses_the_machine(hypervisor: FakeHypervisor) -
         await ask(machine, "guest-ping")
     assert machine.lost_reason == "kernel panic"
     assert hypervisor.live_machine_ids == frozenset()
-    assert hypervisor.leftover_ids == {"one"}
+    assert set(hypervisor.machines) == {"one"}
 
 
 async def test_a_silent_agent_hits_the_callers_deadline(hypervisor: FakeHypervisor) -> None:
@@ -76,13 +77,13 @@ async def test_a_silent_agent_hits_the_callers_deadline(hypervisor: FakeHypervis
     ],
 )
 async def test_a_hostile_agent_fails_its_own_command(
-    hypervisor: FakeHypervisor, attack: str, command: str, problem: str
+    hypervisor: FakeHypervisor, attack: AgentAttack, command: str, problem: str
 ) -> None:
     machine = await hypervisor.create(SPEC)
-    machine.inject(agent_attack=attack)
+    machine.inject(agent=hostile_agent(attack))
     with pytest.raises(GuestUnresponsive, match=problem):
         await machine.agent_command(command, timeout_s=60)
-    machine.inject(agent_attack="")
+    machine.inject(agent=None)
     assert await ask(machine, "guest-ping") == {}
 
 
@@ -188,7 +189,7 @@ async def test_a_second_daemon_reaps_the_machines_of_the_first() -> None:
     assert await second.reap() == []
     assert second.live_machine_ids == {"two"}
     await second.machines["two"].destroy()
-    assert first.leftover_ids == frozenset()
+    assert first.machines == {}
 
 
 async def test_usage_counts_drawn_and_written_bytes(hypervisor: FakeHypervisor) -> None:

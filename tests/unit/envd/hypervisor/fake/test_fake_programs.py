@@ -2,9 +2,8 @@
 
 import pytest
 
-from envd.hypervisor.fake.clock import GuestClock
 from envd.hypervisor.fake.files import GuestFiles
-from envd.hypervisor.fake.programs import Outcome, Programs
+from envd.hypervisor.fake.programs import GuestClock, Outcome, Programs
 
 
 @pytest.fixture

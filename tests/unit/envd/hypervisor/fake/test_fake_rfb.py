@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Rect
-from envd.hypervisor.fake.faults import DisplayAttack
 from envd.hypervisor.fake.wires.rfb import RfbConnection
+from tests.support.hostile import DisplayAttack, display_update
 
 RAW = 0
 DESKTOP_SIZE = -223
@@ -139,13 +139,13 @@ def test_a_hostile_display_answers_each_request_until_the_attack_ends(
     attack: DisplayAttack, count: int, first: tuple[int, ...]
 ) -> None:
     viewer = Viewer(DESKTOP_SIZE)
-    viewer.server.attack(attack)
+    viewer.server.answer_with(display_update(attack))
     for _ in range(2):
         viewer.request(incremental=True)
         viewer.time_passes()
         rects = viewer.rects()
         assert (len(rects), rects[0]) == (count, first)
-    viewer.server.attack("")
+    viewer.server.answer_with(b"")
     viewer.request(incremental=True)
     viewer.time_passes()
     assert viewer.rects() == [(0, 0, 8, 4, RAW)]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from envd.hypervisor.qemu.killing import killed, process_ended, process_exits
+from envd.hypervisor.qemu.processes import killed, process_ended, process_exits
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import sys
 # A process of its own: a subreaper stays one, and collects the children of all tests.
 SCRIPT = """
 import os, subprocess, sys, time
-from envd.hypervisor.qemu.orphans import collect_orphans
+from envd.hypervisor.qemu.processes import collect_orphans
 
 DAEMON = '''
 import os, time

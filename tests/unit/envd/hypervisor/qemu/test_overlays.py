@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from envd.base.errors import HypervisorError
-from envd.hypervisor.qemu.snapshots.overlays import copy_file, copy_overlay, create_overlay, set_backing_file
+from envd.hypervisor.qemu.snapshots.files import copy_file, copy_overlay, create_overlay, set_backing_file
 
 
 def qemu_img(*arguments: str) -> str:

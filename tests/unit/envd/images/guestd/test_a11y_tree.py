@@ -10,8 +10,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from envd.images.guestd.a11y.helper import run_query
-from envd.images.guestd.a11y.tree import TreeBuilder, terminal_text
+from envd.images.guestd.a11y.helper import TreeBuilder, run_query, terminal_text
 
 
 class State:

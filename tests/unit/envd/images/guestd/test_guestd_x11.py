@@ -22,8 +22,7 @@ from envd.guest.guestd import GuestdClient
 from envd.images.guestd.guest import Guest
 from envd.images.guestd.messages import Request
 from envd.images.guestd.routes import respond
-from envd.images.guestd.x11 import X11, Window
-from envd.images.guestd.xkb import Xkb
+from envd.images.guestd.x11 import X11, Window, Xkb
 from tests.support.local_guestd import serve_guestd
 
 WIDTH, HEIGHT = 800, 600

@@ -6,7 +6,7 @@ import zlib
 
 from PIL import Image
 
-from envd.images.guestd.png import Cursor, encode_png
+from envd.images.guestd.x11 import Cursor, encode_png
 
 
 def test_a_screen_is_encoded_with_its_pointer_clipped_at_the_edge() -> None:

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from envd.images.guestd.messages import HttpError, Request, Response, json_response
-from envd.images.guestd.replays import Replays
-from envd.images.guestd.timed_lock import TimedLock
+from envd.images.guestd.processes import TimedLock
+from envd.images.guestd.server import Replays
 
 
 def request(body: bytes = b"{}", path: str = "/execute") -> Request:

@@ -19,7 +19,7 @@ from envd.base.errors import GuestError, GuestUnresponsive, ImageError, MachineL
 from envd.hypervisor.machine import Accelerator, MachineSpec
 from envd.hypervisor.qemu.domain_xml import MachineFiles
 from envd.hypervisor.qemu.driver import LibvirtHypervisor
-from envd.hypervisor.qemu.snapshots.overlays import create_overlay
+from envd.hypervisor.qemu.snapshots.files import create_overlay
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.images.windows import build as build_module
 from envd.images.windows.build import BuildLimits, build_windows

@@ -20,8 +20,7 @@ from envd.base.channels import GuestChannels
 from envd.guest.agent import GuestAgent
 from envd.hypervisor.qemu.agent_channel import AgentChannel
 from envd.images.wineagent.commands import Commands
-from envd.images.wineagent.drive import Drive
-from envd.images.wineagent.files import Files
+from envd.images.wineagent.drive import Drive, Files
 from envd.images.wineagent.processes import Processes
 from envd.images.wineagent.scripts import Scripts
 from envd.images.wineagent.shell import Shell

@@ -8,13 +8,12 @@ import pytest
 from envd.guest.a11y import parse_tree
 from envd.guest.powershell import Script, powershell
 from envd.hypervisor.machine import GuestOs
-from envd.images.wineagent.accessibility import tree
-from envd.images.wineagent.scripts import Output
-from envd.tasks.checkers.inspector import GuestInspector
+from envd.images.wineagent.scripts import Output, tree
+from envd.tasks.checkers.base import GuestInspector
+from envd.tasks.checkers.data import Registry
 from envd.tasks.checkers.programs import Process
-from envd.tasks.checkers.registry import Registry
+from envd.tasks.queries import OpenWindow, parse_windows
 from envd.tasks.values import ValueExpectation
-from envd.tasks.window_list import OpenWindow, parse_windows
 from tests.support.stubs import StubDesktop
 
 from .conftest import World

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.images.wineagent.drive import Drive
-from envd.images.wineagent.errors import AgentError
+from envd.images.wineagent.drive import AgentError, Drive
 from envd.images.wineagent.shell import Shell, await_screen, set_desktop_size
 
 #: Is ready, then answers each request with a number that counts up; ends at `end`, and does not answer `hang`.

@@ -10,8 +10,9 @@ from envd.base.errors import OsworldError
 from envd.hypervisor.machine import GuestOs
 from envd.integrations.osworld.catalogue import desktop_task, osworld_tasks
 from envd.integrations.osworld.files import read_files
-from envd.tasks.assets import AssetRef, assets_of
+from envd.tasks.assets import assets_of
 from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.fields import AssetRef
 from envd.tasks.osworld import asset_urls
 
 TASK: dict[str, Any] = {
