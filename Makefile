@@ -258,7 +258,7 @@ vm-test: deps $(STAMP) image ## Run only the tests on real machines
 	@$(BIN)/python -m pytest $(BY_TWO) -m vm tests
 
 docs: $(STAMP) ## Generate docs/api.md, the table of docs/suite.md and the plots of docs/benchmarks.md
-	@$(BIN)/python docs/generate_api.py && $(BIN)/python docs/generate_suite.py && $(BIN)/envd bench plot docs/benchmarks
+	@$(BIN)/python docs/generate_api.py && $(BIN)/python docs/generate_client.py && $(BIN)/python docs/generate_suite.py && $(BIN)/envd bench plot docs/benchmarks
 
 format: $(STAMP) ## Format the code and fix lint errors
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .

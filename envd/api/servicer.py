@@ -56,12 +56,10 @@ from envd.base.telemetry.logs import bound
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import listing_key
 from envd.guest.observation import EncodedFrame, Encoding, ObservationOptions
-from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 
 #: Episodes whose screen size is cached; the oldest are dropped and queried again.
 MAX_REMEMBERED_SCREENS = 4096
-#: Tasks looked up by id in one iteration of the event loop.
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Item = TypeVar("Item")

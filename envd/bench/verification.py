@@ -194,7 +194,7 @@ async def _play_policy(task: Task, policy: Policy, episode: AsyncEpisode, *, run
     problems: list[str] = []
 
     def on_step(_actions: tuple[Action, ...], result: StepResult) -> None:
-        problems.extend(f"step {result.step_count - 1}: {error}" for error in result.errors if error)
+        problems.extend(f"step {result.step_count - 1}: {error}" for error in result.errors)
 
     try:
         await play(episode, policy.steps(task), os=task.os, runs_guests=runs_guests, on_step=on_step)

@@ -1,10 +1,11 @@
 """What the commands that call a running daemon share: its address, TLS and token, errors, and columns of episodes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from enum import StrEnum
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from cuaenv.cli import terminal
@@ -65,6 +66,15 @@ class SortKey(StrEnum):
     STATE = "state"
 
 
+_SORT_VALUES: Final[Mapping[SortKey, Callable[[EpisodeInfo], Any]]] = {
+    SortKey.AGE: attrgetter("create_time"),
+    SortKey.LEASE: attrgetter("expire_time"),
+    SortKey.STEPS: attrgetter("step_count"),
+    SortKey.TASK: attrgetter("task_id"),
+    SortKey.RUN: attrgetter("run"),
+    SortKey.POOL: attrgetter("pool"),
+    SortKey.STATE: attrgetter("state.value"),
+}
 Sort = Annotated[SortKey, typer.Option("--sort", help="Column to sort episodes by.")]
 Reverse = Annotated[bool, typer.Option("--reverse", help="Sort in descending order.")]
 
@@ -92,26 +102,8 @@ def selected(
     episodes: Iterable[EpisodeInfo], *, pool: str | None, run: str | None, sort: SortKey, reverse: bool
 ) -> list[EpisodeInfo]:
     """Return the episodes that the filters admit, sorted; those equal by `sort` are sorted by age, oldest first."""
-
-    def value(episode: EpisodeInfo) -> tuple[str, float]:
-        match sort:
-            case SortKey.AGE:
-                return "", episode.create_time.timestamp()
-            case SortKey.LEASE:
-                return "", episode.expire_time.timestamp()
-            case SortKey.STEPS:
-                return "", episode.step_count
-            case SortKey.TASK:
-                return episode.task_id, 0.0
-            case SortKey.RUN:
-                return episode.run, 0.0
-            case SortKey.POOL:
-                return episode.pool, 0.0
-            case SortKey.STATE:
-                return episode.state.value, 0.0
-
     chosen = [each for each in episodes if pool in {None, each.pool} and run in {None, each.run}]
-    return sorted(sorted(chosen, key=lambda each: each.create_time), key=value, reverse=reverse)
+    return sorted(sorted(chosen, key=attrgetter("create_time")), key=_SORT_VALUES[sort], reverse=reverse)
 
 
 def episode_fields(episode: EpisodeInfo) -> dict[str, object]:

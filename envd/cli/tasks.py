@@ -8,13 +8,15 @@ from typing import Annotated
 import typer
 from cuaenv.cli.lazy import lazy_group
 from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, out
+from cuaenv.client import AsyncEnvClient
+from cuaenv.client import Task as ServedTask
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from envd.base.config import Config
-from envd.base.terminal import reports_errors
 from envd.cli.options import with_settings
+from envd.cli.remote import CALL_TIMEOUT, TlsCa, TlsCert, TlsKey, open_client, reports_errors
 from envd.cli.tasks_fetch import fetch_all, print_fetched
 from envd.cli.tasks_oracles import oracles
 from envd.daemon.suites import inspect_tasks, load_tasks
@@ -40,26 +42,39 @@ app.command("oracles")(oracles)
 @app.command("list")
 @reports_errors
 @with_settings("tasks", "hypervisor")
-def list_(settings: Config, *, as_json: Json = False) -> None:
-    """List the tasks of the built-in suite and of the configuration.
+def list_(
+    settings: Config,
+    *,
+    envd: Annotated[
+        str, typer.Option("--envd", metavar="HOST:PORT", help="List the tasks that this running daemon serves.")
+    ] = "",
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: Json = False,
+) -> None:
+    """List the tasks of the built-in suite and of the configuration, or of a running daemon.
 
     Of a template the plain variant is listed, with how many there are: TASK?seed=N is another. A terminal shows
     the beginning of each instruction.
     """
-    catalogue = load_tasks(settings)
-    found = catalogue.list()
+    if envd:
+        client = open_client(envd, ca=tls_ca, cert=tls_cert, key=tls_key)
+        summaries = [_served_summary(task) for task in asyncio.run(_served(client))]
+    else:
+        catalogue = load_tasks(settings)
+        summaries = [_summary(task, catalogue) for task in catalogue.list()]
     if as_json:
-        emit_json({"tasks": [_summary(task, catalogue) for task in found]})
+        emit_json({"tasks": summaries})
         return
     table = Table("task", box=None, pad_edge=False)
     table.columns[0].overflow = "fold"  # Ids are copied, so none is shortened.
     for heading in ("level", "split", "variants"):
         table.add_column(heading, no_wrap=True)
     table.add_column("instruction", min_width=16)
-    for task in found:
-        count = catalogue.variant_count(task.task_id)
-        instruction = Text(" ".join(task.instruction.split()), no_wrap=True, overflow="ellipsis")
-        table.add_row(task.task_id, str(task.level), split_of(task), str(count), instruction)
+    for task in summaries:
+        instruction = Text(" ".join(str(task["instruction"]).split()), no_wrap=True, overflow="ellipsis")
+        table.add_row(*(str(task[key]) for key in ("task_id", "level", "split", "variant_count")), instruction)
     out.print(table, markup=False)
 
 
@@ -171,3 +186,14 @@ def _summary(task: Task, catalogue: TaskCatalogue) -> dict[str, object]:
         "runnable": None if obstacles is None else not obstacles,
         "oracle_step_count": len(task.oracle),
     }
+
+
+async def _served(client: AsyncEnvClient) -> list[ServedTask]:
+    async with client:
+        return await client.list_tasks(timeout=CALL_TIMEOUT)
+
+
+def _served_summary(task: ServedTask) -> dict[str, object]:
+    """Return the fields of `_summary` that a daemon reports."""
+    names = ("task_id", "level", "domain", "split", "variant_count", "instruction", "max_steps", "runnable")
+    return {name: getattr(task, name) for name in names}

@@ -28,6 +28,7 @@ from envd.episodes.types import ForkCommand, GroupResult, ResetCommand
 from envd.guest.observation import ObservationOptions
 from envd.pool.pool import Pool
 from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.model import Task
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +141,8 @@ class Opening:
         obstacles = self._tasks.obstacles(task)
         if obstacles:
             raise SetupFailed(
-                f"task {task.task_id}: cannot run on this host: {'; '.join(obstacles)}; choose a task that ListTasks shows"
-                " as runnable, or set tasks.check_obstacles = false to run it anyway"
+                f"task {task.task_id}: cannot run on this host: {'; '.join(obstacles)}; choose a task that ListTasks"
+                " shows as runnable, or set tasks.check_obstacles = false to run it anyway"
             )
 
     async def fork(self, command: ForkCommand) -> GroupResult:

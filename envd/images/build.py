@@ -7,13 +7,15 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
+from importlib.resources import files
 from pathlib import Path
 
 from envd.base.errors import ImageError
+from envd.base.tools import run_tool
 from envd.hypervisor.machine import Firmware, GuestOs
 from envd.images.catalogue import PACKAGES_FILE, Image, ImageCatalogue, file_sha256
 from envd.images.recipe import (
@@ -24,6 +26,8 @@ from envd.images.recipe import (
     overlay_files,
     recipe_digest,
 )
+
+_run = partial(run_tool, error=ImageError, environment={"SOURCE_DATE_EPOCH": "1700000000", "LC_ALL": "C.UTF-8"})
 
 #: Quiet, with fixed interface names, and without mitigations and watchdogs, which are slow in an emulated guest.
 KERNEL_CMDLINE = (
@@ -36,70 +40,9 @@ KERNEL_CMDLINE = (
 _WINE_CMDLINE = "clearcpuid=smap"
 
 #: Services of a general-purpose system that this desktop does not need.
-_MASKED_UNITS = (
-    "apt-daily-upgrade.timer",
-    "apt-daily.timer",
-    "cryptsetup.target",
-    "dev-hugepages.mount",
-    "dev-mqueue.mount",
-    "dpkg-db-backup.timer",
-    "e2scrub_all.timer",
-    "e2scrub_reap.service",
-    "fstrim.timer",
-    "getty@tty1.service",
-    "integritysetup.target",
-    "kmod-static-nodes.service",
-    "proc-sys-fs-binfmt_misc.automount",
-    "serial-getty@ttyS0.service",
-    "sys-fs-fuse-connections.mount",
-    "sys-kernel-config.mount",
-    "sys-kernel-debug.mount",
-    "sys-kernel-tracing.mount",
-    "systemd-ask-password-console.path",
-    "systemd-ask-password-wall.path",
-    "systemd-binfmt.service",
-    "systemd-boot-system-token.service",
-    "systemd-firstboot.service",
-    "systemd-journal-flush.service",
-    "systemd-machine-id-commit.service",
-    "systemd-network-generator.service",
-    "systemd-pcrphase-sysinit.service",
-    "systemd-pcrphase.service",
-    "systemd-pstore.service",
-    "systemd-repart.service",
-    "systemd-sysusers.service",
-    "systemd-timesyncd.service",
-    "systemd-update-utmp-runlevel.service",
-    "systemd-update-utmp.service",
-    "veritysetup.target",
-)
+_MASKED_UNITS = (files("envd.images") / "packages" / "masked-units.txt").read_text().split()
 
-_CUSTOMIZE = r"""
-set -eu
-root="$1"
-run() { chroot "$root" "$@"; }
-run useradd --create-home --shell /bin/bash user
-# No password: only the desktop session uses the account, never a login.
-run usermod --lock user
-run chown -R user:user /home/user
-echo desktop > "$root/etc/hostname"
-printf '127.0.0.1 localhost desktop\n::1 localhost\n' > "$root/etc/hosts"
-# Not empty: systemd would treat the boot as the first and enable units for seconds. The kernel command line sets each
-# machine's own id.
-echo 00000000000000000000000000000001 > "$root/etc/machine-id"
-# Compiled once at build, instead of by every guest at every start.
-run python3 -m compileall -q --invalidation-mode unchecked-hash /usr/lib/envd
-# Without a cache every program of the session first scans hundreds of fonts.
-run env -u SOURCE_DATE_EPOCH fc-cache --force --system-only
-ls "$root"/var/cache/fontconfig/*.cache-* >/dev/null
-run systemctl enable envd-desktop.service
-run systemctl enable qemu-guest-agent.service >/dev/null 2>&1 || true
-run systemctl set-default multi-user.target
-run systemctl mask __MASKED__ >/dev/null 2>&1
-run update-initramfs -u
-if [ -e "$root/usr/lib/envd/customize" ]; then run /usr/lib/envd/customize; fi
-rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/* "$root"/tmp/*
-"""
+_CUSTOMIZE = (files("envd.images") / "customize.sh").read_text()
 
 #: Files that guests never read; without them the image is a third smaller.
 _EXCLUDED_PATHS = (
@@ -287,38 +230,6 @@ class _InstallProgress:
             self._report(f"installing {match[1].partition(':')[0]}", fraction)
         elif line.startswith("I: "):
             self._report(line[3:].strip(), 0.1 + 0.7 * min(1.0, self._count / self._EXPECTED_LINES))
-
-
-def _run(command: list[str], *, what: str, on_line: Callable[[str], None] | None = None) -> None:
-    """Run a tool. If interrupted, terminate it and wait until it has cleaned up (mmdebstrap unmounts).
-
-    Raises:
-        ImageError: It failed; the message has the end of its output.
-    """
-    tail: list[str] = []
-    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000", "LC_ALL": "C.UTF-8"}
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=environment,
-        start_new_session=True,
-    ) as process:
-        try:
-            for line in process.stdout or ():
-                tail = [*tail[-24:], line.rstrip()]
-                if on_line:
-                    on_line(line)
-            status = process.wait()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
-            raise
-    if status != 0:
-        raise ImageError(f"{what} failed with status {status}:\n" + "\n".join(tail))
 
 
 def _copy_kernel(root: Path, directory: Path) -> None:

@@ -242,8 +242,15 @@ _BY_WIRE_NAME = {form.wire_name: form for form in FORMS.values()}
 
 
 def to_proto(action: Action) -> env_pb2.Action:
-    """Return the protobuf message of an action. Raises: ValueError: only one of x and y is given."""
-    form = _BY_KIND[type(action)]
+    """Return the protobuf message of an action.
+
+    Raises:
+        TypeError: It is not an action.
+        ValueError: Only one of x and y is given.
+    """
+    form = _BY_KIND.get(type(action))
+    if form is None:
+        raise TypeError(f"{action!r} is not an action; step takes actions such as Click(x=640, y=400)")
     message = getattr(env_pb2, form.kind.__name__)()
     for name, (x_field, y_field) in form.points.items():
         x, y = getattr(action, x_field.name), getattr(action, y_field.name)

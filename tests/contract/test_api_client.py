@@ -62,7 +62,12 @@ async def test_an_episode_is_stepped_scored_and_closed(client: AsyncEnvClient, e
         assert (episode.instruction, episode.max_steps, episode.state) == (f"Do {TASK}.", 9, State.ACTIVE)
         assert episode.observation.image.size == (1280, 800)
         step = await episode.step(Click(640, 400), TypeText("Hello"), PressKeys(["ctrl", "s"]))
-        assert (step.errors, step.done, step.step_count, step.observation.settled) == (("", "", ""), False, 1, True)
+        assert (step.action_errors, step.done, step.step_count, step.observation.settled) == (
+            ("", "", ""),
+            False,
+            1,
+            True,
+        )
         last = await episode.step(Done())
         assert (last.done, last.state, last.end_reason) == (True, State.TERMINATED, "AGENT_DONE")
         evaluation = await episode.evaluate()

@@ -5,7 +5,6 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -362,7 +361,7 @@ async def test_a_bad_field_is_named(
 async def test_a_pool_without_guest_access_is_refused(
     server: FakeServer, episode: AsyncEpisode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.pool, "settings", replace(server.pool.settings, allow_guest_access=False))
+    monkeypatch.setattr(server.pool, "settings", server.pool.settings.model_copy(update={"allow_guest_access": False}))
     async with streams(server) as open_stream:
         error = await failure(await open_stream(episode_id=episode.episode_id, port=ECHO))
     assert error.reason == "ACCESS_DENIED"

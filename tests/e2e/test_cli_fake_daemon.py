@@ -97,7 +97,7 @@ def test_a_daemon_reachable_from_other_hosts_without_tls_does_not_start(state_di
     where = ("--hypervisor", "fake", "--state-dir", str(state_dir), "--listen", "0.0.0.0:0")
     done = run_envd("serve", "--pool", "1", *where)
     assert done.status == 2
-    assert "reachable from other hosts" in done.err
+    assert "reached from other hosts" in done.err
     assert "set security.tls_cert and security.tls_key" in done.err
     assert not state_dir.exists()
 

@@ -127,7 +127,7 @@ def test_typing_clicking_and_scoring_on_a_real_desktop(address: str) -> None:
     with EnvClient(address) as client, client.reset(TASK, timeout=LONG_TIMEOUT, view=NO_PIXELS) as episode:
         assert "greeting.txt" in episode.instruction
         step = episode.step(TypeText(text), PressKeys(["ctrl", "s"]), settle=Settle(quiet=timedelta(seconds=1)))
-        assert step.errors == ("", "")
+        assert step.action_errors == ("", "")
         # Under emulation the editor may still be drawing the text, and saves when it has read the chord. The guest runs
         # only during calls.
         until(lambda: len(file_after_2_s(episode, DOCUMENT)) >= len(text.encode()), timeout_s=250)

@@ -134,7 +134,7 @@ async def test_a_replay_keeps_the_pictures_that_the_model_saw(tmp_path: Path) ->
             results = await run_evaluation(client, url, tasks, tmp_path / "run.jsonl")
     directory = tmp_path / results.attempts[0].replay
     replay = Replay.model_validate_json((directory / "replay.json").read_bytes())
-    assert [turn.actions for turn in replay.turns][1] == ["TypeText text='Hello, fake desktop!'"]
+    assert [turn.actions for turn in replay.turns][1] == ["type 'Hello, fake desktop!'"]
     assert len({(directory / turn.image).read_bytes() for turn in replay.turns}) == len(replay.turns)
     assert replay.last_image
     assert results.attempts[0].checks[0].score == 1.0

@@ -193,7 +193,7 @@ def test_a_killed_guestd_is_restarted_in_its_session(short_dir: Path, template_d
                     await asyncio.sleep(0.5)
             assert (after.exit_code, after.stdout) == (0, before.stdout)
             step = await episode.step(Move(300, 300), TypeText("übertragen " * 20), timeout=LONG_TIMEOUT)
-            assert step.errors == ("", "")
+            assert step.action_errors == ("", "")
 
     serve_while(run, short_dir / "s", CONFIG.format(template_dir=template_dir))
 

@@ -181,7 +181,7 @@ async def client(address: str) -> AsyncIterator[AsyncEnvClient]:
 
 async def act(episode: AsyncEpisode, *actions: Action) -> None:
     result = await episode.step(*actions)
-    assert [error for error in result.errors if error] == []
+    assert result.errors == ()
 
 
 async def type_line(episode: AsyncEpisode, line: str) -> None:

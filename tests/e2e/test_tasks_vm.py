@@ -47,7 +47,7 @@ async def score_of(episode: AsyncEpisode, steps: Steps) -> float:
     errors: list[str] = []
 
     def on_step(_actions: tuple[Action, ...], result: StepResult) -> None:
-        errors.extend(filter(None, result.errors))
+        errors.extend(result.errors)
 
     await play(episode, steps, runs_guests=True, on_step=on_step)
     assert errors == []

@@ -142,7 +142,7 @@ async def test_an_episode_is_played_by_hand(tmp_path: Path) -> None:
     assert (played["score"], played["turn_count"], played["parsed_count"]) == (1.0, 3, 3)
     assert "'wave' is not a command" in err
     assert "outside the picture" in err
-    assert "Click x=822 y=167" in html.parse(played["page"]).getroot().text_content()
+    assert "click 822,167" in html.parse(played["page"]).getroot().text_content()
 
 
 async def test_the_null_player_scores_0_and_a_person_who_leaves_has_no_score(tmp_path: Path) -> None:
@@ -187,6 +187,6 @@ async def test_a_model_can_be_watched(tmp_path: Path) -> None:
 
 async def test_a_task_that_is_not_served_is_reported_in_one_line() -> None:
     async with desktops() as (address, _, _):
-        status, out, err = await run("play", "fake/none", "--by", "null", ENVD_TARGET=address)
+        status, out, err = await run("play", "fake/enabl", "--by", "null", ENVD_TARGET=address)
     assert (status, out) == (1, "")
-    assert err == "error: the daemon does not serve fake/none; it serves 8 tasks: run `envd tasks list` on its host\n"
+    assert err == "error: the daemon does not serve fake/enabl; did you mean fake/enable?\n"

@@ -72,7 +72,7 @@ async def play_all(episode: AsyncEpisode, steps: Steps) -> None:
     errors: list[str] = []
 
     def on_step(_actions: tuple[Action, ...], result: StepResult) -> None:
-        errors.extend(filter(None, result.errors))
+        errors.extend(result.errors)
 
     await play(episode, steps, os=GuestOs.WINDOWS, runs_guests=True, on_step=on_step)
     assert errors == []

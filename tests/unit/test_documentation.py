@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from envd.hypervisor import fake
+from envd.tasks import suites
+from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.suites.drawn import DRAWN
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Names that look like paths or modules: metrics of `trainer.slime`, files of users, names of other projects.
@@ -17,6 +22,8 @@ _OTHERS = re.compile(
 #: `api/servicer.py` is short for `envd/api/servicer.py`.
 _BASES = ("envd", "trainer", "proto", "proto/cuaenv", "tests/unit")
 _PATH = re.compile(r"(?:envd|trainer|proto|cuaenv|tests|docs|deploy|docker)/[\w./*-]*")
+_TASK = re.compile(r"(?<![\w/.{}-])((?:desktop|fake|drawn|windows)/[a-z][a-z0-9-]*)(?![\w/-])(?!\.\w)")
+_TEXTS = re.compile(r"[\w-]+\.(md|py|yaml|toml)|.*Dockerfile")
 _MODULE = re.compile(r"(?:envd|trainer|cuaenv|tests)(?:\.[a-z_0-9]+)+(?:\.[A-Z]\w*(?:\.\w+)?)?")
 
 
@@ -86,6 +93,17 @@ def test_every_guarantee_and_every_defence_names_a_test() -> None:
         rows = [line for line in section.splitlines() if re.match(r"\| (?!-|guarantee|defence)", line)]
         assert len(rows) > 25
         assert [row for row in rows if proof not in row] == []
+
+
+def test_named_tasks_exist() -> None:
+    """Ids in pages, sources and deployments, such as `desktop/type-greeting`, are tasks of the suites that ship."""
+    files = [Path(fake.__file__).parent / "suite.yaml", Path(suites.__file__).parent / "windows"]
+    known = (TaskCatalogue.load(), TaskCatalogue.load(files, include_builtin=False, templates=DRAWN))
+    trees = ("docs", "envd", "trainer", "proto", "deploy", "docker")
+    texts = [file for tree in trees for file in (ROOT / tree).rglob("*") if re.fullmatch(_TEXTS, file.name)]
+    named = {task_id for file in [ROOT / "README.md", *texts] for task_id in re.findall(_TASK, text_of(file))}
+    assert len(named) > 20
+    assert [task_id for task_id in sorted(named) if not any(each.find(task_id) for each in known)] == []
 
 
 @cache

@@ -136,7 +136,7 @@ class DesktopEnv(gymnasium.Env[Screen, Mapping[str, Any]]):
         except SessionVoid:
             info["void"] = session.void
             return self._screen(session), self._void_reward, False, True, info
-        info["errors"] = result.errors[0]
+        info["errors"] = result.action_errors[0]
         if not result.done:
             return self._screen(session), 0.0, False, False, info
         score = blocking(session.score())

@@ -100,6 +100,8 @@ class EnvdSandbox(SandboxEnvironment):  # type: ignore[misc]
         """Open the sample's episode."""
         if isinstance(config, str):
             raise TypeError(f"sandbox envd: it takes no file, got {config}; pass an EnvdConfig")
+        if not metadata.get(TASK_COLUMN):
+            raise ValueError(f'sandbox envd: the sample names no task; set Sample.metadata["{TASK_COLUMN}"]')
         settings = (config if isinstance(config, EnvdConfig) else EnvdConfig()).settings()
         async with _boundary():
             return {"default": cls(await open_session(metadata, settings=settings), settings.view)}
@@ -191,7 +193,7 @@ class EnvdSandbox(SandboxEnvironment):  # type: ignore[misc]
             actions = actions_of(call)
             async with _boundary():
                 if actions:
-                    errors = " ".join(filter(None, (await self.session.step(*actions)).errors))
+                    errors = " ".join((await self.session.step(*actions)).errors)
                     if errors:
                         return {"error": errors}
                 elif call.action == "cursor_position":
@@ -245,7 +247,7 @@ def task_samples(suite: str = "", task_ids: Sequence[str] = (), *, config: EnvdC
     with EnvClient((config or EnvdConfig()).settings().client.targets) as client:
         tasks = client.list_tasks(suite=suite, task_ids=task_ids)
     if not tasks:
-        raise ValueError(f"suite {suite or 'any'}: no tasks {' '.join(task_ids)}; run envd tasks list")
+        raise ValueError(f"suite {suite or 'any'}: no tasks {' '.join(task_ids)}; run envd tasks list --envd HOST:PORT")
     return [
         Sample(id=each.task_id, input=each.instruction, metadata={TASK_COLUMN: each.task_id})
         for each in tasks

@@ -73,7 +73,7 @@ class _Tools:
         one = self._find(session)
         with _refused():
             result = await one.step(*actions)
-        lines = [f"action {number}: {error}" for number, error in enumerate(result.errors) if error]
+        lines = [f"action {number}: {error}" for number, error in enumerate(result.action_errors) if error]
         if result.done:
             lines.append(f"The episode has ended ({result.end_reason}). Call evaluate.")
         return ["\n".join(lines) or "ok", _picture(one)]

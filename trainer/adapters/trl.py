@@ -16,7 +16,7 @@ from cuaenv.client import EnvError
 
 from trainer.adapters.actions import read_actions
 from trainer.adapters.background import blocking
-from trainer.adapters.session import Session, SessionSettings, SessionVoid, is_fault, open_session
+from trainer.adapters.session import TASK_COLUMN, Session, SessionSettings, SessionVoid, is_fault, open_session
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +27,16 @@ Blocks = list[dict[str, Any]]
 class DesktopEnvironment:
     """A desktop. Every public method except `reset` and `get_reward` is a tool, and its docstring is the model's."""
 
-    def __init__(self, settings: SessionSettings | None = None) -> None:
+    def __init__(self, settings: SessionSettings | None = None, *, task: str = "") -> None:
         """Create an environment without a desktop; `reset` opens one.
 
         Args:
             settings: Where and how, bound with `functools.partial`; by default the daemon and token of the variables
                 `ENVD_TARGET` and `ENVD_TOKEN`.
+            task: Task of rows without a column `task_id`.
         """
         self._settings = settings or SessionSettings.connect()
+        self._task = {TASK_COLUMN: task} if task else {}
         self._session: Session | None = None
         self._void = "the environment was not reset"
 
@@ -54,7 +56,7 @@ class DesktopEnvironment:
             blocking(self._session.close())
             self._session = None
         try:
-            self._session = blocking(open_session(row, settings=self._settings))
+            self._session = blocking(open_session(self._task | row, settings=self._settings))
         except EnvError as error:
             if not is_fault(error):
                 raise
@@ -165,7 +167,7 @@ class DesktopEnvironment:
             raise SessionVoid("the desktop is unavailable")
         one = self._session
         result = blocking(one.step(*read_actions([action])))
-        text = " ".join(filter(None, result.errors))
+        text = " ".join(result.errors)
         if not result.done:
             return [*self._picture(one), *([{"type": "text", "text": text}] if text else [])]
         # Scored at once: the machine is free while other rollouts of the batch continue.

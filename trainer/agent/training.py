@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Self
 
-from cuaenv.client import ClientSettings, Tls
+from cuaenv.client import ClientSettings, RetryPolicy, Tls
 from pydantic import BaseModel, Field, field_validator
 
 from trainer.agent.settings import AgentSettings
@@ -50,7 +50,14 @@ class TrainingConfig(BaseModel):
     @property
     def client(self) -> ClientSettings:
         """How to reach the daemons."""
-        return ClientSettings(targets=self.hosts, run=self.run, max_episodes=self.max_episodes or None, tls=self.tls)
+        return ClientSettings(
+            targets=self.hosts,
+            run=self.run,
+            max_episodes=self.max_episodes or None,
+            # A cluster may start the daemons after the trainer.
+            retry=RetryPolicy(connect_timeout=self.agent.reset_timeout),
+            tls=self.tls,
+        )
 
     @field_validator("hosts", mode="before")
     @classmethod

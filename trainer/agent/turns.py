@@ -62,12 +62,12 @@ def completed_turn(turn: Turn, after: ModelObservation, mistake: str, step: Step
     change = step.screen_change
     facts = replace(
         facts,
-        # Actions without an entry in `errors` were not performed.
+        # Actions without an entry in `action_errors` were not performed.
         actions=tuple(
-            replace(action, executed=index < len(step.errors) and not step.errors[index])
+            replace(action, executed=index < len(step.action_errors) and not step.action_errors[index])
             for index, action in enumerate(facts.actions)
         ),
-        errors=tuple(error for error in step.errors if error),
+        errors=step.errors,
         changed_fraction=None if change is None else change.changed_fraction,
         grey_difference=None if change is None else change.grey_difference,
     )

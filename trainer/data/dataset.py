@@ -144,17 +144,15 @@ def statistics(dataset: Dataset) -> dict[str, Any]:
             name: _counts(str(splittable(item.trajectory).level) for item in dataset.items if item.split == name)
             for name in ("train", "held_out")
         },
-        "replies": _spread([_reply_count(item.trajectory) for item in dataset.items]),
+        "replies": _spread(
+            [sum(message["role"] == "assistant" for message in item.trajectory.messages) for item in dataset.items]
+        ),
         "dropped": {name: _counts(counts) for name, counts in sorted(dataset.dropped.items())},
     }
 
 
 def _counts(names: Iterable[str] | Mapping[str, int]) -> dict[str, int]:
     return {name: count for name, count in sorted(Counter(names).items()) if count}
-
-
-def _reply_count(trajectory: StoredTrajectory) -> int:
-    return sum(message["role"] == "assistant" for message in trajectory.messages)
 
 
 def _spread(values: Sequence[int]) -> dict[str, float]:
@@ -178,13 +176,9 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """
     if path.suffix not in SUFFIXES:
         raise CannotWrite(f"{path}: unknown format; use a name that ends in {' or '.join(SUFFIXES)}")
-    data = _jsonl(rows) if path.suffix == ".jsonl" else _parquet(rows)
+    data = "".join(canonical(row) + "\n" for row in rows).encode() if path.suffix == ".jsonl" else _parquet(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, data)
-
-
-def _jsonl(rows: Sequence[dict[str, Any]]) -> bytes:
-    return "".join(canonical(row) + "\n" for row in rows).encode()
 
 
 def _parquet(rows: Sequence[dict[str, Any]]) -> bytes:

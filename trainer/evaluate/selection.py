@@ -1,5 +1,6 @@
 """Selection of tasks, and their domains. Pure."""
 
+import difflib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,10 +41,13 @@ def select(tasks: Sequence[Task], selection: Selection) -> list[Task]:
     missing = sorted(wanted - {task.task_id for task in tasks})
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise SelectionError(
-            f"the daemon does not serve {', '.join(missing[:5])}{more}; it serves {len(tasks)} tasks:"
-            " run `envd tasks list` on its host"
+        near = difflib.get_close_matches(missing[0], [task.task_id for task in tasks], n=3, cutoff=0.7)
+        hint = (
+            f"did you mean {', '.join(near)}?"
+            if near
+            else f"it serves {len(tasks)} tasks: run `envd tasks list --envd HOST:PORT`"
         )
+        raise SelectionError(f"the daemon does not serve {', '.join(missing[:5])}{more}; {hint}")
     chosen = [
         task
         for task in sorted(tasks, key=lambda task: task.task_id)

@@ -6,6 +6,7 @@ are treated as in the large models. Needs torch and transformers.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,7 @@ SPECIAL = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-_CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-<|im_start|>{{ message.role }}
-{% if message.content is string -%}
-{{ message.content }}
-{%- else -%}
-{%- for part in message.content -%}
-{%- if part.type == 'image' -%}
-<|vision_start|><|image_pad|><|vision_end|>
-{%- else -%}
-{{ part.text }}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}
-<|im_start|>assistant
-{% endif -%}"""
+_CHAT_TEMPLATE = (files("trainer.learn") / "chat_template.jinja").read_text(encoding="utf-8")
 #: transformers' own class needs a video processor and so torchvision; this one is stored with the weights.
 _PROCESSOR_CODE = """\
 from types import SimpleNamespace

@@ -93,9 +93,8 @@ def play(settings: Settings, hosts: Sequence[str], oracle_file: Path, directory:
             raise LearnError(f"demos: {len(failures)} of {len(chosen)} oracles failed, first: {failures[0]}")
         files = [path for *_, path in given]
         texts = [text for path in files for text in _texts(path)]
-        write_checkpoint(
-            directory / "model", vocabulary=_words(texts), pieces=_pieces(texts), size=SIZES[settings.size]
-        )
+        words = sorted({text for role, text in texts if role != "system"})
+        write_checkpoint(directory / "model", vocabulary=words, pieces=_pieces(texts), size=SIZES[settings.size])
         tokenised = list(
             processes.map(_tokenise_part, [(path, directory / "model", settings.screen_px) for path in files])
         )
@@ -189,10 +188,6 @@ def _texts(path: Path) -> Iterator[tuple[str, str]]:
     for line in _lines(path):
         for role, content in line["messages"]:
             yield role, content.replace(IMAGE_PLACEHOLDER, "")
-
-
-def _words(texts: Sequence[tuple[str, str]]) -> list[str]:
-    return sorted({text for role, text in texts if role != "system"})
 
 
 def _pieces(texts: Sequence[tuple[str, str]]) -> list[str]:

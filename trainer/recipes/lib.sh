@@ -15,6 +15,7 @@
 #   SUITE        suite of the data set               PROMPT_DATA   or an existing data set
 #   VARIANTS     of each template in the data set (1)
 #   NUM_GPUS     GPUs of this node
+#   SMOKE_TASK   task of smoke-env, such as fake/count-to-five on drawn desktops; by default one of the recipe's suite
 
 set -euo pipefail
 export PYTHONUNBUFFERED=1

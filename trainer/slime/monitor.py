@@ -12,6 +12,7 @@ from trainer.slime.config import SlimeConfig
 from trainer.slime.guard import Guard, Halted
 from trainer.slime.records import EpisodeRecord, metrics_of, records_of
 from trainer.slime.samples import flatten
+from trainer.slime.slime_compat import log_metrics
 
 
 class RunMonitor:
@@ -31,6 +32,8 @@ class RunMonitor:
         self._lost_count = 0
         self._lost_reasons: Counter[str] = Counter()
         self._error = ""
+        self._rollout_id: int | None = None
+        self._is_logged = False
 
     def record(self, args: Any, samples: Any) -> None:
         """Record a finished episode: a sample or its rows. Raises: Halted, see `check`."""
@@ -71,10 +74,25 @@ class RunMonitor:
         end with void samples.
         """
         if self._error and (is_logging or not is_fully_async(args)):
+            if not is_logging and not self._is_logged:
+                self._is_logged = True
+                self._log_unfinished(args)
             raise Halted(self._error)
+
+    def _log_unfinished(self, args: Any) -> None:
+        """Log the metrics of a rollout that is halted before slime calls its log function."""
+        with self._lock:
+            groups = [*self._finished, *(list(group.values()) for group in self._unfinished.values())]
+        if groups:
+            found = metrics_of([record for group in groups for record in group])
+            metrics = {f"envd/{name}": value for name, value in found.items()}
+            first_id = getattr(args, "start_rollout_id", None) or 0
+            rollout_id = first_id if self._rollout_id is None else self._rollout_id
+            log_metrics(args, metrics, rollout_id=rollout_id, prefix="rollout")
 
     def check_rollout(self, args: Any, rollout_id: int, metrics: dict[str, float], *, group_count: int) -> None:
         """Check the bounds after a rollout. Raises: Halted."""
+        self._rollout_id = rollout_id + 1
         self.check(args, is_logging=True)
         self._guard.check(rollout_id, metrics, count=_batches(group_count, getattr(args, "rollout_batch_size", 0)))
 

@@ -4,50 +4,13 @@ Times are seconds since 1970, on the host's clock: the monotonic one does not su
 """
 
 from dataclasses import dataclass, fields
+from importlib.resources import files
 from typing import Any, NamedTuple, TypeVar
 
 #: Version of the schema below. A newer database is refused; an older one is upgraded.
 SCHEMA_VERSION = 1
 
-SCHEMA = """\
-CREATE TABLE episodes (
-    episode_id TEXT PRIMARY KEY,
-    group_id TEXT NOT NULL,
-    parent_episode_id TEXT NOT NULL,
-    task_id TEXT NOT NULL,
-    pool TEXT NOT NULL,
-    run TEXT NOT NULL,
-    owner TEXT NOT NULL,
-    max_steps INTEGER NOT NULL,
-    settle TEXT NOT NULL,
-    origin TEXT NOT NULL,
-    create_time_s REAL NOT NULL,
-    machine_id TEXT NOT NULL,
-    state TEXT NOT NULL,
-    end_reason TEXT NOT NULL,
-    cause TEXT NOT NULL,
-    step_count INTEGER NOT NULL,
-    last_action TEXT NOT NULL,
-    verdict TEXT NOT NULL,
-    bearings TEXT NOT NULL,
-    lease_ttl_s REAL NOT NULL,
-    expire_time_s REAL NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE answers (
-    kind TEXT NOT NULL,
-    scope TEXT NOT NULL,
-    request_id TEXT NOT NULL,
-    fingerprint BLOB NOT NULL,
-    answer TEXT NOT NULL,
-    time_s REAL NOT NULL,
-    PRIMARY KEY (scope, kind, request_id)
-) WITHOUT ROWID;
-CREATE TABLE machines (
-    machine_id TEXT PRIMARY KEY,
-    pool TEXT NOT NULL,
-    enter_time_s REAL NOT NULL
-) WITHOUT ROWID;
-"""
+SCHEMA = (files("envd.base.store") / "schema.sql").read_text(encoding="ascii")
 
 
 class Statement(NamedTuple):

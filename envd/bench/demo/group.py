@@ -156,8 +156,7 @@ class _Player:
         )
 
     def _on_step(self, actions: tuple[Action, ...], result: StepResult) -> None:
-        errors = tuple(error for error in result.errors if error)
-        self._record(actions, result.observation, errors=errors, timings_ms=dict(result.timings_ms))
+        self._record(actions, result.observation, errors=result.errors, timings_ms=dict(result.timings_ms))
         print_progress(f"{self._policy.name}: step {result.step_count}, {result.timings_ms['total']:.0f} ms")
 
     def _record(

@@ -261,7 +261,7 @@ def _add_boot(root: etree._Element, spec: MachineSpec, files: MachineFiles, firm
 
 def _add_board(root: etree._Element, spec: MachineSpec, accelerator: Accelerator, *, tcg_cache_mib: int) -> None:
     """Add processor, chipset and clocks."""
-    is_windows = _is_windows(spec.image)
+    is_windows = spec.image.hardware is Hardware.WINDOWS or not spec.image.runs_linux
     features = _add(root, "features")
     _add(features, "acpi")
     _add(features, "apic")
@@ -354,11 +354,6 @@ def _add_devices(
         _add(devices, "panic", model="isa")
         if accelerator is Accelerator.KVM:
             _add(devices, "panic", model="hyperv")
-
-
-def _is_windows(image: DiskImage) -> bool:
-    """Whether the board must suit Windows."""
-    return image.hardware is Hardware.WINDOWS or not image.runs_linux
 
 
 def _letter(index: int) -> str:

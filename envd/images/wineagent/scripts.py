@@ -202,7 +202,7 @@ class _Builder:
                 return
             self._left -= 1
             role = _role(window, depth)
-            text = _clean(window["text"])
+            text = _NOT_XML.sub("", window["text"])
             name = label if role in _HAVE_VALUES else text.replace("&", "")
             element = ET.SubElement(parent, role, {"name": name, **self._attributes(window, role)})
             if role in _HAVE_VALUES and text:
@@ -236,7 +236,3 @@ def _role(window: Mapping[str, Any], depth: int) -> str:
     if kind == "#32770" and depth:
         return "panel"
     return _ROLES.get(kind, "panel" if depth else "frame")
-
-
-def _clean(text: str) -> str:
-    return _NOT_XML.sub("", text)

@@ -13,26 +13,27 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from fcntl import LOCK_EX, flock
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Protocol
 
 import envd
 from envd.base.errors import OsworldError
+from envd.base.tools import run_tool
 from envd.integrations.osworld.workers import KnownNames
 
 PACKAGE = "desktop-env==1.0.2"
 #: Number of packages that pip collects, for the progress bar only.
 _EXPECTED_PACKAGES = 75
 _STAGING = ".making-"
-_TAIL_LINES = 15
+_run = partial(run_tool, error=OsworldError)
 #: In the virtual environment: the names of its setup verbs, getters and metrics.
 _NAMES_FILE = "envd-names.json"
 
@@ -223,33 +224,3 @@ class _PipProgress:
             self._report(f"fetching {collected[1]}", 0.1 + 0.6 * min(1.0, self._count / _EXPECTED_PACKAGES))
         elif line.startswith("Installing collected packages"):
             self._report("unpacking", 0.7)
-
-
-def _run(command: Sequence[str], *, what: str, on_line: Callable[[str], None] | None = None) -> None:
-    """Run a tool to its end; kill it on any error. Raises: OsworldError: It failed; has the end of its output."""
-    tail: list[str] = []
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise OsworldError(f"{what} cannot be run: {error}") from error
-    with process:
-        try:
-            for line in process.stdout or ():
-                tail = [*tail[1 - _TAIL_LINES :], line.rstrip()]
-                if on_line:
-                    on_line(line)
-            status = process.wait()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
-    if status:
-        raise OsworldError(f"{what} failed with status {status}:\n" + "\n".join(tail))

@@ -3,13 +3,15 @@
 ```python
 from trainer.client import Click, Done, EnvClient, PressKeys, TypeText
 
-with EnvClient("127.0.0.1:50051") as client, client.reset("desktop/note-hello") as episode:
+with EnvClient("127.0.0.1:50051") as client, client.reset("desktop/type-greeting") as episode:
     print(episode.instruction)
-    step = episode.step(Click(x=640, y=400), TypeText("Hello"), PressKeys(["ctrl", "s"]))
+    step = episode.step(Click(x=640, y=400), TypeText("Hello, desktop!"), PressKeys(["ctrl", "s"]))
     step.observation.image.save("screen.png")
     episode.step(Done())
     print(episode.evaluate().score)
 ```
+
+`client.open(task)` and `episode.close()` do the same without a block.
 
 `AsyncEnvClient` is the same with `async with` and `await`, for many episodes at once. `reset_group` opens a group of
 episodes in one state, and `fork` branches an episode in its current state. `forward` opens a local port that leads to a
@@ -18,13 +20,15 @@ episodes on those with free machines; `shared_client` returns one client for all
 docs/client.md.
 
 Every call has a deadline. A lost call is retried until then under the same request id, so the service performs it once;
-actions are never repeated. The lease of an open episode is renewed however long a model thinks. Leaving the block
-closes the episode; if this process dies, the lease expires.
+actions are never repeated. If the daemon was never reached, a call fails after `RetryPolicy.connect_timeout` (10 s).
+The lease of an open episode is renewed however long a model thinks. Leaving the block closes the episode; if this
+process dies, the lease expires.
 
 If a daemon requires a token, pass `token=` or set the variable `ENVD_TOKEN`; `tls=Tls(ca=Path("ca.pem"))` encrypts the
 connection. A token is never sent to another host in clear text.
 
-The agent's mistakes are in `StepResult.errors`. All other failures are an `EnvError`:
+The agent's mistakes are in `StepResult.errors`, which is empty if all actions succeeded. All other failures are an
+`EnvError`:
 
 ```text
 EnvError
@@ -44,6 +48,7 @@ EnvError
 ├── PoolExhausted         no machine became free before the deadline
 ├── RateLimited           the token exceeded its call rate until the deadline
 ├── Unavailable           the daemon could not be reached before the deadline
+│   ├── Unreachable        it never was: not started, a wrong target, or only one side uses TLS
 │   ├── Draining          it is stopping; try another host
 │   └── PoolFailing       the pool's machines fail to start; the message has the reason
 ├── DeadlineExceeded      no response before the deadline
@@ -89,6 +94,7 @@ from cuaenv.client.errors import (
     TaskNotFound,
     Unauthenticated,
     Unavailable,
+    Unreachable,
 )
 from cuaenv.client.forwarding import PortForward
 from cuaenv.client.host import HostState, HostStatistics
@@ -168,6 +174,7 @@ __all__ = [
     "Tls",
     "Unauthenticated",
     "Unavailable",
+    "Unreachable",
     "View",
     "close_shared_clients",
     "shared_client",

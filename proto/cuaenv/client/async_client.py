@@ -11,6 +11,7 @@ from typing import Any, Final, Self, Unpack
 
 from cuaenv.client.credentials import Access, Tls
 from cuaenv.client.episode import AsyncEpisode
+from cuaenv.client.errors import EnvError
 from cuaenv.client.forwarding import PortForward, forwarded
 from cuaenv.client.host import Host
 from cuaenv.client.host_pool import ClientStatistics, HostPool
@@ -19,12 +20,12 @@ from cuaenv.client.observation import Observation
 from cuaenv.client.place import OpenRequest, Place
 from cuaenv.client.placement import RetryPolicy
 from cuaenv.client.results import EpisodeInfo, Pool, Task, read_episode, read_pool
+from cuaenv.client.signatures import takes_options_of
 from cuaenv.client.targets import is_ray, parse_targets
 from cuaenv.client.view import ResetOptions, Settle, StepOptions, View, wire_settle, wire_view
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id, wire_duration
 
-_DEFAULT_VIEW: Final = View()
 #: Most items per page, and most ids per request.
 _PAGE_SIZE: Final = 1000
 #: The daemon accepts as many variants in a call.
@@ -95,7 +96,7 @@ class AsyncEnvClient:
     async def aclose(self, *, wait: timedelta = timedelta(0)) -> None:
         """Close the running loop's connections, after waiting at most 20 s for abandoned openings to be closed.
 
-        Idempotent; another call connects again.
+        Closes the episodes of `open`. Idempotent; another call connects again.
 
         Args:
             wait: First wait this long for open episodes to be closed by their owners.
@@ -103,6 +104,7 @@ class AsyncEnvClient:
         loop = asyncio.get_running_loop()
         hosts = self._host_pools.get(loop)
         if hosts is not None:
+            await asyncio.gather(*(episode.close() for episode in list(hosts.opened)))
             await hosts.wait_until_idle(wait)
             self._host_pools.pop(loop, None)
             await finish(hosts.aclose())
@@ -130,12 +132,6 @@ class AsyncEnvClient:
         return hosts
 
     @asynccontextmanager
-    async def reset(self, task: str, **options: Unpack[ResetOptions]) -> AsyncIterator[AsyncEpisode]:
-        """Open one episode; options and errors are those of `reset_group`."""
-        async with self.reset_group(task, size=1, **options) as episodes:
-            yield episodes[0]
-
-    @asynccontextmanager
     async def reset_group(
         self,
         task: str,
@@ -146,7 +142,7 @@ class AsyncEnvClient:
         max_steps: int = 0,
         lease_ttl: timedelta = timedelta(minutes=5),
         settle: Settle | None = None,
-        view: View = _DEFAULT_VIEW,
+        view: View | None = None,
         coordinate_space: tuple[int, int] | None = None,
         timeout: timedelta = timedelta(minutes=10),
     ) -> AsyncIterator[Sequence[AsyncEpisode]]:
@@ -163,7 +159,7 @@ class AsyncEnvClient:
             max_steps: Steps after which an episode is truncated; 0 for the task's own limit.
             lease_ttl: How long machines outlive this process, 10 s to 1 h.
             settle: When a screen counts as settled, for the first observation and as the steps' default.
-            view: Contents of observations, for the first one and as the steps' default.
+            view: Contents of observations, for the first one and as the steps' default; None for `View()`.
             coordinate_space: (width, height) that positions of actions refer to; None for pixels of the screen.
             timeout: Longest admission and setup.
 
@@ -184,7 +180,7 @@ class AsyncEnvClient:
                 max_steps=max_steps,
                 run=self._run,
                 settle=wire_settle(settle),
-                observation=wire_view(view),
+                observation=wire_view(view or View()),
                 ready_timeout=wire_duration(
                     min(ready_timeout, self._retry.patience) if hosts.may_choose else ready_timeout
                 ),
@@ -199,12 +195,31 @@ class AsyncEnvClient:
                 pool=pool,
                 deadline_s=asyncio.get_running_loop().time() + timeout.total_seconds(),
             )
-            place, response = await hosts.open(opening)
+            try:
+                place, response = await hosts.open(opening)
+            except EnvError as error:
+                raise error.with_traceback(None) from None  # the frames in between are of no use to the caller
             place.host.note_pool(task, response.episodes[0].pool)
             defaults = StepOptions(settle=settle, view=view, coordinate_space=coordinate_space)
             opened = _held(place, response, lease_ttl, instruction=response.instruction, defaults=defaults)
             async with opened as episodes:
                 yield episodes
+
+    @takes_options_of(reset_group, without=["size"])
+    @asynccontextmanager
+    async def reset(self, task: str, **options: Unpack[ResetOptions]) -> AsyncIterator[AsyncEpisode]:
+        """Open one episode of a task; renew its lease, and close it on exit."""
+        async with self.reset_group(task, size=1, **options) as episodes:
+            yield episodes[0]
+
+    @takes_options_of(reset_group, without=["size"])
+    async def open(self, task: str, **options: Unpack[ResetOptions]) -> AsyncEpisode:
+        """Open one episode of a task without a block, and renew its lease until `AsyncEpisode.close` or `aclose`."""
+        block = self.reset(task, **options)
+        episode = await block.__aenter__()
+        episode.block = block
+        self._host_pool.opened.add(episode)
+        return episode
 
     @asynccontextmanager
     async def fork(
@@ -251,8 +266,10 @@ class AsyncEnvClient:
         place = parent.place.share()
         try:
             _, response = await self._host_pool.open(opening)
-        except BaseException:
+        except BaseException as error:
             place.release()
+            if isinstance(error, EnvError):
+                raise error.with_traceback(None) from None
             raise
         opened = _held(place, response, lease_ttl, instruction=parent.instruction, defaults=parent.defaults, seen=seen)
         async with opened as episodes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 from cuaenv.client.credentials import Access
-from cuaenv.client.errors import ClientClosed, DeadlineExceeded, EnvError, error_of
+from cuaenv.client.errors import ClientClosed, DeadlineExceeded, EnvError, Unavailable, Unreachable, error_of
 from cuaenv.client.placement import RetryPolicy, retry_pause_s
 from cuaenv.client.targets import Address
 from cuaenv.client.tracing import trace_headers
@@ -35,6 +35,14 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
 )
+#: Remedies by TLS and gRPC's text of the failure.
+_HINTS: Final = (
+    (False, "Socket closed", "the daemon may require TLS: pass tls=Tls(ca=Path(FILE))"),
+    (False, "SETTINGS", "the port is not a daemon's, or it requires TLS: pass tls=Tls(ca=Path(FILE))"),
+    (True, "WRONG_VERSION_NUMBER", "the daemon does not speak TLS: leave out tls="),
+    (True, "CERTIFICATE_VERIFY_FAILED", "the authority Tls.ca did not sign the daemon's certificate"),
+    (True, "Socket closed", "the daemon may require a client certificate: give Tls.cert and Tls.key"),
+)
 
 
 class Connection:
@@ -58,9 +66,13 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         name = address.authority
         named = (("grpc.default_authority", name), ("grpc.ssl_target_name_override", name.rpartition(":")[0]))
-        options = (*_CHANNEL_OPTIONS, *(named if name else ()))
+        # Also bounds each attempt to connect.
+        patience = ("grpc.min_reconnect_backoff_ms", int(retry.connect_timeout.total_seconds() * 1000))
+        options = (*_CHANNEL_OPTIONS, patience, *(named if name else ()))
         self._channel = access.open_channel(self.target, options, ca=address.ca)
         self._stub = access.authorized(env_pb2_grpc.CUAEnvStub(self._channel))
+        self._has_tls = access.has_tls or bool(address.ca)
+        self._connecting: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.target}>"
@@ -68,6 +80,8 @@ class Connection:
     async def aclose(self) -> None:
         """Close the channel; running calls fail. Idempotent."""
         self._closed = True
+        if self._connecting is not None:
+            self._connecting.cancel()
         await self._channel.close()
 
     def stub(self) -> "CUAEnvAsyncStub":
@@ -84,6 +98,8 @@ class Connection:
             )
         if self._closed:
             raise self._closed_error()
+        if self._connecting is None:
+            self._connecting = asyncio.create_task(self._channel.channel_ready(), name=f"connect:{self.target}")
         return self._stub  # type: ignore[no-any-return]
 
     async def attempt(self, method: str, request: Any, *, timeout_s: float) -> Any:
@@ -91,7 +107,7 @@ class Connection:
         try:
             return await getattr(self.stub(), method)(request, timeout=timeout_s, metadata=trace_headers())
         except grpc.aio.AioRpcError as failure:
-            raise error_of(failure, host=self.target) from failure
+            raise self.error_of(failure) from None
         except asyncio.CancelledError:
             # gRPC cancels the calls of a closed channel; the waiting task itself was not cancelled.
             task = asyncio.current_task()
@@ -99,10 +115,34 @@ class Connection:
                 raise self._closed_error() from None
             raise
 
+    @property
+    def was_reached(self) -> bool:
+        """Whether the daemon has accepted a connection."""
+        return self._connecting is not None and self._connecting.done() and not self._connecting.cancelled()
+
+    def error_of(self, failure: grpc.aio.AioRpcError) -> EnvError:
+        """Return the typed error of a failed call; `Unreachable` with a remedy if no connection was ever made."""
+        error = error_of(failure, host=self.target)
+        if type(error) is not Unavailable or error.reason or self.was_reached:
+            return error
+        error = Unreachable(error.args[0], code=error.code, host=self.target)
+        error.remedy = next(
+            (hint for has_tls, text, hint in _HINTS if has_tls is self._has_tls and text in error.args[0]),
+            f"start the daemon {self.target}, or correct the target",
+        )
+        return error
+
+    def left_s(self, error: EnvError, *, began_s: float, deadline_s: float) -> float:
+        """Return for how long calls that began at `began_s` may still be retried after an error."""
+        if isinstance(error, Unreachable):
+            deadline_s = min(deadline_s, began_s + self.retry.connect_timeout.total_seconds())
+        return deadline_s - asyncio.get_running_loop().time()
+
     async def call(self, method: str, request: Any, timeout: timedelta, *, retry: bool = True) -> Any:
         """Call until there is a response, an error that a retry cannot fix, or no time left. Raises: EnvError."""
         loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + timeout.total_seconds()
+        began_s = loop.time()
+        deadline_s = began_s + timeout.total_seconds()
         attempt_s = self.retry.attempt_timeout.total_seconds() if retry else timeout.total_seconds()
         attempt = 0
         while True:
@@ -111,7 +151,7 @@ class Connection:
                 return await self.attempt(method, request, timeout_s=min(attempt_s, left_s))
             except EnvError as error:
                 pause_s = retry_pause_s(error, attempt=attempt, policy=self.retry, jitter=random.random())  # noqa: S311
-                left_s = deadline_s - loop.time()
+                left_s = self.left_s(error, began_s=began_s, deadline_s=deadline_s)
                 if not retry or pause_s is None or pause_s + _LEAST_ATTEMPT_S >= left_s:
                     raise
                 self.log_retry(method, error, attempt=attempt, left_s=left_s)

@@ -55,6 +55,7 @@ class Access:
             raise ValueError("the token is malformed: white space or non-ASCII characters; see `envd tokens new`")
         self._token = token
         self._tls = tls
+        self.has_tls = tls is not None
 
     def __repr__(self) -> str:
         token = "a token" if self._token else "no token"

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from typing import Final
 
-from cuaenv.client.errors import EnvError, Unavailable
+from cuaenv.client.errors import EnvError, Unavailable, Unreachable
 from cuaenv.client.host import Host, HostState
 from cuaenv.client.place import HostTable, OpenRequest, Place, note_failure
 from cuaenv.client.placement import NextAttempt, choose, next_attempt
@@ -56,6 +56,7 @@ class DrawnPlacement:
     async def place(self, opening: OpenRequest) -> Place:
         """See `Placement`."""
         loop = asyncio.get_running_loop()
+        connect_s = loop.time() + self._table.retry.connect_timeout.total_seconds()
         await self._wait_for_reports(opening.deadline_s)
         while True:
             changed, now_s = self._table.changed, loop.time()
@@ -68,11 +69,13 @@ class DrawnPlacement:
                 and (chosen := choose(available, size=opening.machine_count, rng=self._rng)) is not None
             ):
                 return Place(chosen)
-            is_over = now_s >= opening.deadline_s
+            was_reached = any(host.connection.was_reached for host in self._listed)
+            until_s = opening.deadline_s if was_reached else min(connect_s, opening.deadline_s)
+            is_over = now_s >= until_s
             if (error := self._final_error(opening, candidates, up, is_over=is_over)) is not None:
                 raise error
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(min([opening.deadline_s, *free_at_s.values()])):
+                async with asyncio.timeout_at(min([until_s, *free_at_s.values()])):
                     await changed.wait()
 
     def failed(self, opening: OpenRequest, host: Host, error: EnvError) -> None:
@@ -116,7 +119,9 @@ class DrawnPlacement:
             for host in self._listed
         ]
         problems += [f"{name} cannot be resolved: {problem}" for name, problem in self._unresolved.items()]
-        return Unavailable(f"no host is available for new episodes: {'; '.join(problems)}", code="UNAVAILABLE")
+        was_reached = any(host.connection.was_reached for host in self._listed)
+        kind = Unavailable if was_reached else Unreachable
+        return kind(f"no host is available for new episodes: {'; '.join(problems)}", code="UNAVAILABLE")
 
     async def _wait_for_reports(self, deadline_s: float) -> None:
         """Watch the hosts, and return when all have reported, or 2 s after the start."""

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from cuaenv.action_codec import to_proto
 from cuaenv.actions import Action
-from cuaenv.client.errors import error_of
+from cuaenv.client.errors import EnvError
 from cuaenv.client.forwarding import PortForward, forwarded
 from cuaenv.client.leases import Lease
 from cuaenv.client.observation import Observation, read_frame
@@ -36,6 +36,8 @@ class AsyncEpisode:
         self.place = place
         """Held until the episodes that share it are closed."""
         self._has_slot = not info.parent_episode_id
+        self.block: AbstractAsyncContextManager[object] | None = None
+        """The block to leave when it is closed; None if its owner leaves it."""
         self.host = place.host
         """Its host; all its calls go there."""
         self._lease = lease
@@ -69,7 +71,9 @@ class AsyncEpisode:
     def _note(self, info: env_pb2.Episode) -> None:
         self.state = STATES[info.state]
         self.end_reason = info.end_reason
+        """Why it ended, such as AGENT_DONE; empty while it is active."""
         self.step_count = info.step_count
+        """Steps performed, as of the last response."""
 
     async def step(
         self,
@@ -110,7 +114,7 @@ class AsyncEpisode:
         self.observation = await self.host.decode(response.observation, base)
         return StepResult(
             observation=self.observation,
-            errors=tuple(result.error for result in response.action_results),
+            action_errors=tuple(result.error for result in response.action_results),
             state=self.state,
             end_reason=self.end_reason,
             step_count=self.step_count,
@@ -121,13 +125,23 @@ class AsyncEpisode:
 
     async def observe(
         self,
+        view: View | None = None,
         *,
         refresh: bool = False,
         settle: Settle | None = None,
-        view: View | None = None,
         timeout: timedelta = timedelta(minutes=1),
     ) -> Observation:
-        """Observe without acting; with `settle`, wait for a quiet screen first. Raises: EnvError."""
+        """Observe without acting.
+
+        Args:
+            view: Contents of the observation; by default that of the reset.
+            refresh: Request a full update from the guest first.
+            settle: First wait until the screen is quiet; None to observe immediately.
+            timeout: Of all attempts together.
+
+        Raises:
+            EnvError: See the module's tree.
+        """
         request = env_pb2.ObserveRequest(
             episode_id=self.episode_id,
             observation=wire_view(self.chosen_view(view), known=self.observation),
@@ -164,7 +178,7 @@ class AsyncEpisode:
                 # The daemon sends the next frame only now, the newest at that time.
                 await call.write(env_pb2.StreamFramesRequest(acknowledged_sequence=response.sequence))
         except grpc.aio.AioRpcError as failure:
-            raise error_of(failure, host=self.host.target) from failure
+            raise self.host.connection.error_of(failure) from None
         finally:
             call.cancel()
 
@@ -186,10 +200,15 @@ class AsyncEpisode:
 
         If the daemon cannot be reached, the lease ends the episode.
         """
-        await self._lease.close()
-        if self._has_slot:
-            self._has_slot = False
-            self.place.give_back()
+        block, self.block = self.block, None
+        try:
+            await self._lease.close()
+        finally:
+            if self._has_slot:
+                self._has_slot = False
+                self.place.give_back()
+            if block is not None:
+                await block.__aexit__(None, None, None)
 
     async def read_file(self, path: str, *, timeout: timedelta = timedelta(minutes=1)) -> bytes:
         """Return a guest file's bytes, if the pool allows it. Raises: EnvError."""
@@ -235,7 +254,10 @@ class AsyncEpisode:
         return forwarded(self.host.connection, self.episode_id, port, local_port=local_port)
 
     async def _call(self, method: str, request: Any, timeout: timedelta, *, retry: bool = True) -> Any:
-        return await self.host.connection.call(method, request, timeout, retry=retry)
+        try:
+            return await self.host.connection.call(method, request, timeout, retry=retry)
+        except EnvError as error:
+            raise error.with_traceback(None) from None
 
     def chosen_view(self, view: View | None) -> View:
         """Return the given view, or else that of the reset."""

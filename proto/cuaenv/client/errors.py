@@ -17,6 +17,9 @@ _BY_CAUSE: dict[str, type["EnvError"]] = {}
 class EnvError(Exception):
     """Base of all failures of a call. Can be pickled, so it can be passed between processes."""
 
+    remedy = ""
+    """What the caller can do, as the end of the error's text."""
+
     def __init_subclass__(cls, *, causes: Collection[str] = ()) -> None:
         super().__init_subclass__()
         _BY_CAUSE.update(dict.fromkeys(causes, cls))
@@ -45,6 +48,9 @@ class EnvError(Exception):
         """Invalid field of the request, for `BadRequest`."""
         self.host = host
         """The daemon that failed or could not be reached; empty if it was not a single one."""
+
+    def __str__(self) -> str:
+        return "; ".join(filter(None, (self.args[0], self.remedy)))
 
 
 class BadRequest(EnvError, causes=["INVALID_ARGUMENT"]):
@@ -90,6 +96,8 @@ class StepIndexMismatch(EnvError, causes=["ABORTED"]):
 class Unauthenticated(EnvError, causes=["UNAUTHENTICATED"]):
     """The daemon requires a token and got none, or an unknown one."""
 
+    remedy = "pass token= or set ENVD_TOKEN"
+
 
 class AccessDenied(EnvError, causes=["PERMISSION_DENIED"]):
     """The pool does not allow this call."""
@@ -110,6 +118,8 @@ class MessageTooLarge(EnvError, causes=["RESOURCE_EXHAUSTED"]):
 class PoolExhausted(EnvError, causes=["POOL_EXHAUSTED", "TOKEN_QUOTA"]):
     """No machine became free before the deadline, or the token holds as many as it may."""
 
+    remedy = "raise timeout=, limit this client's episodes with max_episodes=, or close some"
+
 
 class RateLimited(EnvError, causes=["RATE_LIMITED"]):
     """The token exceeded its call rate. This call had no effect."""
@@ -118,6 +128,10 @@ class RateLimited(EnvError, causes=["RATE_LIMITED"]):
 # A killed server sends CANCELLED for the calls that it cuts off; a caller's own cancellation raises no error here.
 class Unavailable(EnvError, causes=["CANCELLED", "UNAVAILABLE"]):
     """The daemon could not be reached before the deadline."""
+
+
+class Unreachable(Unavailable):
+    """The daemon has never been reached: it is not started, the target is wrong, or only one side uses TLS."""
 
 
 class Draining(Unavailable, causes=["DRAINING"]):
@@ -180,7 +194,8 @@ def error_of(failure: grpc.aio.AioRpcError, *, host: str) -> EnvError:
             invalid_field = bad.field_violations[0].field
     kind = _BY_CAUSE.get(reason) or _BY_CAUSE.get(code.name, EnvError)
     return kind(
-        failure.details() or code.name,
+        # Its remedy is for callers of the contract; this client retries by itself.
+        (failure.details() or code.name).removesuffix("; retry with the same request_id"),
         code=code.name,
         reason=reason,
         metadata=metadata,

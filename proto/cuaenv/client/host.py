@@ -11,7 +11,7 @@ from typing import Final
 
 import grpc
 from cuaenv.client.connection import Connection
-from cuaenv.client.errors import EnvError, Unavailable, error_of
+from cuaenv.client.errors import EnvError, Unavailable
 from cuaenv.client.leases import LeaseKeeper
 from cuaenv.client.observation import Observation, read_observation
 from cuaenv.client.opening import Opener
@@ -164,7 +164,7 @@ class Host:
                 ended = f"{self.target} ended its stream of pools; it is stopping"
                 self._note_down(Unavailable(ended, host=self.target))
             except grpc.aio.AioRpcError as failure:
-                self._note_down(error_of(failure, host=self.target))
+                self._note_down(self.connection.error_of(failure))
             # A stopping daemon sends its pools once more and ends the stream at once.
             if loop.time() - began_s > _MAX_PAUSE_S:
                 failure_count = 0

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -57,6 +58,8 @@ class HostPool:
             OSError: A TLS file cannot be read.
         """
         self.limiter = EpisodeLimiter(max_episodes)
+        self.opened: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Each `AsyncEpisode` without a block; the client closes them at its end."""
         self._table = HostTable(access=access, retry=retry, keep_alive_interval=keep_alive_interval)
         self._retry = retry
         self._rng = rng
@@ -151,7 +154,10 @@ class HostPool:
         """Return the results of all hosts, without those that fail unless all do. Raises: EnvError."""
         hosts = await self._placement.hosts(asyncio.get_running_loop().time() + timeout.total_seconds())
         if len(hosts) == 1:
-            return [await call(hosts[0])]
+            try:
+                return [await call(hosts[0])]
+            except EnvError as error:
+                raise error.with_traceback(None) from None
         results = await asyncio.gather(*(call(host) for host in hosts), return_exceptions=True)
         succeeded: list[Result] = []
         failed: list[EnvError] = []

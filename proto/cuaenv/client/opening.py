@@ -16,6 +16,7 @@ from cuaenv.client.connection import Connection
 from cuaenv.client.errors import DeadlineExceeded, EnvError
 from cuaenv.client.leases import LeaseKeeper
 from cuaenv.client.placement import NextAttempt, next_attempt, retry_pause_s
+from cuaenv.client.waiting import log_waits
 from cuaenv.v1 import env_pb2
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Opener:
         self._leases = leases
         self._changed = changed
         self._sent: dict[object, tuple[float, int]] = {}
+        self._logging: asyncio.Task[None] | None = None
         self._leftovers: set[asyncio.Task[None]] = set()
 
     @property
@@ -68,6 +70,7 @@ class Opener:
         loop = asyncio.get_running_loop()
         running: asyncio.Task[Any] | None = None
         lost_s: float | None = None
+        began_s = loop.time()
         attempt = 0
         with self._counted(size):
             try:
@@ -87,9 +90,10 @@ class Opener:
                     give_up_s = (
                         lost_s + policy.reconnect_timeout.total_seconds() if lost_s and may_abandon else deadline_s
                     )
-                    if now_s + pause_s >= min(give_up_s, deadline_s):
+                    left_s = self._connection.left_s(error, began_s=began_s, deadline_s=min(give_up_s, deadline_s))
+                    if pause_s >= left_s:
                         raise error
-                    self._connection.log_retry(method, error, attempt=attempt, left_s=deadline_s - now_s)
+                    self._connection.log_retry(method, error, attempt=attempt, left_s=left_s)
                     await asyncio.sleep(pause_s)
                     if loop.time() >= deadline_s:  # the sleep overran
                         raise error
@@ -113,10 +117,15 @@ class Opener:
     def _counted(self, size: int) -> Iterator[None]:
         key = object()
         self._sent[key] = (asyncio.get_running_loop().time(), size)
+        if self._logging is None:
+            self._logging = asyncio.create_task(log_waits(self._connection), name=f"waits:{self._connection.target}")
         try:
             yield
         finally:
             del self._sent[key]
+            if not self._sent:
+                self._logging.cancel()
+                self._logging = None
             self._changed()
 
     def _abandon(self, method: str, request: OpeningRequest, running: asyncio.Task[Any] | None) -> None:

@@ -120,6 +120,8 @@ class RetryPolicy:
     first_pause: timedelta = timedelta(milliseconds=100)
     """Upper bound of the first pause; it doubles with each attempt."""
     max_pause: timedelta = timedelta(seconds=5)
+    connect_timeout: timedelta = timedelta(seconds=10)
+    """How long to try a daemon that has never been reached. One that has been is retried until the call's deadline."""
     reconnect_timeout: timedelta = timedelta(seconds=10)
     """How long to retry a host that may have opened episodes before trying another."""
     patience: timedelta = timedelta(minutes=1)

@@ -50,7 +50,7 @@ class StepResult:
     """Result of a step."""
 
     observation: Observation
-    errors: tuple[str, ...]
+    action_errors: tuple[str, ...]
     """One per action: why it failed, as text for the agent; empty if it was performed."""
     state: State
     end_reason: str
@@ -61,6 +61,11 @@ class StepResult:
     """None unless `View.screen_change` or `View.grey_difference` is set."""
     replayed: bool
     """Whether the response was recorded earlier, because a previous attempt was performed."""
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """Why actions failed, as text for the agent; without entries for actions that were performed."""
+        return tuple(filter(None, self.action_errors))
 
     @property
     def done(self) -> bool:

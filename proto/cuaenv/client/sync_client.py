@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
@@ -11,10 +11,12 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 from cuaenv.client.async_client import AsyncEnvClient
 from cuaenv.client.credentials import Tls
 from cuaenv.client.episode import AsyncEpisode
+from cuaenv.client.errors import EnvError
 from cuaenv.client.forwarding import PortForward
 from cuaenv.client.observation import Observation
 from cuaenv.client.placement import RetryPolicy
 from cuaenv.client.results import State
+from cuaenv.client.signatures import takes_options_of
 from cuaenv.client.view import ForkOptions, ResetOptions
 
 Inner = TypeVar("Inner")
@@ -32,6 +34,8 @@ class _Blocking(Generic[Inner]):
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except EnvError as error:
+            raise error.with_traceback(None) from None  # the loop's frames are of no use to the caller
         except BaseException:
             # An interrupted caller no longer needs the result.
             future.cancel()
@@ -50,9 +54,27 @@ def _blocking(
     return call
 
 
+class _Block(AbstractContextManager[Result], Generic[Result, Inner]):
+    """Enters and leaves a block of the asyncio client."""
+
+    def __init__(
+        self, owner: _Blocking[Any], block: AbstractAsyncContextManager[Inner], result_of: Callable[[Inner], Result]
+    ) -> None:
+        self._owner = owner
+        self._block = block
+        self._result_of = result_of
+
+    def __enter__(self) -> Result:
+        return self._result_of(self._owner._wait(self._block.__aenter__()))
+
+    def __exit__(self, *_error: object) -> None:
+        self._owner._wait(self._block.__aexit__(None, None, None))
+
+
 class EnvClient(_Blocking[AsyncEnvClient]):
     """`AsyncEnvClient` for code without an event loop; it runs one in its own thread. Use as a context manager."""
 
+    @takes_options_of(AsyncEnvClient.__init__, without=["keep_alive_interval", "rng"])
     def __init__(
         self,
         targets: str | Sequence[str],
@@ -63,7 +85,7 @@ class EnvClient(_Blocking[AsyncEnvClient]):
         token: str | None = None,
         tls: Tls | None = None,
     ) -> None:
-        """Create a client; arguments and errors are those of `AsyncEnvClient`."""
+        """Create a client; the first call connects."""
         self._inner = AsyncEnvClient(targets, run=run, max_episodes=max_episodes, retry=retry, token=token, tls=tls)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"EnvClient:{targets}", daemon=True)
@@ -86,36 +108,40 @@ class EnvClient(_Blocking[AsyncEnvClient]):
         self._thread.join()
         self._loop.close()
 
-    @contextmanager
-    def reset(self, task: str, **options: Unpack[ResetOptions]) -> Iterator["Episode"]:
-        """Open one episode, and close it on exit. Options are those of `AsyncEnvClient.reset_group`."""
-        with self.reset_group(task, size=1, **options) as episodes:
-            yield episodes[0]
+    @takes_options_of(AsyncEnvClient.reset)
+    def reset(self, task: str, **options: Unpack[ResetOptions]) -> AbstractContextManager["Episode"]:
+        """Open one episode of a task; renew its lease, and close it on exit."""
+        return _Block(self, self._inner.reset(task, **options), self._episode)
 
-    @contextmanager
-    def reset_group(self, task: str, *, size: int, **options: Unpack[ResetOptions]) -> Iterator[Sequence["Episode"]]:
-        """Open episodes of one task, all or none. Options are those of `AsyncEnvClient.reset_group`."""
-        with self._opened(self._inner.reset_group(task, size=size, **options)) as episodes:
-            yield episodes
+    @takes_options_of(AsyncEnvClient.reset)
+    def open(self, task: str, **options: Unpack[ResetOptions]) -> "Episode":
+        """Open one episode of a task without a block, and renew its lease until `Episode.close` or `close`."""
+        return self._episode(self._wait(self._inner.open(task, **options)))
 
-    @contextmanager
-    def fork(self, parent: "Episode", *, count: int, **options: Unpack[ForkOptions]) -> Iterator[Sequence["Episode"]]:
-        """Branch an active episode, all copies or none. Options are those of `AsyncEnvClient.fork`."""
-        with self._opened(self._inner.fork(parent._inner, count=count, **options)) as episodes:
-            yield episodes
+    @takes_options_of(AsyncEnvClient.reset_group)
+    def reset_group(
+        self, task: str, *, size: int, **options: Unpack[ResetOptions]
+    ) -> AbstractContextManager[Sequence["Episode"]]:
+        """Open episodes of one task, all or none; renew their leases, and close them on exit."""
+        return _Block(self, self._inner.reset_group(task, size=size, **options), self._episodes)
+
+    @takes_options_of(AsyncEnvClient.fork)
+    def fork(
+        self, parent: "Episode", *, count: int, **options: Unpack[ForkOptions]
+    ) -> AbstractContextManager[Sequence["Episode"]]:
+        """Branch an active episode: open copies of its current state, all or none, and close them on exit."""
+        return _Block(self, self._inner.fork(parent._inner, count=count, **options), self._episodes)
 
     list_tasks = _blocking(AsyncEnvClient.list_tasks)
     list_pools = _blocking(AsyncEnvClient.list_pools)
     list_episodes = _blocking(AsyncEnvClient.list_episodes)
     close_episode = _blocking(AsyncEnvClient.close_episode)
 
-    @contextmanager
-    def _opened(self, opening: AbstractAsyncContextManager[Sequence[AsyncEpisode]]) -> Iterator[Sequence["Episode"]]:
-        episodes = self._wait(opening.__aenter__())
-        try:
-            yield [Episode(episode, self._loop) for episode in episodes]
-        finally:
-            self._wait(opening.__aexit__(None, None, None))
+    def _episode(self, episode: AsyncEpisode) -> "Episode":
+        return Episode(episode, self._loop)
+
+    def _episodes(self, episodes: Sequence[AsyncEpisode]) -> Sequence["Episode"]:
+        return [self._episode(episode) for episode in episodes]
 
 
 class Episode(_Blocking[AsyncEpisode]):
@@ -161,12 +187,7 @@ class Episode(_Blocking[AsyncEpisode]):
     write_file = _blocking(AsyncEpisode.write_file)
     run_command = _blocking(AsyncEpisode.run_command)
 
-    @contextmanager
-    def forward(self, port: int, *, local_port: int = 0) -> Iterator[PortForward]:
-        """Listen on 127.0.0.1 during the block; connections lead to a port of the guest. See `AsyncEpisode.forward`."""
-        forwarding = self._inner.forward(port, local_port=local_port)
-        forward = self._wait(forwarding.__aenter__())
-        try:
-            yield forward
-        finally:
-            self._wait(forwarding.__aexit__(None, None, None))
+    @takes_options_of(AsyncEpisode.forward)
+    def forward(self, port: int, *, local_port: int = 0) -> AbstractContextManager[PortForward]:
+        """Listen on 127.0.0.1 during a block; each connection leads to a TCP port of the guest's 127.0.0.1."""
+        return _Block(self, self._inner.forward(port, local_port=local_port), lambda forward: forward)

@@ -29,7 +29,7 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
             `ray://auto` or `ray://HOST:PORT`, alone.
 
     Raises:
-        ValueError: There is none, one has white space, a name has no port, or a Ray cluster is not alone.
+        ValueError: There is none, one has white space or no port, or a Ray cluster is not alone.
     """
     texts = [targets] if isinstance(targets, str) else targets
     parsed = [part.strip() for text in texts for part in text.split(",")]
@@ -38,7 +38,7 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
     for target in parsed:
         if any(char.isspace() for char in target):
             raise ValueError(f"target {target!r} has white space; separate hosts by commas")
-        if is_name(target):
+        if not is_ray(target) and not target.startswith(("unix:", "unix-abstract:")):
             _split(target)
         if is_ray(target) and (
             len(parsed) > 1 or not (target == f"{_RAY}auto" or target.rpartition(":")[2].isdecimal())
@@ -79,5 +79,6 @@ async def resolve(target: str) -> tuple[Address, ...]:
 def _split(target: str) -> tuple[str, int]:
     host, _, port = target.removeprefix(_DNS).rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"target {target!r} has no port; give {_DNS}NAME:PORT")
+        missing = "host" if port.isdecimal() else "port"
+        raise ValueError(f"no {missing} in {target!r}; give HOST:PORT, unix:PATH or {_DNS}NAME:PORT")
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -127,7 +127,7 @@ class ResetOptions(TypedDict, total=False):
     max_steps: int
     lease_ttl: timedelta
     settle: Settle | None
-    view: View
+    view: View | None
     coordinate_space: tuple[int, int] | None
     timeout: timedelta
 

@@ -245,6 +245,12 @@ def test_errors_of_single_calls(desktops: DrawnDesktops) -> None:
     assert environment.get_reward() == environment.get_reward() == 1.0
 
 
+def test_rows_without_a_task_get_the_environments_own(desktops: DrawnDesktops) -> None:
+    environment = DesktopEnvironment(SessionSettings.connect(desktops.address), task="fake/enable")
+    assert environment.reset(prompt="Act.")[0]["type"] == "text"
+    assert environment.get_reward() == 0.0
+
+
 def test_a_wrong_token_stops_the_training(guarded_address: str) -> None:
     environment = DesktopEnvironment(SessionSettings.connect(guarded_address, token="wrong"))  # noqa: S106
     with pytest.raises(Unauthenticated):

@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 import logging
+import threading
+import time
 import uuid
 from contextlib import suppress
 from datetime import timedelta
@@ -18,6 +20,7 @@ from envd.api.security.rate import RateLimiter
 from envd.api.security.tokens import new_token
 from envd.api.server import SERVICE_NAME
 from envd.base.telemetry.metrics import Metrics
+from envd.tasks.catalogue import TaskCatalogue
 from tests.support.callers import (
     HASTY,
     METHODS,
@@ -75,6 +78,43 @@ async def test_listing_unknown_tasks_compares_no_ids(tokens: Tokens, monkeypatch
         ids = [f"desktop/note-{number}" for number in range(999)]
         listed = await viewer.ListTasks(env_pb2.ListTasksRequest(task_ids=[*ids, "desktop/note"]), timeout=TIMEOUT_S)
     assert [task.task_id for task in listed.tasks] == ["desktop/note"]
+
+
+async def test_a_listing_has_a_limited_number_of_variants(tokens: Tokens) -> None:
+    async with serving(tokens.security()) as (_, address), connected(address, tokens.viewer.secret) as viewer:
+        ids = [f"desktop/note?seed={number}" for number in range(51)]
+        refused = await outcome(viewer, "ListTasks", env_pb2.ListTasksRequest(task_ids=ids))
+        assert refused.reason == "BAD_FIELD"
+        assert "51 variants" in refused.text
+        await viewer.ListTasks(env_pb2.ListTasksRequest(task_ids=ids[:50]), timeout=TIMEOUT_S)
+
+
+async def test_each_listed_task_counts_as_a_call(tokens: Tokens) -> None:
+    async with serving(limited(tokens, 10)) as (_, address), connected(address, tokens.alice.secret) as stub:
+        request = env_pb2.ListTasksRequest(task_ids=[f"desktop/note?seed={number}" for number in range(9)])
+        await stub.ListTasks(request, timeout=TIMEOUT_S)
+        assert (await outcome(stub, "ListTasks", request)).reason == "RATE_LIMITED"
+
+
+async def test_listings_build_each_variant_once_and_one_after_the_other(
+    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    running = threading.Semaphore(1)
+
+    def find(_: TaskCatalogue, task_id: str) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        assert running.acquire(blocking=False), "two listings at once"
+        time.sleep(0.001)
+        built.append(task_id)
+        running.release()
+
+    monkeypatch.setattr(TaskCatalogue, "find", find)
+    async with serving(tokens.security()) as (_, address), connected(address, tokens.viewer.secret) as viewer:
+        ids = [f"desktop/note?seed={number}" for number in range(5)]
+        calls = (viewer.ListTasks(env_pb2.ListTasksRequest(task_ids=ids), timeout=TIMEOUT_S) for _ in range(3))
+        await asyncio.gather(*calls)
+    assert built == [*ids, *ids, *ids]
 
 
 async def test_every_step_of_a_stream_counts_toward_the_rate_limit(tokens: Tokens) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cryptography import x509
 from cuaenv import client as trainer
-from cuaenv.client import AsyncEnvClient, EnvClient, Tls
+from cuaenv.client import AsyncEnvClient, EnvClient, RetryPolicy, Tls
 
 from envd.api.server import ApiServer
 from envd.base.config import SecurityConfig
@@ -67,6 +67,20 @@ async def test_clear_text_is_not_served_when_tls_is_on(certs: Certs) -> None:
     async with serving(tls_of(certs)) as (_, address), AsyncEnvClient(address, retry=HASTY) as client:
         with pytest.raises(NOT_CONNECTED):
             await client.list_pools(timeout=timedelta(seconds=0.5))
+
+
+async def test_tls_on_one_side_only_is_named(certs: Certs, foreign: Certs) -> None:
+    impatient = RetryPolicy(connect_timeout=timedelta(milliseconds=50))
+    async with serving(tls_of(certs)) as (_, encrypted), serving(SecurityConfig()) as (_, clear):
+        cases: list[tuple[str, Tls | None, str]] = [
+            (encrypted, None, r"may require TLS: pass tls=Tls\("),
+            (encrypted, Tls(ca=foreign["ca"]), "did not sign the daemon's certificate"),
+            (clear, Tls(ca=certs["ca"]), "does not speak TLS: leave out tls="),
+        ]
+        for target, tls, remedy in cases:
+            async with AsyncEnvClient(target, tls=tls, retry=impatient) as client:
+                with pytest.raises(trainer.Unreachable, match=remedy):
+                    await client.list_pools()
 
 
 @pytest.mark.parametrize("shown", ["none", "foreign", "servers"])

@@ -70,6 +70,7 @@ async def test_a_wrong_token_is_refused_and_never_logged_or_returned(
                     await client.list_pools()
     assert metrics.registry.get_sample_value("envd_failures_total", {"reason": "UNAUTHENTICATED"}) == 1
     assert caught.value.retry_after is None
+    assert str(caught.value).endswith("; pass token= or set ENVD_TOKEN")
     assert wrong not in caplog.text + repr(caught.value) + str(caught.value.metadata)
     assert tokens.alice.secret not in caplog.text
 

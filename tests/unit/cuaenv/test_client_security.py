@@ -32,7 +32,6 @@ REMOTE = [
     "ipv4:127.0.0.1:1,192.0.2.7:1",
     "dns://8.8.8.8/localhost:1",
     "xds:///localhost:1",
-    "localhost",
     "127.0.0.1:50051,pool.example.org:50051",
 ]
 

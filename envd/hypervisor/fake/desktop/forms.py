@@ -101,7 +101,9 @@ class FormWindow(Window):
         super().__init__(Rect(form.x, form.y, form.w, form.h), desktop)
         self._form = form
         self._state_path = f"{path}.state"
-        self._values = {each.name: _first_value(each) for each in form.widgets if each.kind in _STATEFUL}
+        self._values = {
+            each.name: "off" if each.kind == "box" else each.text for each in form.widgets if each.kind in _STATEFUL
+        }
         self._pressed: list[str] = []
         self._focused = ""
         self._open_menu = ""
@@ -295,10 +297,6 @@ class FormWindow(Window):
 #: Widgets with a value, and those that react to a click.
 _STATEFUL = ("box", "field", "menu", "chip")
 _ACTIVE = ("button", "box", "field", "menu", "chip")
-
-
-def _first_value(widget: Widget) -> str:
-    return "off" if widget.kind == "box" else widget.text
 
 
 def _inside(rect: Rect) -> Rect:

@@ -70,7 +70,7 @@ class Desktop:
             raise self._error
         return StepResult(
             observation=observation(),
-            errors=self.errors or ("",) * len(actions),
+            action_errors=self.errors or ("",) * len(actions),
             state=self._state,
             end_reason="" if self._state is State.ACTIVE else "MACHINE_LOST",
             step_count=self.step_count,

@@ -57,8 +57,10 @@ def test_a_limit_always_draws_the_same_tasks() -> None:
 
 
 def test_a_missing_task_and_an_empty_selection_are_refused() -> None:
-    with pytest.raises(SelectionError, match="does not serve desktop/x; it serves 4 tasks"):
+    with pytest.raises(SelectionError, match=r"does not serve desktop/x; did you mean desktop/"):
         select(TASKS, Selection(task_ids=["desktop/x", "desktop/a"]))
+    with pytest.raises(SelectionError, match=r"does not serve nothing; it serves 4 tasks: run `envd tasks list --envd"):
+        select(TASKS, Selection(task_ids=["nothing"]))
     with pytest.raises(SelectionError, match=r"none of the daemon's 4 tasks .*desktop, osworld"):
         select(TASKS, Selection(levels=[7]))
 

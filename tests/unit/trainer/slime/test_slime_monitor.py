@@ -1,5 +1,6 @@
 """The monitor records all episodes of a run and halts it; slime's filter and log function see only kept samples."""
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +100,21 @@ def test_halt_acts_within_a_rollout_that_uses_up_many_groups() -> None:
     record(args, *(group_of(index, 0.0, 0.0) for index in range(4)))
     with pytest.raises(Halted, match=r"during a rollout: zero_std_frac is 1, above 0\.9, in 2 consecutive rollouts"):
         record(args, group_of(4, 0.0, 0.0))
+
+
+def test_a_halt_within_a_rollout_logs_the_metrics_that_led_to_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, float]] = []
+
+    def log(args: Any, metrics: Mapping[str, float], *, rollout_id: int, prefix: str) -> None:
+        seen.append((rollout_id, metrics["envd/void_frac"]))
+
+    monkeypatch.setattr(monitor, "log_metrics", log)
+    args = args_of(envd={"max_lost_groups": 1})
+    logged(args, [group_of(0, 1.0, 0.0)], rollout_id=4)
+    for _ in range(2):
+        with pytest.raises(Halted):
+            record(args, group_of(1, None, None))
+    assert seen == [(5, 1.0)]
 
 
 def test_consecutive_lost_groups_halt_the_run_with_the_last_error() -> None:

@@ -136,7 +136,7 @@ class DesktopEnvironment(MCPEnvironment):
             result = await session.step(*action.actions)
         except SessionVoid:
             return self._observation(session, done=True, metadata={"void": session.void})
-        errors = list(result.errors)
+        errors = list(result.action_errors)
         if not result.done:
             return self._observation(session, errors=errors)
         score = await session.score()

@@ -1,0 +1,24 @@
+set -eu
+root="$1"
+run() { chroot "$root" "$@"; }
+run useradd --create-home --shell /bin/bash user
+# No password: only the desktop session uses the account, never a login.
+run usermod --lock user
+run chown -R user:user /home/user
+echo desktop > "$root/etc/hostname"
+printf '127.0.0.1 localhost desktop\n::1 localhost\n' > "$root/etc/hosts"
+# Not empty: systemd would treat the boot as the first and enable units for seconds. The kernel command line sets each
+# machine's own id.
+echo 00000000000000000000000000000001 > "$root/etc/machine-id"
+# Compiled once at build, instead of by every guest at every start.
+run python3 -m compileall -q --invalidation-mode unchecked-hash /usr/lib/envd
+# Without a cache every program of the session first scans hundreds of fonts.
+run env -u SOURCE_DATE_EPOCH fc-cache --force --system-only
+ls "$root"/var/cache/fontconfig/*.cache-* >/dev/null
+run systemctl enable envd-desktop.service
+run systemctl enable qemu-guest-agent.service >/dev/null 2>&1 || true
+run systemctl set-default multi-user.target
+run systemctl mask __MASKED__ >/dev/null 2>&1
+run update-initramfs -u
+if [ -e "$root/usr/lib/envd/customize" ]; then run /usr/lib/envd/customize; fi
+rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/* "$root"/tmp/*

@@ -1,0 +1,46 @@
+"""The packages that users install: both artefacts are built, and each runs in an environment of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+#: What differs between a checkout and an installed package: bindings, recipes, launchers, suites and the console.
+FILES = (
+    "cuaenv/v1/env_pb2.py",
+    "envd/api/console/static/index.html",
+    "envd/base/store/schema.sql",
+    "envd/images/customize.sh",
+    "envd/tasks/suites",
+    "trainer/recipes/smoke_text.sh",
+    "envd_desktop",
+)
+
+
+@pytest.fixture(scope="module")
+def artefacts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A wheel that was built from the source distribution, and that source distribution."""
+    directory = tmp_path_factory.mktemp("dist")
+    subprocess.run([sys.executable, "-m", "build", "--outdir", directory, ROOT], check=True, capture_output=True)
+    return sorted(directory.iterdir())
+
+
+def test_a_wheel_is_built_from_the_source_distribution(artefacts: list[Path]) -> None:
+    assert [path.name.partition("-")[2].partition("-")[0] for path in artefacts] == ["0.1.0", "0.1.0.tar.gz"]
+
+
+@pytest.mark.parametrize("kind", [".whl", ".tar.gz"])
+def test_an_installed_package_is_complete(kind: str, artefacts: list[Path], tmp_path: Path) -> None:
+    artefact = next(path for path in artefacts if path.name.endswith(kind))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+    subprocess.run([*pip, tmp_path / "site", artefact], check=True, capture_output=True)
+    assert [name for name in FILES if not (tmp_path / "site" / name).exists()] == []
+    # Its own modules, not the checkout's: -P leaves the working directory out of the path.
+    code = "import cuaenv.client, envd, trainer.cli; print(envd.__file__)"
+    environment = {"PYTHONPATH": str(tmp_path / "site")}
+    shown = subprocess.run(
+        [sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert shown.stdout.startswith(str(tmp_path))
