@@ -1,4 +1,4 @@
-"""Measure, log and answer one call: each failure is logged once, with the ids of its request."""
+"""Measure, log and answer one call: each failure is logged once, with the ids of its request, within limits."""
 
 import asyncio
 import logging
@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Self
 import grpc
 from grpc_status import rpc_status
 
+from envd.api.security.guard import Guard
 from envd.api.status import code_of, reason_of, status_of
 from envd.base.errors import EnvdError, RateLimited
 from envd.base.telemetry.logs import bound
@@ -27,16 +28,19 @@ Context = Any
 class CallReport:
     """Measures and logs one call. An async context manager around it, which answers its failure."""
 
-    def __init__(self, metrics: Metrics, method: str, context: Context, *, caller: str = "") -> None:
+    def __init__(self, metrics: Metrics, guard: Guard, method: str, context: Context, *, caller: str = "") -> None:
         """Start measuring.
 
         Args:
             metrics: Gets the duration and the failure.
+            guard: Limits the log lines of refused calls.
             method: The method.
             context: grpc's context of the call.
             caller: Name of its token.
         """
         self._metrics = metrics
+        self._guard = guard
+        self._caller = caller
         self._method = method
         self.ids: dict[str, str] = {}
         """Ids in the request; for a stream, in the newest request that has any."""
@@ -73,17 +77,19 @@ class CallReport:
         duration_s = self._finish(code)
         self._metrics.failures.labels(reason=reason).inc()
         is_bug = reason == EnvdError.reason
-        with bound(**self.ids, **self._origin):
-            logger.log(
-                _level_of(error, code),
-                "%s failed with %s/%s after %.3f s: %s",
-                self._method,
-                code.name,
-                reason,
-                duration_s,
-                error,
-                exc_info=error if is_bug else None,
-            )
+        text = self._guard.log_text(error, self._caller, self.peer)
+        if text is not None:
+            with bound(**self.ids, **self._origin):
+                logger.log(
+                    _level_of(error, code),
+                    "%s failed with %s/%s after %.3f s: %s",
+                    self._method,
+                    code.name,
+                    reason,
+                    duration_s,
+                    text,
+                    exc_info=error if is_bug else None,
+                )
         status = status_of(error, metadata={"method": self._method, **self.ids})
         await self._context.abort_with_status(rpc_status.to_status(status))
         raise AssertionError("abort_with_status raises")

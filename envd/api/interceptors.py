@@ -70,7 +70,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Return a handler that fails at once, for a method of any kind."""
 
         async def refuse(_requests: AsyncIterator[bytes], context: Context) -> None:
-            async with CallReport(self._metrics, method, context) as report:
+            async with CallReport(self._metrics, self._guard, method, context) as report:
                 self._guard.count_unauthenticated(report.peer)
                 raise error
 
@@ -78,7 +78,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_unary_rpc_method_handler(refuse)
 
     def _report(self, call: "CallContext", context: Context) -> CallReport:
-        report = CallReport(self._metrics, call.method, context, caller=call.caller_name)
+        report = CallReport(self._metrics, self._guard, call.method, context, caller=call.caller_name)
         call.peer = report.peer
         return report
 

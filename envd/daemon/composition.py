@@ -6,25 +6,27 @@
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from aiohttp.typedefs import Middleware
+
 from envd.api.console.server import PUBLIC_PATHS, serve_console
 from envd.api.security.access import Scope
 from envd.api.security.http import (
     caller_name,
     is_admitted,
+    limit_rate,
     may_list,
     require_local_host_name,
     require_token,
     tls_context,
 )
-from envd.api.security.secret_files import Reloaded, read_secret
-from envd.api.security.tokens import TokenTable
+from envd.api.security.secret_files import read_secret
 from envd.api.server import ApiServer, read_token_table
 from envd.base.aio import run_unless
 from envd.base.clock import LoopLag, SystemClock
@@ -360,17 +362,21 @@ async def open_endpoints(config: Config, storage: Storage, episodes: Episodes) -
         server = ApiServer(service, listen=config.listen, metrics=metrics, security=config.security)
         stack.push_async_callback(server.stop, grace=_STOP_GRACE)
         tls = tls_context(config.security, on_stale=metrics.security_files_stale.labels(setting="tls_cert").set)
+        is_open = config.security.tokens_file is None and tls is None
+        local_only = [require_local_host_name()] if is_open else []
         console_address = ""
         if config.console_listen:
             tokens = read_token_table(config.security, metrics)
-            console_address = await stack.enter_async_context(_serve_console(episodes, tokens, tls, config))
+            checks = [limit_rate(server.guard), require_token(tokens, Scope.READ, exempt=PUBLIC_PATHS)]
+            console_address = await stack.enter_async_context(
+                _serve_console(episodes, checks + local_only, tls, config)
+            )
         address = await server.start()
         # By the rules of `security`.
         limits = config.limits
         sessions = Sessions(service, max_lease_ttl_s=limits.lease_ttl_max_s, max_steps=limits.max_steps)
-        checks = [require_local_host_name()] if config.security.tokens_file is None and tls is None else []
         compat_addresses = await stack.enter_async_context(
-            serve_compat(config.compat_addresses, sessions, server.guard, tls=tls, middlewares=checks)
+            serve_compat(config.compat_addresses, sessions, server.guard, tls=tls, middlewares=local_only)
         )
         yield Endpoints(
             server=server,
@@ -391,12 +397,9 @@ def _serve_secured_metrics(metrics: Metrics, config: Config) -> AbstractAsyncCon
 
 
 def _serve_console(
-    episodes: Episodes, tokens: Reloaded[TokenTable] | None, tls: ssl.SSLContext | None, config: Config
+    episodes: Episodes, checks: Sequence[Middleware], tls: ssl.SSLContext | None, config: Config
 ) -> AbstractAsyncContextManager[str]:
     """Serve the console by the rules of `security`, on loopback too."""
-    checks = [require_token(tokens, Scope.READ, exempt=PUBLIC_PATHS)]
-    if tokens is None and tls is None:
-        checks.append(require_local_host_name())
     return serve_console(
         episodes.service,
         config.console_listen,

@@ -36,10 +36,10 @@ class AllowList:
 
     def allows_address(self, address: str, destination: Destination) -> bool:
         """Return whether an address of a listed name may be connected to: it is public, or listed itself."""
-        return _is_public(ip_address(address)) or self.allows(Destination(address, destination.port))
+        return is_public(ip_address(address)) or self.allows(Destination(address, destination.port))
 
 
-def _is_public(address: IPv4Address | IPv6Address) -> bool:
+def is_public(address: IPv4Address | IPv6Address) -> bool:
     """Whether an address leads to one host on the internet, also after a gateway has translated it to IPv4."""
     if isinstance(address, IPv4Address):
         return address.is_global and not address.is_multicast
@@ -48,7 +48,7 @@ def _is_public(address: IPv4Address | IPv6Address) -> bool:
     embedded = address.ipv4_mapped or address.sixtofour
     if any(address in network for network in _EMBEDDING):
         embedded = IPv4Address(address.packed[-4:])
-    return address.is_global if embedded is None else _is_public(embedded)
+    return address.is_global if embedded is None else is_public(embedded)
 
 
 def _split(entry: str) -> tuple[str, int | None]:

@@ -7,16 +7,19 @@ verified on every read.
 import asyncio
 import hashlib
 import os
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
+from ipaddress import ip_address
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from envd.base.errors import EnvdError
+from envd.guest.allow_list import is_public
 from envd.tasks.checkers.union import leaves
 from envd.tasks.fields import AssetRef, Model, Sha256
 from envd.tasks.model import Task
@@ -140,8 +143,35 @@ async def open_http(*, timeout_s: float) -> AsyncIterator["aiohttp.ClientSession
     # Importing aiohttp takes 0.25 s, and most commands do not download.
     import aiohttp  # noqa: PLC0415
 
-    async with aiohttp.ClientSession(trust_env=True, timeout=aiohttp.ClientTimeout(total=timeout_s)) as http:
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(_check_redirect)
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async with aiohttp.ClientSession(trust_env=True, timeout=timeout, trace_configs=[trace]) as http:
         yield http
+
+
+async def _check_redirect(_session: object, _context: object, redirect: "aiohttp.TraceRequestRedirectParams") -> None:
+    """Refuse a redirect to another host if that one has a private address; only tasks may name such hosts.
+
+    Raises:
+        ValueError: An address of the other host is not public.
+    """
+    from yarl import URL  # noqa: PLC0415 -- as aiohttp
+
+    target = redirect.url.join(URL(redirect.response.headers.get("Location", "")))
+    if target.host == redirect.url.host:
+        return
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(target.host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        # The request fails, unless it goes through a proxy, which resolves the name.
+        return
+    inner = next((str(address[0]) for *_, address in found if not is_public(ip_address(address[0]))), None)
+    if inner is not None:
+        redirect.response.close()
+        raise ValueError(
+            f"redirected to {target.host}, whose address {inner} is not public; name it in the task instead"
+        )
 
 
 def _publish(part: IO[bytes], path: Path) -> None:

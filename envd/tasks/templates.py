@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final, TypeVar
 
 from envd.base.errors import TaskNotFound
@@ -68,7 +68,7 @@ class Template:
     build: Callable[[Sampler], Entry] = field(repr=False)
     """Builds a task. Must depend on nothing but the sampler."""
 
-    @property
+    @cached_property
     def variant_count(self) -> int:
         """Number of different samples over all seeds; some may yield equal tasks."""
         rng = Sampler(self.task_id, None)

@@ -11,6 +11,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from envd.base.errors import SetupFailed
+from envd.tasks import assets
 from envd.tasks.assets import AssetCache, AssetMissing, assets_of, open_http
 from envd.tasks.fields import AssetRef
 from envd.tasks.model import Task
@@ -37,12 +38,16 @@ class Site:
         self.on_request()
         return web.Response(body=self.data)
 
+    async def redirect(self, request: web.Request) -> web.Response:
+        raise web.HTTPFound(request.query["to"])
+
 
 @pytest_asyncio.fixture
 async def site() -> AsyncIterator[Site]:
     site = Site()
     app = web.Application()
     app.router.add_get("/a.bin", site.answer)
+    app.router.add_get("/moved", site.redirect)
     runner = web.AppRunner(app)
     await runner.setup()
     listener = web.TCPSite(runner, "127.0.0.1", 0)
@@ -118,6 +123,25 @@ async def test_a_failed_download_leaves_the_cache_unchanged(site: Site, cache: A
     with pytest.raises(AssetMissing, match="404"):
         await fetch(cache, AssetRef(f"{site.url}x"))
     assert cache.read(AssetRef(site.url)) == DATA
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.1", "[::ffff:127.0.0.1]"])
+async def test_a_redirect_to_a_private_address_is_refused(host: str, site: Site, cache: AssetCache) -> None:
+    ref = AssetRef(f"{site.url.replace('a.bin', 'moved')}?to={site.url.replace('127.0.0.1', host)}", DIGEST)
+    with pytest.raises(AssetMissing, match="is not public"):
+        await fetch(cache, ref)
+    assert site.request_count == 0
+    assert not cache.has(ref)
+
+
+async def test_a_redirect_to_the_same_host_or_a_public_one_is_followed(
+    site: Site, cache: AssetCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = site.url.replace("a.bin", "moved")
+    await fetch(cache, AssetRef(f"{moved}?to=/a.bin", DIGEST))
+    monkeypatch.setattr(assets, "is_public", lambda _: True)
+    await fetch(cache, AssetRef(f"{moved}?to={site.url.replace('127.0.0.1', 'localhost')}", DIGEST))
+    assert site.request_count == 2
 
 
 async def test_an_episode_downloads_only_if_allowed(site: Site, cache: AssetCache) -> None:

@@ -13,6 +13,7 @@ import aiohttp
 import aiohttp.web
 import pytest
 from cuaenv.actions import Click, Move, TypeText
+from cuaenv.client import AsyncEnvClient, RateLimited
 from PIL import Image
 
 from envd.api.console import pictures, server
@@ -381,6 +382,27 @@ async def test_one_token_cannot_take_all_pages(tmp_path: Path, monkeypatch: pyte
             assert second.status == 200
             problem = "the console already has 2 open pages, its maximum; close one\n"
             assert await served.get("/api/events", **third) == (503, problem)
+
+
+async def test_requests_count_toward_the_rate_limit_of_their_token_or_host(tmp_path: Path) -> None:
+    token = new_token("alice", "run")
+    file = tmp_path / "tokens"
+    file.touch(mode=0o600)
+    file.write_text(f"{token.line}\n")
+    flags = {"security.tokens_file": str(file), "security.calls_per_second": 0.001, "security.call_burst": 3}
+    alice = {"Authorization": f"Bearer {token.secret}"}
+    async with console(tmp_path, flags) as served:
+        # Paths without data too: a host without a token has one limit.
+        paths = ["/", "/api/recordings", "/api/episodes/x", "/"]
+        assert [(await served.get(path))[0] for path in paths] == [200, 401, 401, 429]
+        assert [(await served.get("/api/recordings", **alice))[0] for _ in range(3)] == [200, 200, 200]
+        status, text = await served.get("/api/recordings", **alice)
+        assert status == 429
+        assert "token 'alice': too many calls" in text
+        # gRPC has the same limit.
+        async with AsyncEnvClient(served.daemon.address, token=token.secret) as client:
+            with pytest.raises(RateLimited):
+                await client.list_pools()
 
 
 async def test_a_page_that_takes_no_bytes_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Final
 from envd.api.security.access import ALWAYS_SERVED, TRUSTED, Caller, bearer_token
 from envd.api.security.in_flight import InFlight, RunningCall
 from envd.api.security.rate import RateLimiter
+from envd.api.security.refusals import RefusalLog
 from envd.api.security.secret_files import Reloaded
 from envd.api.security.tokens import TokenTable
 from envd.base.errors import RateLimited, Unauthenticated
@@ -56,6 +57,7 @@ class Guard:
         self._renewals = renewals
         self._messages = RateLimiter(calls_per_second=MESSAGES_PER_S, burst=MESSAGE_BURST)
         self._in_flight = InFlight()
+        self._refusals = RefusalLog()
         self._max_calls = max_calls
         self._may_use = may_use
 
@@ -103,6 +105,10 @@ class Guard:
     def count_unauthenticated(self, peer: str) -> None:
         """Count an unauthenticated call against its host. Raises: RateLimited."""
         _take(self._limiter, _host(peer))
+
+    def log_text(self, error: Exception, caller_name: str, peer: str) -> str | None:
+        """Return the text of a failure for the log; None if a caller's log lines are above their limit."""
+        return self._refusals.describe(f"token {caller_name!r}" if caller_name else _host(peer), error)
 
     def admit(self, caller: Caller, method: str, *, episode_id: str, id_count: int, peer: str) -> None:
         """Check that a request may be served.

@@ -7,12 +7,13 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from envd.api.security.access import TRUSTED, Caller, Scope, bearer_token
+from envd.api.security.guard import Guard
 from envd.api.security.secret_files import Reloaded
 from envd.api.security.tls import server_context
 from envd.api.security.tokens import TokenTable
 from envd.base.config import SecurityConfig
 from envd.base.config_values import is_local
-from envd.base.errors import Unauthenticated
+from envd.base.errors import RateLimited, Unauthenticated
 
 _CALLER = web.RequestKey("envd_caller", Caller)
 _ADMIT = web.RequestKey[Callable[[], Caller]]("envd_admit")
@@ -67,6 +68,30 @@ def require_token(tokens: Reloaded[TokenTable] | None, scope: Scope, *, exempt: 
     return check
 
 
+def limit_rate(guard: Guard) -> Middleware:
+    """Return a middleware that answers 429 above the call rate of a token, or of a host without a valid one."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        caller, peer = guard.find_caller(_authorization(request)), peer_of(request)
+        try:
+            if caller is None:
+                guard.count_unauthenticated(peer)
+            else:
+                guard.count(caller, request.path, peer)
+        except RateLimited as error:
+            retry_after_s = max(1, round(error.retry_after_s))
+            raise web.HTTPTooManyRequests(text=f"{error}\n", headers={"Retry-After": str(retry_after_s)}) from error
+        return await handler(request)
+
+    return check
+
+
+def peer_of(request: web.Request) -> str:
+    """Return the caller's address in the form of grpc's, so that both count against one limit."""
+    return f"ipv4:{request.remote}:0"
+
+
 def is_admitted(request: web.Request) -> bool:
     """Return whether the token of a request that `require_token` admitted is still valid; for long responses."""
     if _ADMIT not in request:
@@ -113,11 +138,13 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def _authorization(request: web.Request) -> list[tuple[str, str]]:
+    return [("authorization", value) for value in request.headers.getall("Authorization", [])]
+
+
 def _authorize(tokens: TokenTable, request: web.Request, scope: Scope) -> Caller:
     try:
-        caller = tokens.find(
-            bearer_token(("authorization", value) for value in request.headers.getall("Authorization", []))
-        )
+        caller = tokens.find(bearer_token(_authorization(request)))
     except Unauthenticated:
         caller = None
     if caller is None:

@@ -15,9 +15,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from envd.api.security.access import Caller
 from envd.api.security.guard import Guard
+from envd.api.security.http import peer_of
 from envd.api.status import code_of, reason_of
 from envd.base import untrusted_json
-from envd.base.errors import AccessDenied, EnvdError, InvalidRequest, RetryableError, Unauthenticated
+from envd.base.errors import AccessDenied, EnvdError, InvalidRequest, RateLimited, RetryableError, Unauthenticated
 from envd.guest.observation import EncodedFrame, Keyframe
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Routes:
             try:
                 return await self._guarded(request.clone(client_max_size=max_body_bytes), handler, method)
             except EnvdError as error:
-                return _error(request, error)
+                return _error(self._guard, request, error)
             except web.HTTPException as error:
                 # Such as a body that is too large.
                 return json_response({"error": error.text or error.reason, "reason": "BAD_FIELD"}, status=error.status)
@@ -95,16 +96,16 @@ class Routes:
 
         async def answer(request: web.Request) -> web.Response:
             try:
-                self._guard.count_health_call(_peer(request))
+                self._guard.count_health_call(peer_of(request))
             except EnvdError as error:
-                return _error(request, error)
+                return _error(self._guard, request, error)
             return json_response(describe())
 
         for prefix in ("", f"/token/{{{_TOKEN}}}"):
             self._app.router.add_get(prefix + path, answer)
 
     async def _guarded(self, request: web.Request, handler: Handler, method: str) -> web.StreamResponse:
-        guard, peer = self._guard, _peer(request)
+        guard, peer = self._guard, peer_of(request)
         try:
             caller = guard.identify(method, [("authorization", f"Bearer {token}") for token in _tokens(request)])
         except Unauthenticated:
@@ -178,10 +179,11 @@ def base64_png(frame: EncodedFrame) -> str:
     return b64encode(png_of(frame)).decode("ascii")
 
 
-def _error(request: web.Request, error: EnvdError) -> web.Response:
+def _error(guard: Guard, request: web.Request, error: EnvdError) -> web.Response:
     status = _STATUSES.get(code_of(error).name, 500)
-    # Not the path, which may have a token.
-    logger.warning("%s: %s: %s", request.path.rpartition("/")[2], reason_of(error), error)
+    if not isinstance(error, RateLimited) and (text := guard.log_text(error, "", peer_of(request))) is not None:
+        # Not the path, which may have a token.
+        logger.warning("%s: %s: %s", request.path.rpartition("/")[2], reason_of(error), text)
     response = json_response({"error": str(error), "reason": reason_of(error)}, status=status)
     if isinstance(error, RetryableError):
         response.headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
@@ -199,8 +201,3 @@ def _tokens(request: web.Request) -> list[str]:
                 rest = b64decode(rest).decode().partition(":")[2]
         found.append(rest)
     return found
-
-
-def _peer(request: web.Request) -> str:
-    """Return the caller's address in the form of grpc's, so that both count against one limit."""
-    return f"ipv4:{request.remote}:0"

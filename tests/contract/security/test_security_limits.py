@@ -17,6 +17,7 @@ from cuaenv.client import AsyncEnvClient
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 
 from envd.api.security.rate import RateLimiter
+from envd.api.security.refusals import BURST, INTERVAL_S
 from envd.api.security.tokens import new_token
 from envd.api.server import SERVICE_NAME
 from envd.base.telemetry.metrics import Metrics
@@ -273,6 +274,30 @@ async def test_calls_above_the_rate_limit_do_not_fill_the_log(tokens: Tokens, ca
         "UNAUTHENTICATED/UNAUTHENTICATED"
     ] * 2
     assert metrics.registry.get_sample_value("envd_failures_total", {"reason": "RATE_LIMITED"}) == 8
+
+
+async def test_refused_calls_do_not_fill_the_log(
+    tokens: Tokens, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(RateLimiter.__init__, "__kwdefaults__", {"clock_s": lambda: now_s})
+    with caplog.at_level(logging.INFO, "envd.api.call_report"):
+        async with (
+            serving(tokens.security()) as (_, address),
+            connected(address, "envd_wrong") as stranger,
+            connected(address, tokens.alice.secret) as alice,
+        ):
+            for _ in range(BURST + 5):
+                await outcome(stranger, "ListPools", env_pb2.ListPoolsRequest())
+            assert len(caplog.records) == BURST
+            # Other failures of other callers are logged.
+            await outcome(alice, "Observe", env_pb2.ObserveRequest(episode_id="unknown"))
+            assert "EPISODE_NOT_FOUND" in caplog.records[-1].getMessage()
+            now_s = INTERVAL_S
+            await outcome(stranger, "ListPools", env_pb2.ListPoolsRequest())
+            assert "(after 5 more UNAUTHENTICATED of host ipv4:127.0.0.1" in caplog.records[-1].getMessage()
+            await outcome(stranger, "ListPools", env_pb2.ListPoolsRequest())
+            assert len(caplog.records) == BURST + 2
 
 
 async def test_calls_with_wrong_tokens_have_their_own_rate_limit(tokens: Tokens) -> None:

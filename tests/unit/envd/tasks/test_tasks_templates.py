@@ -41,6 +41,18 @@ def test_seeds_reach_every_option_and_the_count_is_known(mine: Templates) -> Non
     assert catalogue.variant_count("mine/other") == 1
 
 
+def test_the_variants_of_a_template_are_counted_once() -> None:
+    built: list[Sampler] = []
+
+    def build(sampler: Sampler) -> dict[str, object]:
+        built.append(sampler)
+        return {"instruction": sampler.choice(["a", "b"])}
+
+    template = Template(task_id="mine/one", level=1, domain="", build=build)
+    assert [template.variant_count for _ in range(3)] == [2, 2, 2]
+    assert len(built) == 1
+
+
 def test_adding_tasks_to_a_catalogue_keeps_its_templates(mine: Templates) -> None:
     task = CATALOGUE.get("desktop/open-calculator")
     catalogue = TaskCatalogue([], templates=mine).with_tasks([task])
