@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from cuaenv.action_codec import BadAction, from_proto
 from cuaenv.actions import MAX_ACTION_COUNT, Action
 from cuaenv.v1 import env_pb2
-
 from envd.base.errors import InvalidRequest
 
 

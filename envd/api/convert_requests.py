@@ -8,10 +8,10 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
-from cuaenv.region import Region
-from cuaenv.v1 import env_pb2
 from google.protobuf.message import Message
 
+from cuaenv.region import Region
+from cuaenv.v1 import env_pb2
 from envd.api.convert_actions import Scale, Size, actions_from_proto
 from envd.api.fields import int_in_range, limited, request_id_of, required, seconds
 from envd.api.security.access import TRUSTED, Caller
@@ -85,10 +85,7 @@ def fingerprint_of(request: Message) -> bytes:
 
 
 def reset_command(
-    request: env_pb2.ResetRequest,
-    *,
-    time_remaining_s: float | None,
-    caller: Caller = TRUSTED,
+    request: env_pb2.ResetRequest, *, time_remaining_s: float | None, caller: Caller = TRUSTED
 ) -> ResetCommand:
     """Convert a reset request.
 

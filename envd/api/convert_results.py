@@ -4,18 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import overload
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import wire_duration
-from google.protobuf.timestamp_pb2 import Timestamp
-
-from envd.episodes.types import (
-    EpisodeInfo,
-    EpisodeState,
-    EvaluateResult,
-    GroupResult,
-    StepResult,
-)
+from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, StepResult
 from envd.guest.observation import (
     Elements,
     EncodedFrame,

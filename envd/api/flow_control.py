@@ -10,7 +10,6 @@ from contextlib import aclosing
 from typing import Protocol, TypeVar
 
 from cuaenv.v1 import env_pb2
-
 from envd.api.convert_requests import port_data_of
 from envd.episodes.port_connection import PortConnection
 

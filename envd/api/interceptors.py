@@ -217,11 +217,7 @@ class CallContext:
             return
         id_count = len(getattr(request, "episode_ids", ()) or getattr(request, "task_ids", ()))
         self._guard.admit(
-            self._caller,
-            self.method,
-            episode_id=ids.get("episode_id", ""),
-            id_count=id_count,
-            peer=self.peer,
+            self._caller, self.method, episode_id=ids.get("episode_id", ""), id_count=id_count, peer=self.peer
         )
         set_current_caller(self._caller)
 

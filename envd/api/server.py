@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from cuaenv.v1 import env_pb2, env_pb2_grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_NAME
 from grpc_reflection.v1alpha import reflection
 
+from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api.health import HealthServicer
 from envd.api.interceptors import CallInterceptor
 from envd.api.security.access import MAX_MESSAGE_BYTES

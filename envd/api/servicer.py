@@ -11,8 +11,8 @@ from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 import grpc
-from cuaenv.v1 import env_pb2, env_pb2_grpc
 
+from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api.call_report import ids_of
 from envd.api.convert_actions import Size
 from envd.api.convert_requests import (
@@ -100,9 +100,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         return await self._step(request, prefix="")
 
     async def StreamSteps(
-        self,
-        request_iterator: AsyncIterator[env_pb2.StreamStepsRequest],
-        context: Context,
+        self, request_iterator: AsyncIterator[env_pb2.StreamStepsRequest], context: Context
     ) -> AsyncIterator[env_pb2.StreamStepsResponse]:
         """Perform steps in order; further requests wait in the transport."""
         episode_id = ""
@@ -190,9 +188,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         return env_pb2.ListPoolsResponse(pools=pool_messages(pools, visible))
 
     async def WatchPools(
-        self,
-        request: env_pb2.WatchPoolsRequest,
-        context: Context,
+        self, request: env_pb2.WatchPoolsRequest, context: Context
     ) -> AsyncIterator[env_pb2.WatchPoolsResponse]:
         """Stream pools until the daemon stops."""
         async with aclosing(_until(self._episodes.watch_pools(), self._stopping)) as running:
@@ -241,9 +237,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
             return await asyncio.to_thread(lambda: [task for task in map(find, task_ids) if task is not None])
 
     async def ReadGuestFile(
-        self,
-        request: env_pb2.ReadGuestFileRequest,
-        context: Context,
+        self, request: env_pb2.ReadGuestFileRequest, context: Context
     ) -> env_pb2.ReadGuestFileResponse:
         """Read a guest file."""
         episode_id, path = episode_id_of(request.episode_id), guest_path_of(request.path)

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Final
 
 import grpc
-from cuaenv.reasons import CODE_BY_REASON
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
+from cuaenv.reasons import CODE_BY_REASON
 from envd.api.fields import duration_of
 from envd.base import errors
 

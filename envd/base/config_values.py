@@ -11,8 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-from cuaenv.region import Region
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo
+
+from cuaenv.region import Region
 
 #: Prefix of a suite that is part of envd but served only on request.
 BUILTIN_TASKS = "builtin:"

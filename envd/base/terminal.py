@@ -4,10 +4,10 @@ import signal
 from typing import NoReturn, Protocol
 
 import typer
-from cuaenv.cli import terminal
-from cuaenv.cli.terminal import EXIT_FAILED, emit_json, out
 from rich.console import Console
 
+from cuaenv.cli import terminal
+from cuaenv.cli.terminal import EXIT_FAILED, emit_json, out
 from envd.base.errors import ConfigError, EnvdError
 
 #: Decorator for commands; see `cuaenv.cli.terminal.reports_errors`.

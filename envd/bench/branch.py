@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from cuaenv.client import AsyncEpisode
-
 from envd.bench.branch_parents import STEP_TIMEOUT, TARGET_DIRTY_MIB, BranchParent, frame_id_of
 from envd.bench.report import (
     BenchReport,
@@ -55,8 +54,7 @@ class BranchFigures:
     )
     branch_ms_p95: float = figure("The same")
     parent_pause_ms_p50: float = figure(
-        "How long the parent was paused for the copy; it was already paused, as between any two calls",
-        Target("<=", 25),
+        "How long the parent was paused for the copy; it was already paused, as between any two calls", Target("<=", 25)
     )
     copy_ms_p50: float = figure("The whole copy, including the pause")
     start_ms_p50: float = figure("Until the child was forked from the copy")
@@ -143,12 +141,7 @@ async def measure_branch(
                     check = await parent.check(episode, child, frame_id=frame_id)
                     steps.done("checked")
     return branch_report(
-        conditions,
-        light=light[_WARM_UPS:],
-        worked=worked[_WARM_UPS:],
-        group_ms=group_ms,
-        who=parent.who,
-        check=check,
+        conditions, light=light[_WARM_UPS:], worked=worked[_WARM_UPS:], group_ms=group_ms, who=parent.who, check=check
     )
 
 

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from cuaenv.actions import Action, Move, PressKeys, TypeText, Wait
 from cuaenv.client import AsyncEpisode, View
-
 from envd.bench.default_tasks import EditorTask
 from envd.bench.report import Check
 from envd.bench.session import BenchSession

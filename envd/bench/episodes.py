@@ -16,7 +16,6 @@ from pathlib import Path
 
 from cuaenv.actions import Action, Done, PressKeys, TypeText, Wait
 from cuaenv.client import AsyncEpisode
-
 from envd.base.errors import ConfigError
 from envd.bench.episodes_peer import PeerEpisode, PeerPauses, PlayedEpisode, play_as_peer
 from envd.bench.process_tree import tree_cpu_s, tree_pss_bytes
@@ -222,11 +221,7 @@ def _task_file(tasks: Path, name: str) -> dict[str, object]:
 
 def pyautogui_calls(line: str) -> list[str]:
     """Return the peer's form of our script. Pure."""
-    return [
-        "pyautogui.hotkey('win', 't')",
-        f"pyautogui.typewrite({line!r}, interval=0.02)",
-        "pyautogui.press('enter')",
-    ]
+    return ["pyautogui.hotkey('win', 't')", f"pyautogui.typewrite({line!r}, interval=0.02)", "pyautogui.press('enter')"]
 
 
 @asynccontextmanager

@@ -15,11 +15,11 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
+
 from cuaenv.actions import Action, Wait
 from cuaenv.client import StepResult
 from cuaenv.frames import TiledImage
-from PIL import Image
-
 from envd.api.convert_results import frame_message
 from envd.bench.playing import max_steps_of, play
 from envd.bench.rebuilding import ClientProcess, open_client
@@ -139,9 +139,7 @@ class Comparison:
         wrong, count = self.wrong_count, self.rebuilt_count
         found = f"{wrong} of {count} rebuilt frames differ from" if wrong else f"all {count} rebuilt frames equal"
         return Check(
-            name="lossless",
-            passed=count > 0 and not wrong,
-            evidence=f"{found} the recorded ones, byte for byte",
+            name="lossless", passed=count > 0 and not wrong, evidence=f"{found} the recorded ones, byte for byte"
         )
 
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import grpc
 import uvloop
-from cuaenv.client import AsyncEnvClient, View
-from cuaenv.v1 import env_pb2
 from google.protobuf.duration_pb2 import Duration
 
+from cuaenv.client import AsyncEnvClient, View
+from cuaenv.v1 import env_pb2
 from envd.base.aio import shielded
 
 _ECHO = "/envd.bench.Echo/Echo"

@@ -6,7 +6,6 @@ from datetime import timedelta
 
 from cuaenv.actions import Action, Wait
 from cuaenv.client import AsyncEpisode, GuestFailed, GuestUnresponsive, StepResult
-
 from envd.base import errors
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.conditions import Result, query_of, unmet

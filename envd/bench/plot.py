@@ -10,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from statistics import median
 
-from cuaenv.plots import PlotsMissing, svg_plot
 from pydantic import BaseModel, ValidationError
 
+from cuaenv.plots import PlotsMissing, svg_plot
 from envd.base.errors import ConfigError
 
 #: The name of a list of times: what was measured, its unit, and for `growth` the number of machines.

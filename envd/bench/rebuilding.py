@@ -15,7 +15,6 @@ from typing import BinaryIO
 from cuaenv.frames import TiledImage
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import region
-
 from envd.bench.child import Child, run_module
 from envd.bench.report import BenchFailed
 

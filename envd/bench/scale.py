@@ -112,12 +112,7 @@ async def measure_scale(
         "task": task_id,
     }
     return scale_report(
-        conditions,
-        stepped=stepped,
-        bare=bare,
-        opened_count=opened_count,
-        server_cpu_s=server_cpu_s,
-        lags_ms=lags_ms,
+        conditions, stepped=stepped, bare=bare, opened_count=opened_count, server_cpu_s=server_cpu_s, lags_ms=lags_ms
     )
 
 

@@ -10,8 +10,8 @@ import sys
 import time
 
 import uvloop
-from cuaenv.cli.terminal import err
 
+from cuaenv.cli.terminal import err
 from envd.base.config import Config
 from envd.base.errors import EnvdError
 from envd.base.telemetry import logs

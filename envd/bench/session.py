@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, View
-
 from envd.base.config import Config
 from envd.base.errors import EnvdError, GuestUnresponsive
 from envd.base.version import envd_version

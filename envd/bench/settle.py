@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cuaenv.actions import Action, Done, Fail, Wait
-
 from envd.base.config import SettlePolicy
 from envd.bench.playing import wait_until_met
 from envd.bench.report import BenchFailed, BenchReport, figure, figures_of, from_samples, p50, percentile

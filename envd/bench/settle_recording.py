@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
+
 from cuaenv.actions import Action
 from cuaenv.frames import TiledImage
 from cuaenv.region import Region
-
 from envd.base.config import SettlePolicy
 from envd.guest.acting import may_act_late
 from envd.guest.desktop import Desktop

@@ -15,13 +15,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
+from PIL import Image
+
 from cuaenv.action_codec import to_proto
 from cuaenv.actions import Action, Click, Move, PressKeys
 from cuaenv.client import AsyncEpisode
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id
-from PIL import Image
-
 from envd.bench.child import run_module
 from envd.bench.rebuilding import ClientProcess, open_client
 from envd.bench.report import (

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 
-from cuaenv.actions import Action, Done
-from cuaenv.cli.terminal import progress
-from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, StepResult, View
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cuaenv.actions import Action, Done
+from cuaenv.cli.terminal import progress
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, StepResult, View
 from envd.base.config import Config
 from envd.bench.playing import ConditionNotMet, Steps, max_steps_of, play
 from envd.daemon.composition import open_daemon
@@ -172,11 +172,7 @@ async def _play_task(
     results: list[PolicyResult] = []
     try:
         opening = client.reset_group(
-            task.task_id,
-            size=len(policies),
-            max_steps=max_steps,
-            view=View(encoding="none"),
-            timeout=_RESET_TIMEOUT,
+            task.task_id, size=len(policies), max_steps=max_steps, view=View(encoding="none"), timeout=_RESET_TIMEOUT
         )
         async with opening as episodes:
             # The oracle first: if its changes leaked into the other machine, the null policy would score.

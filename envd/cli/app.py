@@ -3,8 +3,8 @@
 from typing import Annotated
 
 import typer
-from cuaenv.cli.lazy import lazy_group
 
+from cuaenv.cli.lazy import lazy_group
 from envd.base.version import envd_version
 
 _COMMANDS = {

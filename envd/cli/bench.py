@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from cuaenv.cli.terminal import Json, emit_json, out, progress
 
+from cuaenv.cli.terminal import Json, emit_json, out, progress
 from envd.base.config import DEFAULT_IMAGE, Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import print_result, reports_errors
@@ -34,8 +34,7 @@ _BRANCH_CAPACITY = 1 + 2 * branch.TARGET_GROUP_SIZE
 _MAX_MACHINES = 64
 Repetitions = Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Repetitions of each measurement.")]
 OtherImage = Annotated[
-    str,
-    typer.Option("--image", metavar="NAME", help="Image of the machines.", show_default="the desktop image"),
+    str, typer.Option("--image", metavar="NAME", help="Image of the machines.", show_default="the desktop image")
 ]
 Report = Callable[[str, float], None]
 Measure = Callable[..., Coroutine[Any, Any, BenchReport]]
@@ -264,8 +263,7 @@ async def bench_settle(
 @reports_errors
 def bench_plot(
     directory: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", exists=True, file_okay=False, help="Directory of reports NAME.json."),
+        Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="Directory of reports NAME.json.")
     ],
     *,
     as_json: Json = False,

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from cuaenv.cli.terminal import Json, emit_json, out
 
+from cuaenv.cli.terminal import Json, emit_json, out
 from envd.base.errors import ConfigError
 from envd.base.terminal import reports_errors
 from envd.cli.certificates import VALID_DAYS, DevelopmentCerts, make_development_certs
@@ -20,9 +20,7 @@ def certs(
     host: Annotated[
         list[str] | None,
         typer.Option(
-            "--host",
-            metavar="NAME",
-            help="Name or address that clients connect to, besides loopback; repeatable.",
+            "--host", metavar="NAME", help="Name or address that clients connect to, besides loopback; repeatable."
         ),
     ] = None,
     as_json: Json = False,

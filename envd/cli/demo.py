@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from cuaenv.cli.terminal import Json, out
 from cuaenv.client import AsyncEnvClient
-
 from envd.base.config import DEFAULT_IMAGE, Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import print_result, reports_errors

@@ -20,11 +20,11 @@ from enum import Enum
 from pathlib import Path
 
 import typer
-from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
-from cuaenv.client import AsyncEnvClient, EnvError, Pool
 from rich.markup import escape
 from rich.table import Table
 
+from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
+from cuaenv.client import AsyncEnvClient, EnvError, Pool
 from envd.api.security.tls import server_credentials
 from envd.api.security.tokens import read_tokens
 from envd.base.config import Config, HypervisorConfig

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from cuaenv.cli.lazy import lazy_group
 from cuaenv.cli.terminal import Json, emit_json, err, out
 from cuaenv.client import EpisodeInfo
-
 from envd.base.errors import ConfigError, EpisodeNotFound
 from envd.cli.remote import (
     CALL_TIMEOUT,
@@ -34,9 +34,7 @@ from envd.cli.remote import (
     since,
 )
 
-_COMMANDS = {
-    "export": ("envd.cli.episodes_export:export", "Write a recorded episode as a video (MP4, WebM or GIF)."),
-}
+_COMMANDS = {"export": ("envd.cli.episodes_export:export", "Write a recorded episode as a video (MP4, WebM or GIF).")}
 
 app = typer.Typer(
     cls=lazy_group(_COMMANDS),

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from cuaenv.cli.terminal import Json, emit_json, out, progress
 
+from cuaenv.cli.terminal import Json, emit_json, out, progress
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.cli.options import with_settings

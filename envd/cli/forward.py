@@ -5,8 +5,8 @@ import logging
 from typing import Annotated
 
 import typer
-from cuaenv.cli.terminal import err, out
 
+from cuaenv.cli.terminal import err, out
 from envd.base.errors import ConfigError
 from envd.cli.episodes import find_episodes
 from envd.cli.remote import CALL_TIMEOUT, DEFAULT_TARGET, Target, TlsCa, TlsCert, TlsKey, open_client, reports_errors

@@ -3,9 +3,9 @@
 from typing import Annotated
 
 import typer
+
 from cuaenv.cli.lazy import lazy_group
 from cuaenv.cli.terminal import Json, progress
-
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import reports_errors, stop_on_sigterm
@@ -19,7 +19,7 @@ _COMMANDS = {
     "windows": (
         "envd.cli.image_build_windows:windows",
         "Install Windows from its ISO, prove that it works for agents, and seal it. Takes 20 to 60 minutes with KVM.",
-    ),
+    )
 }
 
 app = typer.Typer(

@@ -10,9 +10,9 @@ from typing import Annotated
 from uuid import uuid4
 
 import typer
-from cuaenv.cli.terminal import Json, ProgressReport, emit_json, err, out, progress
 from lxml import etree
 
+from cuaenv.cli.terminal import Json, ProgressReport, emit_json, err, out, progress
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import reports_errors, stop_on_sigterm

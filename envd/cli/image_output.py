@@ -5,7 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cuaenv.cli.terminal import emit_json, err, out
-
 from envd.base.config_values import default_cache_dir, sudo_user
 from envd.images.catalogue import Image
 

@@ -26,10 +26,7 @@ def _option(kind: Any, option_help: str, metavar: str | None = None) -> Any:
 #: The key of the setting and the option, by parameter.
 _OPTIONS: Mapping[str, tuple[str, Any]] = {
     "pool": ("pools", _option(list[str], "Keep N machines of IMAGE ready; repeatable.", "N|IMAGE=N")),
-    "tasks": (
-        "tasks.suites",
-        _option(list[str], "Task file, or directory of task files; repeatable.", "[SUITE=]PATH"),
-    ),
+    "tasks": ("tasks.suites", _option(list[str], "Task file, or directory of task files; repeatable.", "[SUITE=]PATH")),
     "listen": ("listen", _option(str, "Address of the gRPC service.", "HOST:PORT")),
     "metrics_listen": ("metrics_listen", _option(str, "Address of the metrics.", "HOST:PORT")),
     "console_listen": (

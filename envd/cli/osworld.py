@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
-from cuaenv.cli.terminal import Json, emit_json, err, out, progress
 from rich.table import Table
 
+from cuaenv.cli.terminal import Json, emit_json, err, out, progress
 from envd.base.config import Config
 from envd.base.errors import OsworldError
 from envd.base.terminal import reports_errors, stop_on_sigterm

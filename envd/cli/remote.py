@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from cuaenv.cli import terminal
-from cuaenv.cli.messages import message_of
-from cuaenv.client import AsyncEnvClient, EnvError, EpisodeInfo, Tls
 from rich.table import Table
 from rich.text import Text
 
+from cuaenv.cli import terminal
+from cuaenv.cli.messages import message_of
+from cuaenv.client import AsyncEnvClient, EnvError, EpisodeInfo, Tls
 from envd.base.errors import ConfigError, EnvdError
 
 Target = Annotated[

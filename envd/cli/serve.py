@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 
 import uvloop
-from cuaenv.cli.terminal import out
 
+from cuaenv.cli.terminal import out
 from envd.base.aio import race
 from envd.base.config import Config
 from envd.base.telemetry import logs

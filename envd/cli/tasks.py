@@ -6,14 +6,14 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from cuaenv.cli.lazy import lazy_group
-from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, out
-from cuaenv.client import AsyncEnvClient
-from cuaenv.client import Task as ServedTask
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from cuaenv.cli.lazy import lazy_group
+from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, out
+from cuaenv.client import AsyncEnvClient
+from cuaenv.client import Task as ServedTask
 from envd.base.config import Config
 from envd.cli.options import with_settings
 from envd.cli.remote import CALL_TIMEOUT, TlsCa, TlsCert, TlsKey, open_client, reports_errors

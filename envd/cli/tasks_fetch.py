@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Sequence
 
 import aiohttp
-from cuaenv.cli.terminal import emit_json, out, progress
 from rich.table import Table
 
+from cuaenv.cli.terminal import emit_json, out, progress
 from envd.tasks.assets import AssetCache, AssetMissing, open_http
 from envd.tasks.fields import AssetRef
 

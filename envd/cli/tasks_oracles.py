@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from typing import Annotated
 
 import typer
-from cuaenv.cli.terminal import err
 
+from cuaenv.cli.terminal import err
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import reports_errors

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Annotated
 
 import typer
-from cuaenv.cli.terminal import Json, err
 
+from cuaenv.cli.terminal import Json, err
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import print_result, reports_errors
@@ -36,12 +36,10 @@ def verify_command(
         ),
     ] = None,
     starts: Annotated[
-        bool,
-        typer.Option("--starts", help="Only do nothing; also in tasks without an oracle, OSWorld's included."),
+        bool, typer.Option("--starts", help="Only do nothing; also in tasks without an oracle, OSWorld's included.")
     ] = False,
     image: Annotated[
-        str,
-        typer.Option(help="Image to play on.", show_default="the tasks' own; for Windows the only Windows image"),
+        str, typer.Option(help="Image to play on.", show_default="the tasks' own; for Windows the only Windows image")
     ] = "",
     parallel_count: Annotated[int, typer.Option("--parallel", min=1, max=256, help="Tasks played at once.")] = 2,
     as_json: Json = False,

@@ -5,9 +5,9 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
-from cuaenv.cli.terminal import Json, emit_json, err, out
 from rich.table import Table
 
+from cuaenv.cli.terminal import Json, emit_json, err, out
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import reports_errors

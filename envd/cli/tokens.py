@@ -3,8 +3,8 @@
 from typing import Annotated
 
 import typer
-from cuaenv.cli.terminal import Json, emit_json, out
 
+from cuaenv.cli.terminal import Json, emit_json, out
 from envd.api.security.tokens import new_token
 from envd.base.terminal import reports_errors
 

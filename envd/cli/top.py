@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
-from cuaenv.cli.terminal import Json, emit_json, out
-from cuaenv.client import AsyncEnvClient, EnvError
 from rich.console import Group
 from rich.live import Live
 
+from cuaenv.cli.terminal import Json, emit_json, out
+from cuaenv.client import AsyncEnvClient, EnvError
 from envd.cli.remote import (
     CALL_TIMEOUT,
     DEFAULT_TARGET,

@@ -4,19 +4,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 
-from cuaenv.client import EpisodeInfo, Pool, QueuedGroup
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from envd.cli.remote import (
-    SortKey,
-    duration_text,
-    episode_fields,
-    episode_table,
-    printable,
-    selected,
-)
+from cuaenv.client import EpisodeInfo, Pool, QueuedGroup
+from envd.cli.remote import SortKey, duration_text, episode_fields, episode_table, printable, selected
 
 _BAR_WIDTH = 24
 #: Lines besides rows of tables: the title, and a blank line and a header per table.

@@ -379,10 +379,7 @@ async def open_endpoints(config: Config, storage: Storage, episodes: Episodes) -
             serve_compat(config.compat_addresses, sessions, server.guard, tls=tls, middlewares=local_only)
         )
         yield Endpoints(
-            server=server,
-            address=address,
-            console_address=console_address,
-            compat_addresses=compat_addresses,
+            server=server, address=address, console_address=console_address, compat_addresses=compat_addresses
         )
 
 

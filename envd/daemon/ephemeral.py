@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import typer
 import uvloop
-from cuaenv.cli.terminal import progress
 
+from cuaenv.cli.terminal import progress
 from envd.base.config import DEFAULT_IMAGE, Config, PoolConfig, RecordingConfig, SecurityConfig
 from envd.base.terminal import stop_on_sigterm
 from envd.daemon.process import prepare_process

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from cuaenv.actions import Done, Fail
-
 from envd.base.clock import Clock
 from envd.base.config import SettlePolicy
 from envd.base.errors import EpisodeEnded, EvaluatorFailed, MachineLost, StepIndexMismatch

@@ -7,7 +7,6 @@ from datetime import datetime
 from typing import Protocol
 
 from cuaenv.actions import action_text
-
 from envd.episodes.episode import Episode
 from envd.episodes.types import StepCommand, StepResult
 from envd.guest.desktop import ScreenView

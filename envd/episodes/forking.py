@@ -20,13 +20,7 @@ from envd.pool.pool import Pool
 
 
 async def fork_group(
-    pool: Pool,
-    parent: Episode,
-    command: ForkCommand,
-    *,
-    registry: EpisodeRegistry,
-    states: TaskStates,
-    clock: Clock,
+    pool: Pool, parent: Episode, command: ForkCommand, *, registry: EpisodeRegistry, states: TaskStates, clock: Clock
 ) -> Group:
     """Copy an episode's machine, all copies or none. The caller keeps the parent's lease from expiring.
 

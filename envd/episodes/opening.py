@@ -185,12 +185,7 @@ class Opening:
             try:
                 with self._quotas.reserve(episode.owner, command.fork_count, max_machines=command.max_machines):
                     group = await fork_group(
-                        pool,
-                        episode,
-                        command,
-                        registry=context.registry,
-                        states=self._states,
-                        clock=context.clock,
+                        pool, episode, command, registry=context.registry, states=self._states, clock=context.clock
                     )
             except EnvdError as error:
                 logger.warning("episode %s: fork failed: %s: %s", episode.episode_id, error.reason, error)

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from cuaenv.actions import Action, Done, Fail
-
 from envd.base.aio import LoopThrottle
 from envd.base.clock import Clock
 from envd.base.config import LimitsConfig, SettlePolicy

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cuaenv.actions import Done, Fail
-
 from envd.base.clock import Clock
 from envd.base.errors import (
     HypervisorError,
@@ -146,10 +145,7 @@ def _state_key(pool: Pool, task: Task, template: FrozenDesktop) -> StateKey | No
     if not task.freeze_setup or not pool.settings.task_templates:
         return None
     return StateKey(
-        pool=pool.name,
-        task_id=task.task_id,
-        task_version=task.version,
-        template_digest=template.snapshot.digest,
+        pool=pool.name, task_id=task.task_id, task_version=task.version, template_digest=template.snapshot.digest
     )
 
 

@@ -28,9 +28,7 @@ from envd.episodes.persistence.recovery import PersistedState, Recovery
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.resetting import RunCheckers, RunSetup
 from envd.episodes.stepping import Stepping
-from envd.episodes.types import (
-    EpisodeInfo,
-)
+from envd.episodes.types import EpisodeInfo
 from envd.hypervisor.machine import Machine
 from envd.pool.pool import Pool
 from envd.pool.queue_report import QueuedGroup

@@ -101,12 +101,7 @@ class Stepping:
         return result
 
     async def observe(
-        self,
-        episode_id: str,
-        options: ObservationOptions,
-        *,
-        refresh: bool = False,
-        settle: SettlePolicy | None = None,
+        self, episode_id: str, options: ObservationOptions, *, refresh: bool = False, settle: SettlePolicy | None = None
     ) -> Observation:
         """Return the agent's present observation. Changes nothing, not even the lease.
 

@@ -5,7 +5,6 @@ from datetime import datetime
 from enum import Enum
 
 from cuaenv.actions import Action
-
 from envd.base.config import SettlePolicy
 from envd.guest.observation import ActionOutcome, Observation, ObservationOptions
 from envd.tasks.checkers.evaluate import CheckResult

@@ -15,13 +15,10 @@ from dataclasses import replace
 from itertools import groupby, islice
 from typing import Final, NamedTuple
 
-from cuaenv.region import Region
 from lxml import etree
 
-from envd.guest.observation import (
-    Element,
-    Elements,
-)
+from cuaenv.region import Region
+from envd.guest.observation import Element, Elements
 
 #: A tree of guestd's 5,000 nodes has about 2 MiB.
 MAX_TREE_BYTES: Final = 16 << 20

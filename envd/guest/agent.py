@@ -77,12 +77,7 @@ class GuestAgent:
         await self._channels.agent_command("guest-ping", timeout_s=timeout_s)
 
     async def run(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout_s: float,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
+        self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", env: Mapping[str, str] | None = None
     ) -> CommandResult:
         """Run a command to its end as the agent's user (root); `env`, if given, replaces its environment.
 

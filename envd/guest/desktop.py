@@ -12,7 +12,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from cuaenv.actions import Action
-
 from envd.base.channels import GuestChannels
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, InvalidRequest, MachineLost

@@ -247,12 +247,7 @@ class GuestdClient:
     # Commands and files
 
     async def execute(
-        self,
-        command: Sequence[str],
-        *,
-        timeout_s: float,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
+        self, command: Sequence[str], *, timeout_s: float, stdin: bytes = b"", env: Mapping[str, str] | None = None
     ) -> CommandResult:
         """Run a command in the user's session to its end.
 

@@ -49,12 +49,7 @@ class DesktopView:
 
     def with_connection_state(self, state: ConnectionState) -> "DesktopView":
         """Return this view with the state of an earlier connection."""
-        return replace(
-            self,
-            inputs=HeldInputs(pointer=state.pointer),
-            guestd_types=state.guestd_types,
-            home=state.home,
-        )
+        return replace(self, inputs=HeldInputs(pointer=state.pointer), guestd_types=state.guestd_types, home=state.home)
 
     @property
     def size_px(self) -> tuple[int, int]:

@@ -18,14 +18,7 @@ from envd.base.errors import ImageError
 from envd.base.tools import run_tool
 from envd.hypervisor.machine import Firmware, GuestOs
 from envd.images.catalogue import PACKAGES_FILE, Image, ImageCatalogue, file_sha256
-from envd.images.recipe import (
-    PYTHON_PACKAGES,
-    WINDOWS_PROGRAMS,
-    WINDOWS_SOURCES,
-    Recipe,
-    overlay_files,
-    recipe_digest,
-)
+from envd.images.recipe import PYTHON_PACKAGES, WINDOWS_PROGRAMS, WINDOWS_SOURCES, Recipe, overlay_files, recipe_digest
 
 _run = partial(run_tool, error=ImageError, environment={"SOURCE_DATE_EPOCH": "1700000000", "LC_ALL": "C.UTF-8"})
 

@@ -26,10 +26,7 @@ WINE_PACKAGES = _packages("wine")
 
 #: Sources of the Windows programs of an image, compiled when it is built; each program's files by its name.
 WINDOWS_SOURCES = "usr/src/envd/"
-WINDOWS_PROGRAMS = {
-    "envdshell.exe": ("queries.c", "requests.c", "shell.c"),
-    "envdlink.exe": ("link.c",),
-}
+WINDOWS_PROGRAMS = {"envdshell.exe": ("queries.c", "requests.c", "shell.c"), "envdlink.exe": ("link.c",)}
 
 #: Python packages to install in addition to Debian's, in pip's format. The file is also part of the guest.
 PYTHON_PACKAGES = "usr/lib/envd/python-packages.txt"
@@ -88,12 +85,7 @@ def osworld_recipe(*, mirror: str = "") -> Recipe:
 def wine_recipe(*, mirror: str = "") -> Recipe:
     """Return the recipe of a desktop that tasks take for Windows: Debian's Wine."""
     return Recipe(
-        name="wine",
-        distribution="debian",
-        suite="bookworm",
-        mirror=mirror,
-        packages=WINE_PACKAGES,
-        os=GuestOs.WINDOWS,
+        name="wine", distribution="debian", suite="bookworm", mirror=mirror, packages=WINE_PACKAGES, os=GuestOs.WINDOWS
     )
 
 

@@ -151,13 +151,7 @@ def plan(
 
 
 def _admit(
-    waiting: Sequence[Demand],
-    turns: Turns,
-    *,
-    idle_count: int,
-    room: int,
-    host_room: int,
-    turn: ReservedTurn | None,
+    waiting: Sequence[Demand], turns: Turns, *, idle_count: int, room: int, host_room: int, turn: ReservedTurn | None
 ) -> tuple[tuple[int, ...], ReservedTurn | None]:
     """Serve every group that fits and whose turn it is, or that may pass the group with the turn.
 

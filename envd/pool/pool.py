@@ -28,14 +28,7 @@ from envd.pool.admission import WaitingGroup
 from envd.pool.fairness import Demand
 from envd.pool.host_room import HOST_POLL_S
 from envd.pool.leased import FrozenDesktop, LeasedMachine, LostMachine, MachineLease, Reservation, freeze
-from envd.pool.lifecycle import (
-    MachineRecord,
-    MakeDesktop,
-    Work,
-    adopted,
-    load,
-    prepared,
-)
+from envd.pool.lifecycle import MachineRecord, MakeDesktop, Work, adopted, load, prepared
 from envd.pool.parts import PoolHost, build_parts
 from envd.pool.planner import LifecycleState, plan
 from envd.pool.queue_report import QueuedGroup, queue_report

@@ -11,9 +11,9 @@ does, so it is refused.
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, NamedTuple, Self
 
-from cuaenv.actions import Done, Fail
 from pydantic import Field, PlainValidator, model_validator
 
+from cuaenv.actions import Done, Fail
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.union import Checker, leaves
 from envd.tasks.fields import Model

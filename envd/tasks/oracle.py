@@ -28,10 +28,10 @@ A step may end with conditions, which the player checks in the guest before the 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Self
 
-from cuaenv.action_codec import from_one_key, to_one_key
-from cuaenv.actions import Action
 from pydantic import Field, ValidationError, model_validator
 
+from cuaenv.action_codec import from_one_key, to_one_key
+from cuaenv.actions import Action
 from envd.tasks.fields import GuestPath, Model, Timeout, WindowMatch
 
 _CONDITION = "wait_for"

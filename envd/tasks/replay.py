@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 
 from cuaenv.actions import Action, Done, Fail, Wait
-
 from envd.tasks.oracle import OracleAction, WaitFor, split_step
 
 #: Extra waits, in seconds, for a response before the next input is sent anyway: a minute in total, because an editor

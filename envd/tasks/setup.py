@@ -51,12 +51,7 @@ _NO_RESOURCES = SetupResources()
 
 
 async def run_setup(
-    task: Task,
-    desktop: Desktop,
-    *,
-    timeout_s: float,
-    resources: SetupResources = _NO_RESOURCES,
-    poll_s: float = POLL_S,
+    task: Task, desktop: Desktop, *, timeout_s: float, resources: SetupResources = _NO_RESOURCES, poll_s: float = POLL_S
 ) -> None:
     """Perform all setup verbs of a task. On failure the guest's state is undefined: destroy it.
 

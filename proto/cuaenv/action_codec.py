@@ -17,11 +17,12 @@ from dataclasses import MISSING, dataclass, fields
 from datetime import timedelta
 from typing import Any, cast, get_args
 
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+
 from cuaenv import actions
 from cuaenv.actions import Action, Button
 from cuaenv.v1 import env_pb2
-from google.protobuf.descriptor import Descriptor
-from google.protobuf.message import Message
 
 
 class BadAction(ValueError):

@@ -3,9 +3,10 @@
 import uuid
 from datetime import timedelta
 
+from google.protobuf.duration_pb2 import Duration
+
 from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
-from google.protobuf.duration_pb2 import Duration
 
 
 def wire_duration(length: timedelta | None) -> Duration | None:

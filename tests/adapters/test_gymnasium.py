@@ -8,11 +8,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from cuaenv.client import TaskNotFound, Unauthenticated
 from gymnasium.error import InvalidAction, ResetNeeded
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from cuaenv.client import TaskNotFound, Unauthenticated
 from envd.guest.input.keysyms import named_key
 from tests.support.desktops import DrawnDesktops
 from trainer.adapters.actions import read_actions

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+
 from cuaenv.client import (
     BadRequest,
     Click,
@@ -21,20 +22,11 @@ from cuaenv.client import (
     View,
     Wait,
 )
-
 from tests.support.clock import until
 from tests.support.desktops import DrawnDesktops
 from tests.support.program import run_program
 from trainer.adapters.background import blocking
-from trainer.adapters.session import (
-    Session,
-    SessionSettings,
-    SessionVoid,
-    is_fault,
-    open_session,
-    session,
-    task_of_row,
-)
+from trainer.adapters.session import Session, SessionSettings, SessionVoid, is_fault, open_session, session, task_of_row
 
 TASK = "fake/enable"
 BOX = Click(822, 167)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuaenv.client import Action, Click, Done
 
+from cuaenv.client import Action, Click, Done
 from envd.hypervisor.fake import Faults
 from tests.support.server import FakeServer, serve_fake
 from tests.support.sglang import SglangServer

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from cuaenv.client import Action, Click, Done
 
+from cuaenv.client import Action, Click, Done
 from envd.hypervisor.fake import Faults
 from tests.support.areal import ModelResponse, ScriptedEngine
 from tests.support.server import serve_fake

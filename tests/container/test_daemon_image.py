@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from cuaenv.actions import TypeText
 from cuaenv.client import EnvClient
-
 from envd.base.config_values import default_cache_dir
 from tests.support.program import Program
 

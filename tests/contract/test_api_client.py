@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+
 from cuaenv import client as trainer
 from cuaenv.client import (
     AsyncEnvClient,
@@ -22,7 +23,6 @@ from cuaenv.client import (
     TypeText,
     View,
 )
-
 from envd.api.server import ApiServer
 from envd.base import errors
 from envd.base.telemetry.metrics import Metrics
@@ -75,11 +75,7 @@ async def test_an_episode_is_stepped_scored_and_closed(client: AsyncEnvClient, e
         assert episodes.closed == []
     assert episodes.closed == [episode.episode_id]
     assert [command.step_index for command in episodes.steps] == [0, 1]
-    assert episodes.actions == [
-        Click(640, 400),
-        TypeText("Hello"),
-        PressKeys(("ctrl", "s")),
-    ]
+    assert episodes.actions == [Click(640, 400), TypeText("Hello"), PressKeys(("ctrl", "s"))]
 
 
 async def test_options_of_the_reset_are_the_steps_defaults(client: AsyncEnvClient, episodes: StubEpisodes) -> None:

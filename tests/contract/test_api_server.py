@@ -15,23 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from cuaenv.actions import Click, TypeText
-from cuaenv.v1 import env_pb2, env_pb2_grpc
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
+from cuaenv.actions import Click, TypeText
+from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api.security.access import MAX_MESSAGE_BYTES
 from envd.api.server import SERVICE_NAME, ApiServer, parse_listen
 from envd.base.config import SecurityConfig
-from envd.base.errors import (
-    AccessDenied,
-    ConfigError,
-    EpisodeEnded,
-    GuestError,
-    MachineLost,
-)
+from envd.base.errors import AccessDenied, ConfigError, EpisodeEnded, GuestError, MachineLost
 from envd.base.telemetry.metrics import Metrics
 from tests.support.stub_episodes import StubEpisodes, pool_info
 
@@ -241,10 +235,7 @@ async def test_error_details_name_method_episode_and_request(stub: "CUAEnvAsyncS
     request = step_request(episode_id)
     failure = await failure_of(stub.Step(request, timeout=TIMEOUT_S))
     info = details_of(failure)["ErrorInfo"]
-    assert (failure.code(), failure.details()) == (
-        grpc.StatusCode.DATA_LOSS,
-        "machine m1 died: QEMU exited",
-    )
+    assert (failure.code(), failure.details()) == (grpc.StatusCode.DATA_LOSS, "machine m1 died: QEMU exited")
     assert (info.reason, info.domain) == ("MACHINE_LOST", "cuaenv")
     assert dict(info.metadata) == {"method": "Step", "episode_id": episode_id, "request_id": request.request_id}
 

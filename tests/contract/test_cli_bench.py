@@ -16,8 +16,8 @@ from unittest.mock import Mock
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cuaenv.actions import Click, Drag, Move, PressKeys
 
+from cuaenv.actions import Click, Drag, Move, PressKeys
 from envd.api.convert_results import frame_message
 from envd.base.config import load
 from envd.base.errors import ConfigError, GuestUnresponsive
@@ -558,12 +558,7 @@ def test_bench_scale_compares_concurrent_steps_with_an_echo(tmp_path: Path, daem
     settings = load(flags={"hypervisor.uri": "fake", "state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache"})
     steps = Steps(lambda _stage, _share: None, 3)
     measuring = measure_scale(
-        settings,
-        task_id="fake/count-to-five",
-        machine_count=4,
-        daemon_count=daemon_count,
-        duration_s=0.5,
-        steps=steps,
+        settings, task_id="fake/count-to-five", machine_count=4, daemon_count=daemon_count, duration_s=0.5, steps=steps
     )
     report = run_until_signal(measuring)
     assert report.passed, report.checks

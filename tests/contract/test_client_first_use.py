@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from datetime import timedelta
 
 import pytest
+
 from cuaenv import client as trainer
 from cuaenv.client import AsyncEnvClient, Click, EnvClient, EnvError, RetryPolicy, View, waiting
 from cuaenv.v1 import env_pb2
-
 from envd.api.server import ApiServer
 from envd.base import errors
 from envd.base.telemetry.metrics import Metrics

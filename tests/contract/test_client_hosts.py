@@ -10,9 +10,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+
 from cuaenv import client as trainer
 from cuaenv.client import AsyncEnvClient, HostState, RetryPolicy, TypeText, View
-
 from envd.api.server import ApiServer
 from envd.base import errors
 from envd.base.telemetry.metrics import Metrics

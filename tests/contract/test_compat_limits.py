@@ -46,9 +46,7 @@ async def test_an_action_that_is_slow_to_parse_is_the_agents_mistake_and_is_not_
         assert content["done"] is False
 
 
-async def test_a_body_above_its_routes_limit_is_refused(
-    guarded: Guarded,
-) -> None:
+async def test_a_body_above_its_routes_limit_is_refused(guarded: Guarded) -> None:
     world, alice, _ = guarded
     large = io.BytesIO(json.dumps({"action": "x" * MAX_BODY_BYTES}).encode())
     assert await post(world, SLIME, f"/token/{alice.secret}/step", large) == (413, "BAD_FIELD")

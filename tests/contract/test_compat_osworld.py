@@ -216,9 +216,7 @@ async def test_only_a_valid_token_in_any_of_its_four_places_is_admitted(
     assert await world.ok("areal", f"/token/{unknown}/health"), "health needs no token"
 
 
-async def test_an_episode_and_a_session_are_their_owners_alone(
-    guarded: tuple[CompatWorld, NewToken, NewToken],
-) -> None:
+async def test_an_episode_and_a_session_are_their_owners_alone(guarded: tuple[CompatWorld, NewToken, NewToken]) -> None:
     world, alice, bob = guarded
     opened = await world.ok("slime-osworld", f"/token/{alice.secret}/reset", {"task_config": TASK})
     body = {"episode_id": opened["episode_id"]}

@@ -33,10 +33,7 @@ def fake_config(directory: Path, flags: Mapping[str, object]) -> Config:
 
 async def scraped(daemon: Daemon) -> set[str]:
     """Return the lines of its metrics."""
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"http://{daemon.metrics_address}/metrics") as response,
-    ):
+    async with aiohttp.ClientSession() as session, session.get(f"http://{daemon.metrics_address}/metrics") as response:
         return set((await response.text()).splitlines())
 
 

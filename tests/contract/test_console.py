@@ -12,10 +12,10 @@ from typing import Any
 import aiohttp
 import aiohttp.web
 import pytest
-from cuaenv.actions import Click, Move, TypeText
-from cuaenv.client import AsyncEnvClient, RateLimited
 from PIL import Image
 
+from cuaenv.actions import Click, Move, TypeText
+from cuaenv.client import AsyncEnvClient, RateLimited
 from envd.api.console import pictures, server
 from envd.api.console.pictures import Size
 from envd.api.security.tokens import new_token

@@ -115,8 +115,7 @@ async def test_a_hung_guestd_hits_the_deadline(guestd: GuestdClient, machine: Fa
 
 
 @pytest.mark.parametrize(
-    ("attack", "error"),
-    [("large", GuestError), ("nested", GuestError), ("slow", GuestUnresponsive)],
+    ("attack", "error"), [("large", GuestError), ("nested", GuestError), ("slow", GuestUnresponsive)]
 )
 async def test_a_hostile_guestd_fails_its_own_call(
     guestd: GuestdClient, machine: FakeMachine, attack: GuestdAttack, error: type[Exception]

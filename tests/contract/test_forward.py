@@ -11,10 +11,10 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
+
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvClient, EnvError, EpisodeNotFound, MachineLost, Wait
 from cuaenv.client.errors import error_of
 from cuaenv.v1 import env_pb2, env_pb2_grpc
-
 from envd.api.security.guard import MESSAGE_BURST
 from envd.base.errors import GuestError, GuestUnresponsive
 from envd.base.streams import copy

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuaenv.actions import Done, Fail
 
+from cuaenv.actions import Done, Fail
 from envd.base.errors import EvaluatorFailed, MachineLost, SetupFailed
 from envd.guest.desktop import Desktop
 from envd.hypervisor.fake import FakeHypervisor, FakeMachine, fake_image

@@ -70,13 +70,7 @@ def scoring(guest: LocalGuestd, evaluator: Mapping[str, Any], *, time_s: float =
 
 def setting_up(guest: LocalGuestd, *steps: Mapping[str, Any], **fields: Any) -> Job:
     return Job(
-        kind="set_up",
-        guest_url=guest.url,
-        platform="Linux",
-        screen_px=(1280, 800),
-        time_s=20.0,
-        steps=steps,
-        **fields,
+        kind="set_up", guest_url=guest.url, platform="Linux", screen_px=(1280, 800), time_s=20.0, steps=steps, **fields
     )
 
 

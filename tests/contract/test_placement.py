@@ -9,10 +9,10 @@ from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
+
 from cuaenv.client import AsyncEnvClient, GroupTooLarge, HostState, PoolExhausted, PoolNotFound, RetryPolicy, View
 from cuaenv.client.errors import Unavailable
 from cuaenv.client.ray_cluster import HostReport, Reservation
-
 from envd.base import errors
 from tests.support.clock import until
 from tests.support.stub_episodes import StubHost, stub_hosts

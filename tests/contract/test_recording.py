@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from cuaenv.actions import Click, Done, Move, TypeText
 from PIL import Image
 
+from cuaenv.actions import Click, Done, Move, TypeText
 from envd.base.config import SettlePolicy
 from envd.base.errors import ConfigError
 from envd.episodes.episode import Episode

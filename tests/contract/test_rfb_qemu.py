@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cuaenv.actions import KeyDown, KeyUp, Move, PressKeys, TypeText
 from PIL import Image
 from pydantic import JsonValue
 
+from cuaenv.actions import KeyDown, KeyUp, Move, PressKeys, TypeText
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, MachineLost
 from envd.guest.desktop import Desktop

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuaenv.client import Element, EnvClient, Episode, Observation, Settle, TypeText, View
 
+from cuaenv.client import Element, EnvClient, Episode, Observation, Settle, TypeText, View
 from tests.support.served import ServedDaemon
 
 pytestmark = pytest.mark.timeout(600)
@@ -46,9 +46,7 @@ def editor(request: pytest.FixtureRequest, template_dir: Path, short_dir: Path) 
         assert daemon.end() == 0
 
 
-def test_the_tree_matches_the_screen_and_marks_are_drawn_on_its_elements(
-    editor: tuple[Episode, str],
-) -> None:
+def test_the_tree_matches_the_screen_and_marks_are_drawn_on_its_elements(editor: tuple[Episode, str]) -> None:
     episode, title = editor
     seen, marked = episode.observe(view=FULL), episode.observe(view=MARKED)
     assert seen.frame_id == marked.frame_id, "the screen did not change"

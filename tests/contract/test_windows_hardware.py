@@ -113,10 +113,7 @@ class TestForkContractOnWindowsHardware(LibvirtFixtures, ForkContract):
     async def test_a_sealed_secret_survives_forks_and_branches(
         self, hypervisor: LibvirtHypervisor, machine: Machine
     ) -> None:
-        async with (
-            self.capture(hypervisor, machine) as snapshot,
-            self.running_fork(hypervisor, snapshot) as branch,
-        ):
+        async with self.capture(hypervisor, machine) as snapshot, self.running_fork(hypervisor, snapshot) as branch:
             for each in (machine, branch):
                 # By its handle, and by the context saved by the session of before the fork.
                 assert await self.tpm(each, "tpm2_unseal", "-c", _KEY) == b"sealed"
@@ -217,10 +214,7 @@ class TestForkContractOnWindowsHardware(LibvirtFixtures, ForkContract):
             await self.write_variable(parent, "Parent")
             await self.write_nv(parent, "parent-1")
             await self.write_file(parent, "/var/tmp/kept", b"kept")  # noqa: S108
-            async with (
-                self.capture(hypervisor, parent) as snapshot,
-                self.running_fork(hypervisor, snapshot) as branch,
-            ):
+            async with self.capture(hypervisor, parent) as snapshot, self.running_fork(hypervisor, snapshot) as branch:
                 await self.run(branch, "sync")
                 await self.start(branch, "reboot", "-f")
                 has_restarted = False
@@ -240,10 +234,7 @@ class TestForkContractOnWindowsHardware(LibvirtFixtures, ForkContract):
         self, hypervisor: LibvirtHypervisor, machine: Machine
     ) -> None:
         offset_s = time.localtime().tm_gmtoff
-        async with (
-            self.capture(hypervisor, machine) as snapshot,
-            self.running_fork(hypervisor, snapshot) as branch,
-        ):
+        async with self.capture(hypervisor, machine) as snapshot, self.running_fork(hypervisor, snapshot) as branch:
             # The branch's system clock is behind by this time, until it wakes.
             await asyncio.sleep(2 * _CLOCK_TOLERANCE_S)
             for each in (machine, branch):

@@ -8,8 +8,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from cuaenv.client import Action, Click, Done, StepResult, Wait
 
+from cuaenv.client import Action, Click, Done, StepResult, Wait
 from envd.hypervisor.fake import Faults
 from envd.tasks.model import Task
 from tests.support.scripted_replies import ScriptedReplies

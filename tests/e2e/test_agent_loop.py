@@ -6,8 +6,8 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from cuaenv.client import Action, Click, Done, Drag, Fail, PressKeys, TypeText, Wait
 
+from cuaenv.client import Action, Click, Done, Drag, Fail, PressKeys, TypeText, Wait
 from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import served_client
 from trainer.agent.attempts import run_task
@@ -22,12 +22,7 @@ SETTINGS = AgentSettings(max_turns=6)
 SPACE = CoordinateSpace.of("normalised", image_px=(1248, 800), screen_px=(1280, 800))
 
 SOLUTIONS: dict[str, Sequence[Sequence[Action]]] = {
-    "fake/save-note": [
-        [Click(379, 311)],
-        [TypeText("Hello, fake desktop!")],
-        [Click(82, 86)],
-        [Done()],
-    ],
+    "fake/save-note": [[Click(379, 311)], [TypeText("Hello, fake desktop!")], [Click(82, 86)], [Done()]],
     "fake/count-to-five": [[Click(819, 100, count=3), Click(819, 100, count=2)], [Done()]],
     "fake/unicode-note": [[Click(379, 311), TypeText("Grüße, 漢字\n5 €")], [PressKeys(("ctrl", "s"))], [Done()]],
     "fake/move-and-count": [

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from cuaenv.client import Action, AsyncEnvClient, Click, Done, TaskNotFound
 
+from cuaenv.client import Action, AsyncEnvClient, Click, Done, TaskNotFound
 from envd.hypervisor.fake import Faults
 from tests.support.areal import ScriptedEngine
 from tests.support.server import FakeServer, serve_fake

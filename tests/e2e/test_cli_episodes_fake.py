@@ -10,9 +10,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from cuaenv.client import AsyncEnvClient, AsyncEpisode, EpisodeInfo, EpisodeNotFound, State
 from rich.console import Console
 
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, EpisodeInfo, EpisodeNotFound, State
 from envd.api.security.tokens import new_token
 from envd.base.config import SecurityConfig
 from envd.cli.remote import SortKey, duration_text, episode_table, selected

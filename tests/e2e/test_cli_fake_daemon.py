@@ -14,10 +14,10 @@ from typing import Any
 
 import grpc
 import pytest
-from cuaenv.client import Done, Draining, EnvClient, MachineLost, Tls, TypeText, Unauthenticated, Wait
-from cuaenv.v1 import env_pb2, env_pb2_grpc
 from PIL import Image
 
+from cuaenv.client import Done, Draining, EnvClient, MachineLost, Tls, TypeText, Unauthenticated, Wait
+from cuaenv.v1 import env_pb2, env_pb2_grpc
 from tests.support.command import CommandOutput, run_envd
 from tests.support.served import ServedDaemon
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from cuaenv.client import AsyncEnvClient, Pool
 from rich.console import Console
 
+from cuaenv.client import AsyncEnvClient, Pool
 from envd.api.security.tokens import new_token
 from envd.base.config import SecurityConfig
 from envd.cli.remote import SortKey

@@ -9,9 +9,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from typing import Any
 
+import pytest
+
 import cuaenv.client.leases
 import cuaenv.client.opening
-import pytest
 from cuaenv import client as wire
 from cuaenv.client import (
     AsyncEnvClient,
@@ -23,7 +24,6 @@ from cuaenv.client import (
     close_shared_clients,
     shared_client,
 )
-
 from tests.support.clock import until
 from tests.support.server import FakeServer, serve_fake
 

@@ -8,9 +8,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+
 from cuaenv import client as wire
 from cuaenv.client import AsyncEnvClient, Done, EnvError, HostState, RetryPolicy
-
 from tests.support.clock import until
 from tests.support.served import ServedDaemon
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuaenv.actions import Click, Move, TypeText
 from playwright.async_api import Page, async_playwright, expect
 
+from cuaenv.actions import Click, Move, TypeText
 from envd.api.security.tokens import new_token
 from envd.base.config import HypervisorConfig, SettlePolicy, load
 from envd.daemon.composition import Daemon, open_daemon

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from cuaenv.client import AsyncEnvClient, EvaluatorFailed, View
 
+from cuaenv.client import AsyncEnvClient, EvaluatorFailed, View
 from envd.images.catalogue import Image
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
 from tests.support.real_desktops import real_desktops

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from cuaenv.client import Click, Done, PressKeys, Task
 from typer.testing import CliRunner
 
+from cuaenv.client import Click, Done, PressKeys, Task
 from envd.api.server import ApiServer
 from envd.base.telemetry.metrics import Metrics
 from envd.cli.app import app as envd_app

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuaenv.client import AsyncEnvClient
 from typer.testing import CliRunner
 
+from cuaenv.client import AsyncEnvClient
 from envd.api.server import ApiServer
 from envd.base.telemetry.metrics import Metrics
 from envd.tasks.catalogue import TaskCatalogue

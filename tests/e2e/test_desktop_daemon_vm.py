@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+
 from cuaenv.client import (
     BadRequest,
     Click,
@@ -28,7 +29,6 @@ from cuaenv.client import (
     View,
     Wait,
 )
-
 from envd.hypervisor.qemu.processes import machine_pids
 from tests.support.leftovers import machine_leftovers
 from tests.support.served import ServedDaemon

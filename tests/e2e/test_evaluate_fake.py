@@ -6,12 +6,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import cuaenv.client.leases
 import pytest
-from cuaenv.client import Action, AsyncEnvClient, Click, Done, Fail, PressKeys, Task, TypeText
 from lxml import html
 from PIL import Image
 
+import cuaenv.client.leases
+from cuaenv.client import Action, AsyncEnvClient, Click, Done, Fail, PressKeys, Task, TypeText
 from envd.hypervisor.fake import Faults
 from tests.support.scripted_model import ScriptedModel, say_steps, served
 from tests.support.server import serve_fake
@@ -228,11 +228,7 @@ async def test_a_killed_daemon_loses_no_result_and_the_next_one_finishes_the_eva
             cut = await run_evaluation(client, url, tasks, path, concurrency=1, settings=Hasty(max_turns=4))
     assert [attempt.score for attempt in cut.attempts if not attempt.is_error] == [1.0]
     assert [attempt.outcome for attempt in cut.attempts] == ["terminated", "failed", "failed"]
-    async with (
-        serve_fake(size=2) as server,
-        AsyncEnvClient(server.address) as client,
-        served(model_of(tasks)) as url,
-    ):
+    async with serve_fake(size=2) as server, AsyncEnvClient(server.address) as client, served(model_of(tasks)) as url:
         results = await run_evaluation(client, url, tasks, path)
     assert [attempt.is_error for attempt in results.attempts] == [False] * len(tasks)
     assert cut.attempts[0] == results.attempts[0]

@@ -5,9 +5,9 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+
 from cuaenv import client as wire
 from cuaenv.client import AsyncEpisode
-
 from tests.support.server import served_client
 
 FULL = wire.View(cursor="hidden", a11y_tree=True, a11y_elements=True)

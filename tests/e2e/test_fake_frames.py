@@ -8,10 +8,10 @@ from datetime import timedelta
 import numpy as np
 import numpy.typing as npt
 import pytest
+
 from cuaenv import client as wire
 from cuaenv.client import Observation
 from cuaenv.v1 import env_pb2
-
 from envd.hypervisor.fake import FakeMachine
 from tests.support.callers import connected
 from tests.support.server import served_client

@@ -13,11 +13,11 @@ from typing import Any
 
 import grpc
 import pytest
+
 from cuaenv import client as wire
 from cuaenv.actions import Action, Click, Done, Fail, KeyDown, KeyUp, TypeText, Wait
 from cuaenv.client import AsyncEnvClient
 from cuaenv.v1 import env_pb2, env_pb2_grpc
-
 from envd.base.clock import SystemClock
 from envd.base.errors import (
     EpisodeNotFound,

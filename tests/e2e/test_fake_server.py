@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
+
 from cuaenv import client as wire
 from cuaenv.client import AsyncEnvClient, AsyncEpisode
 from cuaenv.v1 import env_pb2, env_pb2_grpc
-from google.protobuf.duration_pb2 import Duration
-
 from envd.base.clock import Clock
 from envd.base.config import LimitsConfig
 from envd.episodes.types import EpisodeState
@@ -218,10 +218,7 @@ async def test_forks_of_an_active_episode_are_independent() -> None:
 
 
 async def test_half_typed_text_continues_in_every_fork() -> None:
-    async with (
-        served_client(size=1, capacity=4) as (_, client),
-        client.reset("fake/save-note", view=NOTHING) as parent,
-    ):
+    async with served_client(size=1, capacity=4) as (_, client), client.reset("fake/save-note", view=NOTHING) as parent:
         await parent.step(wire.TypeText("Hello, "))
         async with client.fork(parent, count=2) as copies:
             for text, copy in zip(("Anna", "Bert"), copies, strict=True):

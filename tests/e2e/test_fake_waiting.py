@@ -4,9 +4,9 @@ import asyncio
 from datetime import timedelta
 
 import pytest
+
 from cuaenv import client as wire
 from cuaenv.client import AsyncEnvClient, Click, Done
-
 from envd.hypervisor.fake import Faults
 from tests.support.server import serve_fake
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from cuaenv import client as wire
-from cuaenv.v1 import env_pb2, env_pb2_grpc
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
+from cuaenv import client as wire
+from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api import convert_requests
 from envd.base.clock import SystemClock
 from envd.hypervisor.fake import Faults
@@ -166,9 +166,7 @@ async def test_a_full_disk_rejects_new_machines_spares_existing_ones_and_recover
     assert nothing_is_left(server)
 
 
-async def test_a_host_without_memory_starts_no_machine_reports_it_and_recovers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_host_without_memory_starts_no_machine_reports_it_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
     available_mib = 64 << 10
     memory = HostMemory(reserve_bytes=1 << 30, read=lambda: available_mib << 20)
     async with (

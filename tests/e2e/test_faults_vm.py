@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from cuaenv.client import (
     AsyncEnvClient,
     AsyncEpisode,
@@ -28,7 +29,6 @@ from cuaenv.client import (
     View,
     Wait,
 )
-
 from envd.hypervisor.qemu.processes import machine_pids
 from tests.support.leftovers import daemon_leftovers
 from tests.support.libvirtd import Libvirtd

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from cuaenv.client import AsyncEnvClient
 
+from cuaenv.client import AsyncEnvClient
 from envd.images.catalogue import ImageCatalogue
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task

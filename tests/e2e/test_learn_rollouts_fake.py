@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuaenv.client import Action, Click, Done
 
+from cuaenv.client import Action, Click, Done
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
 from trainer.agent.grammars import grammar

@@ -27,10 +27,7 @@ TASK = {
             "type": "launch",
             "parameters": {"command": ["python3", "-m", "http.server", "8765", "--directory", "/usr/share/X11"]},
         },
-        {
-            "type": "launch",
-            "parameters": {"command": ["google-chrome", "--remote-debugging-port=1337", "about:blank"]},
-        },
+        {"type": "launch", "parameters": {"command": ["google-chrome", "--remote-debugging-port=1337", "about:blank"]}},
         {"type": "launch", "parameters": {"command": ["socat", "tcp-listen:9222,fork", "tcp:localhost:1337"]}},
         {"type": "chrome_open_tabs", "parameters": {"urls_to_open": PAGES}},
     ],

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+
 from cuaenv.actions import Action, Done, Fail, PressKeys, TypeText, Wait
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, View
-
 from envd.api.server import ApiServer
 from envd.base.config import HypervisorConfig
 from envd.base.telemetry.metrics import Metrics
@@ -44,12 +44,7 @@ from tests.support.leftovers import machine_leftovers
 from tests.support.local_guestd import serve_guestd
 from tests.support.program import run_program
 
-pytestmark = [
-    pytest.mark.vm,
-    pytest.mark.long,
-    pytest.mark.timeout(900),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
 TERMINAL = "desktop user@"
 #: A file that shows that the line has been executed.
@@ -306,11 +301,7 @@ async def test_an_unmodified_desktop_env_runs_on_our_forks(
         environment.tasks / "examples" / "os" / f"{DESKTOP_ENV_TASK}.json",
         tmp_path / "cache",
         cwd=tmp_path,
-        env={
-            "PATH": os.environ["PATH"],
-            "PYTHONPATH": import_path,
-            "ENVD_ADDRESS": address,
-        },
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": import_path, "ENVD_ADDRESS": address},
     )
     assert done.status == 0, done.err[-3000:]
     assert json.loads(done.out.splitlines()[-1]) == {"done": True, "solved": 1.0, "after_revert": 0.0}

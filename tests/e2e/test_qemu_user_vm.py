@@ -9,8 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from cuaenv.client import Done, EnvClient, PressKeys, Settle, TypeText, View
 
+from cuaenv.client import Done, EnvClient, PressKeys, Settle, TypeText, View
 from envd.hypervisor.qemu.processes import machine_pids
 from envd.hypervisor.qemu.user import Account
 from envd.images.catalogue import Image

@@ -8,8 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from cuaenv.client import Done, EnvClient, PressKeys, Settle, TypeText, View
 
+from cuaenv.client import Done, EnvClient, PressKeys, Settle, TypeText, View
 from tests.support.leftovers import machine_leftovers
 from tests.support.libvirtd import Libvirtd
 from tests.support.served import ServedDaemon

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from cuaenv.client import EnvClient
 
+from cuaenv.client import EnvClient
 from envd.hypervisor.qemu.processes import machine_pids
 from envd.images.catalogue import Image
 from tests.support.served import ServedDaemon

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cuaenv.client import Action, AsyncEnvClient, Click, Done
 
+from cuaenv.client import Action, AsyncEnvClient, Click, Done
 from envd.episodes.types import GroupResult, ResetCommand
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import IMAGE, Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuaenv.client import Action, Click, Done
 
+from cuaenv.client import Action, Click, Done
 from envd.hypervisor.fake import Faults
 from tests.support.served import ServedDaemon
 from tests.support.server import serve_fake

@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 import pytest
-from cuaenv.client import Action, Click, Done
 
+from cuaenv.client import Action, Click, Done
 from tests.support.server import serve_fake
 from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
 from trainer.agent.grammars import grammar

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from cuaenv.client import Action, Click, Done
 
+from cuaenv.client import Action, Click, Done
 from envd.episodes.types import ForkCommand, GroupResult
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
@@ -47,13 +47,7 @@ class World:
         server.service.fork = fork
 
     async def rolled_out(self, count: int, *, agent: dict[str, Any] | None = None, **envd: Any) -> list[Any]:
-        mapping = {
-            "hosts": [self.server.address],
-            "group": "tree",
-            "branch_every": 1,
-            "engine_timeout_s": 60.0,
-            **envd,
-        }
+        mapping = {"hosts": [self.server.address], "group": "tree", "branch_every": 1, "engine_timeout_s": 60.0, **envd}
         self.args = stand_in_args({**mapping, "agent": {**AGENT, **(agent or {})}}, n_samples_per_prompt=count)
         group = [Sample(group_index=0, index=index, metadata={"task_id": TASK}) for index in range(count)]
         return await asyncio.gather(*(generate(self.args, sample, dict(PARAMS)) for sample in group))

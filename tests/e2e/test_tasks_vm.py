@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+
 from cuaenv.actions import Action, Done
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, StepResult, View
-
 from envd.bench.playing import Steps, play
 from envd.images.catalogue import Image
 from envd.tasks.catalogue import TaskCatalogue
@@ -24,11 +24,7 @@ ALL = [
     f"{task.task_id}?seed=1" if CATALOGUE.variant_count(task.task_id) > 1 else task.task_id for task in CATALOGUE.list()
 ]
 #: Several levels and applications, and one infeasible task.
-SELECTED = [
-    "desktop/save-shopping-list",
-    "desktop/letter-that-is-not-there",
-    "desktop/sort-invoices?seed=1",
-]
+SELECTED = ["desktop/save-shopping-list", "desktop/letter-that-is-not-there", "desktop/sort-invoices?seed=1"]
 TASK_IDS = ALL if os.environ.get("ENVD_TEST_TASKS") == "all" else SELECTED
 
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 
 import pytest
 from aiohttp import web
-from cuaenv.action_codec import to_proto
-from cuaenv.client import Action, AsyncEnvClient, Click, Done, EpisodeNotFound
-from cuaenv.v1 import env_pb2
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from cuaenv.action_codec import to_proto
+from cuaenv.client import Action, AsyncEnvClient, Click, Done, EpisodeNotFound
+from cuaenv.v1 import env_pb2
 from envd.base.config import load
 from envd.base.errors import ConfigError
 from envd.base.telemetry import logs, traces

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from cuaenv.client import AsyncEnvClient, Click, Done
 from lxml import html
 
+from cuaenv.client import AsyncEnvClient, Click, Done
 from tests.support.program import run_program
 from tests.support.scripted_model import ScriptedModel, say_steps, served
 from tests.support.server import serve_fake

@@ -9,8 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from cuaenv.client import EnvClient, Episode, View
 
+from cuaenv.client import EnvClient, Episode, View
 from envd.hypervisor.qemu.processes import owner_of, tpm_processes
 from tests.support import uefi_guest
 from tests.support.leftovers import machine_leftovers

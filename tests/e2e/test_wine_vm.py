@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import pytest_asyncio
+
 from cuaenv.actions import Action, Done, TypeText
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, StepResult, View
-
 from envd.base.config import load
 from envd.bench.playing import Steps, play
 from envd.bench.verification import verify_config
@@ -30,12 +30,7 @@ from trainer.recipes.catalogue import effective, launcher
 from trainer.slime.generate import generate
 from trainer.slime.samples import facts_of
 
-pytestmark = [
-    pytest.mark.vm,
-    pytest.mark.long,
-    pytest.mark.timeout(3600),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(3600), pytest.mark.asyncio(loop_scope="module")]
 
 #: An emulated guest on a busy host takes 10 minutes to start Wine.
 POOL = {"pools.desktop.image": "wine", "pools.desktop.boot_timeout_s": 1800.0}

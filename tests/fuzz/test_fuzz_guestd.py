@@ -56,10 +56,7 @@ def _with_wrong_fields(valid: dict[str, Any]) -> st.SearchStrategy[dict[str, Any
     )
 
 
-objects = st.one_of(
-    _with_wrong_fields(VALID),
-    json_values,
-)
+objects = st.one_of(_with_wrong_fields(VALID), json_values)
 bodies = objects.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=60)
 
 

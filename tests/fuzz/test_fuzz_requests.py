@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cuaenv.client.errors import ServiceFault
-from cuaenv.client.observation import Observation, read_observation
-from cuaenv.v1 import env_pb2
 from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cuaenv.client.errors import ServiceFault
+from cuaenv.client.observation import Observation, read_observation
+from cuaenv.v1 import env_pb2
 from envd.api.convert_actions import Size
 from envd.api.convert_requests import (
     argv_of,

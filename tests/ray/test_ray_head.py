@@ -7,6 +7,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
+
 from cuaenv.client import AsyncEnvClient, Click, Done, View
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
+
 from cuaenv.client import (
     AsyncEnvClient,
     Click,

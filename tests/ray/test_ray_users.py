@@ -7,8 +7,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from cuaenv.client import Action, AsyncEnvClient, Click, Done, shared_client
 
+from cuaenv.client import Action, AsyncEnvClient, Click, Done, shared_client
 from tests.support.areal import ScriptedEngine
 from tests.support.program import run_program
 from tests.support.scripted_model import ScriptedModel, say_steps, served

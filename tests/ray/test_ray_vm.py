@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from cuaenv.client import AsyncEnvClient, AsyncEpisode, Done, PressKeys, TypeText, Wait
 
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, Done, PressKeys, TypeText, Wait
 from envd.images.catalogue import Image
 
 if TYPE_CHECKING:
@@ -77,7 +77,4 @@ async def test_real_machines_are_reserved_forked_scored_and_drained(real_host: "
                 scores = [await play(branch, works=True), await play(second, works=False)]
             scores.append(await play(first, works=True))
         assert scores == [1.0, 0.0, 1.0]
-        await asyncio.to_thread(
-            real_host.wait,
-            lambda: not real_host.reserved() and not real_host.leased(),
-        )
+        await asyncio.to_thread(real_host.wait, lambda: not real_host.reserved() and not real_host.leased())

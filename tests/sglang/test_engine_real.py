@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuaenv.client import EnvClient
 
+from cuaenv.client import EnvClient
 from tests.support.engine_contract import TOLERANCE, EngineContract, picture, post, request_for
 from tests.support.sglang import SglangServer
 from tests.support.sglang_process import ROOT, SglangProcess, router_of

@@ -6,9 +6,9 @@ from multiprocessing import get_context
 from typing import Annotated
 
 import typer
-from cuaenv.cli.terminal import Json, emit_json, err, out
 from rich.table import Table
 
+from cuaenv.cli.terminal import Json, emit_json, err, out
 from envd.base.errors import ConfigError
 from envd.base.terminal import reports_errors
 from tests.simulation.fleet import Outcome, simulate

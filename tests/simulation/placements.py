@@ -10,7 +10,6 @@ from typing import Final, Protocol
 from cuaenv.client.placement import HostLoad, RetryPolicy, choose, load_of
 from cuaenv.client.results import Pool
 from cuaenv.client.slots import GATHER_AFTER_S, GATHER_REST_S, LINGER_S, SlotLedger
-
 from envd.pool.fairness import RunShares
 from tests.simulation.clock import EventQueue
 from tests.simulation.host import Group, SimHost

@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 from cuaenv.client import Done
-
 from tests.support.server import serve_fake
 from tests.support.slime import ScriptedEngine, stand_in_args, stand_in_state
 from trainer.agent.grammars import grammar

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cuaenv.client import Click, Done, Task
 from PIL import Image
 
+from cuaenv.client import Click, Done, Task
 from trainer.agent.grammars import grammar
 from trainer.data.dataset import write_rows
 from trainer.data.prompts import prompt_rows

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import yaml
-from cuaenv.client import Click, Done, EnvClient
 
+from cuaenv.client import Click, Done, EnvClient
 from tests.support.served import ServedDaemon
 from tests.support.sglang import SglangServer
 from trainer.agent.grammars import grammar
@@ -27,11 +27,7 @@ pytestmark = [pytest.mark.slime, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 SAY = grammar("qwen3-vl").render
-REPLIES = (
-    SAY([Click(640, 125, count=3)]),
-    SAY([Click(640, 125, count=2)]),
-    SAY([Done()]),
-)
+REPLIES = (SAY([Click(640, 125, count=3)]), SAY([Click(640, 125, count=2)]), SAY([Done()]))
 TASKS = ["fake/count-to-five", "fake/save-note"] * 3
 DAEMON = """\
 [hypervisor]

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuaenv.client import Click, Done
 
+from cuaenv.client import Click, Done
 from tests.support.sglang import SglangServer
 from tests.support.slime_job import SlimeJob, check_sample, slime_args
 from trainer.agent.grammars import grammar

@@ -10,16 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuaenv.client import Action, Click, Done, EnvClient
 
+from cuaenv.client import Action, Click, Done, EnvClient
 from tests.support.sglang import SglangServer
-from tests.support.slime_job import (
-    SlimeJob,
-    check_sample,
-    check_train_data,
-    log_prob_gaps,
-    slime_args,
-)
+from tests.support.slime_job import SlimeJob, check_sample, check_train_data, log_prob_gaps, slime_args
 from trainer.agent.grammars import grammar
 from trainer.learn.slime_job import write_tasks
 from trainer.slime.guard import Halted

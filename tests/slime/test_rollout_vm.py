@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuaenv.client import Action, Done, PressKeys, TypeText, Wait
 
+from cuaenv.client import Action, Done, PressKeys, TypeText, Wait
 from envd.images.catalogue import Image
 from tests.support.served import ServedDaemon
 from tests.support.sglang import SglangServer

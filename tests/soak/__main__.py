@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 import uvloop
-from cuaenv.cli.terminal import Json, progress
 
+from cuaenv.cli.terminal import Json, progress
 from envd.base.config import Config
 from envd.base.terminal import print_result, reports_errors
 from envd.cli.options import runs_own_daemon
@@ -67,12 +67,7 @@ async def _run(config: Config, *, seed: str, machine_count: int, duration_s: flo
     try:
         with progress("soak") as report:
             return await soak(
-                config,
-                seed=seed,
-                machine_count=machine_count,
-                duration_s=duration_s,
-                stop=stop,
-                report=report,
+                config, seed=seed, machine_count=machine_count, duration_s=duration_s, stop=stop, report=report
             )
     finally:
         for number in _SIGNALS:

@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import uvloop
+
 from cuaenv.action_codec import to_proto
 from cuaenv.actions import Click
 from cuaenv.client import EnvError, RetryPolicy, View
@@ -31,7 +32,6 @@ from cuaenv.client.targets import Address
 from cuaenv.client.view import wire_view
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import wire_duration
-
 from tests.soak.messages import (
     CANCELLED,
     ENDED,
@@ -51,14 +51,7 @@ from tests.soak.messages import (
 _EXPIRY_SHARE = 0.7
 _MAX_STEPS = 1000
 #: Weights of the ways to make a call, and of what a client does next in an episode.
-_BEHAVIOURS = {
-    "plain": 9,
-    "duplicate": 3,
-    "cancel": 3,
-    "short_deadline": 3,
-    "other_body": 1,
-    "late_retry": 1,
-}
+_BEHAVIOURS = {"plain": 9, "duplicate": 3, "cancel": 3, "short_deadline": 3, "other_body": 1, "late_retry": 1}
 _MOVES = {"step": 24, "observe": 4, "fork": 2, "keep_alive": 2}
 _METHODS = {
     "reset": "Reset",

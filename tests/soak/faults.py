@@ -110,12 +110,7 @@ class FakeInjector:
                     machine.inject(destroy_delay_s=2.0)
         # A slow destroy stays set: the machine is not destroyed yet.
         machine.inject(
-            guestd_hangs=False,
-            agent_silent=False,
-            capture_error="",
-            agent=None,
-            guestd_body=None,
-            display_update=b"",
+            guestd_hangs=False, agent_silent=False, capture_error="", agent=None, guestd_body=None, display_update=b""
         )
 
     async def _with_new_machines(self, planned: PlannedFault, accounting: Accounting, **faults: Any) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cuaenv.cli.terminal import ProgressReport
-
 from envd.base.clock import LoopLag
 from envd.base.config import Config
 from envd.base.errors import EnvdError, GuestUnresponsive

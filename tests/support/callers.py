@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from cuaenv.client import RetryPolicy
-from cuaenv.v1 import env_pb2, env_pb2_grpc
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
+from cuaenv.client import RetryPolicy
+from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api.security.rate import RateLimiter
 from envd.api.security.tokens import NewToken, new_token
 from envd.api.server import ApiServer

@@ -13,18 +13,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from cuaenv.actions import Action, Click, Done, Fail
-
 from envd.base.errors import SetupFailed
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import (
-    EpisodeInfo,
-    EpisodeState,
-    ForkCommand,
-    GroupResult,
-    ResetCommand,
-    StepCommand,
-)
+from envd.episodes.types import EpisodeInfo, EpisodeState, ForkCommand, GroupResult, ResetCommand, StepCommand
 from envd.guest.desktop import Desktop
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.pool.fairness import RunShares

@@ -56,16 +56,7 @@ class Libvirtd:
         self._logd.wait(timeout=60)
 
     def _spawn(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
-        wrapper = [
-            "unshare",
-            "--mount",
-            "--propagation",
-            "private",
-            "sh",
-            "-c",
-            _PRIVATE_MOUNTS,
-            str(self._directory),
-        ]
+        wrapper = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _PRIVATE_MOUNTS, str(self._directory)]
         return subprocess.Popen(
             [*wrapper, f"/usr/sbin/{program}", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

@@ -24,9 +24,9 @@ os.environ.update(
 )
 
 import ray
-from cuaenv.client.ray_cluster import HostReport
 from ray.cluster_utils import Cluster
 
+from cuaenv.client.ray_cluster import HostReport
 from trainer.hosts.actor import HostSettings
 from trainer.hosts.supervisor import ClusterStatus, status, up
 
@@ -101,10 +101,7 @@ class RayHosts:
     def add(self, name: str) -> None:
         """Add a host. Only in the main thread: Ray sets a signal handler."""
         self._nodes[name] = self.cluster.add_node(
-            num_cpus=0,
-            node_name=name,
-            object_store_memory=_STORE_BYTES,
-            resources={"envd_desktop": self._capacity},
+            num_cpus=0, node_name=name, object_store_memory=_STORE_BYTES, resources={"envd_desktop": self._capacity}
         )
 
     def kill_raylet(self, name: str) -> None:

@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from cuaenv.client import AsyncEnvClient
-
 from envd.api.server import ApiServer
 from envd.base.config import HypervisorConfig
 from envd.base.telemetry.metrics import Metrics
@@ -51,13 +50,7 @@ async def osworld_machines(
 
 @asynccontextmanager
 async def served_machines(
-    settings: PoolSettings,
-    image: Image,
-    tasks: TaskCatalogue,
-    *,
-    cache_dir: Path,
-    template_dir: Path,
-    state_dir: Path,
+    settings: PoolSettings, image: Image, tasks: TaskCatalogue, *, cache_dir: Path, template_dir: Path, state_dir: Path
 ) -> AsyncIterator[str]:
     """Serve a pool of real machines and yield the address; checks that no machine is left."""
     hypervisor = await LibvirtHypervisor.open(

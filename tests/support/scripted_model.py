@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 
 import aiohttp.web
-from cuaenv.client import Action
 
+from cuaenv.client import Action
 from trainer.agent.coordinates import CoordinateSpace, to_model_points
 from trainer.agent.grammars import Grammar
 

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from typing import Self
 
 from cuaenv.actions import Action
-
 from trainer.agent.grammars import grammar
 from trainer.agent.types import Message, Reply
 

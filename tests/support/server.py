@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from cuaenv.client import AsyncEnvClient
-
 from envd.api.server import ApiServer
 from envd.base.clock import Clock, SystemClock
 from envd.base.config import LimitsConfig, SecurityConfig, SettlePolicy
@@ -140,14 +139,7 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
         pool_host = PoolHost(hypervisor=hypervisor, memory=chosen.memory, store=store or NullStore())
         pool = Pool(settings, image=fake_image(), host=pool_host)
         metrics = Metrics()
-        service = EpisodeService(
-            [pool],
-            tasks=tasks,
-            limits=chosen.limits,
-            metrics=metrics,
-            clock=clock,
-            store=store,
-        )
+        service = EpisodeService([pool], tasks=tasks, limits=chosen.limits, metrics=metrics, clock=clock, store=store)
         stack.push_async_callback(service.aclose)
         server = ApiServer(service, listen=chosen.listen, metrics=metrics, security=chosen.security)
         stack.push_async_callback(server.stop)

@@ -217,12 +217,7 @@ class SglangServer(GenerateServer):
         return [float(table[position, token_id]) for position, token_id in enumerate(reply)]
 
     def _sampled(
-        self,
-        prompt: Sequence[int],
-        inputs: Mapping[str, Any],
-        room: int,
-        temperature: float,
-        bias: Mapping[int, float],
+        self, prompt: Sequence[int], inputs: Mapping[str, Any], room: int, temperature: float, bias: Mapping[int, float]
     ) -> list[int]:
         import torch
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cuaenv.client import Click, Done
 
+from cuaenv.client import Click, Done
 from tests.support.engine_contract import chat_of
 from tests.support.served import ServedDaemon
 from tests.support.sglang import SglangServer

@@ -15,16 +15,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from cuaenv.actions import Action
-
 from envd.api.server import ApiServer
 from envd.base.aio import Changes
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.service import EpisodeService
-from envd.episodes.types import (
-    ForkCommand,
-    ResetCommand,
-    StepCommand,
-)
+from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
 from envd.guest.display.encoder import FrameEncoder
 from envd.guest.display.frames import Frame
 from envd.guest.display.marks import Mark

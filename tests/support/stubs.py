@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cuaenv.actions import Action
-from cuaenv.frames import TiledImage
 from pydantic import JsonValue
 
+from cuaenv.actions import Action
+from cuaenv.frames import TiledImage
 from envd.base.aio import race
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost, TemplateCorrupt

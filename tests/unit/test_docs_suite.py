@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
 from cuaenv import client
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from cuaenv.v1 import env_pb2
 
+from cuaenv.v1 import env_pb2
 from envd.base import errors
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,10 +7,11 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from cuaenv.action_codec import FORMS, BadAction, from_json, to_json
-from cuaenv.client import Action
 from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
+
+from cuaenv.action_codec import FORMS, BadAction, from_json, to_json
+from cuaenv.client import Action
 
 
 def _validated(value: Any) -> Action:

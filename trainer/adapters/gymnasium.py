@@ -14,11 +14,11 @@ from typing import Any, SupportsFloat, get_args
 import gymnasium
 import numpy as np
 import numpy.typing as npt
-from cuaenv.action_codec import FORMS
-from cuaenv.client import Button, EpisodeEnded, StepResult, View
 from gymnasium import spaces
 from gymnasium.error import InvalidAction, ResetNeeded
 
+from cuaenv.action_codec import FORMS
+from cuaenv.client import Button, EpisodeEnded, StepResult, View
 from trainer.adapters.actions import read_actions
 from trainer.adapters.background import blocking
 from trainer.adapters.session import Session, SessionSettings, SessionVoid, open_session

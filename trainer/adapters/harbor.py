@@ -17,7 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cuaenv.client import AccessDenied, AsyncEpisode, Done, EnvError, NotFound, View
 from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.environments.definition import has_agent_environment_definition
@@ -27,6 +26,7 @@ from harbor.models.trial.paths import EnvironmentPaths
 from harbor.models.verifier.result import VerifierResult
 from harbor.verifier.base import BaseVerifier
 
+from cuaenv.client import AccessDenied, AsyncEpisode, Done, EnvError, NotFound, View
 from trainer.adapters.session import Session, SessionSettings, SessionVoid, is_fault, open_session, task_of_row
 
 T = TypeVar("T")

@@ -17,18 +17,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, overload
 
-from cuaenv.agent_text.values import ParseError
-from cuaenv.client import (
-    AccessDenied,
-    Done,
-    EnvClient,
-    EnvError,
-    EpisodeEnded,
-    Fail,
-    GuestRefused,
-    NotFound,
-    View,
-)
 from inspect_ai import Task, task
 from inspect_ai.agent import AgentSubmit, react
 from inspect_ai.dataset import Sample
@@ -47,6 +35,8 @@ from inspect_ai.util import (
 )
 from pydantic import BaseModel, ConfigDict
 
+from cuaenv.agent_text.values import ParseError
+from cuaenv.client import AccessDenied, Done, EnvClient, EnvError, EpisodeEnded, Fail, GuestRefused, NotFound, View
 from trainer.adapters.inspect_computer import PROGRAM, actions_of, read_call
 from trainer.adapters.session import TASK_COLUMN, Session, SessionSettings, is_fault, open_session
 

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Annotated
 
-from cuaenv.client import EnvError
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel, Field
 
+from cuaenv.client import EnvError
 from trainer.adapters.actions import ActionForm
 from trainer.adapters.session import Session, SessionSettings, open_session
 

@@ -44,7 +44,6 @@ from cuaenv.client import (
     View,
     shared_client,
 )
-
 from trainer.agent.forks import group_member
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ import logging
 from typing import Any
 
 from cuaenv.client import EnvError
-
 from trainer.adapters.actions import read_actions
 from trainer.adapters.background import blocking
 from trainer.adapters.session import TASK_COLUMN, Session, SessionSettings, SessionVoid, is_fault, open_session

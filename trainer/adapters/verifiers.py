@@ -11,9 +11,9 @@ from datetime import timedelta
 from typing import Any
 
 import verifiers.v1 as vf
-from cuaenv.client import EnvError, shared_client
 from pydantic import Field
 
+from cuaenv.client import EnvError, shared_client
 from trainer.adapters.background import blocking
 from trainer.adapters.session import SessionSettings, is_fault, session
 from trainer.agent.loop import run_episode

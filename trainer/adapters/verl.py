@@ -15,10 +15,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cuaenv.client import AsyncEpisode, EnvError, shared_client
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
+from cuaenv.client import AsyncEpisode, EnvError, shared_client
 from trainer.adapters.session import SessionVoid, is_fault
 from trainer.agent.attempts import run_task
 from trainer.agent.forks import group_member

@@ -21,7 +21,6 @@ from cuaenv.client import (
 )
 from cuaenv.client.tracing import span
 from cuaenv.client.view import ResetOptions
-
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation, Outcome, Trajectory

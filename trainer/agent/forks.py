@@ -16,7 +16,6 @@ from typing import Unpack
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, GroupTooLarge
 from cuaenv.client.view import ResetOptions
-
 from trainer.agent.pacing import pacer_of_loop
 
 logger = logging.getLogger(__name__)

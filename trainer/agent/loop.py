@@ -16,7 +16,6 @@ from typing import Protocol
 
 from cuaenv.client import Action, EnvError, Evaluation, Observation, Origin, SampleVoid, State, StepResult, View
 from cuaenv.client.tracing import span
-
 from trainer.agent import prompts
 from trainer.agent.coordinates import CoordinateSpace, PointOutsidePicture, points_of, to_screen_points
 from trainer.agent.grammars import Parsed
@@ -123,12 +122,7 @@ class _Run:
         self._limit = asyncio.timeout(None)
 
     def trajectory(
-        self,
-        outcome: Outcome,
-        reason: str,
-        *,
-        evaluation: Evaluation | None = None,
-        error: Exception | None = None,
+        self, outcome: Outcome, reason: str, *, evaluation: Evaluation | None = None, error: Exception | None = None
     ) -> Trajectory:
         return Trajectory(
             task_id=self._episode.task_id,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cuaenv.client import Element, Observation
-
 from trainer.agent.coordinates import CoordinateSpace
 from trainer.agent.grammars import Picture
 from trainer.agent.settings import AgentSettings

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar, Self
 
-from cuaenv.client import View
 from pydantic import ConfigDict
 
+from cuaenv.client import View
 from trainer.agent.budget import RowCost, text_tokens
 from trainer.agent.coordinates import Units
 from trainer.agent.grammars import Grammar, grammar

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, Self
 
-from cuaenv.client import ClientSettings, RetryPolicy, Tls
 from pydantic import BaseModel, Field, field_validator
 
+from cuaenv.client import ClientSettings, RetryPolicy, Tls
 from trainer.agent.settings import AgentSettings
 from trainer.config import STRICT, parse
 from trainer.rewards.recipes import Recipe, recipe

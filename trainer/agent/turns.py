@@ -6,7 +6,6 @@ A `BranchPoint` is the agent's state between two turns, from which episodes in c
 from dataclasses import dataclass, replace
 
 from cuaenv.client import Origin, State, StepResult
-
 from trainer.agent.coordinates import CoordinateSpace
 from trainer.agent.grammars import Parsed
 from trainer.agent.history import History

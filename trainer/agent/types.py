@@ -12,7 +12,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from cuaenv.client import Action, Evaluation, Origin
-
 from trainer.rewards.facts import EpisodeFacts, TurnFacts
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from importlib.metadata import version
 from typing import Annotated
 
 import typer
+
 from cuaenv.cli.lazy import lazy_group
 
 _COMMANDS = {

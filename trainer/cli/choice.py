@@ -6,7 +6,6 @@ from enum import Enum
 from typing import NamedTuple
 
 from cuaenv.client import AsyncEnvClient, Task
-
 from trainer.cli.options import LIST_TIMEOUT
 from trainer.data.prompts import describe_unrunnable, is_runnable, splittable
 from trainer.data.split import split as split_tasks

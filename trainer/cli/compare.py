@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from cuaenv.cli.terminal import Json, emit_json, out
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cuaenv.cli.terminal import Json, emit_json, out
 from trainer.cli.output import reports_errors
 from trainer.evaluate.comparison import Comparison, compare
 from trainer.evaluate.results import Results, ResultsError

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
 from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, Task
-
 from trainer.agent.grammars import GRAMMARS, Grammar, grammar
 from trainer.agent.settings import AgentSettings
 from trainer.cli.choice import served_tasks

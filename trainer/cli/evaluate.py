@@ -9,20 +9,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out, progress
-from cuaenv.client import AsyncEnvClient, Task
 from pydantic import JsonValue
 
+from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out, progress
+from cuaenv.client import AsyncEnvClient, Task
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation
 from trainer.cli.choice import SplitName, choose, served_tasks
 from trainer.cli.compare import print_comparison, print_summary
-from trainer.cli.options import (
-    LIST_TIMEOUT,
-    Target,
-    make_client,
-)
+from trainer.cli.options import LIST_TIMEOUT, Target, make_client
 from trainer.cli.output import UsageError, reports_errors
 from trainer.cli.run_file import RunConfig, read_run
 from trainer.data.prompts import describe_unrunnable

@@ -6,10 +6,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
-from cuaenv.client.targets import parse_targets
 from rich.table import Table
 
+from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
+from cuaenv.client.targets import parse_targets
 from trainer.cli.output import UsageError, reports_errors
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from cuaenv.cli.terminal import err, out
 
+from cuaenv.cli.terminal import err, out
 from trainer.cli.output import UsageError, reports_errors
 from trainer.config import ConfigError
 from trainer.learn import LearnError
@@ -154,13 +154,7 @@ class _Work:
         with (
             MetricsLog(self.run / self.name) as log,
             learner(
-                self.settings,
-                run=self.run,
-                hosts=hosts,
-                slime_home=slime_home,
-                name=self.name,
-                seed=self.seed,
-                log=log,
+                self.settings, run=self.run, hosts=hosts, slime_home=slime_home, name=self.name, seed=self.seed, log=log
             ) as learning,
         ):
             reinforce(learning, self.settings, seed=self.seed, resume=self.resume)

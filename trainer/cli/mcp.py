@@ -6,8 +6,8 @@ from datetime import timedelta
 from typing import Annotated
 
 import typer
-from cuaenv.cli.terminal import err
 
+from cuaenv.cli.terminal import err
 from trainer.adapters.session import SessionSettings
 from trainer.cli.options import DEFAULT_TARGET, PoolName, RunName, Target, TlsCa
 from trainer.cli.output import UsageError, reports_errors

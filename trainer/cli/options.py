@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from cuaenv.client import AsyncEnvClient, Tls
 
+from cuaenv.client import AsyncEnvClient, Tls
 from trainer.agent.settings import AgentSettings
 from trainer.cli.output import UsageError
 

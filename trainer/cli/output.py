@@ -5,10 +5,11 @@ from collections.abc import Callable
 from logging import StreamHandler
 from typing import ParamSpec, TypeVar
 
+from rich.logging import RichHandler
+
 from cuaenv.cli import terminal
 from cuaenv.cli.messages import message_of
 from cuaenv.client import EnvError
-from rich.logging import RichHandler
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,20 +10,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
 from pydantic import JsonValue
 
+from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation, Outcome
 from trainer.cli.choice import served_tasks
-from trainer.cli.options import (
-    DEFAULT_SCREEN,
-    Screen,
-    Target,
-    make_client,
-    read_screen,
-)
+from trainer.cli.options import DEFAULT_SCREEN, Screen, Target, make_client, read_screen
 from trainer.cli.output import UsageError, reports_errors
 from trainer.cli.run_file import RunConfig, read_run
 from trainer.data.oracles import BadOracle, Oracle, read_oracles
@@ -98,11 +92,7 @@ def play_command(
 
     played = asyncio.run(play())
     attempt = played.attempt.model_copy(update={"replay": place.name})
-    run = Run(
-        label=f"{task} by {by.value}",
-        settings=_settings(by, config),
-        prompt_hash=prompt_hash(settings),
-    )
+    run = Run(label=f"{task} by {by.value}", settings=_settings(by, config), prompt_hash=prompt_hash(settings))
     page = directory / f"{place.name}.html"
     if config.report:
         write_report(Results(run, [attempt]), page)

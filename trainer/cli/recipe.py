@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 import yaml
-from cuaenv.cli.terminal import Json, emit_json, out
 
+from cuaenv.cli.terminal import Json, emit_json, out
 from trainer.cli.output import reports_errors
 from trainer.recipes.catalogue import STAGES, RecipeError, effective, launcher, names
 

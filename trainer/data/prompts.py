@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cuaenv.client import Task
-
 from trainer.data.split import Split, Splittable, split
 
 #: Of a variant, see `cuaenv.client.Task.variant_count`.
@@ -81,10 +80,4 @@ def prompt_rows(
 
 def task_metadata(task: Task) -> dict[str, Any]:
     """Return the properties of a task that rows and trajectories carry."""
-    return {
-        "suite": task.suite,
-        "level": task.level,
-        "os": task.os,
-        "tags": list(task.tags),
-        "suite_split": task.split,
-    }
+    return {"suite": task.suite, "level": task.level, "os": task.os, "tags": list(task.tags), "suite_split": task.split}

@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from cuaenv.client import Action, Done, Fail, Task, Wait
-
 from trainer.agent.attempts import Environments, run_task
 from trainer.agent.coordinates import CoordinateSpace, to_model_points
 from trainer.agent.grammars import UnsupportedAction, split_actions

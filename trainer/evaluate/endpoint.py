@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from cuaenv.client.credentials import is_local
-
 from trainer.agent.types import BudgetExhausted, ModelFailed
 from trainer.tokens.sglang import is_context_full
 

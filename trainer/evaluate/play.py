@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cuaenv.client import Task
-
 from trainer.agent.attempts import Environments, run_task
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.settings import AgentSettings

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Literal
 
 from cuaenv.client import Action, Click, Done, Drag, Fail, Move, PressKeys, Scroll, TypeText, Wait
-
 from trainer.agent.grammars import Grammar, UnsupportedAction
 from trainer.agent.types import Conversation, GenerationAborted, Message, Reply
 

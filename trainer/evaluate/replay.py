@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cuaenv.actions import action_text
 from pydantic import BaseModel, ConfigDict
 
+from cuaenv.actions import action_text
 from trainer.agent.types import Conversation, Message, Reply, Trajectory
 
 if TYPE_CHECKING:

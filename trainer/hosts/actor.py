@@ -11,7 +11,6 @@ from typing import Final
 
 from cuaenv.client import AsyncEnvClient, EnvError, Pool, Tls
 from cuaenv.client.ray_cluster import HostReport
-
 from trainer.hosts.daemon import DaemonProcess
 
 logger = logging.getLogger(__name__)

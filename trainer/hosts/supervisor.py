@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import ray
-from cuaenv.client.errors import Unavailable
-from cuaenv.client.ray_cluster import NAMESPACE, HostReport, actor_of, capacities_of, connect, is_gathered
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cuaenv.client.errors import Unavailable
+from cuaenv.client.ray_cluster import NAMESPACE, HostReport, actor_of, capacities_of, connect, is_gathered
 from trainer.hosts.actor import HostActor, HostSettings
 
 logger = logging.getLogger(__name__)
@@ -102,12 +102,7 @@ def up(target: str, settings: HostSettings) -> None:
     """Start the supervisor, or replace one with other settings, and resume drained hosts. Raises: Unavailable."""
     connect(target)
     options = ray.remote(Supervisor).options(
-        name=_SUPERVISOR,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        max_restarts=-1,
-        num_cpus=0,
+        name=_SUPERVISOR, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, max_restarts=-1, num_cpus=0
     )
     until_s = time.monotonic() + _START_TIMEOUT_S
     while True:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from cuaenv.client import Action, AsyncEpisode, Evaluation, MachineLost, StepResult
-
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.types import Outcome, Trajectory
 from trainer.data.split import template_id

@@ -117,13 +117,7 @@ def clone(settings: Settings, demos: Path, directory: Path, *, seed: int, log: M
             log.write(
                 "clone",
                 done,
-                {
-                    "loss": float(loss.detach()),
-                    "grad_norm": norm,
-                    "learning_rate": rate,
-                    **checks,
-                    "s": seconds,
-                },
+                {"loss": float(loss.detach()), "grad_norm": norm, "learning_rate": rate, **checks, "s": seconds},
             )
         if done % _SAVE_EVERY == 0:
             save_state(directory, RunState.of(policy.model, optimizer, settings, stage="clone", done=done))

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zstandard
-from cuaenv.client import Action, AsyncEnvClient, Click, Done, Task
 from PIL import Image
 
+from cuaenv.client import Action, AsyncEnvClient, Click, Done, Task
 from trainer.agent.types import Message
 from trainer.data.oracles import Oracle, read_oracles
 from trainer.data.record import OracleFailed, record

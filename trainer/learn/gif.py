@@ -30,9 +30,7 @@ def _picture(sides: Sequence[tuple[str, Played]], index: int) -> Image.Image:
     width, height = sides[0][1].frames[0].size
     top = _MARGIN + _HEAD_LINES * _LINE + _LINE
     picture = Image.new(
-        "RGB",
-        (_MARGIN + len(sides) * (width + _MARGIN), top + height + (_REPLY_LINES + 1) * _LINE),
-        _PAPER,
+        "RGB", (_MARGIN + len(sides) * (width + _MARGIN), top + height + (_REPLY_LINES + 1) * _LINE), _PAPER
     )
     page, font = ImageDraw.Draw(picture), ImageFont.load_default(_FONT_PX)
     for row, line in enumerate(wrap(sides[0][1].instruction, picture.width // _CHARACTER_PX)[:_HEAD_LINES]):

@@ -128,12 +128,7 @@ class Policy:
         return torch.stack([torch.where(is_image, each, text) for each in vision])
 
     def hidden(
-        self,
-        ids_BT: torch.Tensor,
-        patches_IPV: torch.Tensor,
-        *,
-        use_cache: bool,
-        image_B: torch.Tensor | None = None,
+        self, ids_BT: torch.Tensor, patches_IPV: torch.Tensor, *, use_cache: bool, image_B: torch.Tensor | None = None
     ) -> Any:
         """Run the model on rows of one image each, padded on their right; returns transformers' output.
 

@@ -213,14 +213,7 @@ class Learner:
 
 @contextmanager
 def learner(
-    settings: Settings,
-    *,
-    run: Path,
-    hosts: Sequence[str],
-    slime_home: Path,
-    name: str,
-    seed: int,
-    log: MetricsLog,
+    settings: Settings, *, run: Path, hosts: Sequence[str], slime_home: Path, name: str, seed: int, log: MetricsLog
 ) -> Iterator[Learner]:
     """Start the engine and the rollout processes of a cloned policy, and yield the learner.
 

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cuaenv.client import Action, Observation, StepResult
 from PIL import Image
 
+from cuaenv.client import Action, Observation, StepResult
 from trainer.agent.coordinates import points_of
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.types import Outcome, Trajectory

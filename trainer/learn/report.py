@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 from cuaenv.plots import PlotsMissing, svg_plot
-
 from trainer.data.split import template_id
 from trainer.learn import LearnError
 from trainer.learn.metrics import read_metrics

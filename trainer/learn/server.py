@@ -17,13 +17,7 @@ _MAX_REQUEST_BYTES: Final = 256 << 20
 
 
 def answer_of(
-    text: str,
-    ids: Sequence[int],
-    log_probs: Sequence[float],
-    *,
-    finish: str,
-    prompt_tokens: int,
-    weight_version: str,
+    text: str, ids: Sequence[int], log_probs: Sequence[float], *, finish: str, prompt_tokens: int, weight_version: str
 ) -> dict[str, Any]:
     """Return the response to a request, in SGLang's form."""
     return {

@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any
 
 from cuaenv.client import AsyncEnvClient, EnvError
-
 from trainer.config import ConfigError
 from trainer.slime.config import SlimeConfig
 from trainer.slime.slime_compat import engine_count

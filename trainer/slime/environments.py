@@ -8,7 +8,6 @@ from typing import Any, Unpack
 
 from cuaenv.client import Action, AsyncEnvClient, AsyncEpisode, Evaluation, StepResult, View
 from cuaenv.client.view import ResetOptions
-
 from trainer.agent.forks import group_member
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.pacing import pacer_of_loop

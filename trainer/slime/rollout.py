@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from cuaenv.client import shared_client
-
 from trainer.agent.attempts import run_task
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.prompts import prompt_hash

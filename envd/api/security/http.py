@@ -34,10 +34,7 @@ def tls_context(security: SecurityConfig, *, on_stale: Callable[[bool], None]) -
         return None
     paths = [cert, key] + ([client_ca] if client_ca else [])
     contexts = Reloaded(
-        "security.tls_cert",
-        paths,
-        lambda: server_context(cert=cert, key=key, client_ca=client_ca),
-        on_stale=on_stale,
+        "security.tls_cert", paths, lambda: server_context(cert=cert, key=key, client_ca=client_ca), on_stale=on_stale
     )
     first = contexts.get()
 

@@ -71,12 +71,7 @@ class Reloaded(Generic[T]):
     """A value parsed from files, reloaded when they change."""
 
     def __init__(
-        self,
-        setting: str,
-        paths: Sequence[Path],
-        read: Callable[[], T],
-        *,
-        on_stale: Callable[[bool], None],
+        self, setting: str, paths: Sequence[Path], read: Callable[[], T], *, on_stale: Callable[[bool], None]
     ) -> None:
         """Read the files for the first time.
 

@@ -109,11 +109,7 @@ class SqliteStore:
     """The database of one state directory; see `Store`. Belongs to the event loop that created it."""
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        monotonic: Callable[[], float] = time.monotonic,
-        max_log_bytes: int = _MAX_LOG_FILE_BYTES,
+        self, path: Path, *, monotonic: Callable[[], float] = time.monotonic, max_log_bytes: int = _MAX_LOG_FILE_BYTES
     ) -> None:
         """Open the file, created if needed with mode 0600; `monotonic` times the writes.
 
@@ -175,10 +171,7 @@ class SqliteStore:
         await asyncio.to_thread(self._thread.join)
 
     def _submit(
-        self,
-        *,
-        statements: tuple[Statement, ...] = (),
-        query: Callable[[sqlite3.Connection], Any] | None = None,
+        self, *, statements: tuple[Statement, ...] = (), query: Callable[[sqlite3.Connection], Any] | None = None
     ) -> "asyncio.Future[Any]":
         if self._closed:
             raise StoreError(f"{self.path} was closed; the daemon is stopping")

@@ -20,11 +20,7 @@ _TLS_HANDSHAKE_S = 10.0
 
 @asynccontextmanager
 async def serve_metrics(
-    metrics: Metrics,
-    listen: str,
-    *,
-    tls: ssl.SSLContext | None = None,
-    middlewares: Sequence[Middleware] = (),
+    metrics: Metrics, listen: str, *, tls: ssl.SSLContext | None = None, middlewares: Sequence[Middleware] = ()
 ) -> AsyncIterator[str]:
     """Serve metrics and yield the bound address.
 

@@ -7,7 +7,6 @@ from datetime import timedelta
 from cuaenv.actions import Action, Done, TypeText
 from cuaenv.cli.terminal import err
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, Observation, StepResult, View
-
 from envd.base.config import DEFAULT_IMAGE
 from envd.bench.demo.report import DemoDirectory, EpisodeRecord, StepRecord
 from envd.bench.playing import Steps, play

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from cuaenv.client import Check
 from PIL import Image
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cuaenv.client import Check
 from envd.bench.demo.picture import draw_group
 
 #: How long the animation shows each frame. The last one is shown longer, so that the result can be read.

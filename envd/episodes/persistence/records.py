@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final, TypeVar
 
-from cuaenv.actions import Done, Fail
 from pydantic import TypeAdapter
 from pydantic_core import PydanticSerializationError
 
+from cuaenv.actions import Done, Fail
 from envd.base.clock import Clock
 from envd.base.config import SettlePolicy
 from envd.base.errors import EvaluatorFailed

@@ -10,7 +10,6 @@ from typing import Any, BinaryIO
 
 from cuaenv.frames import FrameMismatch, TiledImage
 from cuaenv.region import Region
-
 from envd.episodes.recording.records import Kind, RecordingUnreadable, end_of, open_file, read_records, record_at
 from envd.episodes.recording.writer import SUFFIX
 
@@ -174,8 +173,5 @@ def _summary(path: Path) -> Summary:
         end = end_of(file)
     stat = path.stat()
     return Summary(
-        meta=first.json(),
-        end=None if end is None else end.json(),
-        time_s=stat.st_mtime,
-        size_bytes=stat.st_size,
+        meta=first.json(), end=None if end is None else end.json(), time_s=stat.st_mtime, size_bytes=stat.st_size
     )

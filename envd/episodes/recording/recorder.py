@@ -89,12 +89,7 @@ class Recorder:
 
     def stepped(self, episode: Episode, step: PerformedStep) -> None:
         """Record a step, after the screen that it ended with."""
-        value = {
-            "index": step.index,
-            "actions": step.actions,
-            "settled": step.is_settled,
-            "ms": round(step.total_ms),
-        }
+        value = {"index": step.index, "actions": step.actions, "settled": step.is_settled, "ms": round(step.total_ms)}
         time_s = step.time.timestamp()
         self._add(episode, _Item(time_s, step.view, packed_json(Kind.STEP, time_s, value)))
 

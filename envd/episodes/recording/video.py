@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-from cuaenv.frames import TiledImage
 from PIL import Image, ImageDraw
 
+from cuaenv.frames import TiledImage
 from envd.base.errors import ConfigError
 from envd.episodes.recording.library import Recording
 from envd.episodes.recording.records import RecordingUnreadable

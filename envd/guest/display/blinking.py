@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
 from cuaenv.region import Region
 
 #: Larger changes are content.

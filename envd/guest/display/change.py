@@ -2,14 +2,12 @@
 
 import numpy as np
 import numpy.typing as npt
-from cuaenv.frames import TiledImage
-from cuaenv.region import Region
 from PIL import Image
 
+from cuaenv.frames import TiledImage
+from cuaenv.region import Region
 from envd.guest.display.frames import Frame
-from envd.guest.observation import (
-    ScreenChange,
-)
+from envd.guest.observation import ScreenChange
 
 _GREY_PX = 64
 _MAX_REGIONS = 64

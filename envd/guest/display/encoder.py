@@ -12,7 +12,6 @@ from typing import TypeVar, cast
 
 from cuaenv.frames import TiledImage, codec
 from cuaenv.frames.grid import joined
-
 from envd.guest.display.frames import Frame, Picture, PointerImage, compress, draw, picture_of
 from envd.guest.display.marks import Mark
 from envd.guest.observation import (

@@ -13,19 +13,14 @@ from datetime import datetime
 
 import numpy as np
 import numpy.typing as npt
-from cuaenv.frames import TiledImage
-from cuaenv.region import Region
 from PIL import Image
 
+from cuaenv.frames import TiledImage
+from cuaenv.region import Region
 from envd.base.errors import InvalidRequest
 from envd.guest.display.marks import Mark, draw_marks
 from envd.guest.display.rfb import CursorShape
-from envd.guest.observation import (
-    CursorMode,
-    Encoding,
-    ObservationOptions,
-    Point,
-)
+from envd.guest.observation import CursorMode, Encoding, ObservationOptions, Point
 
 _FORMATS = {Encoding.PNG: "PNG", Encoding.JPEG: "JPEG", Encoding.WEBP: "WEBP"}
 #: More than any side.
@@ -135,9 +130,7 @@ def fit(
         InvalidRequest: No multiple of `multiple_px` is within the limits.
     """
     scale = min(
-        1.0,
-        max_width_px / width_px if max_width_px else 1.0,
-        max_height_px / height_px if max_height_px else 1.0,
+        1.0, max_width_px / width_px if max_width_px else 1.0, max_height_px / height_px if max_height_px else 1.0
     )
     wide, high = width_px * scale, height_px * scale
     step = multiple_px or 1

@@ -10,12 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from cuaenv.region import Region
 from PIL import Image, ImageDraw, ImageFont
 
-from envd.guest.observation import (
-    Elements,
-)
+from cuaenv.region import Region
+from envd.guest.observation import Elements
 
 _FONT_PX = 12
 _PADDING_PX = 1
@@ -38,12 +36,7 @@ def marks_of(elements: Elements | None) -> tuple[Mark, ...]:
     return tuple(Mark(element.mark, element.box) for element in elements.items if element.mark) if elements else ()
 
 
-def draw_marks(
-    rgb_HWC: npt.NDArray[np.uint8],
-    marks: Sequence[Mark],
-    *,
-    region: Region,
-) -> npt.NDArray[np.uint8]:
+def draw_marks(rgb_HWC: npt.NDArray[np.uint8], marks: Sequence[Mark], *, region: Region) -> npt.NDArray[np.uint8]:
     """Return a picture of shape (height, width, 3) with marks drawn over it.
 
     Args:

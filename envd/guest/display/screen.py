@@ -15,10 +15,10 @@ from typing import Never
 
 import numpy as np
 import numpy.typing as npt
+
 from cuaenv.frames import TiledImage
 from cuaenv.frames.grid import bounds_of, column_count, touched_tiles
 from cuaenv.region import Region
-
 from envd.base.errors import MachineLost
 from envd.guest.display.blinking import Blinking
 from envd.guest.display.change import around, is_within

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cuaenv.region import Region
-
 from envd.base.config import SettlePolicy
 from envd.guest.display.change import merged
 from envd.guest.observation import SettleResult

@@ -33,7 +33,6 @@ from cuaenv.actions import (
     TypeText,
     Wait,
 )
-
 from envd.guest.display.rfb import RfbClient
 from envd.guest.input.keysyms import SHIFT, Key, Stroke, character, named_key
 from envd.guest.observation import Point

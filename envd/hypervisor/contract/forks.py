@@ -99,10 +99,7 @@ class ForkContract(MachineFixtures):
     async def test_forks_do_not_see_each_others_files_memory_or_screen(
         self, hypervisor: Hypervisor, template: Snapshot
     ) -> None:
-        async with (
-            self.running_fork(hypervisor, template) as first,
-            self.fork(hypervisor, template) as second,
-        ):
+        async with self.running_fork(hypervisor, template) as first, self.fork(hypervisor, template) as second:
             screen = await self.screen(second)
             for path in _PATHS:
                 await self.write_file(first, path, b"first")
@@ -306,10 +303,7 @@ class ForkContract(MachineFixtures):
         self, hypervisor: Hypervisor, template: Snapshot
     ) -> None:
         assert await self.snapshot_leftovers(hypervisor) == []
-        async with (
-            self.running_fork(hypervisor, template) as parent,
-            self.capture(hypervisor, parent) as unused,
-        ):
+        async with self.running_fork(hypervisor, template) as parent, self.capture(hypervisor, parent) as unused:
             await self.write_file(parent, _MEMORY_PATH, b"more than in the template")
             async with self.capture(hypervisor, parent) as snapshot, self.fork(hypervisor, snapshot) as child:
                 assert snapshot.report.memory_bytes > 0

@@ -29,8 +29,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import zstandard
-from cuaenv.actions import Click, Move, PressKeys, Wait
 
+from cuaenv.actions import Click, Move, PressKeys, Wait
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest.desktop import Desktop
@@ -109,12 +109,7 @@ class MachineContract(ForkContract):
         image_HWC: npt.NDArray[np.uint8] | None = None
         known_image_id, kinds = "", []
         try:
-            for action in (
-                Click(200, 200),
-                Move(5, 5),
-                PressKeys(keys=("alt", "tab")),
-                Wait(timedelta(seconds=0.3)),
-            ):
+            for action in (Click(200, 200), Move(5, 5), PressKeys(keys=("alt", "tab")), Wait(timedelta(seconds=0.3))):
                 await desktop.act(action)
                 await desktop.settle(SettlePolicy(idle_ms=0, max_ms=3000))
                 await machine.pause()  # Both must show the same instant.

@@ -243,8 +243,7 @@ class FakeMachine:
         own_bytes = self.own_bytes
         sharer_count = self.snapshot.holder_count if self.snapshot else 1
         return MachineUsage(
-            pss_bytes=own_bytes + (all_bytes - own_bytes) // sharer_count,
-            private_dirty_bytes=own_bytes,
+            pss_bytes=own_bytes + (all_bytes - own_bytes) // sharer_count, private_dirty_bytes=own_bytes
         )
 
     @property

@@ -27,14 +27,7 @@ from envd.hypervisor.machine import Accelerator, DiskImage, Leftover, Machine, M
 from envd.hypervisor.qemu.accelerator import AcceleratorChoice, choose_accelerator
 from envd.hypervisor.qemu.backend import CAPABILITIES
 from envd.hypervisor.qemu.connection import LibvirtLink
-from envd.hypervisor.qemu.domain_xml import (
-    MachineFiles,
-    Memory,
-    MemoryFile,
-    domain_name,
-    domain_xml,
-    read_confinement,
-)
+from envd.hypervisor.qemu.domain_xml import MachineFiles, Memory, MemoryFile, domain_name, domain_xml, read_confinement
 from envd.hypervisor.qemu.host import (
     check_path_lengths,
     dotted_version,

@@ -44,8 +44,7 @@ class Areal:
         self._sessions = sessions
         self._known: SessionTable[str, _Session] = SessionTable()
         routes.add_health(
-            "/health",
-            lambda: {"status": "ok", "active_sessions": len(self._known), "max_envs": sessions.capacity},
+            "/health", lambda: {"status": "ok", "active_sessions": len(self._known), "max_envs": sessions.capacity}
         )
         routes.add("POST", "/envs", self._create, method="Reset")
         routes.add("POST", "/envs/{session_id}/reset", self._reset, method="Reset")

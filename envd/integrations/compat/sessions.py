@@ -17,7 +17,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from cuaenv.actions import Action, Done, Fail, Wait
 from cuaenv.agent_text.pyautogui_calls import parse_calls
 from cuaenv.agent_text.values import ParseError
-
 from envd.api.convert_requests import guest_path_of
 from envd.api.security.access import Caller
 from envd.base.errors import EpisodeEnded, GuestError, GuestRefused, InvalidRequest, PoolExhausted, TaskNotFound

@@ -9,11 +9,11 @@ import io
 
 import pydantic
 from aiohttp import web
+from PIL import Image
+
 from cuaenv.actions import Action, TypeText
 from cuaenv.agent_text.monitor_keys import parse_chord
 from cuaenv.agent_text.values import ParseError, type_action
-from PIL import Image
-
 from envd.api.security.access import Caller
 from envd.base.errors import InvalidRequest
 from envd.episodes.types import EpisodeState

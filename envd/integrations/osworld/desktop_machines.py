@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from cuaenv.client import EnvClient, EnvError, Episode, Tls, View
-
 from envd.integrations.osworld import DESKTOP_TASK
 
 #: Ports of the guest that DesktopEnv uses: OSWorld's service, Chrome's DevTools and VLC's HTTP interface. OSWorld's

@@ -10,10 +10,7 @@ from envd.base.errors import OsworldError
 from envd.hypervisor.machine import GuestOs
 
 #: Directories of a checkout's `evaluation_examples`, their suites, and their guests' operating systems.
-_DIRECTORIES = (
-    ("examples", "osworld", GuestOs.LINUX),
-    ("examples_windows", "osworld-windows", GuestOs.WINDOWS),
-)
+_DIRECTORIES = (("examples", "osworld", GuestOs.LINUX), ("examples_windows", "osworld-windows", GuestOs.WINDOWS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,9 +19,9 @@ requires it, this client's `ENVD_TLS_CERT` and `ENVD_TLS_KEY`. A token is never 
 import os
 from pathlib import Path
 
-from cuaenv.client import Tls
 from desktop_env import desktop_env
 
+from cuaenv.client import Tls
 from envd.integrations.osworld.desktop_machines import EnvdManager, EnvdProvider
 
 

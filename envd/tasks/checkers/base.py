@@ -12,7 +12,6 @@ from inspect import isabstract
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from cuaenv.actions import Done
-
 from envd.base.errors import GuestError
 from envd.guest.agent import CommandResult
 from envd.guest.powershell import Script, powershell

@@ -9,7 +9,6 @@ import logging
 from dataclasses import dataclass
 
 from cuaenv.actions import Done, Fail
-
 from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive, SetupFailed
 from envd.guest.desktop import Desktop
 from envd.tasks.checkers.base import GuestInspector, Judge, judge_directly

@@ -3,9 +3,9 @@
 import re
 from typing import ClassVar, Literal, Self
 
-from cuaenv.actions import Done
 from pydantic import model_validator
 
+from cuaenv.actions import Done
 from envd.base.errors import GuestError
 from envd.guest.a11y import MAX_NAME_CHARS, MAX_VALUE_CHARS, is_cut
 from envd.guest.agent import CommandResult

@@ -12,18 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, cast
 
-from cuaenv.actions import (
-    MAX_ACTION_COUNT,
-    Action,
-    Click,
-    Drag,
-    KeyDown,
-    KeyUp,
-    MouseDown,
-    MouseUp,
-    Move,
-    Scroll,
-)
+from cuaenv.actions import MAX_ACTION_COUNT, Action, Click, Drag, KeyDown, KeyUp, MouseDown, MouseUp, Move, Scroll
 from cuaenv.agent_text import values
 from cuaenv.agent_text.values import ParseError
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
+
 from cuaenv.client.credentials import Access
 from cuaenv.client.errors import ClientClosed, DeadlineExceeded, EnvError, Unavailable, Unreachable, error_of
 from cuaenv.client.placement import RetryPolicy, retry_pause_s

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import grpc
+
 from cuaenv.action_codec import to_proto
 from cuaenv.actions import Action
 from cuaenv.client.errors import EnvError

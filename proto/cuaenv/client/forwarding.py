@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import grpc
+
 from cuaenv.client.connection import Connection
 from cuaenv.client.errors import (
     AccessDenied,

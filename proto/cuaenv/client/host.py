@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Final
 
 import grpc
+
 from cuaenv.client.connection import Connection
 from cuaenv.client.errors import EnvError, Unavailable
 from cuaenv.client.leases import LeaseKeeper

@@ -14,8 +14,9 @@ from cuaenv.wire import box, region
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    from cuaenv.frames import TiledImage
     from PIL import Image
+
+    from cuaenv.frames import TiledImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

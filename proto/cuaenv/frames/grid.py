@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+
 from cuaenv.region import Region
 
 #: Side of a tile; tiles at the right and bottom edges may be smaller.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
 from cuaenv.frames.codec import FrameMismatch, decompress
 from cuaenv.frames.grid import TILE_PX, bounds_of, column_count, tile_regions, touched_tiles
 from cuaenv.region import Region

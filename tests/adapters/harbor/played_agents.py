@@ -3,8 +3,9 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cuaenv.client import Click, Done
 from harbor.agents.base import BaseAgent
+
+from cuaenv.client import Click, Done
 
 midway: Callable[[Any], Awaitable[None]] | None = None
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuaenv.client import Unauthenticated
 from inspect_ai import Task, eval, task_with
 from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog, EvalSample, list_eval_logs, read_eval_log
@@ -23,6 +22,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.util import SandboxEnvironmentSpec, SandboxUnavailableError, SandboxUserUnsupportedError, sandbox
 from PIL import Image
 
+from cuaenv.client import Unauthenticated
 from tests.support.desktops import DrawnDesktops
 from trainer.adapters.inspect_ai import EnvdConfig, EnvdSandbox, desktop, task_score
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cuaenv.client import TaskNotFound, Unauthenticated
 from tinker_cookbook.completers import TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from transformers import AutoProcessor, AutoTokenizer
 
+from cuaenv.client import TaskNotFound, Unauthenticated
 from tests.support.desktops import DrawnDesktops
 from trainer.adapters.session import SessionSettings, SessionVoid
 from trainer.adapters.tinker import DesktopGroupBuilder

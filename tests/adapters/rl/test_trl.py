@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from cuaenv.action_codec import BadAction
-from cuaenv.client import EpisodeEnded, TaskNotFound, Unauthenticated, View
 from datasets import Dataset
 from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
 from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_vl_chat_template
 
+from cuaenv.action_codec import BadAction
+from cuaenv.client import EpisodeEnded, TaskNotFound, Unauthenticated, View
 from tests.support.desktops import DrawnDesktops
 from trainer.adapters.session import SessionSettings, SessionVoid
 from trainer.adapters.trl import DesktopEnvironment

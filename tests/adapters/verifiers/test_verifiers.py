@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp.web
 import pytest
 import verifiers.v1 as vf
-from cuaenv.client import Click, Done
 
+from cuaenv.client import Click, Done
 from tests.support.desktops import DrawnDesktops
 from tests.support.scripted_model import ScriptedModel, say_steps, served
 from trainer.adapters.verifiers import DesktopConfig, DesktopEnv, DesktopEnvConfig, DesktopTaskset

@@ -136,10 +136,7 @@ class ScriptedServer:
         reply = click if clicks else call(action="terminate", status="success")
         ids = self._tokenizer.encode(reply + "<|im_end|>", add_special_tokens=False)
         return TokenOutput(
-            token_ids=ids,
-            log_probs=[-0.25] * len(ids),
-            stop_reason="completed",
-            extra_fields={"global_steps": 0},
+            token_ids=ids, log_probs=[-0.25] * len(ids), stop_reason="completed", extra_fields={"global_steps": 0}
         )
 
     async def wake_up(self) -> None:

@@ -126,12 +126,7 @@ class Rollout:
 
 
 @pytest.fixture
-def make(
-    queue: None,
-    desktops: DrawnDesktops,
-    model: Path,
-    tmp_path: Path,
-) -> Callable[..., Rollout]:
+def make(queue: None, desktops: DrawnDesktops, model: Path, tmp_path: Path) -> Callable[..., Rollout]:
     return lambda engine, **envd: Rollout(desktops.address, model, tmp_path, engine, **envd)
 
 
@@ -247,11 +242,7 @@ async def test_a_mistake_is_reported_and_opens_nothing(
 
 @pytest.mark.usefixtures("queue")
 async def test_a_wrong_token_is_reported(
-    guarded_address: str,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    guarded_address: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("ENVD_TOKEN", "wrong")
     rollout = Rollout(guarded_address, model, tmp_path, Engine())
@@ -261,10 +252,7 @@ async def test_a_wrong_token_is_reported(
 
 
 async def test_wrong_settings_are_refused(make: Callable[..., Rollout], caplog: pytest.LogCaptureFixture) -> None:
-    for envd, message in (
-        ({"agent": {"images_per_row": 4}}, "images_per_row is 4"),
-        ({"agents": {}}, "agents"),
-    ):
+    for envd, message in (({"agent": {"images_per_row": 4}}, "images_per_row is 4"), ({"agents": {}}, "agents")):
         rollout = make(Engine(), **envd)
         await rollout.start("nine", count=1)
         status, rows = await rollout.finish("nine")

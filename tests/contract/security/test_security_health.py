@@ -13,16 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from envd.api.server import ApiServer
 from envd.base.config import SecurityConfig
 from envd.base.telemetry.metrics import Metrics
-from tests.support.callers import (
-    SHORT_S,
-    TIMEOUT_S,
-    Tokens,
-    bearer,
-    dialled,
-    limited,
-    refused,
-    serving,
-)
+from tests.support.callers import SHORT_S, TIMEOUT_S, Tokens, bearer, dialled, limited, refused, serving
 from tests.support.stub_episodes import StubEpisodes
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from cuaenv.v1 import env_pb2
 
+from cuaenv.v1 import env_pb2
 from tests.support.callers import (
     METHODS,
     SERVICE,

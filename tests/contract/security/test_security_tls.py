@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from cryptography import x509
+
 from cuaenv import client as trainer
 from cuaenv.client import AsyncEnvClient, EnvClient, RetryPolicy, Tls
-
 from envd.api.server import ApiServer
 from envd.base.config import SecurityConfig
 from envd.base.errors import ConfigError
@@ -185,11 +185,7 @@ async def test_an_address_reachable_from_other_hosts_is_served_over_tls_with_tok
 def test_an_address_that_other_hosts_can_reach_requires_tls_and_authentication(
     certs: Certs, tokens: Tokens, missing: str
 ) -> None:
-    security = {
-        "everything": SecurityConfig(),
-        "callers": tls_of(certs),
-        "tls": tokens.security(),
-    }[missing]
+    security = {"everything": SecurityConfig(), "callers": tls_of(certs), "tls": tokens.security()}[missing]
     with pytest.raises(ConfigError, match=r"security\.tls_cert"):
         ApiServer(StubEpisodes(), listen="0.0.0.0:0", metrics=Metrics(), security=security)
 

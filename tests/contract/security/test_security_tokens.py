@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 import pytest
+
 from cuaenv import client as trainer
 from cuaenv.client import AsyncEnvClient
 from cuaenv.v1 import env_pb2
-
 from envd.api.security.access import RULES, Scope
 from envd.api.security.tokens import new_token
 from envd.api.server import SERVICE_NAME, ApiServer
@@ -144,10 +144,7 @@ async def test_an_invalid_token_file_keeps_the_old_tokens_and_sets_a_metric(toke
 
 
 async def test_revoking_a_token_ends_its_watches(tokens: Tokens) -> None:
-    async with (
-        serving(tokens.security()) as (episodes, address),
-        connected(address, tokens.viewer.secret) as stub,
-    ):
+    async with serving(tokens.security()) as (episodes, address), connected(address, tokens.viewer.secret) as stub:
         watch = aiter(stub.WatchPools(env_pb2.WatchPoolsRequest(), timeout=TIMEOUT_S))
         await anext(watch)
         tokens.write(tokens.admin.line)

@@ -6,6 +6,10 @@ from datetime import timedelta
 from typing import Any, get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
 from cuaenv import client
 from cuaenv.action_codec import FORMS, BadAction, from_json, from_one_key, from_proto, to_json, to_one_key, to_proto
 from cuaenv.actions import (
@@ -26,10 +30,6 @@ from cuaenv.actions import (
     action_text,
 )
 from cuaenv.v1 import env_pb2
-from hypothesis import given
-from hypothesis import strategies as st
-from pydantic import TypeAdapter, ValidationError
-
 from envd.guest.input.plan import InputState, plan
 from envd.guest.observation import Point
 from envd.tasks.oracle import parse_action, write_action

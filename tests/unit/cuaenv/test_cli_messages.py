@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from cuaenv.cli.messages import message_of
 from cuaenv.client import Draining, EnvError, Unauthenticated, Unavailable
 

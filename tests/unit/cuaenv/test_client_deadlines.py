@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+
 from cuaenv.client import DeadlineExceeded, RetryPolicy, Unavailable
 from cuaenv.client.connection import Connection
 from cuaenv.client.credentials import Access

@@ -5,6 +5,8 @@ import pickle
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from PIL import Image
+
 from cuaenv.client import (
     BadRequest,
     DeadlineExceeded,
@@ -18,7 +20,6 @@ from cuaenv.client import (
     Unavailable,
 )
 from cuaenv.client.placement import retry_pause_s
-from PIL import Image
 
 POLICY = RetryPolicy(first_pause=timedelta(seconds=1), max_pause=timedelta(seconds=5))
 

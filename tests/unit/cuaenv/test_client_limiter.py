@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+
 from cuaenv.client.limiter import EpisodeLimiter
 
 

@@ -4,11 +4,12 @@ import random
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from cuaenv import client
 from cuaenv.client import Pool
 from cuaenv.client.placement import HostLoad, NextAttempt, choose, load_of, next_attempt
-from hypothesis import given
-from hypothesis import strategies as st
 
 SEEDS = st.integers(0, 2**32 - 1).map(random.Random)
 LOADS = st.dictionaries(

@@ -5,6 +5,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+
 from cuaenv.client import AsyncEnvClient, EnvClient, RetryPolicy, Tls, Unavailable
 from cuaenv.client.connection import Connection
 from cuaenv.client.credentials import Access, is_local

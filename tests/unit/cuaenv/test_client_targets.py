@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+
 from cuaenv.client import AsyncEnvClient, Unavailable
 from cuaenv.client.targets import Address, parse_targets, resolve
 

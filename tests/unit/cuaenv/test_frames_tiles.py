@@ -4,11 +4,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from cuaenv.frames import TiledImage
 from cuaenv.frames.grid import TILE_PX, bounds_of, joined
 from cuaenv.region import Region
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import yaml
+
 from cuaenv.client.ray_cluster import capacities_of
 
 DEPLOY = Path(__file__).parents[3] / "deploy"

@@ -10,9 +10,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from cuaenv.actions import Wait
 from rich.console import Console
 
+from cuaenv.actions import Wait
 from envd.base.config import load
 from envd.hypervisor.fake import FakeHypervisor, Faults, fake_image
 from envd.hypervisor.machine import MachineSpec

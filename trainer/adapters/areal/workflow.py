@@ -11,8 +11,8 @@ from areal.api.workflow_api import RolloutWorkflow
 from areal.infra.utils.concurrent import register_loop_cleanup, unregister_loop_cleanup
 from areal.utils import stats_tracker
 from areal.utils.hf_utils import load_hf_processor_and_tokenizer, load_hf_tokenizer
-from cuaenv.client import close_shared_clients, shared_client
 
+from cuaenv.client import close_shared_clients, shared_client
 from trainer.adapters.areal.conversation import Request
 from trainer.adapters.areal.group import ArealConfig, run_task_group
 from trainer.adapters.areal.rows import batch

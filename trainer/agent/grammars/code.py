@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action, Done, Fail
-
 from trainer.agent.coordinates import Picture
 from trainer.agent.grammars.grammar import Grammar, Intent, UnsupportedAction
 from trainer.agent.grammars.pyautogui_calls import keyword, keyword_for, parse_calls, render_calls

@@ -13,7 +13,6 @@ from typing import Any
 from cuaenv.agent_text import values
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action, Click, Done, Drag, Fail, Move, PressKeys, Scroll, TypeText, Wait
-
 from trainer.agent.coordinates import Picture
 from trainer.agent.grammars.grammar import Intent, UnsupportedAction, intent
 

@@ -11,7 +11,6 @@ from datetime import timedelta
 
 from cuaenv.agent_text.values import ParseError, type_action, wheel_clicks
 from cuaenv.client import Click, PressKeys, Scroll, Wait
-
 from trainer.agent.coordinates import Picture
 from trainer.agent.grammars.grammar import Grammar, Intent, Reader, intent
 from trainer.agent.grammars.tool_calls import object_at

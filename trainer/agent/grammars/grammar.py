@@ -13,7 +13,6 @@ from typing import ClassVar, NamedTuple
 from cuaenv.actions import MAX_ACTION_COUNT
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action, Click, Done, Drag, Fail, KeyDown, KeyUp, Move, PressKeys, Scroll, TypeText
-
 from trainer.agent.coordinates import Picture, Units
 from trainer.rewards.facts import ActionFacts
 

@@ -24,7 +24,6 @@ from cuaenv.client import (
     TypeText,
     Wait,
 )
-
 from trainer.agent.coordinates import Picture
 from trainer.agent.grammars.grammar import Intent, UnsupportedAction, intent, split_actions
 

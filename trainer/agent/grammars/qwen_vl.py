@@ -25,7 +25,6 @@ from typing import ClassVar
 
 from cuaenv.agent_text.values import ParseError, check_arguments, quoted
 from cuaenv.client import Action
-
 from trainer.agent.coordinates import Picture, Units
 from trainer.agent.grammars.computer_use import TOOL, arguments_of, intent_of, tool_schema
 from trainer.agent.grammars.grammar import Grammar, Intent, UnsupportedAction

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action
-
 from trainer.agent.coordinates import Picture
 from trainer.agent.grammars.code import parse_fence
 from trainer.agent.grammars.grammar import Grammar, Intent, UnsupportedAction, only_action

@@ -11,7 +11,6 @@ from datetime import timedelta
 from cuaenv.agent_text import values
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action, Click, Done, Drag, Fail, PressKeys, Scroll, TypeText, Wait
-
 from trainer.agent.coordinates import Picture
 from trainer.agent.grammars.computer_use import TOOL, call_intent, ending, optional_point
 from trainer.agent.grammars.grammar import Grammar, Intent, UnsupportedAction, only_action

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from cuaenv.agent_text.monitor_keys import parse_chord
 from cuaenv.agent_text.values import ParseError, quoted, type_action, wait_action
 from cuaenv.client import Action, Done, Fail, PressKeys, TypeText, Wait
-
 from trainer.agent.coordinates import Picture
 from trainer.agent.grammars.grammar import Grammar, Intent, UnsupportedAction, intent, only_action
 

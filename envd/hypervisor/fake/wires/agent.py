@@ -68,11 +68,7 @@ class GuestAgent:
         return {}
 
     def _exec(
-        self,
-        path: str,
-        arg: Sequence[str] = (),
-        input_data: str = "",
-        capture_output: bool | str = False,
+        self, path: str, arg: Sequence[str] = (), input_data: str = "", capture_output: bool | str = False
     ) -> JsonValue:
         try:
             outcome = self._programs.run([path, *arg], stdin=base64.b64decode(input_data))

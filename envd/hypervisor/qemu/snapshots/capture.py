@@ -24,14 +24,7 @@ import xxhash
 
 from envd.base.errors import EnvdError, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
 from envd.hypervisor.machine import Accelerator, CaptureReport, Firmware, MachineSpec, MachineState
-from envd.hypervisor.qemu.domain_xml import (
-    MEMORY,
-    VIDEO_ALIAS,
-    FirmwareFiles,
-    MachineFiles,
-    MemoryFile,
-    domain_xml,
-)
+from envd.hypervisor.qemu.domain_xml import MEMORY, VIDEO_ALIAS, FirmwareFiles, MachineFiles, MemoryFile, domain_xml
 from envd.hypervisor.qemu.machine import Caller, LibvirtMachine
 from envd.hypervisor.qemu.monitor import overlay_node
 from envd.hypervisor.qemu.processes import command_line
@@ -420,8 +413,7 @@ async def load_state(machine: LibvirtMachine, snapshot: LibvirtSnapshot, *, call
     await machine.set_snapshot(snapshot)
     if snapshot.patch is not None:
         await asyncio.gather(
-            call(_write_pages, machine, snapshot.patch),
-            _set_backing(machine, snapshot.captures, call=call),
+            call(_write_pages, machine, snapshot.patch), _set_backing(machine, snapshot.captures, call=call)
         )
     await machine.monitor.load(snapshot.files.devices)
     await call(write_record, machine.files.directory, MachineRecord(spec=machine.spec, backing=snapshot.ref))

@@ -119,12 +119,7 @@ class A11yClient:
             timeout_s = min(max(float(options.get("timeout_s", "10")), 0.1), 120.0)
         except ValueError as error:
             raise HttpError(400, f"max_nodes, timeout_s: numbers are required: {error}") from error
-        query = {
-            "what": what,
-            "max_nodes": max_nodes,
-            "timeout_s": timeout_s,
-            "showing": options.get("showing") == "1",
-        }
+        query = {"what": what, "max_nodes": max_nodes, "timeout_s": timeout_s, "showing": options.get("showing") == "1"}
         with self._lock():
             # The helper may exceed its time by one AT-SPI call, and by its start.
             return self._helper.query(query, timeout_s=timeout_s + 15.0)

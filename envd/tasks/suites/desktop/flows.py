@@ -184,10 +184,7 @@ def sort_invoices(rng: Sampler) -> Entry:
                     "weight": 1,
                     "check": exactly(folder, "paid/", *(name for n, name in enumerate(names) if n not in paid)),
                 },
-                {
-                    "weight": 1,
-                    "check": exactly(f"{folder}/paid", *(name for n, name in enumerate(names) if n in paid)),
-                },
+                {"weight": 1, "check": exactly(f"{folder}/paid", *(name for n, name in enumerate(names) if n in paid))},
                 {"weight": 2, "check": number_is(f"{HOME}/open-sum.txt", total)},
             ],
         },
@@ -227,10 +224,7 @@ def notes_from_two_places(rng: Sampler) -> Entry:
             "kind": "weighted",
             "checks": [
                 {"weight": 1, "check": {"kind": "file_text", "path": path, "matches": rf"\s*{count}\s*\n.*"}},
-                {
-                    "weight": 1,
-                    "check": {"kind": "file_text", "path": path, "matches": rf"[^\n]*\n{ends}\s*"},
-                },
+                {"weight": 1, "check": {"kind": "file_text", "path": path, "matches": rf"[^\n]*\n{ends}\s*"}},
             ],
         },
         "oracle": [
@@ -289,12 +283,7 @@ def answer_a_letter(rng: Sampler) -> Entry:
         ),
         "setup": [write(f"{DOCUMENTS}/letter.txt", letter), edit(f"{DOCUMENTS}/letter.txt")],
         "checker": {"kind": "file_text", "path": path, "matches": rf"\s*{asker}[^\S\n]*\n\s*{count * price}\s*"},
-        "oracle": [
-            NEW_DOCUMENT,
-            [{"type": lines(asker, str(count * price))}],
-            *save_as(path),
-            DONE,
-        ],
+        "oracle": [NEW_DOCUMENT, [{"type": lines(asker, str(count * price))}], *save_as(path), DONE],
     }
 
 

@@ -162,10 +162,5 @@ def turn_a_picture(rng: Sampler) -> Entry:
             "argv": ["python3", "-c", _ASK_SIZE, path],
             "stdout": {"equals": f"{height_px}x{width_px}"},
         },
-        "oracle": [
-            [{"press": "r"}],
-            [{"press": "s"}],
-            [{"press": ["alt", "y"]}],
-            DONE,
-        ],
+        "oracle": [[{"press": "r"}], [{"press": "s"}], [{"press": ["alt", "y"]}], DONE],
     }

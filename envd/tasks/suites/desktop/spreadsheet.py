@@ -190,10 +190,5 @@ def value_of_the_stock(rng: Sampler) -> Entry:
             *((*row, value) for row, value in zip(ledger, values, strict=True)),
             ("", "", "", sum(values)),
         ),
-        "oracle": [
-            _go_to(1, "D"),
-            [{"type": "Value\n=B2*C2\n=B3*C3\n=B4*C4\n=SUM(D2:D4)\n"}],
-            SAVE,
-            DONE,
-        ],
+        "oracle": [_go_to(1, "D"), [{"type": "Value\n=B2*C2\n=B3*C3\n=B4*C4\n=SUM(D2:D4)\n"}], SAVE, DONE],
     }

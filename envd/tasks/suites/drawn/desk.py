@@ -180,7 +180,4 @@ class Desk:
 
 def option_middle(form: FormOnDesk, menu: Place, index: int) -> dict[str, int]:
     """Return the middle of an option of an open menu."""
-    return {
-        "x": form.x + menu.x + menu.w // 2,
-        "y": form.y + menu.y + menu.h + index * _OPTION_H + _OPTION_H // 2,
-    }
+    return {"x": form.x + menu.x + menu.w // 2, "y": form.y + menu.y + menu.h + index * _OPTION_H + _OPTION_H // 2}

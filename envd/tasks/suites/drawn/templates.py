@@ -59,9 +59,7 @@ def choose(desk: Desk, form: FormOnDesk) -> None:
     index = desk.rng.randint(0, 2)
     form.values[name] = options[index]
     desk.do(
-        f"set {name} to {options[index]}",
-        {"click": form.middle(entry)},
-        {"click": option_middle(form, entry, index)},
+        f"set {name} to {options[index]}", {"click": form.middle(entry)}, {"click": option_middle(form, entry, index)}
     )
 
 

@@ -3,8 +3,8 @@
 import contextvars
 
 import pytest
-from cuaenv.v1 import env_pb2
 
+from cuaenv.v1 import env_pb2
 from envd.api.security.access import (
     ALWAYS_SERVED,
     MAX_MESSAGE_BYTES,

@@ -3,13 +3,13 @@
 from datetime import timedelta
 
 import pytest
-from cuaenv.action_codec import to_proto
-from cuaenv.actions import MAX_TEXT_BYTES, Action, Click, Done, Drag, MouseDown, MouseUp, Move, Scroll
-from cuaenv.v1 import env_pb2
 from google.protobuf.duration_pb2 import Duration
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cuaenv.action_codec import to_proto
+from cuaenv.actions import MAX_TEXT_BYTES, Action, Click, Done, Drag, MouseDown, MouseUp, Move, Scroll
+from cuaenv.v1 import env_pb2
 from envd.api.convert_actions import Scale, Size, actions_from_proto
 from envd.base.errors import InvalidRequest
 
@@ -34,17 +34,11 @@ def seconds(length_s: float) -> Duration:
         (env_pb2.Action(drag=env_pb2.Drag()), "actions[1].drag.end"),
         (env_pb2.Action(scroll=env_pb2.Scroll(dy=101)), "actions[1].scroll.dy"),
         (env_pb2.Action(scroll=env_pb2.Scroll(dx=-101)), "actions[1].scroll.dx"),
-        (
-            env_pb2.Action(type_text=env_pb2.TypeText(text="é" * (MAX_TEXT_BYTES // 2 + 1))),
-            "actions[1].type_text.text",
-        ),
+        (env_pb2.Action(type_text=env_pb2.TypeText(text="é" * (MAX_TEXT_BYTES // 2 + 1))), "actions[1].type_text.text"),
         (env_pb2.Action(done=env_pb2.Done(answer="x" * (MAX_TEXT_BYTES + 1))), "actions[1].done.answer"),
         (env_pb2.Action(fail=env_pb2.Fail(explanation="x" * (MAX_TEXT_BYTES + 1))), "actions[1].fail.explanation"),
         (env_pb2.Action(press_keys=env_pb2.PressKeys()), "actions[1].press_keys.keys"),
-        (
-            env_pb2.Action(press_keys=env_pb2.PressKeys(keys=["a"], hold=seconds(60.5))),
-            "actions[1].press_keys.hold",
-        ),
+        (env_pb2.Action(press_keys=env_pb2.PressKeys(keys=["a"], hold=seconds(60.5))), "actions[1].press_keys.hold"),
         (env_pb2.Action(key_down=env_pb2.KeyDown()), "actions[1].key_down.key"),
         (env_pb2.Action(key_up=env_pb2.KeyUp(key="x" * 33)), "actions[1].key_up.key"),
         (env_pb2.Action(wait=env_pb2.Wait()), "actions[1].wait.duration"),

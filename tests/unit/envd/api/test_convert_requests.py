@@ -5,11 +5,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
+
 from cuaenv.actions import Click, Done
 from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
-from google.protobuf.duration_pb2 import Duration
-
 from envd.api.convert_actions import Size
 from envd.api.convert_requests import (
     DEFAULT_READY_TIMEOUT_S,
@@ -55,10 +55,7 @@ def command(request: env_pb2.ResetRequest) -> ResetCommand:
 def test_a_minimal_reset_takes_the_documented_defaults() -> None:
     request = reset()
     assert command(request) == ResetCommand(
-        request_id="r-1",
-        task_id="desktop/note",
-        timeout_s=DEFAULT_READY_TIMEOUT_S,
-        fingerprint=fingerprint_of(request),
+        request_id="r-1", task_id="desktop/note", timeout_s=DEFAULT_READY_TIMEOUT_S, fingerprint=fingerprint_of(request)
     )
 
 

@@ -5,11 +5,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from cuaenv.region import Region
-from cuaenv.v1 import env_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cuaenv.region import Region
+from cuaenv.v1 import env_pb2
 from envd.api.convert_results import (
     episode_message,
     evaluate_response,
@@ -23,14 +23,7 @@ from envd.api.convert_results import (
 )
 from envd.api.pages import page_of
 from envd.base.errors import InvalidRequest
-from envd.episodes.types import (
-    EpisodeInfo,
-    EpisodeState,
-    EvaluateResult,
-    GroupResult,
-    Origin,
-    StepResult,
-)
+from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
 from envd.guest.observation import (
     ActionOutcome,
     EncodedFrame,
@@ -302,13 +295,7 @@ def test_items_added_or_removed_between_pages_do_not_affect_others() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("page_token", "nonsense"),
-        ("page_token", "é"),
-        ("page_token", "AAAA"),
-        ("page_size", -1),
-        ("page_size", 1001),
-    ],
+    [("page_token", "nonsense"), ("page_token", "é"), ("page_token", "AAAA"), ("page_size", -1), ("page_size", 1001)],
 )
 def test_a_page_token_of_another_listing_and_a_size_out_of_range_are_refused(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:

@@ -4,10 +4,10 @@ import inspect
 
 import grpc
 import pytest
-from cuaenv.client.errors import _BY_CAUSE
-from cuaenv.reasons import CODE_BY_REASON
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
+from cuaenv.client.errors import _BY_CAUSE
+from cuaenv.reasons import CODE_BY_REASON
 from envd.api.status import code_of, status_of
 from envd.base import errors
 

@@ -119,8 +119,7 @@ def test_all_scale_reports_share_one_plot_of_rates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
-    [("{", "the file"), ("[]", "the file"), ('{"benchmark": "x"}', "conditions")],
+    ("text", "problem"), [("{", "the file"), ("[]", "the file"), ('{"benchmark": "x"}', "conditions")]
 )
 def test_a_file_that_is_not_a_report_is_an_error_and_nothing_is_written(
     tmp_path: Path, text: str, problem: str

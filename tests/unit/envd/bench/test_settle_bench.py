@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cuaenv.region import Region
 
+from cuaenv.region import Region
 from envd.base.config import SettlePolicy
 from envd.bench.settle import judge, settle_report
 from envd.bench.settle_recording import Change, RecordedStep, Refresh, replay_settling

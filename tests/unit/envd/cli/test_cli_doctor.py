@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import typer
-from cuaenv.client import Pool
 from typer.testing import CliRunner
 
+from cuaenv.client import Pool
 from envd.base.config import Config, load
 from envd.cli import doctor
 from envd.cli.doctor import Check, Status
@@ -152,16 +152,12 @@ def test_missing_firmware_and_swtpm_fail_only_if_an_image_needs_them(
     disk = tmp_path / "disk.qcow2"
     disk.write_bytes(b"disk")
     ImageCatalogue(config.cache_dir).import_file(
-        "win11",
-        ImportedDisk(file=disk, os_family=GuestOs.WINDOWS, firmware=Firmware.UEFI, hardware=Hardware.WINDOWS),
+        "win11", ImportedDisk(file=disk, os_family=GuestOs.WINDOWS, firmware=Firmware.UEFI, hardware=Hardware.WINDOWS)
     )
     firmware, tpm = doctor.check_firmware(config), doctor.check_tpm(config)
     assert (firmware.status, firmware.detail) == (Status.FAIL, "no OVMF, but images boot by UEFI: win11")
     assert (tpm.status, tpm.detail) == (Status.FAIL, "not found; the machines of win11 have a TPM")
-    assert (firmware.fix, tpm.fix) == (
-        "`make deps`, or apt-get install ovmf",
-        "`make deps`, or apt-get install swtpm",
-    )
+    assert (firmware.fix, tpm.fix) == ("`make deps`, or apt-get install ovmf", "`make deps`, or apt-get install swtpm")
     other = config_with(tmp_path, pools={"desktop": {"size": 1}})
     assert doctor.check_tpm(other).status is Status.WARN
 

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 import typer
-from cuaenv.cli.lazy import LazyCommand
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import envd.cli.app
 import trainer.cli.app
+from cuaenv.cli.lazy import LazyCommand
 from envd.cli.image_build import app as build_app
 from envd.cli.tasks import app as tasks_app
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import typer
-from cuaenv.cli import terminal
 from rich.table import Table
 
+from cuaenv.cli import terminal
 from envd.base.errors import ConfigError, ImageNotFound
 from envd.base.terminal import reports_errors
 

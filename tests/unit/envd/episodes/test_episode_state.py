@@ -4,8 +4,8 @@ import itertools
 from datetime import timedelta
 
 import pytest
-from cuaenv.actions import Done, Fail
 
+from cuaenv.actions import Done, Fail
 from envd.base.config import SettlePolicy
 from envd.base.errors import EpisodeEnded, EpisodeNotFound, MachineLost, StepIndexMismatch
 from envd.episodes.episode import Episode

@@ -20,9 +20,7 @@ MAX_MACHINES = {"a": 3, "b": 5, "c": None}
         max_size=60,
     )
 )
-def test_an_owner_never_exceeds_its_limit_and_is_refused_only_at_the_limit(
-    events: list[tuple[str, int, str]],
-) -> None:
+def test_an_owner_never_exceeds_its_limit_and_is_refused_only_at_the_limit(events: list[tuple[str, int, str]]) -> None:
     held: Counter[str] = Counter()
     opening_count: Counter[str] = Counter()
     left_open = []  # keep a reference, or the context manager would be closed

@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+
 from cuaenv.actions import Done
 from cuaenv.region import Region
-
 from envd.base.clock import SystemClock
 from envd.base.config import SettlePolicy
 from envd.base.errors import EvaluatorFailed

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from cuaenv.actions import Done, PressKeys, TypeText
 from cuaenv.region import Region
-
 from envd.base.clock import LoopLag
 from envd.base.config import SettlePolicy
 from envd.base.errors import (

@@ -5,9 +5,9 @@ import random
 from dataclasses import replace
 
 import pytest
+
 from cuaenv.actions import Done, TypeText
 from cuaenv.region import Region
-
 from envd.base.errors import (
     Draining,
     EnvdError,
@@ -24,11 +24,7 @@ from envd.base.errors import (
     StepIndexMismatch,
 )
 from envd.episodes.types import EpisodeState, GroupResult
-from envd.guest.observation import (
-    A11yFormat,
-    Encoding,
-    ObservationOptions,
-)
+from envd.guest.observation import A11yFormat, Encoding, ObservationOptions
 from envd.hypervisor.machine import MachineState
 from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import CAPACITY, FROZEN, PLAIN, TASK, World, running_world
@@ -55,12 +51,7 @@ async def test_copies_start_in_their_parents_state(world: World) -> None:
     (state,) = world.captured()
     for info, observation in zip(result.episodes, result.observations, strict=True):
         assert (info.parent_episode_id, info.group_id) == (parent_id, parent.group_id)
-        assert (info.task_id, info.run, info.max_steps, info.step_count) == (
-            parent.task_id,
-            "night-1",
-            4,
-            2,
-        )
+        assert (info.task_id, info.run, info.max_steps, info.step_count) == (parent.task_id, "night-1", 4, 2)
         assert (info.state, info.origin.template_digest) == (EpisodeState.ACTIVE, state.digest)
         assert (info.origin.overlay_parent, info.origin.first_frame_id) == (
             state.disk_digest,

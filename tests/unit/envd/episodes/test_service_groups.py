@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-from cuaenv.region import Region
 
+from cuaenv.region import Region
 from envd.base.config import SettlePolicy
 from envd.base.errors import (
     Draining,

@@ -4,16 +4,13 @@ import itertools
 from xml.sax.saxutils import quoteattr
 
 import pytest
-from cuaenv.region import Region
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cuaenv.region import Region
 from envd.guest.a11y import MAX_ELEMENTS, MAX_MARKS, MAX_NODES, MalformedTree, outline, parse_tree, with_marks
 from envd.guest.display.marks import marks_of
-from envd.guest.observation import (
-    Element,
-    Elements,
-)
+from envd.guest.observation import Element, Elements
 
 SCREEN = (1280, 800)
 HEAD = (

@@ -98,13 +98,7 @@ async def test_a_command_runs_with_input_and_environment_and_is_polled_until_it_
     assert (result.exit_code, result.stdout, result.stderr) == (7, b"\0out", b"err")
     assert channels.asked[0] == (
         "guest-exec",
-        {
-            "path": "/bin/x",
-            "arg": ["-a", "b c"],
-            "capture-output": True,
-            "input-data": b64(b"\xff"),
-            "env": ["K=v=w"],
-        },
+        {"path": "/bin/x", "arg": ["-a", "b c"], "capture-output": True, "input-data": b64(b"\xff"), "env": ["K=v=w"]},
     )
     assert channels.asked[1:] == [("guest-exec-status", {"pid": 41})] * 4
     assert all(timeout_s <= 10 for timeout_s in channels.timeouts_s)

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-from cuaenv.region import Region
 
+from cuaenv.region import Region
 from envd.guest.display.blinking import Blinking
 
 CARET = Region(x_px=10, y_px=20, width_px=1, height_px=16)

@@ -5,11 +5,11 @@ from datetime import UTC, datetime
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cuaenv.frames import TiledImage
-from cuaenv.region import Region
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cuaenv.frames import TiledImage
+from cuaenv.region import Region
 from envd.guest.display import change
 from envd.guest.display.change import around, merged, screen_change
 from envd.guest.display.frames import Frame
@@ -60,11 +60,7 @@ def test_the_grey_difference_is_a_share_of_white() -> None:
 
 
 regions = st.builds(
-    Region,
-    x_px=st.integers(0, 50),
-    y_px=st.integers(0, 50),
-    width_px=st.integers(1, 30),
-    height_px=st.integers(1, 30),
+    Region, x_px=st.integers(0, 50), y_px=st.integers(0, 50), width_px=st.integers(1, 30), height_px=st.integers(1, 30)
 )
 
 

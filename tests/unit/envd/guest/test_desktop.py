@@ -11,12 +11,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from cuaenv.actions import Action, Click, Done, Fail, KeyDown, KeyUp, Move, PressKeys, TypeText, Wait
-from cuaenv.frames import TiledImage
-from cuaenv.region import Region
 from PIL import Image
 from pydantic import JsonValue
 
+from cuaenv.actions import Action, Click, Done, Fail, KeyDown, KeyUp, Move, PressKeys, TypeText, Wait
+from cuaenv.frames import TiledImage
+from cuaenv.region import Region
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost
 from envd.guest.acting import may_act_late
@@ -26,15 +26,7 @@ from envd.guest.display import frames
 from envd.guest.display.screen import Screen
 from envd.guest.display.settle import settle
 from envd.guest.guestd import PointerState, SessionInfo, TypedText
-from envd.guest.observation import (
-    A11yFormat,
-    Encoding,
-    Keyframe,
-    Observation,
-    ObservationOptions,
-    Point,
-    SettleResult,
-)
+from envd.guest.observation import A11yFormat, Encoding, Keyframe, Observation, ObservationOptions, Point, SettleResult
 from tests.support.display import QUICK_PAUSES, FakeDisplay, pseudo_rect
 
 QUICK = SettlePolicy(quiet_ms=20, max_ms=60_000)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import pytest
-from cuaenv.actions import KeyDown, TypeText
 from pydantic import JsonValue
 
+from cuaenv.actions import KeyDown, TypeText
 from envd.base.errors import GuestError
 from envd.guest.desktop import Desktop
 from envd.guest.observation import A11yFormat, Encoding, ObservationOptions

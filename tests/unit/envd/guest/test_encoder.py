@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cuaenv.frames import FrameMismatch, TiledImage
-from cuaenv.region import Region
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cuaenv.frames import FrameMismatch, TiledImage
+from cuaenv.region import Region
 from envd.guest.display import frames
 from envd.guest.display.encoder import FrameEncoder
 from envd.guest.display.frames import Frame, PointerImage

@@ -6,21 +6,16 @@ from datetime import UTC, datetime
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cuaenv.frames import TiledImage
-from cuaenv.region import Region
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from cuaenv.frames import TiledImage
+from cuaenv.region import Region
 from envd.base.errors import InvalidRequest
 from envd.guest.display.frames import Frame, PointerImage, compress, draw, fit, picture_of
 from envd.guest.display.rfb import CursorShape
-from envd.guest.observation import (
-    CursorMode,
-    Encoding,
-    ObservationOptions,
-    Point,
-)
+from envd.guest.observation import CursorMode, Encoding, ObservationOptions, Point
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -128,11 +123,7 @@ def test_a_size_is_within_every_limit_or_rejected(
     max_width, max_height = limits
     try:
         wide, high = fit(
-            *screen,
-            max_width_px=max_width,
-            max_height_px=max_height,
-            max_pixel_count=max_pixels,
-            multiple_px=multiple,
+            *screen, max_width_px=max_width, max_height_px=max_height, max_pixel_count=max_pixels, multiple_px=multiple
         )
     except InvalidRequest:
         assert multiple > 1

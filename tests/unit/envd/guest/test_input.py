@@ -7,6 +7,9 @@ from datetime import timedelta
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from cuaenv.actions import (
     Action,
     Click,
@@ -23,9 +26,6 @@ from cuaenv.actions import (
     TypeText,
     Wait,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
 from envd.guest.display.rfb import RfbClient
 from envd.guest.input.keysyms import character, named_key
 from envd.guest.input.plan import (

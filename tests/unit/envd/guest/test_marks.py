@@ -4,18 +4,13 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
+
 from cuaenv.frames import TiledImage
 from cuaenv.region import Region
-
 from envd.guest.display.encoder import FrameEncoder
 from envd.guest.display.frames import Frame, draw, picture_of
 from envd.guest.display.marks import Mark, draw_marks
-from envd.guest.observation import (
-    Encoding,
-    Keyframe,
-    ObservationOptions,
-    Unchanged,
-)
+from envd.guest.observation import Encoding, Keyframe, ObservationOptions, Unchanged
 
 WHOLE = Region(x_px=0, y_px=0, width_px=200, height_px=100)
 BLANK_HWC = np.full((100, 200, 3), 255, np.uint8)

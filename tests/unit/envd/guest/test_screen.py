@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 import numpy as np
 import pytest
 import xxhash
-from cuaenv.region import Region
 
+from cuaenv.region import Region
 from envd.base.errors import GuestError, MachineLost
 from envd.guest.display.rfb import PixelRect, RfbClient
 from envd.guest.display.screen import Screen

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from cuaenv.region import Region
 
+from cuaenv.region import Region
 from envd.base.config import SettlePolicy
 from envd.guest.display.settle import SettleState, decide, settle
 from envd.guest.observation import SettleResult

@@ -86,9 +86,7 @@ def test_a_failed_build_leaves_nothing(catalogue: ImageCatalogue) -> None:
     assert catalogue.list() == ()
 
 
-def test_the_next_build_removes_a_killed_builds_directory_and_keeps_a_running_ones(
-    catalogue: ImageCatalogue,
-) -> None:
+def test_the_next_build_removes_a_killed_builds_directory_and_keeps_a_running_ones(catalogue: ImageCatalogue) -> None:
     parent = catalogue.root / "desktop"
     (parent / ".building-999999999-x").mkdir(parents=True)
     (parent / f".building-{os.getpid()}-y").mkdir()

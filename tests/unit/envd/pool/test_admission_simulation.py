@@ -287,12 +287,7 @@ def test_any_arrivals_are_served_within_bounds(
     coming: list[tuple[int, str, int, int, int]], idle_target: int, max_starting: int, failure_rate: float
 ) -> None:
     simulation = Simulation(
-        seed=0,
-        capacity=8,
-        shares=RUNS,
-        idle_target=idle_target,
-        max_starting=max_starting,
-        failure_rate=failure_rate,
+        seed=0, capacity=8, shares=RUNS, idle_target=idle_target, max_starting=max_starting, failure_rate=failure_rate
     )
     for gap, run, ready, reserved, stay in coming:
         for _ in range(gap):

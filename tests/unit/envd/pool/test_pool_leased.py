@@ -6,8 +6,8 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from cuaenv.actions import Wait
 
+from cuaenv.actions import Wait
 from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost, NotForkable
 from envd.hypervisor.machine import Firmware, GuestOs, MachineSpec
 from envd.pool.leased import FrozenDesktop, LeasedMachine, freeze

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from cuaenv.actions import Done, Fail
 
+from cuaenv.actions import Done, Fail
 from envd.base.errors import EvaluatorFailed, GuestError, MachineLost
 from envd.guest.desktop import CommandResult
 from envd.hypervisor.fake.programs import OpenWindow
@@ -32,11 +32,7 @@ def task(checker: dict[str, Any] | None, **fields: Any) -> Task:
 
 
 async def score_of(
-    checker: dict[str, Any] | None,
-    desktop: MemoryDesktop,
-    *,
-    last_action: Done | Fail | None = None,
-    **fields: Any,
+    checker: dict[str, Any] | None, desktop: MemoryDesktop, *, last_action: Done | Fail | None = None, **fields: Any
 ) -> Evaluation:
     return await evaluate(task(checker, **fields), desktop, last_action=last_action, timeout_s=60.0)
 

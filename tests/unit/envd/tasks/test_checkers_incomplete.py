@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from cuaenv.actions import Done
 from PIL import Image
 
+from cuaenv.actions import Done
 from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive
 from envd.guest.agent import CommandResult
 from envd.guest.observation import EncodedFrame, Observation

@@ -6,17 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cuaenv.region import Region
 from PIL import Image
 from pydantic import ValidationError
 
+from cuaenv.region import Region
 from envd.base.errors import EvaluatorFailed, GuestError
 from envd.guest.a11y import MAX_VALUE_CHARS
 from envd.guest.desktop import CommandResult
-from envd.guest.observation import (
-    Element,
-    Elements,
-)
+from envd.guest.observation import Element, Elements
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.images import MAX_PIXELS, read_pixels
 from envd.tasks.checkers.session import OnScreen, judge_screen

@@ -1,8 +1,8 @@
 """The desktop suite: complete, consistent, and never solved by doing nothing."""
 
 import pytest
-from cuaenv.actions import Action, Click, Done, Drag, Fail, MouseDown, Move, PressKeys, Scroll, Wait
 
+from cuaenv.actions import Action, Click, Done, Drag, Fail, MouseDown, Move, PressKeys, Scroll, Wait
 from envd.guest.agent import CommandResult
 from envd.hypervisor.fake.programs import OpenWindow
 from envd.tasks.catalogue import TaskCatalogue

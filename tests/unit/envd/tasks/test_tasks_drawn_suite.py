@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from cuaenv.actions import Action, Click, Done, Drag, TypeText
 
+from cuaenv.actions import Action, Click, Done, Drag, TypeText
 from envd.base.config import Config
 from envd.daemon.suites import load_tasks
 from envd.hypervisor.fake.desktop.canvas import Framebuffer

@@ -3,14 +3,9 @@
 from typing import Any
 
 import pytest
-from cuaenv.actions import (
-    Done,
-    Fail,
-    PressKeys,
-    TypeText,
-)
 from pydantic import ValidationError
 
+from cuaenv.actions import Done, Fail, PressKeys, TypeText
 from envd.tasks.checkers.files import FileText
 from envd.tasks.checkers.session import AgentAnswer
 from envd.tasks.checkers.union import leaves

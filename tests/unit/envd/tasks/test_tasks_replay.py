@@ -3,7 +3,6 @@
 from datetime import timedelta
 
 from cuaenv.actions import Action, Done, PressKeys, TypeText, Wait
-
 from envd.tasks.oracle import OracleAction, WaitFor
 from envd.tasks.replay import replay
 
@@ -78,12 +77,7 @@ async def test_waiting_for_a_screen_that_never_settles_ends() -> None:
 
 async def test_an_input_that_contains_a_wait_is_also_waited_for() -> None:
     start = (PressKeys(keys=("super", "t")), Wait(timedelta(seconds=8)))
-    assert await play(Screen(responds_after_waits=1), start, DONE) == [
-        start,
-        (Wait(timedelta(seconds=1)),),
-        LOOK,
-        DONE,
-    ]
+    assert await play(Screen(responds_after_waits=1), start, DONE) == [start, (Wait(timedelta(seconds=1)),), LOOK, DONE]
 
 
 async def test_the_wait_ends_for_an_input_without_a_response() -> None:

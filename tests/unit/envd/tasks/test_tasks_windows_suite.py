@@ -5,10 +5,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cuaenv.actions import Action, Click, Done, Drag, Move, PressKeys, Scroll, TypeText, Wait
 from typer.testing import CliRunner
 
 import envd.cli.app
+from cuaenv.actions import Action, Click, Done, Drag, Move, PressKeys, Scroll, TypeText, Wait
 from envd.base.config import load
 from envd.base.errors import ConfigError
 from envd.daemon.suites import load_tasks, with_suites

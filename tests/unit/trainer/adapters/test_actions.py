@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
+
 from cuaenv.action_codec import BadAction
 from cuaenv.client import Done, TypeText
-
 from trainer.adapters.actions import read_actions
 
 

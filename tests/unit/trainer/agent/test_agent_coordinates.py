@@ -1,10 +1,10 @@
 """Conversion of points between the model's units and the guest's pixels."""
 
 import pytest
-from cuaenv.client import Click, Drag, MouseDown, Move, PressKeys, Scroll
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cuaenv.client import Click, Drag, MouseDown, Move, PressKeys, Scroll
 from envd.api.convert_actions import Scale, Size
 from trainer.agent.coordinates import CoordinateSpace, PointOutsidePicture, points_of, to_model_points, to_screen_points
 

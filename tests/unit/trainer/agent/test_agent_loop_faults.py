@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 import pytest
+
 from cuaenv.client import (
     Action,
     Evaluation,
@@ -17,18 +18,9 @@ from cuaenv.client import (
     StepResult,
     View,
 )
-
 from trainer.agent.loop import run_episode
 from trainer.agent.settings import AgentSettings
-from trainer.agent.types import (
-    BudgetExhausted,
-    GenerationAborted,
-    Message,
-    ModelFailed,
-    Outcome,
-    Reply,
-    Trajectory,
-)
+from trainer.agent.types import BudgetExhausted, GenerationAborted, Message, ModelFailed, Outcome, Reply, Trajectory
 
 SETTINGS = AgentSettings(max_turns=3, text_only=True, terminal=True, timeout_s=30)
 WAIT = '<tool_call>{"name": "computer_use", "arguments": {"action": "wait", "time": 1}}</tool_call>'

@@ -4,11 +4,11 @@ import io
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from cuaenv.client import Element, Observation
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from cuaenv.client import Element, Observation
 from trainer.agent import prompts
 from trainer.agent.coordinates import CoordinateSpace
 from trainer.agent.grammars import Picture

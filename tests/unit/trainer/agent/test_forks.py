@@ -6,8 +6,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
 
 import pytest
-from cuaenv.client import GroupTooLarge, Unavailable
 
+from cuaenv.client import GroupTooLarge, Unavailable
 from trainer.agent.forks import Forks, OpenGroup
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
+
 from cuaenv import client
 from cuaenv.actions import MAX_ACTION_COUNT
 from cuaenv.client import Action
-
 from trainer.agent.grammars import GRAMMARS, Picture, grammar
 
 PICTURE = Picture(1001, 1001, pointer=(100, 200))

@@ -8,12 +8,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from cuaenv.actions import MAX_ACTION_COUNT
-from cuaenv.agent_text.values import ParseError
-from cuaenv.client import Click, PressKeys, Scroll, TypeText, Wait
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from cuaenv.actions import MAX_ACTION_COUNT
+from cuaenv.agent_text.values import ParseError
+from cuaenv.client import Click, PressKeys, Scroll, TypeText, Wait
 from trainer.agent.grammars import FALLBACKS, GRAMMARS, Parsed, Picture, grammar
 from trainer.agent.grammars.grammar import MAX_REPLY_CHARS
 from trainer.agent.grammars.pyautogui_calls import parse_calls

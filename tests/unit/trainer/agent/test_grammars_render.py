@@ -4,6 +4,9 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from cuaenv.client import (
     Action,
     Click,
@@ -20,9 +23,6 @@ from cuaenv.client import (
     TypeText,
     Wait,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
 from trainer.agent.grammars import GRAMMARS, Picture, UnsupportedAction, grammar, split_actions
 
 PICTURE = Picture(1001, 1001, pointer=(100, 200))

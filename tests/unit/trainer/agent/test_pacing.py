@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from cuaenv.client import PoolExhausted, TaskNotFound
 
+from cuaenv.client import PoolExhausted, TaskNotFound
 from trainer.agent.pacing import ResetPacer
 
 _sleep = asyncio.sleep

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuaenv.cli import terminal
 from typer.testing import CliRunner
 
+from cuaenv.cli import terminal
 from trainer.cli.app import app
 from trainer.learn import LearnError
 from trainer.learn.demos import read_rows

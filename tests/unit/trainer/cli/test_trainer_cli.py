@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import typer
-from cuaenv.cli import terminal
-from cuaenv.client import MachineLost
 from typer.testing import CliRunner
 
+from cuaenv.cli import terminal
+from cuaenv.client import MachineLost
 from trainer.cli import output
 from trainer.cli.app import app
 from trainer.cli.run_file import RunConfig
@@ -163,10 +163,7 @@ def test_the_page_about_evaluation_names_every_key() -> None:
 
 @pytest.mark.parametrize(
     ("text", "status", "message"),
-    [
-        ('agent = "agent.yaml"', 2, "max_tokens: unknown key"),
-        ('tls_ca = "no-such-file"', 1, "no-such-file"),
-    ],
+    [('agent = "agent.yaml"', 2, "max_tokens: unknown key"), ('tls_ca = "no-such-file"', 1, "no-such-file")],
 )
 def test_files_that_the_file_names_are_read(
     text: str, status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

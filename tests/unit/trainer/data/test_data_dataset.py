@@ -9,10 +9,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from cuaenv.client import Click, Done, PressKeys
 from PIL import Image
 from typer.testing import CliRunner
 
+from cuaenv.client import Click, Done, PressKeys
 from trainer.agent.grammars import grammar
 from trainer.cli.app import app
 from trainer.data.dataset import CannotWrite, Dataset, Source, join, statistics, write_rows

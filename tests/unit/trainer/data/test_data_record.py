@@ -6,9 +6,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from cuaenv.client import Action, Click, Done, Drag, Move, PressKeys, TypeText, Wait
 from PIL import Image
 
+from cuaenv.client import Action, Click, Done, Drag, Move, PressKeys, TypeText, Wait
 from envd.cli.tasks_oracles import oracle_line
 from tests.support.server import load_fake_tasks
 from trainer.agent.coordinates import CoordinateSpace, to_screen_points

@@ -6,12 +6,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from cuaenv.actions import action_text
-from cuaenv.client import Action, Click, Done, Drag, Fail, Move, PressKeys, Scroll, Task, TypeText, Wait
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from cuaenv.actions import action_text
+from cuaenv.client import Action, Click, Done, Drag, Fail, Move, PressKeys, Scroll, Task, TypeText, Wait
 from trainer.agent.grammars import grammar
 from trainer.agent.types import Message
 from trainer.cli.choice import SplitName, choose

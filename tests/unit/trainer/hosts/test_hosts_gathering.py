@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from cuaenv.client.ray_cluster import is_gathered
-
 from trainer.hosts.actor import HostActor, HostSettings
 
 

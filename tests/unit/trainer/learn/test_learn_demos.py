@@ -3,7 +3,6 @@
 from collections import Counter
 
 from cuaenv.client import Action, Click, Done, Drag, TypeText
-
 from trainer.data.oracles import Oracle
 from trainer.learn.demos import with_habits
 from trainer.learn.settings import Demos

@@ -113,10 +113,7 @@ def test_images_are_base64_or_data_uris(image: str) -> None:
         ),
         ('{"id": "a", "messages": [{"role": "user", "content": "x"}], "images": ["!"]}', "an image is not base64"),
         ('{"id": "a", "messages": [{"role": "user", "content": "x"}], "images": ["http://x,y"]}', "must be base64"),
-        (
-            '{"id": "a", "messages": [{"role": "user", "content": "x"}], "images": "AAAA"}',
-            "images: Input should be",
-        ),
+        ('{"id": "a", "messages": [{"role": "user", "content": "x"}], "images": "AAAA"}', "images: Input should be"),
         (
             '{"id": "a", "messages": [{"role": "user", "content": "x"}], "rows": [{"tokens": [1]}]}',
             "rows.0.response_length",

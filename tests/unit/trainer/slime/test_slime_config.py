@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuaenv.client import Tls
 
+from cuaenv.client import Tls
 from trainer.agent.settings import AgentSettings
 from trainer.config import ConfigError
 from trainer.slime.checks import capacity_warning, refusals, row_unit, warnings
@@ -66,10 +66,7 @@ def test_every_part_is_parsed() -> None:
             r"envd: branch_every is 15, but .* at most 15 turns .* would never branch",
         ),
         ({"halt": {"bellow": {}}}, r"envd\.halt\.bellow: unknown key; did you mean below\?"),
-        (
-            {"halt": {"below": {"entropy": 1}}},
-            r"envd\.halt: metric entropy: unknown; did you mean",
-        ),
+        ({"halt": {"below": {"entropy": 1}}}, r"envd\.halt: metric entropy: unknown; did you mean"),
         ({"halt": {"below": 0.5}}, r"envd\.halt\.below is 0\.5"),
         ({"halt": {"above": {"void_frac": "1"}}}, r"envd\.halt\.above\.void_frac is"),
         ({"halt": {"rollouts": 1.5}}, r"envd\.halt\.rollouts is 1\.5"),

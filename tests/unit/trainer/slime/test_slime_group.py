@@ -65,9 +65,7 @@ GROUPS = st.lists(
 
 
 @given(GROUPS)
-def test_void_samples_do_not_change_other_advantages(
-    groups: list[list[tuple[float, bool]]],
-) -> None:
+def test_void_samples_do_not_change_other_advantages(groups: list[list[tuple[float, bool]]]) -> None:
     samples = [
         sample_of(reward if is_valid else None, group=index)
         for index, group in enumerate(groups)

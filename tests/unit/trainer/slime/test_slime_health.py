@@ -4,8 +4,8 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from cuaenv.client import AsyncEnvClient, Unauthenticated, Unavailable
 
+from cuaenv.client import AsyncEnvClient, Unauthenticated, Unavailable
 from trainer.slime.health import DaemonWatch
 
 

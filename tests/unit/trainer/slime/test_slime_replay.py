@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cuaenv.client import Evaluation
 from PIL import Image
 
+from cuaenv.client import Evaluation
 from tests.support.slime import IMAGE, Sample, ScriptedEngine, Tokenizer, stand_in_slime
 from trainer.agent.types import Outcome, Reply, Trajectory, Turn
 from trainer.config import ConfigError

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
-from cuaenv.client import NotForkable
 
+from cuaenv.client import NotForkable
 from trainer.slime.tree import Fork, OpenOne, Tree, tree_of_loop
 
 

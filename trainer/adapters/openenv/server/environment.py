@@ -10,13 +10,13 @@ import base64
 from dataclasses import replace
 from typing import Any
 
-from cuaenv.client import EpisodeEnded
 from fastmcp import FastMCP
 from fastmcp.exceptions import ToolError
 from fastmcp.utilities.types import Image
 from openenv.core.env_server.mcp_environment import MCPEnvironment
 from openenv.core.env_server.types import EnvironmentMetadata, State
 
+from cuaenv.client import EpisodeEnded
 from trainer.adapters.actions import ActionForm
 from trainer.adapters.background import blocking, in_background
 from trainer.adapters.openenv.models import DesktopAction, DesktopObservation
@@ -61,13 +61,7 @@ class DesktopEnvironment(MCPEnvironment):
             return [self._open().instruction, self._picture()]
 
     async def reset_async(
-        self,
-        *,
-        task: str = "",
-        group: str | None = None,
-        group_size: int = 1,
-        pictures: bool = True,
-        **_: Any,
+        self, *, task: str = "", group: str | None = None, group_size: int = 1, pictures: bool = True, **_: Any
     ) -> DesktopObservation:
         """Close the session's episode and open another. OpenEnv's `seed` and `episode_id` are ignored.
 

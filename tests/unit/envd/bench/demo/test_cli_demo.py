@@ -6,19 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuaenv.actions import Done, TypeText
-from cuaenv.client import Check
 from PIL import Image, ImageDraw
 
+from cuaenv.actions import Done, TypeText
+from cuaenv.client import Check
 from envd.base.config import load
 from envd.bench.default_tasks import DEFAULT_TASKS
 from envd.bench.demo.group import members_for
-from envd.bench.demo.report import (
-    DemoDirectory,
-    DemoReport,
-    EpisodeRecord,
-    StepRecord,
-)
+from envd.bench.demo.report import DemoDirectory, DemoReport, EpisodeRecord, StepRecord
 from envd.cli.demo import demo_config
 from envd.daemon.suites import load_tasks
 

@@ -89,9 +89,7 @@ def test_root_runs_qemu_itself_if_envd_lacks_a_privilege(facts: str, why: str) -
         choose_qemu_user("qemu", NO_ACCESS, status=facts)
 
 
-def test_an_unknown_user_is_an_error_and_a_missing_usual_user_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unknown_user_is_an_error_and_a_missing_usual_user_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no-such-user"):
         choose_qemu_user("no-such-user", NO_ACCESS, status=status())
     monkeypatch.setattr(Account, "of", lambda name: None)

@@ -83,8 +83,7 @@ def fake_atspi(desktop: Accessible) -> Any:
         StateType=types.SimpleNamespace(ACTIVE="active", SHOWING="showing"),
         Component=types.SimpleNamespace(get_extents=lambda node, kind: box),
         Text=types.SimpleNamespace(
-            get_character_count=lambda node: len(node.text),
-            get_text=lambda node, start, end: node.text[start:end],
+            get_character_count=lambda node: len(node.text), get_text=lambda node, start, end: node.text[start:end]
         ),
         Value=types.SimpleNamespace(
             get_current_value=lambda node: node.value,

@@ -80,10 +80,6 @@ def test_the_number_of_recorded_responses_is_bounded() -> None:
 
 def test_waiting_for_a_lock_ends_after_its_timeout() -> None:
     lock = TimedLock("the screen")
-    with (
-        lock(),
-        pytest.raises(HttpError, match="busy") as raised,
-        lock(0.01),
-    ):
+    with lock(), pytest.raises(HttpError, match="busy") as raised, lock(0.01):
         pass
     assert raised.value.status == 503

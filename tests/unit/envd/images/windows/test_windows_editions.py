@@ -94,11 +94,7 @@ def test_a_damaged_image_is_an_error(tmp_path: Path) -> None:
     editions_of(tmp_path, MediumEdition())
     whole = (tmp_path / "install.wim").read_bytes()
     cut = tmp_path / "cut.wim"
-    for data, problem in (
-        (b"PK" + whole, "not a WIM file"),
-        (whole[:100], "not a WIM"),
-        (whole[:300], "damaged"),
-    ):
+    for data, problem in ((b"PK" + whole, "not a WIM file"), (whole[:100], "not a WIM"), (whole[:300], "damaged")):
         cut.write_bytes(data)
         with cut.open("rb") as stream, pytest.raises(ImageError, match=problem):
             read_editions(stream)

@@ -80,10 +80,7 @@ def test_a_wrong_iso_is_an_error(media: Path, options: WindowsOptions, tmp_path:
     ("changes", "problem"),
     [
         ({"edition": ""}, r"2 editions; choose one with --edition \(1: Windows 11 Enterprise"),
-        (
-            {"edition": "Home"},
-            r"edition 'Home': not in this ISO; choose one of: 1: .*; 2: Windows 11 Pro",
-        ),
+        ({"edition": "Home"}, r"edition 'Home': not in this ISO; choose one of: 1: .*; 2: Windows 11 Pro"),
         ({"language": "fr-FR"}, r"language 'fr-FR': not in this ISO, which has de-DE, en-US"),
         ({"time_zone": "Europe/Berlin"}, r"time zone 'Europe/Berlin': not a name that Windows uses"),
         ({"edition": "Professional"}, r"Windows 11 Pro: no product key; pass --key"),
@@ -117,8 +114,7 @@ def test_too_little_space_on_the_host_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("tool", "package"),
-    [("swtpm", "swtpm"), ("qemu-io", "qemu-utils"), ("qemu-system-x86_64", "qemu-system-x86")],
+    ("tool", "package"), [("swtpm", "swtpm"), ("qemu-io", "qemu-utils"), ("qemu-system-x86_64", "qemu-system-x86")]
 )
 def test_a_missing_tool_is_an_error_with_its_package(
     options: WindowsOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, package: str
