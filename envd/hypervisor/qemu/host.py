@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import sha256
+from importlib.resources import files
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -32,17 +33,7 @@ _OVMF = (
 )
 #: The embedded driver runs without virtlogd and runs only envd's machines. libvirt's protection of other users'
 #: machines (cgroups, mount namespaces, relabelling) would only cost start-up time. seccomp stays on.
-_EMBED_CONF = """\
-stdio_handler = "file"
-security_driver = "none"
-seccomp_sandbox = 1
-dynamic_ownership = 0
-remember_owner = 0
-namespaces = []
-cgroup_controllers = []
-user = "{user}"
-group = "{group}"
-"""
+_EMBED_CONF = (files("envd.hypervisor.qemu") / "embedded.conf").read_text(encoding="ascii")
 
 
 def check_path_lengths(uri: str, state_dir: Path) -> None:

@@ -12,8 +12,7 @@ from aiohttp import web
 from PIL import Image
 
 from cuaenv.actions import Action, TypeText
-from cuaenv.agent_text.monitor_keys import parse_chord
-from cuaenv.agent_text.values import ParseError, type_action
+from cuaenv.agent_text.values import ParseError, monitor_chord, type_action
 from envd.api.security.access import Caller
 from envd.base.errors import InvalidRequest
 from envd.episodes.types import EpisodeState
@@ -153,7 +152,7 @@ class WindowsVm:
 
 def _chord(text: str, field: str) -> Action:
     try:
-        return parse_chord(text)
+        return monitor_chord(text)
     except ParseError as error:
         raise InvalidRequest(field, str(error)) from None
 

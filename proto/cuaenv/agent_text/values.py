@@ -5,6 +5,7 @@ maximum has the same effect: `MAX_WHEEL_CLICKS` reaches the end of any page.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
@@ -88,6 +89,16 @@ def key_chord(value: object, name: str = "keys") -> PressKeys:
     if not 1 <= len(value) <= MAX_CHORD_KEY_COUNT:
         raise ParseError(f"{name} must name 1 to {MAX_CHORD_KEY_COUNT} keys, not {len(value)}")
     return PressKeys(tuple(key_name(key, name) for key in value))
+
+
+#: Key names of QEMU's monitor that differ from the service's.
+_MONITOR_KEYS = {"ret": "enter", "spc": "space", "grave_accent": "grave", "kp_enter": "kpenter"}
+
+
+def monitor_chord(text: str) -> PressKeys:
+    """Return the action of a chord as QEMU's monitor writes it, such as `ctrl-s`; spaces count as dashes."""
+    names = [name for name in re.split(r"[\s-]+", text) if name]
+    return key_chord([_MONITOR_KEYS.get(name.lower(), name) for name in names], "sendkey")
 
 
 def key_name(value: object, name: str) -> str:

@@ -9,8 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from cuaenv.agent_text.monitor_keys import parse_chord
-from cuaenv.agent_text.values import ParseError, quoted, type_action, wait_action
+from cuaenv.agent_text.values import ParseError, monitor_chord, quoted, type_action, wait_action
 from cuaenv.client import Action, Done, Fail, PressKeys, TypeText, Wait
 from trainer.agent.coordinates import Picture
 from trainer.agent.grammars.grammar import Grammar, Intent, UnsupportedAction, intent, only_action
@@ -89,7 +88,7 @@ def _unquote(text: str) -> str:
 def _intent(verb: str, rest: str) -> Intent:
     match verb:
         case "sendkey":
-            return intent(parse_chord(rest), verb, {"key": rest})
+            return intent(monitor_chord(rest), verb, {"key": rest})
         case "type":
             return intent(type_action(rest), verb, {"text": rest})
         case "typeline":
