@@ -1,13 +1,15 @@
 """Tasks that the demo, the benchmarks and the soak play unless the command line names another one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from importlib.resources import files
+
+import yaml
+from pydantic import BaseModel, TypeAdapter
 
 from envd.hypervisor.machine import GuestOs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EditorTask:
+class EditorTask(BaseModel):
     """A task whose desktop has one document open in an editor."""
 
     task_id: str
@@ -15,42 +17,19 @@ class EditorTask:
     """The document's path in the guest."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DefaultTasks:
+class DefaultTasks(BaseModel):
     """Tasks of one suite, by what they are played for."""
 
     demo: str
     without_setup: str
     load: str
-    """Played by all clients of the scale benchmark at once."""
     editor: EditorTask
     frames: tuple[str, ...]
-    """Their screens change in different ways: typing, dialogs, menus, new windows, files, the mouse."""
 
 
-DEFAULT_TASKS: Mapping[str, DefaultTasks] = {
-    "desktop": DefaultTasks(
-        demo="desktop/save-shopping-list",
-        without_setup="desktop/open-calculator",
-        load="desktop/open-calculator",
-        editor=EditorTask(task_id="desktop/type-greeting", document="/home/user/Documents/greeting.txt"),
-        frames=(
-            "desktop/save-shopping-list",
-            "desktop/replace-everywhere",
-            "desktop/uppercase-by-menu",
-            "desktop/rename-file",
-            "desktop/calculate-and-note",
-            "desktop/terminal-from-desktop-menu",
-        ),
-    ),
-    "fake": DefaultTasks(
-        demo="fake/save-note",
-        without_setup="fake/save-note",
-        load="fake/count-to-five",
-        editor=EditorTask(task_id="fake/append-line", document="/home/user/list.txt"),
-        frames=("fake/save-note", "fake/move-and-count"),
-    ),
-}
+DEFAULT_TASKS: Mapping[str, DefaultTasks] = TypeAdapter(dict[str, DefaultTasks]).validate_python(
+    yaml.safe_load((files("envd.bench") / "default_tasks.yaml").read_text(encoding="utf-8"))
+)
 """Default tasks by `Capabilities.task_suite`."""
 
 TASKS_WITHOUT_SETUP: Mapping[GuestOs, str] = {

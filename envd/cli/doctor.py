@@ -29,6 +29,7 @@ from envd.api.security.tls import server_credentials
 from envd.api.security.tokens import read_tokens
 from envd.base.config import Config, HypervisorConfig
 from envd.base.errors import ConfigError, EnvdError
+from envd.base.sandbox.cgroup import find_hierarchy, shortcoming
 from envd.base.terminal import reports_errors
 from envd.base.version import envd_version
 from envd.cli.certificates import expire_time_of
@@ -43,7 +44,6 @@ from envd.hypervisor.qemu.tpm import PROGRAM as SWTPM
 from envd.hypervisor.qemu.user import choose_qemu_user
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.integrations.osworld.environment import Environment, sandbox_problem
-from envd.integrations.osworld.worker.cgroup import find_hierarchy
 from envd.pool.memory import read_available_bytes
 
 _GIB = 1 << 30
@@ -224,15 +224,19 @@ def check_osworld(config: Config) -> Check:
     if environment.tasks and not environment.is_installed:
         detail = f"{installed}, but {tasks}: their resets fail"
         return _warn("osworld", detail, fix="`envd osworld install`")
-    if environment.is_installed and (problem := sandbox_problem()):
+    return _ok("osworld", f"{installed}, {tasks}")
+
+
+def check_sandbox() -> Check:
+    """Check the sandbox of judge workers and of OSWorld's code."""
+    if problem := sandbox_problem():
         return _warn(
-            "osworld",
-            f"{installed}, but its sandbox does not work: {problem}",
+            "sandbox",
+            f"cannot be created: {problem}; judges run with limits only, and OSWorld's evaluators do not run",
             fix="run envd as root, or allow user namespaces (kernel.unprivileged_userns_clone=1)",
         )
-    if environment.is_installed and find_hierarchy() is None:
-        tasks += "; an evaluation's memory is limited per process only (no writable control group)"
-    return _ok("osworld", f"{installed}, {tasks}")
+    limits = shortcoming(find_hierarchy()) or "memory and processors are limited per job"
+    return _ok("sandbox", f"judges and OSWorld's evaluators are confined; {limits}")
 
 
 def check_security(config: Config, *, now: datetime) -> Check:
@@ -420,6 +424,7 @@ async def examine(config: Config) -> list[Check]:
         check_memory(config, available_bytes=read_available_bytes()),
         check_images(config, now=datetime.now(UTC)),
         check_osworld(config),
+        check_sandbox(),
         check_security(config, now=datetime.now(UTC)),
         check_port("listen", config.listen, daemon_pid=pid),
         check_port("metrics_listen", config.metrics_listen, daemon_pid=pid),

@@ -45,23 +45,7 @@ _MASKED_UNITS = (files("envd.images") / "packages" / "masked-units.txt").read_te
 _CUSTOMIZE = (files("envd.images") / "customize.sh").read_text()
 
 #: Files that guests never read; without them the image is a third smaller.
-_EXCLUDED_PATHS = (
-    "/usr/share/doc/*",
-    "/usr/share/man/*",
-    "/usr/share/info/*",
-    "/usr/share/locale/*",
-    "/usr/share/gnome/help/*",
-    "/lib/modules/*/kernel/drivers/gpu/drm/amd/*",
-    "/lib/modules/*/kernel/drivers/gpu/drm/i915/*",
-    "/lib/modules/*/kernel/drivers/gpu/drm/nouveau/*",
-    "/lib/modules/*/kernel/drivers/gpu/drm/radeon/*",
-    "/lib/modules/*/kernel/drivers/infiniband/*",
-    "/lib/modules/*/kernel/drivers/media/*",
-    "/lib/modules/*/kernel/drivers/net/ethernet/*",
-    "/lib/modules/*/kernel/drivers/net/wireless/*",
-    "/lib/modules/*/kernel/drivers/staging/*",
-    "/lib/modules/*/kernel/sound/*",
-)
+_EXCLUDED_PATHS = (files("envd.images") / "packages" / "excluded-paths.txt").read_text().split()
 
 #: Prefix of the tools that compile and strip Windows programs.
 _MINGW = "x86_64-w64-mingw32-"

@@ -3,7 +3,10 @@
 import asyncio
 import io
 import os
+import re
 import signal
+import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +23,17 @@ from envd.tasks.checkers.images import ImageLike, judge_image
 from envd.tasks.checkers.programs import Process, Window, judge_processes, judge_windows
 from envd.tasks.text import CheckOutcome
 
+#: A worker on a host that lets its user create no namespaces.
+UNCONFINED = """
+import sys
+from envd.base.sandbox import enclosure
+from envd.daemon.judging.worker import main
+def refuse(number): raise enclosure.SandboxError('unshare failed')
+enclosure.separate = refuse
+main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+"""
+#: Workers import the judge functions of this module.
+ROOT = str(Path(__file__).parents[2])
 INI = IniEntry(kind="ini_value", path="/a", key="a", equals="x")
 BACKTRACKING = FileText.model_validate({"kind": "file_text", "path": "/a", "matches": "(a+)+b"})
 TEXT = FileText.model_validate({"kind": "file_text", "path": "/a", "contains": "x"})
@@ -40,12 +54,24 @@ def fill_memory() -> CheckOutcome:
 
 
 def end_the_worker() -> CheckOutcome:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return CheckOutcome(1.0, "never")
+    os._exit(9)
 
 
-def report_pid() -> CheckOutcome:
-    return CheckOutcome(1.0, str(os.getpid()))
+def judging_pid(judges: JudgeWorkers) -> int:
+    """Return the id of the process that judges, a child of the only idle worker."""
+    (worker,) = judges._idle
+    return int(Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text())
+
+
+def reach_out(token_file: str) -> CheckOutcome:
+    reached = []
+    for reach in (lambda: Path(token_file).read_text(), socket.socket, lambda: os.mkdir("/a")):
+        try:
+            reach()
+        except OSError:
+            continue
+        reached.append(reach)
+    return CheckOutcome(0.0 if reached else 1.0, f"reached {reached}")
 
 
 def fail() -> CheckOutcome:
@@ -54,7 +80,7 @@ def fail() -> CheckOutcome:
 
 @pytest.fixture
 async def judges() -> AsyncIterator[JudgeWorkers]:
-    workers = JudgeWorkers(limit=2, cpu_s=1, quick_s=60.0)
+    workers = JudgeWorkers(limit=2, cpu_s=1, quick_s=60.0, visible=[ROOT])
     yield workers
     await workers.aclose()
 
@@ -66,14 +92,14 @@ async def test_an_outcome_is_that_of_the_function_and_the_worker_is_reused(judge
 
 
 async def test_a_worker_that_was_killed_while_idle_is_not_reused(judges: JudgeWorkers) -> None:
-    first = await judges(report_pid)
-    os.kill(int(first.evidence), signal.SIGKILL)
+    await judges(judge_file_text, found(b"axb"), TEXT)
+    first = judging_pid(judges)
+    os.kill(first, signal.SIGKILL)
     async with asyncio.timeout(60):
         while repr(judges) != "<JudgeWorkers 0 idle>":
             await asyncio.sleep(0.01)
-    second = await judges(report_pid)
-    assert second.score == 1.0
-    assert second.evidence != first.evidence
+    assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
+    assert judging_pid(judges) != first
     assert repr(judges) == "<JudgeWorkers 1 idle>"
 
 
@@ -162,6 +188,7 @@ async def test_a_job_without_end_is_ended_by_its_time_limit() -> None:
 async def test_a_cancelled_evaluation_leaves_no_process(judges: JudgeWorkers) -> None:
     await judges(judge_file_text, found(b"axb"), TEXT)
     (worker,) = judges._idle
+    judging = judging_pid(judges)
     hostile = asyncio.create_task(judges(judge_file_text, found(b"a" * 60 + b"!"), BACKTRACKING))
     while judges._idle:
         await asyncio.sleep(0)
@@ -170,6 +197,49 @@ async def test_a_cancelled_evaluation_leaves_no_process(judges: JudgeWorkers) ->
         await hostile
     assert worker.returncode is not None
     assert not Path(f"/proc/{worker.pid}").exists()
+    assert not Path(f"/proc/{judging}").exists()
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/envd-evaluation-{worker.pid}"))
+
+
+async def test_a_judge_has_no_privileges_and_no_descriptors_besides_its_pipes(judges: JudgeWorkers) -> None:
+    assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
+    process = Path(f"/proc/{judging_pid(judges)}")
+    lines = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines())
+    assert int(lines["CapEff"], 16) == int(lines["CapBnd"], 16) == 0
+    assert (lines["Seccomp"], lines["NoNewPrivs"], lines["NSpid"].split()[-1]) == ("2", "1", "1")
+    if os.geteuid() == 0:
+        assert {int(user) >> 16 for user in lines["Uid"].split()} == {0x7000}
+    opened = [os.readlink(link) for link in (process / "fd").iterdir()]
+    assert sorted(re.sub(r"\d+", "N", name) for name in opened) == ["/N/statm", "/dev/null", "pipe:[N]", "pipe:[N]"]
+    for kind in ("net", "mnt", "ipc", "pid"):
+        assert os.readlink(process / "ns" / kind) != os.readlink(f"/proc/self/ns/{kind}")
+
+
+async def test_a_judge_reaches_no_file_or_socket_of_the_host(judges: JudgeWorkers, tmp_path: Path) -> None:
+    token_file = tmp_path / "tokens"
+    token_file.write_text("secret")
+    token_file.chmod(0o666)
+    outcome = await judges(reach_out, str(token_file))
+    assert outcome.score == 1.0, outcome.evidence
+
+
+async def test_without_a_sandbox_judges_run_under_limits_and_the_log_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    program = tmp_path / "unconfined.py"
+    program.write_text(UNCONFINED)
+    python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {program} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    judges = JudgeWorkers(limit=2, cpu_s=1, quick_s=60.0, visible=[ROOT])
+    assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
+    with pytest.raises(GuestError, match="limits"):
+        await judges(judge_file_text, found(b"a" * 60 + b"!"), BACKTRACKING)
+    with pytest.raises(GuestError, match="memory"):
+        await judges(fill_memory)
+    await judges.aclose()
+    assert caplog.text.count("judges run outside the sandbox: unshare failed") == 1
 
 
 async def test_every_kind_of_guest_data_can_be_sent_to_a_worker(judges: JudgeWorkers) -> None:

@@ -14,8 +14,8 @@ import pytest_asyncio
 
 import envd
 from envd.base.errors import OsworldError
+from envd.base.sandbox import cgroup, seccomp
 from envd.integrations.osworld.environment import _IMPORT, Environment
-from envd.integrations.osworld.worker import cgroup, seccomp
 from envd.integrations.osworld.workers import Job, WorkerFailed, Workers
 from tests.support.local_guestd import LocalGuestd, serve_guestd
 from tests.support.osworld import make_stand_in
@@ -346,6 +346,18 @@ async def test_the_sandbox_has_no_files_processes_or_privileges_of_the_host(
 ) -> None:
     paths = [str(tmp_path), str(Path.home() / ".cache"), __file__, "/var", "/etc/shadow", "/run"]
     assert await score(workers, guest, one("see", rules={"paths": paths})) == 0.0, "see the stand-in's `see`"
+
+
+NO_CGROUP_HANDLE = """
+import os
+for handle in os.listdir("/proc/self/fd"):
+    if os.path.lexists(f"/proc/self/fd/{handle}"):
+        assert "cgroup" not in os.readlink(f"/proc/self/fd/{handle}"), handle
+"""
+
+
+async def test_a_job_inherits_no_directory_or_control_file_of_the_host(workers: Workers, guest: LocalGuestd) -> None:
+    await score(workers, guest, one("run_code", rules={"code": NO_CGROUP_HANDLE}))
 
 
 #: Every number is called with arguments of 0. Nothing may be done, and nothing may be tried by the kernel.

@@ -3,8 +3,11 @@
 import asyncio
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 #: Event loop iterations after which every runnable task of envd is waiting.
 _TURNS = 60
@@ -58,10 +61,31 @@ class ManualClock:
         await run_ready()
 
 
+async def run_turns(count: int) -> None:
+    """Run `count` iterations of the event loop."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 async def run_ready() -> None:
     """Run all tasks until each of them waits."""
-    for _ in range(_TURNS):
-        await asyncio.sleep(0)
+    await run_turns(_TURNS)
+
+
+async def cancelled_after(turns: int, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a call, cancel it after `turns` iterations of the event loop, and wait for its end."""
+    task = asyncio.create_task(call)
+    await run_turns(turns)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return task
+
+
+async def begun(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a call and run all tasks until each of them waits."""
+    task = asyncio.create_task(call)
+    await run_ready()
+    return task
 
 
 async def until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:

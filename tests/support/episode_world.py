@@ -229,7 +229,7 @@ async def running_world(
     shares: RunShares | None = None,
     failing_after: int = 6,
 ) -> AsyncIterator[World]:
-    """Run a service on a pool with `capacity` ready machines; at the end, assert that nothing is left."""
+    """Run a service on a pool with `capacity` ready machines; at the end, assert that nothing leaked."""
     clock, hypervisor, tasks, metrics = ManualClock(), StubHypervisor(), StubTasks(), RecordingMetrics()
     tasks.setup_gate.set()
     tasks.check_gate.set()
@@ -258,7 +258,10 @@ async def running_world(
     await service.start()
     await run_ready()
     await run_ready()
-    yield World(service=service, pool=pool, hypervisor=hypervisor, clock=clock, tasks=tasks, metrics=metrics)
+    world = World(service=service, pool=pool, hypervisor=hypervisor, clock=clock, tasks=tasks, metrics=metrics)
+    yield world
+    await run_ready()
+    world.check_no_leaks()
     await service.aclose()
     assert hypervisor.machines == {}, "a closed service leaves no machine"
     assert all(state.discarded for state in hypervisor.snapshots), "a closed service leaves no state"

@@ -10,10 +10,20 @@ from typing import Annotated, Any
 from cuaenv.action_codec import FORMS, BadAction, from_json, to_json
 from cuaenv.client import Action
 from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+
+def _validated(value: Any) -> Action:
+    try:
+        return from_json(value)
+    except BadAction as error:
+        # Frameworks send pydantic's errors as JSON, which an exception in them would prevent.
+        raise PydanticCustomError("bad_action", "{problem}", {"problem": str(error)}) from error
+
 
 ActionForm = Annotated[
     Action,
-    PlainValidator(from_json),
+    PlainValidator(_validated),
     PlainSerializer(to_json),
     WithJsonSchema({"oneOf": [form.schema() for form in FORMS.values()]}),
 ]

@@ -21,35 +21,7 @@ SPECIAL = (
 )
 _CHAT_TEMPLATE = (files("trainer.learn") / "chat_template.jinja").read_text(encoding="utf-8")
 #: transformers' own class needs a video processor and so torchvision; this one is stored with the weights.
-_PROCESSOR_CODE = """\
-from types import SimpleNamespace
-
-from transformers import ProcessorMixin
-
-
-class TinyProcessor(ProcessorMixin):
-    def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
-        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
-        super().__init__(image_processor, tokenizer, chat_template=chat_template)
-
-    def __call__(self, images=None, text=None, videos=None, text_kwargs=None, images_kwargs=None, **kwargs):
-        taken = self.image_processor(images=images, return_tensors="pt") if images else {}
-        texts = [text] if isinstance(text, str) else list(text)
-        counts = [int(grid.prod()) // self.image_processor.merge_size**2 for grid in taken.get("image_grid_thw", ())]
-        for index, one in enumerate(texts):
-            parts = one.split(self.image_token)
-            for part in parts[1:]:
-                parts[0] += self.image_token * counts.pop(0) + part
-            texts[index] = parts[0]
-        options = {name: kwargs[name] for name in ("return_tensors", "padding") if name in kwargs}
-        encoded = self.tokenizer(texts, add_special_tokens=False, **options)
-        return {name: encoded[name] for name in ("input_ids", "attention_mask")} | dict(taken)
-
-    def _get_num_multimodal_tokens(self, image_sizes=None, **kwargs):
-        # As in transformers' own processors; SGLang needs it to keep ids.
-        count, merge = self.image_processor.get_number_of_image_patches, self.image_processor.merge_size
-        return SimpleNamespace(num_image_tokens=[count(*size, {}) // merge**2 for size in image_sizes or ()])
-"""
+_PROCESSOR_CODE = (files("trainer.learn") / "processing_tiny.txt").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.resources import files
 from pathlib import Path
 
 from trainer.learn import LearnError
@@ -15,22 +16,7 @@ from trainer.learn.settings import Settings
 
 _START_S = 120.0
 _STOP_S = 30.0
-_CONFIG = """\
-log_level = "warning"
-
-[hypervisor]
-uri = "fake"
-reaction_ms = {reaction_ms}
-
-[pools.desktop]
-image = "desktop"
-screen = "{width}x{height}"
-size = {size}
-capacity = {machines}
-allow_guest_access = {guest_access}
-always_running = {always_running}
-settle = {{ quiet_ms = {quiet_ms}, min_ms = {pause_ms} }}
-"""
+_CONFIG = (files("trainer.learn") / "envd.toml.format").read_text(encoding="utf-8")
 
 
 @contextmanager

@@ -56,11 +56,6 @@ class TokenTable:
     def __repr__(self) -> str:
         return f"<TokenTable {len(self)} tokens>"
 
-    @property
-    def has_quotas(self) -> bool:
-        """Whether a token has `max_machines`."""
-        return any(token.caller.max_machines is not None for token in self._tokens)
-
     def find(self, secret: str) -> Caller | None:
         """Return the caller of a token, or None. Takes constant time, so that timing reveals nothing."""
         digest = _digest(secret)

@@ -1,47 +1,92 @@
-"""The worker process of `workers`: runs one judge function at a time, under limits of memory and CPU time.
+"""The worker process of `workers`: runs one judge function at a time, in a sandbox without files, sockets and rights.
 
-Started as `python -m envd.daemon.judging.worker MEMORY_MIB CPU_S`. A job on standard input is a length (4 bytes, big
-endian) and a pickled (function, arguments). It comes from the daemon and is trusted; the data in its arguments comes
-from a guest and is not. The answer on standard output is a length and a JSON object, never a pickle: a decoder that a
-guest has taken over must not reach the daemon.
+Started as `python -m envd.daemon.judging.worker MEMORY_MIB CPU_S [VISIBLE ...]`. It imports the judge functions, then
+forks the process that runs them in `envd.base.sandbox`, which sees the Python environment and the VISIBLE directories.
+Where the host lets this user create no sandbox, the limits of memory and CPU time remain.
+
+A job on standard input is a length (4 bytes, big endian) and a pickled (function, arguments). It comes from the daemon
+and is trusted; the data in its arguments comes from a guest and is not. The answer on standard output is a length and a
+JSON object, never a pickle: a decoder that a guest has taken over must not reach the daemon.
 """
 
 import ctypes
 import json
+import os
 import pickle
 import resource
 import signal
 import struct
 import sys
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from PIL import Image
 
-import envd.tasks.checkers.union  # noqa: F401 -- imports every judge function before the limits apply
+import envd
+import envd.tasks.checkers.union
 from envd.base.errors import GuestError
+from envd.base.sandbox import cgroup, enclosure
 
 HEADER = struct.Struct(">I")
 
-_PR_SET_PDEATHSIG = 1
 _EVIDENCE_CHARS = 4000
 #: A worker whose memory has grown beyond this ends after its job: allocators rarely return memory.
 _RETIRE_MIB = 256
 
 
-def main(memory_mib: int, cpu_s: int) -> None:
-    """Answer jobs until standard input ends."""
-    jobs, answers = sys.stdin.buffer, sys.stdout.buffer
+def main(memory_mib: int, cpu_s: int, visible: list[str]) -> None:
+    """Fork the process that answers jobs, and end with it."""
+    # The daemon may be killed while a job runs, and a job may never look at its standard input again.
+    enclosure.die_with_parent()
+    Path("/proc/self/oom_score_adj").write_text("1000")
     # Decoders are plug-ins that Pillow otherwise imports on first use.
     Image.init()
-    _confine(memory_mib)
-    _send(answers, {"ready": True})
+    hierarchy = cgroup.find_hierarchy()
+    group = hierarchy and cgroup.Group(hierarchy, memory_bytes=memory_mib << 20, cpus=1)
+    number, problem = os.getpid(), ""
+    limits = enclosure.Limits(
+        time_s=None, memory_bytes=memory_mib << 20, process_count=16, file_count=4096, has_sockets=False
+    )
+    try:
+        enclosure.separate(number)
+    except (enclosure.SandboxError, OSError) as error:
+        problem = str(error)
+    alive, held = os.pipe()
+    runner = os.fork()
+    if runner == 0:
+        os.close(held)
+        enclosure.die_with_parent()
+        statm = os.open("/proc/self/statm", os.O_RDONLY)
+        if group:
+            group.enter()
+        try:
+            if not problem:
+                enclosure.enclose(number, visible=visible, files={}, limits=limits, alive=alive)
+        except (enclosure.SandboxError, OSError) as error:
+            problem = str(error)
+        _limit(memory_mib)
+        found = (problem and f"judges run outside the sandbox: {problem}", cgroup.shortcoming(hierarchy))
+        _serve(cpu_s, statm, "; ".join(filter(None, found)))
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(runner, signal.SIGKILL))
+    for stream in (sys.stdin, sys.stdout):
+        os.close(stream.fileno())
+    os.waitpid(runner, 0)
+    if group:
+        group.remove()
+    os._exit(0)
+
+
+def _serve(cpu_s: int, statm: int, warning: str) -> NoReturn:
+    """Answer jobs until standard input ends."""
+    jobs, answers = sys.stdin.buffer, sys.stdout.buffer
+    _send(answers, {"ready": True, "warning": warning})
     while header := jobs.read(HEADER.size):
         _limit_cpu(cpu_s)
-        _send(answers, _answer(jobs.read(HEADER.unpack(header)[0])))
+        _send(answers, _answer(jobs.read(HEADER.unpack(header)[0]), statm))
+    os._exit(0)
 
 
-def _answer(job: bytes) -> dict[str, object]:
+def _answer(job: bytes, statm: int) -> dict[str, object]:
     try:
         function, arguments = pickle.loads(job)  # noqa: S301 -- made by the daemon
         outcome = function(*arguments)
@@ -55,15 +100,15 @@ def _answer(job: bytes) -> dict[str, object]:
     except Exception as error:
         return {"bug": repr(error)}
     # Not ru_maxrss: that of a child starts at the memory of the process that started it.
-    resident_mib = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+    resident_mib = int(os.pread(statm, 256, 0).split()[1]) * resource.getpagesize() >> 20
     evidence = outcome.evidence[:_EVIDENCE_CHARS]
     return {"score": outcome.score, "evidence": evidence, "retire": resident_mib > _RETIRE_MIB}
 
 
-def _confine(memory_mib: int) -> None:
-    # The daemon may be killed while a job runs, and a job may never look at its standard input again.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    Path("/proc/self/oom_score_adj").write_text("1000")
+def _limit(memory_mib: int) -> None:
+    # Process 1 of a namespace ignores signals without a handler. This one runs while a decoder holds the interpreter.
+    libc = ctypes.CDLL(None)
+    libc.signal(signal.SIGXCPU, ctypes.cast(libc._exit, ctypes.c_void_p))
     for limit, value in (
         (resource.RLIMIT_AS, memory_mib << 20),
         (resource.RLIMIT_CORE, 0),
@@ -87,4 +132,5 @@ def _send(answers: BinaryIO, answer: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    python = (sys.prefix, sys.base_prefix, sys.base_exec_prefix, str(Path(envd.__file__).parent))
+    main(int(sys.argv[1]), int(sys.argv[2]), [*python, *sys.argv[3:]])

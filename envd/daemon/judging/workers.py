@@ -1,4 +1,4 @@
-"""Judge what a guest made in worker processes with limits, so that a hostile input costs one evaluation at most.
+"""Judge what a guest made in sandboxed worker processes, so that a hostile input costs one evaluation at most.
 
 A picture, a text or a document of a guest can keep a decoder busy for hours, fill the memory, or hold the interpreter
 lock. In the daemon, each of these would stop every episode. Here they end one worker, and the evaluation fails with
@@ -7,11 +7,12 @@ lock. In the daemon, each of these would stop every episode. Here they end one w
 
 import asyncio
 import json
+import logging
 import os
 import pickle
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import envd
 from envd.base.errors import GuestError
 from envd.daemon.judging.worker import HEADER
 from envd.tasks.text import CheckOutcome
+
+logger = logging.getLogger(__name__)
 
 #: Evidence is cut to 2,000 characters later; a worker that a guest has taken over must not fill our memory.
 _MAX_ANSWER_BYTES = 256 << 10
@@ -39,6 +42,7 @@ class JudgeWorkers:
         cpu_s: CPU time of a job, in seconds.
         quick_s: Time of a quick job from its start, in seconds.
         time_s: Time of a slow job from its start, in seconds.
+        visible: Directories that workers can read, besides the Python environment and this package.
     """
 
     def __init__(
@@ -49,14 +53,16 @@ class JudgeWorkers:
         cpu_s: int = 10,
         quick_s: float = 2.0,
         time_s: float = 30.0,
+        visible: Sequence[str] = (),
     ) -> None:
         limit = limit or max(2, os.cpu_count() or 1)
         self._slots = asyncio.Semaphore(limit)
         self._slow_slots = asyncio.Semaphore(limit)
         self._quick_s = quick_s
-        self._limits = (str(memory_mib), str(cpu_s))
+        self._limits = (str(memory_mib), str(cpu_s), *visible)
         self._time_s = time_s
         self._idle: list[Process] = []
+        self._is_warned = False
 
     def __repr__(self) -> str:
         return f"<JudgeWorkers {sum(worker.returncode is None for worker in self._idle)} idle>"
@@ -127,13 +133,16 @@ class JudgeWorkers:
         )
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                await _read(worker)
+                ready = await _read(worker)
         except (TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
             await _end(worker)
             raise RuntimeError("a judge worker does not start") from error
         except BaseException:
             await _end(worker)
             raise
+        if ready["warning"] and not self._is_warned:
+            self._is_warned = True
+            logger.warning("judge workers: %s", ready["warning"])
         return worker
 
 
@@ -158,5 +167,6 @@ async def _read(worker: Process) -> Mapping[str, Any]:
 
 async def _end(worker: Process) -> None:
     if worker.returncode is None:
-        worker.kill()
+        # The worker then kills the process that judges, and removes its control group.
+        worker.terminate()
     await asyncio.shield(worker.wait())

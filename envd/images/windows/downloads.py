@@ -4,8 +4,10 @@ Evaluations need no product key; their licence terms are Microsoft's. A download
 """
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 import aiohttp
@@ -16,7 +18,6 @@ from envd.images.windows.plan import Progress
 
 _CHUNK_BYTES = 1 << 20
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 30.0, 60.0
-_MICROSOFT = "https://software-static.download.prss.microsoft.com"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,29 +36,8 @@ class Download:
 
 #: Evaluation media in English.
 EVALUATIONS: Mapping[Release, Download] = {
-    Release.WINDOWS_10: Download(
-        url=f"{_MICROSOFT}/dbazure/988969d5-f34g-4e03-ac9d-1f9786c66750/"
-        "19045.2006.220908-0225.22h2_release_svc_refresh_CLIENTENTERPRISEEVAL_OEMRET_x64FRE_en-us.iso",
-        sha256="ef7312733a9f5d7d51cfa04ac497671995674ca5e1058d5164d6028f0938d668",
-        size_bytes=5_550_497_792,
-    ),
-    Release.WINDOWS_11: Download(
-        url=f"{_MICROSOFT}/dbazure/888969d5-f34g-4e03-ac9d-1f9786c66749/"
-        "26200.6584.250915-1905.25h2_ge_release_svc_refresh_CLIENTENTERPRISEEVAL_OEMRET_x64FRE_en-us.iso",
-        sha256="a61adeab895ef5a4db436e0a7011c92a2ff17bb0357f58b13bbc4062e535e7b9",
-        size_bytes=7_092_807_680,
-    ),
-    Release.SERVER_2022: Download(
-        url=f"{_MICROSOFT}/sg/download/888969d5-f34g-4e03-ac9d-1f9786c66749/SERVER_EVAL_x64FRE_en-us.iso",
-        sha256="3e4fa6d8507b554856fc9ca6079cc402df11a8b79344871669f0251535255325",
-        size_bytes=5_044_094_976,
-    ),
-    Release.SERVER_2025: Download(
-        url=f"{_MICROSOFT}/dbazure/998969d5-f34g-4e03-ac9d-1f9786c66749/"
-        "26100.32230.260111-0550.lt_release_svc_refresh_SERVER_EVAL_x64FRE_en-us.iso",
-        sha256="7b052573ba7894c9924e3e87ba732ccd354d18cb75a883efa9b900ea125bfd51",
-        size_bytes=8_152_356_864,
-    ),
+    Release(name): Download(**each)
+    for name, each in json.loads((files("envd.images.windows") / "evaluations.json").read_text()).items()
 }
 VIRTIO_WIN = Download(
     url="https://fedorapeople.org/groups/virt/virtio-win/direct-downloads/archive-virtio/virtio-win-0.1.285-1/"

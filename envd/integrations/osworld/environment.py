@@ -170,11 +170,13 @@ class Environment:
 _ENTER_SANDBOX = """
 import os, sys
 sys.path.append(sys.argv[1])
-from envd.integrations.osworld.worker import sandbox
-sandbox.separate(0)
+from envd.base.sandbox import enclosure
+alive, held = os.pipe()
+enclosure.separate(0)
 child = os.fork()
 if child == 0:
-    sandbox.enclose(0, visible=[], files={}, limits=sandbox.Limits(time_s=1.0, memory_bytes=1 << 20))
+    limits = enclosure.Limits(time_s=1.0, memory_bytes=1 << 20)
+    enclosure.enclose(0, visible=[], files={}, limits=limits, alive=alive)
     os._exit(0)
 sys.exit(os.waitpid(child, 0)[1] != 0)
 """

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,8 @@ from yarl import URL
 import envd
 from envd.base.errors import GuestError, OsworldError
 from envd.base.streams import relayed
+
+logger = logging.getLogger(__name__)
 
 _ROOT = str(Path(envd.__file__).parents[1])
 #: Our package is not part of that environment; only the worker program is imported from it.
@@ -202,6 +205,8 @@ class Workers:
         if "ready" not in greeting:
             await self._stop()
             raise OsworldError(f"OSWorld cannot be imported: {greeting.get('error', 'its interpreter ended')}")
+        if greeting.get("shortcoming"):
+            logger.warning("OSWorld evaluations: %s", greeting["shortcoming"])
         self._names = KnownNames(**{key: frozenset(names) for key, names in greeting["ready"].items()})
         return self._names
 

@@ -207,7 +207,7 @@ def test_an_action_after_the_end_is_text_for_the_model() -> None:
     ("metadata", "config", "message"),
     [
         ({"task_id": "fake/none"}, EnvdConfig(), "fake/none"),
-        ({}, EnvdConfig(), r"metadata\[\"task_id\"\]"),
+        ({}, EnvdConfig(), "Sample.metadata"),
         ({"task_id": "fake/enable"}, EnvdConfig(pool="none"), "none"),
         ({"task_id": "fake/enable"}, EnvdConfig(max_steps=-1), "max_steps"),
     ],

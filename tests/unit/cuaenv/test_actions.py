@@ -28,7 +28,7 @@ from cuaenv.actions import (
 from cuaenv.v1 import env_pb2
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from envd.guest.input.plan import InputState, plan
 from envd.guest.observation import Point
@@ -223,3 +223,11 @@ def test_a_bad_field_of_an_object_is_named(form: Any, field: str) -> None:
 def test_a_malformed_one_key_form_is_rejected(form: object, words: str) -> None:
     with pytest.raises(BadAction, match=re.escape(words)):
         from_one_key(form)
+
+
+def test_a_malformed_form_is_an_error_that_frameworks_can_send_as_json() -> None:
+    with pytest.raises(ValidationError) as caught:
+        forms.validate_python({"action": "click", "x": "left", "y": 1})
+    (error,) = json.loads(caught.value.json())
+    assert "click.x" in error["msg"]
+    assert json.loads(json.dumps(caught.value.errors()))

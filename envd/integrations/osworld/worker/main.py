@@ -1,8 +1,9 @@
 """The worker program: imports OSWorld once, then forks a process in its own sandbox for each job.
 
 Arguments are a control socket (SOCK_SEQPACKET) and the directories that jobs need. On the control socket the worker
-first sends `{"ready": {"verbs": [], "getters": [], "metrics": []}}` or `{"error": ""}`. Then it receives jobs: each
-message carries one stream socket. On that socket, one line of JSON each, it receives the job and sends
+first sends `{"ready": {"verbs": [], "getters": [], "metrics": []}, "shortcoming": ""}` or `{"error": ""}`; a
+shortcoming is what control groups do not limit here. Then it receives jobs: each message carries one stream socket.
+On that socket, one line of JSON each, it receives the job and sends
 
 - `{"port": 5000}` with a listening socket of the sandbox's loopback; the receiver connects it to the guest;
 - `{"step": 0}` as each step of a setup starts, sent from within the sandbox, hence untrusted;
@@ -21,16 +22,19 @@ import socket
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from envd.integrations.osworld.worker import cgroup, jobs, sandbox
+from envd.base.sandbox import cgroup, enclosure
+from envd.integrations.osworld.worker import jobs
 
 GUEST_PORT = 5000
+#: Most processors of a job; a browser uses two.
+_CPUS = 2
 _MAX_JOB_BYTES = 4 << 20
 _LOG_TAIL_BYTES = 600
 
 
 def main(control_fd: int, visible: list[str]) -> None:
     """Serve jobs until the control socket is closed."""
-    sandbox.die_with_parent()
+    enclosure.die_with_parent()
     with socket.socket(fileno=control_fd) as control:
         try:
             hierarchy = cgroup.find_hierarchy()
@@ -38,7 +42,8 @@ def main(control_fd: int, visible: list[str]) -> None:
         except BaseException as error:
             control.send(json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}).encode())
             raise
-        control.send(json.dumps({"ready": jobs.names(tools)}).encode())
+        greeting = {"ready": jobs.names(tools), "shortcoming": cgroup.shortcoming(hierarchy)}
+        control.send(json.dumps(greeting).encode())
         # Jobs share the memory of all objects that exist now, as long as the collector does not write to it.
         gc.freeze()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -61,14 +66,14 @@ def _supervise(
     end = ""
     group = None
     try:
-        sandbox.die_with_parent()
+        enclosure.die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         job = json.loads(_read_line(channel))
-        limits = sandbox.Limits(time_s=job["timeout_s"], memory_bytes=job["memory_bytes"])
+        limits = enclosure.Limits(time_s=job["timeout_s"], memory_bytes=job["memory_bytes"])
         if hierarchy is not None:
             # The files in memory and the data of one process have this limit each.
-            group = cgroup.Group(hierarchy, memory_bytes=2 * limits.memory_bytes)
-        sandbox.separate(number)
+            group = cgroup.Group(hierarchy, memory_bytes=2 * limits.memory_bytes, cpus=_CPUS)
+        enclosure.separate(number)
         with socket.create_server(("127.0.0.1", GUEST_PORT)) as listener:
             socket.send_fds(channel, [_line({"port": GUEST_PORT})], [listener.fileno()])
         # The read end becomes readable (end of file) once this process is gone.
@@ -77,7 +82,7 @@ def _supervise(
         if runner == 0:
             os.close(held)
             _run(number, channel, job, tools, alive=alive, visible=visible, limits=limits, group=group)
-        end = _wait(runner, channel, limits.time_s)
+        end = _wait(runner, channel, job["timeout_s"])
     except BaseException as error:
         end = f"{type(error).__name__}: {error}"
     if group is not None:
@@ -110,21 +115,15 @@ def _run(
     *,
     alive: int,
     visible: list[str],
-    limits: sandbox.Limits,
+    limits: enclosure.Limits,
     group: cgroup.Group | None,
 ) -> NoReturn:
     """Run the job in the sandbox. Never returns, whatever the job's code does."""
     log = -1
     try:
-        sandbox.die_with_parent()
         if group is not None:
             group.enter()
-        sandbox.enclose(number, visible=visible, files=job["files"], limits=limits)
-        # Changing the user clears the parent-death signal. The parent may have ended before it is set again.
-        sandbox.die_with_parent()
-        if select.select([alive], [], [], 0)[0]:
-            os._exit(1)
-        os.close(alive)
+        enclosure.enclose(number, visible=visible, files=job["files"], limits=limits, alive=alive)
         log = os.open("log", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         for stream in (1, 2):
             os.dup2(log, stream)
@@ -139,7 +138,7 @@ def _run(
 
 def _do(job: dict[str, Any], tools: jobs.Toolbox, channel: socket.socket) -> dict[str, object]:
     guest = jobs.Guest(GUEST_PORT, job["platform"], tuple(job["screen_px"]), job["password"])
-    context = jobs.Context(tools, guest, sandbox.CACHE)
+    context = jobs.Context(tools, guest, enclosure.CACHE)
     if job["kind"] == "set_up":
         steps = list(enumerate(job["steps"], job["first_step"]))
         return jobs.set_up(context, steps, on_step=lambda index: _send(channel, {"step": index}))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from cuaenv.region import Region
@@ -299,15 +300,17 @@ def test_items_added_or_removed_between_pages_do_not_affect_others() -> None:
     assert (first.items, second.items) == (("b", "d"), ("f", "h"))
 
 
-@pytest.mark.parametrize("token", ["nonsense", "é", "AAAA"])
-def test_a_page_token_of_another_listing_is_refused(token: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("page_token", "nonsense"),
+        ("page_token", "é"),
+        ("page_token", "AAAA"),
+        ("page_size", -1),
+        ("page_size", 1001),
+    ],
+)
+def test_a_page_token_of_another_listing_and_a_size_out_of_range_are_refused(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        page_of("ab", key=str, page_size=1, page_token=token)
-    assert caught.value.field == "page_token"
-
-
-@pytest.mark.parametrize("page_size", [-1, 1001])
-def test_a_page_size_out_of_range_is_refused(page_size: int) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        page_of("ab", key=str, page_size=page_size, page_token="")
-    assert caught.value.field == "page_size"
+        page_of("ab", key=str, **{"page_size": 1, "page_token": "", field: value})
+    assert caught.value.field == field

@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from envd.base.config import Config
+from envd.base.sandbox.cgroup import Hierarchy
 from envd.cli import doctor
 from envd.cli.app import app
-from envd.cli.doctor import Status, check_osworld
+from envd.cli.doctor import Status, check_osworld, check_sandbox
 from envd.daemon.suites import load_tasks
 from envd.integrations.osworld import environment
 from envd.integrations.osworld.environment import Environment, sandbox_problem
-from envd.integrations.osworld.worker.cgroup import Hierarchy
 
 TASK = {
     "id": "0001-a",
@@ -50,6 +50,11 @@ def register(config: Config, checkout: Path) -> None:
     Environment(config.cache_dir).register_tasks(str(checkout), progress=lambda stage, fraction: None)
 
 
+@pytest.fixture
+def registered(config: Config, checkout: Path) -> None:
+    register(config, checkout)
+
+
 def build_image(
     config: Config, *packages: str, digest: str = "0" * 64, name: str = "osworld", os: str = "linux"
 ) -> None:
@@ -62,6 +67,12 @@ def build_image(
     manifest = {"name": name, "digest": digest, "disk": "disk.qcow2", "disk_sha256": "0" * 64, "os": os}
     (directory / "image.json").write_text(json.dumps(manifest))
     (directory / "packages.txt").write_text("".join(f"{package} 1.0\n" for package in packages))
+
+
+def install(config: Config) -> None:
+    python = Environment(config.cache_dir).python
+    python.parent.mkdir(parents=True)
+    python.touch()
 
 
 def put_asset(config: Config, url: str, data: bytes) -> None:
@@ -118,8 +129,7 @@ def test_an_image_with_wine_does_not_run_tasks_for_windows(config: Config, check
     assert [obstacle["kind"] for obstacle in found["osworld-windows/0003-c"]["obstacles"]] == ["image"]
 
 
-def test_lint_without_an_image_says_so(config: Config, checkout: Path) -> None:
-    register(config, checkout)
+def test_lint_without_an_image_says_so(config: Config, registered: None) -> None:
     printed = json.loads(run(config, "lint", "--json"))
     assert {obstacle["kind"] for task in printed["tasks"] for obstacle in task["obstacles"]} == {"image", "internet"}
 
@@ -138,8 +148,7 @@ def test_registered_tasks_are_served_but_not_by_the_fake(config: Config, checkou
     assert not [task for task in load_tasks(fake).list() if task.task_id.startswith("osworld")]
 
 
-def test_served_tasks_have_the_obstacles_that_lint_reports(config: Config, checkout: Path) -> None:
-    register(config, checkout)
+def test_served_tasks_have_the_obstacles_that_lint_reports(config: Config, registered: None) -> None:
     build_image(config, "gimp")
     tasks = load_tasks(config)
     assert tasks.obstacles(tasks.get("osworld/0001-a")) == ()
@@ -196,30 +205,26 @@ def test_doctor_warns_of_tasks_that_nothing_can_run(config: Config, checkout: Pa
     register(config, checkout)
     check = check_osworld(config)
     assert (check.status, check.fix) == (Status.WARN, "`envd osworld install`")
-    python = Environment(config.cache_dir).python
-    python.parent.mkdir(parents=True)
-    python.touch()
+    install(config)
     assert check_osworld(config).status is Status.OK
 
 
-def test_doctor_says_where_the_memory_of_an_evaluation_has_no_total_limit(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    python = Environment(config.cache_dir).python
-    python.parent.mkdir(parents=True)
-    python.touch()
-    monkeypatch.setattr(doctor, "find_hierarchy", lambda: None)
-    assert "limited per process only" in check_osworld(config).detail
-    monkeypatch.setattr(doctor, "find_hierarchy", lambda: Hierarchy("/sys/fs/cgroup", "memory.max"))
-    assert "limited" not in check_osworld(config).detail
+def test_doctor_says_what_control_groups_do_not_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "sandbox_problem", lambda: "")
+    version_1 = Hierarchy("/sys/fs/cgroup", "memory.limit_in_bytes")
+    version_2 = Hierarchy("/sys/fs/cgroup", "memory.max", limits_cpu=True)
+    for hierarchy, part in (
+        (None, "memory and processors are limited per process only"),
+        (version_1, "; processors are limited per process only"),
+        (version_2, "memory and processors are limited per job"),
+    ):
+        monkeypatch.setattr(doctor, "find_hierarchy", lambda found=hierarchy: found)
+        assert part in check_sandbox().detail
 
 
-def test_doctor_warns_where_no_sandbox_can_be_made(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = Environment(config.cache_dir).python
-    python.parent.mkdir(parents=True)
-    python.touch()
+def test_doctor_warns_where_no_sandbox_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "sandbox_problem", lambda: "SandboxError: no sandbox: unshare: Operation not permitted")
-    check = check_osworld(config)
+    check = check_sandbox()
     assert check.status is Status.WARN
     assert "unshare: Operation not permitted" in check.detail
 

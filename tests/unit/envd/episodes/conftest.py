@@ -12,3 +12,9 @@ async def world() -> AsyncIterator[World]:
     """Run a service on stub machines."""
     async with running_world() as world:
         yield world
+
+
+@pytest.fixture
+async def episode_id(world: World) -> str:
+    """Open an episode."""
+    return await world.open()

@@ -1,6 +1,13 @@
 """When an episode's lease expires."""
 
+import pytest
+
 from envd.episodes.lease import MAX_CALL_S, Lease, next_expiry_s
+
+
+@pytest.fixture
+def lease() -> Lease:
+    return Lease(ttl_s=30.0, now_s=0.0)
 
 
 def test_a_lease_expires_after_its_ttl_without_a_call() -> None:
@@ -9,22 +16,16 @@ def test_a_lease_expires_after_its_ttl_without_a_call() -> None:
     assert lease.has_expired(130.0)
 
 
-def test_a_renewed_lease_restarts() -> None:
-    lease = Lease(ttl_s=30.0, now_s=100.0)
-    lease.renew(120.0)
-    assert lease.expire_s == 150.0
-
-
-def test_a_renewal_can_change_the_ttl_permanently() -> None:
-    lease = Lease(ttl_s=30.0, now_s=0.0)
+def test_a_renewed_lease_restarts_and_can_change_its_ttl_permanently(lease: Lease) -> None:
+    lease.renew(5.0)
+    assert lease.expire_s == 35.0
     lease.renew(10.0, ttl_s=60.0)
     assert lease.expire_s == 70.0
     lease.renew(20.0)
     assert lease.expire_s == 80.0
 
 
-def test_a_running_call_keeps_its_lease() -> None:
-    lease = Lease(ttl_s=30.0, now_s=0.0)
+def test_a_running_call_keeps_its_lease(lease: Lease) -> None:
     lease.begin_call()
     lease.begin_call()
     assert not lease.has_expired(1000.0)
@@ -34,8 +35,7 @@ def test_a_running_call_keeps_its_lease() -> None:
     assert lease.has_expired(1000.0)
 
 
-def test_a_call_that_does_not_end_keeps_its_lease_for_a_bounded_time() -> None:
-    lease = Lease(ttl_s=30.0, now_s=0.0)
+def test_a_call_that_does_not_end_keeps_its_lease_for_a_bounded_time(lease: Lease) -> None:
     lease.begin_call()
     assert not lease.has_expired(30.0 + MAX_CALL_S - 1.0)
     assert lease.has_expired(30.0 + MAX_CALL_S)
@@ -51,8 +51,7 @@ def test_a_lease_is_extended_by_the_time_in_which_no_call_could_renew_it() -> No
     assert (early.expire_s, late.expire_s, expired.expire_s) == (55.0, 36.0, 34.0)
 
 
-def test_the_end_of_a_renewing_call_restarts_the_lease() -> None:
-    lease = Lease(ttl_s=30.0, now_s=0.0)
+def test_the_end_of_a_renewing_call_restarts_the_lease(lease: Lease) -> None:
     lease.begin_call()
     lease.end_call(1000.0, renews=True)
     assert lease.expire_s == 1030.0

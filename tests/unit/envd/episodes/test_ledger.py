@@ -7,7 +7,7 @@ import pytest
 
 from envd.base.errors import EpisodeNotFound, MachineLost, RequestIdReused, StepIndexMismatch
 from envd.episodes.ledger import Ledger
-from tests.support.clock import ManualClock, run_ready
+from tests.support.clock import ManualClock, begun, run_ready
 
 
 class Work:
@@ -51,8 +51,7 @@ def ledger(clock: ManualClock) -> Ledger[str]:
 
 async def test_a_retry_joins_the_running_call(ledger: Ledger[str], work: Work) -> None:
     first = asyncio.create_task(ledger.answer("r1", b"f", work))
-    retry = asyncio.create_task(ledger.answer("r1", b"f", work))
-    await run_ready()
+    retry = await begun(ledger.answer("r1", b"f", work))
     work.may_end.set()
     assert (await first).value == (await retry).value == "answer 1"
     assert not (await retry).replayed
@@ -67,8 +66,7 @@ async def test_a_retry_after_the_end_gets_the_recorded_response(ledger: Ledger[s
 
 
 async def test_a_cancelled_caller_leaves_the_call_running(ledger: Ledger[str], work: Work) -> None:
-    caller = asyncio.create_task(ledger.answer("r1", b"f", work))
-    await run_ready()
+    caller = await begun(ledger.answer("r1", b"f", work))
     caller.cancel()
     await run_ready()
     assert caller.cancelled()
@@ -78,8 +76,7 @@ async def test_a_cancelled_caller_leaves_the_call_running(ledger: Ledger[str], w
 
 
 async def test_the_same_id_with_another_body_is_refused_running_or_done(ledger: Ledger[str], work: Work) -> None:
-    first = asyncio.create_task(ledger.answer("r1", b"f", work))
-    await run_ready()
+    first = await begun(ledger.answer("r1", b"f", work))
     with pytest.raises(RequestIdReused, match="r1"):
         await ledger.answer("r1", b"other", work)
     work.may_end.set()
@@ -118,8 +115,7 @@ async def test_responses_are_kept_for_a_limited_time(ledger: Ledger[str], work: 
 
 async def test_only_the_newest_responses_are_kept_and_all_running_calls(ledger: Ledger[str], work: Work) -> None:
     slow = Work()
-    running = asyncio.create_task(ledger.answer("slow", b"f", slow))
-    await run_ready()
+    running = await begun(ledger.answer("slow", b"f", slow))
     work.may_end.set()
     for number in range(10):
         await ledger.answer(f"r{number}", b"f", work)
@@ -132,8 +128,7 @@ async def test_only_the_newest_responses_are_kept_and_all_running_calls(ledger: 
 
 
 async def test_closing_cancels_calls_and_raises_in_their_callers(ledger: Ledger[str], work: Work) -> None:
-    caller = asyncio.create_task(ledger.answer("r1", b"f", work))
-    await run_ready()
+    caller = await begun(ledger.answer("r1", b"f", work))
     await ledger.close()
     with pytest.raises(EpisodeNotFound, match="was closed"):
         await caller
@@ -145,8 +140,7 @@ async def test_closing_cancels_calls_and_raises_in_their_callers(ledger: Ledger[
 async def test_a_failure_without_a_waiting_caller_is_not_logged_by_asyncio(
     ledger: Ledger[str], work: Work, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caller = asyncio.create_task(ledger.answer("r1", b"f", work))
-    await run_ready()
+    caller = await begun(ledger.answer("r1", b"f", work))
     caller.cancel()
     work.error = StepIndexMismatch("not yet")
     work.may_end.set()

@@ -1,6 +1,5 @@
 """Machine limits of tokens: never exceeded, and fully usable."""
 
-import asyncio
 from collections import Counter
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 
 from envd.base.errors import GroupTooLarge, TokenQuotaReached
 from envd.episodes.quotas import MachineQuotas
-from tests.support.clock import run_ready
+from tests.support.clock import begun, run_ready
 from tests.support.episode_world import World
 
 MAX_MACHINES = {"a": 3, "b": 5, "c": None}
@@ -61,13 +60,11 @@ async def test_a_reset_above_the_quota_is_refused_at_once_and_succeeds_after_an_
     await world.open(owner="b", max_machines=2)
     await world.service.close(first)
     assert len((await world.service.reset(command)).episodes) == 1
-    world.check_no_leaks()
 
 
 async def test_waiting_resets_count_and_failed_ones_do_not(world: World) -> None:
     world.tasks.setup_gate.clear()
-    opening = asyncio.create_task(world.reset(owner="a", group_size=2, max_machines=2))
-    await run_ready()
+    opening = await begun(world.reset(owner="a", group_size=2, max_machines=2))
     with pytest.raises(TokenQuotaReached, match="2 are in use"):
         await world.reset(owner="a", max_machines=2)
     world.tasks.setup_errors.append(RuntimeError("broken"))

@@ -20,7 +20,7 @@ from envd.episodes.types import GroupResult
 from envd.guest.observation import A11yFormat, Encoding, Keyframe, ObservationOptions, SettleResult
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
-from tests.support.clock import run_ready
+from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import FROZEN, NO_PIXELS, PLAIN, TASK, World, running_world
 from tests.support.stubs import StubDesktop
 
@@ -71,9 +71,9 @@ async def test_a_setup_runs_once_for_a_group_and_all_start_in_the_resulting_stat
     assert first.snapshot is world.hypervisor.snapshots[0]
     assert all(machine.snapshot is state for machine in others)
     assert all(machine.calls == [] for machine in others), "none of the others has run"
+    assert world.hypervisor.peak_count <= 3, "a group as large as the pool fits, although all machines were ready"
     await run_ready()
     assert state.discarded, "no more forks are made from it"
-    world.check_no_leaks()
 
 
 async def test_a_group_of_one_is_not_frozen_and_is_paused_when_observed(world: World) -> None:
@@ -111,7 +111,6 @@ async def test_the_start_of_a_task_with_freeze_setup_is_cached_and_setup_is_skip
     assert set(second.timings_ms) == {"acquire", "fork", "observe", "total"}
     assert second.observations[0].settle is not None
     assert second.observations[0].settle.settle_ms == 0.0
-    world.check_no_leaks()
 
 
 async def test_the_least_recently_used_start_is_evicted() -> None:
@@ -135,8 +134,7 @@ async def test_an_evicted_start_is_discarded_after_its_last_fork() -> None:
         await run_ready()
         gate = world.hypervisor.gates["load"]
         gate.clear()
-        forking = asyncio.create_task(world.reset(task_id=FROZEN[0].task_id))
-        await run_ready()
+        forking = await begun(world.reset(task_id=FROZEN[0].task_id))
         del world.hypervisor.gates["load"]  # Later loads do not wait.
         await world.open(task_id=FROZEN[1].task_id)
         await run_ready()
@@ -163,34 +161,29 @@ async def test_two_concurrent_resets_cache_one_start(world: World) -> None:
     await asyncio.gather(*resets)
     await run_ready()
     assert [state.discarded for state in world.captured()] == [False, True]
-    world.check_no_leaks()
 
 
-async def test_a_cached_start_that_cannot_be_forked_is_evicted_and_a_retry_runs_the_setup(world: World) -> None:
+@pytest.mark.parametrize(
+    ("method", "error", "is_evicted"),
+    [
+        ("load", HypervisorError("memory file is gone"), True),
+        ("fork", HypervisorUnavailable("libvirt cannot be reached", retry_after_s=5.0), False),
+    ],
+)
+async def test_a_cached_start_that_cannot_be_forked_is_evicted_unless_the_hypervisor_is_unreachable(
+    world: World, method: str, error: Exception, is_evicted: bool
+) -> None:
     await world.service.close(await world.open(task_id=FROZEN[0].task_id))
     await run_ready()
     command = world.reset_command(task_id=FROZEN[0].task_id, group_size=2)
-    world.hypervisor.errors["load"] = [HypervisorError("memory file is gone")]
-    with pytest.raises(HypervisorError):
+    world.hypervisor.errors[method] = [error]
+    with pytest.raises(type(error)):
         await world.service.reset(command)
     await run_ready()
-    assert world.captured()[0].discarded
+    assert world.captured()[0].discarded is is_evicted
     world.check_no_leaks()
     await world.service.reset(command)
-    assert world.tasks.setups == 2
-
-
-async def test_a_cached_start_is_kept_while_the_hypervisor_is_unreachable(world: World) -> None:
-    await world.service.close(await world.open(task_id=FROZEN[0].task_id))
-    await run_ready()
-    command = world.reset_command(task_id=FROZEN[0].task_id, group_size=2)
-    world.hypervisor.errors["fork"] = [HypervisorUnavailable("libvirt cannot be reached", retry_after_s=5.0)]
-    with pytest.raises(HypervisorUnavailable):
-        await world.service.reset(command)
-    await run_ready()
-    world.check_no_leaks()
-    await world.service.reset(command)
-    assert world.tasks.setups == 1
+    assert world.tasks.setups == 1 + is_evicted
 
 
 async def test_a_cached_start_whose_forks_die_is_evicted_and_the_setup_runs_again(world: World) -> None:
@@ -201,7 +194,6 @@ async def test_a_cached_start_whose_forks_die_is_evicted_and_the_setup_runs_agai
     assert world.tasks.setups == 2
     await run_ready()
     assert [state.discarded for state in world.captured()] == [True, False]
-    world.check_no_leaks()
 
 
 async def test_a_start_that_did_not_settle_is_not_cached(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +205,6 @@ async def test_a_start_that_did_not_settle_is_not_cached(world: World, monkeypat
     assert [seen.settle and seen.settle.settled for seen in result.observations] == [False, False]
     await run_ready()
     assert world.captured()[0].discarded
-    world.check_no_leaks()
 
 
 # -- failures ---------------------------------------------------------------------------------------------------
@@ -234,21 +225,17 @@ async def test_a_setup_whose_state_cannot_be_forked_is_a_failed_setup(world: Wor
     world.hypervisor.errors["capture"] = [NotForkable("a USB device is passed through")]
     with pytest.raises(SetupFailed, match=r"suite/name: machine desktop-\w+: a USB device"):
         await world.reset(group_size=2)
-    await run_ready()
-    world.check_no_leaks()
 
 
 async def test_if_one_fork_of_a_group_fails_nothing_is_kept(world: World) -> None:
     world.hypervisor.gates["capture"].clear()
-    reset = asyncio.create_task(world.reset(group_size=3))
-    await run_ready()
+    reset = await begun(world.reset(group_size=3))
     world.hypervisor.errors["load"] = [HypervisorError("QEMU did not start")]
     world.hypervisor.gates["capture"].set()
     with pytest.raises(HypervisorError, match="QEMU did not start"):
         await reset
     await run_ready()
     assert world.captured()[0].discarded
-    world.check_no_leaks()
 
 
 async def test_if_a_guest_does_not_resume_for_its_tree_nothing_is_kept(world: World) -> None:
@@ -256,28 +243,21 @@ async def test_if_a_guest_does_not_resume_for_its_tree_nothing_is_kept(world: Wo
         desktop.errors["wake"] = GuestUnresponsive("no answer within 30 s")
     with pytest.raises(SetupFailed, match=r"suite/plain: machine desktop-\w+: no answer within 30 s"):
         await world.reset(task_id=PLAIN.task_id, group_size=2, observe=WITH_TREE)
-    await run_ready()
-    world.check_no_leaks()
 
 
 async def test_a_machine_lost_while_it_is_frozen_is_replaced_once(world: World) -> None:
     world.hypervisor.gates["capture"].clear()
-    reset = asyncio.create_task(world.reset(group_size=2))
-    await run_ready()
+    reset = await begun(world.reset(group_size=2))
     next(machine for machine in world.hypervisor.machines.values() if machine.calls).die()
     world.hypervisor.gates["capture"].set()
     assert len((await reset).episodes) == 2
     assert world.tasks.setups == 2
-    await run_ready()
-    world.check_no_leaks()
 
 
 async def test_a_second_machine_lost_while_it_is_frozen_is_an_error(world: World) -> None:
     world.hypervisor.errors["capture"] = [MachineLost("QEMU died"), MachineLost("QEMU died")]
     with pytest.raises(MachineLost):
         await world.reset(group_size=2)
-    await run_ready()
-    world.check_no_leaks()
 
 
 @pytest.mark.parametrize("task", [PLAIN, TASK, FROZEN[0]], ids=lambda task: task.task_id)
@@ -287,15 +267,6 @@ async def test_a_region_off_the_screen_is_refused_before_the_setup(world: World,
         await world.reset(task_id=task.task_id, group_size=2, observe=options)
     assert world.tasks.setups == 0
     assert world.captured() == []
-    await run_ready()
-    world.check_no_leaks()
-
-
-async def test_a_group_uses_no_more_capacity_than_it_needs(world: World) -> None:
-    """A group as large as the pool fits, although all machines were ready before."""
-    result = await world.reset(group_size=3)
-    assert len(result.episodes) == 3
-    assert world.hypervisor.peak_count <= 3
 
 
 @pytest.mark.parametrize("task_id", [TASK.task_id, FROZEN[0].task_id])
@@ -304,8 +275,7 @@ async def test_a_group_cancelled_at_any_await_keeps_nothing(task_id: str) -> Non
     for turns in range(120):
         async with running_world() as world:
             reset = asyncio.create_task(world.reset(task_id=task_id, group_size=2, observe=NO_PIXELS))
-            for _ in range(turns):
-                await asyncio.sleep(0)
+            await run_turns(turns)
             await world.service.drain(0.0)
             (result,) = await asyncio.gather(reset, return_exceptions=True)
             outcomes.add(type(result))

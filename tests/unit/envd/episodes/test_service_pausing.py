@@ -11,7 +11,7 @@ from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeState
 from envd.guest.observation import A11yFormat, Encoding, ObservationOptions
 from envd.hypervisor.machine import MachineState
-from tests.support.clock import run_ready
+from tests.support.clock import begun, run_ready
 from tests.support.episode_world import NO_PIXELS, PLAIN, TASK, World, running_world
 
 WITH_TREE = ObservationOptions(encoding=Encoding.NONE, a11y_format=A11yFormat.OSWORLD_XML)
@@ -24,8 +24,7 @@ async def test_a_machine_runs_only_during_steps(world: World) -> None:
     states = [machine.state]
     for index in range(2):
         desktop.gates["act"].clear()
-        step = asyncio.create_task(world.service.step(world.step_command(episode_id, index)))
-        await run_ready()
+        step = await begun(world.service.step(world.step_command(episode_id, index)))
         states.append(machine.state)
         desktop.gates["act"].set()
         assert "resume" in (await step).timings_ms
@@ -80,15 +79,13 @@ async def test_checkers_and_guest_access_resume_the_guest(world: World) -> None:
         machine.calls.clear()
 
 
-async def test_an_observe_during_a_step_neither_pauses_it_nor_is_paused(world: World) -> None:
-    episode_id = await world.open()
+async def test_an_observe_during_a_step_neither_pauses_it_nor_is_paused(world: World, episode_id: str) -> None:
     machine, desktop = world.machine(episode_id), world.desktop(episode_id)
     machine.calls.clear()
     desktop.gates["act"].clear()
     desktop.gates["observe"].clear()
     step = asyncio.create_task(world.service.step(world.step_command(episode_id, 0)))
-    look = asyncio.create_task(world.service.observe(episode_id, WITH_TREE))
-    await run_ready()
+    look = await begun(world.service.observe(episode_id, WITH_TREE))
     desktop.gates["act"].set()
     await run_ready()
     assert machine.state is MachineState.RUNNING
@@ -97,19 +94,16 @@ async def test_an_observe_during_a_step_neither_pauses_it_nor_is_paused(world: W
     assert machine.calls == ["resume", "pause"]
 
 
-async def test_a_cancelled_observe_leaves_the_machine_paused(world: World) -> None:
-    episode_id = await world.open()
+async def test_a_cancelled_observe_leaves_the_machine_paused(world: World, episode_id: str) -> None:
     world.desktop(episode_id).gates["observe"].clear()
-    look = asyncio.create_task(world.service.observe(episode_id, WITH_TREE))
-    await run_ready()
+    look = await begun(world.service.observe(episode_id, WITH_TREE))
     assert world.machine(episode_id).state is MachineState.RUNNING
     look.cancel()
     await run_ready()
     assert world.machine(episode_id).state is MachineState.PAUSED
 
 
-async def test_a_failed_step_leaves_the_machine_paused_until_it_is_destroyed(world: World) -> None:
-    episode_id = await world.open()
+async def test_a_failed_step_leaves_the_machine_paused_until_it_is_destroyed(world: World, episode_id: str) -> None:
     machine = world.machine(episode_id)
     world.hypervisor.destroy_gate.clear()
     world.desktop(episode_id).errors["settle"] = GuestUnresponsive("no update within 30 s")
@@ -119,16 +113,12 @@ async def test_a_failed_step_leaves_the_machine_paused_until_it_is_destroyed(wor
     world.hypervisor.destroy_gate.set()
 
 
-async def test_closing_a_running_episode_cancels_the_call(world: World) -> None:
-    episode_id = await world.open()
+async def test_closing_a_running_episode_cancels_the_call(world: World, episode_id: str) -> None:
     world.desktop(episode_id).gates["act"].clear()
-    step = asyncio.create_task(world.service.step(world.step_command(episode_id, 0)))
-    await run_ready()
+    step = await begun(world.service.step(world.step_command(episode_id, 0)))
     await world.service.close(episode_id)
     with pytest.raises(EpisodeNotFound, match="closed"):
         await step
-    await run_ready()
-    world.check_no_leaks()
 
 
 # -- guests that do not resume ---------------------------------------------------------------------------------
@@ -140,8 +130,6 @@ async def test_a_guest_that_does_not_resume_for_a_step_voids_the_episode(world: 
     with pytest.raises(GuestUnresponsive):
         await world.service.step(world.step_command(episode_id, 0))
     assert world.state(episode_id) == (EpisodeState.FAILED, "GUEST_UNRESPONSIVE")
-    await run_ready()
-    world.check_no_leaks()
 
 
 @pytest.mark.parametrize(
@@ -163,8 +151,6 @@ async def test_a_guest_that_does_not_resume_for_another_call_voids_the_episode(
         await call(world.service, episode_id)
     assert world.state(episode_id) == (EpisodeState.FAILED, "GUEST_ERROR")
     assert world.tasks.checks == 0
-    await run_ready()
-    world.check_no_leaks()
 
 
 # -- pools whose guests always run ------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from envd.base.config import RunShare
 from envd.base.errors import GroupTooLarge, HypervisorError, PoolFailing
 from envd.episodes.types import EpisodeState, GroupResult
 from envd.pool.fairness import RunShares
-from tests.support.clock import run_ready
+from tests.support.clock import begun, run_ready
 from tests.support.episode_world import CAPACITY, NO_PIXELS, PLAIN, World, running_world
 
 
@@ -24,8 +24,7 @@ async def test_step_evaluate_keep_alive_and_close_never_wait_for_resets_and_fork
     stepping = asyncio.create_task(world.service.step(world.step_command(first, 0, observe=NO_PIXELS)))
     observing = asyncio.create_task(world.service.observe(second, NO_PIXELS))
     scoring = asyncio.create_task(world.service.evaluate(second, request_id="e", fingerprint=b""))
-    keeping = asyncio.create_task(world.service.keep_alive([third], None))
-    await run_ready()
+    keeping = await begun(world.service.keep_alive([third], None))
     # No time has passed and no machine became free, so the calls did not wait.
     assert stepping.result().episode.step_count == 1
     assert observing.result().frame.frame_id
@@ -34,8 +33,7 @@ async def test_step_evaluate_keep_alive_and_close_never_wait_for_resets_and_fork
     assert not any(task.done() for task in parked)
     assert len(world.pool.statistics().waiting_by_run) == 8
 
-    closing = asyncio.create_task(world.service.close(third))
-    await run_ready()
+    closing = await begun(world.service.close(third))
     assert closing.done()
     assert sum(task.done() for task in parked) == 1, "the machine's capacity went to another call"
     for task in parked:
@@ -78,8 +76,7 @@ async def test_resets_on_a_failing_pool_are_refused_and_can_be_retried_with_the_
             await world.open(task_id=PLAIN.task_id)
         world.hypervisor.errors["fork"] = [HypervisorError("no space left")] * 2
         command = world.reset_command(task_id=PLAIN.task_id, timeout_s=600.0)
-        waiting = asyncio.create_task(world.service.reset(command))
-        await run_ready()
+        waiting = await begun(world.service.reset(command))
         await world.service.close(world.service.list_episodes()[0].episode_id)
         await world.clock.advance(1.0)
         with pytest.raises(PoolFailing, match="no space left"):

@@ -543,17 +543,16 @@ async def test_a_frame_is_encoded_ahead_while_the_screen_settles(
     assert made == [Encoding.PNG], "the result was cached"
 
 
-async def test_invalid_options_do_not_fail_settling(desk: Desktop, likely_settled_at_once: None) -> None:
+async def test_a_region_off_the_screen_fails_an_observation_and_not_the_settling_before_it(
+    desk: Desktop, likely_settled_at_once: None
+) -> None:
     nowhere = ObservationOptions(region=Region(x_px=700, y_px=0, width_px=5, height_px=5))
     await desk.frame(refresh=True)
     assert (await desk.settle(QUICK, upcoming=nowhere)).settled
     assert desk._encoding is not None
     await desk._encoding
-
-
-async def test_a_region_off_the_screen_is_an_invalid_request(desk: Desktop) -> None:
     with pytest.raises(InvalidRequest):
-        await desk.observe(ObservationOptions(region=Region(x_px=700, y_px=0, width_px=5, height_px=5)))
+        await desk.observe(nowhere)
 
 
 # Commands and files

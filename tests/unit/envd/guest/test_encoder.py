@@ -67,8 +67,12 @@ def decoded(sent: EncodedFrame, base: TiledImage | None) -> TiledImage:
             raise AssertionError("no pixels were sent")
 
 
-async def test_a_small_change_is_sent_as_tiles() -> None:
-    encoder = FrameEncoder()
+@pytest.fixture
+def encoder() -> FrameEncoder:
+    return FrameEncoder()
+
+
+async def test_a_small_change_is_sent_as_tiles(encoder: FrameEncoder) -> None:
     before, after = noise(), noise()
     after[70, 130] = 7
     first = await encoder.encode(shown(before), RAW)
@@ -79,8 +83,7 @@ async def test_a_small_change_is_sent_as_tiles() -> None:
     assert np.array_equal(decoded(second, decoded(first, None)).rgb_HWC(), after)
 
 
-async def test_an_equal_frame_is_sent_as_unchanged_in_every_encoding() -> None:
-    encoder = FrameEncoder()
+async def test_an_equal_frame_is_sent_as_unchanged_in_every_encoding(encoder: FrameEncoder) -> None:
     for encoding in (Encoding.RAW_ZSTD, Encoding.PNG, Encoding.JPEG):
         options = ObservationOptions(encoding=encoding)
         first = await encoder.encode(shown(noise()), options)
@@ -94,8 +97,7 @@ async def test_an_unknown_base_gives_a_whole_image(known: str) -> None:
     assert isinstance(sent.content, Keyframe)
 
 
-async def test_an_evicted_base_gives_a_whole_image() -> None:
-    encoder = FrameEncoder()
+async def test_an_evicted_base_gives_a_whole_image(encoder: FrameEncoder) -> None:
     first = await encoder.encode(shown(noise()), RAW)
     for seed in range(1, 20):
         await encoder.encode(shown(noise(seed=seed)), RAW)
@@ -105,8 +107,7 @@ async def test_an_evicted_base_gives_a_whole_image() -> None:
     assert len(encoder._results) <= 8
 
 
-async def test_another_size_gives_a_whole_image() -> None:
-    encoder = FrameEncoder()
+async def test_another_size_gives_a_whole_image(encoder: FrameEncoder) -> None:
     first = await encoder.encode(shown(noise()), RAW)
     resized = await encoder.encode(shown(noise(640, 480)), replace(RAW, known_image_id=first.image_id))
     assert isinstance(resized.content, Keyframe)
@@ -114,8 +115,7 @@ async def test_another_size_gives_a_whole_image() -> None:
     assert decoded(resized, None).rgb_HWC().shape == (480, 640, 3)
 
 
-async def test_a_change_larger_than_the_whole_image_is_not_sent() -> None:
-    encoder = FrameEncoder()
+async def test_a_change_larger_than_the_whole_image_is_not_sent(encoder: FrameEncoder) -> None:
     striped = blank()
     striped[::2] = 255  # compresses across tile borders
     striped[:, 63::64] = 0  # unchanged columns between all changes
@@ -154,8 +154,7 @@ async def test_no_pixels_are_encoded_unless_requested() -> None:
     assert (sent.content, sent.image_id, sent.width_px, sent.height_px) == (None, "", 160, 100)
 
 
-async def test_a_scaled_image_is_also_sent_as_tiles() -> None:
-    encoder = FrameEncoder()
+async def test_a_scaled_image_is_also_sent_as_tiles(encoder: FrameEncoder) -> None:
     options = replace(RAW, max_width_px=160)
     before, after = noise(640, 400), noise(640, 400)
     after[:8, :8] = 0
@@ -249,8 +248,7 @@ def test_any_history_of_changes_is_decoded_exactly(data: st.DataObject) -> None:
     asyncio.run(play())
 
 
-async def test_a_client_rejects_data_that_does_not_match_the_image_id() -> None:
-    encoder = FrameEncoder()
+async def test_a_client_rejects_data_that_does_not_match_the_image_id(encoder: FrameEncoder) -> None:
     first = await encoder.encode(shown(noise()), RAW)
     after = noise()
     after[0, 0] ^= 255

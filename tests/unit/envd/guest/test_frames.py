@@ -33,6 +33,11 @@ def gradient(width_px: int = 150, height_px: int = 100) -> Frame:
     return Frame(frame_id=image.image_id, image=image, capture_time=datetime(2026, 1, 2, tzinfo=UTC))
 
 
+@pytest.fixture
+def frame() -> Frame:
+    return gradient()
+
+
 def arrow(*, alpha: int = 255, hot: tuple[int, int] = (0, 0)) -> CursorShape:
     rgba_HWC = np.full((4, 3, 4), alpha, dtype=np.uint8)  # white, premultiplied
     return CursorShape(*hot, rgba_HWC)
@@ -42,16 +47,14 @@ def drawn(frame: Frame, options: ObservationOptions, pointer: PointerImage | Non
     return draw(frame, picture_of(frame, options, pointer=pointer)).rgb_HWC()
 
 
-def test_a_png_keeps_every_pixel() -> None:
-    frame = gradient()
+def test_a_png_keeps_every_pixel(frame: Frame) -> None:
     data = compress(frame.image, Encoding.PNG)
     assert data.startswith(b"\x89PNG")
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(data)).convert("RGB")), frame.rgb_HWC)
 
 
 @pytest.mark.parametrize(("encoding", "magic"), [(Encoding.JPEG, b"\xff\xd8"), (Encoding.WEBP, b"RIFF")])
-def test_lossy_encodings_are_close_and_quality_has_an_effect(encoding: Encoding, magic: bytes) -> None:
-    frame = gradient()
+def test_lossy_encodings_are_close_and_quality_has_an_effect(encoding: Encoding, magic: bytes, frame: Frame) -> None:
     fine, coarse = compress(frame.image, encoding, quality=95), compress(frame.image, encoding, quality=5)
     assert fine.startswith(magic)
     seen = np.asarray(Image.open(io.BytesIO(fine)).convert("RGB")).astype(int)
@@ -59,13 +62,11 @@ def test_lossy_encodings_are_close_and_quality_has_an_effect(encoding: Encoding,
     assert len(coarse) < len(fine)
 
 
-def test_an_unscaled_frame_without_pointer_is_the_frame_itself() -> None:
-    frame = gradient()
+def test_an_unscaled_frame_without_pointer_is_the_frame_itself(frame: Frame) -> None:
     assert draw(frame, picture_of(frame, ObservationOptions())) is frame.image
 
 
-def test_a_region_is_clipped_to_the_screen() -> None:
-    frame = gradient()
+def test_a_region_is_clipped_to_the_screen(frame: Frame) -> None:
     options = ObservationOptions(region=Region(x_px=60, y_px=-2, width_px=100, height_px=67))
     assert np.array_equal(drawn(frame, options), frame.rgb_HWC[0:65, 60:150])
 
@@ -143,8 +144,7 @@ def test_a_size_is_within_every_limit_or_rejected(
     assert wide % (multiple or 1) == high % (multiple or 1) == 0
 
 
-def test_the_pointer_is_drawn_with_its_hot_spot_at_its_position_across_tiles() -> None:
-    frame = gradient()
+def test_the_pointer_is_drawn_with_its_hot_spot_at_its_position_across_tiles(frame: Frame) -> None:
     pointer = PointerImage(at=Point(64, 65), shape=arrow(hot=(1, 2)))
     seen = drawn(frame, ObservationOptions(), pointer).copy()
     assert (seen[63:67, 63:66] == 255).all()
@@ -153,8 +153,7 @@ def test_the_pointer_is_drawn_with_its_hot_spot_at_its_position_across_tiles() -
     assert np.array_equal(seen, frame.rgb_HWC), "nothing else changed"
 
 
-def test_a_translucent_pointer_is_blended_with_the_screen() -> None:
-    frame = gradient()
+def test_a_translucent_pointer_is_blended_with_the_screen(frame: Frame) -> None:
     seen = drawn(frame, ObservationOptions(), PointerImage(at=Point(100, 0), shape=arrow(alpha=128)))
     assert seen[0, 100, 2] == pytest.approx(128, abs=1)
     assert seen[0, 100, 0] == pytest.approx(128 + 100 * 127 / 255, abs=1)
@@ -166,8 +165,7 @@ def test_a_pointer_at_the_edge_is_clipped(at: Point) -> None:
     assert seen[at.y_px, at.x_px].tolist() == [255, 255, 255]
 
 
-def test_a_pointer_off_the_screen_draws_nothing() -> None:
-    frame = gradient()
+def test_a_pointer_off_the_screen_draws_nothing(frame: Frame) -> None:
     pointer = PointerImage(at=Point(0, 0), shape=arrow(hot=(10, 10)))
     assert draw(frame, picture_of(frame, ObservationOptions(), pointer=pointer)) is frame.image
 

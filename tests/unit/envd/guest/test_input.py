@@ -2,6 +2,7 @@
 
 import math
 import string
+from collections.abc import AsyncIterator
 from datetime import timedelta
 from itertools import pairwise
 
@@ -349,6 +350,28 @@ class Clock:
         self.now_s += duration_s
 
 
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def display() -> AsyncIterator[FakeDisplay]:
+    display = FakeDisplay(640, 480)
+    yield display
+    await display.close()
+
+
+@pytest.fixture
+async def client(display: FakeDisplay) -> RfbClient:
+    return await connected(display)
+
+
+@pytest.fixture
+def held_input(clock: Clock) -> Input:
+    return Input(monotonic=clock.monotonic, sleep=clock.sleep)
+
+
 async def connected(display: FakeDisplay) -> RfbClient:
     client = await RfbClient.connect(*await display.connect())
     await client.read_update()
@@ -363,10 +386,9 @@ async def flush(client: RfbClient, display: FakeDisplay) -> None:
     assert len(display.requests) == count + 1
 
 
-async def test_played_events_arrive_in_order_and_the_state_follows() -> None:
-    clock, display = Clock(), FakeDisplay(640, 480)
-    client = await connected(display)
-    held_input = Input(monotonic=clock.monotonic, sleep=clock.sleep)
+async def test_played_events_arrive_in_order_and_the_state_follows(
+    display: FakeDisplay, client: RfbClient, held_input: Input
+) -> None:
     assert held_input.pointer(SIZE) == Point(320, 240)
     await held_input.play(client, plan(KeyDown(key="ctrl"), held_input.state(SIZE)))
     await held_input.play(client, plan(MouseDown(x=7, y=8), held_input.state(SIZE)))
@@ -375,13 +397,9 @@ async def test_played_events_arrive_in_order_and_the_state_follows() -> None:
     assert [(p.x_px, p.y_px, p.buttons) for p in display.pointers] == [(7, 8, 0), (7, 8, 1)]
     state = held_input.state(SIZE)
     assert (state.pointer, state.buttons, state.held) == (Point(7, 8), 1, frozenset({CTRL}))
-    await display.close()
 
 
-async def test_the_keys_of_an_interrupted_chord_count_as_held() -> None:
-    display = FakeDisplay(640, 480)
-    client = await connected(display)
-
+async def test_the_keys_of_an_interrupted_chord_count_as_held(display: FakeDisplay, client: RfbClient) -> None:
     async def interrupt(duration_s: float) -> None:
         if duration_s == 1.0:
             raise InterruptedError
@@ -394,16 +412,14 @@ async def test_the_keys_of_an_interrupted_chord_count_as_held() -> None:
     await flush(client, display)
     assert [(key.scancode, key.down) for key in display.keys] == [(CTRL, True), (0x1F, True)]
     assert held_input.state(SIZE).held == {CTRL, 0x1F}
-    await display.close()
 
 
-async def test_held_keys_and_buttons_are_pressed_again_on_a_new_connection() -> None:
-    clock, display = Clock(), FakeDisplay(640, 480)
-    held_input = Input(monotonic=clock.monotonic, sleep=clock.sleep)
-    first = await connected(display)
-    await held_input.play(first, plan(KeyDown(key="shift"), held_input.state(SIZE)))
-    await held_input.play(first, plan(MouseDown(x=7, y=8), held_input.state(SIZE)))
-    await flush(first, display)
+async def test_held_keys_and_buttons_are_pressed_again_on_a_new_connection(
+    display: FakeDisplay, client: RfbClient, held_input: Input
+) -> None:
+    await held_input.play(client, plan(KeyDown(key="shift"), held_input.state(SIZE)))
+    await held_input.play(client, plan(MouseDown(x=7, y=8), held_input.state(SIZE)))
+    await flush(client, display)
     display.keys.clear()
     display.pointers.clear()
     second = await connected(display)
@@ -411,13 +427,10 @@ async def test_held_keys_and_buttons_are_pressed_again_on_a_new_connection() -> 
     await flush(second, display)
     assert [(key.scancode, key.down) for key in display.keys] == [(SHIFT, True)]
     assert [(p.x_px, p.y_px, p.buttons) for p in display.pointers] == [(7, 8, 1)]
-    await display.close()
 
 
-async def test_long_text_does_not_overflow_a_guest_that_stalls_for_400_ms() -> None:
+async def test_long_text_does_not_overflow_a_guest_that_stalls_for_400_ms(clock: Clock, held_input: Input) -> None:
     """A guest that drains its queue of 64 elements only every 400 ms drops nothing."""
-    clock, display = Clock(), FakeDisplay(640, 480)
-    client = await connected(display)
     sent_s: list[float] = []
 
     class Recorder:
@@ -427,45 +440,32 @@ async def test_long_text_does_not_overflow_a_guest_that_stalls_for_400_ms() -> N
         async def drain(self) -> None:
             pass
 
-    held_input = Input(monotonic=clock.monotonic, sleep=clock.sleep)
     await held_input.play(Recorder(), plan(TypeText(text="Hello, World! " * 20), held_input.state(SIZE)))  # type: ignore[arg-type]
     for start_s in sent_s:
         assert 2 * sum(start_s <= t < start_s + 0.4 for t in sent_s) <= 64
     assert sent_s[-1] - sent_s[0] < 30
     assert 30 < held_input.queued < 40
-    await client.close()
-    await display.close()
 
 
-async def test_a_pause_follows_each_key_so_that_the_pointer_cannot_overtake_it() -> None:
-    clock, display = Clock(), FakeDisplay(640, 480)
-    client = await connected(display)
-    held_input = Input(monotonic=clock.monotonic, sleep=clock.sleep)
+async def test_a_pause_follows_each_key_so_that_the_pointer_cannot_overtake_it(
+    clock: Clock, client: RfbClient, held_input: Input
+) -> None:
     began_s = clock.now_s
     await held_input.play(client, plan(Click(modifiers=("ctrl", "shift")), held_input.state(SIZE)))
     assert clock.now_s - began_s >= 4 * 0.01
-    await display.close()
 
 
-async def test_many_wheel_clicks_are_paced() -> None:
-    clock, display = Clock(), FakeDisplay(640, 480)
-    client = await connected(display)
-    held_input = Input(monotonic=clock.monotonic, sleep=clock.sleep)
+async def test_many_wheel_clicks_are_paced(clock: Clock, client: RfbClient, held_input: Input) -> None:
     began_s = clock.now_s
     await held_input.play(client, plan(Scroll(dy=3), held_input.state(SIZE)))
     assert clock.now_s == began_s
     await held_input.play(client, plan(Scroll(dy=97), held_input.state(SIZE)))
     assert 7 < clock.now_s - began_s < 10
-    await display.close()
 
 
-async def test_the_pointer_stays_within_a_screen_that_shrinks() -> None:
-    clock, display = Clock(), FakeDisplay(640, 480)
-    client = await connected(display)
-    held_input = Input(monotonic=clock.monotonic, sleep=clock.sleep)
+async def test_the_pointer_stays_within_a_screen_that_shrinks(client: RfbClient, held_input: Input) -> None:
     await held_input.play(client, plan(Move(600, 400), held_input.state(SIZE)))
     assert held_input.pointer((320, 200)) == Point(319, 199)
-    await display.close()
 
 
 @pytest.mark.parametrize("action", [Click(5, 5), Click(count=2), Drag(90, 90, 5, 5), MouseUp()])

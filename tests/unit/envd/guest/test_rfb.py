@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import struct
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
@@ -13,6 +14,18 @@ from envd.guest.display.rfb import CursorShape, KeyboardLeds, PixelRect, Pointer
 from tests.support.display import FakeDisplay, SeenKey, SeenRequest, memory_streams, pseudo_rect
 
 GREETING = b"RFB 003.008\n" + b"\x01\x01" + bytes(4) + struct.pack(">HH16xI", 32, 16, 0)
+
+
+@pytest.fixture
+async def display() -> AsyncIterator[FakeDisplay]:
+    display = FakeDisplay()
+    yield display
+    await display.close()
+
+
+@pytest.fixture
+async def client(display: FakeDisplay) -> RfbClient:
+    return await RfbClient.connect(*await display.connect())
 
 
 async def connected(data: bytes, *, greeting: bytes = GREETING) -> RfbClient:
@@ -27,15 +40,14 @@ def update(*rects: bytes) -> bytes:
     return struct.pack(">BxH", 0, len(rects)) + b"".join(rects)
 
 
-async def test_a_handshake_returns_the_size_and_requests_raw_pixels_with_extended_keys() -> None:
-    display = FakeDisplay(64, 48)
-    client = await RfbClient.connect(*await display.connect())
+async def test_a_handshake_returns_the_size_and_requests_raw_pixels_with_extended_keys(
+    display: FakeDisplay, client: RfbClient
+) -> None:
     await client.read_update()
     assert client.size == (64, 48)
     assert display.encodings[0] == 0
     assert {-223, -258, -257} <= set(display.encodings)
     assert display.encodings.index(-314) < display.encodings.index(-239)
-    await display.close()
 
 
 @pytest.mark.parametrize(
@@ -114,25 +126,24 @@ async def test_pointer_mode_and_keyboard_lights_are_parsed() -> None:
     assert not client.absolute_pointer
 
 
-async def test_a_cursor_with_a_mask_becomes_rgba() -> None:
-    pixels = struct.pack("<II", 0x112233, 0x445566)
-    (cursor,) = await (await connected(update(pseudo_rect(-239, 1, 0, 2, 1, pixels + b"\x80")))).read_update()
+@pytest.mark.parametrize(
+    ("rect", "hot", "rgba"),
+    [
+        (
+            pseudo_rect(-239, 1, 0, 2, 1, struct.pack("<II", 0x112233, 0x445566) + b"\x80"),
+            (1, 0),
+            [[[0x11, 0x22, 0x33, 255], [0, 0, 0, 0]]],
+        ),
+        (pseudo_rect(-314, 0, 0, 1, 1, bytes(4) + b"\x33\x22\x11\x80"), (0, 0), [[[0x11, 0x22, 0x33, 0x80]]]),
+        (pseudo_rect(-239, 0, 0, 0, 0), (0, 0), []),
+    ],
+    ids=["mask", "alpha", "empty"],
+)
+async def test_a_cursor_becomes_rgba(rect: bytes, hot: tuple[int, int], rgba: list[object]) -> None:
+    (cursor,) = await (await connected(update(rect))).read_update()
     assert isinstance(cursor, CursorShape)
-    assert (cursor.hot_x_px, cursor.hot_y_px) == (1, 0)
-    assert cursor.rgba_HWC.tolist() == [[[0x11, 0x22, 0x33, 255], [0, 0, 0, 0]]]
-
-
-async def test_an_alpha_cursor_becomes_rgba() -> None:
-    payload = bytes(4) + bytes([0x33, 0x22, 0x11, 0x80])
-    (cursor,) = await (await connected(update(pseudo_rect(-314, 0, 0, 1, 1, payload)))).read_update()
-    assert isinstance(cursor, CursorShape)
-    assert cursor.rgba_HWC.tolist() == [[[0x11, 0x22, 0x33, 0x80]]]
-
-
-async def test_an_empty_cursor_is_invisible() -> None:
-    (cursor,) = await (await connected(update(pseudo_rect(-239, 0, 0, 0, 0)))).read_update()
-    assert isinstance(cursor, CursorShape)
-    assert cursor.rgba_HWC.size == 0
+    assert (cursor.hot_x_px, cursor.hot_y_px) == hot
+    assert cursor.rgba_HWC.tolist() == rgba
 
 
 async def test_bells_colour_maps_and_clipboards_are_skipped() -> None:
@@ -167,21 +178,18 @@ async def test_the_end_of_the_stream_is_a_lost_machine() -> None:
         await client.read_update()
 
 
-async def test_keys_are_sent_with_scancodes_only_after_the_server_offers_that() -> None:
-    display = FakeDisplay()
-    client = await RfbClient.connect(*await display.connect())
+async def test_keys_are_sent_with_scancodes_only_after_the_server_offers_that(
+    display: FakeDisplay, client: RfbClient
+) -> None:
     client.key(keysym=0x61, scancode=0x1E, down=True)
     await client.read_update()
     client.key(keysym=0x61, scancode=0x1E, down=True)
     await client.drain()
     await asyncio.sleep(0)
     assert display.keys == [SeenKey(0, 0x61, True), SeenKey(0x1E, 0x61, True)]
-    await display.close()
 
 
-async def test_requests_and_pointer_events_are_encoded_by_the_protocol() -> None:
-    display = FakeDisplay()
-    client = await RfbClient.connect(*await display.connect())
+async def test_requests_and_pointer_events_are_encoded_by_the_protocol(display: FakeDisplay, client: RfbClient) -> None:
     await client.read_update()
     client.request(incremental=True)
     client.request(incremental=False, area=(16, 0, 16, 1))
@@ -192,7 +200,6 @@ async def test_requests_and_pointer_events_are_encoded_by_the_protocol() -> None
     assert [(p.x_px, p.y_px, p.buttons) for p in display.pointers] == [(3, 4, 5)]
     assert display.wake_count == 1
     assert isinstance(pixels, PixelRect)
-    await display.close()
 
 
 async def test_positions_are_sent_so_that_qemus_scaling_preserves_them() -> None:

@@ -40,8 +40,29 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
+@pytest.fixture
+def display() -> FakeDisplay:
+    return FakeDisplay()
+
+
+@pytest.fixture
+async def screen(display: FakeDisplay) -> AsyncIterator[Screen]:
+    """Follow the display."""
+    screen = Screen()
+    async with following(display, screen):
+        yield screen
+
+
+async def refreshing(display: FakeDisplay, screen: Screen) -> asyncio.Task[float]:
+    """Freeze the display and start a refresh."""
+    display.frozen = True
+    refresh = asyncio.create_task(screen.refresh())
+    await until(lambda: not display.requests[-1].incremental)
+    return refresh
+
+
 async def test_the_first_frame_is_the_servers_picture() -> None:
-    display, screen = FakeDisplay(64, 48), Screen()
+    display, screen = FakeDisplay(), Screen()
     display.bgrx_HW[10:20, 30:40] = 0x112233
     async with following(display, screen):
         frame = screen.frame()
@@ -59,14 +80,12 @@ async def test_a_frames_id_depends_on_its_size_and_pixels() -> None:
         assert screen.frame().frame_id == xxhash.xxh3_128(b"32x16" + tile).hexdigest()
 
 
-async def test_a_frame_is_not_older_than_the_last_refresh() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        before = screen.frame()
-        asked = datetime.now(UTC)
-        await asyncio.wait_for(screen.refresh(), 60)
-        assert before.capture_time < asked <= screen.frame().capture_time
-        assert screen.frame().image is before.image
+async def test_a_frame_is_not_older_than_the_last_refresh(display: FakeDisplay, screen: Screen) -> None:
+    before = screen.frame()
+    asked = datetime.now(UTC)
+    await asyncio.wait_for(screen.refresh(), 60)
+    assert before.capture_time < asked <= screen.frame().capture_time
+    assert screen.frame().image is before.image
 
 
 async def test_frames_share_unchanged_tiles() -> None:
@@ -80,92 +99,73 @@ async def test_frames_share_unchanged_tiles() -> None:
         assert [after.image.tile(i) is before.image.tile(i) for i in range(8)] == [i != 1 for i in range(8)]
 
 
-async def test_a_blinking_caret_is_shown_but_does_not_count_as_a_change() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        for count in range(6):
-            colour = 0xFF if count % 2 == 0 else 0
-            display.draw(5, 5, 1, 16, colour)
-            await until(lambda colour=colour: screen.frame().rgb_HWC[5, 5, 2] == colour)  # type: ignore[misc]
-            assert screen.change_count == min(count + 1, 2), "those before it was learnt"
-        changes = screen.change_count
-        display.draw(5, 5, 1, 16, 0x00FF00)
-        await until(lambda: screen.change_count > changes)
+async def test_a_blinking_caret_is_shown_but_does_not_count_as_a_change(display: FakeDisplay, screen: Screen) -> None:
+    for count in range(6):
+        colour = 0xFF if count % 2 == 0 else 0
+        display.draw(5, 5, 1, 16, colour)
+        await until(lambda colour=colour: screen.frame().rgb_HWC[5, 5, 2] == colour)  # type: ignore[misc]
+        assert screen.change_count == min(count + 1, 2), "those before it was learnt"
+    changes = screen.change_count
+    display.draw(5, 5, 1, 16, 0x00FF00)
+    await until(lambda: screen.change_count > changes)
 
 
-async def test_ignored_regions_do_not_count_as_a_change() -> None:
-    display, screen = FakeDisplay(), Screen()
+async def test_ignored_regions_do_not_count_as_a_change(display: FakeDisplay, screen: Screen) -> None:
     clock = (Region(x_px=40, y_px=0, width_px=20, height_px=10),)
-    async with following(display, screen):
-        quiet_s = screen.last_change_outside_s(clock)
-        changes = screen.change_count
-        display.draw(42, 2, 5, 5, 0x0000FF)
-        await until(lambda: screen.change_count > changes)
-        assert screen.last_change_outside_s(clock) == quiet_s < screen.last_change_outside_s(())
-        assert screen.moving_since(quiet_s, clock) == []
-        display.draw(38, 2, 5, 5, 0x0000FF)  # half inside, half outside
-        await until(lambda: screen.change_count > changes + 1)
-        assert screen.last_change_outside_s(clock) == screen.last_change_outside_s(())
+    quiet_s = screen.last_change_outside_s(clock)
+    changes = screen.change_count
+    display.draw(42, 2, 5, 5, 0x0000FF)
+    await until(lambda: screen.change_count > changes)
+    assert screen.last_change_outside_s(clock) == quiet_s < screen.last_change_outside_s(())
+    assert screen.moving_since(quiet_s, clock) == []
+    display.draw(38, 2, 5, 5, 0x0000FF)  # half inside, half outside
+    await until(lambda: screen.change_count > changes + 1)
+    assert screen.last_change_outside_s(clock) == screen.last_change_outside_s(())
 
 
-async def test_the_changed_event_is_set_by_a_change_and_by_input() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        changed = screen.changed
-        display.draw(0, 0, 64, 48, 0)  # the same pixels
-        await asyncio.wait_for(screen.refresh(), 60)
-        assert not changed.is_set()
-        display.draw(1, 1, 1, 1, 9)
-        await asyncio.wait_for(changed.wait(), 60)
-        changed = screen.changed
-        screen.note_input()
-        assert changed.is_set()
+async def test_the_changed_event_is_set_by_a_change_and_by_input(display: FakeDisplay, screen: Screen) -> None:
+    changed, changed_s = screen.changed, screen.last_change_outside_s(())
+    changes = screen.change_count
+    display.draw(0, 0, 64, 48, 0)  # the same pixels
+    await asyncio.wait_for(screen.refresh(), 60)
+    assert not changed.is_set()
+    assert (screen.change_count, screen.last_change_outside_s(())) == (changes, changed_s)
+    display.draw(1, 1, 1, 1, 9)
+    await asyncio.wait_for(changed.wait(), 60)
+    changed = screen.changed
+    screen.note_input()
+    assert changed.is_set()
 
 
-async def test_a_frame_is_copied_only_after_a_change() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        before = screen.frame()
-        assert screen.frame() is before
-        display.draw(1, 1, 2, 2, 0xFFFFFF)
-        await until(lambda: screen.frame() is not before)
-        assert screen.frame().frame_id != before.frame_id
-        assert before.rgb_HWC.max() == 0
+async def test_a_frame_is_copied_only_after_a_change(display: FakeDisplay, screen: Screen) -> None:
+    before = screen.frame()
+    assert screen.frame() is before
+    display.draw(1, 1, 2, 2, 0xFFFFFF)
+    await until(lambda: screen.frame() is not before)
+    assert screen.frame().frame_id != before.frame_id
+    assert before.rgb_HWC.max() == 0
 
 
-async def test_equal_pixels_sent_again_do_not_count_as_a_change() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        changes, changed_s = screen.change_count, screen.last_change_outside_s(())
-        display.draw(0, 0, 64, 48, 0)
-        await asyncio.wait_for(screen.refresh(), 60)
-        assert (screen.change_count, screen.last_change_outside_s(())) == (changes, changed_s)
+async def test_a_change_has_the_bounds_of_the_differing_pixels(display: FakeDisplay, screen: Screen) -> None:
+    display.bgrx_HW[5, 7] = 0xFF
+    display.bgrx_HW[6, 9] = 0xFF
+    changes = screen.change_count
+    display._dirty.append((0, 0, 64, 48))
+    display.answer()
+    await until(lambda: screen.change_count > changes)
+    assert screen.changes[-1].regions == (Region(x_px=7, y_px=5, width_px=3, height_px=2),)
 
 
-async def test_a_change_has_the_bounds_of_the_differing_pixels() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        display.bgrx_HW[5, 7] = 0xFF
-        display.bgrx_HW[6, 9] = 0xFF
-        changes = screen.change_count
-        display._dirty.append((0, 0, 64, 48))
-        display.answer()
-        await until(lambda: screen.change_count > changes)
-        assert screen.changes[-1].regions == (Region(x_px=7, y_px=5, width_px=3, height_px=2),)
-
-
-async def test_more_than_64_rectangles_are_joined_into_one() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        display.frozen = True
-        for x_px in range(0, 64, 2):
-            for y_px in range(0, 40, 4):
-                display.draw(x_px, y_px, 1, 1, 0x0000FF)
-        changes = screen.change_count
-        display.frozen = False
-        display.answer()
-        await until(lambda: screen.change_count > changes)
-        assert screen.changes[-1].regions == (Region(x_px=0, y_px=0, width_px=63, height_px=37),)
+async def test_more_than_64_rectangles_are_joined_into_one(display: FakeDisplay, screen: Screen) -> None:
+    display.frozen = True
+    for x_px in range(0, 64, 2):
+        for y_px in range(0, 40, 4):
+            display.draw(x_px, y_px, 1, 1, 0x0000FF)
+    changes = screen.change_count
+    display.frozen = False
+    display.answer()
+    await until(lambda: screen.change_count > changes)
+    assert screen.changes[-1].regions == (Region(x_px=0, y_px=0, width_px=63, height_px=37),)
 
 
 async def test_thousands_of_rectangles_are_applied_while_other_tasks_run() -> None:
@@ -187,6 +187,37 @@ async def test_thousands_of_rectangles_are_applied_while_other_tasks_run() -> No
         await asyncio.wait_for(screen.refresh(), 60)
 
 
+async def test_a_large_rectangle_is_read_in_slices_while_other_tasks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    turns_at: list[int] = []
+    turns = 0
+    read = RfbClient._read
+
+    async def recorded(client: RfbClient, count: int) -> bytes:
+        data = await read(client, count)
+        sizes.append(count)
+        turns_at.append(turns)
+        return data
+
+    monkeypatch.setattr(RfbClient, "_read", recorded)
+    noise_HW = np.random.default_rng(1).integers(0, 1 << 32, (1600, 2560), dtype=np.uint32)
+    display, screen = FakeDisplay(2560, 1600), Screen()
+    display.bgrx_HW[...] = noise_HW
+    async with following(display, screen):
+        sizes.clear()
+        turns_at.clear()
+        display.draw(0, 0, 2560, 1600, 1)
+        while not screen.change_count:
+            await asyncio.sleep(0)
+            turns += 1
+        slices = [turn for size, turn in zip(sizes, turns_at, strict=True) if size > 1 << 16]
+        assert max(sizes) <= 1 << 19
+        assert len(slices) >= 1600 * 2560 // (1 << 17)
+        assert len(set(slices)) == len(slices), "a turn reads one slice"
+        assert np.array_equal(screen._bgrx_HW, display.bgrx_HW)
+        assert not (screen._bgrx_HW >> 24).any()
+
+
 async def test_thousands_of_rectangles_complete_a_screen_only_when_every_pixel_was_sent() -> None:
     display, screen = FakeDisplay(640, 480), Screen()
     rects = tuple(
@@ -202,65 +233,55 @@ async def test_thousands_of_rectangles_complete_a_screen_only_when_every_pixel_w
         assert screen.is_complete
 
 
-async def test_exactly_one_incremental_request_is_pending_at_any_time() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        display.draw(0, 0, 4, 4, 1)
-        await until(lambda: screen.frame().rgb_HWC[0, 0, 2] == 1)
-        display.draw(0, 0, 4, 4, 2)
-        await until(lambda: screen.frame().rgb_HWC[0, 0, 2] == 2)
-        await until(lambda: sum(r.incremental for r in display.requests) == display.update_count)
-        assert [r.incremental for r in display.requests[:2]] == [False, True]
+async def test_exactly_one_incremental_request_is_pending_at_any_time(display: FakeDisplay, screen: Screen) -> None:
+    display.draw(0, 0, 4, 4, 1)
+    await until(lambda: screen.frame().rgb_HWC[0, 0, 2] == 1)
+    display.draw(0, 0, 4, 4, 2)
+    await until(lambda: screen.frame().rgb_HWC[0, 0, 2] == 2)
+    await until(lambda: sum(r.incremental for r in display.requests) == display.update_count)
+    assert [r.incremental for r in display.requests[:2]] == [False, True]
 
 
-async def test_after_a_resize_the_screen_is_black_until_its_pixels_arrive() -> None:
-    display, screen = FakeDisplay(64, 48), Screen()
-    async with following(display, screen):
-        display.frozen = True
-        display.resize(80, 60)
-        await until(lambda: screen.size == (80, 60))
-        assert screen.frame().rgb_HWC.shape == (60, 80, 3)
-        whole = asyncio.create_task(screen.wait_complete())
-        await asyncio.sleep(0)
-        assert not whole.done()
-        display.frozen = False
-        display.draw(70, 50, 1, 1, 0xFF0000)
-        await asyncio.wait_for(whole, 60)
-        await until(lambda: screen.frame().rgb_HWC[50, 70].tolist() == [255, 0, 0])
+async def test_after_a_resize_the_screen_is_black_until_its_pixels_arrive(display: FakeDisplay, screen: Screen) -> None:
+    display.frozen = True
+    display.resize(80, 60)
+    await until(lambda: screen.size == (80, 60))
+    assert screen.frame().rgb_HWC.shape == (60, 80, 3)
+    whole = asyncio.create_task(screen.wait_complete())
+    await asyncio.sleep(0)
+    assert not whole.done()
+    display.frozen = False
+    display.draw(70, 50, 1, 1, 0xFF0000)
+    await asyncio.wait_for(whole, 60)
+    await until(lambda: screen.frame().rgb_HWC[50, 70].tolist() == [255, 0, 0])
 
 
-async def test_the_cursor_shape_and_caps_lock_are_recorded() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        assert screen.cursor is None
-        display.send(pseudo_rect(-314, 0, 0, 1, 1, bytes(8)), pseudo_rect(-261, 0, 0, 1, 1, b"\x04"))
-        await until(lambda: screen.cursor is not None)
-        assert screen.caps_lock
+async def test_the_cursor_shape_and_caps_lock_are_recorded(display: FakeDisplay, screen: Screen) -> None:
+    assert screen.cursor is None
+    display.send(pseudo_rect(-314, 0, 0, 1, 1, bytes(8)), pseudo_rect(-261, 0, 0, 1, 1, b"\x04"))
+    await until(lambda: screen.cursor is not None)
+    assert screen.caps_lock
 
 
-async def test_a_refresh_wakes_the_server_and_waits_for_its_answer() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        display.frozen = True
-        woken = display.wake_count
-        refresh = asyncio.create_task(screen.refresh())
-        await until(lambda: not display.requests[-1].incremental)
-        display.draw(40, 40, 4, 4, 0xABCDEF)
-        assert not refresh.done()
-        assert display.wake_count == woken + 1
-        display.frozen = False
-        display.answer()
-        seen_s = await asyncio.wait_for(refresh, 60)
-        assert seen_s < screen.last_change_outside_s(())
-        assert screen.frame().rgb_HWC[41, 41].tolist() == [0xAB, 0xCD, 0xEF]
+async def test_a_refresh_wakes_the_server_and_waits_for_its_answer(display: FakeDisplay, screen: Screen) -> None:
+    display.frozen = True
+    woken = display.wake_count
+    refresh = asyncio.create_task(screen.refresh())
+    await until(lambda: not display.requests[-1].incremental)
+    display.draw(40, 40, 4, 4, 0xABCDEF)
+    assert not refresh.done()
+    assert display.wake_count == woken + 1
+    display.frozen = False
+    display.answer()
+    seen_s = await asyncio.wait_for(refresh, 60)
+    assert seen_s < screen.last_change_outside_s(())
+    assert screen.frame().rgb_HWC[41, 41].tolist() == [0xAB, 0xCD, 0xEF]
 
 
 async def test_an_update_in_flight_is_not_taken_for_the_answer() -> None:
     display, screen = FakeDisplay(64, 16), Screen()
     async with following(display, screen):
-        display.frozen = True
-        refresh = asyncio.create_task(screen.refresh())
-        await until(lambda: not display.requests[-1].incremental)
+        refresh = await refreshing(display, screen)
         (x_px, y_px, width_px, height_px) = display.requests[-1].area
         raw = display.bgrx_HW.copy()
         raw[...] = 0x123456  # an earlier update that covers the strip, and changes it
@@ -277,9 +298,7 @@ async def test_an_update_in_flight_is_not_taken_for_the_answer() -> None:
 async def test_an_unrequested_full_screen_is_not_taken_for_the_answer() -> None:
     display, screen = FakeDisplay(64, 16), Screen()
     async with following(display, screen):
-        display.frozen = True
-        refresh = asyncio.create_task(screen.refresh())
-        await until(lambda: not display.requests[-1].incremental)
+        refresh = await refreshing(display, screen)
         whole = pseudo_rect(0, 0, 0, 64, 16, display.bgrx_HW.tobytes())  # unchanged, as after a mode switch
         display.send(whole, pseudo_rect(-261, 0, 0, 1, 1, b"\x04"))
         await until(lambda: screen.caps_lock)
@@ -302,35 +321,27 @@ async def test_a_refresh_ends_even_if_its_strip_keeps_changing() -> None:
         assert screen.frame().rgb_HWC[0, 0, 2] == 3
 
 
-async def test_concurrent_refreshes_each_get_an_answer() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        seen = await asyncio.wait_for(asyncio.gather(*(screen.refresh() for _ in range(20))), 60)
-        assert seen == sorted(seen)
+async def test_concurrent_refreshes_each_get_an_answer(display: FakeDisplay, screen: Screen) -> None:
+    seen = await asyncio.wait_for(asyncio.gather(*(screen.refresh() for _ in range(20))), 60)
+    assert seen == sorted(seen)
 
 
-async def test_a_cancelled_refresh_is_removed() -> None:
-    display, screen = FakeDisplay(), Screen()
-    async with following(display, screen):
-        display.frozen = True
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(screen.refresh(), 0.01)
-        display.frozen = False
-        await asyncio.wait_for(screen.refresh(), 60)
-        assert screen._refreshes == []
+async def test_a_cancelled_refresh_is_removed(display: FakeDisplay, screen: Screen) -> None:
+    display.frozen = True
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(screen.refresh(), 0.01)
+    display.frozen = False
+    await asyncio.wait_for(screen.refresh(), 60)
+    assert screen._refreshes == []
 
 
-async def test_a_refresh_survives_a_resize() -> None:
-    display, screen = FakeDisplay(64, 48), Screen()
-    async with following(display, screen):
-        display.frozen = True
-        refresh = asyncio.create_task(screen.refresh())
-        await until(lambda: not display.requests[-1].incremental)
-        display.resize(20, 20)
-        await until(lambda: screen.size == (20, 20))
-        display.frozen = False
-        display.answer()
-        await asyncio.wait_for(refresh, 60)
+async def test_a_refresh_survives_a_resize(display: FakeDisplay, screen: Screen) -> None:
+    refresh = await refreshing(display, screen)
+    display.resize(20, 20)
+    await until(lambda: screen.size == (20, 20))
+    display.frozen = False
+    display.answer()
+    await asyncio.wait_for(refresh, 60)
 
 
 async def test_the_end_of_the_connection_ends_refreshes() -> None:

@@ -167,23 +167,22 @@ async def result_of(
     )
 
 
-async def test_a_still_screen_settles_right_after_the_quiet_time() -> None:
-    is_settled, settle_ms, changes = await settled(DrawnScreen([]))
-    assert (is_settled, changes) == (True, 0)
-    assert 300 <= settle_ms <= 330
-
-
-async def test_each_change_restarts_the_quiet_time() -> None:
-    is_settled, settle_ms, changes = await settled(DrawnScreen([0.1, 0.2, 0.45]))
-    assert (is_settled, changes) == (True, 3)
-    assert 750 <= settle_ms <= 780
-
-
-async def test_a_quiet_screen_of_a_busy_guest_is_not_settled_yet() -> None:
-    # The screen is quiet for a second, then the guest draws.
-    is_settled, settle_ms, changes = await settled(DrawnScreen([1.0], busy_until_s=1.0))
-    assert (is_settled, changes) == (True, 1)
-    assert 1300 <= settle_ms <= 1340
+@pytest.mark.parametrize(
+    ("screen", "change_count", "bounds_ms"),
+    [
+        # A still screen settles right after the quiet time, and each change restarts that.
+        (DrawnScreen([]), 0, (300, 330)),
+        (DrawnScreen([0.1, 0.2, 0.45]), 3, (750, 780)),
+        # The screen is quiet for a second, then the busy guest draws.
+        (DrawnScreen([1.0], busy_until_s=1.0), 1, (1300, 1340)),
+    ],
+)
+async def test_a_screen_settles_after_the_quiet_time(
+    screen: DrawnScreen, change_count: int, bounds_ms: tuple[int, int]
+) -> None:
+    is_settled, settle_ms, changes = await settled(screen)
+    assert (is_settled, changes) == (True, change_count)
+    assert bounds_ms[0] <= settle_ms <= bounds_ms[1]
 
 
 async def test_a_guest_that_is_always_busy_is_waited_for_a_bounded_time() -> None:

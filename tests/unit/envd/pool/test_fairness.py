@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,40 +58,35 @@ def plan(
 # Turns
 
 
-def test_a_run_is_served_in_order_of_arrival() -> None:
-    assert order(wanted("a", 3), wanted("a", 1), wanted("a", 2)) == [0, 1, 2]
+A, B = wanted("a"), wanted("b")
+QUOTA_OF_3 = shares(a=RunShare(quota=3))
 
 
-def test_the_run_that_holds_the_fewest_machines_is_next() -> None:
-    assert order(wanted("a"), wanted("b"), held={"a": 2, "b": 1}) == [1, 0]
-
-
-def test_among_runs_that_hold_the_same_the_first_to_arrive_is_next() -> None:
-    assert order(wanted("b"), wanted("a")) == [0, 1]
-    assert order(wanted("b"), wanted("a"), held={"a": 2, "b": 2}) == [0, 1]
-
-
-def test_machines_that_a_run_gets_count_at_once() -> None:
-    assert order(wanted("a"), wanted("a"), wanted("b"), wanted("b")) == [0, 2, 1, 3]
-    assert order(wanted("a", 3), wanted("a"), wanted("b"), wanted("b"), wanted("b")) == [0, 2, 3, 4, 1]
-
-
-def test_a_run_of_twice_the_weight_gets_twice_the_machines() -> None:
-    of = shares(a=RunShare(weight=2.0))
-    a, b = wanted("a"), wanted("b")
-    assert order(a, a, a, a, b, b, of=of) == [0, 4, 1, 2, 5, 3]
-
-
-def test_unnamed_runs_have_equal_shares_and_unlabelled_groups_are_one_run() -> None:
-    of = shares(RunShare(weight=0.5), a=RunShare(weight=1.0))
-    assert order(wanted("x"), wanted("a"), held={"x": 1, "a": 1}, of=of) == [1, 0]
-    assert order(wanted(""), wanted("x"), wanted(""), of=of) == [0, 1, 2]
-
-
-def test_no_group_of_a_run_at_its_quota_has_a_turn() -> None:
-    of = shares(a=RunShare(quota=3))
-    assert order(wanted("a", 2), wanted("a", 1), wanted("b"), held={"a": 2}, of=of) == [2]
-    assert order(wanted("a", 1), wanted("a", 1), wanted("b"), held={"a": 2}, of=of) == [2, 0]
+@pytest.mark.parametrize(
+    ("waiting", "options", "expected"),
+    [
+        # A run is served in order of arrival.
+        ([wanted("a", 3), A, wanted("a", 2)], {}, [0, 1, 2]),
+        # The run that holds the fewest machines is next.
+        ([A, B], {"held": {"a": 2, "b": 1}}, [1, 0]),
+        # Among runs that hold the same, the first to arrive is next.
+        ([B, A], {}, [0, 1]),
+        ([B, A], {"held": {"a": 2, "b": 2}}, [0, 1]),
+        # Machines that a run gets count at once.
+        ([A, A, B, B], {}, [0, 2, 1, 3]),
+        ([wanted("a", 3), A, B, B, B], {}, [0, 2, 3, 4, 1]),
+        # A run of twice the weight gets twice the machines.
+        ([A, A, A, A, B, B], {"of": shares(a=RunShare(weight=2.0))}, [0, 4, 1, 2, 5, 3]),
+        # Unnamed runs have equal shares, and unlabelled groups are one run.
+        ([wanted("x"), A], {"held": {"x": 1, "a": 1}, "of": shares(RunShare(weight=0.5), a=RunShare())}, [1, 0]),
+        ([wanted(""), wanted("x"), wanted("")], {"of": shares(RunShare(weight=0.5))}, [0, 1, 2]),
+        # No group of a run at its quota has a turn.
+        ([wanted("a", 2), A, B], {"held": {"a": 2}, "of": QUOTA_OF_3}, [2]),
+        ([A, A, B], {"held": {"a": 2}, "of": QUOTA_OF_3}, [2, 0]),
+    ],
+)
+def test_turns_are_in_fair_order(waiting: list[Demand], options: dict[str, Any], expected: list[int]) -> None:
+    assert order(*waiting, **options) == expected
 
 
 def test_a_group_that_waits_for_machines_of_its_own_run_has_no_turn() -> None:
@@ -115,14 +112,51 @@ def test_an_idle_machine_goes_to_the_run_that_holds_the_fewest() -> None:
     assert (steps.admitted, steps.lease) == ((1,), (("idle-0",),))
 
 
-def test_machines_are_shared_one_by_one() -> None:
-    steps = plan(*[wanted("a")] * 4, *[wanted("b")] * 4, idle_count=4)
-    assert steps.admitted == (0, 4, 1, 5)
+@pytest.mark.parametrize(
+    ("waiting", "options", "admitted", "turn"),
+    [
+        # A turn is reserved while machines are too few.
+        ([wanted("a", 4)], {"idle_count": 3, "held": {"b": 4}}, (), ReservedTurn(index=0)),
+        # A turn ends with its group.
+        ([wanted("a", 2), B], {"idle_count": 3, "turn": ReservedTurn(index=0, passed_count=2)}, (0, 1), None),
+        # A group that waits for its quota, or for its own run, does not block others.
+        (
+            [wanted("a", 2), A, B, B],
+            {"idle_count": 2, "held": {"a": 1}, "of": shares(a=RunShare(quota=2))},
+            (2, 3),
+            None,
+        ),
+        ([wanted("a", 8), B], {"idle_count": 2, "held": {"a": 1}}, (1,), None),
+    ],
+)
+def test_a_turn_is_reserved_only_for_lack_of_machines(
+    waiting: list[Demand], options: dict[str, Any], admitted: tuple[int, ...], turn: ReservedTurn | None
+) -> None:
+    steps = plan(*waiting, **options)
+    assert (steps.admitted, steps.turn) == (admitted, turn)
 
 
-def test_a_turn_is_reserved_while_machines_are_too_few() -> None:
-    steps = plan(wanted("a", 4), idle_count=3, held={"b": 4})
-    assert (steps.admitted, steps.turn) == ((), ReservedTurn(index=0))
+@pytest.mark.parametrize(
+    ("waiting", "options", "admitted"),
+    [
+        # Machines are shared one by one.
+        ([A, A, A, A, B, B, B, B], {"idle_count": 4}, (0, 4, 1, 5)),
+        # A group too large to pass does not stop a smaller one.
+        (
+            [wanted("a", 4), wanted("b", 3), wanted("c", 2)],
+            {"idle_count": 3, "turn": ReservedTurn(index=0, passed_count=2)},
+            (2,),
+        ),
+        # No group passes a group of its own run.
+        ([wanted("a", 4), A], {"idle_count": 3, "held": {"b": 5}}, ()),
+        # One plan never exceeds a quota.
+        ([A] * 6, {"idle_count": 6, "held": {"a": 1}, "of": QUOTA_OF_3}, (0, 1)),
+    ],
+)
+def test_groups_are_admitted_by_turns(
+    waiting: list[Demand], options: dict[str, Any], admitted: tuple[int, ...]
+) -> None:
+    assert plan(*waiting, **options).admitted == admitted
 
 
 def test_no_turn_is_reserved_while_all_machines_are_taken() -> None:
@@ -147,18 +181,6 @@ def test_a_run_that_would_hold_more_for_its_weight_does_not_pass() -> None:
     assert plan(*waiting, idle_count=3, held={"b": 5}, of=heavy).admitted == (1, 2, 3)
 
 
-def test_a_group_too_large_to_pass_does_not_stop_a_smaller_one() -> None:
-    steps = plan(
-        wanted("a", 4), wanted("b", 3), wanted("c", 2), idle_count=3, turn=ReservedTurn(index=0, passed_count=2)
-    )
-    assert steps.admitted == (2,)
-
-
-def test_no_group_passes_a_group_of_its_own_run() -> None:
-    steps = plan(wanted("a", 4), wanted("a"), idle_count=3, held={"b": 5})
-    assert steps.admitted == ()
-
-
 def test_a_turn_stays_reserved_when_other_runs_hold_less() -> None:
     waiting = [wanted("a", 4), wanted("b")]
     held = {"a": 3, "c": 1}
@@ -167,28 +189,6 @@ def test_a_turn_stays_reserved_when_other_runs_hold_less() -> None:
     steps = plan(*waiting, idle_count=3, held=held, turn=ReservedTurn(index=0, passed_count=4))
     assert steps.admitted == (), "without the turn, b would be next"
     assert plan(*waiting, idle_count=3, held=held).admitted == (1,)
-
-
-def test_a_turn_ends_with_its_group() -> None:
-    steps = plan(wanted("a", 2), wanted("b"), idle_count=3, turn=ReservedTurn(index=0, passed_count=2))
-    assert (steps.admitted, steps.turn) == ((0, 1), None)
-
-
-def test_a_group_that_waits_for_its_quota_does_not_block_others() -> None:
-    of = shares(a=RunShare(quota=2))
-    steps = plan(wanted("a", 2), wanted("a"), wanted("b"), wanted("b"), idle_count=2, held={"a": 1}, of=of)
-    assert (steps.admitted, steps.turn) == ((2, 3), None)
-
-
-def test_one_plan_never_exceeds_a_quota() -> None:
-    of = shares(a=RunShare(quota=3))
-    steps = plan(*[wanted("a")] * 6, idle_count=6, held={"a": 1}, of=of)
-    assert steps.admitted == (0, 1)
-
-
-def test_a_group_that_waits_for_its_own_run_does_not_block_others() -> None:
-    steps = plan(wanted("a", 8), wanted("b"), idle_count=2, held={"a": 1})
-    assert (steps.admitted, steps.turn) == ((1,), None)
 
 
 def test_machines_start_first_for_groups_that_have_a_turn() -> None:

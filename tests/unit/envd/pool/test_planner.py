@@ -1,7 +1,9 @@
-"""The rules of `envd.pool.planner`: one test per rule, and all of them together under random load."""
+"""The rules of `envd.pool.planner`: one row per rule, and all of them together under random load."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,132 +42,123 @@ def in_state(state: LifecycleState, count: int) -> list[PlannedMachine]:
     return [PlannedMachine(machine_id=f"{state.value}-{i}", state=state) for i in range(count)]
 
 
+STARTING, LEASED, DYING = LifecycleState.STARTING, LifecycleState.LEASED, LifecycleState.DYING
+A, B = idle("a"), idle("b")
+FOUR = Demand(ready=0, reserved=4)
+THREE = Demand(ready=0, reserved=3)
+TWO = Demand(ready=0, reserved=2)
+ONE_AND_TWO = Demand(ready=1, reserved=2)
+
+
 def test_an_empty_pool_starts_up_to_its_idle_target() -> None:
     assert plan() == Plan(lease=(), start_count=1, destroy=())
 
 
-def test_waiting_groups_raise_the_target_but_never_above_capacity() -> None:
-    assert plan(waiting=[2]).start_count == 3
-    assert plan(waiting=[4, 4]).start_count == CAPACITY
+@pytest.mark.parametrize(
+    ("machines", "options", "start_count"),
+    [
+        # Waiting groups raise the target, but never above capacity.
+        ([], {"waiting": [2]}, 3),
+        ([], {"waiting": [4, 4]}, CAPACITY),
+        # A leased machine is replaced ahead of demand.
+        (in_state(LEASED, 2), {"idle_target": 2}, 2),
+        # Starting machines are not started twice.
+        (in_state(STARTING, 3), {"waiting": [2]}, 0),
+        # No more machines start at once than allowed.
+        ([], {"waiting": [4], "max_starting": 2}, 2),
+        (in_state(STARTING, 1), {"waiting": [4], "max_starting": 2}, 1),
+        (in_state(STARTING, 3), {"waiting": [4], "max_starting": 2}, 0),
+        ([], {"waiting": [4], "max_starting": 0}, 0),
+        # Dying machines still count against capacity.
+        (in_state(DYING, CAPACITY), {"waiting": [1]}, 0),
+        # A granted reservation counts like a machine.
+        ([], {"reserved_count": 3, "idle_target": 4}, 1),
+        ([], {"reserved_count": 4, "idle_target": 4}, 0),
+        # Spare machines do not take room that a group waits for.
+        (in_state(LEASED, 2), {"waiting": [ONE_AND_TWO], "idle_target": 2}, 1),
+        (in_state(LEASED, 2), {"waiting": [THREE], "idle_target": 2}, 0),
+    ],
+)
+def test_machines_start(machines: list[PlannedMachine], options: dict[str, Any], start_count: int) -> None:
+    assert plan(*machines, **options).start_count == start_count
 
 
-def test_a_leased_machine_is_replaced_ahead_of_demand() -> None:
-    assert plan(*in_state(LifecycleState.LEASED, 2), idle_target=2).start_count == 2
+@pytest.mark.parametrize(
+    ("machines", "options", "lease"),
+    [
+        # Only idle machines are leased.
+        (in_state(STARTING, 3), {"waiting": [1]}, ()),
+        (in_state(LEASED, 3), {"waiting": [1]}, ()),
+        (in_state(DYING, 3), {"waiting": [1]}, ()),
+        # A group is admitted whole or not at all.
+        ([A], {"waiting": [2]}, ()),
+        ([A, B], {"waiting": [2]}, (("a", "b"),)),
+        # A small group does not overtake a large one.
+        ([A], {"waiting": [2, 1]}, ()),
+        # The freshest machines are leased first.
+        ([idle("old", 30.0), idle("new", 1.0)], {"waiting": [1]}, (("new",),)),
+        # Reservations are granted within capacity.
+        ([A], {"waiting": [ONE_AND_TWO]}, (("a",),)),
+        ([A, *in_state(LEASED, 2)], {"waiting": [ONE_AND_TWO]}, ()),
+        ([], {"waiting": [ONE_AND_TWO]}, ()),
+        # A group of reservations alone needs no machine.
+        ([], {"waiting": [FOUR]}, ((),)),
+        (in_state(LEASED, 1), {"waiting": [FOUR]}, ()),
+        # A granted reservation counts like a machine.
+        ([], {"reserved_count": 3, "waiting": [TWO]}, ()),
+        # No group passes a head that waits for reservations.
+        ([A, *in_state(LEASED, 3)], {"waiting": [TWO, 1]}, ()),
+    ],
+)
+def test_groups_are_admitted(
+    machines: list[PlannedMachine], options: dict[str, Any], lease: tuple[tuple[str, ...], ...]
+) -> None:
+    assert plan(*machines, **options).lease == lease
 
 
-def test_starting_machines_are_not_started_twice() -> None:
-    assert plan(*in_state(LifecycleState.STARTING, 3), waiting=[2]).start_count == 0
-
-
-def test_no_more_machines_start_at_once_than_allowed() -> None:
-    assert plan(waiting=[4], max_starting=2).start_count == 2
-    assert plan(*in_state(LifecycleState.STARTING, 1), waiting=[4], max_starting=2).start_count == 1
-    assert plan(*in_state(LifecycleState.STARTING, 3), waiting=[4], max_starting=2).start_count == 0
-    assert plan(waiting=[4], max_starting=0).start_count == 0
-
-
-def test_dying_machines_still_count_against_capacity() -> None:
-    assert plan(*in_state(LifecycleState.DYING, CAPACITY), waiting=[1]).start_count == 0
-
-
-def test_only_idle_machines_are_leased() -> None:
-    for state in (LifecycleState.STARTING, LifecycleState.LEASED, LifecycleState.DYING):
-        assert plan(*in_state(state, 3), waiting=[1]).lease == ()
-
-
-def test_a_group_is_admitted_whole_or_not_at_all() -> None:
-    assert plan(idle("a"), waiting=[2]).lease == ()
-    assert plan(idle("a"), idle("b"), waiting=[2]).lease == (("a", "b"),)
-
-
-def test_a_small_group_does_not_overtake_a_large_one() -> None:
-    assert plan(idle("a"), waiting=[2, 1]).lease == ()
-
-
-def test_the_freshest_machines_are_leased_first() -> None:
-    assert plan(idle("old", 30.0), idle("new", 1.0), waiting=[1]).lease == (("new",),)
-
-
-def test_only_old_surplus_machines_are_destroyed() -> None:
-    assert plan(idle("new", 1.0), idle("older", 60.0), idle("oldest", 99.0)).destroy == ("older", "oldest")
-    assert plan(idle("spare", 999.0)).destroy == ()
-    assert plan(idle("spare", 0.0), idle("young", 59.0)).destroy == ()
-
-
-def test_an_old_machine_is_kept_for_a_waiting_group() -> None:
-    assert plan(idle("old", 999.0), waiting=[2], idle_target=0).destroy == ()
-
-
-# Reservations
-
-
-def test_reservations_are_granted_within_capacity() -> None:
-    both = Demand(ready=1, reserved=2)
-    assert plan(idle("a"), waiting=[both]).lease == (("a",),)
-    assert plan(idle("a"), *in_state(LifecycleState.LEASED, 2), waiting=[both]).lease == ()
-    assert plan(waiting=[both]).lease == ()
-
-
-def test_a_group_of_reservations_alone_needs_no_machine() -> None:
-    assert plan(waiting=[Demand(ready=0, reserved=4)]).lease == ((),)
-    assert plan(*in_state(LifecycleState.LEASED, 1), waiting=[Demand(ready=0, reserved=4)]).lease == ()
-
-
-def test_a_granted_reservation_counts_like_a_machine() -> None:
-    assert plan(reserved_count=3, waiting=[Demand(ready=0, reserved=2)]).lease == ()
-    assert plan(reserved_count=3, idle_target=4).start_count == 1
-    assert plan(reserved_count=4, idle_target=4).start_count == 0
+@pytest.mark.parametrize(
+    ("machines", "options", "destroyed"),
+    [
+        # Only old surplus machines are destroyed.
+        ([idle("new", 1.0), idle("older", 60.0), idle("oldest", 99.0)], {}, ("older", "oldest")),
+        ([idle("spare", 999.0)], {}, ()),
+        ([idle("spare", 0.0), idle("young", 59.0)], {}, ()),
+        # An old machine is kept for a waiting group.
+        ([idle("old", 999.0)], {"waiting": [2], "idle_target": 0}, ()),
+        # Ready machines that the head wants are not evicted.
+        ([idle("a", 1.0), idle("b", 2.0), *in_state(LEASED, 2)], {"waiting": [ONE_AND_TWO]}, ("b",)),
+        # Dying machines make room before idle ones.
+        ([A, B, *in_state(DYING, 2)], {"waiting": [TWO]}, ()),
+        # Only the head of the queue evicts idle machines.
+        ([A, B, *in_state(LEASED, 2)], {"waiting": [3, TWO]}, ()),
+    ],
+)
+def test_idle_machines_are_destroyed(
+    machines: list[PlannedMachine], options: dict[str, Any], destroyed: tuple[str, ...]
+) -> None:
+    assert plan(*machines, **options).destroy == destroyed
 
 
 def test_reservations_granted_in_the_same_plan_count_for_the_next_group() -> None:
-    steps = plan(waiting=[Demand(ready=0, reserved=3), Demand(ready=0, reserved=2)], idle_target=4)
+    steps = plan(waiting=[THREE, TWO], idle_target=4)
     assert steps.lease == ((),)
     assert steps.start_count == 0, "the last free capacity is kept for the group that waits for two"
 
 
 def test_the_oldest_idle_machines_make_room_for_reservations_of_the_head() -> None:
-    machines = [idle("old", 30.0), idle("older", 40.0), idle("new", 1.0), *in_state(LifecycleState.LEASED, 1)]
-    steps = plan(*machines, waiting=[Demand(ready=0, reserved=2)])
+    machines = [idle("old", 30.0), idle("older", 40.0), idle("new", 1.0), *in_state(LEASED, 1)]
+    steps = plan(*machines, waiting=[TWO])
     assert steps.lease == ()
     assert set(steps.destroy) == {"old", "older"}
     assert steps.start_count == 0, "evicted machines are not replaced at once"
 
 
-def test_ready_machines_that_the_head_wants_are_not_evicted() -> None:
-    machines = [idle("a", 1.0), idle("b", 2.0), *in_state(LifecycleState.LEASED, 2)]
-    assert plan(*machines, waiting=[Demand(ready=1, reserved=2)]).destroy == ("b",)
-
-
-def test_dying_machines_make_room_before_idle_ones() -> None:
-    machines = [idle("a"), idle("b"), *in_state(LifecycleState.DYING, 2)]
-    assert plan(*machines, waiting=[Demand(ready=0, reserved=2)]).destroy == ()
-
-
-def test_only_the_head_of_the_queue_evicts_idle_machines() -> None:
-    machines = [idle("a"), idle("b"), *in_state(LifecycleState.LEASED, 2)]
-    assert plan(*machines, waiting=[3, Demand(ready=0, reserved=2)]).destroy == ()
-
-
-def test_no_group_passes_a_head_that_waits_for_reservations() -> None:
-    machines = [idle("a"), *in_state(LifecycleState.LEASED, 3)]
-    assert plan(*machines, waiting=[Demand(ready=0, reserved=2), 1]).lease == ()
-
-
-def test_spare_machines_do_not_take_room_that_a_group_waits_for() -> None:
-    assert (
-        plan(*in_state(LifecycleState.LEASED, 2), waiting=[Demand(ready=1, reserved=2)], idle_target=2).start_count == 1
-    )
-    assert (
-        plan(*in_state(LifecycleState.LEASED, 2), waiting=[Demand(ready=0, reserved=3)], idle_target=2).start_count == 0
-    )
-
-
 def test_idle_machines_are_leased_then_forks_fill_capacity_then_groups_wait() -> None:
-    standby = plan(idle("a"), idle("b"), waiting=[2], idle_target=2)
+    standby = plan(A, B, waiting=[2], idle_target=2)
     assert (standby.lease, standby.start_count) == ((("a", "b"),), 2)
-    forks = plan(*in_state(LifecycleState.LEASED, 2), waiting=[2], idle_target=2)
+    forks = plan(*in_state(LEASED, 2), waiting=[2], idle_target=2)
     assert (forks.lease, forks.start_count) == ((), 2)
-    full = plan(*in_state(LifecycleState.LEASED, 4), waiting=[2], idle_target=2)
+    full = plan(*in_state(LEASED, 4), waiting=[2], idle_target=2)
     assert (full.lease, full.start_count, full.destroy) == ((), 0, ())
 
 
@@ -179,24 +172,18 @@ def test_no_more_machines_start_than_memory_allows() -> None:
     assert (steps.start_count, steps.host_is_short) == (3, False)
 
 
-def test_reservations_wait_for_memory_and_idle_machines_are_evicted() -> None:
-    steps = plan(idle("a"), idle("b"), waiting=[Demand(ready=0, reserved=2)], idle_target=0, host_room=1)
-    assert (steps.lease, len(steps.destroy), steps.host_is_short) == ((), 1, True)
-
-
-def test_reservations_granted_in_the_same_plan_count_against_memory() -> None:
-    steps = plan(waiting=[Demand(ready=0, reserved=2)] * 2, idle_target=0, host_room=3)
-    assert (steps.lease, steps.host_is_short) == (((),), True)
-
-
-def test_a_ready_machine_is_leased_even_without_memory() -> None:
-    steps = plan(idle("a"), waiting=[1], idle_target=0, host_room=0)
-    assert (steps.lease, steps.host_is_short) == ((("a",),), False)
+def test_memory_bounds_reservations_and_not_ready_machines() -> None:
+    evicting = plan(A, B, waiting=[TWO], idle_target=0, host_room=1)
+    assert (evicting.lease, len(evicting.destroy), evicting.host_is_short) == ((), 1, True)
+    second_waits = plan(waiting=[TWO] * 2, idle_target=0, host_room=3)
+    assert (second_waits.lease, second_waits.host_is_short) == (((),), True)
+    ready = plan(A, waiting=[1], idle_target=0, host_room=0)
+    assert (ready.lease, ready.host_is_short) == ((("a",),), False)
 
 
 def test_memory_is_short_only_if_more_memory_would_change_the_plan() -> None:
-    assert not plan(*in_state(LifecycleState.LEASED, 4), waiting=[2], host_room=0).host_is_short
-    assert not plan(idle("a"), host_room=0).host_is_short
+    assert not plan(*in_state(LEASED, 4), waiting=[2], host_room=0).host_is_short
+    assert not plan(A, host_room=0).host_is_short
     assert not plan(waiting=[2], host_room=0, max_starting=0).host_is_short
     assert plan(waiting=[2], host_room=0).host_is_short
 
@@ -268,82 +255,3 @@ def test_every_plan_keeps_the_rules(
     ), "work-conserving: a machine starts unless none is wanted or allowed, or groups wait for the room"
     evicted = [i for i in steps.destroy if machines[int(i)].idle_s < 60.0]
     assert not evicted or queue[0].reserved > free, "a young machine is destroyed only for a reservation"
-
-
-class SimulatedPool:
-    """A pool whose machines take one tick to boot and one to be destroyed, and whose groups stay for some ticks."""
-
-    def __init__(self, *, capacity: int, idle_target: int, max_starting: int) -> None:
-        self.capacity = capacity
-        self.idle_target = idle_target
-        self.max_starting = max_starting
-        self.states: dict[str, LifecycleState] = {}
-        self.until: dict[str, int] = {}
-        self.waiting: list[tuple[int, Demand, int]] = []
-        self.served: list[int] = []
-        self.created_count = 0
-
-    def tick(self, now: int) -> None:
-        for machine_id in [i for i, end in self.until.items() if end <= now]:
-            state, at = self.states[machine_id], now + 1
-            del self.until[machine_id]
-            if state is LifecycleState.DYING:
-                del self.states[machine_id]
-            elif state is LifecycleState.STARTING:
-                self.states[machine_id] = LifecycleState.IDLE
-            else:
-                self.states[machine_id], self.until[machine_id] = LifecycleState.DYING, at
-        steps = plan_pool(
-            [PlannedMachine(machine_id=i, state=state) for i, state in self.states.items()],
-            reserved_count=0,
-            waiting=[wanted for _, wanted, _ in self.waiting],
-            idle_target=self.idle_target,
-            capacity=self.capacity,
-            host_room=self.capacity,
-            max_starting=self.max_starting,
-            max_idle_s=60.0,
-        )
-        for machine_id in steps.destroy:
-            self.states[machine_id], self.until[machine_id] = LifecycleState.DYING, now + 1
-        for group in steps.lease:
-            number, wanted, stay = self.waiting.pop(0)
-            assert len(group) == wanted.ready
-            self.served.append(number)
-            forks = [str(self.created_count + i) for i in range(wanted.reserved)]  # filled at once
-            self.created_count += wanted.reserved
-            for machine_id in [*group, *forks]:
-                self.states[machine_id], self.until[machine_id] = LifecycleState.LEASED, now + stay
-        for _ in range(steps.start_count):
-            machine_id = str(self.created_count)
-            self.created_count += 1
-            self.states[machine_id], self.until[machine_id] = LifecycleState.STARTING, now + 1
-
-
-def fits(group: Demand) -> bool:
-    return group.machine_count <= 6
-
-
-@given(
-    arrivals=st.lists(st.tuples(st.integers(0, 3), groups.filter(fits), st.integers(1, 5)), max_size=40),
-    idle_target=st.integers(0, 6),
-    max_starting=st.integers(1, 6),
-)
-@settings(max_examples=100)
-def test_random_arrivals_are_all_served_in_order_and_never_over_capacity(
-    arrivals: list[tuple[int, Demand, int]], idle_target: int, max_starting: int
-) -> None:
-    pool = SimulatedPool(capacity=6, idle_target=idle_target, max_starting=max_starting)
-    now = 0
-    for number, (gap, wanted, stay) in enumerate(arrivals):
-        for _ in range(gap):
-            pool.tick(now := now + 1)
-            assert len(pool.states) <= pool.capacity
-        pool.waiting.append((number, wanted, stay))
-    # A group costs at most one turnover of the pool: starts one at a time, a stay, a death; and another death if idle
-    # machines are evicted.
-    limit = now + (len(arrivals) + 1) * (6 + 5 + 2 + 2)
-    while pool.waiting and now < limit:
-        pool.tick(now := now + 1)
-        assert len(pool.states) <= pool.capacity
-
-    assert pool.served == list(range(len(arrivals))), "every group is served, in order of arrival"

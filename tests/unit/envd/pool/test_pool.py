@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from envd.base.errors import Draining, GroupTooLarge, GuestUnresponsive, HypervisorError, PoolExhausted
+from envd.base.errors import Draining, GuestUnresponsive, HypervisorError, PoolExhausted
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
-from tests.support.clock import run_ready
+from tests.support.clock import begun, run_ready, run_turns
 from tests.support.pool_world import PoolWorld, start
 from tests.support.stubs import StubDesktop
 
@@ -27,6 +27,12 @@ def counts(pool: Pool) -> tuple[int, int, int, int, int]:
 def stub_desktop(machine: LeasedMachine) -> StubDesktop:
     assert isinstance(machine.desktop, StubDesktop)
     return machine.desktop
+
+
+@pytest.fixture
+async def pool(world: PoolWorld) -> Pool:
+    """Start a pool of one machine."""
+    return await world.started(capacity=1)
 
 
 async def test_machines_are_forked_ahead_of_demand(world: PoolWorld) -> None:
@@ -49,27 +55,13 @@ async def test_machine_ids_are_short_lower_case_and_prefixed_with_the_pool_name(
 async def test_no_more_machines_start_at_once_than_the_settings_say(world: PoolWorld) -> None:
     pool = await world.started(capacity=6, max_starting=2, size=0, max_idle_s=0.0)
     world.hypervisor.gates["fork"].clear()
-    waiter = asyncio.create_task(lease(pool, 6, timeout_s=60.0))
-    await run_ready()
+    waiter = await begun(lease(pool, 6, timeout_s=60.0))
     assert pool.statistics().starting_count == 2
     world.hypervisor.gates["fork"].set()
     assert len(await waiter) == 6
 
 
-async def test_a_machine_is_not_leased_before_its_guest_is_ready(world: PoolWorld) -> None:
-    world.hypervisor.ready_gate.clear()
-    pool = await world.started(capacity=1)
-    waiter = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
-    await run_ready()
-    assert counts(pool) == (0, 0, 1, 0, 1)
-    world.hypervisor.ready_gate.set()
-    (machine,) = await waiter
-    assert machine.machine_id in world.hypervisor.machines
-    assert counts(pool) == (0, 1, 0, 0, 0)
-
-
-async def test_a_machine_is_used_once_then_destroyed_and_replaced(world: PoolWorld) -> None:
-    pool = await world.started(capacity=1)
+async def test_a_machine_is_used_once_then_destroyed_and_replaced(world: PoolWorld, pool: Pool) -> None:
     (first,) = await lease(pool, 1, timeout_s=1.0)
     await pool.release([first])
     assert first.machine_id not in world.hypervisor.machines
@@ -79,27 +71,12 @@ async def test_a_machine_is_used_once_then_destroyed_and_replaced(world: PoolWor
     assert len(world.hypervisor.forks) == 2
 
 
-async def test_a_dying_machine_counts_against_capacity_until_it_is_gone(world: PoolWorld) -> None:
-    pool = await world.started(capacity=1)
+async def test_release_is_idempotent_and_a_dying_machine_counts_until_it_is_gone(world: PoolWorld, pool: Pool) -> None:
     machines = await lease(pool, 1, timeout_s=1.0)
     world.hypervisor.destroy_gate.clear()
-    releasing = asyncio.create_task(pool.release(machines))
-    await run_ready()
+    releasing = await begun(pool.release(machines))
     assert counts(pool) == (0, 0, 0, 1, 0)
     assert not releasing.done()
-    world.hypervisor.destroy_gate.set()
-    await releasing
-    await run_ready()
-    assert counts(pool) == (1, 0, 0, 0, 0)
-    assert world.hypervisor.peak_count == 1
-
-
-async def test_release_is_idempotent_and_continues_when_cancelled(world: PoolWorld) -> None:
-    pool = await world.started(capacity=1)
-    machines = await lease(pool, 1, timeout_s=1.0)
-    world.hypervisor.destroy_gate.clear()
-    releasing = asyncio.create_task(pool.release(machines))
-    await run_ready()
     releasing.cancel()
     await asyncio.gather(releasing, return_exceptions=True)
     world.hypervisor.destroy_gate.set()
@@ -108,13 +85,13 @@ async def test_release_is_idempotent_and_continues_when_cancelled(world: PoolWor
     await pool.release(machines)
     await run_ready()
     assert counts(pool) == (1, 0, 0, 0, 0)
+    assert world.hypervisor.peak_count == 1
 
 
 async def test_a_group_waits_until_it_can_be_served_whole(world: PoolWorld) -> None:
     pool = await world.started(capacity=3)
     held = await lease(pool, 2, timeout_s=1.0)
-    gang = asyncio.create_task(lease(pool, 3, timeout_s=60.0))
-    await run_ready()
+    gang = await begun(lease(pool, 3, timeout_s=60.0))
     assert counts(pool) == (1, 2, 0, 0, 3)
     await pool.release(held[:1])
     await run_ready()
@@ -124,29 +101,7 @@ async def test_a_group_waits_until_it_can_be_served_whole(world: PoolWorld) -> N
     assert len({m.machine_id for m in machines}) == 3
 
 
-async def test_a_small_group_does_not_pass_a_large_one(world: PoolWorld) -> None:
-    pool = await world.started(capacity=2)
-    held = await lease(pool, 1, timeout_s=1.0)
-    large = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
-    small = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
-    await run_ready()
-    assert not small.done(), "one machine is idle, but it is kept for the group ahead"
-    await pool.release(held)
-    machines = await large
-    await run_ready()
-    assert not small.done()
-    await pool.release(machines)
-    assert len(await small) == 1
-
-
-async def test_a_group_that_never_fits_is_refused_at_once(world: PoolWorld) -> None:
-    pool = await world.started(capacity=2)
-    with pytest.raises(GroupTooLarge, match=r"at most 2 .* of 3"):
-        await lease(pool, 3, timeout_s=60.0)
-
-
-async def test_a_timeout_reports_the_position_and_when_to_retry(world: PoolWorld) -> None:
-    pool = await world.started(capacity=1)
+async def test_a_timeout_reports_the_position_and_when_to_retry(world: PoolWorld, pool: Pool) -> None:
     await lease(pool, 1, timeout_s=1.0)
     first = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
     second = asyncio.create_task(lease(pool, 1, timeout_s=30.0))
@@ -167,7 +122,8 @@ async def test_a_group_that_times_out_unblocks_those_behind_it(world: PoolWorld)
     pool = await world.started(capacity=2)
     await lease(pool, 1, timeout_s=1.0)
     large = asyncio.create_task(lease(pool, 2, timeout_s=5.0))
-    small = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
+    small = await begun(lease(pool, 1, timeout_s=60.0))
+    assert not small.done(), "one machine is idle, but it is kept for the group ahead"
     await world.clock.advance(5.0)
     with pytest.raises(PoolExhausted):
         await large
@@ -179,23 +135,9 @@ async def test_a_lease_with_a_zero_timeout_gets_ready_machines(world: PoolWorld)
     assert len(await lease(pool, 1, timeout_s=0.0)) == 1
 
 
-async def test_a_full_queue_refuses_at_once(world: PoolWorld) -> None:
-    pool = await world.started(capacity=1, queue_limit=1)
-    await lease(pool, 1, timeout_s=1.0)
-    waiting = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
-    await run_ready()
-    with pytest.raises(PoolExhausted, match="limit of 1") as caught:
-        await lease(pool, 1, timeout_s=60.0)
-    assert caught.value.retry_after_s >= 1.0
-    assert pool.statistics().waiting_count == 1
-    waiting.cancel()
-
-
-async def test_a_cancelled_waiter_leaves_the_queue(world: PoolWorld) -> None:
-    pool = await world.started(capacity=1)
+async def test_a_cancelled_waiter_leaves_the_queue(pool: Pool) -> None:
     held = await lease(pool, 1, timeout_s=1.0)
-    waiter = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
-    await run_ready()
+    waiter = await begun(lease(pool, 1, timeout_s=60.0))
     waiter.cancel()
     await run_ready()
     assert waiter.cancelled()
@@ -210,8 +152,7 @@ async def test_a_waiter_cancelled_while_being_admitted_gives_its_machine_to_the_
     world.hypervisor.gates["fork"].clear()
     await pool.release(await lease(pool))
     first = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
-    second = asyncio.create_task(lease(pool, 1, timeout_s=60.0))
-    await run_ready()
+    second = await begun(lease(pool, 1, timeout_s=60.0))
 
     def cancel_once_admitted() -> None:
         if pool.statistics().leased_count:
@@ -234,15 +175,13 @@ async def test_a_hundred_random_cancellations_leak_nothing(world: PoolWorld) -> 
     async def use() -> None:
         machines = await lease(pool, dice.randint(1, 3), timeout_s=60.0)
         try:
-            for _ in range(dice.randint(0, 5)):
-                await asyncio.sleep(0)
+            await run_turns(dice.randint(0, 5))
         finally:
             await pool.release(machines)
 
     users = [asyncio.create_task(use()) for _ in range(100)]
     for user in users:
-        for _ in range(dice.randint(0, 6)):
-            await asyncio.sleep(0)
+        await run_turns(dice.randint(0, 6))
         user.cancel()
         assert len(world.hypervisor.machines) <= 4
     await asyncio.gather(*users, return_exceptions=True)
@@ -260,8 +199,7 @@ async def test_a_lease_cancelled_at_any_await_takes_nothing(world: PoolWorld) ->
         held = await lease(pool, 2, timeout_s=1.0)
         waiter = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
         releasing = asyncio.create_task(pool.release(held))
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await run_turns(turns)
         waiter.cancel()
         await asyncio.gather(waiter, releasing, return_exceptions=True)
         if not waiter.cancelled():
@@ -293,8 +231,7 @@ async def test_a_machine_that_just_died_is_not_leased(world: PoolWorld) -> None:
     assert machine.machine_id != dead.machine_id
 
 
-async def test_a_machine_that_dies_leased_is_destroyed_and_replaced_at_once(world: PoolWorld) -> None:
-    pool = await world.started(capacity=1)
+async def test_a_machine_that_dies_leased_is_destroyed_and_replaced_at_once(world: PoolWorld, pool: Pool) -> None:
     machines = await lease(pool, 1, timeout_s=1.0)
     world.hypervisor.forks[0].die()
     await run_ready()
@@ -357,8 +294,7 @@ async def test_a_surplus_machine_ages_out(world: PoolWorld) -> None:
     pool = await world.started(capacity=3, size=1, max_idle_s=100.0)
     held = await lease(pool, 1, timeout_s=1.0)
     world.hypervisor.gates["fork"].clear()
-    waiter = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
-    await run_ready()
+    waiter = await begun(lease(pool, 2, timeout_s=60.0))
     waiter.cancel()
     world.hypervisor.gates["fork"].set()
     await run_ready()
@@ -370,12 +306,10 @@ async def test_a_surplus_machine_ages_out(world: PoolWorld) -> None:
     await pool.release(held)
 
 
-async def test_destroying_is_retried_and_its_failure_reported(world: PoolWorld) -> None:
-    pool = await world.started(capacity=1)
+async def test_destroying_is_retried_and_its_failure_reported(world: PoolWorld, pool: Pool) -> None:
     machines = await lease(pool, 1, timeout_s=1.0)
     world.hypervisor.forks[0].destroy_errors = [HypervisorError("domain is busy")] * 2
-    releasing = asyncio.create_task(pool.release(machines))
-    await run_ready()
+    releasing = await begun(pool.release(machines))
     assert counts(pool) == (0, 0, 0, 1, 0)
     assert "could not be destroyed: domain is busy" in pool.statistics().problem
     await world.clock.advance(1.0)
@@ -390,8 +324,7 @@ async def test_destroying_is_retried_and_its_failure_reported(world: PoolWorld) 
 async def test_draining_keeps_leased_machines_and_refuses_all_groups(world: PoolWorld) -> None:
     pool = await world.started(capacity=2)
     (machine,) = await lease(pool, 1, timeout_s=1.0)
-    waiter = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
-    await run_ready()
+    waiter = await begun(lease(pool, 2, timeout_s=60.0))
     pool.drain()
     with pytest.raises(Draining):
         await waiter
@@ -409,8 +342,7 @@ async def test_closing_destroys_machines_in_any_state(world: PoolWorld) -> None:
     await lease(pool, 1, timeout_s=1.0)
     world.hypervisor.gates["fork"].clear()
     await lease(pool, 1, timeout_s=1.0)
-    waiter = asyncio.create_task(lease(pool, 2, timeout_s=60.0))
-    await run_ready()
+    waiter = await begun(lease(pool, 2, timeout_s=60.0))
     await pool.close()
     await pool.close()
     assert world.hypervisor.machines == {}
@@ -425,8 +357,7 @@ async def test_closing_at_any_await_of_a_boot_leaves_nothing(world: PoolWorld) -
         world.hypervisor.stored.clear()
         pool = world.make(capacity=2)
         await pool.start()
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await run_turns(turns)
         await pool.close()
         made.add(len(world.hypervisor.made))
         assert world.hypervisor.machines == {}, f"closed after {turns} iterations"
@@ -437,8 +368,7 @@ async def test_closing_at_any_await_of_a_boot_leaves_nothing(world: PoolWorld) -
 async def test_closing_continues_when_its_caller_is_cancelled(world: PoolWorld) -> None:
     pool = await world.started(capacity=2)
     world.hypervisor.destroy_gate.clear()
-    closing = asyncio.create_task(pool.close())
-    await run_ready()
+    closing = await begun(pool.close())
     closing.cancel()
     await run_ready()
     assert len(world.hypervisor.machines) == 2
@@ -448,9 +378,8 @@ async def test_closing_continues_when_its_caller_is_cancelled(world: PoolWorld) 
 
 
 async def test_closing_gives_up_on_a_machine_that_cannot_be_destroyed(
-    world: PoolWorld, caplog: pytest.LogCaptureFixture
+    world: PoolWorld, caplog: pytest.LogCaptureFixture, pool: Pool
 ) -> None:
-    pool = await world.started(capacity=1)
     (machine,) = world.hypervisor.forks
     machine.destroy_errors = [HypervisorError("domain is busy")] * 3
     await pool.close()

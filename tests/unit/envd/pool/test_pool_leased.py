@@ -11,7 +11,7 @@ from cuaenv.actions import Wait
 from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost, NotForkable
 from envd.hypervisor.machine import Firmware, GuestOs, MachineSpec
 from envd.pool.leased import FrozenDesktop, LeasedMachine, freeze
-from tests.support.clock import run_ready
+from tests.support.clock import begun, cancelled_after, run_ready, run_turns
 from tests.support.stubs import IMAGE, StubDesktop, StubHypervisor, StubMachine, StubSnapshot, blank_view
 
 WAIT = Wait(timedelta(seconds=0.0))
@@ -52,6 +52,11 @@ def desktop_of(leased: LeasedMachine) -> StubDesktop:
     return leased.desktop
 
 
+async def use(leased: LeasedMachine) -> None:
+    async with leased.running():
+        pass
+
+
 def runs(machine: StubMachine) -> bool:
     return not machine.paused
 
@@ -74,8 +79,7 @@ async def test_a_guest_runs_and_is_awake_only_inside_the_block(leased: LeasedMac
 
 async def test_a_desktop_is_woken_once_and_resumed_each_time(leased: LeasedMachine, machine: StubMachine) -> None:
     for _ in range(3):
-        async with leased.running():
-            pass
+        await use(leased)
         await run_ready()
     assert desktop_of(leased).calls == ["wake"]
     assert machine.calls == ["resume", "pause"] * 3
@@ -95,8 +99,7 @@ async def test_a_desktop_wakes_by_its_kernel_whatever_system_tasks_find(
 async def test_a_guest_used_again_at_once_keeps_running(machine: StubMachine, hypervisor: StubHypervisor) -> None:
     leased = lease(machine, hypervisor, linger_s=2.0)
     for _ in range(3):
-        async with leased.running():
-            pass
+        await use(leased)
         await run_ready()
         assert runs(machine)
     async with asyncio.timeout(60):
@@ -107,8 +110,7 @@ async def test_a_guest_used_again_at_once_keeps_running(machine: StubMachine, hy
 
 async def test_a_running_guest_is_paused_on_demand(machine: StubMachine, hypervisor: StubHypervisor) -> None:
     leased = lease(machine, hypervisor, linger_s=3600.0)
-    async with leased.running():
-        pass
+    await use(leased)
     async with leased.paused():
         assert not runs(machine)
     assert not runs(machine)
@@ -136,8 +138,7 @@ async def test_concurrent_users_share_one_wake_and_the_last_one_pauses(
         async with leased.running():
             inside += 1
             await desktop.act(WAIT)
-            for _ in range(turns):
-                await asyncio.sleep(0)
+            await run_turns(turns)
             assert runs(machine)
 
     users = [asyncio.create_task(use(turns)) for turns in (1, 20, 40)]
@@ -154,16 +155,14 @@ async def test_a_user_who_arrives_while_the_last_one_leaves_finds_the_guest_runn
     leased: LeasedMachine, machine: StubMachine
 ) -> None:
     for turns in range(12):
-        async with leased.running():
-            pass
+        await use(leased)
 
-        async def use(turns: int = turns) -> None:
-            for _ in range(turns):
-                await asyncio.sleep(0)
+        async def act_after(turns: int) -> None:
+            await run_turns(turns)
             async with leased.running():
                 await leased.desktop.act(WAIT)
 
-        await asyncio.gather(use(0), use())
+        await asyncio.gather(act_after(0), act_after(turns))
         assert not runs(machine), f"{turns} turns apart"
 
 
@@ -172,8 +171,7 @@ async def test_an_always_running_machine_is_paused_only_until_its_first_use(
 ) -> None:
     leased = lease(machine, hypervisor, always_running=True)
     assert not runs(machine)
-    async with leased.running():
-        pass
+    await use(leased)
     assert machine.calls == ["resume"]
     async with leased.running() as resume_ms:
         assert resume_ms == 0
@@ -188,32 +186,24 @@ async def test_a_desktop_that_does_not_wake_up_fails_every_use(
     leased = lease(machine, hypervisor, always_running=always_running)
     desktop_of(leased).errors["wake"] = error
     with pytest.raises(type(error), match=str(error)):
-        async with leased.running():
-            pytest.fail("it is not awake")
+        await use(leased)
     await run_ready()
     assert not runs(machine)
     with pytest.raises(GuestUnresponsive, match=f"did not wake up before: {error}"):
-        async with leased.running():
-            pytest.fail("it is not awake")
+        await use(leased)
     assert desktop_of(leased).calls == ["wake"]
 
 
 async def test_the_next_user_repeats_a_cancelled_wake(leased: LeasedMachine, machine: StubMachine) -> None:
     desktop = desktop_of(leased)
     desktop.gates["wake"].clear()
-
-    async def use() -> None:
-        async with leased.running():
-            pass
-
-    user = asyncio.create_task(use())
-    await run_ready()
+    user = await begun(use(leased))
     user.cancel()
     await asyncio.gather(user, return_exceptions=True)
     assert user.cancelled()
     assert not runs(machine)
     desktop.gates["wake"].set()
-    await use()
+    await use(leased)
     assert not asleep(leased)
 
 
@@ -225,24 +215,18 @@ async def test_a_user_cancelled_at_any_await_leaves_the_machine_paused(
             await asyncio.sleep(0)
 
     for turns in range(20):
-        user = asyncio.create_task(use())
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        user.cancel()
-        await asyncio.gather(user, return_exceptions=True)
+        await cancelled_after(turns, use())
         assert not runs(machine), f"cancelled after {turns} iterations"
         assert repr(leased) == "<LeasedMachine fork paused | 0 users>"
 
 
 async def test_only_the_next_user_waits_for_the_pause(leased: LeasedMachine, machine: StubMachine) -> None:
     machine.pause_gate.clear()
-    async with leased.running():
-        pass
+    await use(leased)
     await run_ready()
     assert machine.calls == ["resume", "pause"]
     async with AsyncExitStack() as stack:
-        entering = asyncio.create_task(stack.enter_async_context(leased.running()))
-        await run_ready()
+        entering = await begun(stack.enter_async_context(leased.running()))
         assert not entering.done(), "it is paused first"
         machine.pause_gate.set()
         await entering
@@ -253,8 +237,7 @@ async def test_leaving_a_lost_machine_does_not_fail(leased: LeasedMachine, machi
     async with leased.running():
         machine.die()
     with pytest.raises(MachineLost):
-        async with leased.running():
-            pytest.fail("it is gone")
+        await use(leased)
 
 
 async def test_an_error_inside_the_block_is_raised_unchanged(leased: LeasedMachine, machine: StubMachine) -> None:
@@ -274,8 +257,7 @@ async def test_a_machine_that_cannot_be_paused_is_logged_and_its_result_kept(
         raise HypervisorError("the monitor does not answer")
 
     monkeypatch.setattr(machine, "pause", refuse)
-    async with leased.running():
-        pass
+    await use(leased)
     await run_ready()
     assert "machine fork: not paused after use" in caplog.text
 
@@ -289,8 +271,7 @@ async def test_machine_and_screen_are_frozen_at_one_instant(
     hypervisor.gates["capture"].clear()
     async with leased.running():
         await leased.desktop.act(WAIT)
-        freezing = asyncio.create_task(freeze(leased, hypervisor=hypervisor))
-        await run_ready()
+        freezing = await begun(freeze(leased, hypervisor=hypervisor))
         assert not runs(machine)
         hypervisor.gates["capture"].set()
         frozen = await freezing
@@ -313,11 +294,9 @@ async def test_a_machine_does_not_run_while_it_is_frozen(
     leased: LeasedMachine, machine: StubMachine, hypervisor: StubHypervisor
 ) -> None:
     hypervisor.gates["capture"].clear()
-    freezing = asyncio.create_task(freeze(leased, hypervisor=hypervisor))
-    await run_ready()
+    freezing = await begun(freeze(leased, hypervisor=hypervisor))
     async with AsyncExitStack() as stack:
-        entering = asyncio.create_task(stack.enter_async_context(leased.running()))
-        await run_ready()
+        entering = await begun(stack.enter_async_context(leased.running()))
         assert not runs(machine)
         assert not entering.done()
         hypervisor.gates["capture"].set()
@@ -344,11 +323,7 @@ async def test_a_freeze_cancelled_at_any_await_leaves_no_snapshot_and_the_machin
 ) -> None:
     async with leased.running():
         for turns in range(20):
-            freezing = asyncio.create_task(freeze(leased, hypervisor=hypervisor))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            freezing.cancel()
-            await asyncio.gather(freezing, return_exceptions=True)
+            freezing = await cancelled_after(turns, freeze(leased, hypervisor=hypervisor))
             assert runs(machine)
             if not freezing.cancelled():
                 break

@@ -8,7 +8,7 @@ from envd.base.errors import Draining, GroupTooLarge, HypervisorError, MachineLo
 from envd.pool.leased import FrozenDesktop, LeasedMachine, MachineLease, Reservation
 from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
-from tests.support.clock import run_ready
+from tests.support.clock import begun, cancelled_after, run_ready, run_turns
 from tests.support.pool_world import PoolWorld
 
 POOL = {"capacity": 4, "size": 1, "max_idle_s": 1e9, "expected_memory_mib": 256}
@@ -65,10 +65,11 @@ async def test_reservations_alone_are_granted_up_to_capacity(world: PoolWorld) -
         await pool.lease(1, timeout_s=0.0)
 
 
-async def test_a_failed_fork_keeps_its_reservation_for_a_retry(world: PoolWorld) -> None:
-    pool = await world.started(capacity=2)
+@pytest.mark.parametrize(("method", "capacity"), [("fork", 2), ("load", 4)])
+async def test_a_failed_fork_keeps_its_reservation_for_a_retry(world: PoolWorld, method: str, capacity: int) -> None:
+    pool = await world.started(capacity=capacity)
     (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
-    world.hypervisor.errors["fork"] = [HypervisorError("no more sockets")]
+    world.hypervisor.errors[method] = [HypervisorError("no more sockets")]
     with pytest.raises(HypervisorError, match="no more sockets"):
         await pool.fork(reservation, template(pool))
     await run_ready()
@@ -97,8 +98,7 @@ async def test_releasing_a_reservation_ends_its_fork(world: PoolWorld) -> None:
     (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
     for turns in range(15):
         forking = asyncio.create_task(pool.fork(reservation, template(pool)))
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await run_turns(turns)
         was_done = forking.done()
         await pool.release([reservation])
         await asyncio.gather(forking, return_exceptions=True)
@@ -114,11 +114,7 @@ async def test_a_fork_cancelled_at_any_await_keeps_its_reservation_and_no_machin
     pool = await world.started(size=0)
     (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
     for turns in range(20):
-        forking = asyncio.create_task(pool.fork(reservation, template(pool)))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        forking.cancel()
-        await asyncio.gather(forking, return_exceptions=True)
+        forking = await cancelled_after(turns, pool.fork(reservation, template(pool)))
         await run_ready()
         if not forking.cancelled():
             break
@@ -135,8 +131,7 @@ async def test_a_lease_cancelled_at_any_await_returns_machines_and_reservations(
         held = await pool.lease(2, reserved=2, timeout_s=1.0)
         waiter = asyncio.create_task(pool.lease(1, reserved=2, timeout_s=60.0))
         releasing = asyncio.create_task(pool.release([*held.machines, *held.reservations]))
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await run_turns(turns)
         waiter.cancel()
         await asyncio.gather(waiter, releasing, return_exceptions=True)
         if not waiter.cancelled():
@@ -156,8 +151,7 @@ async def test_granted_reservations_can_be_filled_until_the_pool_closes(world: P
     assert counts(pool) == (0, 1, 1)
     assert len(world.hypervisor.machines) == 2
     world.hypervisor.gates["load"].clear()
-    forking = asyncio.create_task(pool.fork(granted.reservations[1], frozen))
-    await run_ready()
+    forking = await begun(pool.fork(granted.reservations[1], frozen))
     await pool.close()
     assert world.hypervisor.machines == {}
     with pytest.raises(Draining):
@@ -170,8 +164,7 @@ async def test_a_fork_for_a_reservation_does_not_count_as_a_spare_machine(world:
     pool = await world.started()
     (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
     world.hypervisor.gates["fork"].clear()
-    forking = asyncio.create_task(pool.fork(reservation, template(pool)))
-    await run_ready()
+    forking = await begun(pool.fork(reservation, template(pool)))
     await pool.lease(1, timeout_s=1.0)
     assert pool.statistics().starting_count == 2
     world.hypervisor.gates["fork"].set()
@@ -260,25 +253,12 @@ async def test_a_machine_that_dies_while_it_waits_is_replaced_before_its_reserva
     first.die()
     world.hypervisor.destroy_gate.clear()
     await run_ready()
-    forking = asyncio.create_task(pool.fork(reservation, template(pool)))
-    await run_ready()
+    forking = await begun(pool.fork(reservation, template(pool)))
     assert not forking.done()
     world.hypervisor.destroy_gate.set()
     fork = await forking
     assert fork.machine_id != first.machine_id
     assert counts(pool)[1:] == (1, 0)
-
-
-async def test_a_failed_load_keeps_the_reservation_for_a_retry(world: PoolWorld) -> None:
-    pool = await world.started()
-    (reservation,) = (await pool.lease(0, reserved=1, timeout_s=1.0)).reservations
-    world.hypervisor.errors["load"] = [HypervisorError("the state could not be loaded")]
-    with pytest.raises(HypervisorError, match="loaded"):
-        await pool.fork(reservation, template(pool))
-    await run_ready()
-    assert pool.statistics().reserved_count == 1
-    machine = await pool.fork(reservation, template(pool))
-    assert machine.machine_id in world.hypervisor.machines
 
 
 async def test_machines_of_reservations_are_not_started_during_a_pause_after_a_failure(world: PoolWorld) -> None:
@@ -302,8 +282,7 @@ async def test_a_lease_does_not_wait_for_the_state_but_its_first_use_does(world:
     machines = (await pool.lease(4, timeout_s=1.0)).machines
     waiting = next(machine for machine in machines if not world.hypervisor.machines[machine.machine_id].is_loaded)
     using = asyncio.create_task(use(waiting))
-    freezing = asyncio.create_task(pool.freeze(machines[-1]))
-    await run_ready()
+    freezing = await begun(pool.freeze(machines[-1]))
     assert not using.done()
     assert world.hypervisor.machines[waiting.machine_id].calls == []
     world.hypervisor.gates["load"].set()

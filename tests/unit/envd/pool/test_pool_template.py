@@ -8,7 +8,7 @@ import pytest
 
 from envd.base.errors import Draining, GuestUnresponsive, HypervisorError, HypervisorUnavailable, PoolExhausted
 from envd.pool.pool import Pool
-from tests.support.clock import run_ready
+from tests.support.clock import begun, run_ready
 from tests.support.pool_world import PoolWorld, start
 from tests.support.stubs import StubDesktop
 
@@ -56,8 +56,7 @@ async def test_leases_wait_and_nothing_is_forked_while_the_template_boots(world:
     world.hypervisor.ready_gate.clear()
     pool = await world.started()
     waiting = asyncio.create_task(pool.lease(1, timeout_s=60.0))
-    reserving = asyncio.create_task(pool.lease(0, reserved=2, timeout_s=60.0))
-    await run_ready()
+    reserving = await begun(pool.lease(0, reserved=2, timeout_s=60.0))
     assert not waiting.done()
     assert not reserving.done(), "the booting machine counts against capacity"
     assert (pool.statistics().starting_count, world.hypervisor.counts["fork"]) == (1, 0)
@@ -232,8 +231,7 @@ async def test_a_guest_that_does_not_become_ready_leaves_no_machine_behind(world
 async def test_draining_cancels_the_template_boot_and_refuses_all_groups(world: PoolWorld) -> None:
     world.hypervisor.ready_gate.clear()
     pool = await world.started()
-    waiter = asyncio.create_task(pool.lease(1, timeout_s=60.0))
-    await run_ready()
+    waiter = await begun(pool.lease(1, timeout_s=60.0))
     pool.drain()
     await run_ready()
     assert world.hypervisor.machines == {}

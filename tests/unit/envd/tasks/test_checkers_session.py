@@ -61,8 +61,7 @@ async def test_a_picture_is_compared_by_its_pixels(data: bytes, expected: float,
     assert words in evidence
 
 
-async def test_a_picture_is_compared_with_another_one_in_the_guest() -> None:
-    desktop = MemoryDesktop()
+async def test_a_picture_is_compared_with_another_one_in_the_guest(desktop: MemoryDesktop) -> None:
     checker = {"kind": "image_like", "path": PATH, "guest_path": "/home/user/b.png"}
     desktop.files[PATH] = picture((1, 2, 3))
     assert await score(desktop, checker) == (0.0, "/home/user/b.png: no such file")
@@ -85,8 +84,7 @@ def test_a_reference_that_is_not_a_picture_is_rejected() -> None:
         Task.model_validate({"task_id": "s/t", "instruction": "i", "level": 1, "checker": checker})
 
 
-async def test_the_clipboard_is_read_in_the_session() -> None:
-    desktop = MemoryDesktop()
+async def test_the_clipboard_is_read_in_the_session(desktop: MemoryDesktop) -> None:
     checker = {"kind": "clipboard", "equals": "漢字"}
     assert await score(desktop, checker) == (0.0, "no text is on the clipboard")
     await desktop.run(["xclip"], timeout_s=60.0, stdin="漢字\n".encode())
@@ -95,8 +93,7 @@ async def test_the_clipboard_is_read_in_the_session() -> None:
     assert (await score(desktop, checker))[0] == 0.0
 
 
-async def test_a_clipboard_that_cannot_be_read_gives_no_score() -> None:
-    desktop = MemoryDesktop()
+async def test_a_clipboard_that_cannot_be_read_gives_no_score(desktop: MemoryDesktop) -> None:
     desktop.answers["xclip",] = CommandResult(exit_code=1, stdout=b"", stderr=b"Error: Can't open display: :0")
     with pytest.raises(EvaluatorFailed, match=r"exit code 1: .*Can't open display"):
         await score(desktop, {"kind": "clipboard", "equals": "x"})
@@ -190,15 +187,13 @@ async def test_a_registry_value_is_scored(response: bytes, fields: dict[str, Any
 
 
 @pytest.mark.parametrize("response", [b"", b"[]", b'{"value": 1}', b"Access is denied."])
-async def test_a_malformed_registry_response_gives_no_score(response: bytes) -> None:
-    desktop = MemoryDesktop()
+async def test_a_malformed_registry_response_gives_no_score(response: bytes, desktop: MemoryDesktop) -> None:
     desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=response, stderr=b"")
     with pytest.raises(EvaluatorFailed, match=r"^task .*registry"):
         await score(desktop, {"kind": "registry", "key": KEY, "equals": 1}, os="windows")
 
 
-async def test_windows_files_and_processes_are_queried_with_powershell() -> None:
-    desktop = MemoryDesktop()
+async def test_windows_files_and_processes_are_queried_with_powershell(desktop: MemoryDesktop) -> None:
     checker = {"kind": "file_text", "path": "C:\\a.txt", "equals": "right"}
     desktop.files["C:\\a.txt"] = b"right\r\n"
     desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=b"7\r\n", stderr=b"")

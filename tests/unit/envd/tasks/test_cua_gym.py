@@ -103,27 +103,21 @@ def test_a_directory_without_bundles_is_a_problem(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "needs"),
+    ("file", "text", "needs"),
     [
-        ("echo $CUA_GYM_ADMIN_TOKEN", ("cua-gym-hub",)),
-        ("xdg-open https://cua-gym-wandb.xlang.ai/", ("cua-gym-hub",)),
-        ("pip install openpyxl", ("internet",)),
-        ("curl -s https://example.org/data", ("internet",)),
-        ("curl -s http://127.0.0.1:8000/state", ()),
+        ("setup.sh", "echo $CUA_GYM_ADMIN_TOKEN", ("cua-gym-hub",)),
+        ("setup.sh", "xdg-open https://cua-gym-wandb.xlang.ai/", ("cua-gym-hub",)),
+        ("setup.sh", "pip install openpyxl", ("internet",)),
+        ("setup.sh", "curl -s https://example.org/data", ("internet",)),
+        ("setup.sh", "curl -s http://127.0.0.1:8000/state", ()),
+        ("harness_env.tsv", "MAIL_API_KEY\n", ("mail_api_key",)),
     ],
 )
-def test_a_bundle_needs_what_its_scripts_use(tmp_path: Path, script: str, needs: tuple[str, ...]) -> None:
-    (make_bundle(tmp_path) / "setup.sh").write_text(script, encoding="utf-8")
+def test_a_bundle_needs_what_its_files_use(tmp_path: Path, file: str, text: str, needs: tuple[str, ...]) -> None:
+    (make_bundle(tmp_path) / file).write_text(text, encoding="utf-8")
     (task,) = read_bundles(tmp_path)
     assert isinstance(task, Task)
     assert task.needs == needs
-
-
-def test_a_secret_that_a_bundle_asks_for_is_a_need(tmp_path: Path) -> None:
-    (make_bundle(tmp_path) / "harness_env.tsv").write_text("MAIL_API_KEY\n", encoding="utf-8")
-    (task,) = read_bundles(tmp_path)
-    assert isinstance(task, Task)
-    assert task.needs == ("mail_api_key",)
 
 
 def test_only_the_loader_of_bundles_may_name_a_directory_of_the_host(tmp_path: Path) -> None:

@@ -21,14 +21,18 @@ from tests.support.memory_desktop import MemoryDesktop
 EDITOR = OpenWindow(0x60, "mousepad.Mousepad", "~/a.txt - Mousepad")
 CALCULATOR = OpenWindow(0x70, "galculator.Galculator", "galculator")
 PATH = "/home/user/a.txt"
+WRITE = {"kind": "write_file", "path": PATH, "text": "x"}
 WITH_PASSWORD = SetupResources(client_password="s3cret")  # noqa: S106 - of no guest
 
 
-def task(*setup: dict[str, Any]) -> Task:
-    checker = {"kind": "answer", "equals": "done"}
+def task(*setup: dict[str, Any], checker: dict[str, Any] | None = None) -> Task:
+    checker = checker or {"kind": "answer", "equals": "done"}
     return Task.model_validate(
         {"task_id": "s/t", "instruction": "Do it.", "level": 1, "setup": setup, "checker": checker}
     )
+
+
+UNSOLVED = task(WRITE, checker={"kind": "file_text", "path": PATH, "equals": "y"})
 
 
 async def run(
@@ -37,8 +41,7 @@ async def run(
     await run_setup(task(*setup), desktop, timeout_s=timeout_s, resources=resources or SetupResources(), poll_s=0.001)
 
 
-async def test_write_file_writes_bytes_in_the_declared_encoding_and_newlines() -> None:
-    desktop = MemoryDesktop()
+async def test_write_file_writes_bytes_in_the_declared_encoding_and_newlines(desktop: MemoryDesktop) -> None:
     verb = {"kind": "write_file", "path": PATH}
     await run(desktop, {**verb, "text": "é\nb\n"})
     assert desktop.files[PATH] == b"\xc3\xa9\nb\n"
@@ -48,9 +51,8 @@ async def test_write_file_writes_bytes_in_the_declared_encoding_and_newlines() -
     assert desktop.files[PATH] == b"\x00\xff"
 
 
-async def test_a_setup_ends_when_the_guest_is_idle() -> None:
-    desktop = MemoryDesktop()
-    await run(desktop, {"kind": "write_file", "path": PATH, "text": "x"})
+async def test_a_setup_ends_when_the_guest_is_idle(desktop: MemoryDesktop) -> None:
+    await run(desktop, WRITE)
     assert desktop.rests == 1
     with pytest.raises(SetupFailed):
         await run(desktop, {"kind": "execute", "argv": ["false"]})
@@ -70,10 +72,7 @@ async def test_a_setup_ends_when_the_guest_is_idle() -> None:
     ],
 )
 async def test_a_start_that_is_already_solved_fails_the_setup(checker: dict[str, Any], is_checked: bool) -> None:
-    desktop, verb = MemoryDesktop(), {"kind": "write_file", "path": PATH, "text": "x"}
-    solved = Task.model_validate(
-        {"task_id": "s/t", "instruction": "Do it.", "level": 1, "setup": [verb], "checker": checker}
-    )
+    desktop, solved = MemoryDesktop(), task(WRITE, checker=checker)
     if not is_checked:
         await run_setup(solved, desktop, timeout_s=60.0)
         return
@@ -88,28 +87,18 @@ async def test_the_start_is_judged_where_the_resources_say() -> None:
         judged.append(function.__name__)
         return CheckOutcome(1.0, "judged")
 
-    verb = {"kind": "write_file", "path": PATH, "text": "x"}
-    checker = {"kind": "file_text", "path": PATH, "equals": "y"}
-    fields = {"task_id": "s/t", "instruction": "Do it.", "level": 1, "setup": [verb], "checker": checker}
     with pytest.raises(SetupFailed, match="judged"):
-        await run_setup(
-            Task.model_validate(fields), MemoryDesktop(), timeout_s=60.0, resources=SetupResources(judge=judge)
-        )
+        await run_setup(UNSOLVED, MemoryDesktop(), timeout_s=60.0, resources=SetupResources(judge=judge))
     assert judged == ["judge_file_text"]
 
 
-async def test_a_start_that_cannot_be_checked_is_used(caplog: pytest.LogCaptureFixture) -> None:
-    desktop = MemoryDesktop()
+async def test_a_start_that_cannot_be_checked_is_used(caplog: pytest.LogCaptureFixture, desktop: MemoryDesktop) -> None:
     desktop.answers["sh", "-c"] = CommandResult(exit_code=1, stdout=b"", stderr=b"no shell")
-    verb = {"kind": "write_file", "path": PATH, "text": "x"}
-    checker = {"kind": "file_text", "path": PATH, "equals": "y"}
-    fields = {"task_id": "s/t", "instruction": "Do it.", "level": 1, "setup": [verb], "checker": checker}
-    await run_setup(Task.model_validate(fields), desktop, timeout_s=60.0)
+    await run_setup(UNSOLVED, desktop, timeout_s=60.0)
     assert "its start could not be checked" in caplog.text
 
 
-async def test_directories_and_files_are_made_and_removed_in_order() -> None:
-    desktop = MemoryDesktop()
+async def test_directories_and_files_are_made_and_removed_in_order(desktop: MemoryDesktop) -> None:
     await run(
         desktop,
         {"kind": "make_directory", "path": "/home/user/d/e"},
@@ -120,44 +109,38 @@ async def test_directories_and_files_are_made_and_removed_in_order() -> None:
     assert not desktop.files.is_directory("/home/user/d/e")
 
 
-async def test_open_starts_the_program_and_waits_for_the_window_that_shows_the_file() -> None:
-    desktop = MemoryDesktop()
+async def test_open_starts_the_program_and_waits_for_the_window_that_shows_the_file(desktop: MemoryDesktop) -> None:
     desktop.opens["mousepad", PATH] = EDITOR
     await run(desktop, {"kind": "open", "path": PATH})
     assert desktop.launched == [("mousepad", PATH)]
     assert desktop.windows == [EDITOR]
 
 
-async def test_launch_is_skipped_if_the_window_is_open() -> None:
-    desktop = MemoryDesktop()
+async def test_launch_is_skipped_if_the_window_is_open(desktop: MemoryDesktop) -> None:
     desktop.windows = [CALCULATOR]
     await run(desktop, {"kind": "launch", "argv": ["galculator"], "window": {"class": "galculator"}})
     assert desktop.launched == []
 
 
-async def test_wait_window_returns_when_the_window_appears() -> None:
-    desktop = MemoryDesktop()
+async def test_wait_window_returns_when_the_window_appears(desktop: MemoryDesktop) -> None:
     asyncio.get_running_loop().call_later(0.02, desktop.windows.append, EDITOR)
     await run(desktop, {"kind": "wait_window", "window": {"title": r"a\.txt"}})
     assert desktop.windows == [EDITOR]
     assert len(desktop.ran) > 1
 
 
-async def test_activate_window_raises_it_by_its_id() -> None:
-    desktop = MemoryDesktop()
+async def test_activate_window_raises_it_by_its_id(desktop: MemoryDesktop) -> None:
     desktop.windows = [EDITOR, CALCULATOR]
     await run(desktop, {"kind": "activate_window", "window": {"class": "Mousepad"}})
     assert desktop.windows == [CALCULATOR, EDITOR]
 
 
-async def test_set_clipboard_sets_the_text() -> None:
-    desktop = MemoryDesktop()
+async def test_set_clipboard_sets_the_text(desktop: MemoryDesktop) -> None:
     await run(desktop, {"kind": "set_clipboard", "text": "漢字"})
     assert (await desktop.run(["xclip", "-o"], timeout_s=60.0)).stdout == "漢字".encode()
 
 
-async def test_execute_expects_its_exit_code() -> None:
-    desktop = MemoryDesktop()
+async def test_execute_expects_its_exit_code(desktop: MemoryDesktop) -> None:
     await run(desktop, {"kind": "execute", "argv": ["false"], "expect_exit_code": 1})
     with pytest.raises(SetupFailed, match=r"s/t: setup\[1\] execute .*false: exit code 1"):
         await run(desktop, {"kind": "execute", "argv": ["true"]}, {"kind": "execute", "argv": ["false"]})
@@ -170,8 +153,7 @@ async def test_execute_accepts_any_exit_code_if_none_is_expected() -> None:
 @pytest.mark.parametrize(
     "until", [{"exit_code": 0}, {"stdout": "up"}, {"stderr": "warm"}, {"exit_code": 9, "stdout": "up"}]
 )
-async def test_a_command_is_repeated_until_its_condition_holds(until: dict[str, Any]) -> None:
-    desktop = MemoryDesktop()
+async def test_a_command_is_repeated_until_its_condition_holds(until: dict[str, Any], desktop: MemoryDesktop) -> None:
     desktop.answers["probe",] = CommandResult(exit_code=1, stdout=b"down", stderr=b"cold")
 
     def become_ready() -> None:
@@ -182,15 +164,13 @@ async def test_a_command_is_repeated_until_its_condition_holds(until: dict[str, 
     assert len(desktop.ran) > 1
 
 
-async def test_a_condition_that_never_holds_reports_the_last_output() -> None:
-    desktop = MemoryDesktop()
+async def test_a_condition_that_never_holds_reports_the_last_output(desktop: MemoryDesktop) -> None:
     desktop.answers["probe",] = CommandResult(exit_code=3, stdout=b"still down", stderr=b"")
     with pytest.raises(SetupFailed, match=r"0\.02 s .*probe.* 3: still down"):
         await run(desktop, {"kind": "wait_command", "argv": ["probe"], "exit_code": 0, "timeout_s": 0.02})
 
 
-async def test_close_window_closes_a_window_and_accepts_a_missing_one() -> None:
-    desktop = MemoryDesktop()
+async def test_close_window_closes_a_window_and_accepts_a_missing_one(desktop: MemoryDesktop) -> None:
     desktop.windows = [EDITOR, CALCULATOR]
     verb = {"kind": "close_window", "window": {"class": "galculator"}}
     await run(desktop, verb)
@@ -199,16 +179,14 @@ async def test_close_window_closes_a_window_and_accepts_a_missing_one() -> None:
     assert desktop.windows == [EDITOR]
 
 
-async def test_a_window_that_does_not_close_fails_the_setup() -> None:
-    desktop = MemoryDesktop()
+async def test_a_window_that_does_not_close_fails_the_setup(desktop: MemoryDesktop) -> None:
     desktop.windows = [EDITOR]
     desktop.answers["wmctrl", "-i", "-c"] = CommandResult(exit_code=0, stdout=b"", stderr=b"")
     with pytest.raises(SetupFailed, match="to close"):
         await run(desktop, {"kind": "close_window", "window": {"title": "Mousepad"}, "timeout_s": 0.05})
 
 
-async def test_the_wallpaper_must_be_a_file_in_the_guest() -> None:
-    desktop = MemoryDesktop()
+async def test_the_wallpaper_must_be_a_file_in_the_guest(desktop: MemoryDesktop) -> None:
     verb = {"kind": "change_wallpaper", "path": "/home/user/sky.png"}
     with pytest.raises(SetupFailed, match="File not found"):
         await run(desktop, verb)
@@ -234,8 +212,7 @@ async def test_a_missing_asset_fails_the_setup_and_names_the_fetch_command(tmp_p
         await run(MemoryDesktop(), verb, resources=SetupResources(assets=AssetCache(tmp_path)))
 
 
-async def test_placeholders_are_replaced_by_the_guests_password_and_screen() -> None:
-    desktop = MemoryDesktop()
+async def test_placeholders_are_replaced_by_the_guests_password_and_screen(desktop: MemoryDesktop) -> None:
     words = "{CLIENT_PASSWORD} {SCREEN_WIDTH}x{SCREEN_HEIGHT} {SCREEN_WIDTH_HALF},{SCREEN_HEIGHT_HALF} {HOME}"
     verb = {"kind": "execute", "argv": ["echo", words]}
     await run(desktop, verb, resources=WITH_PASSWORD)
@@ -251,8 +228,7 @@ async def test_the_error_of_a_failed_command_hides_the_password() -> None:
     assert "s3cret" not in str(raised.value) + repr(WITH_PASSWORD)
 
 
-async def test_windows_directories_are_created_and_removed_with_powershell() -> None:
-    desktop = MemoryDesktop()
+async def test_windows_directories_are_created_and_removed_with_powershell(desktop: MemoryDesktop) -> None:
     desktop.answers["powershell.exe",] = CommandResult(exit_code=0, stdout=b"", stderr=b"")
     path = "C:\\Users\\it's me\\notes"
     setup = [
@@ -270,23 +246,20 @@ async def test_windows_directories_are_created_and_removed_with_powershell() -> 
     assert desktop.files[f"{path}\\a.txt"] == b"x"
 
 
-async def test_execute_is_skipped_if_its_guard_succeeds() -> None:
-    desktop = MemoryDesktop()
+async def test_execute_is_skipped_if_its_guard_succeeds(desktop: MemoryDesktop) -> None:
     verb = {"kind": "execute", "argv": ["sh", "-c", f"echo more >> {PATH}"], "unless": ["test", "-f", PATH]}
     await run(desktop, verb)
     await run(desktop, verb)
     assert desktop.files[PATH] == b"more\n"
 
 
-async def test_the_error_of_a_failed_command_contains_its_output() -> None:
-    desktop = MemoryDesktop()
+async def test_the_error_of_a_failed_command_contains_its_output(desktop: MemoryDesktop) -> None:
     desktop.answers["mkdir",] = CommandResult(exit_code=1, stdout=b"", stderr=b"mkdir: Permission denied\n")
     with pytest.raises(SetupFailed, match="Permission denied"):
         await run(desktop, {"kind": "make_directory", "path": "/root/x"})
 
 
-async def test_an_unresponsive_guest_fails_the_setup() -> None:
-    desktop = MemoryDesktop()
+async def test_an_unresponsive_guest_fails_the_setup(desktop: MemoryDesktop) -> None:
     error = GuestUnresponsive("no answer in 5 s")
     desktop.answers["wmctrl",] = error
     with pytest.raises(SetupFailed, match=r"setup\[0\] open .*no answer in 5 s") as raised:
@@ -294,8 +267,7 @@ async def test_an_unresponsive_guest_fails_the_setup() -> None:
     assert raised.value.__cause__ is error
 
 
-async def test_a_setup_waits_for_a_starting_window_manager() -> None:
-    desktop = MemoryDesktop()
+async def test_a_setup_waits_for_a_starting_window_manager(desktop: MemoryDesktop) -> None:
     desktop.opens["mousepad", PATH] = EDITOR
     desktop.answers["wmctrl",] = CommandResult(exit_code=1, stdout=b"", stderr=b"Cannot get client list properties.")
     asyncio.get_running_loop().call_later(0.02, desktop.answers.clear)
@@ -303,23 +275,20 @@ async def test_a_setup_waits_for_a_starting_window_manager() -> None:
     assert desktop.windows == [EDITOR]
 
 
-async def test_a_window_manager_that_never_answers_fails_the_setup() -> None:
-    desktop = MemoryDesktop()
+async def test_a_window_manager_that_never_answers_fails_the_setup(desktop: MemoryDesktop) -> None:
     desktop.answers["wmctrl",] = GuestError("no wmctrl")
     with pytest.raises(SetupFailed, match=r"0\.02 s .*no wmctrl"):
         await run(desktop, {"kind": "open", "path": PATH, "timeout_s": 0.02})
 
 
-async def test_a_window_that_never_opens_fails_the_setup_and_lists_the_open_ones() -> None:
-    desktop = MemoryDesktop()
+async def test_a_window_that_never_opens_fails_the_setup_and_lists_the_open_ones(desktop: MemoryDesktop) -> None:
     desktop.windows = [CALCULATOR]
     expected = r"setup\[0\] open exceeded its limit of 1 s waiting for a window with title .* open now: 'galculator'"
     with pytest.raises(SetupFailed, match=expected):
         await run(desktop, {"kind": "open", "path": PATH, "timeout_s": 1})
 
 
-async def test_the_whole_setup_also_has_a_limit() -> None:
-    desktop = MemoryDesktop()
+async def test_the_whole_setup_also_has_a_limit(desktop: MemoryDesktop) -> None:
     with pytest.raises(SetupFailed, match=r"setup\[1\] wait_window .*setup.* 1 s"):
         await run(
             desktop,
@@ -339,15 +308,13 @@ async def test_a_command_that_hangs_is_cut_off_at_its_limit() -> None:
         await run(Hanging(), {"kind": "execute", "argv": ["sleep", "60"], "timeout_s": 0.02})
 
 
-async def test_a_lost_machine_stays_a_lost_machine_during_setup() -> None:
-    desktop = MemoryDesktop()
+async def test_a_lost_machine_stays_a_lost_machine_during_setup(desktop: MemoryDesktop) -> None:
     desktop.answers["mkdir",] = MachineLost("qemu exited")
     with pytest.raises(MachineLost):
         await run(desktop, {"kind": "make_directory", "path": "/home/user/d"})
 
 
-async def test_nothing_is_done_after_a_verb_that_failed() -> None:
-    desktop = MemoryDesktop()
+async def test_nothing_is_done_after_a_verb_that_failed(desktop: MemoryDesktop) -> None:
     with pytest.raises(SetupFailed):
-        await run(desktop, {"kind": "execute", "argv": ["false"]}, {"kind": "write_file", "path": PATH, "text": "x"})
+        await run(desktop, {"kind": "execute", "argv": ["false"]}, WRITE)
     assert PATH not in desktop.files

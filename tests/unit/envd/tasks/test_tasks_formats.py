@@ -75,6 +75,12 @@ def as_indexed_examples(directory: Path) -> Path:
     return index
 
 
+def as_rows(directory: Path, row: Mapping[str, Any]) -> Path:
+    path = directory / "rows.json"
+    path.write_text(json.dumps([row]), encoding="utf-8")
+    return path
+
+
 def only_task(path: Path) -> Task:
     [task] = TaskCatalogue.load([TaskFile(path, suite="morning")], include_builtin=False).list()
     return task
@@ -117,8 +123,7 @@ def test_one_task_is_the_same_from_all_four_formats(tmp_path: Path) -> None:
     ids=["object", "text", "metadata", "text-in-metadata", "text-metadata", "nested", "nested-in-text", "itself"],
 )
 def test_a_task_config_is_found_as_text_or_object_direct_or_nested(tmp_path: Path, row: dict[str, Any]) -> None:
-    rows = tmp_path / "rows.json"
-    rows.write_text(json.dumps([row]), encoding="utf-8")
+    rows = as_rows(tmp_path, row)
     expected = only_task(as_osworld_json(tmp_path))
     assert only_task(rows) == expected
     if "id" not in row:
@@ -168,8 +173,7 @@ def test_relative_upload_paths_start_in_the_users_home(tmp_path: Path, path: str
     (tmp_path / "a.txt").write_text("x")
     linux = {**OSWORLD, "evaluator": {"func": "infeasible"}, "instruction": "Read it."}
     config = [{"type": "upload_file", "parameters": {"files": [{"local_path": "a.txt", "path": path}]}}]
-    rows = tmp_path / "rows.json"
-    rows.write_text(json.dumps([{**linux, "config": config}]), encoding="utf-8")
+    rows = as_rows(tmp_path, {**linux, "config": config})
     [verb] = only_task(rows).setup
     assert verb.model_dump()["files"][0]["path"] == "/home/user/d/a.txt"
 
@@ -179,9 +183,8 @@ def test_osworlds_setup_stays_in_its_form_except_for_files_of_the_host(tmp_path:
     launch = {"type": "launch", "parameters": {"command": "soffice --calc 'my file.ods'", "shell": False}}
     upload = {"type": "upload_file", "parameters": {"files": [{"local_path": "a.txt", "path": "/home/user/a.txt"}]}}
     linux = {**OSWORLD, "evaluator": {"func": "infeasible"}, "instruction": "Run it."}
-    rows = tmp_path / "rows.json"
     config = [launch, {"type": "sleep", "parameters": {"seconds": 1}}, upload, launch]
-    rows.write_text(json.dumps([{**linux, "config": config}]), encoding="utf-8")
+    rows = as_rows(tmp_path, {**linux, "config": config})
     before, uploading, after = only_task(rows).setup
     assert isinstance(before, OsworldSetup)
     assert isinstance(after, OsworldSetup)
@@ -198,16 +201,14 @@ def test_an_evaluator_without_a_native_equivalent_stays_osworlds(tmp_path: Path)
         "expected": [{"type": "rule", "rules": {"include": ["a"]}}, None],
     }
     noted = {**evaluator, "_note": "by hand"}
-    rows = tmp_path / "rows.json"
-    rows.write_text(json.dumps([{**OSWORLD, "evaluator": noted}]), encoding="utf-8")
+    rows = as_rows(tmp_path, {**OSWORLD, "evaluator": noted})
     checker = only_task(rows).checker
     assert isinstance(checker, OsworldEvaluator)
     assert checker.to_osworld() == evaluator | {"postconfig": []}
 
 
 def test_an_infeasible_task_has_no_checker(tmp_path: Path) -> None:
-    row = tmp_path / "rows.json"
-    row.write_text(json.dumps([{**OSWORLD, "evaluator": {"func": "infeasible"}}]), encoding="utf-8")
+    row = as_rows(tmp_path, {**OSWORLD, "evaluator": {"func": "infeasible"}})
     task = only_task(row)
     assert task.infeasible
     assert task.checker is None

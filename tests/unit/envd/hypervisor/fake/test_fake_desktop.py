@@ -14,6 +14,7 @@ from envd.hypervisor.fake.files import GuestFiles
 
 SHIFT = 42
 CONTROL = 29
+ALT = 56
 
 
 class Session:
@@ -58,13 +59,17 @@ class Session:
         return self.pixels
 
 
+@pytest.fixture
+def session() -> Session:
+    return Session()
+
+
 def test_the_start_picture_is_the_same_every_time() -> None:
     assert Session().pixels == Session().pixels
     assert len(np.unique(np.frombuffer(Session().pixels, np.uint32))) > 100
 
 
-def test_text_typed_and_saved_with_the_button_is_in_the_file() -> None:
-    session = Session()
+def test_text_typed_and_saved_with_the_button_is_in_the_file(session: Session) -> None:
     text = "Hello, World!\n\tTabs & (symbols) ~`'\"\\ 0123\n"
     session.type(text)
     assert NOTE_PATH not in session.files
@@ -72,23 +77,20 @@ def test_text_typed_and_saved_with_the_button_is_in_the_file() -> None:
     assert session.files[NOTE_PATH] == text.encode()
 
 
-def test_control_s_saves_and_types_nothing() -> None:
-    session = Session()
+def test_control_s_saves_and_types_nothing(session: Session) -> None:
     session.type("abc")
     session.press(31, held=(CONTROL,))
     assert session.files[NOTE_PATH] == b"abc"
     assert session.desktop.element("note.txt - Editor", window="Editor")
 
 
-def test_unicode_text_from_an_input_method_is_saved_as_utf_8() -> None:
-    session = Session()
+def test_unicode_text_from_an_input_method_is_saved_as_utf_8(session: Session) -> None:
     session.desktop.type_text("€ é 漢字 😀")
     session.press(31, held=(CONTROL,))
     assert session.files[NOTE_PATH].decode() == "€ é 漢字 😀"
 
 
-def test_editing_keys_move_and_erase() -> None:
-    session = Session()
+def test_editing_keys_move_and_erase(session: Session) -> None:
     session.type("one\ntwo")
     for key in ("up", "home", "delete", "end", "backspace", "down", "left", "left", "left"):
         session.name(key)
@@ -99,8 +101,7 @@ def test_editing_keys_move_and_erase() -> None:
     assert session.desktop.editor.text_area.text == "z"
 
 
-def test_a_click_in_the_text_places_the_caret() -> None:
-    session = Session()
+def test_a_click_in_the_text_places_the_caret(session: Session) -> None:
     session.type("abcdef")
     cell = session.desktop.editor.cell_rect(0, 2)
     for buttons in (1, 0):
@@ -109,16 +110,14 @@ def test_a_click_in_the_text_places_the_caret() -> None:
     assert session.desktop.editor.text_area.text == "ab-cdef"
 
 
-def test_the_counter_counts_every_click_once() -> None:
-    session = Session()
+def test_the_counter_counts_every_click_once(session: Session) -> None:
     assert session.files[CLICKS_PATH] == b"0\n"
     session.click("Count", window="Controls", count=7)
     assert session.files[CLICKS_PATH] == b"7\n"
     assert session.desktop.element("Clicks", window="Controls").text == "Clicks: 7"
 
 
-def test_a_press_released_elsewhere_clicks_nothing() -> None:
-    session = Session()
+def test_a_press_released_elsewhere_clicks_nothing(session: Session) -> None:
     x, y = session.desktop.element("Count", window="Controls").rect.center
     session.desktop.pointer(x, y, 1)
     session.desktop.pointer(x, y + 200, 1)
@@ -126,8 +125,7 @@ def test_a_press_released_elsewhere_clicks_nothing() -> None:
     assert session.files[CLICKS_PATH] == b"0\n"
 
 
-def test_the_checkbox_and_the_counter_work_by_keyboard() -> None:
-    session = Session()
+def test_the_checkbox_and_the_counter_work_by_keyboard(session: Session) -> None:
     session.click("Enabled", window="Controls")
     assert session.files[CHECKBOX_PATH] == b"on\n"
     session.name("space")
@@ -137,8 +135,7 @@ def test_the_checkbox_and_the_counter_work_by_keyboard() -> None:
     assert session.files[CLICKS_PATH] == b"1\n"
 
 
-def test_keys_go_to_the_window_that_was_clicked() -> None:
-    session = Session()
+def test_keys_go_to_the_window_that_was_clicked(session: Session) -> None:
     session.click("Count", window="Controls")
     session.type("abc")
     assert session.desktop.editor.text_area.text == ""
@@ -147,24 +144,18 @@ def test_keys_go_to_the_window_that_was_clicked() -> None:
     assert session.desktop.editor.text_area.text == "abc"
 
 
-def test_a_closed_window_is_hidden_until_it_is_launched() -> None:
-    session = Session()
+def test_a_closed_window_is_hidden_until_it_is_launched(session: Session) -> None:
     before = session.pixels
     session.click("Close", window="Editor")
     assert [window.name for window in session.desktop.windows] == ["Controls"]
     session.click("Editor")
     assert [window.name for window in session.desktop.windows] == ["Controls", "Editor"]
     assert session.pixels == before
-
-
-def test_alt_f4_closes_the_active_window() -> None:
-    session = Session()
-    session.name("f4", held=(56,))
+    session.name("f4", held=(ALT,))
     assert [window.name for window in session.desktop.windows] == ["Controls"]
 
 
-def test_a_window_is_dragged_by_its_title_bar() -> None:
-    session = Session()
+def test_a_window_is_dragged_by_its_title_bar(session: Session) -> None:
     before = session.desktop.editor.rect
     x, y = before.x + 100, before.y + 10
     for point in ((x, y), (x + 30, y + 20), (x + 50, y + 60)):
@@ -175,8 +166,7 @@ def test_a_window_is_dragged_by_its_title_bar() -> None:
     assert (after.x - before.x, after.y - before.y) == (50, 60)
 
 
-def test_the_wheel_scrolls_the_text() -> None:
-    session = Session()
+def test_the_wheel_scrolls_the_text(session: Session) -> None:
     session.type("\n" * 40)
     top = session.desktop.editor.text_area.top_row
     x, y = session.desktop.element("Text", window="Editor").rect.center
@@ -185,8 +175,7 @@ def test_the_wheel_scrolls_the_text() -> None:
     assert session.desktop.editor.text_area.top_row == top - 3
 
 
-def test_the_editor_opens_the_file_given_at_launch() -> None:
-    session = Session()
+def test_the_editor_opens_the_file_given_at_launch(session: Session) -> None:
     session.files["/home/user/list.txt"] = b"milk\n"
     assert session.desktop.launch("editor", "/home/user/list.txt")
     session.name("end", held=(CONTROL,))
@@ -196,16 +185,14 @@ def test_the_editor_opens_the_file_given_at_launch() -> None:
     assert not session.desktop.launch("no-such-program")
 
 
-def test_one_key_changes_a_few_pixels_only() -> None:
-    session = Session()
+def test_one_key_changes_a_few_pixels_only(session: Session) -> None:
     session.type("a")
     session.changed.clear()
     session.type("b")
     assert 0 < sum(rect.area for rect in session.changed) < 1000
 
 
-def test_ignored_input_draws_nothing() -> None:
-    session = Session()
+def test_ignored_input_draws_nothing(session: Session) -> None:
     session.desktop.pointer(630, 200, 0)
     session.desktop.pointer(630, 200, 1)
     session.desktop.pointer(630, 200, 0)
@@ -213,8 +200,7 @@ def test_ignored_input_draws_nothing() -> None:
     assert session.changed == []
 
 
-def test_a_desktop_follows_a_resize() -> None:
-    session = Session()
+def test_a_desktop_follows_a_resize(session: Session) -> None:
     session.desktop.resize(Framebuffer(np.zeros((600, 800, 4), np.uint8), shared=False))
     assert session.changed == [Rect(0, 0, 800, 600)]
     session.click("Count", window="Controls")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost
-from envd.hypervisor.fake import FakeHost, FakeHypervisor, Faults, fake_image
+from envd.hypervisor.fake import FakeHost, FakeHypervisor, FakeMachine, Faults, fake_image
 from envd.hypervisor.machine import Accelerator, MachineSpec, MachineState
 from tests.support.fake_agent import ask
 from tests.support.hostile import AgentAttack, hostile_agent
@@ -16,6 +16,11 @@ from tests.support.hostile import AgentAttack, hostile_agent
 SPEC = MachineSpec(
     machine_id="one", image=replace(fake_image(), has_guestd=False), screen_width_px=480, screen_height_px=320
 )
+
+
+@pytest.fixture
+async def machine(hypervisor: FakeHypervisor) -> FakeMachine:
+    return await hypervisor.create(SPEC)
 
 
 async def test_an_id_is_used_once(hypervisor: FakeHypervisor) -> None:
@@ -59,8 +64,7 @@ async def test_a_boot_that_fails_loses_the_machine(hypervisor: FakeHypervisor) -
     assert set(hypervisor.machines) == {"one"}
 
 
-async def test_a_silent_agent_hits_the_callers_deadline(hypervisor: FakeHypervisor) -> None:
-    machine = await hypervisor.create(SPEC)
+async def test_a_silent_agent_hits_the_callers_deadline(machine: FakeMachine) -> None:
     machine.inject(agent_silent=True)
     with pytest.raises(GuestUnresponsive, match=r"guest-ping within 0\.01 s"):
         await machine.agent_command("guest-ping", timeout_s=0.01)
@@ -77,9 +81,8 @@ async def test_a_silent_agent_hits_the_callers_deadline(hypervisor: FakeHypervis
     ],
 )
 async def test_a_hostile_agent_fails_its_own_command(
-    hypervisor: FakeHypervisor, attack: AgentAttack, command: str, problem: str
+    attack: AgentAttack, command: str, problem: str, machine: FakeMachine
 ) -> None:
-    machine = await hypervisor.create(SPEC)
     machine.inject(agent=hostile_agent(attack))
     with pytest.raises(GuestUnresponsive, match=problem):
         await machine.agent_command(command, timeout_s=60)
@@ -87,8 +90,7 @@ async def test_a_hostile_agent_fails_its_own_command(
     assert await ask(machine, "guest-ping") == {}
 
 
-async def test_agent_responses_can_be_delayed(hypervisor: FakeHypervisor) -> None:
-    machine = await hypervisor.create(SPEC)
+async def test_agent_responses_can_be_delayed(machine: FakeMachine) -> None:
     machine.inject(agent_delay_s=0.02)
     started_s = time.monotonic()
     await ask(machine, "guest-ping")
@@ -114,8 +116,7 @@ async def test_a_machine_is_lost_after_a_given_number_of_inputs(hypervisor: Fake
     assert machine.desktop.editor.text_area.text == "a"
 
 
-async def test_input_to_a_paused_machine_is_dropped(hypervisor: FakeHypervisor) -> None:
-    machine = await hypervisor.create(SPEC)
+async def test_input_to_a_paused_machine_is_dropped(machine: FakeMachine) -> None:
     await machine.pause()
     machine.key_input(30, down=True)
     machine.pointer_input(5, 5, 1)
@@ -153,8 +154,7 @@ async def test_a_guest_that_powers_off_is_lost_and_its_forks_are_not(hypervisor:
     assert other.state is MachineState.PAUSED
 
 
-async def test_the_release_of_a_key_that_is_up_is_not_an_input(hypervisor: FakeHypervisor) -> None:
-    machine = await hypervisor.create(SPEC)
+async def test_the_release_of_a_key_that_is_up_is_not_an_input(machine: FakeMachine) -> None:
     machine.key_input(0xE6, down=False)
     assert machine.input_count == 0
 
@@ -192,8 +192,7 @@ async def test_a_second_daemon_reaps_the_machines_of_the_first() -> None:
     assert first.machines == {}
 
 
-async def test_usage_counts_drawn_and_written_bytes(hypervisor: FakeHypervisor) -> None:
-    machine = await hypervisor.create(SPEC)
+async def test_usage_counts_drawn_and_written_bytes(machine: FakeMachine) -> None:
     before = await machine.usage()
     assert before.private_dirty_bytes < 1000, "an unused machine shares its picture"
     machine.key_input(30, down=True)
@@ -203,8 +202,7 @@ async def test_usage_counts_drawn_and_written_bytes(hypervisor: FakeHypervisor) 
     assert after.pss_bytes >= after.private_dirty_bytes
 
 
-async def test_files_pass_through_the_agent_unchanged(hypervisor: FakeHypervisor) -> None:
-    machine = await hypervisor.create(SPEC)
+async def test_files_pass_through_the_agent_unchanged(machine: FakeMachine) -> None:
     data = bytes(range(256)) * 50
     handle = await ask(machine, "guest-file-open", path="/home/user/data", mode="w")
     for at in range(0, len(data), 5000):
@@ -226,8 +224,7 @@ async def test_files_pass_through_the_agent_unchanged(hypervisor: FakeHypervisor
         await ask(machine, "guest-file-read", handle=handle)
 
 
-async def test_a_sleeping_program_is_running_until_it_ends(hypervisor: FakeHypervisor) -> None:
-    machine = await hypervisor.create(SPEC)
+async def test_a_sleeping_program_is_running_until_it_ends(machine: FakeMachine) -> None:
     pid = (await ask(machine, "guest-exec", path="sleep", arg=["600"]))["pid"]
     assert await ask(machine, "guest-exec-status", pid=pid) == {"exited": False}
     machine.guest.clock._run_ns += 600 * 10**9
@@ -236,8 +233,7 @@ async def test_a_sleeping_program_is_running_until_it_ends(hypervisor: FakeHyper
         await ask(machine, "guest-exec-status", pid=pid)
 
 
-async def test_the_agent_returns_output_and_rejects_unknown_programs(hypervisor: FakeHypervisor) -> None:
-    machine = await hypervisor.create(SPEC)
+async def test_the_agent_returns_output_and_rejects_unknown_programs(machine: FakeMachine) -> None:
     text = base64.b64encode(b"hello").decode()
     pid = (await ask(machine, "guest-exec", path="cat", input_data=text, capture_output=True))["pid"]
     assert (await ask(machine, "guest-exec-status", pid=pid))["out-data"] == text
@@ -247,8 +243,7 @@ async def test_the_agent_returns_output_and_rejects_unknown_programs(hypervisor:
         await ask(machine, "guest-ping", nonsense=1)
 
 
-async def test_the_clock_can_be_set(hypervisor: FakeHypervisor) -> None:
-    machine = await hypervisor.create(SPEC)
+async def test_the_clock_can_be_set(machine: FakeMachine) -> None:
     await ask(machine, "guest-set-time", time=5_000_000_000)
     assert 5_000_000_000 <= await ask(machine, "guest-get-time") < 10_000_000_000
 

@@ -122,6 +122,11 @@ class Viewer:
         return found
 
 
+@pytest.fixture
+def viewer() -> Viewer:
+    return Viewer(RAW)
+
+
 def test_the_handshake_offers_no_authentication_and_sends_the_size() -> None:
     greeting = Viewer().greeting
     assert greeting[:12] == b"RFB 003.008\n"
@@ -172,8 +177,7 @@ def test_acknowledgements_are_sent_unrequested() -> None:
     assert rects[1][0] == 1, "the pointer is absolute"
 
 
-def test_only_changed_pixels_are_sent_and_only_on_request() -> None:
-    viewer = Viewer(RAW)
+def test_only_changed_pixels_are_sent_and_only_on_request(viewer: Viewer) -> None:
     assert viewer.rects() == []
     viewer.request(incremental=False)
     assert viewer.rects() == [(0, 0, 8, 4, RAW)]
@@ -190,8 +194,7 @@ def test_only_changed_pixels_are_sent_and_only_on_request() -> None:
     assert viewer.rects() == [(3, 3, 1, 1, RAW)]
 
 
-def test_changes_in_quick_succession_are_one_update() -> None:
-    viewer = Viewer(RAW)
+def test_changes_in_quick_succession_are_one_update(viewer: Viewer) -> None:
     viewer.request(incremental=False)
     viewer.request(incremental=True)
     viewer.rects()
@@ -203,8 +206,7 @@ def test_changes_in_quick_succession_are_one_update() -> None:
     assert viewer.rects() == [(1, 1, 2, 1, RAW), (3, 3, 1, 1, RAW)]
 
 
-def test_a_non_incremental_request_is_answered_at_once_with_all_changes() -> None:
-    viewer = Viewer(RAW)
+def test_a_non_incremental_request_is_answered_at_once_with_all_changes(viewer: Viewer) -> None:
     viewer.request(incremental=False)
     viewer.request(incremental=True)
     viewer.rects()
@@ -214,23 +216,20 @@ def test_a_non_incremental_request_is_answered_at_once_with_all_changes() -> Non
     assert viewer.refreshes[0].is_cancelled
 
 
-def test_a_closed_connection_schedules_no_refresh() -> None:
-    viewer = Viewer(RAW)
+def test_a_closed_connection_schedules_no_refresh(viewer: Viewer) -> None:
     viewer.server.changed([Rect(1, 1, 2, 1)])
     viewer.server.connection_lost(None)
     assert viewer.refreshes[0].is_cancelled
 
 
-def test_a_non_incremental_request_is_answered_without_changes_too() -> None:
-    viewer = Viewer(RAW)
+def test_a_non_incremental_request_is_answered_without_changes_too(viewer: Viewer) -> None:
     viewer.request(incremental=False)
     viewer.rects()
     viewer.request(incremental=False, area=(2, 0, 3, 2))
     assert viewer.rects() == [(2, 0, 3, 2, RAW)]
 
 
-def test_a_slow_reader_costs_no_memory_and_gets_the_newest_pixels() -> None:
-    viewer = Viewer(RAW)
+def test_a_slow_reader_costs_no_memory_and_gets_the_newest_pixels(viewer: Viewer) -> None:
     viewer.request(incremental=False)
     viewer.transport.take()
     viewer.server.pause_writing()
@@ -255,15 +254,13 @@ def test_a_resize_is_sent_first_and_then_all_pixels() -> None:
     assert viewer.rects() == [(0, 0, 5, 6, DESKTOP_SIZE), (0, 0, 5, 6, RAW)]
 
 
-def test_a_viewer_without_resize_support_is_disconnected() -> None:
-    viewer = Viewer(RAW)
+def test_a_viewer_without_resize_support_is_disconnected(viewer: Viewer) -> None:
     viewer.screen.framebuffer = Framebuffer(np.zeros((6, 5, 4), np.uint8), shared=False)
     viewer.server.resized()
     assert viewer.transport.is_closed
 
 
-def test_another_pixel_format_ends_the_connection() -> None:
-    viewer = Viewer(RAW)
+def test_another_pixel_format_ends_the_connection(viewer: Viewer) -> None:
     viewer.send(struct.pack(">Bxxx", 0) + struct.pack(">BBBBHHHBBBxxx", 16, 16, 1, 1, 31, 63, 31, 11, 5, 0))
     assert viewer.transport.is_closed
 

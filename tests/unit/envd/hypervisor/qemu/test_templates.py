@@ -21,6 +21,11 @@ def store_at(directory: Path, *, limit_bytes: int = LIMIT) -> TemplateStore:
     return TemplateStore(directory / "templates", limit_bytes=limit_bytes)
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> TemplateStore:
+    return store_at(tmp_path)
+
+
 def add(store: TemplateStore, key: str, *, size: int = 8192, use_time_s: float = 0.0) -> Manifest:
     """Store a template whose files use about `size` bytes together."""
     files = store.begin(key)
@@ -63,8 +68,7 @@ def add_with_drives(store: TemplateStore, key: str) -> Manifest:
 
 
 @pytest.mark.parametrize("name", ["vars.fd", "disk1.qcow2", "overlay1.qcow2"])
-def test_uefi_variables_and_additional_disks_are_verified(tmp_path: Path, name: str) -> None:
-    store = store_at(tmp_path)
+def test_uefi_variables_and_additional_disks_are_verified(name: str, store: TemplateStore) -> None:
     manifest = add_with_drives(store, "k1")
     assert manifest.disk_digest in manifest.disk_digests
     assert len(manifest.disk_digests) == 2
@@ -93,8 +97,7 @@ def test_another_daemon_finds_a_stored_template_by_its_key(tmp_path: Path) -> No
     assert store_at(tmp_path).find("k2") is None
 
 
-def test_an_incomplete_template_is_not_found_and_is_swept(tmp_path: Path) -> None:
-    store = store_at(tmp_path)
+def test_an_incomplete_template_is_not_found_and_is_swept(store: TemplateStore) -> None:
     add(store, "k1")
     files = store.begin("half")
     files.disk.write_bytes(b"half")
@@ -109,8 +112,7 @@ def test_an_incomplete_template_is_not_found_and_is_swept(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("which", ["memory", "devices", "disk.qcow2"])
-def test_a_damaged_file_is_named_and_the_template_is_removed(tmp_path: Path, which: str) -> None:
-    store = store_at(tmp_path)
+def test_a_damaged_file_is_named_and_the_template_is_removed(which: str, store: TemplateStore) -> None:
     manifest = add(store, "k1")
     path = Path(manifest.memory_path) if which == "memory" else store.directory / "k1" / which
     content = bytearray(path.read_bytes())
@@ -123,8 +125,7 @@ def test_a_damaged_file_is_named_and_the_template_is_removed(tmp_path: Path, whi
 
 
 @pytest.mark.parametrize("name", ["devices", "disk.qcow2", "overlay.qcow2"])
-def test_a_template_with_a_missing_file_is_corrupt(tmp_path: Path, name: str) -> None:
-    store = store_at(tmp_path)
+def test_a_template_with_a_missing_file_is_corrupt(name: str, store: TemplateStore) -> None:
     add(store, "k1")
     (store.directory / "k1" / name).unlink()
     with pytest.raises(TemplateCorrupt, match=name):
@@ -133,8 +134,7 @@ def test_a_template_with_a_missing_file_is_corrupt(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"key": "k1"}', '{"unknown": 1}'])
-def test_a_template_with_an_invalid_manifest_is_corrupt(tmp_path: Path, text: str) -> None:
-    store = store_at(tmp_path)
+def test_a_template_with_an_invalid_manifest_is_corrupt(text: str, store: TemplateStore) -> None:
     add(store, "k1")
     (store.directory / "k1" / "snapshot.json").write_text(text)
     assert keys(store) == []
@@ -169,8 +169,7 @@ def test_pruning_removes_the_least_recently_used_and_keeps_those_in_use(tmp_path
     assert keys(store) == ["used"]
 
 
-def test_a_new_template_with_the_same_key_replaces_the_old_one(tmp_path: Path) -> None:
-    store = store_at(tmp_path)
+def test_a_new_template_with_the_same_key_replaces_the_old_one(store: TemplateStore) -> None:
     first = add(store, "k1")
     second = add(store, "k1")
     assert first.memory_digest != second.memory_digest
@@ -253,8 +252,7 @@ def test_of_two_daemons_one_boots_a_template_and_both_use_its_memory_file(tmp_pa
         assert len(memories) == 1, "two copies would be two in the page cache"
 
 
-def test_a_template_that_another_daemon_uses_is_not_pruned(tmp_path: Path) -> None:
-    store = store_at(tmp_path)
+def test_a_template_that_another_daemon_uses_is_not_pruned(tmp_path: Path, store: TemplateStore) -> None:
     with daemon(tmp_path, "a") as user:
         assert said(user) == "booted"
         store.sweep()

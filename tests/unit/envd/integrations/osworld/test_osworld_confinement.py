@@ -1,5 +1,6 @@
 """The seccomp filter and the control groups of the sandbox, without a sandbox."""
 
+import os
 import platform
 import re
 import struct
@@ -7,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from envd.integrations.osworld.worker import seccomp
-from envd.integrations.osworld.worker.cgroup import Hierarchy, hierarchies
+from envd.base.sandbox import seccomp
+from envd.base.sandbox.cgroup import Group, Hierarchy, hierarchies
 
 V1_MOUNTS = "30 24 0:35 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
 V2_MOUNTS = "26 24 0:24 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -103,3 +104,19 @@ def test_groups_in_a_container_are_created_below_the_mount(path: str) -> None:
 def test_without_a_hierarchy_there_are_no_groups() -> None:
     assert list(hierarchies("", V1_MOUNTS + V2_MOUNTS)) == []
     assert list(hierarchies("0::/x\n", "")) == []
+
+
+def test_a_group_limits_memory_and_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: dict[str, str] = {}
+    monkeypatch.setattr(Group, "_write", lambda self, file, text: written.update({file: text}))
+    monkeypatch.setattr(Group, "_open", lambda self, file: os.open(os.devnull, os.O_WRONLY))
+    group = Group(Hierarchy(str(tmp_path), "memory.max"), memory_bytes=1 << 30, cpus=2)
+    assert (written["memory.max"], written["cpu.max"]) == (str(1 << 30), "200000 100000")
+    group.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_sockets_the_filter_refuses_every_socket() -> None:
+    code = seccomp.program("x86_64", has_sockets=False)
+    for family, kind in ((1, 1), (2, 1), (10, 2)):
+        assert run_filter(code, 41, family, kind, 0) == 0x50001

@@ -54,12 +54,12 @@ def test_a_task_keeps_osworlds_setup_and_evaluator(tmp_path: Path) -> None:
     }
 
 
-def test_one_id_for_two_systems_yields_two_tasks(tmp_path: Path) -> None:
+def test_one_id_for_two_systems_yields_two_tasks_in_the_domains_of_their_directories(tmp_path: Path) -> None:
     write(tmp_path, TASK)
     write(tmp_path, TASK, examples="examples_windows", domain="word")
-    tasks = {task.task_id: task.os for task in osworld_tasks(tmp_path)}
-    assert tasks["osworld/0001-a"] is GuestOs.LINUX
-    assert tasks["osworld-windows/0001-a"] is GuestOs.WINDOWS
+    tasks = {task.task_id: (task.os, task.domain) for task in osworld_tasks(tmp_path)}
+    assert tasks["osworld/0001-a"] == (GuestOs.LINUX, "gimp")
+    assert tasks["osworld-windows/0001-a"] == (GuestOs.WINDOWS, "word")
 
 
 def test_the_task_of_desktop_env_is_found_by_its_id_and_not_listed(tmp_path: Path) -> None:
@@ -67,11 +67,6 @@ def test_the_task_of_desktop_env_is_found_by_its_id_and_not_listed(tmp_path: Pat
     tasks = TaskCatalogue([]).with_tasks(osworld_tasks(tmp_path), hidden=[desktop_task()])
     assert tasks.get("osworld/desktop").setup == ()
     assert [task.task_id for task in tasks.list()] == ["osworld/0001-a"]
-
-
-def test_a_task_has_the_domain_of_its_directory(tmp_path: Path) -> None:
-    write(tmp_path, TASK, domain="vs_code")
-    assert [task.domain for task in osworld_tasks(tmp_path)] == ["vs_code"]
 
 
 def test_an_infeasible_task_has_no_checker(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A seccomp filter for evaluator code, assembled here. Linux on x86-64 and arm64, standard library only.
+"""A seccomp filter for untrusted code, assembled here. Linux on x86-64 and arm64, standard library only.
 
 It is a deny list that is closed at the end: calls that can reach beyond the sandbox or use memory outside its limits
 fail with EPERM, and calls newer than the list fail with ENOSYS, so a newer kernel adds nothing. An allow list would
@@ -67,20 +67,20 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def install() -> None:
+def install(*, has_sockets: bool = True) -> None:
     """Filter this process and its future children for good. Needs `no_new_privs` or CAP_SYS_ADMIN.
 
     Raises:
         OSError: The kernel refused it, or the machine type is not supported.
     """
-    code = program(platform.machine())
+    code = program(platform.machine(), has_sockets=has_sockets)
     loaded = _Program(len(code) // 8, code)
     if _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(loaded), 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"seccomp failed: {errno.errorcode.get(number, number)}")
 
 
-def program(machine: str) -> bytes:
+def program(machine: str, *, has_sockets: bool = True) -> bytes:
     """Return the filter for a machine type, 8 bytes per instruction. Raises: OSError: The type is not supported."""
     if machine not in _MACHINES:
         raise OSError(errno.ENOSYS, f"machine type {machine} is not supported")
@@ -98,7 +98,7 @@ def program(machine: str) -> bytes:
             code += _when(_IF_EQUAL, numbers[column], _fail(errno.EPERM))
     code += _call(clone, [_load_argument(0), *_when(_IF_ANY_BIT, _CLONE_NEW, _fail(errno.EPERM))])
     code += _call(mmap, _mmap_rules())
-    code += _call(socket, _socket_rules())
+    code += _call(socket, _socket_rules() if has_sockets else [_fail(errno.EPERM)])
     return b"".join([*code, _return(_ALLOW)])
 
 

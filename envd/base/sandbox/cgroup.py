@@ -1,16 +1,17 @@
-"""Control groups that limit the memory of all processes of a job together. Linux and standard library only.
+"""Control groups that limit memory and processors of a job's processes together. Linux and standard library only.
 
 Version 1 and 2, wherever this process may create a group: below its own, or (version 2, where a group with processes
 usually cannot have limited groups below it) below the root of the hierarchy, where systemd leaves such groups alone.
-Elsewhere a job has only the limits of each of its processes.
+Elsewhere a job has only the limits of each of its processes. Version 1 limits memory only.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _PREFIX = "envd-evaluation-"
+_CPU_PERIOD_US = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +21,22 @@ class Hierarchy:
     directory: str
     limit_file: str
     """The file of a group that limits its memory."""
+    limits_cpu: bool = False
+    """Whether groups limit processors too."""
 
 
 class Group:
-    """A control group with a memory limit. Create it where the host's files are visible; no other method needs them.
+    """A control group with limits of memory and, where the hierarchy has them, of processors.
+
+    Create it where the host's files are visible; no other method needs them.
 
     Raises:
         OSError: The kernel refused a step; no group is left.
     """
 
-    def __init__(self, hierarchy: Hierarchy, *, memory_bytes: int) -> None:
+    def __init__(self, hierarchy: Hierarchy, *, memory_bytes: int, cpus: int) -> None:
         self._name = f"{_PREFIX}{os.getpid()}"
+        self._processes = -1
         self._parent = os.open(hierarchy.directory, os.O_RDONLY | os.O_DIRECTORY)
         os.mkdir(self._name, dir_fd=self._parent)
         try:
@@ -40,6 +46,7 @@ class Group:
                 ("memory.memsw.limit_in_bytes", str(memory_bytes)),
                 ("memory.swap.max", "0"),
                 ("memory.oom.group", "1"),
+                ("cpu.max", f"{cpus * _CPU_PERIOD_US} {_CPU_PERIOD_US}"),
             ):
                 with suppress(OSError):
                     self._write(file, text)
@@ -55,9 +62,12 @@ class Group:
         os.close(self._parent)
 
     def remove(self) -> None:
-        """Remove the group, unless it has processes."""
+        """Remove the group, unless it has processes. Closes its descriptors, so that no sandbox inherits them."""
         with suppress(OSError):
             os.rmdir(self._name, dir_fd=self._parent)
+        for handle in (self._processes, self._parent):
+            with suppress(OSError):
+                os.close(handle)
 
     def _open(self, file: str) -> int:
         return os.open(f"{self._name}/{file}", os.O_WRONLY, dir_fd=self._parent)
@@ -78,11 +88,19 @@ def find_hierarchy() -> Hierarchy | None:
         with suppress(OSError):
             _remove_leftovers(hierarchy.directory)
             if hierarchy.limit_file == "memory.max":
-                with suppress(OSError), open(f"{hierarchy.directory}/cgroup.subtree_control", "w") as control:
-                    control.write("+memory")
-            if _works(hierarchy):
-                return hierarchy
+                for controller in ("+memory", "+cpu"):
+                    with suppress(OSError), open(f"{hierarchy.directory}/cgroup.subtree_control", "w") as control:
+                        control.write(controller)
+            if (found := _tried(hierarchy)) is not None:
+                return found
     return None
+
+
+def shortcoming(hierarchy: Hierarchy | None) -> str:
+    """Return what groups of a hierarchy do not limit; empty if nothing."""
+    if hierarchy is None:
+        return "memory and processors are limited per process only (no writable control group)"
+    return "" if hierarchy.limits_cpu else "processors are limited per process only (no cpu.max of control groups v2)"
 
 
 def hierarchies(groups: str, mounts: str) -> Iterator[Hierarchy]:
@@ -113,9 +131,10 @@ def _below(mount_point: str, root: str, path: str) -> str:
     return mount_point if relative.startswith(".") else f"{mount_point}/{relative}"
 
 
-def _works(hierarchy: Hierarchy) -> bool:
-    """Whether a group can be created and entered. A child tries it, so that this process stays where it is."""
-    group = Group(hierarchy, memory_bytes=1 << 30)
+def _tried(hierarchy: Hierarchy) -> Hierarchy | None:
+    """Return the hierarchy if a group can be created and entered. A child tries it: this process stays where it is."""
+    group = Group(hierarchy, memory_bytes=1 << 30, cpus=1)
+    limits_cpu = os.path.exists(f"{hierarchy.directory}/{_PREFIX}{os.getpid()}/cpu.max")
     child = os.fork()
     if child == 0:
         with suppress(OSError):
@@ -124,7 +143,7 @@ def _works(hierarchy: Hierarchy) -> bool:
         os._exit(1)
     status = os.waitpid(child, 0)[1]
     group.remove()
-    return status == 0
+    return replace(hierarchy, limits_cpu=limits_cpu) if status == 0 else None
 
 
 def _remove_leftovers(directory: str) -> None:

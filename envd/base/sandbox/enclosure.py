@@ -1,10 +1,10 @@
-"""A sandbox from which evaluator code reaches one guest and nothing else of the host. Linux and standard library only.
+"""A sandbox from which untrusted code reaches nothing of the host. Linux and standard library only.
 
 It has its own namespaces for processes, mounts, network and IPC; a root file system in memory with the system's
-libraries and OSWorld's environment, read-only, and a working directory; a loopback network whose listener leads to the
-guest; no capabilities, no new privileges, a seccomp filter, and limits on memory, CPU time, files and processes.
+libraries and the Python environment, read-only, and a working directory; a loopback network; no capabilities, no new
+privileges, a seccomp filter, and limits on memory, CPU time, files and processes.
 
-Root can always create it. Other users need a kernel that lets them create namespaces. Without a sandbox no code is run.
+Root can always create it. Other users need a kernel that lets them create namespaces.
 """
 
 import ctypes
@@ -12,6 +12,7 @@ import fcntl
 import os
 import platform
 import resource
+import select
 import shutil
 import socket
 import struct
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from envd.integrations.osworld.worker import seccomp
+from envd.base.sandbox import seccomp
 
 #: Flags of unshare(2) and mount(2), requests of prctl(2) and netdevice(7), from Linux's headers.
 _NEW_USER, _NEW_NET, _NEW_PID, _NEW_NS, _NEW_IPC, _NEW_UTS = (
@@ -59,14 +60,16 @@ class SandboxError(Exception):
 class Limits:
     """Resource limits of the code in a sandbox."""
 
-    time_s: float
-    """Wall-clock time; rounded up, also the CPU time of each process."""
+    time_s: float | None
+    """Wall-clock time; rounded up, also the CPU time of each process. None if the caller limits both."""
     memory_bytes: int
     """Limit of the data of each process, and of all files together."""
     process_count: int = 128
     """Processes and threads."""
     file_count: int = 1 << 16
     """Files and directories. The kernel holds about 1 KiB of memory for each."""
+    has_sockets: bool = True
+    """Whether Unix, TCP and UDP sockets can be created."""
 
 
 def separate(number: int) -> None:
@@ -88,7 +91,7 @@ def separate(number: int) -> None:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP_RUNNING))
 
 
-def enclose(number: int, *, visible: Iterable[str], files: Mapping[str, str], limits: Limits) -> None:
+def enclose(number: int, *, visible: Iterable[str], files: Mapping[str, str], limits: Limits, alive: int) -> None:
     """Give up the host's files and all privileges. Afterwards, untrusted code may run in this process.
 
     Args:
@@ -96,10 +99,12 @@ def enclose(number: int, *, visible: Iterable[str], files: Mapping[str, str], li
         visible: Directories to keep besides the system's, at their paths and read-only.
         files: Files of the host to copy into `CACHE`, by their names there. Copies, so that nothing is shared.
         limits: Resource limits.
+        alive: Read end of a pipe whose write end only the parent holds. This process ends when the parent does.
 
     Raises:
         SandboxError: The kernel refused a step.
     """
+    die_with_parent()
     is_root_outside = _is_root_outside()
     # If the host runs out of memory, the kernel kills evaluations first. /proc may be read-only in a container.
     with suppress(OSError):
@@ -118,8 +123,13 @@ def enclose(number: int, *, visible: Iterable[str], files: Mapping[str, str], li
         os.setresuid(user, user, user)
     _drop_capabilities()
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    # Changing the user clears the parent-death signal. The parent may have ended before it is set again.
+    die_with_parent()
+    if select.select([alive], [], [], 0)[0]:
+        os._exit(1)
+    os.close(alive)
     try:
-        seccomp.install()
+        seccomp.install(has_sockets=limits.has_sockets)
     except OSError as error:
         raise SandboxError(f"sandbox: {error}") from error
 
@@ -160,7 +170,9 @@ def _build_root(user: int, *, visible: Iterable[str], files: Mapping[str, str], 
         os.makedirs(os.path.dirname(f"{root}{CACHE}/{name}"), exist_ok=True)
         with open(handle, "rb") as original, open(f"{root}{CACHE}/{name}", "wb") as copy:
             shutil.copyfileobj(original, copy)
-    for directory, _, names in os.walk(root + WORK):
+    os.chown(root + WORK, user, user)
+    # Not all of WORK: a visible directory may be below it.
+    for directory, _, names in os.walk(root + CACHE):
         for path in (directory, *(f"{directory}/{name}" for name in names)):
             os.chown(path, user, user)
     # Fails if /proc is masked, as in some containers. Nothing here needs it.
@@ -199,9 +211,8 @@ def _bind(handle: int, target: str, *, is_device: bool) -> None:
 
 
 def _limit(limits: Limits) -> None:
-    cpu_s = max(1, int(limits.time_s) + 1)
     for kind, bound in (
-        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_CPU, resource.RLIM_INFINITY if limits.time_s is None else max(1, int(limits.time_s) + 1)),
         # Not RLIMIT_AS: a browser engine reserves terabytes of address space and uses little.
         (resource.RLIMIT_DATA, limits.memory_bytes),
         (resource.RLIMIT_STACK, _STACK_BYTES),
@@ -212,7 +223,7 @@ def _limit(limits: Limits) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         hard = resource.getrlimit(kind)[1]
-        allowed = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
+        allowed = min((bound, hard), key=lambda limit: (limit == resource.RLIM_INFINITY, limit))
         resource.setrlimit(kind, (allowed, allowed))
 
 
