@@ -75,6 +75,7 @@ def test_no_container_is_privileged_or_gains_privileges(overlay: str) -> None:
         context = container["securityContext"]
         assert context["capabilities"]["drop"] == ["ALL"]
         assert context["allowPrivilegeEscalation"] is False
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
         assert "privileged" not in context
     (daemon,) = pod["containers"]
     assert daemon["resources"]["requests"] == daemon["resources"]["limits"]

@@ -89,6 +89,10 @@ def test_machines_boot_fork_and_branch_without_any_root_privilege(open_dir: Path
                 with client.fork(parent, count=1) as (branch,):
                     qemus = machine_pids(state_dir).values()
                     assert len(qemus) >= 2
+                    for directory in (state_dir, state_dir / "templates"):
+                        found = directory.stat()
+                        assert (found.st_uid, found.st_gid) == (0, account.own_group_id)
+                        assert found.st_mode & 0o777 == 0o710
                     for pid in qemus:
                         assert ids_of(pid, "Uid") == {account.user_id}
                         assert ids_of(pid, "Gid") == {account.group_id}

@@ -154,6 +154,8 @@ class LibvirtHypervisor:
             raise ConfigError(
                 f"hypervisor.qemu_user: only for the embedded driver, but {uri} runs QEMU as envd's user; remove it"
             )
+        for directory in (state_dir, store.directory, store.memory_dir):
+            user.restrict(directory)
         link = await LibvirtLink.open(uri, prepare=partial(prepare_embedded, uri, cache_dir, user))
         return cls(
             link,

@@ -8,6 +8,7 @@ accessible to root only, such as below /root. Then QEMU runs as root, and the re
 import grp
 import os
 import pwd
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,15 @@ class Account:
     user_id: int
     group_id: int
     group_ids: frozenset[int]
+
+    @property
+    def own_group_id(self) -> int:
+        """The group with the user's name, if any: Debian's libvirt-qemu has `kvm` as first group, as others do."""
+        try:
+            own = grp.getgrnam(self.name).gr_gid
+        except KeyError:
+            own = self.group_id
+        return own if own in self.group_ids else self.group_id
 
     @classmethod
     def of(cls, name: str) -> "Account | None":
@@ -57,7 +67,7 @@ class RequiredAccess:
     """Paths that QEMU must access by name."""
 
     directories: Sequence[Path]
-    """Directories to search. If one does not exist yet, its existing parents."""
+    """Directories to search, which `QemuUser.restrict` makes accessible. If one does not exist yet, its parents."""
     files: Sequence[Path]
     """Files to read."""
     devices: Sequence[Path] = ()
@@ -77,6 +87,14 @@ class QemuUser:
         """Make QEMU's user the owner of a machine's own directory or file. Raises: OSError."""
         if self.account is not None:
             os.chown(path, self.account.user_id, self.account.group_id)
+
+    def restrict(self, directory: Path) -> None:
+        """Close a directory to all users but its owner and QEMU's user, which may enter it. Raises: OSError."""
+        if not _is_private(directory):
+            return
+        if self.account is not None:
+            os.chown(directory, -1, self.account.own_group_id)
+        directory.chmod(0o700 if os.geteuid() else 0o710)
 
     def chown_memory(self, path: Path) -> None:
         """Give QEMU access to a memory file, created if missing. Forks open it for writing too. Raises: OSError.
@@ -124,6 +142,12 @@ def choose_qemu_user(wanted: str, access: RequiredAccess, *, status: str | None 
     return QemuUser(account=None, why=problem)
 
 
+def _is_private(directory: Path) -> bool:
+    """Return whether a directory belongs to envd's user and, unlike /tmp, not to several users."""
+    status = directory.stat()
+    return status.st_uid == os.geteuid() and not status.st_mode & stat.S_ISVTX
+
+
 def _missing_privilege(facts: dict[str, str]) -> str:
     """Return what this process lacks to run QEMU as another user; empty if nothing."""
     capabilities = int(facts["CapEff"], 16)
@@ -138,10 +162,11 @@ def _missing_privilege(facts: dict[str, str]) -> str:
 def _inaccessible(account: Account, access: RequiredAccess) -> str:
     """Return the first path that an account cannot access; empty if it can access all."""
     wanted: list[tuple[Path, int]] = []
+    restricted = {directory for directory in access.directories if directory.exists() and _is_private(directory)}
     for directory in access.directories:
-        wanted += [(path, _SEARCH) for path in (directory, *directory.parents) if path.exists()]
+        wanted += [(path, _SEARCH) for path in {directory, *directory.parents} - restricted if path.exists()]
     for file in access.files:
-        wanted += [*((path, _SEARCH) for path in file.parents), (file, _READ)]
+        wanted += [*((path, _SEARCH) for path in set(file.parents) - restricted), (file, _READ)]
     wanted += [(device, _READ | _WRITE) for device in access.devices]
     for path, bits in sorted(set(wanted)):
         if not account.may(path, bits):

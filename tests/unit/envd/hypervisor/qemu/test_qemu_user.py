@@ -1,9 +1,11 @@
 """The choice of the user that runs QEMU, and its reason."""
 
+import grp
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,3 +116,36 @@ def test_without_another_user_no_owner_changes(tmp_path: Path, monkeypatch: pyte
     own.chown(tmp_path)
     own.chown_memory(tmp_path / "m.ram")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_directories_of_envd_are_closed_to_other_users(public_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[tuple[Path, int, int]] = []
+    monkeypatch.setattr(os, "chown", lambda *arguments: changed.append(arguments))
+    monkeypatch.setattr(os, "geteuid", lambda: public_dir.stat().st_uid)
+    QemuUser(account=QEMU_ACCOUNT, why="a test").restrict(public_dir)
+    assert changed == [(public_dir, -1, QEMU_ACCOUNT.group_id)]
+    assert public_dir.stat().st_mode & 0o027 == 0
+    # QEMU's user gets access again when it is chosen, also after a start at which root ran QEMU.
+    access = RequiredAccess(directories=[public_dir, public_dir / "machines"], files=[])
+    assert choose_qemu_user("", access, status=status()).account == QEMU_ACCOUNT
+
+
+def test_a_directory_of_others_or_of_several_users_is_not_closed(
+    public_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = QemuUser(account=None, why="a test")
+    public_dir.chmod(0o1777)
+    own.restrict(public_dir)
+    assert public_dir.stat().st_mode & 0o7777 == 0o1777
+    public_dir.chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: public_dir.stat().st_uid + 1)
+    own.restrict(public_dir)
+    assert public_dir.stat().st_mode & 0o7777 == 0o755
+
+
+def test_the_group_with_the_name_of_qemus_user_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = grp.struct_group(("qemu", "x", 4_000_003, []))
+    monkeypatch.setattr(grp, "getgrnam", lambda _: group)
+    assert QEMU_ACCOUNT.own_group_id == QEMU_ACCOUNT.group_id, "it is not in that group"
+    member = replace(QEMU_ACCOUNT, group_ids=frozenset({QEMU_ACCOUNT.group_id, 4_000_003}))
+    assert member.own_group_id == 4_000_003
