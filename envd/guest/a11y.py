@@ -48,17 +48,8 @@ _STATES: Final = {
 _ACTIONABLE: Final = frozenset(
     {
         *("check-box", "check-menu-item", "combo-box", "entry", "icon", "link", "list-item", "menu", "menu-item"),
-        *(
-            "canvas",
-            "document-text",
-            "document-web",
-            "page-tab",
-            "password-text",
-            "push-button",
-            "push-button-menu",
-            "radio-button",
-            "radio-menu-item",
-        ),
+        *("canvas", "document-text", "document-web", "page-tab", "password-text", "push-button", "push-button-menu"),
+        *("radio-button", "radio-menu-item"),
         *("scroll-bar", "slider", "spin-button", "table-cell", "table-column-header", "terminal", "text"),
         *("switch", "toggle-button", "tree-item"),
         *("button", "checkbox", "combobox", "dataitem", "document", "edit", "headeritem", "hyperlink", "listitem"),

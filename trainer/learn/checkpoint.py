@@ -11,14 +11,9 @@ from pathlib import Path
 from typing import Any
 
 SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
     "<|video_pad|>",
-)
+)  # fmt: skip
 _CHAT_TEMPLATE = (files("trainer.learn") / "chat_template.jinja").read_text(encoding="utf-8")
 #: transformers' own class needs a video processor and so torchvision; this one is stored with the weights.
 _PROCESSOR_CODE = (files("trainer.learn") / "processing_tiny.txt").read_text(encoding="utf-8")

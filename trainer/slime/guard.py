@@ -9,20 +9,9 @@ from dataclasses import dataclass, field
 
 #: Names of `trainer.slime.records.metrics_of`, and prefixes of names that depend on the data.
 METRICS = (
-    "branched_frac",
-    "fallback_frac",
-    "mixed_origin_frac",
-    "parsed_frac",
-    "reply_tokens",
-    "reward",
-    "rows",
-    "sampled_entropy",
-    "success_frac",
-    "task_score",
-    "turns",
-    "void_frac",
-    "zero_std_frac",
-)
+    "branched_frac", "fallback_frac", "mixed_origin_frac", "parsed_frac", "reply_tokens", "reward", "rows",
+    "sampled_entropy", "success_frac", "task_score", "turns", "void_frac", "zero_std_frac",
+)  # fmt: skip
 FAMILIES = ("ended/", "reward_part/", "seconds/", "void/")
 
 
