@@ -43,6 +43,8 @@ MAX_MACHINES = 4096
 LEASE_TTL_MIN_S = 10.0
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+#: Names of images, which are names of directories.
+IMAGE_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 _POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,22}[a-z0-9])?")
 
 #: Name of the entry in `limits.runs` that applies to every run without an entry.
@@ -92,7 +94,7 @@ class SettlePolicy(_Section):
 class PoolConfig(_Section):
     """One pool: equal machines of one image."""
 
-    image: str = Field(default="", validate_default=False, pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    image: str = Field(default="", validate_default=False, pattern=IMAGE_NAME)
     """Name of an image in the catalogue. Default: the pool's name."""
     size: int = Field(default=1, ge=0, le=MAX_MACHINES)
     """Machines kept ready ahead of demand."""

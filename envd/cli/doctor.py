@@ -436,6 +436,8 @@ async def examine(config: Config) -> list[Check]:
 async def _guarded(name: str, check: Awaitable[Check]) -> Check:
     try:
         return await check
+    except ModuleNotFoundError as error:
+        return _fail(name, f"{error.name} is not installed", fix="for real machines: pip install '.[host]'")
     except Exception as error:
         return _fail(name, f"the check failed: {error!r}", fix="report this as a bug")
 

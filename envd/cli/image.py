@@ -17,7 +17,7 @@ from envd.cli.image_output import give_to_sudo_user, print_image
 from envd.cli.options import with_settings
 from envd.cli.templates import app as templates_app
 from envd.hypervisor.machine import Drive, Firmware, GuestOs, Hardware
-from envd.images.catalogue import ImageCatalogue, ImportedDisk
+from envd.images.catalogue import ImageCatalogue, ImportedDisk, disk_format_of
 
 app = typer.Typer(no_args_is_help=True, help="Build, import and list guest images.")
 app.add_typer(build_app, name="build")
@@ -39,7 +39,7 @@ def import_(
     hardware: Annotated[
         Hardware | None, typer.Option(help="Virtual devices.", show_default="virtio; for Windows pc")
     ] = None,
-    disk_format: Annotated[str, typer.Option("--format", help="qcow2 or raw.")] = "qcow2",
+    disk_format: Annotated[str, typer.Option("--format", help="qcow2 or raw.", show_default="the file's")] = "",
     screen: Annotated[str, typer.Option(help="Screen size, WIDTHxHEIGHT.")] = "1280x800",
     credentials: Annotated[str, typer.Option(help="Source of its password: env:NAME or file:PATH.")] = "",
     guestd: Annotated[bool, typer.Option(help="Whether the guest runs an OSWorld-compatible service.")] = True,
@@ -68,6 +68,7 @@ def import_(
     match = re.fullmatch(r"(\d+)x(\d+)", screen)
     if match is None:
         raise ConfigError(f"--screen {screen}: not a size; write WIDTHxHEIGHT, such as 1280x800")
+    disk_format = disk_format or disk_format_of(file) or "qcow2"
     if disk_format not in {"qcow2", "raw"}:
         raise ConfigError(f"--format {disk_format}: unknown format; use qcow2 or raw")
     name = name or re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-")

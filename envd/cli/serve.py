@@ -13,7 +13,7 @@ import uvloop
 
 from cuaenv.cli.terminal import out
 from envd.base.aio import race
-from envd.base.config import Config
+from envd.base.config import DEFAULT_IMAGE, Config, PoolConfig
 from envd.base.telemetry import logs
 from envd.base.terminal import reports_errors
 from envd.base.version import envd_version
@@ -22,6 +22,7 @@ from envd.daemon.composition import Daemon, open_daemon
 from envd.daemon.process import prepare_process
 from envd.daemon.service_manager import ServiceManager
 from envd.episodes.types import EpisodeState
+from envd.hypervisor.backends import backend_of
 from envd.pool.status import PoolStatus
 
 #: Prints one line.
@@ -36,6 +37,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def serve(settings: Config) -> None:
     """Serve pools of desktops over gRPC. SIGTERM or Ctrl-C drains; a second signal ends all episodes."""
     logs.setup(log_format=settings.log_format, level=settings.log_level)
+    if not settings.pools and not backend_of(settings.hypervisor.uri).capabilities.needs_images:
+        settings = settings.model_copy(update={"pools": {DEFAULT_IMAGE: PoolConfig(image=DEFAULT_IMAGE, size=2)}})
     prepare_process()
     uvloop.run(serve_until_signal(settings, print_line=lambda line: out.print(line, markup=False, soft_wrap=True)))
 

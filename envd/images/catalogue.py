@@ -10,6 +10,7 @@ An image is published by one rename and never changed afterwards, so readers nev
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from envd.base.config import IMAGE_NAME
 from envd.base.errors import ImageError, ImageNotFound
 from envd.hypervisor.machine import DiskImage, Drive, Firmware, GuestOs, Hardware
 
@@ -198,7 +200,7 @@ class ImageCatalogue:
         """Register an existing disk, in place or as a copy.
 
         Args:
-            name: Its name in pools' settings; [a-z0-9-].
+            name: Its name in pools' settings.
             given: The disk and its machines.
             copy: Copy the disks into the catalogue instead of registering them in place.
             progress: Called with the fraction of the disk read so far.
@@ -206,6 +208,11 @@ class ImageCatalogue:
         Raises:
             ImageError: A file cannot be read, `credentials` is invalid, or the settings contradict each other.
         """
+        if not re.fullmatch(IMAGE_NAME, name):
+            raise ImageError(f"image name {name!r}: not a name; use lower-case letters, digits, '.', '_' and '-'")
+        if (actual := disk_format_of(given.file)) != given.disk_format:
+            remedy = f"choose the format {actual}" if actual else "convert it with qemu-img convert"
+            raise ImageError(f"image {name}: {given.file} is no {given.disk_format} disk; {remedy}")
         hardware = given.hardware or _default_hardware(given.os_family)
         _require_bootable(name, given, hardware)
         if given.credentials and given.credentials.partition(":")[0] not in {"env", "file"}:
@@ -320,6 +327,18 @@ def _digests(name: str, given: ImportedDisk, progress: Callable[[float], None] |
             raise ImageError(f"image {name}: {path} cannot be read: {error.strerror}; check the path") from error
     both = digests[0] if len(digests) == 1 else hashlib.sha256("\0".join(digests).encode()).hexdigest()
     return both, digests[0]
+
+
+def disk_format_of(file: Path) -> str:
+    """Return `qcow2`, `raw` for a disk with a boot record, or an empty string. Raises: ImageError: It is unreadable."""
+    try:
+        with file.open("rb") as disk:
+            start = disk.read(512)
+    except OSError as error:
+        raise ImageError(f"{file}: cannot be read: {error.strerror}") from error
+    if start.startswith(b"QFI\xfb"):
+        return "qcow2"
+    return "raw" if start[510:] == b"\x55\xaa" else ""
 
 
 def _require_bootable(name: str, given: ImportedDisk, hardware: Hardware) -> None:

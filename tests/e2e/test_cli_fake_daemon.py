@@ -194,7 +194,7 @@ def test_after_a_daemon_was_killed_clients_get_machine_lost_and_recorded_scores(
 
 def test_usage_errors_are_one_line_with_exit_status_2(tmp_path: Path) -> None:
     state = ["--hypervisor", "fake", "--state-dir", str(tmp_path)]
-    without_pool = run_envd("serve", *state)
+    without_pool = run_envd("serve", "--state-dir", str(tmp_path))
     assert without_pool.status == 2
     assert without_pool.err.startswith("error: no pool is configured; pass --pool 2")
     for_all = run_envd("serve", *state, "--pool", "1", "--listen", "0.0.0.0:1")

@@ -58,7 +58,7 @@ def test_tasks_of_several_images_are_refused(tmp_path: Path) -> None:
 def test_tasks_for_windows_are_played_on_the_only_image_with_windows(tmp_path: Path) -> None:
     images = ImageCatalogue(tmp_path / "cache")
     disk = tmp_path / "disk.qcow2"
-    disk.write_bytes(b"QFI")
+    disk.write_bytes(b"QFI\xfb")
     tasks = [task("a/one").model_copy(update={"os": GuestOs.WINDOWS})]
 
     def add(name: str, os: GuestOs) -> None:

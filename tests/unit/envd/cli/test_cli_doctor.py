@@ -150,7 +150,7 @@ def test_missing_firmware_and_swtpm_fail_only_if_an_image_needs_them(
     monkeypatch.setenv("PATH", "/nonexistent")
     assert doctor.check_firmware(config).status is doctor.check_tpm(config).status is Status.WARN
     disk = tmp_path / "disk.qcow2"
-    disk.write_bytes(b"disk")
+    disk.write_bytes(b"QFI\xfb")
     ImageCatalogue(config.cache_dir).import_file(
         "win11", ImportedDisk(file=disk, os_family=GuestOs.WINDOWS, firmware=Firmware.UEFI, hardware=Hardware.WINDOWS)
     )

@@ -180,6 +180,27 @@ def test_a_missing_disk_is_an_error_that_names_its_path(catalogue: ImageCatalogu
         catalogue.disk_image("win11")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "named", "words"),
+    [
+        ("../esc", DISK, "qcow2", "not a name"),
+        ("a=b c", DISK, "qcow2", "not a name"),
+        ("ok", b"kind: file_text\n", "qcow2", "no qcow2 disk; convert"),
+        ("ok", bytes(510) + b"\x55\xaa", "qcow2", "choose the format raw"),
+        ("ok", DISK, "raw", "choose the format qcow2"),
+    ],
+)
+def test_a_wrong_name_or_format_is_refused_at_import(
+    catalogue: ImageCatalogue, file: Path, *, name: str, content: bytes, named: str, words: str
+) -> None:
+    file.write_bytes(content)
+    given = ImportedDisk(file=file, disk_format=named, os_family=GuestOs.LINUX, firmware=Firmware.BIOS)
+    with pytest.raises(ImageError, match=words):
+        catalogue.import_file(name, given)
+    assert not list(catalogue.root.parent.glob("esc"))
+    assert not catalogue.list()
+
+
 def test_importing_a_missing_file_is_an_error_with_the_reason(catalogue: ImageCatalogue, tmp_path: Path) -> None:
     with pytest.raises(ImageError, match="No such file"):
         import_disk(catalogue, tmp_path / "none.qcow2")
@@ -198,6 +219,7 @@ def test_an_imported_image_keeps_its_variables_tpm_and_drives(catalogue: ImageCa
     disk, data, iso, variables, tpm = (tmp_path / name for name in names)
     for path in (disk, data, iso, variables, tpm):
         path.write_text(path.name)
+    disk.write_bytes(DISK)
     drives = (Drive(path=data), Drive(path=iso, disk_format="raw", is_cdrom=True))
     plain = import_disk(catalogue, disk, hardware=Hardware.WINDOWS)
     image = import_disk(
@@ -215,7 +237,7 @@ def test_an_imported_image_keeps_its_variables_tpm_and_drives(catalogue: ImageCa
     assert found.tpm_state is not None
     assert (found.firmware_vars.read_text(), found.tpm_state.read_text()) == ("vars", "tpm")
     import_disk(catalogue, disk, drives=drives, copy=True)
-    assert [drive.path.read_text() for drive in catalogue.disk_image("win11").disks] == ["disk", "data"]
+    assert [drive.path.read_bytes() for drive in catalogue.disk_image("win11").disks] == [DISK, b"data"]
     data.write_text("changed")
     changed = import_disk(catalogue, disk, hardware=Hardware.WINDOWS, drives=drives)
     assert changed.digest not in {image.digest, plain.digest}
