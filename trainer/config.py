@@ -3,10 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from cuaenv.problems import did_you_mean, problem_of
 
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 """Refuse unknown keys and convert no types, in models, and in dataclasses as `__pydantic_config__`."""
@@ -48,12 +49,11 @@ def _message(kind: type, error: ValidationError, path: str) -> str:
         case unknown if unknown in _UNKNOWN_KEY:
             *parents, name = first["loc"]
             known = _keys(kind, parents)
-            near = get_close_matches(str(name), known, n=1)
-            return f"{where}: unknown key; {f'did you mean {near[0]}? ' if near else ''}known keys: {', '.join(known)}"
+            return f"{where}: unknown key{did_you_mean(str(name), known) or '; known keys: ' + ', '.join(known)}"
         case "value_error":
             return f"{where}: {first['ctx']['error']}" if where else str(first["ctx"]["error"])
         case _:
-            return f"{where} is {first['input']!r}; {first['msg'].replace('Input should', 'it must')}"
+            return f"{where} is {first['input']!r}; it {problem_of(first)}"
 
 
 def _keys(kind: Any, path: Sequence[int | str]) -> list[str]:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cuaenv.problems import did_you_mean, problem_of, without_path
 from cuaenv.region import Region
 from envd.base.config_values import (
     AllowedHost,
@@ -43,8 +44,8 @@ MAX_MACHINES = 4096
 LEASE_TTL_MIN_S = 10.0
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-#: Names of images, which are names of directories.
-IMAGE_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+#: Names of images are names of directories.
+_IMAGE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,22}[a-z0-9])?")
 
 #: Name of the entry in `limits.runs` that applies to every run without an entry.
@@ -55,6 +56,13 @@ _FLAGS = {"hypervisor.uri": "--hypervisor", "pools": "--pool", "tasks.suites": "
 
 #: Values of TOML, the environment or flags, before validation.
 Raw = dict[str, Any]
+
+
+def check_image_name(name: str) -> str:
+    """Return the name of an image. Raises: ValueError: It is none."""
+    if not _IMAGE_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not 1 to 63 of a-z 0-9 . _ -, beginning with a letter or digit")
+    return name
 
 
 class _Section(BaseModel):
@@ -94,7 +102,7 @@ class SettlePolicy(_Section):
 class PoolConfig(_Section):
     """One pool: equal machines of one image."""
 
-    image: str = Field(default="", validate_default=False, pattern=IMAGE_NAME)
+    image: Annotated[str, AfterValidator(check_image_name)] = Field(default="", validate_default=False)
     """Name of an image in the catalogue. Default: the pool's name."""
     size: int = Field(default=1, ge=0, le=MAX_MACHINES)
     """Machines kept ready ahead of demand."""
@@ -440,7 +448,9 @@ def parse_pool_flags(specs: Sequence[str]) -> Raw:
         name = match[1] or DEFAULT_IMAGE
         if name in pools:
             raise ConfigError(f"--pool {spec}: pool {name!r} is given twice; name each pool once")
-        pools[name] = {"size": int(match[2])}
+        if not 1 <= (size := int(match[2])) <= MAX_MACHINES:
+            raise ConfigError(f"--pool {spec}: must have at least 1 and at most {MAX_MACHINES} machines")
+        pools[name] = {"size": size}
     return pools
 
 
@@ -493,7 +503,7 @@ def _read_toml(file: Path) -> Raw:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}; check --config") from error
+        raise ConfigError(f"{file}: cannot be read: {without_path(error)}; check --config") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file}: not valid TOML: {error}; correct that line") from error
 
@@ -545,10 +555,9 @@ def _messages(error: ValidationError, origin: Mapping[tuple[str, ...], str]) -> 
         source = origin[known[0]] if known else "configuration"
         key = ".".join(path)
         if item["type"] == "extra_forbidden":
-            match = difflib.get_close_matches(path[-1], _siblings(path), n=1)
-            text = _REMOVED.get(key) or "unknown key" + (f"; did you mean {match[0]!r}?" if match else "")
+            text = _REMOVED.get(key) or "unknown key" + did_you_mean(path[-1], _siblings(path))
         else:
-            text = item["msg"].removeprefix("Value error, ")
+            text = problem_of(item)
         yield f"{source}: {key}: {text}" if key else f"{source}: {text}"
 
 

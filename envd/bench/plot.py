@@ -13,6 +13,7 @@ from statistics import median
 from pydantic import BaseModel, ValidationError
 
 from cuaenv.plots import PlotsMissing, svg_plot
+from cuaenv.problems import problem_of
 from envd.base.errors import ConfigError
 
 #: The name of a list of times: what was measured, its unit, and for `growth` the number of machines.
@@ -90,7 +91,8 @@ def _read(path: Path) -> _Report:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ConfigError(
-            f"{path}: not a report of `envd bench` ({where}: {first['msg']}); write it with --json, or move it away"
+            f"{path}: not a report of `envd bench` ({where}: {problem_of(first)}); write it with --json,"
+            " or move it away"
         ) from error
 
 

@@ -10,7 +10,6 @@ An image is published by one rename and never changed afterwards, so readers nev
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from envd.base.config import IMAGE_NAME
+from cuaenv.problems import did_you_mean
+from envd.base.config import DEFAULT_IMAGE, check_image_name
 from envd.base.errors import ImageError, ImageNotFound
 from envd.hypervisor.machine import DiskImage, Drive, Firmware, GuestOs, Hardware
 
@@ -208,8 +208,10 @@ class ImageCatalogue:
         Raises:
             ImageError: A file cannot be read, `credentials` is invalid, or the settings contradict each other.
         """
-        if not re.fullmatch(IMAGE_NAME, name):
-            raise ImageError(f"image name {name!r}: not a name; use lower-case letters, digits, '.', '_' and '-'")
+        try:
+            check_image_name(name)
+        except ValueError as error:
+            raise ImageError(f"image name {error}") from error
         if (actual := disk_format_of(given.file)) != given.disk_format:
             remedy = f"choose the format {actual}" if actual else "convert it with qemu-img convert"
             raise ImageError(f"image {name}: {given.file} is no {given.disk_format} disk; {remedy}")
@@ -302,9 +304,10 @@ class ImageCatalogue:
         matches = [parent / "current"] if not digest else sorted(parent.glob(f"{digest}*"))
         found = [match.resolve() for match in matches if (match / _MANIFEST).exists()]
         if len(found) != 1 or not plain:
-            known = ", ".join(sorted({image.name for image in self.list()})) or "none"
-            hint = f"`envd image build {plain}`" if plain == "desktop" else "`envd image import`"
-            raise ImageNotFound(f"image {name!r}: not found in {self.root} (available: {known}); create it with {hint}")
+            known = sorted({image.name for image in self.list()})
+            listed = f"image {name!r}: not found in {self.root} (available: {', '.join(known) or 'none'})"
+            remedy = "; create it with `envd image build` or `envd image import`"
+            raise ImageNotFound(listed + (did_you_mean(plain, {*known, DEFAULT_IMAGE} - {plain}) or remedy))
         return found[0]
 
     @staticmethod

@@ -146,7 +146,8 @@ class TaskCatalogue:
         if task is None:
             close = self._similar(task_id)
             hint = f"did you mean {', '.join(close)}?" if close else f"the suites loaded here are {self._suite_names()}"
-            raise TaskNotFound(f"task {task_id!r} not found; {hint}")
+            what = "suite" if task_id.endswith("/") else "task"
+            raise TaskNotFound(f"{what} {task_id.removesuffix('/')!r} not found; {hint}")
         return task
 
     def select(self, names: Iterable[str]) -> tuple[Task, ...]:

@@ -32,6 +32,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from cuaenv.action_codec import from_one_key, to_one_key
 from cuaenv.actions import Action
+from cuaenv.problems import problem_of
 from envd.tasks.fields import GuestPath, Model, Timeout, WindowMatch
 
 _CONDITION = "wait_for"
@@ -86,7 +87,7 @@ def parse_action(value: object) -> OracleAction:
     try:
         return WaitFor.model_validate(value[_CONDITION])
     except ValidationError as error:
-        problems = (".".join((_CONDITION, *map(str, each["loc"]))) + f": {each['msg']}" for each in error.errors())
+        problems = (".".join((_CONDITION, *map(str, each["loc"]))) + f": {problem_of(each)}" for each in error.errors())
         raise ValueError("; ".join(problems)) from error
 
 

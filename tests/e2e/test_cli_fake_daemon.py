@@ -202,7 +202,7 @@ def test_usage_errors_are_one_line_with_exit_status_2(tmp_path: Path) -> None:
     assert "only loopback is served" in for_all.err
     config = tmp_path / "envd.toml"
     config.write_text("[pools.desktop]\nsise = 1\n", encoding="utf-8")
-    message = f"error: {config}: pools.desktop.sise: unknown key; did you mean 'size'?\n"
+    message = f"error: {config}: pools.desktop.sise: unknown key; did you mean size?\n"
     assert run_envd("serve", *state, "--config", str(config)) == CommandOutput(status=2, out="", err=message)
 
 

@@ -8,6 +8,7 @@ import typer
 import yaml
 
 from cuaenv.client import AsyncEnvClient, Tls
+from cuaenv.problems import without_path
 from trainer.agent.settings import AgentSettings
 from trainer.cli.output import UsageError
 
@@ -52,7 +53,7 @@ def read_settings(file: Path | None, **changes: Any) -> AgentSettings:
         try:
             held = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UsageError(f"--agent {file} cannot be read: {error}") from error
+            raise UsageError(f"--agent {file} cannot be read: {without_path(error)}") from error
         for key in ("envd", "agent"):
             if isinstance(held, dict) and isinstance(held.get(key), dict):
                 held = held[key]

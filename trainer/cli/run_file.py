@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import ConfigDict, Field, JsonValue
 
+from cuaenv.problems import without_path
 from trainer.agent.settings import AgentSettings
 from trainer.cli.choice import SplitName
 from trainer.cli.options import DEFAULT_RUN, DEFAULT_TARGET, read_settings
@@ -145,7 +146,7 @@ def read_run(words: Sequence[str], flags: Mapping[str, object], *, command: str)
         for file in words:
             held = tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{file} cannot be read: {error}") from error
+        raise UsageError(f"{file} cannot be read: {without_path(error)}") from error
     given = {name: value for name, value in flags.items() if value}
     if _ENDPOINTS & given.keys():
         held = {name: value for name, value in held.items() if name not in _ENDPOINTS}

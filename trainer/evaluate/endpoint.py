@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from cuaenv.client.credentials import is_local
+from cuaenv.problems import without_path
 from trainer.agent.types import BudgetExhausted, ModelFailed
 from trainer.tokens.sglang import is_context_full
 
@@ -43,7 +44,7 @@ def read_key(*, variable: str, file: Path | None) -> str:
     try:
         key = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise EndpointError(f"key file {file} cannot be read: {error}") from error
+        raise EndpointError(f"key file {file} cannot be read: {without_path(error)}") from error
     if not key:
         raise EndpointError(f"key file {file} is empty")
     return key

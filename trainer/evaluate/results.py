@@ -14,6 +14,8 @@ from typing import Annotated, BinaryIO, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
+from cuaenv.problems import problem_of, without_path
+
 
 class ResultsError(Exception):
     """A results file is invalid, damaged, or of another evaluation."""
@@ -121,7 +123,9 @@ class Results:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ResultsError(f"results {path} cannot be read: {error}; `trainer eval --out` writes them") from error
+            raise ResultsError(
+                f"results {path} cannot be read: {without_path(error)}; `trainer eval --out` writes them"
+            ) from error
         # A crash may have cut off the text after the last newline.
         whole = text.split("\n")[:-1]
         lines = [_line(path, number, line) for number, line in enumerate(whole, 1)]
@@ -192,7 +196,7 @@ def _line(path: Path, number: int, line: str) -> Run | Attempt:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "line"
-        raise ResultsError(f"{path}:{number} is not a line of results: {where}: {first['msg']}") from error
+        raise ResultsError(f"{path}:{number} is not a line of results: {where}: {problem_of(first)}") from error
 
 
 def _check_same(path: Path, there: Run, wanted: Run) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cuaenv.client import Task
+from cuaenv.problems import without_path
 
 _INFEASIBLE = "infeasible"
 _DOMAIN = "domain:"
@@ -76,7 +77,7 @@ def read_task_ids(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SelectionError(f"tasks file {path} cannot be read: {error}") from error
+        raise SelectionError(f"tasks file {path} cannot be read: {without_path(error)}") from error
     ids = [line for line in (line.partition("#")[0].strip() for line in lines) if line]
     if not ids:
         raise SelectionError(f"tasks file {path} names no task; write one id per line")

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field
 
+from cuaenv.problems import without_path
 from trainer.agent.settings import AgentSettings
 from trainer.config import STRICT, parse
 from trainer.learn import LearnError
@@ -147,7 +148,9 @@ class Settings(BaseModel):
             try:
                 changes = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
             except (OSError, yaml.YAMLError) as error:
-                raise LearnError(f"{path}: cannot be read: {error}; give a YAML file of settings") from error
+                raise LearnError(
+                    f"{path}: cannot be read: {without_path(error)}; give a YAML file of settings"
+                ) from error
             if not isinstance(changes, dict):
                 raise LearnError(f"{path}: not a mapping; give a YAML file of settings")
             mapping = _merged(mapping, changes)

@@ -24,6 +24,8 @@ from pydantic import (
     model_validator,
 )
 
+from cuaenv.problems import problem_of
+
 IMAGE_PLACEHOLDER = "<image>"
 
 #: Roles of conversations in ShareGPT's form.
@@ -131,7 +133,7 @@ class StoredTrajectory:
             )
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise MalformedRow(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+            raise MalformedRow(f"{'.'.join(map(str, first['loc']))}: {problem_of(first)}") from error
         return cls(
             task_id=read.task_id,
             messages=tuple(message.model_dump(exclude_unset=True) for message in read.messages),

@@ -3,9 +3,10 @@
 Without it, a run whose policy has collapsed or whose machines are gone trains on. Checkpoints saved before are intact.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from cuaenv.problems import did_you_mean
 
 #: Names of `trainer.slime.records.metrics_of`, and prefixes of names that depend on the data.
 METRICS = (
@@ -39,9 +40,9 @@ class Halt:
         """Check the values."""
         for name in (*self.below, *self.above):
             if name not in METRICS and not name.startswith(FAMILIES):
-                near = difflib.get_close_matches(name, METRICS, n=1)
-                hint = f"did you mean {near[0]}? " if near else ""
-                raise ValueError(f"metric {name}: unknown; {hint}known metrics: {', '.join((*METRICS, *FAMILIES))}")
+                near = did_you_mean(name, METRICS)
+                hint = near or f"; known metrics: {', '.join((*METRICS, *FAMILIES))}"
+                raise ValueError(f"metric {name}: unknown{hint}")
         if self.rollouts < 1:
             raise ValueError(f"rollouts is {self.rollouts}; it must be at least 1")
 

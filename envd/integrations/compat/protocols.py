@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from cuaenv.problems import problem_of
 from envd.api.security.access import Caller
 from envd.api.security.guard import Guard
 from envd.api.security.http import peer_of
@@ -159,7 +160,7 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "body"
-        raise InvalidRequest(field, first["msg"].removeprefix("Value error, ")) from None
+        raise InvalidRequest(field, problem_of(first)) from None
 
 
 def json_response(content: dict[str, Any], *, status: int = 200) -> web.Response:

@@ -69,7 +69,7 @@ def read_text(source: Traversable) -> str:
     try:
         data = source.read_bytes()
     except OSError as error:
-        raise ValueError(f"cannot be read: {error}") from error
+        raise ValueError(f"cannot be read: {error.strerror}") from error
     if len(data) > _MAX_BYTES:
         raise ValueError(f"cannot be read: {len(data)} bytes exceed the limit of {_MAX_BYTES}")
     try:

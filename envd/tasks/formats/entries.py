@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from cuaenv.problems import problem_of
 from envd.tasks.checkers.union import leaves
 from envd.tasks.formats.documents import Location
 from envd.tasks.model import Task
@@ -86,7 +87,7 @@ def make_task(source: Source, read: Callable[[], NamedFields], *, locate: Callab
     except ValidationError as error:
         for each in error.errors():
             location = each["loc"]
-            yield Problem(where=locate(location), task_id=task_id, field=_dotted(location), message=each["msg"])
+            yield Problem(where=locate(location), task_id=task_id, field=_dotted(location), message=problem_of(each))
 
 
 def _names_bundle(task: Task) -> bool:

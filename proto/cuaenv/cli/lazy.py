@@ -8,6 +8,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
+from cuaenv.problems import plain
+
 
 class LazyCommand(TyperCommand):
     """Placeholder of a command or a group: imports it when it is run or completed."""
@@ -47,5 +49,13 @@ def lazy_group(commands: Mapping[str, tuple[str, str]]) -> type[TyperGroup]:
             super().__init__(**attributes)
             for name, (target, summary) in commands.items():
                 self.add_command(LazyCommand(name, target=target, summary=summary))
+
+        def invoke(self, ctx: Any) -> Any:
+            """Run the command; a wrong value is reported without pydantic's phrases, which typer has from it."""
+            try:
+                return super().invoke(ctx)
+            except typer.BadParameter as error:
+                error.message = plain(error.message)
+                raise
 
     return Group

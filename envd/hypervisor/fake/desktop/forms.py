@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cuaenv.problems import problem_of
 from envd.hypervisor.fake.desktop.canvas import CELL_HEIGHT_PX, CELL_WIDTH_PX, Canvas, Colour, Rect
 from envd.hypervisor.fake.desktop.keyboard import Stroke
 from envd.hypervisor.fake.desktop.windows import EDGE, PRESSED, TITLE_HEIGHT_PX, Element, Surroundings, Window
@@ -89,7 +90,7 @@ def read_form(path: str, data: bytes) -> Form:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "file"
-        raise InvalidForm(f"form {path}: {where}: {first['msg']}; see Form in forms.py") from None
+        raise InvalidForm(f"form {path}: {where}: {problem_of(first)}; see Form in forms.py") from None
 
 
 class FormWindow(Window):

@@ -70,7 +70,7 @@ def test_each_image_is_listed_by_the_name_that_selects_it(
 def test_an_unknown_image_is_a_one_line_error_with_the_remedy(images: Images) -> None:
     message = images.run("show", "desktop", status=1)
     assert message.startswith("error: image 'desktop': not found in ")
-    assert "`envd image build desktop`" in message
+    assert "create it with `envd image build` or `envd image import`" in message
     assert message.count("\n") == 1
 
 

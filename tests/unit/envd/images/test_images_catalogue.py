@@ -183,8 +183,8 @@ def test_a_missing_disk_is_an_error_that_names_its_path(catalogue: ImageCatalogu
 @pytest.mark.parametrize(
     ("name", "content", "named", "words"),
     [
-        ("../esc", DISK, "qcow2", "not a name"),
-        ("a=b c", DISK, "qcow2", "not a name"),
+        ("../esc", DISK, "qcow2", "is not 1 to 63 of a-z"),
+        ("a=b c", DISK, "qcow2", "is not 1 to 63 of a-z"),
         ("ok", b"kind: file_text\n", "qcow2", "no qcow2 disk; convert"),
         ("ok", bytes(510) + b"\x55\xaa", "qcow2", "choose the format raw"),
         ("ok", DISK, "raw", "choose the format qcow2"),

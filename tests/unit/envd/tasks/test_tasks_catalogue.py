@@ -56,8 +56,8 @@ def test_an_unknown_task_is_rejected_with_similar_ids(tmp_path: Path) -> None:
 def test_a_wrong_field_is_named_with_its_file_and_task(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD.replace("file_absent", "file_absnt").replace("level: 1", "level: 9"))
     message = refusal(path)
-    assert f"{path}:5: task mine/first: level: Input should be less than or equal to 5" in message
-    assert f"{path}:7: task mine/first: checker: Input tag 'file_absnt'" in message
+    assert f"{path}:5: task mine/first: level: must be at most 5" in message
+    assert f"{path}:7: task mine/first: checker: unknown kind 'file_absnt'; did you mean file_absent?" in message
 
 
 def test_a_wrong_verb_is_named_by_its_index_in_the_setup(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_wrong_verb_is_named_by_its_index_in_the_setup(tmp_path: Path) -> None
 def test_a_wrong_oracle_is_named_by_step_and_action(tmp_path: Path) -> None:
     oracle = "    oracle: [[{press: enter}], [{clack: {}}]]\n    checker"
     message = refusal(write(tmp_path, GOOD.replace("    checker", oracle)))
-    assert "oracle[1][0]: Value error, action: unknown action 'clack'" in message
+    assert "oracle[1][0]: action: unknown action 'clack'" in message
 
 
 def test_a_duplicate_task_id_is_rejected(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_verify_serves_a_built_in_suite_that_it_is_asked_for(tmp_path: Path) -> 
     ("suite", "error"),
     [
         ("windows", "the tasks need an image with windows, and there is none; use --image"),
-        ("macos", "task 'macos/' not found"),
+        ("macos", "suite 'macos' not found"),
     ],
 )
 def test_verify_finds_the_tasks_of_a_suite_by_its_name(tmp_path: Path, suite: str, error: str) -> None:

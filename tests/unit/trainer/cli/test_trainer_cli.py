@@ -137,7 +137,7 @@ def test_wrong_arguments_are_reported_in_one_line(
     ("text", "status", "message"),
     [
         ("sedes = 3", 2, "sedes: unknown key; did you mean seeds?"),
-        ("seeds = 0", 2, "seeds is 0; it must be greater than or equal to 1"),
+        ("seeds = 0", 2, "seeds is 0; it must be at least 1"),
         ("seeds = 3", 2, "set temperature"),
         ("request = 3", 2, "request is 3; it must be"),
         ("select = { level = [1] }", 2, "select.level: unknown key; did you mean levels?"),

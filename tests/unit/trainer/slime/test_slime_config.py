@@ -59,8 +59,8 @@ def test_every_part_is_parsed() -> None:
         ({"reward": {"recipe": "best"}}, r"envd\.reward: unknown recipe 'best'"),
         ({"reward": {"recipe": "task", "alpha": 1}}, r"envd\.reward: task\.alpha: unknown key"),
         ({"group": "forks"}, r"envd\.group is 'forks'; it must be 'fork', 'tree' or 'off'"),
-        ({"branch_ways": 1}, r"envd\.branch_ways is 1; it must be greater than or equal to 2"),
-        ({"branch_every": 0}, r"envd\.branch_every is 0; it must be greater than or equal to 1"),
+        ({"branch_ways": 1}, r"envd\.branch_ways is 1; it must be at least 2"),
+        ({"branch_every": 0}, r"envd\.branch_every is 0; it must be at least 1"),
         (
             {"group": "tree", "branch_every": 15},
             r"envd: branch_every is 15, but .* at most 15 turns .* would never branch",

@@ -1,0 +1,42 @@
+"""Texts for wrong input: misspelt names, and pydantic's errors without its phrases."""
+
+import re
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+_PHRASES = {
+    "Value error, ": "",
+    "Assertion failed, ": "",
+    "Input should be greater than or equal to": "must be at least",
+    "Input should be less than or equal to": "must be at most",
+    "Input should": "must",
+    "String should": "must",
+}
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean file_text?`, or an empty string if no known name is similar."""
+    match = get_close_matches(name, known, n=1)
+    return f"; did you mean {match[0]}?" if match else ""
+
+
+def without_path(error: Exception) -> str:
+    """Return the text of an error that occurred while a file was read; an `OSError` would name the file again."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def plain(message: str) -> str:
+    """Return a message of pydantic in plain words, such as `must be at most 4096`."""
+    for phrase, words in _PHRASES.items():
+        message = message.replace(phrase, words, 1)
+    return message
+
+
+def problem_of(error: Mapping[str, Any]) -> str:
+    """Return the text of one of the errors of a `ValidationError`."""
+    if error["type"] != "union_tag_invalid":
+        return plain(error["msg"])
+    tag, field = error["ctx"]["tag"], error["ctx"]["discriminator"].strip("'")
+    known = re.findall(r"'([^']+)'", error["ctx"]["expected_tags"])
+    return f"unknown {field} {tag!r}{did_you_mean(tag, known) or '; use one of ' + ', '.join(known)}"
