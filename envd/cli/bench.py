@@ -293,7 +293,7 @@ def _task_without_setup(settings: Config, image: str) -> tuple[Config, str]:
     if not image:
         return settings, _default_tasks(settings).without_setup
     task_id = TASKS_WITHOUT_SETUP[GuestOs(ImageCatalogue(settings.cache_dir).get(image).os)]
-    return with_suites(settings, [task_id.partition("/")[0]]), task_id
+    return with_suites(settings, [task_id]), task_id
 
 
 def _default_tasks(settings: Config) -> DefaultTasks:

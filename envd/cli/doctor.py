@@ -334,11 +334,14 @@ async def check_kvm(config: Config) -> Check:
     if probe.usable:
         return _ok("kvm", probe.detail)
     required = config.hypervisor.accelerator == "kvm"
+    joins_group = "group kvm" in probe.detail
     return Check(
         name="kvm",
         status=Status.FAIL if required else Status.WARN,
         detail=f"{probe.detail}; machines run under TCG, which is slow",
-        fix="use a host with working virtualisation; only speed is affected",
+        fix="sudo usermod -aG kvm $USER, and log in again"
+        if joins_group
+        else "use a host with working virtualisation; only speed is affected",
     )
 
 
@@ -388,7 +391,9 @@ def check_qemu_user(config: Config) -> Check:
     return _warn(
         "qemu_user",
         f"QEMU runs as root: {chosen.why}",
-        fix="fix the reason above; state_dir and cache_dir can be /var/lib/envd and /var/cache/envd",
+        fix="chgrp kvm /dev/kvm; chmod 660 /dev/kvm"
+        if chosen.why.endswith("/dev/kvm")
+        else "fix the reason above; state_dir and cache_dir can be /var/lib/envd and /var/cache/envd",
     )
 
 

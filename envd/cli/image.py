@@ -110,14 +110,15 @@ def list_(settings: Config, *, as_json: Json = False) -> None:
     if not images:
         err.print(f"no images in {catalogue.root}; build one with `envd image build desktop`", soft_wrap=True)
         return
-    table = Table("name", "digest", "os", "firmware", "screen", "created", box=None, pad_edge=False)
+    table = Table("name", "digest", "os", "firmware", "screen", "created", "", box=None, pad_edge=False)
     # What commands take is never cut off, however narrow the terminal is.
     table.columns[0].no_wrap = table.columns[1].no_wrap = True
     for image in images:
         screen = f"{image.screen_width_px}x{image.screen_height_px}"
         name = image.name if catalogue.is_current(image) else f"{image.name}@{image.digest[:8]}"
         created = image.created[:16].replace("T", " ")
-        table.add_row(name, image.digest[:12], image.os, image.firmware, screen, created)
+        missing = "" if catalogue.disk_of(image).exists() else f"{catalogue.disk_of(image)} is missing"
+        table.add_row(name, image.digest[:12], image.os, image.firmware, screen, created, missing)
     out.print(table)
 
 

@@ -19,7 +19,7 @@ from envd.cli.options import with_settings
 from envd.cli.remote import CALL_TIMEOUT, TlsCa, TlsCert, TlsKey, open_client, reports_errors
 from envd.cli.tasks_fetch import fetch_all, print_fetched
 from envd.cli.tasks_oracles import oracles
-from envd.daemon.suites import inspect_tasks, load_tasks
+from envd.daemon.suites import inspect_tasks, load_tasks, with_suites
 from envd.tasks.assets import AssetCache, AssetMissing, assets_of
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.formats.cua_gym import SUITE as CUA_GYM_SUITE
@@ -48,6 +48,9 @@ def list_(
     envd: Annotated[
         str, typer.Option("--envd", metavar="HOST:PORT", help="List the tasks that this running daemon serves.")
     ] = "",
+    suite: Annotated[
+        str, typer.Option(metavar="SUITE", help="Only the tasks of this suite; loads `windows` if it is named.")
+    ] = "",
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -60,10 +63,12 @@ def list_(
     """
     if envd:
         client = open_client(envd, ca=tls_ca, cert=tls_cert, key=tls_key)
-        summaries = [_served_summary(task) for task in asyncio.run(_served(client))]
+        served = asyncio.run(_served(client))
+        summaries = [_served_summary(task) for task in served if suite in {"", task.task_id.partition("/")[0]}]
     else:
-        catalogue = load_tasks(settings)
-        summaries = [_summary(task, catalogue) for task in catalogue.list()]
+        catalogue = load_tasks(with_suites(settings, [suite]))
+        chosen = catalogue.select([f"{suite}/"]) if suite else catalogue.list()
+        summaries = [_summary(task, catalogue) for task in chosen]
     if as_json:
         emit_json({"tasks": summaries})
         return
@@ -88,7 +93,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show one task: its instruction, setup and checker."""
-    catalogue = load_tasks(settings)
+    catalogue = load_tasks(with_suites(settings, [task_id]))
     task = catalogue.get(task_id)
     if as_json:
         # pydantic cannot serialise the actions of oracles; the summary has their number.
@@ -144,7 +149,7 @@ def fetch(
     as_json: Json = False,
 ) -> None:
     """Download the files that tasks need into the cache, so that episodes need no network."""
-    catalogue = load_tasks(settings)
+    catalogue = load_tasks(with_suites(settings, task_ids or []))
     wanted = catalogue.select(task_ids) if task_ids else catalogue.list()
     refs = sorted({ref for task in wanted for ref in assets_of(task)})
     failures = asyncio.run(fetch_all(refs, AssetCache(settings.asset_dir), again=again))

@@ -45,8 +45,8 @@ def verify_command(
     as_json: Json = False,
 ) -> None:
     """Play the oracle of each task, which must score 1, and do nothing, which must score 0, on forks of one state."""
-    settings = with_suites(settings, suites or [])
     wanted = [*(task_ids or []), *(f"{name.removesuffix('/')}/" for name in suites or [])]
+    settings = with_suites(settings, wanted)
     # OSWorld's tasks have no oracles.
     catalogue = load_tasks(settings, include_osworld=starts)
     chosen = choose(catalogue, wanted, starts=starts)

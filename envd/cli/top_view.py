@@ -9,6 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cuaenv.client import EpisodeInfo, Pool, QueuedGroup
+from cuaenv.problems import did_you_mean
+from envd.base.errors import ConfigError
 from envd.cli.remote import SortKey, duration_text, episode_fields, episode_table, printable, selected
 
 _BAR_WIDTH = 24
@@ -35,7 +37,11 @@ class Facts:
     episodes: Sequence[EpisodeInfo] = ()
 
     def filtered(self, options: Options) -> "Facts":
-        """Return the part that the filters admit, with the episodes sorted."""
+        """Return the part that the filters admit, with the episodes sorted. Raises: ConfigError: An unknown pool."""
+        names = sorted({pool.name for pool in self.pools})
+        if names and options.pool and options.pool not in names:
+            near = did_you_mean(options.pool, names)
+            raise ConfigError(f"--pool {options.pool}: unknown{near or '; there are ' + ', '.join(names)}")
         pools = [
             replace(pool, queue=tuple(group for group in pool.queue if options.run in {None, group.run}))
             for pool in self.pools

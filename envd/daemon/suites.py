@@ -51,9 +51,16 @@ def load_tasks(config: Config, *, include_osworld: bool = True) -> TaskCatalogue
 
 
 def with_suites(config: Config, names: Sequence[str]) -> Config:
-    """Return settings that also load those of the named suites that are built in but only loaded on request."""
-    known = _optional_suites()
-    added = [f"{BUILTIN_TASKS}{name}" for name in names if name in known]
+    """Return settings that also load those of the named suites that are built in but only loaded on request.
+
+    A suite whose file the settings name is not loaded twice.
+
+    Args:
+        config: The settings.
+        names: `SUITE`, `SUITE/` or `SUITE/TASK`.
+    """
+    known = _optional_suites().keys() - {Path(path).stem for path in config.tasks.suites}
+    added = [f"{BUILTIN_TASKS}{suite}" for suite in (name.partition("/")[0] for name in names) if suite in known]
     suites = dict.fromkeys([*config.tasks.suites, *added])
     return config.model_copy(update={"tasks": config.tasks.model_copy(update={"suites": tuple(suites)})})
 

@@ -260,6 +260,9 @@ class Machine(GuestChannels, Protocol):
         Also keeps the log of its serial console small. Does not wait, also not for `lost` to be set; never raises.
         """
 
+    def console_tail(self) -> str:
+        """Return the last lines on its serial console, in printable characters; empty if unknown. Never raises."""
+
     async def destroy(self) -> None:
         """End it and remove its overlay, sockets and directory. Idempotent; safe on a lost machine.
 

@@ -42,6 +42,8 @@ class Image:
     disk: str
     """File name in the image's directory, or an absolute path for an image registered in place."""
     disk_sha256: str
+    disk_bytes: int = 0
+    """Size of the disk's file when the image was published; 0 in images of earlier versions."""
     disk_format: str = "qcow2"
     os: str = GuestOs.LINUX.value
     hardware: str = Hardware.VIRTIO.value
@@ -149,10 +151,16 @@ class ImageCatalogue:
                 raise ImageError(f"image {name}: {path} does not exist; remove the image and build or import it again")
             return path
 
+        disk = present(image.disk)
+        if image.disk_bytes and (size := disk.stat().st_size) != image.disk_bytes:
+            raise ImageError(
+                f"image {name}: {disk} is damaged: it has {size} bytes instead of {image.disk_bytes};"
+                " remove the image and build or import it again"
+            )
         return DiskImage(
             name=image.name,
             digest=image.digest,
-            disk=present(image.disk),
+            disk=disk,
             disk_format=image.disk_format,
             os=GuestOs(image.os),
             hardware=Hardware(image.hardware),
@@ -175,6 +183,10 @@ class ImageCatalogue:
         """Return an image that was built from a recipe's digest, if its own digest is another: the newest, or None."""
         built = (image for image in self.list() if image.name == name and image.source.get("recipe") == recipe)
         return max(built, key=lambda image: image.created, default=None)
+
+    def disk_of(self, image: Image) -> Path:
+        """Return the path of an image's disk."""
+        return self.root / image.name / image.digest[:DIGEST_CHARS] / image.disk
 
     def packages(self, image: Image) -> frozenset[str] | None:
         """Return the names of the packages installed in an image that envd built; None for an imported one."""
@@ -214,7 +226,7 @@ class ImageCatalogue:
             raise ImageError(f"image name {error}") from error
         if (actual := disk_format_of(given.file)) != given.disk_format:
             remedy = f"choose the format {actual}" if actual else "convert it with qemu-img convert"
-            raise ImageError(f"image {name}: {given.file} is no {given.disk_format} disk; {remedy}")
+            raise ImageError(f"image {name}: {given.file} is not a {given.disk_format} disk; {remedy}")
         hardware = given.hardware or _default_hardware(given.os_family)
         _require_bootable(name, given, hardware)
         if given.credentials and given.credentials.partition(":")[0] not in {"env", "file"}:
@@ -281,7 +293,12 @@ class ImageCatalogue:
 
     def publish(self, directory: Path, image: Image) -> Image:
         """Publish a staged image in one rename, and make it current under its name."""
-        image = replace(image, created=datetime.now(UTC).isoformat(timespec="seconds"))
+        disk = directory / image.disk
+        image = replace(
+            image,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            disk_bytes=disk.stat().st_size if disk.exists() else 0,
+        )
         (directory / _MANIFEST).write_text(json.dumps(asdict(image), indent=2) + "\n")
         target = directory.parent / image.digest[:DIGEST_CHARS]
         if target.exists():

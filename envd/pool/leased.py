@@ -254,6 +254,10 @@ class LostMachine:
         """Return None: unknown."""
         return None
 
+    def console_tail(self) -> str:
+        """Return an empty string: unknown."""
+        return ""
+
     def enforce_disk_quota(self, quota_bytes: int) -> None:
         """Do nothing: it uses no disk."""
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from envd.base.aio import shielded
-from envd.base.errors import Draining, EnvdError, HypervisorUnavailable, TemplateCorrupt
+from envd.base.errors import Draining, EnvdError, GuestUnresponsive, HypervisorUnavailable, TemplateCorrupt
 from envd.guest.view import DesktopView
 from envd.hypervisor.machine import Hypervisor, MachineSpec, Snapshot
 from envd.pool.leased import FrozenDesktop
@@ -109,7 +109,12 @@ async def _boot(spec: MachineSpec, builder: TemplateBuilder) -> Snapshot:
         # No await between creation and record: a machine that exists is in its record.
         record.machine = await factory.hypervisor.create(replace(spec, machine_id=record.machine_id))
         record.desktop = factory.make_desktop(record.machine)
-        await record.desktop.wait_ready(timeout_s=factory.boot_timeout_s)
+        try:
+            await record.desktop.wait_ready(timeout_s=factory.boot_timeout_s)
+        except GuestUnresponsive as error:
+            # The log is removed with the machine.
+            tail = record.machine.console_tail()
+            raise GuestUnresponsive(f"{error}; its console ended with: {tail or 'nothing'}") from error
         await record.machine.pause()
         view = await record.desktop.view()
         await record.desktop.close()

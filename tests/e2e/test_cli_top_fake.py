@@ -13,11 +13,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from cuaenv.client import AsyncEnvClient, Pool
 from envd.api.security.tokens import new_token
 from envd.base.config import SecurityConfig
+from envd.base.errors import ConfigError
 from envd.cli.remote import SortKey
 from envd.cli.top import Top, read_facts
 from envd.cli.top_view import Facts, Options, fitted, render
@@ -145,7 +147,11 @@ async def test_episodes_that_do_not_fit_are_counted() -> None:
     assert (len(shown.episodes), left_out_count) == (2, 2)
     assert fitted(facts, Console(width=100, height=40, file=io.StringIO())) == (facts, 0)
     other = replace(facts, pools=[replace(facts.pools[0], name="other")])
-    assert not other.filtered(Options(pool="fake")).pools
+    with pytest.raises(ConfigError, match=r"^--pool fake: unknown; there are other$"):
+        other.filtered(Options(pool="fake"))
+    with pytest.raises(ConfigError, match="did you mean other"):
+        other.filtered(Options(pool="othr"))
+    assert not facts.filtered(Options(run="none")).episodes
 
 
 async def test_on_a_terminal_it_updates_until_q() -> None:

@@ -200,6 +200,10 @@ class StubMachine:
         self._check_not_lost()
         return MachineUsage(pss_bytes=3 << 19, private_dirty_bytes=self.private_dirty_bytes)
 
+    def console_tail(self) -> str:
+        """Return a line."""
+        return "Out of memory"
+
     def enforce_disk_quota(self, quota_bytes: int) -> None:
         """Lose the machine if `overlay_bytes` is above its quota."""
         if self.overlay_bytes > quota_bytes:

@@ -251,6 +251,10 @@ class FakeMachine:
         """Bytes of pixels and files that it shares with no other machine."""
         return self.framebuffer.private_bytes + self.files.own_bytes
 
+    def console_tail(self) -> str:
+        """Return an empty string: it has no console."""
+        return ""
+
     def enforce_disk_quota(self, quota_bytes: int) -> None:
         """Lose the machine if its own files are larger than `quota_bytes`."""
         used_bytes = self.files.own_bytes

@@ -47,6 +47,8 @@ _MAX_READ_BYTES = 64 << 10
 #: Read again from before the last check, which may have split a line.
 _OVERLAP_BYTES = 256
 _MAX_QUOTED_CHARS = 120
+_TAIL_LINES = 5
+_TAIL_BYTES = 1000
 #: Size at which the log is emptied; only its end is ever read.
 MAX_LOG_BYTES = 1 << 20
 
@@ -253,6 +255,10 @@ class LibvirtMachine:
         memory = memory_of(self.pid)
         return MachineUsage(pss_bytes=memory.pss_bytes, private_dirty_bytes=memory.private_dirty_bytes)
 
+    def console_tail(self) -> str:
+        """See `Machine`."""
+        return self._console.tail()
+
     def enforce_disk_quota(self, quota_bytes: int) -> None:
         """Declare it lost if its files use more than `quota_bytes` of disk; keep its console's log small."""
         self._console.trim()
@@ -432,6 +438,17 @@ class Console:
         """Return the reason of the newest kernel panic since the last call; empty if there was none. Never raises."""
         found, self._found = self._found, ""
         return self._newest_panic() or found
+
+    def tail(self) -> str:
+        """Return the last lines of the log, in printable ASCII. Never raises."""
+        try:
+            with _opened(self._log, os.O_RDONLY) as file:
+                file.seek(max(self._log.lstat().st_size - _TAIL_BYTES, 0))
+                text = file.read(_TAIL_BYTES).decode("ascii", "replace")
+        except OSError:
+            return ""
+        lines = ["".join(filter(str.isprintable, line)).strip() for line in text.splitlines()]
+        return " | ".join([line for line in lines if line][-_TAIL_LINES:])
 
     def trim(self) -> None:
         """Empty the log if it is large, so that a guest cannot fill the host's disk. Never raises."""

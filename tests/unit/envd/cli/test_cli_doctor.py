@@ -182,6 +182,30 @@ async def test_missing_kvm_fails_only_if_kvm_is_configured(tmp_path: Path, monke
     assert (await doctor.check_kvm(required)).status is Status.FAIL
 
 
+@pytest.mark.parametrize(
+    ("detail", "fix"),
+    [
+        ("this user may not open /dev/kvm; join the group kvm", "sudo usermod -aG kvm $USER, and log in again"),
+        ("/dev/kvm does not exist", "use a host with working virtualisation; only speed is affected"),
+    ],
+)
+async def test_the_fix_for_kvm_fits_its_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, detail: str, fix: str
+) -> None:
+    async def probe_kvm(timeout_s: float) -> KvmProbe:
+        return KvmProbe(usable=False, detail=detail)
+
+    monkeypatch.setattr(doctor, "probe_kvm", probe_kvm)
+    assert (await doctor.check_kvm(config_with(tmp_path))).fix == fix
+
+
+def test_the_fix_for_a_closed_kvm_device_is_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = QemuUser(account=None, why="libvirt-qemu cannot read and write /dev/kvm")
+    monkeypatch.setattr(doctor, "choose_qemu_user", lambda wanted, needs: chosen)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert doctor.check_qemu_user(config_with(tmp_path)).fix == "chgrp kvm /dev/kvm; chmod 660 /dev/kvm"
+
+
 # -- pools of a running daemon
 
 

@@ -53,6 +53,13 @@ def test_an_imported_disk_is_listed_shown_and_removed_and_its_file_is_kept(image
     assert disk.exists()
 
 
+def test_the_list_shows_a_missing_disk(images: Images, disk: Path) -> None:
+    images.run("import", str(disk))
+    assert "is missing" not in images.run("list")
+    disk.unlink()
+    assert f"{disk} is missing" in images.run("list")
+
+
 @pytest.mark.parametrize("columns", ["60", "80", "200"])
 def test_each_image_is_listed_by_the_name_that_selects_it(
     images: Images, disk: Path, monkeypatch: pytest.MonkeyPatch, columns: str

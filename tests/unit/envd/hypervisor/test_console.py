@@ -83,3 +83,10 @@ def test_a_log_replaced_by_a_link_or_a_pipe_is_neither_read_nor_emptied(log: Pat
     Console(log).trim()
     assert Console(log).panic() == ""
     assert other.stat().st_size == MAX_LOG_BYTES + 2 * len(PANIC)
+
+
+def test_the_last_lines_are_printable(log: Path) -> None:
+    assert Console(log).tail() == ""
+    append(log, b"x" * 5000 + b"\n" + b"".join(b"line %d\x1b[31m\r\n\r\n" % number for number in range(9)) + b"\xff\n")
+    lines = [*(f"line {number}[31m" for number in range(5, 9)), "\N{REPLACEMENT CHARACTER}"]
+    assert Console(log).tail() == " | ".join(lines)

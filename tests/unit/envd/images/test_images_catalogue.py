@@ -180,12 +180,21 @@ def test_a_missing_disk_is_an_error_that_names_its_path(catalogue: ImageCatalogu
         catalogue.disk_image("win11")
 
 
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_disk_of_another_size_than_published_is_damaged(catalogue: ImageCatalogue, file: Path, *, copy: bool) -> None:
+    disk = catalogue.disk_of(import_disk(catalogue, file, copy=copy))
+    assert catalogue.disk_image("win11").disk == disk
+    disk.write_bytes(DISK[:-1])
+    with pytest.raises(ImageError, match=f"{disk} is damaged: it has {len(DISK) - 1} bytes instead of {len(DISK)}; "):
+        catalogue.disk_image("win11")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "named", "words"),
     [
         ("../esc", DISK, "qcow2", "is not 1 to 63 of a-z"),
         ("a=b c", DISK, "qcow2", "is not 1 to 63 of a-z"),
-        ("ok", b"kind: file_text\n", "qcow2", "no qcow2 disk; convert"),
+        ("ok", b"kind: file_text\n", "qcow2", "not a qcow2 disk; convert"),
         ("ok", bytes(510) + b"\x55\xaa", "qcow2", "choose the format raw"),
         ("ok", DISK, "raw", "choose the format qcow2"),
     ],

@@ -284,7 +284,7 @@ async def test_a_guest_that_does_not_become_ready_is_destroyed_and_replaced(
         patch.setattr(StubDesktop, "wait_ready", not_ready)
         await start(pool)
     assert world.hypervisor.machines == {}
-    assert "no answer within 600 s" in pool.statistics().problem
+    assert "no answer within 600 s; its console ended with: Out of memory" in pool.statistics().problem
     await world.clock.advance(1.0)
     assert counts(pool) == (1, 0, 0, 0, 0)
     assert pool.statistics().healthy

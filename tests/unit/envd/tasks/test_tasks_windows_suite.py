@@ -1,5 +1,6 @@
 """The Windows suite: 47 tasks as published and 6 twins; right files score 1 and empty guests 0."""
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ import envd.cli.app
 from cuaenv.actions import Action, Click, Done, Drag, Move, PressKeys, Scroll, TypeText, Wait
 from envd.base.config import load
 from envd.base.errors import ConfigError
+from envd.cli.tasks import app
 from envd.daemon.suites import load_tasks, with_suites
 from envd.guest.desktop import CommandResult
 from envd.hypervisor.machine import GuestOs
@@ -161,6 +163,23 @@ def test_verify_serves_a_built_in_suite_that_it_is_asked_for(tmp_path: Path) -> 
     named = with_suites(settings, ["windows", "desktop", "windows"])
     assert named.tasks.suites == ("/a/one.yaml", "builtin:windows")
     assert with_suites(named, ["windows"]).tasks.suites == named.tasks.suites
+
+
+@pytest.mark.parametrize("name", ["windows", "windows/", "windows/notepad-quotes"])
+def test_a_task_loads_its_built_in_suite(name: str) -> None:
+    assert with_suites(load(), [name]).tasks.suites == ("builtin:windows",)
+    from_file = load(flags={"tasks.suites": ["/a/windows.yaml"]})
+    assert with_suites(from_file, [name]) == from_file
+
+
+def test_tasks_of_a_suite_are_listed_and_shown_by_name(tmp_path: Path) -> None:
+    listed = CliRunner().invoke(app, ["list", "--suite", "windows", "--json"])
+    ids = {task["task_id"] for task in json.loads(listed.stdout)["tasks"]}
+    assert "windows/notepad-quotes" in ids
+    assert {task_id.partition("/")[0] for task_id in ids} == {"windows"}
+    assert CliRunner().invoke(app, ["show", "windows/notepad-quotes"]).exit_code == 0
+    unknown = CliRunner().invoke(app, ["list", "--suite", "nosuch"])
+    assert "suite 'nosuch' not found" in " ".join(unknown.output.split())
 
 
 @pytest.mark.parametrize(
