@@ -212,7 +212,7 @@ class ImageCatalogue:
             raise ImageError(f"image name {name!r}: not a name; use lower-case letters, digits, '.', '_' and '-'")
         if (actual := disk_format_of(given.file)) != given.disk_format:
             remedy = f"choose the format {actual}" if actual else "convert it with qemu-img convert"
-            raise ImageError(f"image {name}: {given.file} is no {given.disk_format} disk; {remedy}")
+            raise ImageError(f"image {name}: {given.file} is not a {given.disk_format} disk; {remedy}")
         hardware = given.hardware or _default_hardware(given.os_family)
         _require_bootable(name, given, hardware)
         if given.credentials and given.credentials.partition(":")[0] not in {"env", "file"}:

@@ -185,7 +185,7 @@ def test_a_missing_disk_is_an_error_that_names_its_path(catalogue: ImageCatalogu
     [
         ("../esc", DISK, "qcow2", "not a name"),
         ("a=b c", DISK, "qcow2", "not a name"),
-        ("ok", b"kind: file_text\n", "qcow2", "no qcow2 disk; convert"),
+        ("ok", b"kind: file_text\n", "qcow2", "not a qcow2 disk; convert"),
         ("ok", bytes(510) + b"\x55\xaa", "qcow2", "choose the format raw"),
         ("ok", DISK, "raw", "choose the format qcow2"),
     ],
