@@ -21,7 +21,8 @@ async def _watch(url: str, episode_count: int) -> None:
         session.get(f"{url}/api/events") as response,
     ):
         while message := await response.content.readuntil(b"\n\n"):
-            name, data = _parsed(message)
+            name, _, text = message.decode().strip().removeprefix("event: ").partition("\ndata: ")
+            data: dict[str, Any] = json.loads(text)
             if name == "hello":
                 view = data["view"]
             elif name == "state":
@@ -36,11 +37,6 @@ async def _watch(url: str, episode_count: int) -> None:
                 if len(pictured) == episode_count:
                     sys.stdout.write("ready\n")
                     sys.stdout.flush()
-
-
-def _parsed(message: bytes) -> tuple[str, dict[str, Any]]:
-    name, _, data = message.decode().strip().removeprefix("event: ").partition("\ndata: ")
-    return name, json.loads(data)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -133,11 +133,7 @@ async def measure_episodes(
     conditions = bench.conditions(
         concurrency=plan.concurrency,
         think_s=plan.think_s,
-        peer_pauses_s=[
-            plan.pauses.pause_after_reset_s,
-            plan.pauses.pause_after_step_s,
-            plan.pauses.pause_before_evaluate_s,
-        ],
+        peer_pauses_s=list(asdict(plan.pauses).values()),
         tasks=list(SCRIPTS),
     )
     ours, peer = Side(), Side()
@@ -270,22 +266,10 @@ def episodes_report(conditions: dict[str, object], ours: Side, peer: Side, *, co
         cpu_s_per_episode=ours.cpu_s / len(ours.episodes),
         peer_cpu_s_per_episode=peer.cpu_s / len(peer.episodes),
     )
-    solved, peer_solved = (sum(episode.score == 1.0 for episode in side.episodes) for side in (ours, peer))
+    checks = []
+    for who, side in (("our", ours), ("the peer's", peer)):
+        solved, count = sum(episode.score == 1.0 for episode in side.episodes), len(side.episodes)
+        checks.append(Check(name=f"{who} episodes scored 1.0", passed=solved == count, evidence=f"{solved} of {count}"))
     return BenchReport(
-        benchmark="episodes",
-        conditions=conditions,
-        figures=figures_of(values),
-        checks=(
-            Check(
-                name="our episodes scored 1.0",
-                passed=solved == len(ours.episodes),
-                evidence=f"{solved} of {len(ours.episodes)}",
-            ),
-            Check(
-                name="the peer's episodes scored 1.0",
-                passed=peer_solved == len(peer.episodes),
-                evidence=f"{peer_solved} of {len(peer.episodes)}",
-            ),
-        ),
-        samples=samples,
+        benchmark="episodes", conditions=conditions, figures=figures_of(values), checks=checks, samples=samples
     )

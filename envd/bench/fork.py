@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from dataclasses import dataclass, replace
+from statistics import median
 
 from envd.base.aio import shielded
 from envd.bench.report import (
@@ -15,7 +16,6 @@ from envd.bench.report import (
     figures_of,
     from_samples,
     mib,
-    p50,
 )
 from envd.bench.session import BenchSession, Steps, new_machine_id
 from envd.guest.desktop import Desktop
@@ -180,8 +180,7 @@ async def _fork_and_raw_fork(
             forks.append(await fork_once(bench))
             steps.done("forking through libvirt")
             # A thread cannot be cancelled; it ends its QEMU itself.
-            raw = await shielded(asyncio.to_thread(time_raw_fork, model, new_machine_id()))
-            raw_ms.append(raw.total_ms)
+            raw_ms.append(await shielded(asyncio.to_thread(time_raw_fork, model, new_machine_id())))
             steps.done("forking by QEMU alone")
     finally:
         await shielded(model.destroy())
@@ -215,7 +214,8 @@ async def used_memory(bench: BenchSession, task_id: str) -> UsedMemory | None:
     await bench.refilled()
     machine_count = bench.pool.capacity
     before = memory_of(os.getpid()) if bench.runs_guests else None
-    standby_bytes = _pss_bytes(bench)
+    standby_pids = machine_pids(bench.state_dir) if bench.runs_guests else {}
+    standby_bytes = sum(memory_of(pid).pss_bytes for pid in standby_pids.values())
     image = bench.template.spec.image
     command = _COMMANDS[image.os]
     # All machines at once: then no other machine shares pages with them.
@@ -239,12 +239,6 @@ async def used_memory(bench: BenchSession, task_id: str) -> UsedMemory | None:
     )
 
 
-def _pss_bytes(bench: BenchSession) -> int:
-    if not bench.runs_guests:
-        return 0
-    return sum(memory_of(pid).pss_bytes for pid in machine_pids(bench.state_dir).values())
-
-
 def fork_report(
     conditions: dict[str, object],
     *,
@@ -264,8 +258,8 @@ def fork_report(
         cold_boot_s=cold_boot_s,
         acquire_ms_first=acquire_ms[0],
         acquire_ms_max=max(acquire_ms),
-        cold_boot_over_acquire=1000 * cold_boot_s / p50(acquire_ms),
-        fork_over_raw=p50(fork_ms) / p50(raw_ms) if raw_ms else None,
+        cold_boot_over_acquire=1000 * cold_boot_s / median(acquire_ms),
+        fork_over_raw=median(fork_ms) / median(raw_ms) if raw_ms else None,
         forks_per_min_1=forks_per_min[0],
         forks_per_min_2=forks_per_min[1],
         marginal_pss_mib=mib(memory.pss_bytes + memory.daemon_growth_bytes) if memory else None,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +34,11 @@ from envd.bench.report import (
     figures_of,
     from_samples,
     kib,
-    p50,
 )
 from envd.bench.session import BenchSession, Steps
 from envd.guest.display.encoder import FrameEncoder
 from envd.guest.display.frames import Frame
-from envd.guest.observation import Encoding, ObservationOptions
+from envd.guest.observation import EncodedFrame, Encoding, ObservationOptions
 from envd.tasks.model import Task
 
 #: The targets are for at least this number of frames.
@@ -267,11 +267,7 @@ async def _delta(
         }
     )
     encoded = await encoder.encode(_frame(image), replace(_RAW, known_image_id=before.image_id))
-    encode_ms = (time.perf_counter() - begin_s) * 1000
-    sent = frame_message(encoded)
-    rebuilt = await client.rebuild(sent, wants_pixels=True)
-    comparison.add(rebuilt.pixels, source_HWC)
-    return Cost(encode_ms=encode_ms, rebuild_ms=rebuilt.rebuild_ms, size_bytes=sent.ByteSize())
+    return await _sent(client, encoded, source_HWC, comparison, begin_s=begin_s)
 
 
 async def _keyframe(
@@ -280,10 +276,16 @@ async def _keyframe(
     frame, encoder = _frame(image), FrameEncoder()
     begin_s = time.perf_counter()
     encoded = await encoder.encode(frame, _RAW)
+    return await _sent(client, encoded, sources[image.image_id], comparison, begin_s=begin_s)
+
+
+async def _sent(
+    client: ClientProcess, encoded: EncodedFrame, source_HWC: Pixels, comparison: Comparison, *, begin_s: float
+) -> Cost:
     encode_ms = (time.perf_counter() - begin_s) * 1000
     sent = frame_message(encoded)
     rebuilt = await client.rebuild(sent, wants_pixels=True)
-    comparison.add(rebuilt.pixels, sources[image.image_id])
+    comparison.add(rebuilt.pixels, source_HWC)
     return Cost(encode_ms=encode_ms, rebuild_ms=rebuilt.rebuild_ms, size_bytes=sent.ByteSize())
 
 
@@ -301,8 +303,8 @@ def _median(costs: Sequence[FrameCost]) -> FrameCost:
 
     def median_of(encoding: Sequence[Cost]) -> Cost:
         return Cost(
-            encode_ms=p50([cost.encode_ms for cost in encoding]),
-            rebuild_ms=p50([cost.rebuild_ms for cost in encoding]),
+            encode_ms=median([cost.encode_ms for cost in encoding]),
+            rebuild_ms=median([cost.rebuild_ms for cost in encoding]),
             size_bytes=encoding[0].size_bytes,
         )
 
@@ -324,10 +326,10 @@ def frames_report(conditions: dict[str, object], costs: Sequence[FrameCost], los
     values = from_samples(
         FrameFigures,
         samples,
-        changed_delta_ms_p50=p50([cost.total_ms for cost in changed]),
-        changed_delta_kib_p50=p50([kib(cost.size_bytes) for cost in changed]),
-        delta_time_ratio=p50(samples["delta_ms"]) / p50(samples["png_ms"]),
-        delta_size_ratio=p50(samples["delta_kib"]) / p50(samples["png_kib"]),
+        changed_delta_ms_p50=median([cost.total_ms for cost in changed]),
+        changed_delta_kib_p50=median([kib(cost.size_bytes) for cost in changed]),
+        delta_time_ratio=median(samples["delta_ms"]) / median(samples["png_ms"]),
+        delta_size_ratio=median(samples["delta_kib"]) / median(samples["png_kib"]),
         lossless=lossless.passed,
     )
     exempt = exempt_without_guests(conditions)

@@ -5,10 +5,11 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from envd.base.config import Config
 from envd.bench.fork import acquire_once
-from envd.bench.report import BenchReport, Figure, Target, exempt_without_guests, figure, figures_of, mib, p50
+from envd.bench.report import BenchReport, Figure, Target, exempt_without_guests, figure, figures_of, mib
 from envd.bench.session import BenchSession, Steps, bench_config, open_bench
 from envd.hypervisor.qemu.processes import machine_pids, memory_of, processor_ns
 from envd.pool.memory import read_available_bytes
@@ -98,7 +99,7 @@ async def _measure(
         machine_count=size,
         acquire_ms=acquire_ms,
         figures=GrowthFigures(
-            acquire_ms_p50=p50(acquire_ms),
+            acquire_ms_p50=median(acquire_ms),
             pss_mib=mib(sum(memory.pss_bytes for memory in memories)) if pids else None,
             private_dirty_mib=mib(sum(memory.private_dirty_bytes for memory in memories)) if pids else None,
             available_drop_mib=mib(drop_bytes) if pids else None,

@@ -201,8 +201,10 @@ async def _run_phases(plan: LoadPlan, clients: Sequence[_Client]) -> None:
 
 
 async def _echoes(plan: LoadPlan, request_bytes: int, response_bytes: int) -> LoadResult:
+    # Channels with equal options share one connection.
     channels = [
-        grpc.aio.insecure_channel(plan.echo_address, options=_unshared_options(i)) for i in range(_ECHO_CHANNELS)
+        grpc.aio.insecure_channel(plan.echo_address, options=(*_CHANNEL_OPTIONS, ("envd.channel_number", number)))
+        for number in range(_ECHO_CHANNELS)
     ]
     methods: list[Any] = [channel.unary_unary(_ECHO) for channel in channels]
     request = response_bytes.to_bytes(_LENGTH_BYTES, "big") + bytes(max(0, request_bytes - _LENGTH_BYTES))
@@ -217,11 +219,6 @@ async def _echoes(plan: LoadPlan, request_bytes: int, response_bytes: int) -> Lo
     for channel in channels:
         await channel.close()
     return LoadResult(call_count=len(latencies_ms), elapsed_s=elapsed_s, latencies_ms=latencies_ms)
-
-
-def _unshared_options(number: int) -> tuple[tuple[str, int], ...]:
-    # Channels with equal options share one connection.
-    return (*_CHANNEL_OPTIONS, ("envd.channel_number", number))
 
 
 def send_json(message: dict[str, Any]) -> None:

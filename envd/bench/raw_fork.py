@@ -12,7 +12,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +32,10 @@ _TIMEOUT_S = 60.0
 _POLL_S = 0.002
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RawFork:
-    """Duration of one fork in milliseconds."""
+def time_raw_fork(model: Machine, machine_id: str) -> float:
+    """Fork the template of `model` with QEMU alone, and end the fork; return the milliseconds of the fork.
 
-    overlay_ms: float
-    """Creating its directory and disk."""
-    spawn_ms: float
-    """Starting QEMU, until its monitor responded."""
-    load_ms: float
-    """Loading the state, until the forwarded port was known."""
-
-    @property
-    def total_ms(self) -> float:
-        """The whole fork."""
-        return self.overlay_ms + self.spawn_ms + self.load_ms
-
-
-def time_raw_fork(model: Machine, machine_id: str) -> RawFork:
-    """Fork the template of `model` with QEMU alone, and end the fork. Blocks; nothing is left afterwards.
+    Blocks; nothing is left afterwards.
 
     If this process is killed meanwhile, it leaves a QEMU with the mark of its state directory, which the next start of
     a daemon reaps.
@@ -72,14 +56,13 @@ def time_raw_fork(model: Machine, machine_id: str) -> RawFork:
         directory.mkdir()
         files = MachineFiles(directory=directory)
         tpm = _copy_files(model, model.snapshot.files, files)
-        overlay_s = time.monotonic()
         with model.snapshot.files.devices.open("rb") as devices:
             process = _spawn(model, directory, devices_fd=devices.fileno())
             try:
-                spawn_s, usernet = asyncio.run(_load(directory, devices_fd=devices.fileno()))
+                usernet = asyncio.run(_load(directory, devices_fd=devices.fileno()))
                 if parse_forwarded_port(usernet) is None and model.spec.image.has_guestd:
                     raise HypervisorError(f"machine {machine_id}: QEMU does not forward a port to guestd")
-                load_s = time.monotonic()
+                end_s = time.monotonic()
             finally:
                 process.kill()
                 process.wait()
@@ -90,11 +73,7 @@ def time_raw_fork(model: Machine, machine_id: str) -> RawFork:
         if tpm is not None:
             tpm.end()
         shutil.rmtree(directory, ignore_errors=True)
-    return RawFork(
-        overlay_ms=(overlay_s - begin_s) * 1000,
-        spawn_ms=(spawn_s - overlay_s) * 1000,
-        load_ms=(load_s - spawn_s) * 1000,
-    )
+    return (end_s - begin_s) * 1000
 
 
 def raw_arguments(arguments: Sequence[str], *, model: Path, own: Path, monitor_fd: int, console_fd: int) -> list[str]:
@@ -163,8 +142,8 @@ def _spawn(model: LibvirtMachine, directory: Path, *, devices_fd: int) -> subpro
         )
 
 
-async def _load(directory: Path, *, devices_fd: int) -> tuple[float, str]:
-    """Load a template's state, as the libvirt driver does; return when QEMU responded, and its `info usernet`.
+async def _load(directory: Path, *, devices_fd: int) -> str:
+    """Load a template's state, as the libvirt driver does; return QEMU's `info usernet`.
 
     Raises:
         OSError, QMPError, HypervisorError: QEMU failed or did not respond in time.
@@ -172,7 +151,6 @@ async def _load(directory: Path, *, devices_fd: int) -> tuple[float, str]:
     client = QMPClient(directory.name)
     async with asyncio.timeout(_TIMEOUT_S):
         await client.connect(str(directory / "monitor.sock"))
-        spawn_s = time.monotonic()
         try:
             await client.execute("migrate-set-capabilities", IGNORE_SHARED_MEMORY)
             await client.execute("migrate-incoming", {"uri": f"fd:{devices_fd}"})
@@ -181,8 +159,7 @@ async def _load(directory: Path, *, devices_fd: int) -> tuple[float, str]:
                     reason = migration.get("error-desc", migration["status"])
                     raise HypervisorError(f"machine {directory.name}: the state could not be loaded: {reason}")
                 await asyncio.sleep(_POLL_S)
-            usernet = await client.execute("human-monitor-command", {"command-line": "info usernet"})
-            return spawn_s, str(usernet)
+            return str(await client.execute("human-monitor-command", {"command-line": "info usernet"}))
         finally:
             await client.disconnect()
 

@@ -24,8 +24,6 @@ _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {"<=": operator.le,
 class BenchFailed(EnvdError, reason="BENCH_FAILED"):
     """The service returned a wrong result, so that the figures would mean nothing."""
 
-    reason = "BENCH_FAILED"
-
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -36,10 +34,6 @@ class Target:
 
     def __str__(self) -> str:
         return f"{self.comparison} {self.limit:g}"
-
-    def is_met(self, value: float) -> bool:
-        """Whether a value meets the target."""
-        return _COMPARISONS[self.comparison](value, self.limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +54,7 @@ class Figure:
         """Whether the target is met; None if there is none, it does not apply, or nothing was measured."""
         if self.target is None or self.value is None or self.exempt:
             return None
-        return self.target.is_met(self.value)
+        return _COMPARISONS[self.target.comparison](self.value, self.target.limit)
 
 
 def figure(meaning: str, target: Target | None = None) -> Any:
@@ -202,16 +196,6 @@ def percentile(samples: Sequence[float], percent: int) -> float | None:
     if not samples:
         return None
     return median(samples) if percent == 50 else sorted(samples)[math.ceil(percent * len(samples) / 100) - 1]
-
-
-def p50(samples: Sequence[float]) -> float:
-    """Return the median of at least one sample."""
-    return median(samples)
-
-
-def p99(samples: Sequence[float]) -> float:
-    """Return the least of at least one sample that 99 of 100 do not exceed."""
-    return sorted(samples)[math.ceil(0.99 * len(samples)) - 1]
 
 
 def kib(size_bytes: float) -> float:

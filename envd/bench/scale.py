@@ -10,7 +10,7 @@ from typing import Any
 from envd.base.config import Config
 from envd.bench.load import daemon_processes, load_processes, part
 from envd.bench.load_client import MAX_STEPS, EchoServer, LoadPlan, LoadResult
-from envd.bench.report import BenchReport, Check, Target, figure, figures_of, p50, p99
+from envd.bench.report import BenchReport, Check, Target, figure, figures_of, from_samples, percentile
 from envd.bench.scale_daemon import LAG_INTERVAL_S
 from envd.bench.session import Steps, bench_config
 
@@ -128,15 +128,16 @@ def scale_report(
     """Return the report. Pure."""
     steps_per_s = stepped.call_count / stepped.elapsed_s
     bare_per_s = bare.call_count / bare.elapsed_s
-    values = ScaleFigures(
+    values = from_samples(
+        ScaleFigures,
+        {"loop_lag_ms": lags_ms},
         bare_rpc_per_s=bare_per_s,
         steps_per_s=steps_per_s,
         steps_share=steps_per_s / bare_per_s,
-        p50_ms=p50(stepped.latencies_ms),
-        p99_ms=p99(stepped.latencies_ms),
+        p50_ms=percentile(stepped.latencies_ms, 50),
+        p99_ms=percentile(stepped.latencies_ms, 99),
         server_cpu_ms_per_step=server_cpu_s * 1000 / stepped.call_count,
         client_cpu_ms_per_step=stepped.client_cpu_s * 1000 / stepped.call_count,
-        loop_lag_ms_p99=p99(lags_ms),
     )
     is_target_load = conditions["machine_count"] == _TARGET_MACHINES
     return BenchReport(

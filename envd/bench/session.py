@@ -27,8 +27,6 @@ from envd.pool.pool import Pool
 from envd.tasks.model import Task
 from envd.tasks.setup import run_setup
 
-#: How long a benchmark waits for room for its machines on the host.
-SHORTAGE_PATIENCE_S = 60.0
 _SETUP_TIMEOUT_S = 300.0
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -168,30 +166,23 @@ class BenchSession:
     def conditions(self, **more: object) -> dict[str, object]:
         """Return a description of the host, the machines and, with `more`, the run."""
         spec = self.template.spec
-        return host_conditions(
-            accelerator=self.daemon.hypervisor.accelerator.value,
+        return {
+            "host_core_count": os.cpu_count(),
+            "usable_core_count": len(os.sched_getaffinity(0)),
+            "host_memory_mib": host_memory_mib(),
+            "host_load_average": round(os.getloadavg()[0], 2),
+            "kernel": platform.release(),
+            "envd": envd_version(),
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "accelerator": self.daemon.hypervisor.accelerator.value,
             # Without the driver's root directory: it differs between hosts and does not matter.
-            hypervisor=re.sub(r"\?root=[^,\s]+", "", self.daemon.hypervisor.description),
-            image=spec.image.name,
-            guest_memory_mib=spec.memory_mib,
-            guest_vcpu_count=spec.vcpu_count,
-            screen_px=f"{spec.screen_width_px}x{spec.screen_height_px}",
+            "hypervisor": re.sub(r"\?root=[^,\s]+", "", self.daemon.hypervisor.description),
+            "image": spec.image.name,
+            "guest_memory_mib": spec.memory_mib,
+            "guest_vcpu_count": spec.vcpu_count,
+            "screen_px": f"{spec.screen_width_px}x{spec.screen_height_px}",
             **more,
-        )
-
-
-def host_conditions(**more: object) -> dict[str, object]:
-    """Return a description of the host and, with `more`, the run."""
-    return {
-        "host_core_count": os.cpu_count(),
-        "usable_core_count": len(os.sched_getaffinity(0)),
-        "host_memory_mib": host_memory_mib(),
-        "host_load_average": round(os.getloadavg()[0], 2),
-        "kernel": platform.release(),
-        "envd": envd_version(),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        **more,
-    }
+        }
 
 
 def bench_config(settings: Config, *, standby_count: int, capacity: int, image: str = "", **pool: object) -> Config:

@@ -9,11 +9,12 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from cuaenv.actions import Action, Done, Fail, Wait
 from envd.base.config import SettlePolicy
 from envd.bench.playing import wait_until_met
-from envd.bench.report import BenchFailed, BenchReport, figure, figures_of, from_samples, p50, percentile
+from envd.bench.report import BenchFailed, BenchReport, figure, figures_of, from_samples, percentile
 from envd.bench.session import BenchSession, Steps
 from envd.bench.settle_recording import RecordedStep, Recorder, replay_settling
 from envd.pool.leased import LeasedMachine
@@ -177,7 +178,7 @@ async def settle_report(
                 {
                     "policy": name,
                     "late_change_rate": each.late_change_rate,
-                    "settle_ms_p50": p50(each.settle_ms),
+                    "settle_ms_p50": median(each.settle_ms),
                     "settle_ms_p90": percentile(each.settle_ms, 90) or 0.0,
                 }
                 for name, each in {"pool": own, **curve}.items()

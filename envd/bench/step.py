@@ -11,8 +11,9 @@ import io
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 from PIL import Image
@@ -33,7 +34,6 @@ from envd.bench.report import (
     figures_of,
     from_samples,
     kib,
-    p50,
 )
 from envd.bench.session import BenchSession, Steps
 from envd.guest.guestd import GuestdClient
@@ -190,7 +190,7 @@ async def measure_step(
         console=has_console,
     )
     steps.begin("setting up")
-    async with _others(bench, task.task_id, other_count):
+    async with bench.reset_group(task.task_id, size=other_count) if other_count else nullcontext():
         times = await _play(
             bench,
             task.task_id,
@@ -202,16 +202,6 @@ async def measure_step(
     if bench.runs_guests:
         peer = await _play_as_peers(bench, task, script(_PEER_WARM_UPS + peer_repetitions), steps=steps)
     return step_report(conditions, times[_WARM_UPS:], peer[_PEER_WARM_UPS:])
-
-
-@asynccontextmanager
-async def _others(bench: BenchSession, task_id: str, count: int) -> AsyncIterator[None]:
-    """Hold idle episodes open during the block."""
-    if not count:
-        yield
-        return
-    async with bench.reset_group(task_id, size=count):
-        yield
 
 
 @asynccontextmanager
@@ -344,8 +334,8 @@ def step_report(conditions: dict[str, object], times: Sequence[StepTimes], peer:
     samples = {f"{part}_ms": [getattr(each, f"{part}_ms") for each in times] for part in _PARTS}
     samples["frame_kib"] = [kib(each.frame_bytes) for each in times]
     samples |= {f"peer_{part}_ms": [getattr(each, f"{part}_ms") for each in peer] for part in _PEER_PARTS}
-    ours_ms = p50(samples["step_ms"]) + p50(samples["rebuild_ms"])
-    peer_over_step = p50(samples["peer_step_ms"]) / ours_ms if peer else None
+    ours_ms = median(samples["step_ms"]) + median(samples["rebuild_ms"])
+    peer_over_step = median(samples["peer_step_ms"]) / ours_ms if peer else None
     values = from_samples(StepFigures, samples, peer_over_step=peer_over_step)
     return BenchReport(
         benchmark="step",

@@ -11,9 +11,8 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -94,14 +93,6 @@ def _warn(name: str, detail: str, *, fix: str) -> Check:
 
 def _fail(name: str, detail: str, *, fix: str) -> Check:
     return Check(name=name, status=Status.FAIL, detail=detail, fix=fix)
-
-
-def check_python(version: tuple[int, int, int]) -> Check:
-    """Check the interpreter's version."""
-    text = ".".join(map(str, version))
-    if version < (3, 11):
-        return _fail("python", f"{text} is too old", fix="use Python 3.11 or newer")
-    return _ok("python", f"{text}, envd {envd_version()}")
 
 
 def check_tool(
@@ -283,12 +274,8 @@ def check_port(name: str, listen: str, *, daemon_pid: int | None) -> Check:
     return _ok(name, f"{listen} is free")
 
 
-def check_pools(pools: Sequence[Pool]) -> list[Check]:
-    """Report the health of each pool of a running daemon."""
-    return [_check_pool(pool) for pool in pools]
-
-
-def _check_pool(pool: Pool) -> Check:
+def check_pool(pool: Pool) -> Check:
+    """Report the health of a pool of a running daemon."""
     if pool.is_failing:
         health, status = "failing", Status.FAIL
     elif pool.problem:
@@ -325,7 +312,7 @@ async def check_daemon(
                 fix="use the daemon's own --config or --listen; a daemon that is starting responds soon",
             )
         ]
-    return [_ok("daemon", f"{where} responds"), *check_pools(pools)]
+    return [_ok("daemon", f"{where} responds"), *map(check_pool, pools)]
 
 
 async def check_kvm(config: Config) -> Check:
@@ -402,7 +389,7 @@ async def examine(config: Config) -> list[Check]:
     pid = holder(config.state_dir)
     tool = _first_line_of
     checks = [
-        check_python(sys.version_info[:3]),
+        _ok("python", f"{platform.python_version()}, envd {envd_version()}"),
         check_qemu_version(
             check_tool("qemu-system-x86_64", package="qemu-system-x86", purpose="it runs the machines", version_of=tool)
         ),

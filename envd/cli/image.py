@@ -13,7 +13,7 @@ from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import reports_errors, stop_on_sigterm
 from envd.cli.image_build import app as build_app
-from envd.cli.image_output import give_to_sudo_user, print_image
+from envd.cli.image_output import give_to_sudo_user, parse_screen, print_image
 from envd.cli.options import with_settings
 from envd.cli.templates import app as templates_app
 from envd.hypervisor.machine import Drive, Firmware, GuestOs, Hardware
@@ -65,9 +65,7 @@ def import_(
 ) -> None:
     """Register an existing disk as an image."""
     stop_on_sigterm()
-    match = re.fullmatch(r"(\d+)x(\d+)", screen)
-    if match is None:
-        raise ConfigError(f"--screen {screen}: not a size; write WIDTHxHEIGHT, such as 1280x800")
+    screen_px = parse_screen(screen)
     disk_format = disk_format or disk_format_of(file) or "qcow2"
     if disk_format not in {"qcow2", "raw"}:
         raise ConfigError(f"--format {disk_format}: unknown format; use qcow2 or raw")
@@ -78,7 +76,7 @@ def import_(
         os_family=os_family,
         firmware=firmware,
         hardware=hardware,
-        screen_px=(int(match[1]), int(match[2])),
+        screen_px=screen_px,
         credentials=credentials,
         has_guestd=guestd,
         provides=provides,

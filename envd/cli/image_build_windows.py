@@ -16,7 +16,7 @@ from cuaenv.cli.terminal import Json, ProgressReport, emit_json, err, out, progr
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import reports_errors, stop_on_sigterm
-from envd.cli.image_output import give_to_sudo_user, print_image
+from envd.cli.image_output import give_to_sudo_user, parse_screen, print_image
 from envd.cli.options import with_settings
 from envd.daemon.state_lock import holder, locked
 from envd.hypervisor.machine import Accelerator, Drive, MachineSpec
@@ -77,7 +77,7 @@ def windows(
 ) -> None:
     """Install Windows from its ISO, prove that it works for agents, and seal it. Takes 20 to 60 minutes with KVM."""
     stop_on_sigterm()
-    width_px, height_px = _screen(screen)
+    width_px, height_px = parse_screen(screen)
     catalogue = ImageCatalogue(settings.cache_dir)
     with progress("windows") as report:
         options = WindowsOptions(
@@ -208,13 +208,6 @@ def _medium(file: Path | None, wanted: Download | None, option: str, settings: C
     if wanted is None:
         raise ConfigError(f"{option}: missing; name the file, or --download a release")
     return asyncio.run(download(wanted, settings.cache_dir / "downloads", progress=report))
-
-
-def _screen(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
-    if match is None:
-        raise ConfigError(f"--screen {text}: not a size; write WIDTHxHEIGHT, such as 1280x720")
-    return int(match[1]), int(match[2])
 
 
 def _key(source: str) -> str:

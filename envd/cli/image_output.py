@@ -1,11 +1,13 @@
-"""Output of the commands of `envd image`, and the owner of what they create."""
+"""What the commands of `envd image` share: the option `--screen`, their output, the owner of what they create."""
 
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 
 from cuaenv.cli.terminal import emit_json, err, out
 from envd.base.config_values import default_cache_dir, sudo_user
+from envd.base.errors import ConfigError
 from envd.images.catalogue import Image
 
 
@@ -19,6 +21,14 @@ def give_to_sudo_user(cache_dir: Path) -> None:
             if os.stat(name, dir_fd=handle, follow_symlinks=False).st_uid == 0:
                 os.chown(name, user.pw_uid, user.pw_gid, dir_fd=handle, follow_symlinks=False)
     err.print(f"the cache {cache_dir} belongs to {user.pw_name}", markup=False, soft_wrap=True)
+
+
+def parse_screen(text: str) -> tuple[int, int]:
+    """Parse WIDTHxHEIGHT. Raises: ConfigError."""
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if match is None:
+        raise ConfigError(f"--screen {text}: not a size; write WIDTHxHEIGHT, such as 1280x800")
+    return int(match[1]), int(match[2])
 
 
 def print_image(image: Image, *, as_json: bool) -> None:

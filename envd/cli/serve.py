@@ -8,6 +8,7 @@ import signal
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import uvloop
 
@@ -54,45 +55,32 @@ async def serve_until_signal(config: Config, *, print_line: PrintLine) -> None:
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal)
     try:
-        await _Serving(config, print_line=print_line, stop=stop, hurry=hurry, manager=ServiceManager()).run()
+        await _Serving(config=config, print_line=print_line, stop=stop, hurry=hurry, manager=ServiceManager()).run()
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
     print_line("stopped; nothing is left running")
 
 
+@dataclass(slots=True, kw_only=True)
 class _Serving:
     """One daemon, from start to shutdown."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        print_line: PrintLine,
-        stop: asyncio.Event,
-        hurry: asyncio.Event,
-        manager: ServiceManager,
-    ) -> None:
-        """Set up a daemon that is not started.
-
-        Args:
-            config: Its settings.
-            print_line: Gets lines about its progress.
-            stop: Ends it, once set.
-            hurry: Ends its draining, once set.
-            manager: Gets reports of its state.
-        """
-        self._config = config
-        self._print = print_line
-        self._stop = stop
-        self._hurry = hurry
-        self._opened = False
-        self._manager = manager
+    config: Config
+    print_line: PrintLine
+    """Gets lines about its progress."""
+    stop: asyncio.Event
+    """Ends it, once set."""
+    hurry: asyncio.Event
+    """Ends its draining, once set."""
+    manager: ServiceManager
+    """Gets reports of its state."""
+    _opened: bool = False
 
     async def run(self) -> None:
         """Serve until `stop` is set, then destroy all machines. If it is set during start-up, cancel the start-up."""
         serving = asyncio.create_task(self._serve(), name="serve")
-        await race(serving, self._stop)
+        await race(serving, self.stop)
         if not self._opened:
             serving.cancel()
         await asyncio.wait({serving})
@@ -100,62 +88,64 @@ class _Serving:
             serving.result()
 
     async def _serve(self) -> None:
-        self._print(f"envd {envd_version()} is starting; its state is in {self._config.state_dir}")
-        async with self._manager.watchdog(), open_daemon(self._config) as daemon:
+        self.print_line(f"envd {envd_version()} is starting; its state is in {self.config.state_dir}")
+        async with self.manager.watchdog(), open_daemon(self.config) as daemon:
             self._opened = True
             self._announce_restored(daemon)
             self._announce(daemon)
-            self._manager.ready()
+            self.manager.ready()
             reporting = asyncio.create_task(self._report_pools(daemon), name="serve:pools")
             try:
-                await self._stop.wait()
+                await self.stop.wait()
             finally:
                 reporting.cancel()
                 await asyncio.gather(reporting, return_exceptions=True)
-            self._manager.stopping()
+            self.manager.stopping()
             live_count = len(daemon.service.list_episodes())
-            limit_s = self._config.limits.drain_timeout_s
-            self._print(f"draining: {live_count} live episodes have {limit_s:g} s to end; signal again to stop at once")
-            await daemon.drain(hurry=self._hurry)
-            self._print("destroying machines")
+            limit_s = self.config.limits.drain_timeout_s
+            self.print_line(
+                f"draining: {live_count} live episodes have {limit_s:g} s to end; signal again to stop at once"
+            )
+            await daemon.drain(hurry=self.hurry)
+            self.print_line("destroying machines")
 
     def _announce_restored(self, daemon: Daemon) -> None:
         if daemon.reaped:
             what = "machine" if len(daemon.reaped) == 1 else "machines"
-            self._print(f"removed {len(daemon.reaped)} {what} of an earlier daemon: {', '.join(daemon.reaped)}")
+            self.print_line(f"removed {len(daemon.reaped)} {what} of an earlier daemon: {', '.join(daemon.reaped)}")
         if daemon.known:
             active_count = sum(info.state is EpisodeState.ACTIVE for info in daemon.known)
             what = "episode" if len(daemon.known) == 1 else "episodes"
-            self._print(
+            self.print_line(
                 f"{len(daemon.known)} {what} of an earlier daemon: {active_count} continue,"
                 f" {len(daemon.known) - active_count} ended or were lost"
             )
 
     def _announce(self, daemon: Daemon) -> None:
-        self._print(f"hypervisor: {daemon.hypervisor.description}")
-        self._print(f"metrics on http://{daemon.metrics_address}/metrics")
-        scheme = "http" if self._config.security.tls_cert is None else "https"
+        self.print_line(f"hypervisor: {daemon.hypervisor.description}")
+        self.print_line(f"metrics on http://{daemon.metrics_address}/metrics")
+        scheme = "http" if self.config.security.tls_cert is None else "https"
         if daemon.console_address:
-            self._print(f"console on {scheme}://{daemon.console_address}/")
+            self.print_line(f"console on {scheme}://{daemon.console_address}/")
         for name, address in daemon.compat_addresses.items():
-            self._print(f"protocol {name} on {scheme}://{address}")
-        self._print(f"listening on {daemon.address}")
+            self.print_line(f"protocol {name} on {scheme}://{address}")
+        self.print_line(f"listening on {daemon.address}")
 
     async def _report_pools(self, daemon: Daemon) -> None:
         """Print the progress of each pool until its machines are ready for the first time."""
         begin_s = time.monotonic()
         printed: dict[str, str] = {}
-        waiting = {name: pool.size for name, pool in self._config.pools.items()}
+        waiting = {name: pool.size for name, pool in self.config.pools.items()}
         async for infos in daemon.service.watch_pools():
             for info in infos:
                 line = progress_line(info, size=waiting.get(info.name))
                 if line and printed.get(info.name) != line:
                     printed[info.name] = line
-                    if is_ready(info, size=self._config.pools[info.name].size):
+                    if is_ready(info, size=self.config.pools[info.name].size):
                         del waiting[info.name]
                         line += f" after {time.monotonic() - begin_s:.0f} s"
-                    self._print(line)
-                    self._manager.status(line)
+                    self.print_line(line)
+                    self.manager.status(line)
 
 
 def is_ready(info: PoolStatus, *, size: int) -> bool:

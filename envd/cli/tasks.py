@@ -62,9 +62,14 @@ def list_(
     the beginning of each instruction.
     """
     if envd:
-        client = open_client(envd, ca=tls_ca, cert=tls_cert, key=tls_key)
-        served = asyncio.run(_served(client))
-        summaries = [_served_summary(task) for task in served if suite in {"", task.task_id.partition("/")[0]}]
+        served = asyncio.run(_served(open_client(envd, ca=tls_ca, cert=tls_cert, key=tls_key)))
+        # The fields of `_summary` that a daemon reports.
+        names = ("task_id", "level", "domain", "split", "variant_count", "instruction", "max_steps", "runnable")
+        summaries = [
+            {name: getattr(task, name) for name in names}
+            for task in served
+            if suite in {"", task.task_id.partition("/")[0]}
+        ]
     else:
         catalogue = load_tasks(with_suites(settings, [suite]))
         chosen = catalogue.select([f"{suite}/"]) if suite else catalogue.list()
@@ -196,9 +201,3 @@ def _summary(task: Task, catalogue: TaskCatalogue) -> dict[str, object]:
 async def _served(client: AsyncEnvClient) -> list[ServedTask]:
     async with client:
         return await client.list_tasks(timeout=CALL_TIMEOUT)
-
-
-def _served_summary(task: ServedTask) -> dict[str, object]:
-    """Return the fields of `_summary` that a daemon reports."""
-    names = ("task_id", "level", "domain", "split", "variant_count", "instruction", "max_steps", "runnable")
-    return {name: getattr(task, name) for name in names}

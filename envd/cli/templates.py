@@ -1,6 +1,5 @@
 """`envd image templates`: lists and prunes the templates that pools fork machines from."""
 
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -81,15 +80,12 @@ def prune(
     if as_json:
         emit_json({"removed": [_fields(template) for template in removed], "freed_bytes": freed_bytes})
     else:
-        out.print(f"removed {_names(removed)}, {freed_bytes / (1 << 20):.0f} MiB", soft_wrap=True)
+        names = ", ".join(f"{each.manifest.key} ({each.manifest.image})" for each in removed) or "none"
+        out.print(f"removed {names}, {freed_bytes / (1 << 20):.0f} MiB", soft_wrap=True)
 
 
 def _store(settings: Config) -> TemplateStore:
     return TemplateStore(settings.template_dir, limit_bytes=settings.hypervisor.template_limit_bytes)
-
-
-def _names(templates: Iterable[StoredTemplate]) -> str:
-    return ", ".join(f"{template.manifest.key} ({template.manifest.image})" for template in templates) or "none"
 
 
 def _fields(template: StoredTemplate) -> dict[str, object]:

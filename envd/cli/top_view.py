@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -169,16 +169,12 @@ def _queue_table(waiting: Sequence[tuple[Pool, QueuedGroup]]) -> Table:
             pool.name,
             group.run or "-",
             str(group.machine_count),
-            _span(group.waited),
-            _span(group.left),
+            duration_text(group.waited.total_seconds()),
+            duration_text(group.left.total_seconds()),
             group.reason,
         )
         table.add_row(*(Text(printable(cell)) for cell in cells))
     return table
-
-
-def _span(length: timedelta) -> str:
-    return duration_text(length.total_seconds())
 
 
 def _pool_fields(pool: Pool) -> dict[str, object]:

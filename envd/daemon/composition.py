@@ -42,7 +42,6 @@ from envd.base.version import envd_version
 from envd.daemon.judging.workers import JudgeWorkers
 from envd.daemon.state_lock import locked, refuse_shards
 from envd.daemon.suites import load_tasks
-from envd.episodes.persistence.journal import EpisodeRows
 from envd.episodes.persistence.recovery import PersistedState, load_persisted
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.recorder import Recorder
@@ -60,7 +59,7 @@ from envd.integrations.osworld.bridge import WorkerBridge
 from envd.integrations.osworld.catalogue import IMAGE
 from envd.integrations.osworld.environment import Environment
 from envd.integrations.osworld.workers import Workers
-from envd.pool.audit import Audit, MachineRows
+from envd.pool.audit import Audit, stray_rows
 from envd.pool.fairness import RunShares
 from envd.pool.host_room import HostDisk
 from envd.pool.leased import LINGER_S
@@ -332,7 +331,7 @@ async def open_episodes(
         run(lag.run(), "loop-lag")
         await service.restore(machines.persisted, machines.adopted)
         audit = Audit(
-            [machines.hypervisor, MachineRows(store, machines.pools), EpisodeRows(store, service.journal)],
+            [machines.hypervisor, *stray_rows(store, machines.pools, has_episode=service.journal.is_tracked)],
             interval_s=config.limits.audit_interval_s,
             grace_s=_AUDIT_GRACE_S,
             clock=SystemClock(),

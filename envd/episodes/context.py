@@ -30,11 +30,6 @@ class Stopwatch:
         traces.phase(phase, now_s - self._lap_s)
         self._lap_s = now_s
 
-    def lap_if(self, phase: str, took_place: bool) -> None:
-        """End a phase if it took place; otherwise its time counts toward the next phase."""
-        if took_place:
-            self.lap(phase)
-
     @property
     def total_ms(self) -> float:
         """Milliseconds since the start."""
@@ -65,7 +60,8 @@ class EpisodeContext:
                 self.registry.void(episode, error)
                 episode.require_machine()
                 raise
-            watch.lap_if("resume", resume_ms > 0)
+            if resume_ms > 0:  # otherwise its time counts toward the next phase
+                watch.lap("resume")
             yield
 
     def settle_policy(self, episode: Episode, requested: SettlePolicy | None) -> SettlePolicy:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
@@ -28,10 +28,6 @@ class PerformedStep:
     total_ms: float
     view: ScreenView | None
     """The screen after the step; None while its display is being connected again."""
-
-    def without_view(self) -> "PerformedStep":
-        """Return the step without its pixels."""
-        return replace(self, view=None)
 
 
 class EpisodeObserver(Protocol):

@@ -124,7 +124,7 @@ class EpisodeFactory:
         now_s = self._clock.monotonic()
         lease = Lease(ttl_s=row.lease_ttl_s, now_s=now_s)
         left_s = row.expire_time_s - self._clock.now().timestamp()
-        lease.expire_at(now_s + min(left_s, row.lease_ttl_s))
+        lease.expire_s = now_s + min(left_s, row.lease_ttl_s)
         episode = Episode(
             episode_id=row.episode_id,
             group_id=row.group_id,
@@ -143,8 +143,8 @@ class EpisodeFactory:
             verdict=snapshot.verdict,
             last_action=snapshot.last_action,
             state=snapshot.state,
-            end_reason=snapshot.end_reason,
-            cause=snapshot.cause,
+            end_reason=row.end_reason,
+            cause=row.cause,
             **self._new_ledgers(row.episode_id),
         )
         self._registry.add(episode, pool)

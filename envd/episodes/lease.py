@@ -14,18 +14,14 @@ class Lease:
 
     def __init__(self, *, ttl_s: float, now_s: float) -> None:
         self.ttl_s = ttl_s
-        self._expire_s = now_s + ttl_s
-        self._call_count = 0
-
-    @property
-    def expire_s(self) -> float:
+        self.expire_s = now_s + ttl_s
         """When it expires if no call renews it or is running, on the monotonic clock."""
-        return self._expire_s
+        self._call_count = 0
 
     @property
     def reclaim_s(self) -> float:
         """When the machine may be reclaimed, unless a call ends earlier or renews the lease."""
-        return self._expire_s + MAX_CALL_S if self.in_call else self._expire_s
+        return self.expire_s + MAX_CALL_S if self.in_call else self.expire_s
 
     @property
     def in_call(self) -> bool:
@@ -36,18 +32,14 @@ class Lease:
         """Restart the lease, from now on with `ttl_s` if one is given."""
         if ttl_s is not None:
             self.ttl_s = ttl_s
-        self._expire_s = now_s + self.ttl_s
-
-    def expire_at(self, expire_s: float) -> None:
-        """Set the time at which it expires if no call renews it."""
-        self._expire_s = expire_s
+        self.expire_s = now_s + self.ttl_s
 
     def extend(self, lag_s: float, *, now_s: float) -> None:
         """Add the time in which no call could renew it; if it expired then, leave time for waiting renewals."""
-        had_expired = self._expire_s < now_s - lag_s
-        self._expire_s += lag_s
+        had_expired = self.expire_s < now_s - lag_s
+        self.expire_s += lag_s
         if not had_expired:
-            self._expire_s = max(self._expire_s, now_s + _RENEWAL_S)
+            self.expire_s = max(self.expire_s, now_s + _RENEWAL_S)
 
     def begin_call(self) -> None:
         """Count a call that starts."""

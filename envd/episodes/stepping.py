@@ -14,9 +14,9 @@ from envd.episodes.episode import Episode
 from envd.episodes.perform import check_region, observe, perform, with_pixels
 from envd.episodes.persistence.journal import STEP, Request
 from envd.episodes.types import StepCommand, StepResult
-from envd.episodes.watching import frames_of, views_of
+from envd.episodes.watching import views_of
 from envd.guest.desktop import ScreenView
-from envd.guest.observation import EncodedFrame, Observation, ObservationOptions
+from envd.guest.observation import EncodedFrame, Observation, ObservationOptions, Unchanged
 
 #: How many steps may start or observe per event-loop iteration: each is up to 1 ms of work. With 256 concurrent
 #: clients (`envd bench scale`) a limit of 2 reduces the longest iteration from 100 to 11 ms and costs 3 of 100
@@ -67,7 +67,8 @@ class Stepping:
                 check_region(command.observe, episode.machine.desktop.screen_size)
                 try:
                     async with self._begun(episode, request) as resume_ms:
-                        watch.lap_if("resume", resume_ms > 0)
+                        if resume_ms > 0:
+                            watch.lap("resume")
                         performed = await perform(
                             episode.machine.desktop,
                             command.actions,
@@ -128,21 +129,24 @@ class Stepping:
     async def watch_frames(
         self, episode_id: str, options: ObservationOptions, *, max_rate_hz: float
     ) -> AsyncGenerator[EncodedFrame, None]:
-        """Yield an episode's screen at once and on change, until it is closed; a slow reader skips frames.
+        """Yield an episode's screen at once and on change, until it is closed. Does not renew the lease.
 
-        Does not renew the lease or resume the guest.
+        No frame is read, encoded or buffered ahead of the reader: a slow reader gets the newest frame. If the encoding
+        allows it, each frame is a delta to the one yielded before.
 
         Raises:
             EpisodeNotFound, InvalidRequest, MachineLost: See `observe`.
+            GuestUnresponsive, GuestError: The display does not answer, or answers incorrectly.
         """
-        registry = self._context.registry
-        episode = registry.get(episode_id)
+        episode = self._context.registry.get(episode_id)
         episode.require_machine()
         check_region(options, episode.machine.desktop.screen_size)
-        frames = frames_of(episode, options, max_rate_hz=max_rate_hz, registry=registry, clock=self._context.clock)
-        async with aclosing(frames):
-            async for frame in frames:
-                yield frame
+        async with aclosing(self.watch_screen(episode_id, max_rate_hz=max_rate_hz)) as views:
+            async for view in views:
+                encoded = await episode.machine.desktop.encode(view.frame, options)
+                if not isinstance(encoded.content, Unchanged):
+                    options = replace(options, known_image_id=encoded.image_id)
+                    yield encoded
 
     async def watch_screen(self, episode_id: str, *, max_rate_hz: float) -> AsyncGenerator[ScreenView, None]:
         """Yield an episode's screen and pointer as `watch_frames` does, not encoded.

@@ -4,8 +4,6 @@ Watching does not renew the lease, wake or resume the machine, or send input.
 """
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import replace
 
 from envd.base.aio import race
 from envd.base.clock import Clock, wait_until
@@ -13,30 +11,6 @@ from envd.base.errors import MachineLost
 from envd.episodes.episode import Episode
 from envd.episodes.registry import EpisodeRegistry
 from envd.guest.desktop import ScreenView
-from envd.guest.observation import EncodedFrame, ObservationOptions, Unchanged
-
-
-async def frames_of(
-    episode: Episode, options: ObservationOptions, *, max_rate_hz: float, registry: EpisodeRegistry, clock: Clock
-) -> AsyncGenerator[EncodedFrame, None]:
-    """Yield an episode's screen at once and again on change, until it is closed.
-
-    No frame is read, encoded or buffered ahead of the reader: a slow reader gets the newest frame. If the encoding
-    allows it, each frame is a delta to the one yielded before.
-
-    Raises:
-        InvalidRequest: The options do not fit this screen.
-        MachineLost: The machine is gone; the episode is void.
-        GuestUnresponsive, GuestError: The display does not answer, or answers incorrectly.
-    """
-    known_image_id = options.known_image_id
-    async with aclosing(views_of(episode, max_rate_hz=max_rate_hz, registry=registry, clock=clock)) as views:
-        async for view in views:
-            options = replace(options, known_image_id=known_image_id)
-            encoded = await episode.machine.desktop.encode(view.frame, options)
-            if not isinstance(encoded.content, Unchanged):
-                known_image_id = encoded.image_id
-                yield encoded
 
 
 async def views_of(

@@ -99,7 +99,9 @@ def with_marks(elements: Elements) -> Elements:
     for element in elements.items:
         if element.depth == 0:
             is_front = element is front
-        covered = front is not None and not is_front and _contains(front.box, *_centre(element.box))
+        box = element.box
+        x_px, y_px = box.x_px + box.width_px // 2, box.y_px + box.height_px // 2
+        covered = front is not None and not is_front and _contains(front.box, x_px, y_px)
         if element.is_actionable and not covered and number < MAX_MARKS:
             number += 1
             items.append(replace(element, mark=number))
@@ -173,7 +175,7 @@ def _walk(root: etree._Element, screen_px: tuple[int, int], max_nodes: int) -> I
             return
         node, depth = stack.pop()
         element = _element(node, depth, screen_px) if node is not root else None
-        if element is not None and not _is_empty(element):
+        if element and (element.name or element.value or element.states or element.role in _ACTIONABLE):
             window += depth == 0
             yield _Visible(window, element)
             depth += 1
@@ -193,7 +195,7 @@ def _element(node: etree._Element, depth: int, screen_px: tuple[int, int]) -> El
     is_enabled = bool(names & {"enabled", "sensitive"})
     if role in _ACTIONABLE and not is_enabled:
         states.append("disabled")
-    name = _one_line(str(attributes.get("name", "")))
+    name = " ".join(str(attributes.get("name", "")).split())
     value = (node.text or "").strip() or str(attributes.get("value", ""))
     return Element(
         role=role,
@@ -204,10 +206,6 @@ def _element(node: etree._Element, depth: int, screen_px: tuple[int, int]) -> El
         depth=depth,
         is_actionable=role in _ACTIONABLE and is_enabled,
     )
-
-
-def _is_empty(element: Element) -> bool:
-    return not (element.name or element.value or element.states or element.role in _ACTIONABLE)
 
 
 def _box(corner: str, size: str, screen_px: tuple[int, int]) -> Region | None:
@@ -221,16 +219,8 @@ def _box(corner: str, size: str, screen_px: tuple[int, int]) -> Region | None:
     return Region(x_px=left, y_px=top, width_px=right - left, height_px=bottom - top)
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def _centre(box: Region) -> tuple[int, int]:
-    return box.x_px + box.width_px // 2, box.y_px + box.height_px // 2
 
 
 def _contains(box: Region, x_px: int, y_px: int) -> bool:

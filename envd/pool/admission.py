@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from envd.pool.fairness import Demand, RunShares, fair_order
+from envd.pool.fairness import Demand, RunShares, Turns
 from envd.pool.leased import MachineLease
 from envd.pool.planner import ReservedTurn
 
@@ -35,16 +35,6 @@ class WaitingGroup:
     passed_count: int = 0
     """Machines that went to other runs since its turn came."""
     admitted: asyncio.Future[MachineLease] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueuePosition:
-    """A group's position in the queue."""
-
-    position: int
-    """1 for the group that is served next."""
-    machines_ahead: int
-    """Machines that the groups ahead wait for."""
 
 
 class AdmissionQueue:
@@ -83,26 +73,18 @@ class AdmissionQueue:
         """When the first group times out, on the monotonic clock."""
         return min((group.deadline_s for group in self._groups), default=None)
 
-    def position_of(self, group: WaitingGroup, *, held: Mapping[str, int]) -> QueuePosition:
-        """Return a group's position in the present order of turns; `held` is machines by run."""
-        everyone = self.in_order(held=held)
-        index = everyone.index(group)
-        return QueuePosition(
-            position=index + 1, machines_ahead=sum(ahead.demand.machine_count for ahead in everyone[:index])
-        )
-
     def in_order(self, *, held: Mapping[str, int]) -> list[WaitingGroup]:
         """Return all groups in the present order of turns; `held` is machines by run.
 
         Groups that wait for machines of their own run come last, in order of arrival.
         """
-        order = fair_order(
+        order = Turns(
             [other.demand for other in self._groups],
             held=held,
             shares=self._shares,
             capacity=self._capacity,
             first=None if self._turn is None else self._groups.index(self._turn),
-        )
+        ).order()
         seen = set(order)
         rest = (index for index in range(len(self._groups)) if index not in seen)
         return [self._groups[index] for index in (*order, *rest)]

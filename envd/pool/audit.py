@@ -7,11 +7,11 @@ period is removed.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from envd.base.clock import Clock
 from envd.base.errors import EnvdError
-from envd.base.store.statements import MachineRow, delete_machine
+from envd.base.store.statements import EpisodeRow, MachineRow, Statement, delete_episode, delete_machine
 from envd.base.store.store import Store
 from envd.hypervisor.machine import Leftover, LeftoverKind
 from envd.pool.pool import Pool
@@ -29,41 +29,45 @@ class Audited(Protocol):
         """Remove a leftover that still is one. Raises: EnvdError."""
 
 
-class MachineRows:
-    """Audits the rows of machines."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrayRows:
+    """Audits one table: the rows of things that do not exist."""
 
-    def __init__(self, store: Store, pools: Iterable[Pool]) -> None:
-        self._store = store
-        self._pools = tuple(pools)
+    store: Store
+    kind: type[Any]
+    thing: str
+    """`machine` or `episode`: names the rows, whose id is in the column `{thing}_id`."""
+    exists: Callable[[str], bool]
+    delete: Callable[[str], Iterable[Statement]]
 
     async def leftovers(self) -> list[Leftover]:
-        """Return rows of machines that are in no pool."""
-        rows = await self._store.rows(MachineRow)
-        return [Leftover(LeftoverKind.DATABASE_ROW, f"machine {r.machine_id}") for r in rows if self._is_stray(r)]
+        """Return the stray rows."""
+        return [Leftover(LeftoverKind.DATABASE_ROW, f"{self.thing} {i}") for i in sorted(await self._strays())]
 
     async def remove(self, leftover: Leftover) -> None:
-        """Delete the machine's row."""
-        for row in await self._store.rows(MachineRow):
-            if f"machine {row.machine_id}" == leftover.name and self._is_stray(row):
-                await self._store.commit(delete_machine(row.machine_id))
+        """Delete the thing's rows."""
+        for stray_id in await self._strays():
+            if f"{self.thing} {stray_id}" == leftover.name:
+                await self.store.commit(*self.delete(stray_id))
 
-    def _is_stray(self, row: MachineRow) -> bool:
-        return not any(pool.has(row.machine_id) for pool in self._pools)
+    async def _strays(self) -> set[str]:
+        ids = {getattr(row, f"{self.thing}_id") for row in await self.store.rows(self.kind)}
+        return {each for each in ids if not self.exists(each)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftoverAges:
-    """The leftovers of one source, and since when each is known."""
+def stray_rows(store: Store, pools: Sequence[Pool], *, has_episode: Callable[[str], bool]) -> list[StrayRows]:
+    """Return the audits of the tables of machines, which are in no pool, and of episodes."""
 
-    since_s: dict[Leftover, float]
+    def has_machine(machine_id: str) -> bool:
+        return any(pool.has(machine_id) for pool in pools)
 
-    def updated(self, found: Iterable[Leftover], *, now_s: float) -> "LeftoverAges":
-        """Return the ages of `found`; the age of one that was gone in between restarts."""
-        return LeftoverAges(since_s={leftover: self.since_s.get(leftover, now_s) for leftover in found})
+    def delete(machine_id: str) -> tuple[Statement, ...]:
+        return (delete_machine(machine_id),)
 
-    def overdue(self, *, now_s: float, grace_s: float) -> list[Leftover]:
-        """Return the leftovers that are older than the grace period."""
-        return [leftover for leftover, since_s in self.since_s.items() if now_s - since_s >= grace_s]
+    return [
+        StrayRows(store=store, kind=MachineRow, thing="machine", exists=has_machine, delete=delete),
+        StrayRows(store=store, kind=EpisodeRow, thing="episode", exists=has_episode, delete=delete_episode),
+    ]
 
 
 class Audit:
@@ -92,7 +96,8 @@ class Audit:
         self._grace_s = grace_s
         self._clock = clock
         self._on_leftover = on_leftover
-        self._ages = [LeftoverAges(since_s={}) for _ in sources]
+        self._since_s: list[dict[Leftover, float]] = [{} for _ in sources]
+        """The leftovers of each source, and since when each is known."""
         self._reported: set[Leftover] = set()
 
     async def run(self) -> None:
@@ -109,12 +114,13 @@ class Audit:
                 found = await source.leftovers()
             except EnvdError as error:
                 logger.warning("audit: cannot look for leftovers: %s", error)
-                seen.update(self._ages[index].since_s)
+                seen.update(self._since_s[index])
                 continue
             now_s = self._clock.monotonic()
-            self._ages[index] = self._ages[index].updated(found, now_s=now_s)
+            # The age of one that was gone in between restarts.
+            known = self._since_s[index] = {each: self._since_s[index].get(each, now_s) for each in found}
             seen.update(found)
-            for leftover in self._ages[index].overdue(now_s=now_s, grace_s=self._grace_s):
+            for leftover in [each for each, since_s in known.items() if now_s - since_s >= self._grace_s]:
                 await self._remove(leftover, source)
         self._reported &= seen
 

@@ -28,24 +28,16 @@ class Backoff:
         self._min_s = min_s
         self._max_s = max_s
         self._failing_after = failing_after
-        self._failure_count = 0
-        self._retry_at_s = 0.0
-        self._problem = ""
-
-    @property
-    def problem(self) -> str:
-        """Reason of the newest failure; empty if a machine has started since."""
-        return self._problem
-
-    @property
-    def failure_count(self) -> int:
+        self.failure_count = 0
         """Failures in a row; machines that failed together count once."""
-        return self._failure_count
+        self._retry_at_s = 0.0
+        self.problem = ""
+        """Reason of the newest failure; empty if a machine has started since."""
 
     @property
     def is_failing(self) -> bool:
         """Whether too many starts have failed in a row to wait for the next."""
-        return self._failure_count >= self._failing_after
+        return self.failure_count >= self._failing_after
 
     def breaker(self, now_s: float) -> BreakerState:
         """Return the state of the breaker."""
@@ -59,25 +51,25 @@ class Backoff:
 
     def starting_limit(self, now_s: float, *, limit: int) -> int:
         """Return how many machines may be starting now, out of `limit`."""
-        if self._failure_count == 0:
+        if self.failure_count == 0:
             return limit
         return 0 if self._retry_at_s > now_s else 1
 
     def failed(self, now_s: float, problem: str, *, cleared: int = 0) -> None:
         """Record a failed start, or the loss of an unused machine whose start had cleared `cleared` failures."""
-        self._problem = problem
-        self._failure_count = max(self._failure_count, cleared)
+        self.problem = problem
+        self.failure_count = max(self.failure_count, cleared)
         # Machines that start together fail together: that is one failure, not a reason to wait 2^n times as long.
         if self._retry_at_s > now_s:
             return
         # The exponent is bounded: an image that has been broken for a week must not overflow.
-        delay_s = min(self._max_s, self._min_s * 2.0 ** min(self._failure_count, 32))
-        self._failure_count += 1
+        delay_s = min(self._max_s, self._min_s * 2.0 ** min(self.failure_count, 32))
+        self.failure_count += 1
         self._retry_at_s = now_s + delay_s
 
     def succeeded(self) -> int:
         """Record that a machine started; return how many failures that clears."""
-        cleared, self._failure_count = self._failure_count, 0
+        cleared, self.failure_count = self.failure_count, 0
         self._retry_at_s = 0.0
-        self._problem = ""
+        self.problem = ""
         return cleared

@@ -67,7 +67,8 @@ class Turns:
             gone: Indexes in `waiting` of groups that no longer wait.
         """
         self._waiting = waiting
-        self._held: defaultdict[str, int] = defaultdict(int, held)
+        self.held: defaultdict[str, int] = defaultdict(int, held)
+        """Machines by run, including those of the groups that were served."""
         self._shares = shares
         self._capacity = capacity
         self._first = first
@@ -79,15 +80,10 @@ class Turns:
         for run in self._queues:
             self._push_head(run)
 
-    @property
-    def held(self) -> Mapping[str, int]:
-        """Machines by run, including those of the groups that were served."""
-        return self._held
-
     def level(self, index: int) -> float:
         """Return what a group's run would hold for its weight if the group were served."""
         group = self._waiting[index]
-        return (self._held[group.run] + group.machine_count) / self._shares.of(group.run).weight
+        return (self.held[group.run] + group.machine_count) / self._shares.of(group.run).weight
 
     def next(self) -> int | None:
         """Return the index of the group whose turn it is; None at the end.
@@ -104,35 +100,22 @@ class Turns:
     def serve(self, index: int) -> None:
         """Count its machines as held by its run; the run's next group is the one behind it."""
         run = self._waiting[index].run
-        self._held[run] += self._waiting[index].machine_count
+        self.held[run] += self._waiting[index].machine_count
         self._queues[run].popleft()
         self._push_head(run)
+
+    def order(self) -> list[int]:
+        """Serve all groups that have a turn; return their indexes in that order, as if machines were never short."""
+        order: list[int] = []
+        while (index := self.next()) is not None:
+            order.append(index)
+            self.serve(index)
+        return order
 
     def _push_head(self, run: str) -> None:
         queue, share = self._queues[run], self._shares.of(run)
         if not queue:
             return
-        held = self._held[run]
+        held = self.held[run]
         if held + self._waiting[queue[0]].machine_count <= share.most(self._capacity):
             heappush(self._heads, (held / share.weight, queue[0]))
-
-
-def fair_order(
-    waiting: Sequence[Demand],
-    *,
-    held: Mapping[str, int],
-    shares: RunShares,
-    capacity: int,
-    first: int | None = None,
-    gone: Collection[int] = (),
-) -> list[int]:
-    """Return the order in which groups would be served if machines were never short; see `Turns`.
-
-    Groups that have no turn are not in it.
-    """
-    turns = Turns(waiting, held=held, shares=shares, capacity=capacity, first=first, gone=gone)
-    order: list[int] = []
-    while (index := turns.next()) is not None:
-        order.append(index)
-        turns.serve(index)
-    return order

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from envd.pool.fairness import Demand, RunShares, Turns, fair_order
+from envd.pool.fairness import Demand, RunShares, Turns
 
 
 class LifecycleState(Enum):
@@ -113,14 +113,14 @@ def plan(
         idle = idle[ready:]
         room -= waiting[index].reserved
         host_room -= waiting[index].reserved
-    order = fair_order(
+    order = Turns(
         waiting,
         held=turns.held,
         shares=shares,
         capacity=capacity,
         first=None if turn is None else turn.index,
         gone=set(admitted),
-    )
+    ).order()
     # Groups that wait for machines of their own run come last: nothing is evicted for them, but machines are started.
     seen = {*admitted, *order}
     queue = [waiting[index] for index in order]

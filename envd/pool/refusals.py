@@ -41,34 +41,25 @@ class Refusal:
     error: EnvdError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Refusals:
     """Builds the refusals of one pool, and delivers them to its queued groups."""
 
-    def __init__(
-        self,
-        *,
-        pool: str,
-        capacity: int,
-        shares: RunShares,
-        queue: AdmissionQueue,
-        turnover: Turnover,
-        metrics: Metrics,
-    ) -> None:
-        self._pool = pool
-        self._capacity = capacity
-        self._shares = shares
-        self._queue = queue
-        self._turnover = turnover
-        self._metrics = metrics
+    pool: str
+    capacity: int
+    shares: RunShares
+    queue: AdmissionQueue
+    turnover: Turnover
+    metrics: Metrics
 
     def counted(self, refusal: Refusal, *, run: str) -> EnvdError:
         """Count a refusal and return its error."""
-        self._metrics.group_refused(pool=self._pool, run=run, reason=refusal.reason.value)
+        self.metrics.group_refused(pool=self.pool, run=run, reason=refusal.reason.value)
         return refusal.error
 
     def refuse(self, group: WaitingGroup, refusal: Refusal) -> None:
         """Remove a group from the queue, with the refusal's error for its caller."""
-        self._queue.leave(group)
+        self.queue.leave(group)
         if not group.admitted.done():
             group.admitted.set_exception(self.counted(refusal, run=group.demand.run))
 
@@ -89,17 +80,17 @@ class Refusals:
 
     def never(self, demand: Demand, *, retained_count: int) -> Refusal | None:
         """Refuse a group that can never be admitted while its run retains `retained_count` machines; else None."""
-        if demand.machine_count > self._capacity:
+        if demand.machine_count > self.capacity:
             error = GroupTooLarge(
-                f"pool {self._pool!r} holds at most {self._capacity} machines, so never a group of"
+                f"pool {self.pool!r} holds at most {self.capacity} machines, so never a group of"
                 f" {demand.machine_count}; ask for fewer, or raise the pool's capacity"
             )
             return Refusal(reason=RefusalReason.TOO_LARGE, error=error)
-        quota = self._shares.of(demand.run).quota
+        quota = self.shares.of(demand.run).quota
         if quota is not None and demand.machine_count + retained_count > quota:
             retained = f" in addition to the {retained_count} that it retains" if retained_count else ""
             error = GroupTooLarge(
-                f"run {demand.run!r} may hold at most {quota} machines of pool {self._pool!r}, so never a group of"
+                f"run {demand.run!r} may hold at most {quota} machines of pool {self.pool!r}, so never a group of"
                 f" {demand.machine_count}{retained}; ask for fewer, or raise the run's quota"
             )
             return Refusal(reason=RefusalReason.OVER_QUOTA, error=error)
@@ -108,10 +99,10 @@ class Refusals:
     def queue_full(self, demand: Demand, *, now_s: float, status: PoolStatus) -> Refusal:
         """Refuse a group that finds the queue full."""
         error = PoolExhausted(
-            f"pool {self._pool!r} has no room for {demand.machine_count}: the queue has reached its limit of"
-            f" {len(self._queue)} groups; retry with the same request_id",
+            f"pool {self.pool!r} has no room for {demand.machine_count}: the queue has reached its limit of"
+            f" {len(self.queue)} groups; retry with the same request_id",
             retry_after_s=self._retry_after_s(
-                self._queue.machine_count + demand.machine_count, now_s=now_s, status=status
+                self.queue.machine_count + demand.machine_count, now_s=now_s, status=status
             ),
         )
         return Refusal(reason=RefusalReason.QUEUE_FULL, error=error)
@@ -119,14 +110,16 @@ class Refusals:
     def too_late(self, group: WaitingGroup, *, now_s: float, status: PoolStatus, held: Mapping[str, int]) -> Refusal:
         """Refuse a queued group whose deadline has passed."""
         demand = group.demand
-        queued = self._queue.position_of(group, held=held)
+        queued = self.queue.in_order(held=held)
+        ahead = queued[: queued.index(group)]
+        wanted_count = sum(each.demand.machine_count for each in ahead) + demand.machine_count
         busy_count = status.leased_count + status.reserved_count
-        note = quota_note(demand, held=held, shares=self._shares)
+        note = quota_note(demand, held=held, shares=self.shares)
         error = PoolExhausted(
-            f"pool {self._pool!r} had no room for {demand.machine_count} within {now_s - group.enter_s:.1f} s: position"
-            f" {queued.position} of {len(self._queue)} in the queue, {busy_count} of {self._capacity} machines busy"
+            f"pool {self.pool!r} had no room for {demand.machine_count} within {now_s - group.enter_s:.1f} s: position"
+            f" {len(ahead) + 1} of {len(self.queue)} in the queue, {busy_count} of {self.capacity} machines busy"
             f" ({status}){note and f'; {note}'}; retry with the same request_id",
-            retry_after_s=self._retry_after_s(queued.machines_ahead + demand.machine_count, now_s=now_s, status=status),
+            retry_after_s=self._retry_after_s(wanted_count, now_s=now_s, status=status),
         )
         return Refusal(reason=RefusalReason.TOO_LATE, error=error)
 
@@ -136,7 +129,7 @@ class Refusals:
         next_s = 0.0 if retry_at_s is None else retry_at_s - now_s
         when = "one tries now" if retry_at_s is None else f"the next one tries in {next_s:.0f} s"
         error = PoolFailing(
-            f"pool {self._pool!r} is failing, after {backoff.failure_count} failures in a row, and {when}:"
+            f"pool {self.pool!r} is failing, after {backoff.failure_count} failures in a row, and {when}:"
             f" {backoff.problem}; try another pool or host, or this one then",
             # A retry before that try has ended would get the same error.
             retry_after_s=max(1.0, next_s if retry_at_s is not None else min(60.0, _start_s(status))),
@@ -146,12 +139,12 @@ class Refusals:
     def draining(self) -> Refusal:
         """Refuse a group because the pool is draining."""
         # A retry finds another daemon, or none: one second is as good as any other figure.
-        error = Draining(f"pool {self._pool!r} is draining and leases no more; try another host", retry_after_s=1.0)
+        error = Draining(f"pool {self.pool!r} is draining and leases no more; try another host", retry_after_s=1.0)
         return Refusal(reason=RefusalReason.DRAINING, error=error)
 
     def _retry_after_s(self, machine_count: int, *, now_s: float, status: PoolStatus) -> float:
-        return self._turnover.retry_after_s(
-            now_s, machine_count=machine_count, start_s=_start_s(status), capacity=self._capacity
+        return self.turnover.retry_after_s(
+            now_s, machine_count=machine_count, start_s=_start_s(status), capacity=self.capacity
         )
 
 

@@ -6,13 +6,11 @@ A template is tested before it is used: one fork must show the frame that was fr
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
 from envd.base.aio import shielded
 from envd.base.errors import Draining, EnvdError, GuestUnresponsive, HypervisorUnavailable, TemplateCorrupt
-from envd.guest.view import DesktopView
 from envd.hypervisor.machine import Hypervisor, MachineSpec, Snapshot
 from envd.pool.leased import FrozenDesktop
 from envd.pool.lifecycle import MachineFactory, MachineRecord, Work
@@ -118,7 +116,11 @@ async def _boot(spec: MachineSpec, builder: TemplateBuilder) -> Snapshot:
         await record.machine.pause()
         view = await record.desktop.view()
         await record.desktop.close()
-        frozen = await factory.hypervisor.freeze(record.machine, notes=_notes(view))
+        # The state that a connection to a fork cannot discover, and the frame that the fork must show.
+        notes = {_FRAME_NOTE: view.frame.frame_id, _TYPES_NOTE: "yes" if view.guestd_types else "no"}
+        if view.home is not None:
+            notes[_HOME_NOTE] = view.home
+        frozen = await factory.hypervisor.freeze(record.machine, notes=notes)
         if record.retired.is_set():  # no caller waits for it any more
             await shielded(frozen.discard())
         else:
@@ -152,12 +154,15 @@ async def _test(snapshot: Snapshot, builder: TemplateBuilder) -> FrozenDesktop:
             record.machine = await factory.hypervisor.fork(snapshot, record.machine_id)
         # The display works while the machine is paused, so the machine is unused afterwards.
         record.desktop = factory.make_desktop(record.machine)
-        view = _with_notes(await record.desktop.view(), snapshot.notes)
+        notes = snapshot.notes
+        view = replace(
+            await record.desktop.view(), guestd_types=notes.get(_TYPES_NOTE) == "yes", home=notes.get(_HOME_NOTE)
+        )
         await record.desktop.close()
-        if view.frame.frame_id != snapshot.notes.get(_FRAME_NOTE):
+        if view.frame.frame_id != notes.get(_FRAME_NOTE):
             raise TemplateCorrupt(
                 f"template {snapshot.digest:.12} shows frame {view.frame.frame_id}, and frame"
-                f" {snapshot.notes.get(_FRAME_NOTE)} was frozen"
+                f" {notes.get(_FRAME_NOTE)} was frozen"
             )
         record.frozen = FrozenDesktop(snapshot=snapshot, view=view)
         record.desktop = factory.make_desktop(record.machine, view=view)
@@ -170,13 +175,3 @@ async def _test(snapshot: Snapshot, builder: TemplateBuilder) -> FrozenDesktop:
     if record.frozen is None:
         raise RuntimeError(f"machine {record.machine_id} started without a template")
     return record.frozen
-
-
-def _notes(view: DesktopView) -> Mapping[str, str]:
-    """Return the state that a connection to a fork cannot discover, and the frame that the fork must show."""
-    notes = {_FRAME_NOTE: view.frame.frame_id, _TYPES_NOTE: "yes" if view.guestd_types else "no"}
-    return notes if view.home is None else {**notes, _HOME_NOTE: view.home}
-
-
-def _with_notes(view: DesktopView, notes: Mapping[str, str]) -> DesktopView:
-    return replace(view, guestd_types=notes.get(_TYPES_NOTE) == "yes", home=notes.get(_HOME_NOTE))

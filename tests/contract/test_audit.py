@@ -8,11 +8,10 @@ import pytest
 
 from envd.base.errors import HypervisorError
 from envd.base.store.statements import EpisodeRow, MachineRow, upsert
-from envd.episodes.persistence.journal import EpisodeRows
 from envd.episodes.types import ResetCommand
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, fake_image
 from envd.hypervisor.machine import Leftover, LeftoverKind, MachineSpec
-from envd.pool.audit import Audit, Audited, LeftoverAges, MachineRows
+from envd.pool.audit import Audit, Audited, stray_rows
 from tests.support.clock import ManualClock
 from tests.support.server import FakeServer, serve_fake
 
@@ -61,12 +60,18 @@ def audit(clock: ManualClock, source: StubSource, reported: list[Leftover]) -> A
     return Audit([source], interval_s=60.0, grace_s=GRACE_S, clock=clock, on_leftover=reported.append)
 
 
-def test_only_a_leftover_seen_at_every_check_is_overdue() -> None:
-    at_0 = LeftoverAges(since_s={}).updated([DOMAIN], now_s=0.0)
-    assert at_0.overdue(now_s=GRACE_S - 1, grace_s=GRACE_S) == []
-    assert at_0.updated([DOMAIN], now_s=60.0).overdue(now_s=GRACE_S, grace_s=GRACE_S) == [DOMAIN]
-    gone_and_back = at_0.updated([], now_s=60.0).updated([DOMAIN], now_s=120.0)
-    assert gone_and_back.overdue(now_s=GRACE_S, grace_s=GRACE_S) == []
+async def test_only_a_leftover_seen_at_every_check_is_removed(
+    audit: Audit, clock: ManualClock, source: StubSource
+) -> None:
+    for found in ([DOMAIN], [], [DOMAIN]):
+        source.there = found
+        await audit.check()
+        await clock.advance(GRACE_S / 2)
+    await audit.check()
+    assert source.removed == []
+    await clock.advance(GRACE_S / 2)
+    await audit.check()
+    assert source.removed == [DOMAIN]
 
 
 async def test_a_leftover_is_removed_after_the_grace_period_and_counted_once(
@@ -121,11 +126,8 @@ async def server(tmp_path: Path) -> AsyncIterator[FakeServer]:
 
 def audit_of(server: FakeServer, clock: ManualClock, reported: list[Leftover]) -> Audit:
     assert server.store is not None
-    sources: list[Audited] = [
-        server.hypervisor,
-        MachineRows(server.store, [server.pool]),
-        EpisodeRows(server.store, server.service.journal),
-    ]
+    rows = stray_rows(server.store, [server.pool], has_episode=server.service.journal.is_tracked)
+    sources: list[Audited] = [server.hypervisor, *rows]
     return Audit(sources, interval_s=60.0, grace_s=GRACE_S, clock=clock, on_leftover=reported.append)
 
 

@@ -6,6 +6,7 @@ Texts of clients and guests are passed on as they are: the page must treat every
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from envd.base.clock import Clock
@@ -48,7 +49,7 @@ class EpisodeHistory:
     def stepped(self, episode: Episode, step: PerformedStep) -> None:
         """Add a step, without its pixels."""
         if (steps := self._steps.get(episode.episode_id)) is not None:
-            steps.append(step.without_view())
+            steps.append(replace(step, view=None))
 
     def scored(self, episode: Episode) -> None:
         """Do nothing: the episode has its score."""

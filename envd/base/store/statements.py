@@ -90,20 +90,16 @@ def is_well_typed(row: EpisodeRow | AnswerRow | MachineRow) -> bool:
 def upsert(row: EpisodeRow | AnswerRow | MachineRow) -> Statement:
     """Insert a row, or replace the row of the same key."""
     kind = type(row)
-    return Statement(_PUT[kind], tuple([getattr(row, name) for name in _COLUMNS[kind]]))
+    return Statement(_PUT[kind], tuple([getattr(row, name) for name in COLUMNS[kind]]))
 
 
-def columns(kind: type[EpisodeRow] | type[AnswerRow] | type[MachineRow]) -> tuple[str, ...]:
-    """Return a table's column names, in the order of the row's fields."""
-    return _COLUMNS[kind]
-
-
-_COLUMNS: dict[type[Any], tuple[str, ...]] = {
+#: Column names by table, in the order of the row's fields.
+COLUMNS: dict[type[Any], tuple[str, ...]] = {
     kind: tuple(field.name for field in fields(kind)) for kind in (EpisodeRow, AnswerRow, MachineRow)
 }
 _PUT = {
     kind: f"INSERT OR REPLACE INTO {TABLES[kind]} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"  # noqa: S608
-    for kind, names in _COLUMNS.items()
+    for kind, names in COLUMNS.items()
 }
 
 

@@ -25,11 +25,12 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from envd.base.errors import ConfigError, StoreError
-from envd.base.store.statements import SCHEMA, SCHEMA_VERSION, TABLES, Row, Statement, columns
+from envd.base.store.statements import COLUMNS, SCHEMA, SCHEMA_VERSION, TABLES, Row, Statement
 
 logger = logging.getLogger(__name__)
 
@@ -86,23 +87,15 @@ class NullStore:
         return []
 
 
+@dataclass(slots=True, eq=False)
 class _Job:
     """One call: the statements of a transaction, or a query."""
 
-    __slots__ = ("done", "error", "query", "result", "statements")
-
-    def __init__(
-        self,
-        done: "asyncio.Future[Any] | None",
-        *,
-        statements: tuple[Statement, ...] = (),
-        query: Callable[[sqlite3.Connection], Any] | None = None,
-    ) -> None:
-        self.done = done
-        self.statements = statements
-        self.query = query
-        self.result: Any = None
-        self.error: StoreError | None = None
+    done: "asyncio.Future[Any] | None"
+    statements: tuple[Statement, ...] = ()
+    query: Callable[[sqlite3.Connection], Any] | None = None
+    result: Any = None
+    error: StoreError | None = None
 
 
 class SqliteStore:
@@ -155,7 +148,7 @@ class SqliteStore:
         """See `Store`."""
 
         def read(connection: sqlite3.Connection) -> list[Row]:
-            names = columns(kind)
+            names = COLUMNS[kind]
             found = connection.execute(f"SELECT {', '.join(names)} FROM {TABLES[kind]}")  # noqa: S608 -- our own names
             return [kind(**dict(zip(names, values, strict=True))) for values in found]
 

@@ -80,19 +80,6 @@ class DemoReport:
     episodes: tuple[EpisodeRecord, ...] = field(default=())
 
     @property
-    def started_alike(self) -> bool:
-        """Whether all members of the group started from the same template with the same frame."""
-        members = [episode for episode in self.episodes if not episode.parent_episode_id]
-        return len({(episode.template_digest, episode.steps[0].frame_id) for episode in members}) == 1
-
-    @property
-    def branches_differ(self) -> bool:
-        """Whether every branch ended with a different frame than its parent."""
-        last_frames = {episode.episode_id: episode.steps[-1].frame_id for episode in self.episodes}
-        branches = [episode for episode in self.episodes if episode.parent_episode_id]
-        return all(last_frames[branch.episode_id] != last_frames.get(branch.parent_episode_id) for branch in branches)
-
-    @property
     def problems(self) -> tuple[str, ...]:
         """Failed conditions; empty if the demo passed."""
         if not self.episodes:
@@ -102,9 +89,12 @@ class DemoReport:
             for episode in self.episodes
             if not episode.as_expected
         ]
-        if not self.started_alike:
+        members = [episode for episode in self.episodes if not episode.parent_episode_id]
+        if len({(episode.template_digest, episode.steps[0].frame_id) for episode in members}) != 1:
             problems.append("the members of the group did not start from the same template with the same frame")
-        if not self.branches_differ:
+        last_frames = {episode.episode_id: episode.steps[-1].frame_id for episode in self.episodes}
+        branches = [episode for episode in self.episodes if episode.parent_episode_id]
+        if any(last_frames[each.episode_id] == last_frames.get(each.parent_episode_id) for each in branches):
             problems.append("a branch ended with the same frame as its parent")
         return tuple(problems)
 

@@ -14,20 +14,11 @@ from dataclasses import dataclass
 
 from envd.base.clock import Clock
 from envd.base.errors import StoreError
-from envd.base.store.statements import (
-    AnswerRow,
-    EpisodeRow,
-    Statement,
-    delete_answer,
-    delete_episode,
-    renew_lease,
-    upsert,
-)
+from envd.base.store.statements import AnswerRow, delete_answer, delete_episode, renew_lease, upsert
 from envd.base.store.store import Store
 from envd.episodes.episode import Episode
 from envd.episodes.persistence.records import dump, row_of, without_pixels
 from envd.episodes.types import EvaluateResult, GroupResult, StepResult
-from envd.hypervisor.machine import Leftover, LeftoverKind
 
 logger = logging.getLogger(__name__)
 
@@ -130,28 +121,3 @@ class Journal:
             answer=answer,
             time_s=self._clock.now().timestamp(),
         )
-
-
-class EpisodeRows:
-    """Audits episode rows in the database; see `envd.pool.audit`."""
-
-    def __init__(self, store: Store, journal: Journal) -> None:
-        self._store = store
-        self._journal = journal
-
-    async def leftovers(self) -> list[Leftover]:
-        """Return rows whose episode does not exist."""
-        return [Leftover(LeftoverKind.DATABASE_ROW, f"episode {i}") for i in sorted(await self._untracked())]
-
-    async def remove(self, leftover: Leftover) -> None:
-        """Delete the episode's rows."""
-        statements: list[Statement] = []
-        for episode_id in await self._untracked():
-            if f"episode {episode_id}" == leftover.name:
-                statements += delete_episode(episode_id)
-        if statements:
-            await self._store.commit(*statements)
-
-    async def _untracked(self) -> set[str]:
-        rows = await self._store.rows(EpisodeRow)
-        return {row.episode_id for row in rows if not self._journal.is_tracked(row.episode_id)}

@@ -124,9 +124,6 @@ class EpisodeSnapshot:
     origin: Origin
     create_time: datetime
     state: EpisodeState
-    end_reason: str
-    cause: str
-    step_count: int
     last_action: Done | Fail | None
     verdict: EvaluateResult | EvaluatorFailed | None
     bearings: ConnectionState
@@ -139,9 +136,6 @@ def snapshot_of(row: EpisodeRow) -> EpisodeSnapshot:
         origin=load(Origin, row.origin),
         create_time=datetime.fromtimestamp(row.create_time_s, UTC),
         state=EpisodeState(row.state),
-        end_reason=row.end_reason,
-        cause=row.cause,
-        step_count=row.step_count,
         last_action=_load_action(row.last_action),
         verdict=_load_verdict(row.verdict),
         bearings=load(ConnectionState, row.bearings),

@@ -7,16 +7,15 @@ running when the daemon died is unknown: the request is never repeated, and its 
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
 from envd.base.clock import Clock
-from envd.base.errors import EnvdError, MachineLost, TaskNotFound
+from envd.base.errors import EnvdError, MachineLost
 from envd.base.store.statements import AnswerRow, EpisodeRow, is_well_typed
 from envd.base.store.store import Store
-from envd.episodes.episode import Episode
 from envd.episodes.factory import EpisodeFactory
 from envd.episodes.ledger import Ledger
 from envd.episodes.persistence.journal import EVALUATE, FORK, RESET, STEP, Journal
@@ -83,7 +82,7 @@ async def load_persisted(store: Store, *, clock: Clock, pools: Collection[str], 
             row,
             running[row.episode_id],
             now_s=now_s,
-            is_served=is_well_typed(row) and row.pool in pools and _has(tasks, row.task_id),
+            is_served=is_well_typed(row) and row.pool in pools and tasks.find(row.task_id) is not None,
         )
         for row in rows
     )
@@ -120,7 +119,7 @@ def decide(row: EpisodeRow, running: Sequence[AnswerRow], *, now_s: float, is_se
         logger.warning("episode %s: its database row cannot be read: %s", row.episode_id, error)
         return expired("persisted by an incompatible release of envd")
     if snapshot.state is EpisodeState.FAILED:
-        return lost(snapshot.cause)
+        return lost(row.cause)
     if running:
         requests = " and ".join(f"{answer.kind} {answer.request_id}" for answer in running)
         return lost(f"the daemon restarted during {requests}; its effect is unknown")
@@ -129,27 +128,17 @@ def decide(row: EpisodeRow, running: Sequence[AnswerRow], *, now_s: float, is_se
     return RecoveryDecision(row=row, snapshot=snapshot, outcome=RecoveryOutcome.RESUME, why="")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
     """Restores the episodes of a previous daemon into a service that has none yet."""
 
-    def __init__(
-        self,
-        *,
-        registry: EpisodeRegistry,
-        factory: EpisodeFactory,
-        journal: Journal,
-        pools: Mapping[str, Pool],
-        tasks: TaskCatalogue,
-        resets: Ledger[GroupResult],
-        clock: Clock,
-    ) -> None:
-        self._registry = registry
-        self._factory = factory
-        self._journal = journal
-        self._pools = pools
-        self._tasks = tasks
-        self._resets = resets
-        self._clock = clock
+    registry: EpisodeRegistry
+    factory: EpisodeFactory
+    journal: Journal
+    pools: Mapping[str, Pool]
+    tasks: TaskCatalogue
+    resets: Ledger[GroupResult]
+    clock: Clock
 
     async def restore(self, state: PersistedState, machines: Mapping[str, Machine]) -> None:
         """Restore every episode that has not expired, with its responses.
@@ -164,15 +153,15 @@ class Recovery:
                 self._restore_answer(answer)
             except (ValueError, TypeError, KeyError) as error:
                 logger.warning("%s %s: its response cannot be read: %s", answer.kind, answer.request_id, error)
-                self._journal.forget_answer(answer.kind, answer.scope, answer.request_id)
+                self.journal.forget_answer(answer.kind, answer.scope, answer.request_id)
 
     async def _restore_episode(self, decision: RecoveryDecision, machines: Mapping[str, Machine]) -> None:
         row, snapshot = decision.row, decision.snapshot
         if snapshot is None:
-            self._registry.remember_closed(row.episode_id, decision.why, owner=row.owner)
-            self._journal.forget(row.episode_id)
+            self.registry.remember_closed(row.episode_id, decision.why, owner=row.owner)
+            self.journal.forget(row.episode_id)
             return
-        pool = self._pools[row.pool]
+        pool = self.pools[row.pool]
         why, leased = decision.why, None
         if decision.outcome is RecoveryOutcome.RESUME:
             machine = machines.get(row.machine_id)
@@ -182,18 +171,18 @@ class Recovery:
                     leased = await pool.adopt(machine, snapshot.bearings, run=row.run)
                 except EnvdError as error:
                     why = f"the daemon restarted and could not adopt the machine: {error}"
-        episode = self._factory.restore(
+        episode = self.factory.restore(
             row,
             snapshot,
             machine=leased or pool.gone(row.machine_id, reason=why),
             pool=pool,
-            task=self._tasks.get(row.task_id),
+            task=self.tasks.get(row.task_id),
         )
-        self._journal.track(episode)
+        self.journal.track(episode)
         if leased is None:
             # A full lease, at no cost without a machine: a late caller still learns why its episode was lost.
-            episode.lease.renew(self._clock.monotonic())
-            self._registry.void(episode, MachineLost(why))
+            episode.lease.renew(self.clock.monotonic())
+            self.registry.void(episode, MachineLost(why))
         logger.info(
             "episode %s: restored after step %d: %s",
             episode.episode_id,
@@ -202,10 +191,10 @@ class Recovery:
         )
 
     def _restore_answer(self, row: AnswerRow) -> None:
-        age_s = max(0.0, self._clock.now().timestamp() - row.time_s)
-        episode = self._registry.find(row.scope)
+        age_s = max(0.0, self.clock.now().timestamp() - row.time_s)
+        episode = self.registry.find(row.scope)
         if row.kind == RESET:
-            self._restore_group(self._resets, row, age_s=age_s)
+            self._restore_group(self.resets, row, age_s=age_s)
         elif episode is None:
             return  # deleted with its episode
         elif row.kind == STEP:
@@ -218,20 +207,9 @@ class Recovery:
 
     def _restore_group(self, ledger: Ledger[GroupResult], row: AnswerRow, *, age_s: float) -> None:
         group = load(GroupResult, row.answer)
-        if self._any_alive(info.episode_id for info in group.episodes):
+        episodes = [self.registry.find(info.episode_id) for info in group.episodes]
+        if any(episode is not None and not episode.machine.lost.is_set() for episode in episodes):
             ledger.restore(row.request_id, row.fingerprint, group, age_s=age_s)
         else:
             # None of its episodes is left: a caller that retries, and so has no response yet, gets a new group.
-            self._journal.forget_answer(row.kind, row.scope, row.request_id)
-
-    def _any_alive(self, episode_ids: Iterable[str]) -> bool:
-        episodes: list[Episode | None] = [self._registry.find(episode_id) for episode_id in episode_ids]
-        return any(episode is not None and not episode.machine.lost.is_set() for episode in episodes)
-
-
-def _has(tasks: TaskCatalogue, task_id: str) -> bool:
-    try:
-        tasks.get(task_id)
-    except TaskNotFound:
-        return False
-    return True
+            self.journal.forget_answer(row.kind, row.scope, row.request_id)

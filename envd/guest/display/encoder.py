@@ -76,7 +76,10 @@ class FrameEncoder:
         if options.encoding is not Encoding.NONE:
             image = await self._draw(frame, picture)
             content = await self._content(image, options)
-            self._remember(image)
+            self._bases[image.image_id] = image
+            self._bases.move_to_end(image.image_id)
+            if len(self._bases) > _MAX_BASES:
+                self._bases.popitem(last=False)
         return EncodedFrame(
             frame_id=frame.frame_id,
             image_id=image.image_id if image else "",
@@ -88,12 +91,6 @@ class FrameEncoder:
             content=content,
             cursor=pointer.at if pointer is not None and options.cursor is CursorMode.REPORTED else None,
         )
-
-    def _remember(self, image: TiledImage) -> None:
-        self._bases[image.image_id] = image
-        self._bases.move_to_end(image.image_id)
-        if len(self._bases) > _MAX_BASES:
-            self._bases.popitem(last=False)
 
     async def _draw(self, frame: Frame, picture: Picture) -> TiledImage:
         if picture.pointer is None and picture.is_unscaled(frame):

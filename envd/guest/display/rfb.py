@@ -161,7 +161,8 @@ class RfbClient:
         self._height_px = height_px
         self._size_limit_px = size_limit_px
         self._extended_keys = False
-        self._absolute_pointer = True
+        self.absolute_pointer = True
+        """Whether pointer events are absolute; False until the guest has loaded its tablet driver."""
 
     def __repr__(self) -> str:
         return f"<RfbClient {self._width_px}x{self._height_px}>"
@@ -200,11 +201,6 @@ class RfbClient:
     def size(self) -> tuple[int, int]:
         """(width, height) of the server's screen, in pixels."""
         return self._width_px, self._height_px
-
-    @property
-    def absolute_pointer(self) -> bool:
-        """Whether pointer events are absolute; False until the guest has loaded its tablet driver."""
-        return self._absolute_pointer
 
     def request(self, *, incremental: bool, area: tuple[int, int, int, int] | None = None) -> None:
         """Request the changes, or all current pixels, of an area (x, y, width, height) or of the whole screen."""
@@ -337,8 +333,8 @@ class RfbClient:
                 case Encoding.ALPHA_CURSOR:
                     rects.append(await self._read_alpha_cursor(x_px, y_px, width_px, height_px))
                 case Encoding.POINTER_TYPE_CHANGE:
-                    self._absolute_pointer = x_px != 0
-                    rects.append(PointerMode(absolute=self._absolute_pointer))
+                    self.absolute_pointer = x_px != 0
+                    rects.append(PointerMode(absolute=self.absolute_pointer))
                 case Encoding.EXTENDED_KEY_EVENT:
                     self._extended_keys = True
                     rects.append(ExtendedKeys())

@@ -81,13 +81,17 @@ class Screen:
         self._frame: Frame | None = None
         self._stale_tiles: set[tuple[int, int]] = set()
         self._fresh_time = datetime.now(UTC)
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
+        """Set at the next change of any pixel, or input. Take it before `frame`, and wait on it after."""
         self._blinking = Blinking()
-        self._cursor: CursorShape | None = None
-        self._caps_lock = False
+        self.cursor: CursorShape | None = None
+        """The pointer's image, or None if the guest draws it into its screen."""
+        self.caps_lock = False
+        """Whether the guest's Caps Lock light is on."""
         self._changes: deque[ScreenUpdate] = deque(maxlen=_RECENT_CHANGES)
         self._last_change_s = self._complete_s = monotonic()
-        self._change_count = 0
+        self.change_count = 0
+        """Updates with changed pixels so far, other than blinking."""
         self._update_count = 0
         self._refreshes: list[_Refresh] = []
         self._refresh_count = 0
@@ -95,28 +99,13 @@ class Screen:
     def __repr__(self) -> str:
         width_px, height_px = self.size
         state = "followed" if self._client else "not followed"
-        return f"<Screen {width_px}x{height_px} {state} | {self._update_count} updates, {self._change_count} changes>"
+        return f"<Screen {width_px}x{height_px} {state} | {self._update_count} updates, {self.change_count} changes>"
 
     @property
     def size(self) -> tuple[int, int]:
         """(width, height) in pixels; (0, 0) before the first connection."""
         height_px, width_px = self._bgrx_HW.shape
         return width_px, height_px
-
-    @property
-    def cursor(self) -> CursorShape | None:
-        """The pointer's image, or None if the guest draws it into its screen."""
-        return self._cursor
-
-    @property
-    def caps_lock(self) -> bool:
-        """Whether the guest's Caps Lock light is on."""
-        return self._caps_lock
-
-    @property
-    def change_count(self) -> int:
-        """Updates with changed pixels so far, other than blinking."""
-        return self._change_count
 
     @property
     def changes(self) -> tuple[ScreenUpdate, ...]:
@@ -146,11 +135,6 @@ class Screen:
             for region in change.regions
             if not is_within(region, ignored)
         ]
-
-    @property
-    def changed(self) -> asyncio.Event:
-        """Set at the next change of any pixel, or input. Take it before `frame`, and wait on it after."""
-        return self._changed
 
     def note_input(self) -> None:
         """Record input to the guest: changes that follow may be its effect, not blinking."""
@@ -252,7 +236,7 @@ class Screen:
         return image.with_tiles(tiles)
 
     def _notify_changed(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
+        changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 
     def _next_strip(self) -> Region:
@@ -320,23 +304,24 @@ class Screen:
                 case Resize(width_px, height_px):
                     if (width_px, height_px) != self.size:
                         self._resize(width_px, height_px)
-                        is_new, changed = True, [_full_region(width_px, height_px)]
+                        is_new = True
+                        changed = [Region(x_px=0, y_px=0, width_px=width_px, height_px=height_px)]
                         covered.clear()
                         client.request(incremental=False)
                         for refresh in self._refreshes:
                             refresh.strip = self._next_strip()
                             self._send(client, refresh)
                 case CursorShape():
-                    self._cursor = rect
+                    self.cursor = rect
                 case KeyboardLeds():
-                    self._caps_lock = rect.caps_lock
+                    self.caps_lock = rect.caps_lock
                 case _:
                     pass  # `RfbClient` keeps pointer mode and extended keys
         now_s = self._monotonic()
         if changed:
             if len(changed) > _MAX_RECTS_PER_CHANGE:
                 changed = [around(changed)]
-            self._change_count += 1
+            self.change_count += 1
             self._last_change_s = now_s
             self._changes.append(ScreenUpdate(time_s=now_s, regions=tuple(changed)))
         if is_new:
@@ -411,7 +396,3 @@ def _contains(rect: PixelRect, part: Region) -> bool:
         and rect.x_px + rect.width_px >= part.x_px + part.width_px
         and rect.y_px + rect.height_px >= part.y_px + part.height_px
     )
-
-
-def _full_region(width_px: int, height_px: int) -> Region:
-    return Region(x_px=0, y_px=0, width_px=width_px, height_px=height_px)

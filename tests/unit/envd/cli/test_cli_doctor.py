@@ -59,11 +59,6 @@ def test_warnings_alone_do_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fix: use another host" in result.stdout
 
 
-def test_an_old_python_fails() -> None:
-    assert doctor.check_python((3, 10, 9)).status is Status.FAIL
-    assert doctor.check_python((3, 11, 0)).status is Status.OK
-
-
 def missing_tool(*, needed: bool) -> Check:
     return doctor.check_tool("no-such-tool", package="tools", purpose="for x", version_of=str, needed=needed)
 
@@ -233,7 +228,7 @@ POOL = Pool(
     ],
 )
 def test_the_status_of_a_pool_is_its_health(is_failing: bool, problem: str, status: Status, health: str) -> None:
-    (check,) = doctor.check_pools([replace(POOL, is_failing=is_failing, problem=problem)])
+    check = doctor.check_pool(replace(POOL, is_failing=is_failing, problem=problem))
     assert (check.name, check.status) == ("pool desktop", status)
     assert check.detail.startswith(f"{health}, 3 of 4 machines leased, 2 requested")
     assert check.detail.endswith(problem)

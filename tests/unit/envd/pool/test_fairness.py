@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envd.base.config import RunShare
-from envd.pool.fairness import Demand, RunShares, Turns, fair_order
+from envd.pool.fairness import Demand, RunShares, Turns
 from envd.pool.planner import LifecycleState, Plan, PlannedMachine, ReservedTurn
 from envd.pool.planner import plan as plan_pool
 
@@ -25,7 +25,7 @@ def wanted(run: str, ready: int = 1, reserved: int = 0) -> Demand:
 
 
 def order(*waiting: Demand, held: Mapping[str, int] | None = None, of: RunShares | None = None) -> list[int]:
-    return fair_order(waiting, held=held or {}, shares=of or RunShares(), capacity=64)
+    return Turns(waiting, held=held or {}, shares=of or RunShares(), capacity=64).order()
 
 
 def plan(
@@ -90,13 +90,13 @@ def test_turns_are_in_fair_order(waiting: list[Demand], options: dict[str, Any],
 
 
 def test_a_group_that_waits_for_machines_of_its_own_run_has_no_turn() -> None:
-    assert fair_order([wanted("a", 7), wanted("b")], held={"a": 2}, shares=RunShares(), capacity=8) == [1]
-    assert fair_order([wanted("a", 7), wanted("b")], held={"a": 1}, shares=RunShares(), capacity=8) == [1, 0]
+    assert Turns([wanted("a", 7), wanted("b")], held={"a": 2}, shares=RunShares(), capacity=8).order() == [1]
+    assert Turns([wanted("a", 7), wanted("b")], held={"a": 1}, shares=RunShares(), capacity=8).order() == [1, 0]
 
 
 def test_a_reserved_turn_is_first_in_any_case() -> None:
     waiting = [wanted("a"), wanted("b"), wanted("c")]
-    assert fair_order(waiting, held={"b": 5}, shares=RunShares(), capacity=8, first=1) == [1, 0, 2]
+    assert Turns(waiting, held={"b": 5}, shares=RunShares(), capacity=8, first=1).order() == [1, 0, 2]
 
 
 def test_skipping_a_group_skips_its_run() -> None:
