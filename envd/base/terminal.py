@@ -10,9 +10,21 @@ from cuaenv.cli import terminal
 from cuaenv.cli.terminal import EXIT_FAILED, emit_json, out
 from envd.base.errors import ConfigError, EnvdError
 
+
+def _message_of(error: Exception) -> str:
+    """Return the text of an error. A directory of another user may be met anywhere."""
+    if not isinstance(error, PermissionError):
+        return str(error)
+    return f"{error.filename}: permission denied; run as the owner, or choose another --cache-dir or --state-dir"
+
+
 #: Decorator for commands; see `cuaenv.cli.terminal.reports_errors`.
 reports_errors = terminal.reports_errors(
-    EnvdError, usage_errors=(ConfigError,), reason_of=lambda error: getattr(error, "reason", "")
+    EnvdError,
+    PermissionError,
+    usage_errors=(ConfigError,),
+    reason_of=lambda error: getattr(error, "reason", ""),
+    message_of=_message_of,
 )
 
 

@@ -1,5 +1,6 @@
 """`envd image` against a catalogue in a temporary directory."""
 
+import errno
 import json
 import os
 import pwd
@@ -10,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from envd.cli.image import app
+from envd.images.catalogue import ImageCatalogue
 
 
 class Images:
@@ -51,6 +53,18 @@ def test_an_imported_disk_is_listed_shown_and_removed_and_its_file_is_kept(image
     images.run("rm", "windows-11")
     assert images.run_json("list") == {"images": []}
     assert disk.exists()
+
+
+def test_an_unreadable_directory_is_a_one_line_error(images: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: ImageCatalogue) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/cache/images")
+
+    monkeypatch.setattr(ImageCatalogue, "list", refuse)
+    message = images.run("list", status=1)
+    assert message.startswith(
+        "error: /cache/images: permission denied; run as the owner, or choose another --cache-dir"
+    )
+    assert message.count("\n") == 1
 
 
 def test_the_list_shows_a_missing_disk(images: Images, disk: Path) -> None:
