@@ -165,7 +165,7 @@ def test_serve_rejects_an_invalid_task_file_before_anything_starts(tmp_path: Pat
     file = written(tmp_path, SOLVABLE.replace("file_text", "file_txt"))
     done = run_envd(*SERVE, "--tasks", file, "--state-dir", str(tmp_path))
     assert done.status == 2
-    assert f"{file}:8: task mine/note: checker: Input tag 'file_txt'" in done.err
+    assert f"{file}:8: task mine/note: checker: unknown kind 'file_txt'; did you mean file_text?" in done.err
     assert "listening" not in done.out
 
 
