@@ -331,7 +331,7 @@ async def open_episodes(
         run(lag.run(), "loop-lag")
         await service.restore(machines.persisted, machines.adopted)
         audit = Audit(
-            [machines.hypervisor, *stray_rows(store, machines.pools, has_episode=service.journal.is_tracked)],
+            sources=[machines.hypervisor, *stray_rows(store, machines.pools, has_episode=service.journal.is_tracked)],
             interval_s=config.limits.audit_interval_s,
             grace_s=_AUDIT_GRACE_S,
             clock=SystemClock(),

@@ -38,12 +38,12 @@ from envd.guest.observation import (
     ObservationOptions,
     SettleResult,
 )
-from envd.guest.readiness import GuestPauses, ReadinessProbe, ReadyReport, wait_idle
+from envd.guest.readiness import GuestPauses, ReadinessProbe, wait_idle
 from envd.guest.session import GuestSession
 from envd.guest.tunnel import open_port
 from envd.guest.view import ConnectionState, DesktopView, ScreenView
 
-__all__ = ["CommandResult", "Desktop", "ReadyReport", "ScreenView"]
+__all__ = ["CommandResult", "Desktop", "ScreenView"]
 
 
 T = TypeVar("T")
@@ -161,14 +161,16 @@ class Desktop:
     # Lifecycle
 
     @while_alive
-    async def wait_ready(self, *, timeout_s: float) -> ReadyReport:
+    async def wait_ready(self, *, timeout_s: float) -> None:
         """Return once the agent answers, the session is up, the screen has settled and the guest is idle.
 
         Raises:
             GuestUnresponsive: One of the first three did not happen within `timeout_s`.
         """
-        probe = ReadinessProbe(self._channels, self._agent, self._session, settle=self._settle, pauses=self._pauses)
-        return await probe.wait_ready(timeout_s=timeout_s)
+        probe = ReadinessProbe(
+            channels=self._channels, agent=self._agent, session=self._session, settle=self._settle, pauses=self._pauses
+        )
+        await probe.wait_ready(timeout_s=timeout_s)
 
     @while_alive
     async def wake(self, *, windows: bool = False) -> None:

@@ -45,35 +45,18 @@ class GuestPauses:
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyReport:
-    """When each part of the guest was ready, in seconds since `wait_ready` began."""
-
-    agent_s: float
-    session_s: float
-    settled_s: float
-
-
+@dataclass(slots=True, kw_only=True)
 class ReadinessProbe:
     """Checks the parts of one guest until each is ready."""
 
-    def __init__(
-        self,
-        channels: GuestChannels,
-        agent: GuestAgent,
-        session: GuestSession,
-        *,
-        settle: Callable[[SettlePolicy], Awaitable[SettleResult]],
-        pauses: GuestPauses,
-    ) -> None:
-        self._channels = channels
-        self._agent = agent
-        self._session = session
-        self._settle = settle
-        self._pauses = pauses
-        self._problem = ""
+    channels: GuestChannels
+    agent: GuestAgent
+    session: GuestSession
+    settle: Callable[[SettlePolicy], Awaitable[SettleResult]]
+    pauses: GuestPauses
+    _problem: str = field(default="", init=False)
 
-    async def wait_ready(self, *, timeout_s: float) -> ReadyReport:
+    async def wait_ready(self, *, timeout_s: float) -> None:
         """Return once the agent answers, the session is up, the screen has settled and the guest is idle.
 
         An idle guest is waited for at most 60 s: some guests never are.
@@ -81,31 +64,27 @@ class ReadinessProbe:
         Raises:
             GuestUnresponsive: The others did not become ready within `timeout_s`.
         """
-        began_s = time.monotonic()
         missing = "the guest agent did not answer"
         try:
             async with asyncio.timeout(timeout_s):
                 await self._poll(self._agent_problem)
-                agent_s = time.monotonic() - began_s
-                if self._session.has_guestd:
+                if self.session.has_guestd:
                     missing = "the session did not come up"
                     await self._poll(self._session_problem)
-                session_s = time.monotonic() - began_s
                 missing = "the screen did not settle"
                 await self._poll(self._screen_problem)
-                pauses = self._pauses
-                await wait_idle(self._channels, reading_s=pauses.boot_reading_s, max_wait_s=pauses.max_idle_wait_s)
-                return ReadyReport(agent_s=agent_s, session_s=session_s, settled_s=time.monotonic() - began_s)
+                pauses = self.pauses
+                await wait_idle(self.channels, reading_s=pauses.boot_reading_s, max_wait_s=pauses.max_idle_wait_s)
         except TimeoutError as error:
             detail = f" ({self._problem})" if self._problem else ""
             raise GuestUnresponsive(
-                f"machine {self._channels.machine_id} is not ready after {timeout_s:g} s: {missing}{detail}"
+                f"machine {self.channels.machine_id} is not ready after {timeout_s:g} s: {missing}{detail}"
             ) from error
 
     async def _poll(self, problem: Callable[[], Awaitable[str]]) -> None:
         """Wait until `problem` returns an empty string, polling less and less often."""
         self._problem = ""
-        poll_s = self._pauses.first_poll_s
+        poll_s = self.pauses.first_poll_s
         while current := await problem():
             self._problem = current
             await asyncio.sleep(poll_s)
@@ -113,22 +92,22 @@ class ReadinessProbe:
 
     async def _agent_problem(self) -> str:
         try:
-            await self._agent.ping(timeout_s=_PROBE_TIMEOUT_S)
+            await self.agent.ping(timeout_s=_PROBE_TIMEOUT_S)
         except (GuestUnresponsive, GuestError) as error:
             return str(error)
         return ""
 
     async def _session_problem(self) -> str:
         try:
-            state = await self._session.guestd("query the session").session(timeout_s=_PROBE_TIMEOUT_S)
+            state = await self.session.guestd("query the session").session(timeout_s=_PROBE_TIMEOUT_S)
         except (GuestUnresponsive, GuestError) as error:
             return str(error)
-        self._session.guestd_types = bool(state.version)
-        self._session.is_up = state.ready
+        self.session.guestd_types = bool(state.version)
+        self.session.is_up = state.ready
         return "" if state.ready else state.problem or "guestd reports that it is not ready"
 
     async def _screen_problem(self) -> str:
-        result = await self._settle(SettlePolicy(quiet_ms=self._pauses.boot_quiet_ms, idle_ms=0))
+        result = await self.settle(SettlePolicy(quiet_ms=self.pauses.boot_quiet_ms, idle_ms=0))
         return "" if result.settled else f"{result.change_count} changes in {result.settle_ms:.0f} ms"
 
 

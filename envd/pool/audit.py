@@ -5,8 +5,9 @@ period is removed.
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from envd.base.clock import Clock
@@ -70,64 +71,50 @@ def stray_rows(store: Store, pools: Sequence[Pool], *, has_episode: Callable[[st
     ]
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Audit:
-    """Audits several sources."""
+    """Audits several sources. Nothing is checked before `run`."""
 
-    def __init__(
-        self,
-        sources: Sequence[Audited],
-        *,
-        interval_s: float,
-        grace_s: float,
-        clock: Clock,
-        on_leftover: Callable[[Leftover], None],
-    ) -> None:
-        """Set up an audit; nothing is checked before `run`.
-
-        Args:
-            sources: Where to look for leftovers.
-            interval_s: Time between two checks.
-            grace_s: Age at which a leftover is removed.
-            clock: Source of time.
-            on_leftover: Called once for each leftover that reaches that age.
-        """
-        self._sources = sources
-        self._interval_s = interval_s
-        self._grace_s = grace_s
-        self._clock = clock
-        self._on_leftover = on_leftover
-        self._since_s: list[dict[Leftover, float]] = [{} for _ in sources]
-        """The leftovers of each source, and since when each is known."""
-        self._reported: set[Leftover] = set()
+    sources: Sequence[Audited]
+    interval_s: float
+    """Time between two checks."""
+    grace_s: float
+    """Age at which a leftover is removed."""
+    clock: Clock
+    on_leftover: Callable[[Leftover], None]
+    """Called once for each leftover that reaches that age."""
+    _since_s: defaultdict[int, dict[Leftover, float]] = field(default_factory=lambda: defaultdict(dict), init=False)
+    """The leftovers of each source, and since when each is known."""
+    _reported: set[Leftover] = field(default_factory=set, init=False)
 
     async def run(self) -> None:
         """Check at every interval, until cancelled."""
         while True:
-            await self._clock.sleep(self._interval_s)
+            await self.clock.sleep(self.interval_s)
             await self.check()
 
     async def check(self) -> None:
         """Check once; failures are logged and retried at the next check."""
         seen: set[Leftover] = set()
-        for index, source in enumerate(self._sources):
+        for index, source in enumerate(self.sources):
             try:
                 found = await source.leftovers()
             except EnvdError as error:
                 logger.warning("audit: cannot look for leftovers: %s", error)
                 seen.update(self._since_s[index])
                 continue
-            now_s = self._clock.monotonic()
+            now_s = self.clock.monotonic()
             # The age of one that was gone in between restarts.
             known = self._since_s[index] = {each: self._since_s[index].get(each, now_s) for each in found}
             seen.update(found)
-            for leftover in [each for each, since_s in known.items() if now_s - since_s >= self._grace_s]:
+            for leftover in [each for each, since_s in known.items() if now_s - since_s >= self.grace_s]:
                 await self._remove(leftover, source)
         self._reported &= seen
 
     async def _remove(self, leftover: Leftover, source: Audited) -> None:
         if leftover not in self._reported:
             self._reported.add(leftover)
-            self._on_leftover(leftover)
+            self.on_leftover(leftover)
             logger.warning("audit: removing leftover %s %s", leftover.kind.value, leftover.name)
         try:
             await source.remove(leftover)

@@ -6,6 +6,7 @@ machine, and the reserve bounds all of them. It is for the machines that exist a
 
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from envd.base.clock import Clock
@@ -44,48 +45,34 @@ class HostDisk:
             raise HypervisorError(f"{self._directory}: the free disk space is not known: {error}") from error
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class HostRoom:
     """One pool's view of the memory and disk that it shares with all other pools of the host."""
 
-    def __init__(
-        self,
-        *,
-        memory: HostMemory | None,
-        disk: HostDisk | None,
-        claims: Callable[[], Iterable[MemoryClaim]],
-        expected_bytes: int,
-        capacity: int,
-        clock: Clock,
-    ) -> None:
-        """Bound the machines of a pool.
-
-        Args:
-            memory: The host's memory; None for unbounded.
-            disk: The host's disk; None for unbounded.
-            claims: Returns the pool's claims on the memory, from `join` to `leave`.
-            expected_bytes: Private memory that one more machine will reach.
-            capacity: Machines of the pool; the room on an unbounded host.
-            clock: Source of time.
-        """
-        self.shortage = ""
-        """Why the host has no room for one more machine, for operators; empty if none was refused."""
-        self._shortage_seen_s = 0.0
-        self._memory = memory
-        self._disk = disk
-        self._claims = claims
-        self._expected_bytes = expected_bytes
-        self._capacity = capacity
-        self._clock = clock
+    memory: HostMemory | None
+    """The host's memory; None for unbounded."""
+    disk: HostDisk | None
+    """The host's disk; None for unbounded."""
+    claims: Callable[[], Iterable[MemoryClaim]]
+    """Returns the pool's claims on the memory, from `join` to `leave`."""
+    expected_bytes: int
+    """Private memory that one more machine will reach."""
+    capacity: int
+    """Machines of the pool; the room on an unbounded host."""
+    clock: Clock
+    shortage: str = field(default="", init=False)
+    """Why the host has no room for one more machine, for operators; empty if none was refused."""
+    _shortage_seen_s: float = field(default=0.0, init=False)
 
     def join(self) -> None:
         """Count the pool's claims from now on."""
-        if self._memory is not None:
-            self._memory.join(self._claims)
+        if self.memory is not None:
+            self.memory.join(self.claims)
 
     def leave(self) -> None:
         """Stop counting them. Idempotent."""
-        if self._memory is not None:
-            self._memory.leave(self._claims)
+        if self.memory is not None:
+            self.memory.leave(self.claims)
 
     def count(self) -> int:
         """Return how many more machines fit, which other daemons find taken until `note`.
@@ -93,25 +80,25 @@ class HostRoom:
         Raises:
             HypervisorError: Memory or disk cannot be read.
         """
-        if self._disk is not None and self._disk.is_short:
+        if self.disk is not None and self.disk.is_short:
             return 0
-        return self._capacity if self._memory is None else self._memory.room(self._expected_bytes)
+        return self.capacity if self.memory is None else self.memory.room(self.expected_bytes)
 
     def publish(self) -> None:
         """Publish the claims for the host's other daemons."""
-        if self._memory is not None:
-            self._memory.publish()
+        if self.memory is not None:
+            self.memory.publish()
 
     def note(self, *, is_short: bool) -> None:
         """Record whether a machine was wanted for which there was no room, and publish the claims."""
         self.publish()
         self.shortage = ""
         if is_short:
-            if self._disk is not None and self._disk.is_short:
-                self.shortage = self._disk.shortage()
-            elif self._memory is not None:
-                self.shortage = self._memory.shortage(self._expected_bytes)
-            self._shortage_seen_s = self._clock.monotonic()
+            if self.disk is not None and self.disk.is_short:
+                self.shortage = self.disk.shortage()
+            elif self.memory is not None:
+                self.shortage = self.memory.shortage(self.expected_bytes)
+            self._shortage_seen_s = self.clock.monotonic()
 
     @property
     def poll_at_s(self) -> float | None:

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from envd.base.aio import OwnedTasks, run_unless
@@ -22,44 +23,31 @@ from envd.pool.planner import LifecycleState, PlannedMachine
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class MachineTable:
     """Every machine of one pool that exists or may exist, and every reservation. A `LifecycleListener`."""
 
-    def __init__(
-        self,
-        *,
-        factory: MachineFactory,
-        backoff: Backoff,
-        tasks: OwnedTasks,
-        make_id: Callable[[], str],
-        changed: Callable[[], None],
-        notify: Callable[[], None],
-    ) -> None:
-        """Start empty.
-
-        Args:
-            factory: Creates and destroys machines.
-            backoff: Records starts and failed starts of idle machines.
-            tasks: Owns the machines' tasks.
-            make_id: Returns a machine id; called until the id is new.
-            changed: Called when the pool may have something to do.
-            notify: Called when only the pool's status has changed.
-        """
-        self.totals: Counter[str] = Counter()
-        """Machines that were booted, boot_failed, lost, and template_booted, since the beginning."""
-        self.last_start_s: float | None = None
-        """Start time of the newest machine."""
-        self.turnover = Turnover()
-        """Returns of leased machines."""
-        self._factory = factory
-        self._backoff = backoff
-        self._tasks = tasks
-        self._make_id = make_id
-        self._changed = changed
-        self._notify = notify
-        self._records: dict[str, MachineRecord] = {}
-        self._reservations: dict[Reservation, MachineRecord | None] = {}
-        self._undestroyed: dict[str, str] = {}
+    factory: MachineFactory
+    """Creates and destroys machines."""
+    backoff: Backoff
+    """Records starts and failed starts of idle machines."""
+    tasks: OwnedTasks
+    """Owns the machines' tasks."""
+    make_id: Callable[[], str]
+    """Returns a machine id; called until the id is new."""
+    changed: Callable[[], None]
+    """Called when the pool may have something to do."""
+    notify: Callable[[], None]
+    """Called when only the pool's status has changed."""
+    totals: Counter[str] = field(default_factory=Counter, init=False)
+    """Machines that were booted, boot_failed, lost, and template_booted, since the beginning."""
+    last_start_s: float | None = field(default=None, init=False)
+    """Start time of the newest machine."""
+    turnover: Turnover = field(default_factory=Turnover, init=False)
+    """Returns of leased machines."""
+    _records: dict[str, MachineRecord] = field(default_factory=dict, init=False)
+    _reservations: dict[Reservation, MachineRecord | None] = field(default_factory=dict, init=False)
+    _undestroyed: dict[str, str] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -142,15 +130,13 @@ class MachineTable:
     ) -> MachineRecord:
         """Start to create a machine, with a new id unless one is given."""
         while not machine_id or machine_id in self._records:
-            machine_id = self._make_id()
+            machine_id = self.make_id()
         record = self._records[machine_id] = MachineRecord(
             machine_id=machine_id, becomes=becomes, reservation=reservation
         )
         if reservation is not None:
             self._reservations[reservation] = record
-        self._tasks.spawn(
-            run_lifecycle(record, work, factory=self._factory, listener=self), name=f"machine:{machine_id}"
-        )
+        self.tasks.spawn(run_lifecycle(record, work, factory=self.factory, listener=self), name=f"machine:{machine_id}")
         return record
 
     async def make(
@@ -164,13 +150,13 @@ class MachineTable:
         """
         record = self.add(work, becomes=becomes, reservation=reservation, machine_id=machine_id)
         claim = record.claim = asyncio.get_running_loop().create_future()
-        self._notify()
+        self.notify()
         try:
             await claim
         except BaseException:
             record.claim = None
             record.retire()
-            self._notify()
+            self.notify()
             raise
         return record
 
@@ -217,18 +203,18 @@ class MachineTable:
         claim = record.claim = asyncio.get_running_loop().create_future()
         if record.state is not LifecycleState.STARTING:
             claim.set_result(None)
-        self._notify()
+        self.notify()
         try:
             await claim
             await run_unless(record.retired, load(record))
         except BaseException:
             record.retire()
-            self._notify()
+            self.notify()
             raise
         if record.retired.is_set():
             raise _retired_error(record)
         record.fills_reservation = True
-        self._changed()
+        self.changed()
         return record
 
     def _unfilled(self, reservation: Reservation) -> MachineRecord | None:
@@ -272,15 +258,15 @@ class MachineTable:
             record.retire()
         else:
             record.state = record.becomes
-            record.idle_since_s = self._factory.clock.monotonic()
+            record.idle_since_s = self.factory.clock.monotonic()
             self.totals["booted"] += 1
             self.last_start_s = start_s
-            self._tasks.spawn(self._measure(record), name=f"measure:{record.machine_id}")
+            self.tasks.spawn(self._measure(record), name=f"measure:{record.machine_id}")
         if record.claim is not None:
             _resolve(record.claim)
         else:
-            record.cleared_count = self._backoff.succeeded()
-        self._changed()
+            record.cleared_count = self.backoff.succeeded()
+        self.changed()
 
     def start_failed(self, record: MachineRecord, error: Exception) -> None:
         """See `LifecycleListener`."""
@@ -289,8 +275,8 @@ class MachineTable:
             _resolve(record.claim, error)
         else:
             problem = f"machine {record.machine_id} failed to start: {error}"
-            self._backoff.failed(self._factory.clock.monotonic(), problem)
-        self._notify()
+            self.backoff.failed(self.factory.clock.monotonic(), problem)
+        self.notify()
 
     def lost(self, record: MachineRecord, machine: Machine) -> None:
         """See `LifecycleListener`."""
@@ -300,20 +286,20 @@ class MachineTable:
             # An unused machine that dies may be the first of many, so the next start is delayed. Its start proved
             # nothing, so the failures that it cleared count again.
             problem = f"machine {record.machine_id} died while idle: {machine.lost_reason}"
-            self._backoff.failed(self._factory.clock.monotonic(), problem, cleared=record.cleared_count)
-        self._notify()
+            self.backoff.failed(self.factory.clock.monotonic(), problem, cleared=record.cleared_count)
+        self.notify()
 
     def destroy_failed(self, record: MachineRecord, error: Exception) -> None:
         """See `LifecycleListener`."""
         self._undestroyed[record.machine_id] = str(error)
-        self._notify()
+        self.notify()
 
     def destroyed(self, record: MachineRecord) -> None:
         """See `LifecycleListener`."""
         self._undestroyed.pop(record.machine_id, None)
         del self._records[record.machine_id]
         if record.run is not None:
-            self.turnover.returned(self._factory.clock.monotonic())
+            self.turnover.returned(self.factory.clock.monotonic())
         if record.reservation in self._reservations:
             if record.fills_reservation:
                 del self._reservations[record.reservation]
@@ -321,21 +307,21 @@ class MachineTable:
                 self._reservations[record.reservation] = None
         if record.claim is not None:
             _resolve(record.claim, _retired_error(record))
-        self._changed()
+        self.changed()
 
     # -- memory and disk ----------------------------------------------------------------------------------------
 
     async def measure(self, *, interval_s: float) -> None:
         """Measure every machine's memory at each interval, until cancelled."""
         while True:
-            await self._factory.clock.sleep(interval_s)
+            await self.factory.clock.sleep(interval_s)
             for record in self:
                 await self._measure(record)
 
     async def enforce_disk_quota(self, quota_bytes: int, *, interval_s: float) -> None:
         """Check every machine's use of the host's disk at each interval, until cancelled."""
         while True:
-            await self._factory.clock.sleep(interval_s)
+            await self.factory.clock.sleep(interval_s)
             for record in self:
                 if record.machine is not None:
                     record.machine.enforce_disk_quota(quota_bytes)
@@ -347,7 +333,7 @@ class MachineTable:
             record.usage = await record.machine.usage()
         except Exception as error:  # one failed measurement must not stop the others
             logger.debug("machine %s: not measured: %s", record.machine_id, error)
-        self._notify()
+        self.notify()
 
 
 def _retired_error(record: MachineRecord) -> MachineLost:

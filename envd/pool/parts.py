@@ -122,7 +122,7 @@ def build_parts(
             clock=clock,
         ),
         template=TemplateKeeper(
-            spec,
+            spec=spec,
             factory=factory,
             templates=host.templates or TemplateCache(host.hypervisor),
             backoff=backoff,

@@ -1,6 +1,7 @@
 """Keep one pool supplied with its template: get it, check that it still exists, replace it if it was removed."""
 
 import logging
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from envd.base.aio import OwnedTasks
@@ -27,46 +28,35 @@ class TemplateUser(TemplateBuilder, Protocol):
         """The template was removed, so its unused forks have to go."""
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class TemplateKeeper:
     """The template of one pool."""
 
-    def __init__(
-        self,
-        spec: MachineSpec,
-        *,
-        factory: MachineFactory,
-        templates: TemplateCache,
-        backoff: Backoff,
-        tasks: OwnedTasks,
-        check_interval_s: float,
-    ) -> None:
-        self.frozen: FrozenDesktop | None = None
-        """The template; None while there is none."""
-        self._name = spec.machine_id
-        self._spec = spec
-        self._user: TemplateUser
-        self._factory = factory
-        self._templates = templates
-        self._backoff = backoff
-        self._clock = factory.clock
-        self._tasks = tasks
-        self._check_interval_s = check_interval_s
+    spec: MachineSpec
+    factory: MachineFactory
+    templates: TemplateCache
+    backoff: Backoff
+    tasks: OwnedTasks
+    check_interval_s: float
+    frozen: FrozenDesktop | None = field(default=None, init=False)
+    """The template; None while there is none."""
+    _user: TemplateUser = field(init=False)
 
     def start(self, user: TemplateUser) -> None:
         """Start to get the template for its pool, and to check it at each interval."""
         self._user = user
-        self._tasks.spawn(self._get(), name=f"pool:{self._name}:template")
-        self._tasks.spawn(self._watch(), name=f"pool:{self._name}:watch")
+        self.tasks.spawn(self._get(), name=f"pool:{self.spec.machine_id}:template")
+        self.tasks.spawn(self._watch(), name=f"pool:{self.spec.machine_id}:watch")
 
     async def release(self) -> None:
         """Release the template, if there is one."""
         if self.frozen is not None:
             frozen, self.frozen = self.frozen, None
-            await self._templates.release(frozen)
+            await self.templates.release(frozen)
 
     def prepare(self, frozen: FrozenDesktop) -> Work:
         """Create a machine for a fork of the template; see `prepared`."""
-        create = prepared(frozen, factory=self._factory)
+        create = prepared(frozen, factory=self.factory)
 
         async def work(record: MachineRecord) -> None:
             try:
@@ -83,16 +73,16 @@ class TemplateKeeper:
         if frozen is None:
             return
         try:
-            await self._factory.hypervisor.check_intact(frozen.snapshot)
+            await self.factory.hypervisor.check_intact(frozen.snapshot)
         except TemplateCorrupt as error:
             if frozen is not self.frozen:
                 return
-            logger.error("pool %s: %s; creating another one", self._name, error)  # noqa: TRY400 -- complete as it is
+            logger.error("pool %s: %s; creating another one", self.spec.machine_id, error)  # noqa: TRY400 -- complete as it is
             self.frozen = None
-            self._backoff.failed(self._clock.monotonic(), f"{error}; creating another one")
-            self._templates.evict(frozen)
-            self._tasks.spawn(self._templates.release(frozen), name=f"pool:{self._name}:release template")
-            self._tasks.spawn(self._get(), name=f"pool:{self._name}:template")
+            self.backoff.failed(self.factory.clock.monotonic(), f"{error}; creating another one")
+            self.templates.evict(frozen)
+            self.tasks.spawn(self.templates.release(frozen), name=f"pool:{self.spec.machine_id}:release template")
+            self.tasks.spawn(self._get(), name=f"pool:{self.spec.machine_id}:template")
             self._user.template_removed()
 
     async def _get(self) -> None:
@@ -100,20 +90,20 @@ class TemplateKeeper:
         while self.frozen is None:
             await self._user.wait_for_room()
             try:
-                self.frozen = await self._templates.acquire(self._spec, builder=self._user)
+                self.frozen = await self.templates.acquire(self.spec, builder=self._user)
             except Draining:
                 return
             except Exception as error:  # any error may be gone at the next attempt
-                now_s = self._clock.monotonic()
-                self._backoff.failed(now_s, f"template not built: {error}")
+                now_s = self.factory.clock.monotonic()
+                self.backoff.failed(now_s, f"template not built: {error}")
                 self._user.template_changed()
                 unexpected = None if isinstance(error, EnvdError) else error
-                logger.warning("pool %s: template not built: %s", self._name, error, exc_info=unexpected)
-                await self._clock.sleep((self._backoff.retry_at_s(now_s) or now_s) - now_s)
-        self._backoff.succeeded()
+                logger.warning("pool %s: template not built: %s", self.spec.machine_id, error, exc_info=unexpected)
+                await self.factory.clock.sleep((self.backoff.retry_at_s(now_s) or now_s) - now_s)
+        self.backoff.succeeded()
         self._user.template_changed()
 
     async def _watch(self) -> None:
         while True:
-            await self._clock.sleep(self._check_interval_s)
+            await self.factory.clock.sleep(self.check_interval_s)
             await self.check()

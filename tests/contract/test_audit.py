@@ -57,7 +57,7 @@ def reported() -> list[Leftover]:
 
 @pytest.fixture
 def audit(clock: ManualClock, source: StubSource, reported: list[Leftover]) -> Audit:
-    return Audit([source], interval_s=60.0, grace_s=GRACE_S, clock=clock, on_leftover=reported.append)
+    return Audit(sources=[source], interval_s=60.0, grace_s=GRACE_S, clock=clock, on_leftover=reported.append)
 
 
 async def test_only_a_leftover_seen_at_every_check_is_removed(
@@ -110,7 +110,7 @@ async def test_a_source_that_fails_does_not_stop_the_others(
     closed = StubSource()
     closed.look_error = HypervisorError("libvirt is away")
     source.there = [DOMAIN]
-    audit = Audit([closed, source], interval_s=60.0, grace_s=0.0, clock=clock, on_leftover=reported.append)
+    audit = Audit(sources=[closed, source], interval_s=60.0, grace_s=0.0, clock=clock, on_leftover=reported.append)
     await audit.check()
     assert source.removed == [DOMAIN]
 
@@ -128,7 +128,7 @@ def audit_of(server: FakeServer, clock: ManualClock, reported: list[Leftover]) -
     assert server.store is not None
     rows = stray_rows(server.store, [server.pool], has_episode=server.service.journal.is_tracked)
     sources: list[Audited] = [server.hypervisor, *rows]
-    return Audit(sources, interval_s=60.0, grace_s=GRACE_S, clock=clock, on_leftover=reported.append)
+    return Audit(sources=sources, interval_s=60.0, grace_s=GRACE_S, clock=clock, on_leftover=reported.append)
 
 
 async def test_planted_leftovers_are_removed_and_used_things_stay(

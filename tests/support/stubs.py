@@ -23,7 +23,7 @@ from cuaenv.frames import TiledImage
 from envd.base.aio import race
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost, TemplateCorrupt
-from envd.guest.desktop import CommandResult, Desktop, ReadyReport
+from envd.guest.desktop import CommandResult, Desktop
 from envd.guest.display.frames import Frame
 from envd.guest.input.plan import HeldInputs
 from envd.guest.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, SettleResult
@@ -420,10 +420,9 @@ class StubDesktop(Desktop):
             state = "paused" if self.machine.paused else "asleep"
             raise GuestUnresponsive(f"machine {self.machine.machine_id} is {state}: {method} would never return")
 
-    async def wait_ready(self, *, timeout_s: float) -> ReadyReport:
+    async def wait_ready(self, *, timeout_s: float) -> None:
         """Return when the gate is open."""
         await self._enter("wait_ready")
-        return ReadyReport(agent_s=0.0, session_s=0.0, settled_s=0.0)
 
     @property
     def is_asleep(self) -> bool:

@@ -181,21 +181,11 @@ class EnvdManager:
         """Return a placeholder for a path."""
         return "envd"
 
-    def initialize_registry(self, **_: object) -> None:
-        """Do nothing: machines are not registered."""
-
     def add_vm(self, *_: object, **__: object) -> None:
-        """Do nothing: machines are not registered."""
+        """Do nothing: machines are not registered, and leases expire."""
 
-    def delete_vm(self, *_: object, **__: object) -> None:
-        """Do nothing: machines are not registered."""
-
-    def occupy_vm(self, *_: object, **__: object) -> None:
-        """Do nothing: machines are not registered."""
+    initialize_registry = delete_vm = occupy_vm = check_and_clean = add_vm
 
     def list_free_vms(self, **_: object) -> list[str]:
         """Return none: machines are created on demand."""
         return []
-
-    def check_and_clean(self, **_: object) -> None:
-        """Do nothing: leases expire."""

@@ -50,7 +50,10 @@ class Environment:
 
     def __init__(self, cache_dir: Path) -> None:
         self.root = cache_dir / "osworld"
-        self.directory = self.root / f"venv-{requirements_digest()[:16]}"
+        # Everything that determines its content.
+        version = f"{sys.implementation.name}-{sys.version_info.major}.{sys.version_info.minor}-{os.uname().machine}"
+        digest = hashlib.sha256("\n".join((PACKAGE, requirements(), version)).encode()).hexdigest()
+        self.directory = self.root / f"venv-{digest[:16]}"
 
     @property
     def python(self) -> Path:
@@ -129,7 +132,8 @@ class Environment:
             if not re.match(r"(\w+://|\w+@[\w.-]+:)", source):
                 raise OsworldError(f"{source} is neither a directory nor a URL to clone, such as https://...")
             directory = self._clone(source, progress)
-        examples = next((found for found in (directory / "evaluation_examples", directory) if _has_tasks(found)), None)
+        candidates = (directory / "evaluation_examples", directory)
+        examples = next((found for found in candidates if any(found.glob("examples/*/*.json"))), None)
         if examples is None:
             raise OsworldError(f"{directory} is not a checkout of OSWorld: no evaluation_examples/examples/*/*.json")
         self.root.mkdir(parents=True, exist_ok=True)
@@ -200,16 +204,6 @@ def sandbox_problem() -> str:
 def requirements() -> str:
     """Return the pinned requirements, without the package itself, in pip's form."""
     return (files("envd.integrations.osworld") / "requirements.txt").read_text()
-
-
-def requirements_digest() -> str:
-    """Return the sha256 (hex) of everything that determines the environment's content."""
-    version = f"{sys.implementation.name}-{sys.version_info.major}.{sys.version_info.minor}-{os.uname().machine}"
-    return hashlib.sha256("\n".join((PACKAGE, requirements(), version)).encode()).hexdigest()
-
-
-def _has_tasks(directory: Path) -> bool:
-    return next(directory.glob("examples/*/*.json"), None) is not None
 
 
 class _PipProgress:

@@ -57,6 +57,7 @@ class Host:
 _CREDENTIALS_VERBS = frozenset({"googledrive", "login"})
 _CREDENTIALS_GETTERS = frozenset({"googledrive_file"})
 _DOWNLOADS = re.compile(r"\b(pip3? install|apt(-get)? install|wget|curl)\b")
+_WEB_PAGE = re.compile(r"https?://(?!localhost|127\.)")
 #: In Linux guests the worker performs them inside the guest.
 _WINDOWS_PORT_VERBS = frozenset({"chrome_open_tabs", "chrome_close_tabs"})
 _INTERNET_GETTERS = frozenset(
@@ -142,7 +143,9 @@ def _find(file: OsworldFile, host: Host) -> Iterator[tuple[Obstacle, str]]:
     if not file.is_infeasible and re.search(r"https?://|\binstall\b", file.content["instruction"], re.IGNORECASE):
         yield Obstacle.INTERNET, "its instruction says to download or to install"
     for step in file.setup:
-        if step["type"] == "chrome_open_tabs" and any(map(_is_web, step["parameters"].get("urls_to_open", ()))):
+        if step["type"] == "chrome_open_tabs" and any(
+            re.match(_WEB_PAGE, str(url)) for url in step["parameters"].get("urls_to_open", ())
+        ):
             yield Obstacle.INTERNET, "it opens web pages"
         if step["type"] in ("execute", "command") and _DOWNLOADS.search(_command(step)):
             yield Obstacle.INTERNET, "its setup installs or downloads"
@@ -177,11 +180,6 @@ def _command(step: Mapping[str, Any]) -> str:
     """Return the command that a step or a getter runs in the guest, as one string; empty if it runs none."""
     command = (step.get("parameters") or step).get("command", "")
     return command if isinstance(command, str) else " ".join(map(str, command))
-
-
-def _is_web(url: object) -> bool:
-    text = str(url)
-    return text.startswith(("http://", "https://")) and not re.match(r"https?://(localhost|127\.)", text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import date
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 
@@ -50,11 +50,6 @@ class GradedText(FileCheck):
         return await inspector.judge(judge_graded_text, await inspector.find_file(self.path), self)
 
 
-class _Grade(NamedTuple):
-    score: float
-    reason: str
-
-
 def judge_graded_text(found: FoundFile, checker: GradedText) -> CheckOutcome:
     """Grade a file's text."""
     text = _read(found, checker)
@@ -64,7 +59,7 @@ def judge_graded_text(found: FoundFile, checker: GradedText) -> CheckOutcome:
     if not text:
         return CheckOutcome(0.0, f"{checker.path}: empty")
     grade = _GRADERS[checker.kind](text, checker)
-    return CheckOutcome(grade.score, f"{grade.reason}: {quote(text)}")
+    return CheckOutcome(grade.score, f"{grade.evidence}: {quote(text)}")
 
 
 def _read(found: FoundFile, checker: GradedText) -> str | CheckOutcome:
@@ -74,41 +69,37 @@ def _read(found: FoundFile, checker: GradedText) -> str | CheckOutcome:
     return found.data.decode("utf-8", errors="replace") if found.kind == "file" else not_a_file(found, checker.path)
 
 
-def _exact_match(text: str, checker: GradedText) -> _Grade:
+def _exact_match(text: str, checker: GradedText) -> CheckOutcome:
     wanted = (checker.text or "").strip()
     if text == wanted:
-        return _Grade(1.0, "is the expected text")
+        return CheckOutcome(1.0, "is the expected text")
     if wanted.lower() in text.lower():
-        return _Grade(0.5, "contains the expected text, with other text or in another case")
-    return _Grade(0.2, f"differs from {quote(wanted)}")
+        return CheckOutcome(0.5, "contains the expected text, with other text or in another case")
+    return CheckOutcome(0.2, f"differs from {quote(wanted)}")
 
 
-def _date_format(text: str, checker: GradedText) -> _Grade:
+def _date_format(text: str, checker: GradedText) -> CheckOutcome:
     dates = [found for found in _DATE.findall(text) if checker.literal or _is_date(found)]
     if dates == [text]:
-        return _Grade(1.0, "is a date")
-    return _Grade(0.5, "contains a date and other text") if dates else _Grade(0.1, "contains no date")
+        return CheckOutcome(1.0, "is a date")
+    return CheckOutcome(0.5, "contains a date and other text") if dates else CheckOutcome(0.1, "contains no date")
 
 
-def _has_windows_dirs(text: str, checker: GradedText) -> _Grade:
+def _has_windows_dirs(text: str, checker: GradedText) -> CheckOutcome:
     count = _count(_DIRECTORIES, text, literal=checker.literal)
-    return _Grade((0.1, 0.5, 1.0)[min(count, 2)], f"names {count} of the standard directories of Windows")
+    return CheckOutcome((0.1, 0.5, 1.0)[min(count, 2)], f"names {count} of the standard directories of Windows")
 
 
-def _non_empty(_text: str, _checker: GradedText) -> _Grade:
-    return _Grade(1.0, "contains text")
-
-
-def _has_steps(text: str, checker: GradedText) -> _Grade:
+def _has_steps(text: str, checker: GradedText) -> CheckOutcome:
     count = _count(_STEPS, text, literal=checker.literal)
-    return _Grade((0.1, 0.5, 1.0)[count], f"names {count} of {len(_STEPS)} steps")
+    return CheckOutcome((0.1, 0.5, 1.0)[count], f"names {count} of {len(_STEPS)} steps")
 
 
-_GRADERS: dict[GradedKind, Callable[[str, GradedText], _Grade]] = {
+_GRADERS: dict[GradedKind, Callable[[str, GradedText], CheckOutcome]] = {
     "exact_match": _exact_match,
     "date_format": _date_format,
     "has_windows_dirs": _has_windows_dirs,
-    "non_empty": _non_empty,
+    "non_empty": lambda _text, _checker: CheckOutcome(1.0, "contains text"),
     "has_step1_step2": _has_steps,
 }
 

@@ -44,11 +44,10 @@ def read_bundles(directory: Path) -> Found:
     if not found:
         yield Problem(where=str(directory), message="has no bundle: no directory with meta.json and check.sh")
     for bundle in found:
-        yield from read_bundle(bundle.resolve())
+        yield from _read_bundle(bundle.resolve())
 
 
-def read_bundle(bundle: Path) -> Found:
-    """Yield the task of a bundle, or its problems."""
+def _read_bundle(bundle: Path) -> Found:
     source = Source(file=str(bundle), directory=None, suite=SUITE, makes_bundles=True)
     named = NamedFields(name=osworld_name(bundle.name), fields=lambda: _fields(bundle))
     yield from make_task(source, lambda: named, locate=lambda _: source.file)

@@ -76,7 +76,8 @@ def make_task(source: Source, read: Callable[[], NamedFields], *, locate: Callab
         named = read()
         task_id = f"{source.suite}/{named.name}"
         task = Task.model_validate({**named.fields(), "task_id": task_id})
-        if not source.makes_bundles and _names_bundle(task):
+        parts = (*task.setup, *(leaves(task.checker) if task.checker else ()))
+        if not source.makes_bundles and any(part.kind == "cua_gym" for part in parts):
             raise TaskFormatError("cua_gym is for bundles alone; load them by `--tasks cua-gym:DIR`")  # noqa: TRY301
         yield _with_host_files(task, source.directory)
     except RecursionError:
@@ -88,11 +89,6 @@ def make_task(source: Source, read: Callable[[], NamedFields], *, locate: Callab
         for each in error.errors():
             location = each["loc"]
             yield Problem(where=locate(location), task_id=task_id, field=_dotted(location), message=problem_of(each))
-
-
-def _names_bundle(task: Task) -> bool:
-    checks = leaves(task.checker) if task.checker else ()
-    return any(part.kind == "cua_gym" for part in (*task.setup, *checks))
 
 
 def _with_host_files(task: Task, directory: Path | None) -> Task:

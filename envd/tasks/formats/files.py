@@ -56,7 +56,7 @@ def _read_file(path: Traversable, source: Source) -> Found:
         return
     document = read_document(path)
     content = document.content
-    if _is_suite(content):
+    if isinstance(content, Mapping) and {"suite", "tasks"} & set(content):
         yield from _read_suite(document, source)
     elif isinstance(content, list):
         yield from _read_rows(content, source)
@@ -69,11 +69,6 @@ def _read_file(path: Traversable, source: Source) -> Found:
             "is not a task file: neither a suite (keys suite and tasks), nor an OSWorld task (id, instruction,"
             " evaluator), nor an index of OSWorld tasks ({domain: [ids]}), nor a list of rows"
         )
-
-
-def _is_suite(content: object) -> bool:
-    """Whether a file's content is intended as a suite."""
-    return isinstance(content, Mapping) and bool({"suite", "tasks"} & set(content))
 
 
 def _read_suite(document: Document, source: Source) -> Found:

@@ -67,7 +67,8 @@ def read_osworld(content: Mapping[str, object], *, os: GuestOs | None = None) ->
         ValidationError: A field is missing, unknown or wrong.
     """
     task = OsworldTask.model_validate(content)
-    system = os or (GuestOs.WINDOWS if any(map(_is_windows_path, _texts(content))) else GuestOs.LINUX)
+    is_windows = any(re.match(r"[A-Za-z]:\\", text) for text in _texts(content))
+    system = os or (GuestOs.WINDOWS if is_windows else GuestOs.LINUX)
     fields: Fields = {
         "instruction": task.instruction,
         "level": _LEVEL,
@@ -156,7 +157,3 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _texts(part)
-
-
-def _is_windows_path(text: str) -> bool:
-    return re.match(r"[A-Za-z]:\\", text) is not None

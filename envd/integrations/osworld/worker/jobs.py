@@ -170,7 +170,10 @@ def _measure(
         # A missing result is the agent's fault; a missing expected value is not.
         absent = context.traffic.absent
         if expected is not None:
-            arguments.append(_expect(context, tools, expected, name))
+            try:
+                arguments.append(_get(context, tools, expected))
+            except FileNotFoundError as error:
+                raise JobError(f"{name}: the expected value is missing: {_described(error)}") from error
         score = metric(*arguments, **options)
     except JobError:
         raise
@@ -200,13 +203,6 @@ def _get(context: Context, tools: Toolbox, config: Mapping[str, Any] | None) -> 
     if getter is None:
         raise JobError(f"OSWorld has no getter {config['type']!r}")
     return getter(context, config)
-
-
-def _expect(context: Context, tools: Toolbox, config: Mapping[str, Any], name: str) -> Any:
-    try:
-        return _get(context, tools, config)
-    except FileNotFoundError as error:
-        raise JobError(f"{name}: the expected value is missing: {_described(error)}") from error
 
 
 def _require_responses(context: Context, name: str) -> None:

@@ -27,6 +27,7 @@ from envd.tasks.suites.desktop.parts import (
     switch_to,
     text_is,
     until_window,
+    weighted,
     write,
 )
 from envd.tasks.templates import Entry, Sampler
@@ -177,17 +178,11 @@ def sort_invoices(rng: Sampler) -> Entry:
             )
             for n, name in enumerate(names)
         ],
-        "checker": {
-            "kind": "weighted",
-            "checks": [
-                {
-                    "weight": 1,
-                    "check": exactly(folder, "paid/", *(name for n, name in enumerate(names) if n not in paid)),
-                },
-                {"weight": 1, "check": exactly(f"{folder}/paid", *(name for n, name in enumerate(names) if n in paid))},
-                {"weight": 2, "check": number_is(f"{HOME}/open-sum.txt", total)},
-            ],
-        },
+        "checker": weighted(
+            (1, exactly(folder, "paid/", *(name for n, name in enumerate(names) if n not in paid))),
+            (1, exactly(f"{folder}/paid", *(name for n, name in enumerate(names) if n in paid))),
+            (2, number_is(f"{HOME}/open-sum.txt", total)),
+        ),
         "oracle": [
             NEW_TERMINAL,
             command("cd ~/Invoices && mkdir paid && mv $(grep -l 'Status: paid' *.txt) paid/", makes=f"{folder}/paid"),
@@ -220,13 +215,10 @@ def notes_from_two_places(rng: Sampler) -> Entry:
             f" {DOCUMENTS}/quotes.txt."
         ),
         "setup": [write(f"{DOCUMENTS}/essay.txt", essay), write(f"{DOCUMENTS}/quotes.txt", lines(*sayings, last))],
-        "checker": {
-            "kind": "weighted",
-            "checks": [
-                {"weight": 1, "check": {"kind": "file_text", "path": path, "matches": rf"\s*{count}\s*\n.*"}},
-                {"weight": 1, "check": {"kind": "file_text", "path": path, "matches": rf"[^\n]*\n{ends}\s*"}},
-            ],
-        },
+        "checker": weighted(
+            (1, {"kind": "file_text", "path": path, "matches": rf"\s*{count}\s*\n.*"}),
+            (1, {"kind": "file_text", "path": path, "matches": rf"[^\n]*\n{ends}\s*"}),
+        ),
         "oracle": [
             NEW_TERMINAL,
             [{"type": "cd ~/Documents; wc -w essay.txt; tail -n 1 quotes.txt\n"}],
@@ -296,6 +288,7 @@ def tidy_downloads(rng: Sampler) -> Entry:
     files: dict[str, list[str]] = {}
     for ending, count in zip(endings, counts, strict=True):
         files[ending], words = [f"{word}.{ending}" for word in words[:count]], words[count:]
+    counted = lines(*(f"{name} {len(files[ending])}" for ending, name in endings.items()))
     folder = f"{HOME}/Downloads"
     return {
         "tags": ["terminal", "files"],
@@ -306,23 +299,11 @@ def tidy_downloads(rng: Sampler) -> Entry:
             " in the order given here."
         ),
         "setup": [write(f"{folder}/{name}", "x\n") for names in files.values() for name in names],
-        "checker": {
-            "kind": "weighted",
-            "checks": [
-                {"weight": 1, "check": exactly(folder, *(f"{name}/" for name in endings.values()))},
-                *(
-                    {"weight": 1, "check": exactly(f"{folder}/{name}", *files[ending])}
-                    for ending, name in endings.items()
-                ),
-                {
-                    "weight": 1,
-                    "check": text_is(
-                        f"{HOME}/counts.txt",
-                        lines(*(f"{name} {len(files[ending])}" for ending, name in endings.items())),
-                    ),
-                },
-            ],
-        },
+        "checker": weighted(
+            (1, exactly(folder, *(f"{name}/" for name in endings.values()))),
+            *((1, exactly(f"{folder}/{name}", *files[ending])) for ending, name in endings.items()),
+            (1, text_is(f"{HOME}/counts.txt", counted)),
+        ),
         "oracle": [
             NEW_TERMINAL,
             command(

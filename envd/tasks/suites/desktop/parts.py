@@ -107,6 +107,11 @@ def all_of(*checks: Verb) -> Verb:
     return {"kind": "all", "checks": list(checks)}
 
 
+def weighted(*checks: tuple[int, Verb]) -> Verb:
+    """Check several things with their weights, for partial credit."""
+    return {"kind": "weighted", "checks": [{"weight": weight, "check": check} for weight, check in checks]}
+
+
 def lines(*texts: str) -> str:
     """Return texts as lines."""
     return "".join(f"{text}\n" for text in texts)

@@ -16,6 +16,7 @@ from envd.tasks.suites.desktop.parts import (
     number_is,
     open_terminal,
     text_is,
+    weighted,
     write,
 )
 from envd.tasks.templates import Entry, Sampler
@@ -35,16 +36,10 @@ def make_project_tree(rng: Sampler) -> Entry:
             f" {first} and {second}, and an empty file {name} directly in {top}."
         ),
         "setup": [open_terminal()],
-        "checker": {
-            "kind": "weighted",
-            "checks": [
-                {
-                    "weight": 2,
-                    "check": {"kind": "directory", "path": f"{HOME}/{top}", "entries": [f"{first}/", f"{second}/"]},
-                },
-                {"weight": 1, "check": text_is(f"{HOME}/{top}/{name}", "")},
-            ],
-        },
+        "checker": weighted(
+            (2, {"kind": "directory", "path": f"{HOME}/{top}", "entries": [f"{first}/", f"{second}/"]}),
+            (1, text_is(f"{HOME}/{top}/{name}", "")),
+        ),
         "oracle": [
             command(f"mkdir -p {top}/{first} {top}/{second}", makes=f"{HOME}/{top}/{second}"),
             command(f"touch {top}/{name}"),

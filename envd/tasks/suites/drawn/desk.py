@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from envd.tasks.templates import Entry, Sampler, Templates
 
@@ -44,10 +44,6 @@ class Place:
     w: int
     h: int
 
-    def as_fields(self) -> dict[str, int]:
-        """Return the fields of a form's widget."""
-        return {"x": self.x, "y": self.y, "w": self.w, "h": self.h}
-
 
 @dataclass(slots=True)
 class FormOnDesk:
@@ -80,7 +76,7 @@ class FormOnDesk:
 
     def add(self, kind: str, name: str, place: Place, **more: object) -> None:
         """Add a widget."""
-        self.widgets.append({"kind": kind, "name": name, **place.as_fields(), **more})
+        self.widgets.append({"kind": kind, "name": name, **asdict(place), **more})
         if kind in ("box", "field", "menu", "chip"):
             self.values[name] = "off" if kind == "box" else str(more.get("text", ""))
 
