@@ -66,6 +66,17 @@ class EpisodeEnded(EnvdError, reason="EPISODE_ENDED"):
     """The episode has ended and accepts no more steps."""
 
 
+class GuestEnded(EpisodeEnded, reason="GUEST_ENDED"):
+    """The guest ended itself: power-off, reboot, panic, a killed session. The episode is scored.
+
+    `cause` is UPPER_SNAKE: POWER_OFF, REBOOT, PANIC, SESSION_ENDED, DISK_FULL, UNRESPONSIVE.
+    """
+
+    def __init__(self, message: str, *, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
 class GroupTooLarge(EnvdError, reason="GROUP_TOO_LARGE"):
     """A group of this size can never fit the pool, the run's quota or the token's quota."""
 
@@ -111,7 +122,11 @@ class Unimplemented(EnvdError, reason="UNIMPLEMENTED"):
 
 
 class MachineLost(EnvdError, reason="MACHINE_LOST"):
-    """The machine is gone: QEMU exited or was destroyed. The episode is void, never a reward."""
+    """The host lost the machine: QEMU was killed or destroyed. The episode is void, never a reward."""
+
+
+class LossUndecided(EnvdError, reason="LOSS_UNDECIDED"):
+    """The machine is lost, and neither the host nor the guest is known to be the cause. The episode is void."""
 
 
 class GuestUnresponsive(EnvdError, reason="GUEST_UNRESPONSIVE"):

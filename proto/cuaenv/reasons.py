@@ -21,6 +21,7 @@ CODE_BY_REASON: Final[Mapping[str, str]] = {
     "IMAGE_NOT_FOUND": "NOT_FOUND",
     # Stop.
     "EPISODE_ENDED": "FAILED_PRECONDITION",
+    "GUEST_ENDED": "FAILED_PRECONDITION",
     "GROUP_TOO_LARGE": "FAILED_PRECONDITION",
     "GUEST_REFUSED": "FAILED_PRECONDITION",
     "NOT_FORKABLE": "FAILED_PRECONDITION",
@@ -43,6 +44,7 @@ CODE_BY_REASON: Final[Mapping[str, str]] = {
     "UNIMPLEMENTED": "UNIMPLEMENTED",
     # Void the sample.
     "MACHINE_LOST": "DATA_LOSS",
+    "LOSS_UNDECIDED": "DATA_LOSS",
     "GUEST_UNRESPONSIVE": "DATA_LOSS",
     "GUEST_ERROR": "DATA_LOSS",
     # Report it, and void the sample.

@@ -35,6 +35,7 @@ EnvError
 ├── BadRequest            a field is wrong; fix the caller
 ├── NotFound              EpisodeNotFound, TaskNotFound, PoolNotFound
 ├── EpisodeEnded          the episode takes no more steps
+│   └── GuestEnded        the guest ended itself (power-off, panic, killed session); the episode is scored
 ├── GroupTooLarge         the pool or the run's quota can never hold that many
 ├── GuestRefused          the guest rejected the request; the episode is unharmed
 ├── NotForkable           the episode's machine cannot be copied now; the episode is unharmed
@@ -53,7 +54,7 @@ EnvError
 │   └── PoolFailing       the pool's machines fail to start; the message has the reason
 ├── DeadlineExceeded      no response before the deadline
 └── SampleVoid            a fault of the service: never train on the episode
-    ├── MachineLost, GuestUnresponsive, GuestFailed, SetupFailed, EvaluatorFailed
+    ├── MachineLost, LossUndecided, GuestUnresponsive, GuestFailed, SetupFailed, EvaluatorFailed
     └── ServiceFault      any other fault; report it
 ```
 """
@@ -74,9 +75,11 @@ from cuaenv.client.errors import (
     EpisodeNotFound,
     EvaluatorFailed,
     GroupTooLarge,
+    GuestEnded,
     GuestFailed,
     GuestRefused,
     GuestUnresponsive,
+    LossUndecided,
     MachineLost,
     MessageTooLarge,
     NotForkable,
@@ -140,11 +143,13 @@ __all__ = [
     "Evaluation",
     "EvaluatorFailed",
     "GroupTooLarge",
+    "GuestEnded",
     "GuestFailed",
     "GuestRefused",
     "GuestUnresponsive",
     "HostState",
     "HostStatistics",
+    "LossUndecided",
     "MachineLost",
     "MessageTooLarge",
     "NotForkable",

@@ -73,6 +73,8 @@ class AsyncEpisode:
         self.state = STATES[info.state]
         self.end_reason = info.end_reason
         """Why it ended, such as AGENT_DONE; empty while it is active."""
+        self.guest_end_cause = info.guest_end_cause
+        """Cause of the end, such as POWER_OFF; empty unless `end_reason` is GUEST_ENDED."""
         self.step_count = info.step_count
         """Steps performed, as of the last response."""
 
@@ -122,6 +124,7 @@ class AsyncEpisode:
             timings_ms=dict(response.timings_ms),
             screen_change=read_screen_change(response),
             replayed=response.replayed,
+            guest_end_cause=self.guest_end_cause,
         )
 
     async def observe(
@@ -194,6 +197,7 @@ class AsyncEpisode:
                 Check(name=check.name, score=check.score, evidence=check.evidence) for check in response.checks
             ),
             timings_ms=dict(response.timings_ms),
+            guest_end_cause=self.guest_end_cause,
         )
 
     async def close(self) -> None:

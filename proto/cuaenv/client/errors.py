@@ -77,6 +77,10 @@ class EpisodeEnded(EnvError, causes=["EPISODE_ENDED"]):
     """The episode takes no more steps; it may still be evaluated."""
 
 
+class GuestEnded(EpisodeEnded, causes=["GUEST_ENDED"]):
+    """The guest ended itself, by power-off, panic or a killed session; the episode is scored."""
+
+
 class GroupTooLarge(EnvError, causes=["GROUP_TOO_LARGE"]):
     """The pool can never hold a group of this size."""
 
@@ -155,7 +159,11 @@ class SampleVoid(EnvError, causes=["DATA_LOSS"]):
 
 
 class MachineLost(SampleVoid, causes=["MACHINE_LOST"]):
-    """The episode's machine died."""
+    """The host lost the episode's machine."""
+
+
+class LossUndecided(SampleVoid, causes=["LOSS_UNDECIDED"]):
+    """The machine is lost and the agent may have caused it; do not repeat the episode."""
 
 
 class GuestUnresponsive(SampleVoid, causes=["GUEST_UNRESPONSIVE"]):

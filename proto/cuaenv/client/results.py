@@ -15,7 +15,7 @@ class State(Enum):
 
     #: Accepts steps.
     ACTIVE = "active"
-    #: The agent ended it with done or fail, or the task reached a terminal state.
+    #: The agent ended it with done or fail, the guest ended itself, or the task reached a terminal state.
     TERMINATED = "terminated"
     #: Ended by a limit or an evaluation; not terminal in the task.
     TRUNCATED = "truncated"
@@ -54,13 +54,15 @@ class StepResult:
     """One per action: why it failed, as text for the agent; empty if it was performed."""
     state: State
     end_reason: str
-    """Why the episode ended, such as AGENT_DONE or MAX_STEPS; empty while it is active."""
+    """Why the episode ended, such as AGENT_DONE, MAX_STEPS or GUEST_ENDED; empty while it is active."""
     step_count: int
     timings_ms: Mapping[str, float]
     screen_change: "ScreenChange | None"
     """None unless `View.screen_change` or `View.grey_difference` is set."""
     replayed: bool
     """Whether the response was recorded earlier, because a previous attempt was performed."""
+    guest_end_cause: str = ""
+    """With `end_reason` GUEST_ENDED: the cause, such as POWER_OFF or PANIC; otherwise empty."""
 
     @property
     def errors(self) -> tuple[str, ...]:
@@ -89,6 +91,8 @@ class Evaluation:
     score: float
     checks: tuple[Check, ...]
     timings_ms: Mapping[str, float]
+    guest_end_cause: str = ""
+    """Cause, such as POWER_OFF or PANIC, if the guest had ended itself before the evaluation; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
