@@ -62,7 +62,7 @@ class StepResult:
     replayed: bool
     """Whether the response was recorded earlier, because a previous attempt was performed."""
     guest_end_cause: str = ""
-    """With `end_reason` GUEST_ENDED: the cause, such as POWER_OFF or PANIC; otherwise empty."""
+    """Cause of the end, such as POWER_OFF or PANIC, if `end_reason` is GUEST_ENDED; otherwise empty."""
 
     @property
     def errors(self) -> tuple[str, ...]:
