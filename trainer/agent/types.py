@@ -38,12 +38,18 @@ class Message:
         return {"role": self.role, "content": content}
 
 
-def data_uri(image: "Image.Image", *, compress_level: int = 1) -> str:
-    """Return an image as a PNG data URI: lossless, as in training. Level 1 is by far the fastest."""
-    buffer = io.BytesIO()
-    rgb = image if image.mode == "RGB" else image.convert("RGB")
-    rgb.save(buffer, "PNG", compress_level=compress_level)
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+def data_uri(image: "Image.Image", *, compress_level: int = 0) -> str:
+    """Return an image as a PNG data URI: lossless, as in training. Level 0 is the fastest; 1 to 9 are Pillow's."""
+    if compress_level:
+        buffer = io.BytesIO()
+        (image if image.mode == "RGB" else image.convert("RGB")).save(buffer, "PNG", compress_level=compress_level)
+        png = buffer.getvalue()
+    else:
+        from cuaenv.frames.pillow import rgb_of  # noqa: PLC0415 -- only pictures need numpy
+        from cuaenv.frames.png import encode_png  # noqa: PLC0415
+
+        png = encode_png(rgb_of(image))
+    return f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,9 @@ class Observation:
         from PIL import Image  # noqa: PLC0415 -- optional: needed for images only
 
         if self.tiles is not None:
-            return Image.fromarray(self.rgb_HWC)
+            from cuaenv.frames.pillow import ArrayImage  # noqa: PLC0415 -- PNGs need no numpy
+
+            return ArrayImage(self.rgb_HWC)
         if not self.data:
             raise ValueError(
                 f"frame {self.frame_id} has no pixels; request them with View(encoding='raw')."
