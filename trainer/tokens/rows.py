@@ -6,6 +6,7 @@ go into both unchanged; no ids are ever computed from decoded text.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Row:
         return Segment(
             text="",
             engine_ids=tuple(self.engine_ids),
-            train_ids=(*self.prompt_ids, *(token_id for piece in self._pieces for token_id in piece.train_ids)),
+            train_ids=tuple(chain(self.prompt_ids, *(piece.train_ids for piece in self._pieces))),
             images=tuple(self.images),
         )
 
