@@ -62,7 +62,7 @@ def _probe(chat: Chat) -> tuple[Mapping[str, Any] | None, int]:
         return None, 0
     request = {
         "input_ids": [*segment.engine_ids, *split],
-        "image_data": [data_uri(image)],
+        "image_data": [data_uri(image).encode("ascii")],
         "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
     }
     return request, len(segment.train_ids) + len(split)

@@ -4,14 +4,14 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cuaenv.client import shared_client
 from trainer.agent.attempts import run_task
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.turns import BranchPoint
-from trainer.agent.types import BudgetExhausted, ModelFailed, Trajectory
+from trainer.agent.types import BudgetExhausted, ModelFailed, Trajectory, data_uri
 from trainer.slime import slime_compat
 from trainer.slime.checks import warn_of_capacity
 from trainer.slime.config import SlimeConfig
@@ -24,6 +24,9 @@ from trainer.slime.slime_compat import GenerateState, Sample
 from trainer.tokens.chat import Chat
 from trainer.tokens.rows import Row
 from trainer.tokens.sglang import SglangConversation, TokenBudget, is_context_full
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 logger = logging.getLogger(__name__)
 _ABORT_POLL_S = 0.5
@@ -91,7 +94,7 @@ class Rollout:
             conversation,
             settings=self.config.agent,
             branch_point=None if context is None else replace(context.point, history=context.point.history.copy()),
-            between=between,
+            between=between if self.config.group == "tree" else None,
         )
 
     def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002 -- for subclasses
@@ -150,6 +153,7 @@ class Rollout:
             ),
             sampling_params=sampling_params,
             is_aborted=lambda: self._state.aborted,
+            encode_image=_encoded,
             extras={"return_routed_experts": True} if getattr(self.args, "use_rollout_routing_replay", False) else {},
         )
         return self._conversation
@@ -194,6 +198,11 @@ class Rollout:
                 logger.info("[envd] sample %s: the engine aborted attempt %d of a reply", name, attempt)
             await asyncio.sleep(_ENGINE_PAUSE_S)
         raise ModelFailed(f"the engine aborted the request {retries} times (envd.engine_retries)")
+
+
+def _encoded(image: "Image.Image") -> bytes:
+    # As bytes, the engine's client sends it as it is.
+    return data_uri(image).encode("ascii")
 
 
 def _check_worth_retrying(error: Exception, attempt: int) -> None:

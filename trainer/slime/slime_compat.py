@@ -10,6 +10,8 @@ from enum import Enum
 from importlib import import_module
 from typing import Any, Protocol
 
+from trainer.slime.engine_client import engine_client
+
 _TRACING = ("slime.observability.trace_utils", "slime.utils.trace_utils")
 _LOGGING = ("slime.observability.logging_utils", "slime.utils.logging_utils")
 _METRICS = ("slime.observability.metric_utils", "slime.utils.metric_utils")
@@ -99,8 +101,23 @@ def sft_tools(checkpoint: str, mask_type: str) -> tuple[Any, Any, Any]:
 
 
 async def post(url: str, payload: Mapping[str, Any], *, max_retries: int, headers: Mapping[str, str] | None) -> Any:
-    """Call the engine by slime's client, which has no timeout and retries after a second."""
+    """Call the engine; neither client has a timeout.
+
+    By slime's client, which retries after a second, if it sends from other processes or is replaced: otherwise by ours,
+    which does not retry.
+
+    Args:
+        url: Address of the engine.
+        payload: JSON values; `image_data` as bytes.
+        max_retries: Attempts of slime's client.
+        headers: More headers.
+    """
     module = import_module("slime.utils.http_utils")
+    is_slimes = getattr(module.post, "__module__", "") == module.__name__
+    if is_slimes and not getattr(module, "_distributed_post_enabled", False):
+        return await engine_client().post(url, payload, headers=headers)
+    if "image_data" in payload:
+        payload = {**payload, "image_data": [image.decode("ascii") for image in payload["image_data"]]}
     return await module.post(url, payload, max_retries=max_retries, headers=headers)
 
 
