@@ -28,8 +28,10 @@ def test_a_mapping_sets_values_of_every_kind() -> None:
 
 
 def test_an_unknown_key_is_refused_and_the_error_lists_the_known_keys() -> None:
-    with pytest.raises(ValueError, match=r"^max_tokens: unknown key; .*known keys: grammar, .*context_tokens"):
-        AgentSettings.from_mapping({"max_tokens": 512})
+    with pytest.raises(ValueError, match=r"^zzz: unknown key; .*known keys: grammar, .*context_tokens"):
+        AgentSettings.from_mapping({"zzz": 512})
+    with pytest.raises(ValueError, match=r"^max_turn: unknown key; did you mean max_turns\?"):
+        AgentSettings.from_mapping({"max_turn": 512})
 
 
 @pytest.mark.parametrize(
