@@ -23,10 +23,7 @@ _COMMANDS = {
     "mcp": ("trainer.cli.mcp:mcp_command", "Serve desktops as MCP tools: reset, step, observe, evaluate, close."),
     "recipe": ("trainer.cli.recipe:app", "List the training recipes and show their configuration."),
     "data": ("trainer.cli.data:app", "Create training data: prompts, demonstrations, data sets."),
-    "bench": (
-        "trainer.cli.bench:app",
-        "Measure the trainer's own cost: CPU time, bytes and memory of a rollout's turns.",
-    ),
+    "bench": ("trainer.cli.bench:app", "Measure the trainer's own cost: a turn of a rollout."),
     "hosts": ("trainer.cli.hosts:app", "Start, show and drain the KVM hosts of a Ray cluster."),
     "learn": (
         "trainer.cli.learn:learn_command",

@@ -39,6 +39,4 @@ def rollout(
         out.print_json(json.dumps(report))
         return
     for name, value in report["results"].items():
-        goal = report["goals"].get(name)
-        shown = "not measured" if value is None else f"{value:,.2f}"
-        out.print(f"{name}: {shown}" + (f" (goal: <= {goal:g})" if goal else ""), markup=False)
+        out.print(f"{name}: {'not measured' if value is None else f'{value:,.2f}'}", markup=False)

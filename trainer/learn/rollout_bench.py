@@ -15,12 +15,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache
 from importlib import import_module
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from cuaenv.client import Click
 from cuaenv.frames import TiledImage
@@ -30,134 +30,106 @@ from trainer.learn import LearnError
 from trainer.learn.checkpoint import write_checkpoint
 from trainer.learn.daemons import started_daemons
 from trainer.learn.server import GenerateServer, answer_of
-from trainer.learn.settings import Desktops, Settings
+from trainer.learn.settings import Settings
 from trainer.learn.slime_job import SlimeRollouts, slime_args, use_slime, write_tasks
 from trainer.slime.environments import SampleEnvironments
 from trainer.slime.generate import run_sample
 from trainer.slime.rollout import Rollout
 from trainer.slime.samples import facts_of, flatten, is_void
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
 _SCREEN_PX: Final = (1280, 800)
-_PICTURE_BYTES: Final = _SCREEN_PX[0] * _SCREEN_PX[1] * 3
-_TOKEN_PX: Final = 32
+_PIXELS: Final = _SCREEN_PX[0] * _SCREEN_PX[1]
 _TASK: Final = "fake/count-to-five"
 #: Episodes that run one at a time, for the cost of each turn.
 _SINGLE_EPISODES: Final = 3
-#: Generate functions by the suffix of their figures: drawn screens; with a photograph as background; with a moving one.
-_KINDS: Final = {"": "generate_drawn", "_busy": "generate_busy", "_moving": "generate_moving"}
-#: Fields of the JSON output that have a goal, with its largest value.
-GOALS: Final[Mapping[str, float]] = {
-    "cpu_ms_per_turn": 10,
-    "cpu_ms_per_turn_busy": 25,
-    "loop_ms_per_turn": 3,
-    "loop_ms_per_turn_busy": 4,
-    "cpu_turn_30_over_2": 1.5,
-    "bytes_per_turn_over_picture": 1.2,
-    "memory_over_pictures": 3,
-}
 
 
 @dataclass(slots=True)
-class _Marks:
-    """CPU times and memory at each reply of the rollouts that are measured, and the cost of composing pictures."""
+class _Measured:
+    """What the rollouts of this process record."""
 
+    is_busy: bool = False
+    """Whether screens get a photograph as background."""
     cpu_s: list[float] = field(default_factory=list)
+    """CPU time of the process at each reply."""
     resident_bytes: list[int] = field(default_factory=list)
+    """Memory of the process at each reply."""
     composing_s: float = 0.0
+    """CPU time of composing busy screens, which is not the trainer's."""
 
 
-_marks = _Marks()
+_measured = _Measured()
 
 
 def measure(slime_home: Path, *, episodes: int, turns: int) -> dict[str, Any]:
-    """Return the figures, by the names of `trainer bench rollout --json`. Raises: LearnError."""
+    """Return the report of `trainer bench rollout --json`. Raises: LearnError."""
     use_slime(slime_home)
-    desktops = Desktops(reaction_ms=0)
-    settings = Settings(screen_px=_SCREEN_PX, workers=1, machines=episodes, size="tiny", desktops=desktops)
+    settings = Settings(screen_px=_SCREEN_PX, workers=1, machines=episodes)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         checkpoint = write_checkpoint(root / "model", vocabulary=[_reply(number) for number in range(64)] * 8)
         with started_daemons(root / "daemons", settings) as hosts, _engine(checkpoint) as (port, sent):
-            job = _job(root, checkpoint, hosts[0], port, episodes=episodes, turns=turns)
-            kinds = {
-                suffix: _figures(job, sent, episodes=episodes, turns=turns, generate=generate)
-                for suffix, generate in _KINDS.items()
-            }
-    figures = {f"{name}{kind}": value for kind, each in kinds.items() for name, value in each.items()}
+            agent = {"max_turns": turns, "image_max_pixels": _PIXELS, "reply_tokens": 96, "prompt_tokens": 4096}
+            args = slime_args(
+                {"hosts": hosts, "group": "off", "agent": {**agent, "context_tokens": 8192 + turns * 2048}},
+                hf_checkpoint=str(checkpoint),
+                prompt_data=str(write_tasks(root / "tasks.jsonl", [_TASK] * episodes)),
+                n_samples_per_prompt=1,
+                rollout_max_response_len=96,
+                custom_generate_function_path=f"{__name__}.generate",
+                sglang_router_ip="127.0.0.1",
+                sglang_router_port=port,
+            )
+            job = SlimeRollouts(args)
+            drawn = _figures(job, sent, episodes=episodes, turns=turns, is_busy=False)
+            busy = _figures(job, sent, episodes=episodes, turns=turns, is_busy=True)
     return {
         "conditions": {"episodes": episodes, "turns": turns, "screen_px": _SCREEN_PX, "cores": os.cpu_count()},
-        "results": {**figures, "scaling_4_workers": None},
-        "goals": dict(GOALS),
+        # Rollouts have one process.
+        "results": {**drawn, **{f"{name}_busy": value for name, value in busy.items()}, "scaling_4_workers": None},
     }
 
 
-def _job(root: Path, checkpoint: Path, host: str, port: int, *, episodes: int, turns: int) -> SlimeRollouts:
-    agent = {
-        "max_turns": turns,
-        "image_max_pixels": _SCREEN_PX[0] * _SCREEN_PX[1],
-        "reply_tokens": 96,
-        "prompt_tokens": 4096,
-        "context_tokens": 8192 + turns * 2048,
-    }
-    args = slime_args(
-        {"hosts": [host], "group": "off", "agent": agent},
-        hf_checkpoint=str(checkpoint),
-        prompt_data=str(write_tasks(root / "tasks.jsonl", [_TASK] * episodes)),
-        n_samples_per_prompt=1,
-        rollout_max_response_len=96,
-        sglang_router_ip="127.0.0.1",
-        sglang_router_port=port,
-    )
-    return SlimeRollouts(args)
-
-
-def _figures(job: SlimeRollouts, sent: Any, *, episodes: int, turns: int, generate: str) -> dict[str, float]:
+def _figures(job: SlimeRollouts, sent: Any, *, episodes: int, turns: int, is_busy: bool) -> dict[str, float]:
     """Roll out episodes one at a time, then all at once; return the figures of one kind of screen."""
-    job.args.custom_generate_function_path = f"{__name__}.{generate}"
-    _roll_out(job, 1)  # imports, tables and pools are made on first use
-    late, growth = [], []
+    _roll_out(job, 1, is_busy=is_busy)  # imports, tables and pools are made on first use
+    ratios, growth = [], []
     for _ in range(_SINGLE_EPISODES):
-        _roll_out(job, 1)
-        costs = [after - before for before, after in pairwise(_marks.cpu_s)]
-        # Between the replies k and k + 1: turn k + 1.
-        late.append((statistics.median(costs[-5:]), statistics.median(costs[:5])))
-        growth.append(_marks.resident_bytes[-1] - _marks.resident_bytes[0])
+        _roll_out(job, 1, is_busy=is_busy)
+        costs = [after - before for before, after in pairwise(_measured.cpu_s)]
+        ratios.append(statistics.median(costs[-5:]) / statistics.median(costs[:5]))
+        growth.append(_measured.resident_bytes[-1] - _measured.resident_bytes[0])
     sent[:] = [0, 0, 0]
-    cpu_s, kernel_s, loop_s = _roll_out(job, episodes)
-    count = episodes * turns
+    cpu_s, kernel_s, loop_s = _roll_out(job, episodes, is_busy=is_busy)
+    per_turn_ms = 1e3 / (episodes * turns)
     return {
-        "cpu_ms_per_turn": cpu_s / count * 1e3,
-        "kernel_ms_per_turn": kernel_s / count * 1e3,
-        "loop_ms_per_turn": loop_s / count * 1e3,
-        f"cpu_turn_{turns}_over_2": statistics.median(last / first for last, first in late),
-        "bytes_per_turn_over_picture": sent[0] / max(1, sent[1]),
-        "picture_bytes": sent[1] / max(1, sent[2]),
-        "memory_over_pictures": statistics.median(growth) / ((turns - 1) * _PICTURE_BYTES),
+        "cpu_ms_per_turn": cpu_s * per_turn_ms,
+        "kernel_ms_per_turn": kernel_s * per_turn_ms,
+        "loop_ms_per_turn": loop_s * per_turn_ms,
+        f"cpu_turn_{turns}_over_2": statistics.median(ratios),
+        "bytes_per_turn_over_picture": sent[0] / sent[1],
+        "picture_bytes": sent[1] / sent[2],
+        "memory_over_pictures": statistics.median(growth) / ((turns - 1) * _PIXELS * 3),
     }
 
 
-def _roll_out(job: SlimeRollouts, episodes: int) -> tuple[float, float, float]:
+def _roll_out(job: SlimeRollouts, episodes: int, *, is_busy: bool) -> tuple[float, float, float]:
     """Return CPU times: of the process, its part in the kernel, of the event loop. Raises: LearnError."""
-    global _marks  # noqa: PLW0603 -- slime calls functions by their path, so the rollouts find it here
-    _marks = _Marks()
+    global _measured  # noqa: PLW0603 -- slime calls `generate` by its path, so it finds this here
+    _measured = _Measured(is_busy)
     # Otherwise memory that an earlier episode freed would hide the growth of this one.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     job.args.rollout_batch_size = job.args.over_sampling_batch_size = job.args.global_batch_size = episodes
     before, before_loop_s = os.times(), _loop_s()
     samples = flatten(job.rollout().samples)
-    after, after_loop_s = os.times(), _loop_s()
+    after, loop_s = os.times(), _loop_s() - before_loop_s
     for sample in samples:
         if is_void(sample):
             raise LearnError(f"rollout of {_TASK}: it is void: {facts_of(sample)}")
-    # Pictures are composed in the loop.
     kernel_s = after.system - before.system
-    cpu_s = after.user - before.user + kernel_s - _marks.composing_s
-    return cpu_s, kernel_s, after_loop_s - before_loop_s - _marks.composing_s
+    # Screens are composed in the loop.
+    return after.user - before.user + kernel_s - _measured.composing_s, kernel_s, loop_s - _measured.composing_s
 
 
 def _loop_s() -> float:
@@ -168,25 +140,9 @@ def _loop_s() -> float:
     return seconds
 
 
-async def generate_drawn(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
+async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
     """Run one sample as `trainer.slime.generate.generate`, measured."""
-    return await _run(args, sample, sampling_params, evaluation, _MeasuredRollout)
-
-
-async def generate_busy(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
-    """Run one sample like `generate_drawn`, with a photograph in place of the desktop's plain background."""
-    return await _run(args, sample, sampling_params, evaluation, _BusyRollout)
-
-
-async def generate_moving(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
-    """Run one sample like `generate_busy`; the photograph moves at each turn, so that no row of pixels recurs."""
-    return await _run(args, sample, sampling_params, evaluation, _MovingRollout)
-
-
-async def _run(
-    args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool, rollout_type: type[Rollout]
-) -> Any:
-    result = await run_sample(args, sample, sampling_params, evaluation=evaluation, rollout_type=rollout_type)
+    result = await run_sample(args, sample, sampling_params, evaluation=evaluation, rollout_type=_MeasuredRollout)
     # slime gives them to the learner; kept, those of 256 episodes would not fit into memory.
     sample.multimodal_train_inputs = None
     return result
@@ -194,72 +150,51 @@ async def _run(
 
 class _MeasuredRollout(Rollout):
     async def _call_engine(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        _marks.cpu_s.append(time.process_time() - _marks.composing_s)
+        _measured.cpu_s.append(time.process_time() - _measured.composing_s)
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        _marks.resident_bytes.append(pages * resource.getpagesize())
+        _measured.resident_bytes.append(pages * resource.getpagesize())
         return await super()._call_engine(payload)
 
-
-class _BusyRollout(_MeasuredRollout):
-    shift_px = 0
-
     def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002
-        return _BusyEpisode(episode, self.shift_px)  # type: ignore[return-value]
-
-
-class _MovingRollout(_BusyRollout):
-    shift_px = 37
+        return _BusyEpisode(episode) if _measured.is_busy else episode  # type: ignore[return-value]
 
 
 class _BusyEpisode:
-    """An episode with a photograph as its background, which may move at each turn."""
+    """An episode with a photograph in place of the desktop's plain background."""
 
-    def __init__(self, episode: AgentEpisode, shift_px: int) -> None:
+    def __init__(self, episode: AgentEpisode) -> None:
         self._episode = episode
-        self._shift_px = shift_px
-        self._turn = 0
+        self.observation = _busy(episode.observation)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._episode, name)
 
-    @cached_property
-    def observation(self) -> Any:
-        return self._busy(self._episode.observation)
-
     async def step(self, *actions: Any, **options: Any) -> Any:
         result = await self._episode.step(*actions, **options)
-        return replace(result, observation=self._busy(result.observation))
-
-    def _busy(self, observation: Any) -> Any:
-        import numpy as np  # noqa: PLC0415
-
-        started_s = time.thread_time()
-        self._turn += 1
-        rgb_HWC = observation.tiles.rgb_HWC()
-        # Each row of the background has one colour, which the last column shows.
-        is_background = (rgb_HWC == rgb_HWC[:, -1:]).all(axis=2, keepdims=True)
-        photograph_HWC = np.roll(_photograph(), self._shift_px * self._turn, axis=(0, 1))
-        tiles = TiledImage.from_rgb(np.where(is_background, photograph_HWC, rgb_HWC))
-        busy = replace(observation, tiles=tiles, image_id=tiles.image_id)
-        _marks.composing_s += time.thread_time() - started_s
-        return busy
+        return replace(result, observation=_busy(result.observation))
 
 
-_photographs: "list[npt.NDArray[np.uint8]]" = []
+def _busy(observation: Any) -> Any:
+    import numpy as np  # noqa: PLC0415
+
+    started_s = time.thread_time()
+    rgb_HWC = observation.tiles.rgb_HWC()
+    # Each row of the background has one colour, which the last column shows.
+    is_background = (rgb_HWC == rgb_HWC[:, -1:]).all(axis=2, keepdims=True)
+    tiles = TiledImage.from_rgb(np.where(is_background, _photograph(), rgb_HWC))
+    _measured.composing_s += time.thread_time() - started_s
+    return replace(observation, tiles=tiles, image_id=tiles.image_id)
 
 
-def _photograph() -> "npt.NDArray[np.uint8]":
+@cache
+def _photograph() -> Any:
     """Return smooth colours with the noise of a camera: about 1 MB as PNG."""
     import numpy as np  # noqa: PLC0415
 
-    if not _photographs:
-        width, height = _SCREEN_PX
-        rng = np.random.default_rng(0)
-        y, x = np.mgrid[:height, :width]
-        waves = [np.sin(x / 97 + y / 211), np.sin(y / 83), np.cos((x + y) / 150)]
-        colours_HWC = 128 + 80 * np.stack(waves, axis=-1) + rng.normal(0, 0.8, (height, width, 1))
-        _photographs.append(np.clip(colours_HWC, 0, 255).astype(np.uint8))
-    return _photographs[0]
+    y, x = np.mgrid[: _SCREEN_PX[1], : _SCREEN_PX[0]]
+    waves_HWC = np.stack([np.sin(x / 97 + y / 211), np.sin(y / 83), np.cos((x + y) / 150)], axis=-1)
+    noise_HW1 = np.random.default_rng(0).normal(0, 0.8, (*y.shape, 1))
+    return np.clip(128 + 80 * waves_HWC + noise_HW1, 0, 255).astype(np.uint8)
 
 
 def _reply(number: int) -> str:
@@ -280,30 +215,23 @@ class _Engine(GenerateServer):
 
     async def generate(self, payload: Mapping[str, Any], **_: Any) -> dict[str, Any]:
         """Answer with a click."""
-        images = payload.get("image_data") or ["", ""][:0]
-        sizes = [_size_px(uri) for uri in images]
-        tokens = sum(width // _TOKEN_PX * (height // _TOKEN_PX) for width, height in sizes)
-        limit = payload["sampling_params"]["max_new_tokens"]
-        ids = self._tokenizer.encode(_reply(len(images)) + "<|im_end|>", add_special_tokens=False)[:limit]
-        if limit > 1:  # a request for one token is the plug-in's check of the engine
-            self._sent[0] += sum(map(len, images)) + 8 * len(payload["input_ids"])
-            self._sent[1] += len(images[-1])
-            self._sent[2] += 1
+        images, prompt = payload["image_data"], payload["input_ids"]
+        # A PNG's header; a token has 32x32 pixels.
+        headers = [base64.b64decode(uri.partition(",")[2][:32]) for uri in images]
+        sizes = [struct.unpack(">II", header[16:24]) for header in headers]
+        tokens = sum(width // 32 * (height // 32) for width, height in sizes)
+        ids = self._tokenizer.encode(_reply(len(images)) + "<|im_end|>", add_special_tokens=False)
+        if payload["sampling_params"]["max_new_tokens"] > 1:  # one token: the plug-in checks the engine
+            for index, count in enumerate((sum(map(len, images)) + 6 * len(prompt), len(images[-1]), 1)):
+                self._sent[index] += count
         return answer_of(
             self._tokenizer.decode(ids),
             ids,
             [-0.5] * len(ids),
             finish="stop",
-            prompt_tokens=len(payload["input_ids"]) - len(images) + tokens,
+            prompt_tokens=len(prompt) - len(images) + tokens,
             weight_version="1",
         )
-
-
-def _size_px(uri: str) -> tuple[int, int]:
-    """Return (width, height) from a PNG's header."""
-    header = base64.b64decode(uri.partition(",")[2][:32])
-    width, height = struct.unpack(">II", header[16:24])
-    return width, height
 
 
 @contextmanager

@@ -5,8 +5,6 @@ size of image, one picture of noise is given to the processor, and its output yi
 bfloat16. Unless table and layout reproduce that output to the bit, the processor makes all tensors of that size.
 """
 
-import logging
-import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -16,11 +14,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from PIL import Image
 
-logger = logging.getLogger(__name__)
-
 _VALUES = 256
 _CHANNELS = 3
-_probing = threading.Lock()
 
 
 def image_tensors(processor: Any, images: "Sequence[Image.Image]") -> dict[str, Any]:
@@ -28,13 +23,12 @@ def image_tensors(processor: Any, images: "Sequence[Image.Image]") -> dict[str, 
 
     The trainer casts to bfloat16 anyway; casting here halves the bytes that pass through the rollout process.
     """
-    with _probing:  # threads that come first together would probe together
-        formats = [PatchFormat.of(processor, *image.size) for image in images]
+    formats = [PatchFormat.of(processor, *image.size) for image in images]
     known = [each for each in formats if each is not None]
-    if len(known) < len(images) or any(image.mode != "RGB" for image in images):
+    if len(known) < len(images):
         inputs = processor(images=list(images), return_tensors="pt")
         return {key: value.bfloat16() if value.is_floating_point() else value for key, value in inputs.items()}
-    import numpy as np  # noqa: PLC0415 -- only models with vision need it
+    import numpy as np  # noqa: PLC0415 -- only models with vision need these
     import torch  # noqa: PLC0415
 
     from cuaenv.frames.pillow import rgb_of  # noqa: PLC0415
@@ -45,24 +39,21 @@ def image_tensors(processor: Any, images: "Sequence[Image.Image]") -> dict[str, 
     for image, each in zip(images, known, strict=True):
         each.write(rgb_of(image), values[at : at + each.patch_count])
         at += each.patch_count
-    return {
-        "pixel_values": torch.from_numpy(values).view(torch.bfloat16),
-        "image_grid_thw": torch.tensor([each.grid_thw for each in known]),
-    }
+    grids = torch.tensor([each.grid_thw for each in known])
+    return {"pixel_values": torch.from_numpy(values).view(torch.bfloat16), "image_grid_thw": grids}
 
 
 class PatchFormat:
     """How a processor arranges and scales the pixels of images of one size."""
 
     def __init__(self, processor: Any, width_px: int, height_px: int) -> None:
-        """Take the layout from the processor; `probe` completes the table."""
-        self._patch_px, self._merge = int(processor.patch_size), int(processor.merge_size)
-        self._repeats = int(processor.temporal_patch_size)
+        """Take the layout from the processor; `probe` makes the table."""
+        self._patch_px, self._merge = processor.patch_size, processor.merge_size
+        self._repeats = processor.temporal_patch_size
         self._size_px = width_px, height_px
         self.grid_thw = 1, height_px // self._patch_px, width_px // self._patch_px
         self.patch_count = self.grid_thw[1] * self.grid_thw[2]
         self.patch_values = _CHANNELS * self._repeats * self._patch_px**2
-        self._pairs: npt.NDArray[np.uint32] | None = None
 
     @staticmethod
     @lru_cache(maxsize=16)
@@ -75,10 +66,7 @@ class PatchFormat:
         if width_px % side_px or height_px % side_px or processor.patch_size % 2:
             return None
         found = PatchFormat(processor, width_px, height_px)
-        if found.probe(processor):
-            return found
-        logger.info("images of %dx%d: the processor's own tensors are used, which is slower", width_px, height_px)
-        return None
+        return found if found.probe(processor) else None
 
     def probe(self, processor: Any) -> bool:
         """Make the table from the processor's output for noise; return whether it explains all of that output."""
@@ -89,21 +77,18 @@ class PatchFormat:
         width, height = self._size_px
         # Every value in every channel.
         values = np.resize(np.arange(_VALUES, dtype=np.uint8), (_CHANNELS, height * width))
-        noise_HWC = np.random.default_rng(0).permuted(values, axis=1).T.reshape(height, width, _CHANNELS)
-        made = processor(images=[Image.fromarray(np.ascontiguousarray(noise_HWC))], return_tensors="pt")
+        noise_HWC = np.random.default_rng(0).permuted(values, axis=1).T.reshape(height, width, _CHANNELS).copy()
+        made = processor(images=[Image.fromarray(noise_HWC)], return_tensors="pt")
         if set(made) != {"pixel_values", "image_grid_thw"} or made["image_grid_thw"].tolist() != [list(self.grid_thw)]:
             return False
         wanted = made["pixel_values"].bfloat16().contiguous().view(torch.int16).numpy().view(np.uint16)
         if wanted.shape != (self.patch_count, self.patch_values):
             return False
-        by_channel = wanted.reshape(self.patch_count, _CHANNELS, -1)
-        source = np.empty((self.patch_count, self.patch_values), np.uint8)
-        rows_px = self._merge * self._patch_px
-        for top, strip in zip(range(0, height, rows_px), self._strips(source), strict=True):
-            self._arrange(np.ascontiguousarray(noise_HWC[top : top + rows_px].transpose(2, 0, 1)), strip)
+        source = np.empty(wanted.shape, np.uint8)
+        self._arrange(noise_HWC, source, lambda planes_CHW: planes_CHW)
+        by_channel = (self.patch_count, _CHANNELS, -1)
         table = np.zeros((_CHANNELS, _VALUES), np.uint16)
-        for channel, from_values in enumerate(source.reshape(by_channel.shape).swapaxes(0, 1)):
-            table[channel][from_values] = by_channel[:, channel]
+        table[np.arange(_CHANNELS)[:, None], source.reshape(by_channel)] = wanted.reshape(by_channel)
         # Pairs of pixels are looked up at once, which halves the time.
         low, high = table[:, None, :].astype(np.uint32), table[:, :, None].astype(np.uint32)
         self._pairs = (low | high << np.uint32(16)).reshape(_CHANNELS, _VALUES**2)
@@ -115,25 +100,27 @@ class PatchFormat:
         """Write the bits of an image's patches as bfloat16, shape (patches, values)."""
         import numpy as np  # noqa: PLC0415
 
-        assert self._pairs is not None  # noqa: S101 -- `of` returns only probed formats
-        # By rows of merged patches: what is between pixels and patches stays in the processor's cache.
-        rows_px = self._merge * self._patch_px
-        values = np.empty((_CHANNELS, rows_px, rgb_HWC.shape[1] // 2), np.uint32)
-        for top, strip in zip(range(0, rgb_HWC.shape[0], rows_px), self._strips(out), strict=True):
-            planes_CHW = np.ascontiguousarray(rgb_HWC[top : top + rows_px].transpose(2, 0, 1)).view("<u2")
-            for channel, pairs in enumerate(self._pairs):
-                np.take(pairs, planes_CHW[channel], out=values[channel], mode="clip")
-            self._arrange(values.view(np.int16), strip)
+        def looked_up(planes_CHW: "npt.NDArray[np.uint8]") -> "npt.NDArray[Any]":
+            pairs_CHW = planes_CHW.view("<u2")
+            values = np.empty(pairs_CHW.shape, np.uint32)
+            for channel, table in enumerate(self._pairs):
+                np.take(table, pairs_CHW[channel], out=values[channel], mode="clip")
+            return values.view(np.int16)
 
-    def _strips(self, patches: "npt.NDArray[Any]") -> "npt.NDArray[Any]":
-        """Return patches by rows of merged patches."""
-        return patches.reshape(self.grid_thw[1] // self._merge, -1, self.patch_values)
+        self._arrange(rgb_HWC, out, looked_up)
 
-    def _arrange(self, planes_CHW: "npt.NDArray[Any]", strip: "npt.NDArray[Any]") -> None:
-        """Copy channels into a row of merged patches, neighbours one after the other, each repeated in time."""
-        merge, columns = self._merge, self.grid_thw[2]
+    def _arrange(self, rgb_HWC: "npt.NDArray[np.uint8]", out: "npt.NDArray[Any]", convert: Any) -> None:
+        """Write converted channels as patches: those that the model merges one after the other, repeated in time.
+
+        By rows of merged patches, so that what is between pixels and patches stays in the processor's cache.
+        """
+        import numpy as np  # noqa: PLC0415
+
+        merge, patch_px, (_, rows, columns) = self._merge, self._patch_px, self.grid_thw
+        strips = out.reshape(rows // merge, columns // merge, merge, merge, _CHANNELS, self._repeats, -1)
         # One element is one row of a patch's pixels: numpy copies it at once.
-        run = f"V{self._patch_px * planes_CHW.itemsize}"
-        source = planes_CHW.view(run).reshape(_CHANNELS, merge, self._patch_px, columns // merge, merge)
-        target = strip.view(run).reshape(columns // merge, merge, merge, _CHANNELS, self._repeats, self._patch_px)
-        target[...] = source.transpose(3, 1, 4, 0, 2)[:, :, :, :, None]
+        run = f"V{patch_px * out.itemsize}"
+        for strip, strip_HWC in zip(strips.view(run), np.split(rgb_HWC, rows // merge), strict=True):
+            planes_CHW = convert(np.ascontiguousarray(strip_HWC.transpose(2, 0, 1)))
+            source = planes_CHW.view(run).reshape(_CHANNELS, merge, patch_px, columns // merge, merge)
+            strip[...] = source.transpose(3, 1, 4, 0, 2)[:, :, :, :, None]

@@ -52,7 +52,7 @@ def test_only_rows_that_changed_are_compressed(monkeypatch: pytest.MonkeyPatch) 
         return compress(rows_HWC)
 
     monkeypatch.setattr(png, "_compressed", counted)
-    monkeypatch.setattr(png, "_bands", png._Bands(1 << 20))
+    png._bands.clear()
     first = noise(64, 80, seed=1)
     second = first.copy()
     second[40, 5] ^= 255
@@ -66,11 +66,13 @@ def test_only_rows_that_changed_are_compressed(monkeypatch: pytest.MonkeyPatch) 
     assert len(compressed) == 9
 
 
-def test_old_bands_are_dropped() -> None:
-    bands = png._Bands(20_000)
-    for seed in range(20):
-        bands.get(noise(64, 16, seed=seed))
-    assert 0 < sum(len(band.chunk) for band in bands._bands.values()) <= 20_000
+def test_the_latest_bands_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(png, "_BANDS_KEPT", 3)
+    png._bands.clear()
+    for seed in (1, 2, 3, 1, 4):
+        encode_png(noise(64, 16, seed=seed))
+    kept = list(png._bands.values())
+    assert kept == [png._compressed(noise(64, 16, seed=seed)) for seed in (3, 1, 4)]
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
