@@ -156,7 +156,7 @@ class _MeasuredRollout(Rollout):
         return await super()._call_engine(payload)
 
     def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002
-        return _BusyEpisode(episode) if _measured.is_busy else episode  # type: ignore[return-value]
+        return _BusyEpisode(episode) if _measured.is_busy else episode
 
 
 class _BusyEpisode:

@@ -80,14 +80,14 @@ class SglangConversation:
         self._sampling_params = dict(sampling_params)
         self._is_aborted = is_aborted
         self._extras = dict(extras or {})
-        # Each request sends all images of the row; each is encoded once. Keyed by id(): the row keeps them alive.
-        self._encoded: dict[int, Any] = {}
+        # Each request sends all images of the row; each is encoded once. Keyed by id(), so it keeps them alive.
+        self._encoded: dict[int, tuple[Image.Image, Any]] = {}
         self._encode_image = encode_image or data_uri
 
     async def begin(self, messages: Sequence[Message]) -> None:
         """Start a new row. Raises: BudgetExhausted, GenerationAborted, ModelFailed."""
         self._check_abort()
-        segment = await asyncio.to_thread(self._chat.opening, messages)
+        segment = await asyncio.to_thread(self._with_images, lambda: self._chat.opening(messages))
         # A later row starts with all earlier messages, so only the limit of the complete row applies.
         limit = self._budget.total if self.rows else self._budget.prompt
         if len(segment.train_ids) > limit:
@@ -95,19 +95,17 @@ class SglangConversation:
                 f"the prompt has {len(segment.train_ids)} tokens of {limit}", budget="total" if self.rows else "prompt"
             )
         self._check_images(len(segment.images))
-        await self._encode(segment.images)
         self.rows.append(Row(segment))
 
     async def continue_from(self, prefix: Segment) -> None:
         """Start with the row of another conversation, see `Row.as_prompt`; it is trained there and not here."""
-        await self._encode(prefix.images)
-        self.rows.append(Row(prefix))
+        self.rows.append(Row(await asyncio.to_thread(self._with_images, lambda: prefix)))
 
     async def append(self, message: Message) -> None:
         """Add an observation to the row. Raises: BudgetExhausted, GenerationAborted, ModelFailed."""
         self._check_abort()
         row = self.rows[-1]
-        segment = await asyncio.to_thread(self._chat.following, message, last_id=row.last_id)
+        segment = await asyncio.to_thread(self._with_images, lambda: self._chat.following(message, last_id=row.last_id))
         # An observation that leaves no tokens for a reply is not added.
         if row.token_count + len(segment.train_ids) >= self._budget.total:
             raise BudgetExhausted(
@@ -116,7 +114,6 @@ class SglangConversation:
                 budget="total",
             )
         self._check_images(len(row.images) + len(segment.images))
-        await self._encode(segment.images)
         row.observe(segment)
 
     async def generate(self) -> Reply:
@@ -165,13 +162,16 @@ class SglangConversation:
             "return_logprob": True,
         }
         if row.images:
-            request["image_data"] = [self._encoded[id(image)] for image in row.images]
+            request["image_data"] = [self._encoded[id(image)][1] for image in row.images]
         return request
 
-    async def _encode(self, images: "Sequence[Image.Image]") -> None:
-        for image in images:
+    def _with_images(self, make: Callable[[], Segment]) -> Segment:
+        """Return a segment, and encode its images."""
+        segment = make()
+        for image in segment.images:
             if id(image) not in self._encoded:
-                self._encoded[id(image)] = await asyncio.to_thread(self._encode_image, image)
+                self._encoded[id(image)] = image, self._encode_image(image)
+        return segment
 
     def _check_abort(self) -> None:
         if self._is_aborted():
