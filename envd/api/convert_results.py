@@ -102,6 +102,7 @@ def episode_message(info: EpisodeInfo, *, with_origin: bool = False) -> env_pb2.
         pool=info.pool,
         state=_STATES[info.state],
         end_reason=info.end_reason,
+        guest_end_cause=info.guest_end_cause,
         step_count=info.step_count,
         max_steps=info.max_steps,
         create_time=_timestamp(info.create_time),

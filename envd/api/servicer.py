@@ -50,7 +50,7 @@ from envd.api.flow_control import AckTracker, forwarded, paced
 from envd.api.pages import page_of
 from envd.api.security.access import Caller, current_caller
 from envd.base.aio import race
-from envd.base.errors import GuestError, GuestRefused, InvalidRequest, MachineLost
+from envd.base.errors import EpisodeEnded, GuestError, GuestRefused, InvalidRequest, MachineLost
 from envd.base.telemetry import traces
 from envd.base.telemetry.logs import bound
 from envd.episodes.service import EpisodeService
@@ -298,7 +298,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
             options = ObservationOptions(encoding=Encoding.NONE)
             try:
                 observation = await self._episodes.observe(episode_id, options, refresh=False, settle=None)
-            except MachineLost:
+            except (MachineLost, EpisodeEnded):
                 # The episode accepts no new step, but this may be a retry with a recorded response.
                 return Size(width_px=request.coordinate_space.width_px, height_px=request.coordinate_space.height_px)
             self._remember_screen(episode_id, observation.frame)

@@ -125,7 +125,7 @@ class MachineLost(EnvdError, reason="MACHINE_LOST"):
     """The host lost the machine: QEMU was killed or destroyed. The episode is void, never a reward."""
 
 
-class LossUndecided(EnvdError, reason="LOSS_UNDECIDED"):
+class LossUndecided(MachineLost, reason="LOSS_UNDECIDED"):
     """The machine is lost, and neither the host nor the guest is known to be the cause. The episode is void."""
 
 
@@ -135,6 +135,10 @@ class GuestUnresponsive(EnvdError, reason="GUEST_UNRESPONSIVE"):
 
 class GuestError(EnvdError, reason="GUEST_ERROR"):
     """The guest reported that it cannot do what was requested."""
+
+
+class DisplayError(GuestError, reason="GUEST_ERROR"):
+    """The machine's display, which is QEMU's, broke its protocol."""
 
 
 class GuestRefused(GuestError, reason="GUEST_REFUSED"):

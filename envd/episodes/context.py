@@ -57,7 +57,7 @@ class EpisodeContext:
             try:
                 resume_ms = await stack.enter_async_context(episode.machine.running())
             except EnvdError as error:
-                self.registry.void(episode, error)
+                await self.registry.lose(episode, error)
                 episode.require_machine()
                 raise
             if resume_ms > 0:  # otherwise its time counts toward the next phase

@@ -7,7 +7,8 @@ from datetime import datetime, timedelta
 from cuaenv.actions import Done, Fail
 from envd.base.clock import Clock
 from envd.base.config import SettlePolicy
-from envd.base.errors import EpisodeEnded, EvaluatorFailed, MachineLost, StepIndexMismatch
+from envd.base.errors import EpisodeEnded, EvaluatorFailed, GuestEnded, LossUndecided, MachineLost, StepIndexMismatch
+from envd.base.losses import ENDS_MACHINE
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
 from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
@@ -54,7 +55,7 @@ class Episode:
     end_reason: str = ""
     """Why it is no longer active, UPPER_SNAKE; empty while it is."""
     cause: str = ""
-    """Why it FAILED, as a sentence; empty in other states."""
+    """Why it FAILED, as a sentence; if its guest ended, the UPPER_SNAKE cause; otherwise empty."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """Held by the one call that acts on the machine. First come, first served."""
     closed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -68,9 +69,14 @@ class Episode:
         )
 
     @property
-    def is_scored(self) -> bool:
-        """Whether it has a score, which remains valid even if the machine is lost later."""
-        return isinstance(self.verdict, EvaluateResult)
+    def guest_end_cause(self) -> str:
+        """Cause if the guest ended itself, such as POWER_OFF; otherwise empty."""
+        return "" if self.state is EpisodeState.FAILED else self.cause
+
+    @property
+    def has_score(self) -> bool:
+        """Whether no failure can void it: it was scored, or its guest ended its machine, which scores 0."""
+        return isinstance(self.verdict, EvaluateResult) or self.guest_end_cause in ENDS_MACHINE
 
     def end(self, state: EpisodeState, reason: str, *, cause: str = "") -> None:
         """Move to a later state.
@@ -98,9 +104,15 @@ class Episode:
         return self.state is not EpisodeState.ACTIVE
 
     def require_machine(self) -> None:
-        """Check that the episode still has its machine. Raises: MachineLost."""
+        """Check that the episode still has its machine and guest. Raises: MachineLost, GuestEnded."""
+        if self.guest_end_cause:
+            raise GuestEnded(
+                f"episode {self.episode_id}: its guest ended after step {self.step_count} ({self.cause});"
+                " evaluate or close it, or reset a new one",
+                cause=self.cause,
+            )
         if self.state is EpisodeState.FAILED:
-            raise MachineLost(
+            raise (LossUndecided if self.end_reason == LossUndecided.reason else MachineLost)(
                 f"episode {self.episode_id}: failed after step {self.step_count} ({self.end_reason}: {self.cause});"
                 " void the sample, close the episode and reset a new one"
             )
@@ -130,6 +142,7 @@ class Episode:
             pool=self.pool,
             state=self.state,
             end_reason=self.end_reason,
+            guest_end_cause=self.guest_end_cause,
             step_count=self.step_count,
             expire_time=clock.now() + timedelta(seconds=left_s),
             create_time=self.create_time,

@@ -4,13 +4,15 @@ import logging
 from dataclasses import replace
 
 from envd.base.errors import EnvdError, EvaluatorFailed, MachineLost
+from envd.base.losses import ENDS_MACHINE, Owner
 from envd.base.telemetry import traces
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
+from envd.episodes.losing import find_loss
 from envd.episodes.persistence.journal import EVALUATE, Request
 from envd.episodes.resetting import RunCheckers
 from envd.episodes.types import EpisodeState, EvaluateResult
-from envd.tasks.checkers.evaluate import Evaluation
+from envd.tasks.checkers.evaluate import CheckResult, Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -40,36 +42,35 @@ class Evaluating:
     async def _evaluate(self, episode: Episode, request: Request) -> EvaluateResult:
         context = self._context
         watch = Stopwatch(context.clock)
-        with context.registry.call(episode, renews=True):
-            async with episode.turn:
-                watch.lap("queue")
-                if isinstance(episode.verdict, EvaluatorFailed):
-                    raise EvaluatorFailed(str(episode.verdict)) from episode.verdict
-                if episode.verdict is not None:
-                    return replace(episode.verdict, cached=True)
+        async with context.registry.call(episode, renews=True), episode.turn:
+            watch.lap("queue")
+            if isinstance(episode.verdict, EvaluatorFailed):
+                raise EvaluatorFailed(str(episode.verdict)) from episode.verdict
+            if episode.verdict is not None:
+                return replace(episode.verdict, cached=True)
+            if not episode.guest_end_cause:
                 episode.require_machine()
-                await context.journal.begin(request)
-                if episode.state is EpisodeState.ACTIVE:
-                    context.registry.end(episode, EpisodeState.TRUNCATED, "EVALUATED")
-                try:
-                    async with context.awake(episode, watch):
-                        evaluation = await self._score(episode)
-                        watch.lap("evaluate")
-                except EnvdError as error:
-                    if isinstance(error, EvaluatorFailed):
-                        episode.verdict = error
-                        context.registry.events.scored(episode)
-                        context.journal.save(episode)
-                        context.journal.forget_answer(EVALUATE, episode.episode_id, request.request_id)
-                    context.count_failure(episode, "evaluate", error)
-                    raise
-                episode.lease.renew(context.clock.monotonic())
-                episode.verdict = EvaluateResult(
-                    episode=episode.info(context.clock),
-                    score=evaluation.score,
-                    checks=evaluation.checks,
-                    timings_ms={**watch.timings_ms, "total": watch.total_ms},
-                )
+            await context.journal.begin(request)
+            if episode.state is EpisodeState.ACTIVE:
+                context.registry.end(episode, EpisodeState.TRUNCATED, "EVALUATED")
+            try:
+                evaluation = await self._score_or_zero(episode, watch)
+                watch.lap("evaluate")
+            except EnvdError as error:
+                if isinstance(error, EvaluatorFailed):
+                    episode.verdict = error
+                    context.registry.events.scored(episode)
+                    context.journal.save(episode)
+                    context.journal.forget_answer(EVALUATE, episode.episode_id, request.request_id)
+                context.count_failure(episode, "evaluate", error)
+                raise
+            episode.lease.renew(context.clock.monotonic())
+            episode.verdict = EvaluateResult(
+                episode=episode.info(context.clock),
+                score=evaluation.score,
+                checks=evaluation.checks,
+                timings_ms={**watch.timings_ms, "total": watch.total_ms},
+            )
         context.registry.events.scored(episode)
         logger.info("episode %s: scored %g", episode.episode_id, evaluation.score)
         context.metrics.episode_evaluated(
@@ -78,6 +79,29 @@ class Evaluating:
         with traces.timed("store"):
             await context.journal.answered(request, episode, episode.verdict)
         return episode.verdict
+
+    async def _score_or_zero(self, episode: Episode, watch: Stopwatch) -> Evaluation:
+        """Run the checkers; score 0 if they cannot run because the guest ended itself or its session.
+
+        Raises:
+            EvaluatorFailed, MachineLost: See `_score`.
+        """
+        if episode.guest_end_cause not in ENDS_MACHINE:
+            try:
+                async with self._context.awake(episode, watch):
+                    return await self._score(episode)
+            except EvaluatorFailed as error:
+                loss = await find_loss(episode, error)
+                if loss is not None and loss.owner is Owner.GUEST:
+                    self._context.registry.end_by(episode, error, loss)
+                if not episode.guest_end_cause:
+                    raise
+            except EnvdError as error:
+                raised = await self._context.registry.lose(episode, error)
+                if not episode.guest_end_cause:
+                    raise raised from error
+        evidence = f"the guest ended itself: {episode.guest_end_cause}"
+        return Evaluation(score=0.0, checks=(CheckResult(name="guest", score=0.0, evidence=evidence),))
 
     async def _score(self, episode: Episode) -> Evaluation:
         """Run the checkers on a running machine.

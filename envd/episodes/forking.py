@@ -85,8 +85,7 @@ async def _freeze(pool: Pool, parent: Episode, command: ForkCommand, *, registry
             with traces.timed("freeze"):
                 return await pool.freeze(parent.machine)
         except (GuestUnresponsive, GuestError) as error:
-            registry.void(parent, error)
-            raise
+            raise await registry.lose(parent, error) from error
 
 
 async def _start_copies(

@@ -181,7 +181,7 @@ class Opening:
             raise InvalidRequest("fork_count", f"{command.fork_count} is below 1")
         ttl_s = context.limits.lease_ttl_for(command.lease_ttl_s)
         pool = context.pools[episode.pool]
-        with context.registry.call(episode, renews=True):
+        async with context.registry.call(episode, renews=True):
             try:
                 with self._quotas.reserve(episode.owner, command.fork_count, max_machines=command.max_machines):
                     group = await fork_group(

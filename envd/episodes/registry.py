@@ -8,17 +8,19 @@ import asyncio
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from envd.base.aio import Changes, OwnedTasks, race
 from envd.base.clock import Clock, LoopLag, wait_until
-from envd.base.errors import EnvdError, EpisodeEnded, EpisodeNotFound, MachineLost
+from envd.base.errors import EnvdError, EpisodeEnded, EpisodeNotFound, GuestEnded, LossUndecided, MachineLost
+from envd.base.losses import ENDS_MACHINE, Loss, Owner
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.episode import Episode
 from envd.episodes.events import EpisodeEvents
 from envd.episodes.lease import next_expiry_s
+from envd.episodes.losing import find_loss
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.types import EpisodeState
 from envd.pool.pool import Pool
@@ -136,14 +138,17 @@ class EpisodeRegistry:
         return None if known is None else known.owner
 
     def machine_count(self, owner: str) -> int:
-        """Return how many machines an owner's episodes hold: one each, except FAILED ones."""
-        return sum(e.owner == owner and e.state is not EpisodeState.FAILED for e in self._episodes.values())
+        """Return how many machines an owner's episodes hold: one each, except those that lost theirs."""
+        return sum(
+            e.owner == owner and e.state is not EpisodeState.FAILED and e.guest_end_cause not in ENDS_MACHINE
+            for e in self._episodes.values()
+        )
 
-    @contextmanager
-    def call(self, episode: Episode, *, renews: bool) -> Iterator[None]:
+    @asynccontextmanager
+    async def call(self, episode: Episode, *, renews: bool) -> AsyncIterator[None]:
         """Keep the lease from expiring during the block; with `renews`, restart it at the end.
 
-        A `MachineLost` voids the episode. It and `EpisodeEnded` become `EpisodeNotFound` if the episode was closed.
+        A `MachineLost` ends the episode. It and `EpisodeEnded` become `EpisodeNotFound` if the episode was closed.
         """
         episode.lease.begin_call()
         try:
@@ -152,7 +157,7 @@ class EpisodeRegistry:
             if episode.closed.is_set():
                 raise self.not_found(episode.episode_id) from error
             if isinstance(error, MachineLost):
-                self.void(episode, error)
+                raise await self.lose(episode, error) from error
             raise
         finally:
             episode.lease.end_call(self._clock.monotonic(), renews=renews)
@@ -172,9 +177,46 @@ class EpisodeRegistry:
         """Count an episode that is no longer active."""
         self._metrics.episode_ended(pool=episode.pool, run=episode.run, state=episode.state.value)
 
+    async def lose(self, episode: Episode, error: Exception) -> Exception:
+        """End an episode after an error: by its guest if that caused the error, otherwise void.
+
+        Returns the error to raise: `GuestEnded`, `LossUndecided`, or else `error`.
+        """
+        if not _is_over(episode):
+            self.end_by(episode, error, await find_loss(episode, error))
+        try:
+            episode.require_machine()
+        except (GuestEnded, LossUndecided) as found:
+            return found
+        except MachineLost:
+            pass
+        return error
+
+    def end_by(self, episode: Episode, error: Exception, loss: Loss | None) -> None:
+        """End an episode after an error and the loss that explains it, if any; see `lose`."""
+        if _is_over(episode):
+            return
+        if loss is None:
+            self.void(episode, error)
+            return
+        if loss.owner is not Owner.GUEST:
+            self._metrics.losses.labels(pool=episode.pool, owner=loss.owner.value).inc()
+            self.void(episode, loss.error(f"machine {episode.machine.machine_id}"))
+            return
+        logger.warning("episode %s: ended by its guest after step %d: %s", episode.episode_id, episode.step_count, loss)
+        self._metrics.ended_by_guest.labels(pool=episode.pool, cause=loss.cause).inc()
+        if episode.state is EpisodeState.ACTIVE:
+            self.end(episode, EpisodeState.TERMINATED, GuestEnded.reason, cause=loss.cause)
+        else:
+            episode.cause = loss.cause
+            self._journal.save(episode)
+        if episode.machine.lost.is_set():
+            self._tasks.spawn(self._release(episode), name=f"episode:{episode.episode_id}:release")
+        self.changes.notify()
+
     def void(self, episode: Episode, error: Exception) -> None:
-        """Mark an episode as FAILED and destroy its machine, unless it is already FAILED, closed or scored."""
-        if episode.state is EpisodeState.FAILED or episode.closed.is_set() or episode.is_scored:
+        """Mark an episode as FAILED and destroy its machine, unless it is over."""
+        if _is_over(episode):
             return
         reason = error.reason if isinstance(error, EnvdError) else EnvdError.reason
         logger.warning("episode %s: void after step %d: %s", episode.episode_id, episode.step_count, error)
@@ -239,7 +281,8 @@ class EpisodeRegistry:
         await race(episode.closed, episode.machine.lost)
         if not episode.closed.is_set():
             machine = episode.machine.machine
-            self.void(episode, MachineLost(f"machine {machine.machine_id}: lost: {machine.lost_reason}"))
+            lost = MachineLost(f"machine {machine.machine_id}: lost: {machine.lost_reason}")
+            self.end_by(episode, lost, machine.loss)
 
     def _extend_leases(self, lag_s: float) -> None:
         if lag_s < _MIN_LAG_S:
@@ -266,3 +309,8 @@ class EpisodeRegistry:
             expiry_s = next_expiry_s(e.lease for e in self)
             self._next_reap_s = math.inf if expiry_s is None else expiry_s
             await wait_until(self._clock, expiry_s, or_event=changed)
+
+
+def _is_over(episode: Episode) -> bool:
+    """Return whether a failure changes nothing about an episode."""
+    return episode.state is EpisodeState.FAILED or episode.closed.is_set() or episode.has_score

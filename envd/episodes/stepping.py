@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from envd.base.aio import LoopThrottle
 from envd.base.config import SettlePolicy
-from envd.base.errors import StoreError
+from envd.base.errors import GuestEnded, StoreError
 from envd.base.telemetry import traces
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
-from envd.episodes.perform import check_region, observe, perform, with_pixels
+from envd.episodes.perform import Performed, check_region, observe, perform, with_pixels
 from envd.episodes.persistence.journal import STEP, Request
 from envd.episodes.types import StepCommand, StepResult
 from envd.episodes.watching import views_of
 from envd.guest.desktop import ScreenView
-from envd.guest.observation import EncodedFrame, Observation, ObservationOptions, Unchanged
+from envd.guest.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, Unchanged
 
 #: How many steps may start or observe per event-loop iteration: each is up to 1 ms of work. With 256 concurrent
 #: clients (`envd bench scale`) a limit of 2 reduces the longest iteration from 100 to 11 ms and costs 3 of 100
@@ -60,32 +60,35 @@ class Stepping:
         context = self._context
         watch = Stopwatch(context.clock)
         request = Request(STEP, episode.episode_id, command.request_id, command.fingerprint)
-        with context.registry.call(episode, renews=True):
-            async with episode.turn:
-                watch.lap("queue")
-                episode.require_step(command.step_index)
-                check_region(command.observe, episode.machine.desktop.screen_size)
-                try:
-                    async with self._begun(episode, request) as resume_ms:
-                        if resume_ms > 0:
-                            watch.lap("resume")
-                        performed = await perform(
-                            episode.machine.desktop,
-                            command.actions,
-                            settle=context.settle_policy(episode, command.settle),
-                            options=command.observe,
-                            clock=context.clock,
-                            limits=context.limits,
-                            throttle=self._throttle,
-                        )
-                    # The machine may have died at the very end of a step that succeeded.
-                    episode.require_machine()
-                except StoreError:
-                    raise  # the guest was not touched
-                except Exception as error:
-                    context.registry.void(episode, error)
-                    context.count_failure(episode, "step", error)
-                    raise
+        async with context.registry.call(episode, renews=True), episode.turn:
+            watch.lap("queue")
+            episode.require_step(command.step_index)
+            check_region(command.observe, episode.machine.desktop.screen_size)
+            try:
+                async with self._begun(episode, request) as resume_ms:
+                    if resume_ms > 0:
+                        watch.lap("resume")
+                    performed = await perform(
+                        episode.machine.desktop,
+                        command.actions,
+                        settle=context.settle_policy(episode, command.settle),
+                        options=command.observe,
+                        clock=context.clock,
+                        limits=context.limits,
+                        throttle=self._throttle,
+                    )
+                # The machine may have died at the very end of a step that succeeded.
+                episode.require_machine()
+            except StoreError:
+                raise  # the guest was not touched
+            except Exception as error:
+                raised = await context.registry.lose(episode, error)
+                if not isinstance(raised, GuestEnded):
+                    context.count_failure(episode, "step", raised)
+                    raise raised from error
+                performed = await self._performed_until_end(episode, command)
+                episode.step_count += 1
+            else:
                 if episode.count_step(performed.last_action):
                     context.registry.count_end(episode)
         timings_ms = {**watch.timings_ms, **performed.timings_ms, "total": watch.total_ms}
@@ -101,6 +104,20 @@ class Stepping:
             await context.journal.answered(request, episode, result)
         return result
 
+    async def _performed_until_end(self, episode: Episode, command: StepCommand) -> Performed:
+        """Return the result of a step during which the guest ended: the last frame that its display has shown."""
+        machine = episode.machine
+        view = machine.desktop.view_nowait()
+        frame = view.frame if view else machine.frozen.view.frame
+        encoded = await machine.desktop.encode(frame, replace(command.observe, draw_marks=False))
+        failed = ActionOutcome(error=f"the machine ended during this step: {episode.guest_end_cause}")
+        return Performed(
+            outcomes=(failed,) * len(command.actions),
+            last_action=None,
+            observation=Observation(frame=encoded),
+            timings_ms={},
+        )
+
     async def observe(
         self, episode_id: str, options: ObservationOptions, *, refresh: bool = False, settle: SettlePolicy | None = None
     ) -> Observation:
@@ -114,7 +131,7 @@ class Stepping:
         """
         context, throttle = self._context, self._throttle
         episode = context.registry.get(episode_id)
-        with context.registry.call(episode, renews=False):
+        async with context.registry.call(episode, renews=False):
             episode.require_machine()
             desktop, watch = episode.machine.desktop, Stopwatch(context.clock)
             check_region(options, desktop.screen_size)

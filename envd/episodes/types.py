@@ -47,14 +47,17 @@ class EpisodeInfo:
     pool: str
     state: EpisodeState
     end_reason: str
-    """Why it is no longer active, UPPER_SNAKE: AGENT_DONE, AGENT_FAIL, MAX_STEPS or EVALUATED; if it FAILED, the
-    reason of the error: MACHINE_LOST, GUEST_UNRESPONSIVE, GUEST_ERROR or BUG. Empty while it is active."""
+    """Why it is no longer active, UPPER_SNAKE: AGENT_DONE, AGENT_FAIL, GUEST_ENDED, MAX_STEPS or EVALUATED; if it
+    FAILED, the reason of the error: MACHINE_LOST, LOSS_UNDECIDED, GUEST_UNRESPONSIVE, GUEST_ERROR or BUG. Empty while
+    it is active."""
     step_count: int
     expire_time: datetime
     create_time: datetime
     max_steps: int
     run: str
     origin: Origin
+    guest_end_cause: str = ""
+    """Cause if its guest ended itself, UPPER_SNAKE; otherwise empty."""
     owner: str = ""
     """Name of the token that opened it or its first ancestor; empty if the daemon uses no tokens."""
 

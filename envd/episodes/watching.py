@@ -31,8 +31,7 @@ async def views_of(
         except MachineLost as error:
             if episode.closed.is_set():
                 return
-            registry.void(episode, error)
-            raise
+            raise await registry.lose(episode, error) from error
         yield view
         await race(changed, episode.closed, episode.machine.lost)
         if not episode.closed.is_set():

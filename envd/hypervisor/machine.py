@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from envd.base.channels import GuestChannels
+from envd.base.losses import Loss
 
 
 class Accelerator(Enum):
@@ -244,6 +245,13 @@ class Machine(GuestChannels, Protocol):
     @property
     def state(self) -> MachineState:
         """Where it is in its lifecycle."""
+
+    @property
+    def loss(self) -> Loss | None:
+        """Who caused its end; None until it has ended."""
+
+    async def examine(self) -> Loss:
+        """Find out why its guest does not answer. Takes up to half a minute; never raises."""
 
     async def pause(self) -> None:
         """Stop the guest between two instructions; no effect on a paused machine. Raises: MachineLost."""

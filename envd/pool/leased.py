@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from envd.base.aio import OwnedTasks, shielded
 from envd.base.errors import EnvdError, GuestUnresponsive, MachineLost
+from envd.base.losses import Loss, Owner
 from envd.guest.desktop import Desktop
 from envd.guest.view import DesktopView
 from envd.hypervisor.machine import Hypervisor, Machine, MachineSpec, MachineState, Snapshot
@@ -241,6 +242,7 @@ class LostMachine:
         self.lost = asyncio.Event()
         self.lost.set()
         self.lost_reason = reason
+        self.loss = Loss(Owner.HOST, reason)
 
     def __repr__(self) -> str:
         return f"<LostMachine {self.machine_id} {self.lost_reason}>"
@@ -253,6 +255,10 @@ class LostMachine:
     def processor_s(self) -> float | None:
         """Return None: unknown."""
         return None
+
+    async def examine(self) -> Loss:
+        """Return its loss."""
+        return self.loss
 
     def console_tail(self) -> str:
         """Return an empty string: unknown."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from cuaenv.actions import Action, Click, Done, Fail
 from envd.base.errors import SetupFailed
+from envd.base.losses import ENDS_MACHINE
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeInfo, EpisodeState, ForkCommand, GroupResult, ResetCommand, StepCommand
@@ -206,7 +207,11 @@ class World:
     def check_no_leaks(self) -> None:
         """Assert that each machine is idle or leased to an episode, and that no reservation or unused state is left."""
         s = self.pool.statistics()
-        live = [e for e in self.service.list_episodes() if e.state is not EpisodeState.FAILED]
+        live = [
+            e
+            for e in self.service.list_episodes()
+            if e.state is not EpisodeState.FAILED and e.guest_end_cause not in ENDS_MACHINE
+        ]
         assert (s.leased_count, s.reserved_count) == (len(live), 0)
         assert len(self.hypervisor.machines) == s.idle_count + s.leased_count
         assert len([state for state in self.captured() if not state.discarded]) == len(self.service._opening._states)

@@ -23,8 +23,10 @@ from cuaenv.frames import TiledImage
 from envd.base.aio import race
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost, TemplateCorrupt
+from envd.base.losses import Loss, Owner, Silence, loss_by_silence
 from envd.guest.desktop import CommandResult, Desktop
 from envd.guest.display.frames import Frame
+from envd.guest.display.marks import Mark
 from envd.guest.input.plan import HeldInputs
 from envd.guest.observation import ActionOutcome, EncodedFrame, Observation, ObservationOptions, SettleResult
 from envd.guest.view import ConnectionState, DesktopView
@@ -139,7 +141,9 @@ class StubMachine:
         self.private_dirty_bytes = 1 << 20
         self.overlay_bytes = 0
         self.lost = asyncio.Event()
-        self.lost_reason = ""
+        self.loss: Loss | None = None
+        self.silence = Silence(run_state="")
+        """What the host observes if the guest does not answer."""
         self.guestd_url = None
         self.destroy_errors: list[Exception] = []
         """Raised by the next calls of `destroy`, one each."""
@@ -159,9 +163,23 @@ class StubMachine:
             raise HypervisorError(f"{snapshot!r} cannot be loaded into {self.machine_id}")
         self.snapshot, self.frame_id, self.is_loaded = snapshot, snapshot.frame_id, True
 
+    @property
+    def lost_reason(self) -> str:
+        """Text of `loss`."""
+        return self.loss.reason if self.loss else ""
+
+    async def examine(self) -> Loss:
+        """Decide from `loss` or `silence`."""
+        await asyncio.sleep(0)
+        return self.loss or loss_by_silence(self.silence)
+
     def die(self, reason: str = "QEMU was killed") -> None:
         """Lose the machine, as if QEMU exited. It still needs `destroy`."""
-        self.lost_reason = self.lost_reason or reason
+        self.end(Loss(Owner.HOST, reason))
+
+    def end(self, loss: Loss) -> None:
+        """Lose the machine."""
+        self.loss = self.loss or loss
         self.lost.set()
 
     def processor_s(self) -> float | None:
@@ -207,7 +225,7 @@ class StubMachine:
     def enforce_disk_quota(self, quota_bytes: int) -> None:
         """Lose the machine if `overlay_bytes` is above its quota."""
         if self.overlay_bytes > quota_bytes:
-            self.die(f"it used more than {quota_bytes} bytes of disk")
+            self.end(Loss(Owner.GUEST, f"it used more than {quota_bytes} bytes of disk", "DISK_FULL"))
 
     async def destroy(self) -> None:
         """Destroy the machine."""
@@ -408,6 +426,13 @@ class StubDesktop(Desktop):
         self.files: dict[str, bytes] = {}
         self.closed = False
 
+    def view_nowait(self) -> None:
+        """Return None: it has shown nothing."""
+
+    async def encode(self, frame: Frame, options: ObservationOptions, *, marks: tuple[Mark, ...] = ()) -> EncodedFrame:
+        """Return a frame without pixels."""
+        return self._encoded(frame.frame_id)
+
     async def _enter(self, method: str) -> None:
         self.calls.append(method)
         await asyncio.sleep(0)
@@ -478,18 +503,19 @@ class StubDesktop(Desktop):
     ) -> Observation:
         """Return the current frame without pixels."""
         await self._enter("observe")
+        return Observation(frame=self._encoded(self.machine.frame_id))
+
+    def _encoded(self, frame_id: str) -> EncodedFrame:
         width_px, height_px = self.screen_size
-        return Observation(
-            frame=EncodedFrame(
-                frame_id=self.machine.frame_id,
-                width_px=width_px,
-                height_px=height_px,
-                screen_width_px=width_px,
-                screen_height_px=height_px,
-                capture_time=_NOON,
-                image_id="",
-                content=None,
-            )
+        return EncodedFrame(
+            frame_id=frame_id,
+            width_px=width_px,
+            height_px=height_px,
+            screen_width_px=width_px,
+            screen_height_px=height_px,
+            capture_time=_NOON,
+            image_id="",
+            content=None,
         )
 
     async def run(

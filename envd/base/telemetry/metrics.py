@@ -115,6 +115,12 @@ class Metrics:
         self.episode_failures = self._counter(
             "envd_episode_failures_total", "Internal failures of resets and episodes.", "pool operation reason"
         )
+        self.ended_by_guest = self._counter(
+            "envd_episodes_ended_by_guest_total", "Episodes whose guest ended itself, by cause.", "pool cause"
+        )
+        self.losses = self._counter(
+            "envd_losses_total", "Machines of episodes that the host lost, or that it is undecided.", "pool owner"
+        )
         self.leftovers = self._counter("envd_leftovers_total", "Leftovers found by the audit, by kind.", "kind")
         self.hypervisor_up = self._gauge(
             "envd_hypervisor_up", "1 while the hypervisor works, 0 while libvirt is unreachable."

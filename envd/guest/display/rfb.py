@@ -1,7 +1,7 @@
 """An RFB 3.8 client over one stream: parse the server's messages, write a viewer's.
 
 Keeps no picture and decides nothing: `screen.py` holds the pixels, `envd.guest.input` decides what to press. Server
-data is untrusted: every length is bounded before it is read, and protocol errors raise `GuestError`. The end of the
+data is untrusted: every length is bounded before it is read, and protocol errors raise `DisplayError`. The end of the
 stream raises `MachineLost`, because a display lives exactly as long as its machine.
 """
 
@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from envd.base.errors import GuestError, MachineLost
+from envd.base.errors import DisplayError, MachineLost
 
 MAX_SIDE_PX = 8192
 MAX_SCREEN_PIXELS = 4096 * 4096
@@ -183,7 +183,7 @@ class RfbClient:
             size_limit_px: Largest (width, height) of the screen; at least 1280x1024 is accepted.
 
         Raises:
-            GuestError: The server is not an RFB 3.8 server without authentication, or its screen is too large.
+            DisplayError: The server is not an RFB 3.8 server without authentication, or its screen is too large.
             MachineLost: The stream ended.
         """
         width_px, height_px = (
@@ -244,7 +244,7 @@ class RfbClient:
         At most two screens of pixels are held at once.
 
         Raises:
-            GuestError: The server broke the protocol.
+            DisplayError: The server broke the protocol.
             MachineLost: The stream ended.
         """
         self._flush()
@@ -261,12 +261,12 @@ class RfbClient:
                 case 3:
                     (length,) = struct.unpack(">xxxI", await self._read(7))
                     if length > _MAX_TEXT_BYTES:
-                        raise GuestError(
+                        raise DisplayError(
                             f"display sent {length} bytes of clipboard; at most {_MAX_TEXT_BYTES} are read"
                         )
                     await self._read(length)
                 case _:
-                    raise GuestError(f"display sent an unknown message of type {kind}")
+                    raise DisplayError(f"display sent an unknown message of type {kind}")
 
     async def close(self) -> None:
         """Close the connection after everything is sent, or after 1 s. Idempotent; never fails."""
@@ -314,13 +314,13 @@ class RfbClient:
             if encoding == Encoding.RAW:
                 pixel_budget -= width_px * height_px
                 if pixel_budget < 0:
-                    raise GuestError(f"display sent more than two screens of pixels in one update ({self!r})")
+                    raise DisplayError(f"display sent more than two screens of pixels in one update ({self!r})")
                 if rect := await self._read_pixels(x_px, y_px, width_px, height_px):
                     rects.append(rect)
                 continue
             pseudo_count += 1
             if pseudo_count > _MAX_PSEUDO_RECTS:
-                raise GuestError(f"display sent more than {_MAX_PSEUDO_RECTS} pseudo-rectangles in one update")
+                raise DisplayError(f"display sent more than {_MAX_PSEUDO_RECTS} pseudo-rectangles in one update")
             match encoding:
                 case Encoding.DESKTOP_SIZE:
                     rects.append(self._resized(width_px, height_px))
@@ -342,7 +342,7 @@ class RfbClient:
                     lights = (await self._read(1))[0]
                     rects.append(KeyboardLeds(caps_lock=bool(lights & 4)))
                 case _:
-                    raise GuestError(f"display sent a rectangle of type {encoding}, which was not requested")
+                    raise DisplayError(f"display sent a rectangle of type {encoding}, which was not requested")
         return tuple(rects)
 
     def _resized(self, width_px: int, height_px: int) -> Resize:
@@ -352,7 +352,7 @@ class RfbClient:
 
     async def _read_pixels(self, x_px: int, y_px: int, width_px: int, height_px: int) -> PixelRect | None:
         if x_px + width_px > self._width_px or y_px + height_px > self._height_px:
-            raise GuestError(
+            raise DisplayError(
                 f"display sent pixels outside its screen: {width_px}x{height_px}+{x_px}+{y_px} of {self!r}"
             )
         if not width_px or not height_px:
@@ -388,7 +388,7 @@ class RfbClient:
         _check_cursor(width_px, height_px)
         (encoding,) = struct.unpack(">i", await self._read(4))
         if encoding != Encoding.RAW:
-            raise GuestError(f"display sent a cursor in encoding {encoding}; only raw was requested")
+            raise DisplayError(f"display sent a cursor in encoding {encoding}; only raw was requested")
         # The protocol specifies R, G, B, A; QEMU sends ARGB words, which are B, G, R, A in memory (ui/vnc.c,
         # `vnc_cursor_define`), premultiplied by the guest's X server.
         bgra = np.frombuffer(await self._read(width_px * height_px * 4), dtype=np.uint8)
@@ -409,25 +409,25 @@ async def _handshake(
     """Return the server's name, width and height."""
     version = await _read(reader, len(_VERSION))
     if version != _VERSION:
-        raise GuestError(f"display sent the greeting {version!r}; only RFB 3.8 is supported")
+        raise DisplayError(f"display sent the greeting {version!r}; only RFB 3.8 is supported")
     _write(writer, _VERSION)
     type_count = (await _read(reader, 1))[0]
     if type_count == 0:
-        raise GuestError(f"display accepts no connections: {await _read_reason(reader)}")
+        raise DisplayError(f"display accepts no connections: {await _read_reason(reader)}")
     types = await _read(reader, type_count)
     if _SECURITY_NONE not in types:
-        raise GuestError(
+        raise DisplayError(
             f"display requires authentication (types {list(types)}); configure it without, on a Unix socket"
         )
     _write(writer, bytes([_SECURITY_NONE]))
     (failed,) = struct.unpack(">I", await _read(reader, 4))
     if failed:
-        raise GuestError(f"display rejected the connection: {await _read_reason(reader)}")
+        raise DisplayError(f"display rejected the connection: {await _read_reason(reader)}")
     _write(writer, b"\x01")  # shared: an operator's viewer stays connected
     width_px, height_px, name_bytes = struct.unpack(">HH16xI", await _read(reader, 24))
     _check_size(width_px, height_px, size_limit_px)
     if name_bytes > 4096:
-        raise GuestError(f"display has a name of {name_bytes} bytes; at most 4096 are read")
+        raise DisplayError(f"display has a name of {name_bytes} bytes; at most 4096 are read")
     name = (await _read(reader, name_bytes)).decode("utf-8", "replace")
     _write(writer, struct.pack(">Bxxx", 0) + _PIXEL_FORMAT)
     _write(writer, struct.pack(f">BxH{len(_REQUESTED)}i", 2, len(_REQUESTED), *_REQUESTED))
@@ -463,7 +463,7 @@ async def _read_reason(reader: asyncio.StreamReader) -> str:
 def _check_size(width_px: int, height_px: int, limit_px: tuple[int, int]) -> None:
     pixel_count = width_px * height_px
     if not pixel_count or width_px > limit_px[0] or height_px > limit_px[1] or pixel_count > MAX_SCREEN_PIXELS:
-        raise GuestError(
+        raise DisplayError(
             f"display has a size of {width_px}x{height_px}; at most {limit_px[0]}x{limit_px[1]} and {MAX_SCREEN_PIXELS}"
             " pixels are accepted"
         )
@@ -471,4 +471,4 @@ def _check_size(width_px: int, height_px: int, limit_px: tuple[int, int]) -> Non
 
 def _check_cursor(width_px: int, height_px: int) -> None:
     if max(width_px, height_px) > MAX_CURSOR_SIDE_PX:
-        raise GuestError(f"display sent a cursor of {width_px}x{height_px}; at most {MAX_CURSOR_SIDE_PX} a side")
+        raise DisplayError(f"display sent a cursor of {width_px}x{height_px}; at most {MAX_CURSOR_SIDE_PX} a side")

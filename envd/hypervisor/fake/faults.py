@@ -23,6 +23,10 @@ class Faults:
     """The machine is lost with this reason at the end of its boot; empty for never."""
     agent_silent: bool = False
     """The guest agent accepts commands and never responds."""
+    starved: bool = False
+    """The host gives the guest no processor: nothing that `Machine.examine` asks is answered."""
+    monitor_answers: bool = True
+    """`Machine.examine` finds a QEMU that answers."""
     agent_delay_s: float = 0.0
     """Delay of the guest agent's responses."""
     agent: Agent | None = None

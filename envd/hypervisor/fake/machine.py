@@ -20,6 +20,7 @@ from pydantic import JsonValue
 
 from envd.base.aio import race, shielded
 from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost
+from envd.base.losses import Loss, Owner, Silence, loss_by_silence
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture, Rect
 from envd.hypervisor.fake.desktop.desktop import MIN_HEIGHT_PX, MIN_WIDTH_PX, DrawnDesktop
 from envd.hypervisor.fake.desktop.keyboard import scancode_of
@@ -67,7 +68,7 @@ class FakeMachine:
         self._set_guest(guest)
         self._waits_for_state = is_forked
         self.lost = asyncio.Event()
-        self.lost_reason = ""
+        self.loss: Loss | None = None
         self.on_lost: Callable[[FakeMachine], None] = lambda _: None
         """Called once the machine is lost, before anything raises MachineLost."""
         self.faults = faults
@@ -96,6 +97,11 @@ class FakeMachine:
     def __repr__(self) -> str:
         booting = "" if self._booted.is_set() else " booting"
         return f"<FakeMachine {self.machine_id!r} {self.state.value}{booting} {self.lost_reason}".rstrip() + ">"
+
+    @property
+    def lost_reason(self) -> str:
+        """See `GuestChannels`."""
+        return self.loss.reason if self.loss else ""
 
     @property
     def state(self) -> MachineState:
@@ -170,7 +176,7 @@ class FakeMachine:
 
     def _set_guest(self, guest: Guest) -> None:
         guest.on_change = self._screen_changed
-        guest.on_power_off = partial(self.kill, "its guest powered off")
+        guest.on_power_off = partial(self.end, Loss(Owner.GUEST, "its guest powered off", "POWER_OFF"))
         self.guest = guest
         self.files = guest.files
         self.programs = guest.programs
@@ -259,7 +265,18 @@ class FakeMachine:
         """Lose the machine if its own files are larger than `quota_bytes`."""
         used_bytes = self.files.own_bytes
         if used_bytes > quota_bytes:
-            self.kill(f"it used {used_bytes >> 20} MiB of disk, over its quota of {quota_bytes >> 20} MiB")
+            reason = f"it used {used_bytes >> 20} MiB of disk, over its quota of {quota_bytes >> 20} MiB"
+            self.end(Loss(Owner.GUEST, reason, "DISK_FULL"))
+
+    async def examine(self) -> Loss:
+        """See `Machine`: a starved guest has got no processor, and a stopped QEMU does not answer."""
+        await asyncio.sleep(0)
+        silence = Silence(
+            run_state="running" if self.faults.monitor_answers else "",
+            agent_answers=not (self.faults.agent_silent or self.faults.starved),
+            waited_s=10.0 if self.faults.starved else 0.0,
+        )
+        return self.loss or loss_by_silence(silence)
 
     async def destroy(self) -> None:
         """Destroy the machine and cut all connections. Idempotent; cancellation takes effect after the work is done."""
@@ -271,9 +288,13 @@ class FakeMachine:
 
     def kill(self, reason: str) -> None:
         """Lose the machine now, as if QEMU was killed. Its disk remains until `destroy`."""
+        self.end(Loss(Owner.HOST, reason))
+
+    def end(self, loss: Loss) -> None:
+        """Lose the machine now, by the host or by its guest. Its disk remains until `destroy`."""
         if self.lost.is_set():
             return
-        self.lost_reason = reason
+        self.loss = loss
         self.lost.set()
         self.on_lost(self)
         self._booted.set()
@@ -290,15 +311,15 @@ class FakeMachine:
 
         This handle reports the machine as lost and can no longer destroy it.
         """
-        was_running, was_lost, reason = self.state is MachineState.RUNNING, self.lost.is_set(), self.lost_reason
+        was_running, loss = self.state is MachineState.RUNNING, self.loss
         self.kill("its daemon was killed")
         self._orphaned = True
         left = FakeMachine(
             self.spec, snapshot=self.snapshot, faults=self.faults, on_destroyed=on_destroyed, guest=self.guest
         )
         left._running.clear()
-        if was_lost:
-            left.kill(reason)
+        if loss is not None:
+            left.end(loss)
         elif was_running:
             left._running.set()
             left.guest.clock.start()

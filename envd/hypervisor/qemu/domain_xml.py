@@ -179,7 +179,8 @@ def domain_xml(
     _add_board(root, spec, accelerator, tcg_cache_mib=tcg_cache_mib)
     # A guest that stops or crashes is a lost machine; it must not restart unnoticed.
     _add(root, "on_poweroff", "destroy")
-    _add(root, "on_reboot", "restart")
+    # A template boots, and its installation may reboot.
+    _add(root, "on_reboot", "restart" if memory.mode is Memory.SHARED else "destroy")
     _add(root, "on_crash", "destroy")
     _add_devices(root, spec, files, accelerator, template_disks)
     if confinement is not None:
@@ -349,11 +350,10 @@ def _add_devices(
     _add(rng, "backend", "/dev/urandom", model="random")
     # A balloon would let the host reclaim pages that forks share, and slows down Windows guests.
     _add(devices, "memballoon", model="none")
-    if hardware is Hardware.WINDOWS:
-        # Reports the guest's crash, which then ends the machine.
-        _add(devices, "panic", model="isa")
-        if accelerator is Accelerator.KVM:
-            _add(devices, "panic", model="hyperv")
+    # Reports the guest's crash, which then ends the machine.
+    _add(devices, "panic", model="isa")
+    if hardware is Hardware.WINDOWS and accelerator is Accelerator.KVM:
+        _add(devices, "panic", model="hyperv")
 
 
 def _letter(index: int) -> str:

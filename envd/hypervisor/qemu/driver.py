@@ -8,6 +8,7 @@ mark, so everything that a killed daemon leaves can be found and removed, and no
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Collection, Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -305,7 +306,8 @@ class LibvirtHypervisor:
     def on_domain_ended(self, name: str, reason: str) -> None:
         """Mark the domain's machine as lost."""
         if machine := self._machines.get(name):
-            machine.mark_lost(f"its QEMU ended: {reason}")
+            log = None if self._logs is None else self._logs / f"{name}.log"
+            machine.report_end(f"its QEMU ended: {reason}", failed_assertion=failed_assertion(log))
 
     async def on_reconnected(self) -> None:
         """Look up our domains on a new connection. Raises: HypervisorError."""
@@ -408,6 +410,15 @@ class LibvirtHypervisor:
         # That of a machine that was lost may tell why.
         if self._logs is not None and machine.lost_reason == DESTROYED:
             (self._logs / f"{name}.log").unlink(missing_ok=True)
+
+
+def failed_assertion(log: Path | None) -> str:
+    """Return the line in which QEMU reports that an assertion failed or a device is broken; empty if none does."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()[-20:] if log else []
+    except OSError:
+        return ""
+    return next((line[:200] for line in lines if re.search(r"Assertion .* failed|hw error|internal error", line)), "")
 
 
 async def _destroy_started(starting: "asyncio.Future[LibvirtMachine]") -> None:

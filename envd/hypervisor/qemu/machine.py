@@ -21,7 +21,8 @@ from PIL import Image as PillowImage
 from pydantic import JsonValue
 
 from envd.base.aio import race, shielded
-from envd.base.errors import GuestUnresponsive, HypervisorError, MachineLost
+from envd.base.errors import EnvdError, GuestUnresponsive, HypervisorError, MachineLost
+from envd.base.losses import Loss, Owner, Silence, loss_by_shutdown, loss_by_silence
 from envd.hypervisor.machine import MachineSpec, MachineState, MachineUsage
 from envd.hypervisor.qemu.agent_channel import AgentChannel
 from envd.hypervisor.qemu.connection import is_alive
@@ -38,6 +39,12 @@ DESTROYED = "destroyed by envd"
 
 #: libvirt's event of a domain's end arrives at most this much later than the end of the domain's sockets.
 _LOSS_EVENT_TIMEOUT_S = 3.0
+#: QEMU's event of its end is read from the monitor at most this much later than libvirt's report of it.
+_MONITOR_LAG_S = 0.05
+#: A running QEMU answers its monitor within milliseconds.
+_MONITOR_TIMEOUT_S = 5.0
+#: A guest that is not starved answers a ping within a second.
+_PING_TIMEOUT_S = 15.0
 #: A process ends at most this much later than its monitor.
 _EXIT_TIMEOUT_S = 0.5
 #: kernel/panic.c prints this line first, before it stops the processors.
@@ -94,9 +101,9 @@ class LibvirtMachine:
         if snapshot is not None:
             snapshot.acquire()
         self.lost = asyncio.Event()
-        self.lost_reason = ""
+        self.loss: Loss | None = None
         self._agent = AgentChannel(files.agent_socket, machine_id=spec.machine_id)
-        self.monitor = Monitor(files.monitor_socket, machine_id=spec.machine_id)
+        self.monitor = Monitor(files.monitor_socket, machine_id=spec.machine_id, on_event=self._on_event)
         self.is_loaded = snapshot is None
         """Whether it has booted or loaded a state, so that it can run."""
         self._console = Console(files.console_log)
@@ -144,25 +151,80 @@ class LibvirtMachine:
                 raise HypervisorError(f"machine {self.machine_id}: QEMU does not forward a port to guestd")
             self.guestd_url = f"http://127.0.0.1:{port}"
 
+    @property
+    def lost_reason(self) -> str:
+        """See `GuestChannels`."""
+        return self.loss.reason if self.loss else ""
+
     def mark_lost(self, reason: str) -> None:
-        """Record that the machine has ended. Only the first reason is kept."""
+        """Record that the host ended the machine, or that QEMU ended. Only the first reason is kept."""
+        self._end_by(Loss(Owner.HOST, reason))
+
+    def report_end(self, reason: str, *, failed_assertion: str = "") -> None:
+        """Record that QEMU has ended, by libvirt's report.
+
+        QEMU's own event, which says whether the guest caused it, is in the monitor's socket before that report, but may
+        not have been read yet. Without one QEMU was killed, or crashed, which a guest can cause.
+        """
+        loss = Loss(Owner.UNDECIDED, f"{reason}: {failed_assertion}") if failed_assertion else Loss(Owner.HOST, reason)
+        asyncio.get_running_loop().call_later(_MONITOR_LAG_S, self._end_by, loss)
+
+    def _on_event(self, name: str, data: Mapping[str, Any]) -> None:
+        if name == "GUEST_PANICKED":
+            self._end_by(Loss(Owner.GUEST, "QEMU reports GUEST_PANICKED", "PANIC"))
+        elif name == "SHUTDOWN" and (loss := loss_by_shutdown(str(data.get("reason", "")))):
+            self._end_by(loss)
+
+    def _end_by(self, loss: Loss) -> None:
         if not self.lost.is_set():
-            self.lost_reason = reason
+            self.loss = loss
             self.state = MachineState.GONE
             self.lost.set()
             self.monitor.close()  # Fails a command in flight immediately.
 
     def processor_s(self) -> float | None:
         """Return the processor seconds that the guest used or waited for; None if unknown. Never raises."""
+        times = self._processor_times()
+        return None if times is None else sum(times)
+
+    def _processor_times(self) -> tuple[float, float] | None:
+        """Return the seconds that the guest used a processor, and those that it waited for one; None if unknown."""
         try:
             if self._processors is None:
                 self._processors = _processor_threads(self.pid)
             # schedstat: nanoseconds on a processor, nanoseconds runnable without one, time slices
             # (Documentation/scheduler/sched-stats.rst). On a loaded host a guest that works mostly waits.
-            rows = (thread.read_text().split() for thread in self._processors)
-            return sum(int(row[0]) + int(row[1]) for row in rows) / 1e9
-        except (OSError, HypervisorError, ValueError):
+            rows = [thread.read_text().split() for thread in self._processors]
+            return sum(int(row[0]) for row in rows) / 1e9, sum(int(row[1]) for row in rows) / 1e9
+        except (OSError, HypervisorError, ValueError, IndexError):
             return None
+
+    async def examine(self) -> Loss:
+        """See `Machine`."""
+        with suppress(TimeoutError):  # An end that QEMU or libvirt is about to report.
+            await asyncio.wait_for(self.lost.wait(), _LOSS_EVENT_TIMEOUT_S)
+        silence = Silence(run_state="") if self.loss else await self._observe_silence()
+        return self.loss or loss_by_silence(silence)
+
+    async def _observe_silence(self) -> Silence:
+        try:
+            async with asyncio.timeout(_MONITOR_TIMEOUT_S):
+                run_state = (await self.monitor.execute("query-status"))["status"]
+        except (HypervisorError, TimeoutError):
+            return Silence(run_state="")
+        before = self._processor_times() or (0.0, 0.0)
+        answers = False
+        with suppress(EnvdError):
+            await self.agent_command("guest-ping", timeout_s=_PING_TIMEOUT_S)
+            answers = True
+        after = self._processor_times() or before
+        return Silence(
+            run_state=run_state,
+            agent_answers=answers,
+            used_s=after[0] - before[0],
+            waited_s=after[1] - before[1],
+            free_disk_bytes=_free_bytes(self.files.directory),
+        )
 
     async def open_display(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to its RFB 3.8 server. Raises: MachineLost."""
@@ -237,7 +299,7 @@ class LibvirtMachine:
             if self.state is not MachineState.GONE:
                 self.state = wanted
             if not running and (panic := self._console.panic()):
-                self.mark_lost(f"its kernel panicked: {panic}")
+                self._end_by(Loss(Owner.GUEST, f"its kernel panicked: {panic}", "PANIC"))
                 self._require_alive()
 
     async def usage(self) -> MachineUsage:
@@ -267,7 +329,8 @@ class LibvirtMachine:
             with suppress(OSError):  # It is being created or destroyed.
                 used_bytes += file.lstat().st_blocks * 512
         if used_bytes > quota_bytes:
-            self.mark_lost(f"it used {used_bytes >> 20} MiB of disk, over its quota of {quota_bytes >> 20} MiB")
+            reason = f"it used {used_bytes >> 20} MiB of disk, over its quota of {quota_bytes >> 20} MiB"
+            self._end_by(Loss(Owner.GUEST, reason, "DISK_FULL"))
 
     async def detach(self) -> None:
         """Release it and its snapshot without changing the domain."""
@@ -380,6 +443,13 @@ def destroy_domain(domain: Any) -> None:
             raise
 
 
+def _free_bytes(directory: Path) -> int | None:
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return None
+
+
 def _has_failed(task: "asyncio.Task[None]") -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
@@ -423,9 +493,9 @@ def _processor_threads(pid: int) -> tuple[Path, ...]:
 class Console:
     """Detects a kernel panic on the serial console of one machine; after a panic the guest does nothing more.
 
-    QEMU could report it through a device (pvpanic), but another device changes the machine, and no stored template
-    would fit it. Every image of ours has its kernel's console on the serial port. Only the guest's root can write
-    there, and a forged panic only costs the guest its own machine.
+    QEMU's panic device reports it at once, but only if the guest has loaded its driver (pvpanic). Every image of ours
+    has its kernel's console on the serial port. Only the guest's root can write there, and a forged panic only ends the
+    guest's own episode.
     """
 
     def __init__(self, log: Path) -> None:

@@ -16,7 +16,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -38,6 +38,10 @@ _FILE_SET = 7
 IGNORE_SHARED_MEMORY: dict[str, JsonValue] = {"capabilities": [{"capability": "x-ignore-shared", "state": True}]}
 
 
+#: Called with the name and the data of each event of QEMU.
+OnEvent = Callable[[str, Mapping[str, Any]], None]
+
+
 class Drives(NamedTuple):
     """Files of a machine's drives."""
 
@@ -52,8 +56,16 @@ class Monitor:
     Every method raises `HypervisorError` if QEMU fails or returns an error.
     """
 
-    def __init__(self, path: Path, *, machine_id: str, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        machine_id: str,
+        timeout_s: float = _TIMEOUT_S,
+        on_event: OnEvent = lambda _name, _data: None,
+    ) -> None:
         self._path = path
+        self._on_event = on_event
         self._machine_id = machine_id
         self._timeout_s = timeout_s
         self._connection: _Connection | None = None
@@ -118,7 +130,9 @@ class Monitor:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             await loop.sock_connect(connection, str(self._path))
-            _, monitor = await loop.create_unix_connection(lambda: _Connection(connection), sock=connection)
+            _, monitor = await loop.create_unix_connection(
+                lambda: _Connection(connection, self._on_event), sock=connection
+            )
         except BaseException:
             connection.close()
             raise
@@ -239,10 +253,11 @@ class _CommandFailed(Exception):
 class _Connection(asyncio.Protocol):
     """One connection to a monitor, with at most one command in flight."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, on_event: OnEvent) -> None:
         self.greeted: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         """Done after QEMU's greeting. Events, such as that of a new viewer, may precede it."""
         self._connection = connection
+        self._on_event = on_event
         self._transport: Any = None
         self._rest = b""
         self._command_id = 0
@@ -305,6 +320,8 @@ class _Connection(asyncio.Protocol):
         self._transport.close()
 
     def _on_message(self, message: dict[str, Any]) -> None:
+        if event := message.get("event"):
+            self._on_event(event, message.get("data") or {})
         if self._done.done():
             return
         if message.get("id") == self._command_id:

@@ -38,6 +38,7 @@ TABLE: list[tuple[errors.EnvdError, Code, str]] = [
     (errors.LossUndecided("x"), Code.DATA_LOSS, "LOSS_UNDECIDED"),
     (errors.GuestUnresponsive("x"), Code.DATA_LOSS, "GUEST_UNRESPONSIVE"),
     (errors.GuestError("x"), Code.DATA_LOSS, "GUEST_ERROR"),
+    (errors.DisplayError("x"), Code.DATA_LOSS, "GUEST_ERROR"),
     (errors.GuestRefused("x"), Code.FAILED_PRECONDITION, "GUEST_REFUSED"),
     (errors.NotForkable("x"), Code.FAILED_PRECONDITION, "NOT_FORKABLE"),
     (errors.SetupFailed("x"), Code.INTERNAL, "SETUP_FAILED"),

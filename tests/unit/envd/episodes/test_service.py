@@ -19,8 +19,10 @@ from envd.base.errors import (
     EpisodeNotFound,
     EvaluatorFailed,
     GroupTooLarge,
+    GuestEnded,
     GuestUnresponsive,
     InvalidRequest,
+    LossUndecided,
     MachineLost,
     NotFound,
     PoolExhausted,
@@ -30,6 +32,7 @@ from envd.base.errors import (
     StepIndexMismatch,
     TaskNotFound,
 )
+from envd.base.losses import Loss, Owner, Silence
 from envd.episodes.lease import MAX_CALL_S
 from envd.episodes.resetting import choose_pool
 from envd.episodes.types import EpisodeState
@@ -320,13 +323,104 @@ async def test_a_machine_killed_during_a_step_is_machine_lost_in_all_later_calls
         await world.service.step(world.step_command(episode_id, 1))
 
 
-async def test_a_guest_failure_during_a_step_voids_the_episode(world: World, episode_id: str) -> None:
+async def test_a_guest_failure_without_evidence_voids_the_episode(world: World, episode_id: str) -> None:
     world.desktop(episode_id).errors["settle"] = GuestUnresponsive("no update within 30 s")
-    with pytest.raises(GuestUnresponsive):
+    world.machine(episode_id).silence = Silence(run_state="")
+    with pytest.raises(LossUndecided, match="QEMU does not answer"):
         await world.service.step(world.step_command(episode_id, 0))
-    assert world.state(episode_id) == (EpisodeState.FAILED, "GUEST_UNRESPONSIVE")
-    with pytest.raises(MachineLost, match="GUEST_UNRESPONSIVE: no update within 30 s"):
+    assert world.state(episode_id) == (EpisodeState.FAILED, "LOSS_UNDECIDED")
+    with pytest.raises(LossUndecided, match=r"LOSS_UNDECIDED: .*QEMU does not answer"):
         await world.service.step(world.step_command(episode_id, 1))
+    with pytest.raises(LossUndecided):
+        await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
+    assert world.tasks.checks == 0
+
+
+# -- a guest that ends itself ---------------------------------------------------------------------------------------
+
+POWER_OFF = Loss(Owner.GUEST, "QEMU reports guest-shutdown", "POWER_OFF")
+
+
+async def test_a_step_in_which_the_guest_powers_off_ends_the_episode_and_scores_0(
+    world: World, episode_id: str
+) -> None:
+    world.desktop(episode_id).gates["act"].clear()
+    command = world.step_command(episode_id, 0)
+    step = await begun(world.service.step(command))
+    machine_id = world.machine(episode_id).machine_id
+    world.machine(episode_id).end(POWER_OFF)
+    result = await step
+    assert (result.episode.state, result.episode.end_reason) == (EpisodeState.TERMINATED, "GUEST_ENDED")
+    assert (result.episode.guest_end_cause, result.episode.step_count) == ("POWER_OFF", 1)
+    assert ["POWER_OFF" in outcome.error for outcome in result.outcomes] == [True]
+    assert (await world.service.step(command)).replayed
+    for call in (
+        world.service.step(world.step_command(episode_id, 1)),
+        world.service.observe(episode_id, ObservationOptions()),
+        world.service.read_file(episode_id, "/a", max_bytes=1),
+    ):
+        with pytest.raises(GuestEnded, match="POWER_OFF"):
+            await call
+    evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
+    assert (evaluated.score, world.tasks.checks) == (0.0, 0)
+    assert evaluated.checks[0].evidence == "the guest ended itself: POWER_OFF"
+    assert world.metrics.ends == ["terminated"]
+    await run_ready()
+    assert machine_id not in world.hypervisor.machines
+
+
+async def test_a_guest_that_powers_off_between_calls_is_scored_0(world: World, episode_id: str) -> None:
+    world.machine(episode_id).end(POWER_OFF)
+    await run_ready()
+    assert world.state(episode_id) == (EpisodeState.TERMINATED, "GUEST_ENDED")
+    with pytest.raises(GuestEnded):
+        await world.service.step(world.step_command(episode_id, 0))
+    assert (await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")).score == 0
+
+
+async def test_a_guest_that_powers_off_after_done_is_scored_0(world: World, episode_id: str) -> None:
+    await world.service.step(world.step_command(episode_id, 0, Done()))
+    world.machine(episode_id).end(POWER_OFF)
+    await run_ready()
+    assert world.state(episode_id) == (EpisodeState.TERMINATED, "AGENT_DONE")
+    evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
+    assert (evaluated.score, evaluated.episode.guest_end_cause) == (0.0, "POWER_OFF")
+
+
+async def test_a_guest_that_powers_off_while_it_is_evaluated_is_scored_0(world: World, episode_id: str) -> None:
+    world.tasks.check_gate.clear()
+    evaluating = await begun(world.service.evaluate(episode_id, request_id="e", fingerprint=b""))
+    world.machine(episode_id).end(POWER_OFF)
+    world.tasks.check_gate.set()
+    assert (await evaluating).score == 0
+
+
+async def test_a_session_that_ends_is_evaluated_on_what_is_left(world: World, episode_id: str) -> None:
+    world.desktop(episode_id).errors["settle"] = GuestUnresponsive("no update within 30 s")
+    world.machine(episode_id).silence = Silence(run_state="running", agent_answers=True)
+    result = await world.service.step(world.step_command(episode_id, 0))
+    assert (result.episode.end_reason, result.episode.guest_end_cause) == ("GUEST_ENDED", "SESSION_ENDED")
+    evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
+    assert (evaluated.score, world.tasks.checks) == (world.tasks.score, 1)
+
+
+async def test_a_checker_that_the_ended_session_cannot_answer_scores_0(world: World, episode_id: str) -> None:
+    world.machine(episode_id).silence = Silence(run_state="running", agent_answers=False)
+    failure = EvaluatorFailed("no answer")
+    failure.__cause__ = GuestUnresponsive("no answer within 60 s")
+    world.tasks.check_error = failure
+    evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
+    assert (evaluated.score, evaluated.episode.guest_end_cause) == (0.0, "UNRESPONSIVE")
+
+
+async def test_a_host_that_loses_an_ended_session_voids_it(world: World, episode_id: str) -> None:
+    world.desktop(episode_id).errors["settle"] = GuestUnresponsive("no update within 30 s")
+    world.machine(episode_id).silence = Silence(run_state="running", agent_answers=True)
+    await world.service.step(world.step_command(episode_id, 0))
+    world.kill(episode_id)
+    await run_ready()
+    with pytest.raises(MachineLost):
+        await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
 
 
 async def test_pipelined_steps_behind_a_lost_machine_are_machine_lost_too(world: World, episode_id: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from envd.base.config import SettlePolicy
-from envd.base.errors import EpisodeNotFound, GuestError, GuestUnresponsive, MachineLost
+from envd.base.errors import EpisodeNotFound, GuestError, GuestUnresponsive, LossUndecided, MachineLost
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EpisodeState
 from envd.guest.observation import A11yFormat, Encoding, ObservationOptions
@@ -107,7 +107,7 @@ async def test_a_failed_step_leaves_the_machine_paused_until_it_is_destroyed(wor
     machine = world.machine(episode_id)
     world.hypervisor.destroy_gate.clear()
     world.desktop(episode_id).errors["settle"] = GuestUnresponsive("no update within 30 s")
-    with pytest.raises(GuestUnresponsive):
+    with pytest.raises(LossUndecided):
         await world.service.step(world.step_command(episode_id, 0))
     assert machine.state is MachineState.PAUSED
     world.hypervisor.destroy_gate.set()

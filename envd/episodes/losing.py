@@ -1,0 +1,35 @@
+"""Find out who caused the failure of a call on an episode, from the evidence of its machine."""
+
+from envd.base.errors import DisplayError, EvaluatorFailed, GuestError, GuestUnresponsive, MachineLost
+from envd.base.losses import Loss, Owner
+from envd.episodes.episode import Episode
+
+
+async def find_loss(episode: Episode, error: BaseException) -> Loss | None:
+    """Return who caused an error of an episode's machine or guest; None if the error says nothing about either.
+
+    A desktop that is still asleep has run nothing of the agent since it was forked, so its failure is ours.
+    """
+    machine = episode.machine.machine
+    symptom = _symptom(error)
+    if symptom is None or (episode.machine.desktop.is_asleep and not machine.lost.is_set()):
+        return machine.loss
+    loss = await machine.examine()
+    if machine.loss is None and isinstance(symptom, MachineLost | DisplayError):
+        # QEMU serves the display, so a display that fails while QEMU runs is no evidence against the guest.
+        return Loss(Owner.UNDECIDED, str(error))
+    return loss
+
+
+def _symptom(error: BaseException | None) -> BaseException | None:
+    """Return the error of the machine or guest behind an error.
+
+    That a checker could not do something in the guest may be the checker's mistake; that the guest did not answer is
+    not.
+    """
+    kinds: tuple[type[BaseException], ...] = (MachineLost, GuestUnresponsive)
+    if not isinstance(error, EvaluatorFailed):
+        kinds = (*kinds, GuestError)
+    while error is not None and not isinstance(error, kinds):
+        error = error.__cause__
+    return error
