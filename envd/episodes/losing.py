@@ -1,6 +1,6 @@
 """Find out who caused the failure of a call on an episode, from the evidence of its machine."""
 
-from envd.base.errors import DisplayError, EvaluatorFailed, GuestError, GuestUnresponsive, MachineLost
+from envd.base.errors import DisplayError, EnvdError, EvaluatorFailed, GuestError, GuestUnresponsive, MachineLost
 from envd.base.losses import Loss, Owner
 from envd.episodes.episode import Episode
 
@@ -14,7 +14,12 @@ async def find_loss(episode: Episode, error: BaseException) -> Loss | None:
     symptom = _symptom(error)
     if symptom is None or (episode.machine.desktop.is_asleep and not machine.lost.is_set()):
         return machine.loss
-    loss = await machine.examine()
+    try:
+        # A paused guest answers nothing.
+        async with episode.machine.running():
+            loss = await machine.examine()
+    except EnvdError:
+        loss = await machine.examine()
     if machine.loss is None and isinstance(symptom, MachineLost | DisplayError):
         # QEMU serves the display, so a display that fails while QEMU runs is no evidence against the guest.
         return Loss(Owner.UNDECIDED, str(error))

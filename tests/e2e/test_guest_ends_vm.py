@@ -95,10 +95,12 @@ async def test_keys_end_no_machine_and_no_session(client: AsyncEnvClient) -> Non
 
 async def test_a_guest_whose_agent_is_killed_by_root_ends_itself(client: AsyncEnvClient) -> None:
     async with client.reset("test/nothing") as episode:
-        script = "(sleep 1; systemctl mask --now qemu-guest-agent; pkill -KILL -f guestd) </dev/null >/dev/null 2>&1 &"
+        # The agent's service ends last: the script is one of its processes.
+        kill = "pkill -KILL -f '[p]ython3 -m guestd'; systemctl mask --now qemu-guest-agent"
+        script = f"(sleep 1; {kill}) </dev/null >/dev/null 2>&1 &"
         assert (await episode.run_command(["sh", "-c", script], as_root=True)).exit_code == 0
         await episode.step(Wait(timedelta(seconds=3)))
         # Text is typed through guestd, which only root's agent could restart.
-        step = await episode.step(TypeText("x"), timeout=timedelta(minutes=5))
+        step = await episode.step(TypeText("übertragen"), timeout=timedelta(minutes=5))
         assert (step.state, step.guest_end_cause) == (State.TERMINATED, "UNRESPONSIVE")
         assert (await episode.evaluate()).score == 0
