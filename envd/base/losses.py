@@ -36,7 +36,7 @@ class Loss:
 
     owner: Owner
     reason: str
-    """For people."""
+    """A sentence for logs and error texts."""
     cause: str = ""
     """If the guest caused it, UPPER_SNAKE: POWER_OFF, REBOOT, PANIC, SESSION_ENDED, DISK_FULL or UNRESPONSIVE."""
 

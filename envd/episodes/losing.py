@@ -21,7 +21,7 @@ async def find_loss(episode: Episode, error: BaseException) -> Loss | None:
     except EnvdError:
         loss = await machine.examine()
     if machine.loss is None and isinstance(symptom, MachineLost | DisplayError):
-        # QEMU serves the display, so a display that fails while QEMU runs is no evidence against the guest.
+        # QEMU serves the display, so a display that fails while QEMU runs does not show that the guest failed.
         return Loss(Owner.UNDECIDED, str(error))
     return loss
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from cuaenv.actions import Action, Done, Fail, TypeText, Wait
 from envd.base.config import SettlePolicy
-from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
+from envd.base.errors import DisplayError, GuestError, GuestUnresponsive, MachineLost
 from envd.guest.display.connection import DisplayConnection
 from envd.guest.display.screen import Screen
 from envd.guest.guestd import GuestdClient
@@ -118,7 +118,7 @@ class Actor:
             await self._input.play(client, events)
         except MachineLost as error:
             await self._display.client()  # raises if the machine is lost too
-            raise GuestError(
+            raise DisplayError(
                 f"machine {self._machine_id}: the display dropped its connection during input; part of the input may"
                 " have had its effect"
             ) from error

@@ -259,17 +259,24 @@ async def test_a_screen_that_never_settles_is_reported_and_bounded() -> None:
         assert observation.settled is False
 
 
-async def test_a_hung_guest_voids_its_episode_even_if_its_screen_is_quiet() -> None:
+@pytest.mark.parametrize("starved", [False, True])
+async def test_a_hung_guest_ends_its_episode_even_if_its_screen_is_quiet(starved: bool) -> None:
     limits = LimitsConfig(heartbeat_interval_s=0.0, hang_timeout_s=2.0)
     async with served_client(size=1, limits=limits) as (server, client), client.reset("fake/count-to-five") as episode:
         await episode.step(COUNT)
-        leased_machine(server).inject(agent_silent=True)
-        with pytest.raises(wire.GuestUnresponsive):
+        leased_machine(server).inject(agent_silent=True, starved=starved)
+        if starved:
+            for call in (episode.step(COUNT), episode.step(COUNT), episode.evaluate()):
+                with pytest.raises(wire.LossUndecided):
+                    await call
+            return
+        step = await episode.step(COUNT)
+        assert (step.state, step.guest_end_cause) == (wire.State.TERMINATED, "UNRESPONSIVE")
+        assert step.observation.frame_id == episode.observation.frame_id
+        with pytest.raises(wire.GuestEnded):
             await episode.step(COUNT)
-        with pytest.raises(wire.MachineLost, match="GUEST_UNRESPONSIVE"):
-            await episode.step(COUNT)
-        with pytest.raises(wire.SampleVoid):
-            await episode.evaluate()
+        evaluation = await episode.evaluate()
+        assert (evaluation.score, evaluation.guest_end_cause) == (0.0, "UNRESPONSIVE")
 
 
 async def test_a_guest_that_responded_recently_is_not_probed() -> None:

@@ -191,7 +191,7 @@ async def test_a_host_without_memory_starts_no_machine_reports_it_and_recovers(m
     assert nothing_is_left(server)
 
 
-async def test_a_guest_that_fills_its_disk_loses_its_machine_and_the_client_gets_the_reason() -> None:
+async def test_a_guest_that_fills_its_disk_ends_its_episode_and_no_other() -> None:
     async with (
         served_client(size=1, capacity=2) as (server, client),
         client.reset(TASK, view=NOTHING) as episode,
@@ -200,8 +200,9 @@ async def test_a_guest_that_fills_its_disk_loses_its_machine_and_the_client_gets
         await episode.write_file("/home/user/large", bytes(2 << 20))
         for machine in server.hypervisor.machines.values():
             machine.enforce_disk_quota(1 << 20)
-        with pytest.raises(wire.MachineLost, match=r"2 MiB .* 1 MiB"):
+        with pytest.raises(wire.GuestEnded, match="DISK_FULL"):
             await episode.step(COUNT)
+        assert (await episode.evaluate()).score == 0
         assert (await other.step(COUNT)).step_count == 1
     assert nothing_is_left(server)
 

@@ -92,7 +92,7 @@ def is_explained(status: Status, faults: Iterable[InjectedFault], *, lineage: Se
     opens = status.call in _OPENING
     code, _, reason = status.key.partition("/")
     match code, reason:
-        case "DATA_LOSS", "MACHINE_LOST" | "GUEST_UNRESPONSIVE" | "GUEST_ERROR":
+        case "DATA_LOSS", "MACHINE_LOST" | "LOSS_UNDECIDED" | "GUEST_UNRESPONSIVE" | "GUEST_ERROR":
             return bool(damaging) or (opens and bool(concurrent))
         case "RESOURCE_EXHAUSTED", "POOL_EXHAUSTED":
             return opens
@@ -102,7 +102,7 @@ def is_explained(status: Status, faults: Iterable[InjectedFault], *, lineage: Se
             return status.call == "evaluate" and bool(own)
         case "FAILED_PRECONDITION", "NOT_FORKABLE":
             return status.call == "fork" and (runs_guests or bool(concurrent))
-        case "FAILED_PRECONDITION", "GUEST_REFUSED":
+        case "FAILED_PRECONDITION", "GUEST_REFUSED" | "GUEST_ENDED":
             return bool(damaging)
         case (code, "") if code in {TIMED_OUT, CANCELLED}:
             # A hanging guest delays its callers beyond their deadlines. The daemon waits for its response as long as

@@ -19,7 +19,9 @@ CANCELLED = "CANCELLED"
 
 def is_voiding(call: str, key: str) -> bool:
     """Whether a call's outcome voids its episode. Failed observations and guest access do not."""
-    return key == "DATA_LOSS/MACHINE_LOST" or (call in {"step", "fork"} and key.startswith("DATA_LOSS/"))
+    return key in {"DATA_LOSS/MACHINE_LOST", "DATA_LOSS/LOSS_UNDECIDED"} or (
+        call in {"step", "fork"} and key.startswith("DATA_LOSS/")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

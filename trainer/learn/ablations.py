@@ -1,12 +1,12 @@
 """What an ablation changes in a rollout: machines that are lost, and groups whose members start in other states.
 
-A machine is lost by a `poweroff` of its guest, between two turns or before the evaluation, so the daemon and the loop
-handle it as any lost machine. `faults_as_zero` then counts the episode as a failure of the policy.
+A machine is lost between two turns or before the evaluation, and the loop handles it as one that its host lost.
+`faults_as_zero` then counts the episode as a failure of the policy.
 """
 
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from cuaenv.client import Action, AsyncEpisode, Evaluation, MachineLost, StepResult
 from trainer.agent.loop import AgentEpisode
@@ -51,7 +51,7 @@ class _FaultyRollout(Rollout):
 
 
 class _LostEpisode(WrappedEpisode):
-    """An episode whose guest powers off before a step, or before the evaluation if there are fewer."""
+    """An episode whose machine is lost before a step, or before the evaluation if there are fewer."""
 
     def __init__(self, episode: AgentEpisode, machine: AsyncEpisode, *, steps: int) -> None:
         super().__init__(episode)
@@ -60,16 +60,16 @@ class _LostEpisode(WrappedEpisode):
 
     async def step(self, *actions: Action, **options: Any) -> StepResult:
         if self._steps_left == 0:
-            await self._power_off()
+            await self._lose()
         self._steps_left -= 1
         return await super().step(*actions, **options)
 
-    async def evaluate(self, **options: Any) -> Evaluation:
-        await self._power_off()
-        return await super().evaluate(**options)
+    async def evaluate(self, **options: Any) -> Evaluation:  # noqa: ARG002 - nothing is left to evaluate
+        await self._lose()
 
-    async def _power_off(self) -> None:
-        await self._machine.run_command(["poweroff"], as_root=True)
+    async def _lose(self) -> NoReturn:
+        await self._machine.close()
+        raise MachineLost(f"episode {self._machine.episode_id}: its host lost the machine (injected)")
 
 
 def _rng(args: Any, sample: Any) -> random.Random:

@@ -98,7 +98,7 @@ class Reinforce(BaseModel):
     group_start: Literal["forked", "drawn"] = "forked"
     """`forked`: as `envd.group` says. `drawn`: each member starts alone, with another seed of its template."""
     fault_share: float = Field(default=0.0, ge=0, lt=1)
-    """Share of training episodes whose machine powers off."""
+    """Share of training episodes whose machine is lost."""
     faults_as_zero: bool = False
     """Count those episodes as reward 0 instead of void: what this project refuses to do, to measure its cost."""
     envd: dict[str, Any] = Field(default_factory=dict)
