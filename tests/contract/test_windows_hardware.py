@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from envd.base.errors import GuestError, GuestUnresponsive, NotForkable
+from envd.base.losses import Owner
 from envd.guest.agent import GuestAgent, renew_identity
 from envd.hypervisor.contract.fixtures import new_machine_id
 from envd.hypervisor.contract.forks import ForkContract
@@ -300,7 +301,7 @@ class TestForkContractOnWindowsHardware(LibvirtFixtures, ForkContract):
                 await hypervisor.capture(machine)
             assert await self.run(machine, "echo", "alive") == b"alive\n"
 
-    async def test_a_guest_that_crashes_is_a_lost_machine(
+    async def test_a_guest_that_crashes_ends_its_machine(
         self, hypervisor: LibvirtHypervisor, template: Snapshot
     ) -> None:
         async with self.running_fork(hypervisor, template) as machine:
@@ -308,5 +309,6 @@ class TestForkContractOnWindowsHardware(LibvirtFixtures, ForkContract):
             await self.start(machine, "sh", "-c", "echo c >/proc/sysrq-trigger")
             async with asyncio.timeout(self.prompt_s):
                 await machine.lost.wait()
-            assert "crashed" in machine.lost_reason
+            assert machine.loss is not None
+            assert (machine.loss.owner, machine.loss.cause) == (Owner.GUEST, "PANIC")
         assert self.leftovers(hypervisor, machine.machine_id) == []
