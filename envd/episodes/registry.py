@@ -203,7 +203,9 @@ class EpisodeRegistry:
             self._metrics.losses.labels(pool=episode.pool, owner=loss.owner.value).inc()
             self.void(episode, loss.error(f"machine {episode.machine.machine_id}"))
             return
-        logger.warning("episode %s: ended by its guest after step %d: %s", episode.episode_id, episode.step_count, loss)
+        logger.warning(
+            "episode %s: ended by its guest after step %d: %s", episode.episode_id, episode.step_count, loss.reason
+        )
         self._metrics.ended_by_guest.labels(pool=episode.pool, cause=loss.cause).inc()
         if episode.state is EpisodeState.ACTIVE:
             self.end(episode, EpisodeState.TERMINATED, GuestEnded.reason, cause=loss.cause)

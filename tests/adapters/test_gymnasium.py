@@ -52,7 +52,7 @@ def test_a_solved_task_gives_1(env: Any) -> None:
     assert not np.array_equal(after, screen)
     _, *result, info = env.step(DONE)
     assert result == [1.0, True, False]
-    assert info == {"errors": "", "void": "", "end_reason": "AGENT_DONE"}
+    assert info == {"errors": "", "void": "", "end_reason": "AGENT_DONE", "guest_end_cause": ""}
 
 
 def test_doing_nothing_gives_0(env: Any) -> None:

@@ -26,7 +26,8 @@ from tests.support.clock import until
 from tests.support.desktops import DrawnDesktops
 from tests.support.program import run_program
 from trainer.adapters.background import blocking
-from trainer.adapters.session import Session, SessionSettings, SessionVoid, is_fault, open_session, session, task_of_row
+from trainer.adapters.session import Session, SessionSettings, SessionVoid, open_session, session, task_of_row
+from trainer.agent.ownership import is_fault
 
 TASK = "fake/enable"
 BOX = Click(822, 167)

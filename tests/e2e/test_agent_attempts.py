@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from cuaenv.client import Action, Click, Done, StepResult, Wait
+from cuaenv.client import Action, AsyncEpisode, Click, Done, GuestUnresponsive, StepResult, Wait
 from envd.hypervisor.fake import Faults
 from envd.tasks.model import Task
+from tests.support.guest_ends import POWER_OFF, end_guests
 from tests.support.scripted_replies import ScriptedReplies
 from tests.support.server import FakeServer, served_client
 from trainer.agent.attempts import run_group, run_task
@@ -51,6 +52,45 @@ async def test_an_episode_on_a_lost_machine_is_retried_on_a_new_one() -> None:
     assert trajectory.evaluation is not None
     assert trajectory.evaluation.score == 1.0
     assert len(trajectory.turns) == 3
+
+
+@pytest.mark.parametrize("between_steps", [False, True])
+async def test_an_episode_whose_guest_ended_is_scored_and_not_retried(
+    monkeypatch: pytest.MonkeyPatch, between_steps: bool
+) -> None:
+    end_guests(monkeypatch, between_steps=between_steps)
+    async with served_client(size=1) as (_, client):
+        models = iter([ScriptedReplies.acting([POWER_OFF], [COUNT])])
+        trajectory = await run_task(client, "fake/count-to-five", lambda: next(models), settings=SETTINGS)
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.TERMINATED, "guest_ended")
+    assert (trajectory.guest_end_cause, trajectory.attempt_count) == ("POWER_OFF", 1)
+    assert trajectory.evaluation is not None
+    assert trajectory.evaluation.score == 0.0
+
+
+@pytest.mark.parametrize("failing", ["step", "evaluate"])
+async def test_a_loss_that_the_agent_may_have_caused_is_not_retried(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    async def hang(*_: object, **__: object) -> None:
+        raise GuestUnresponsive("no answer", reason="GUEST_UNRESPONSIVE")
+
+    monkeypatch.setattr(AsyncEpisode, failing, hang)
+    made: list[ScriptedReplies] = []
+    async with served_client(size=1) as (_, client):
+        trajectory = await run_task(client, "fake/count-to-five", counted(made), settings=SETTINGS)
+    assert (trajectory.outcome, len(made)) == (Outcome.FAILED, 1)
+
+
+async def test_a_guest_that_hangs_before_the_agent_acts_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(*_: object, **__: object) -> None:
+        raise GuestUnresponsive("no answer", reason="GUEST_UNRESPONSIVE")
+
+    monkeypatch.setattr(AsyncEpisode, "evaluate", hang)
+    models = iter([ScriptedReplies(["I cannot."] * 6), ScriptedReplies(["I cannot."] * 6)])
+    async with served_client(size=1) as (_, client):
+        trajectory = await run_task(client, "fake/count-to-five", lambda: next(models), settings=SETTINGS)
+    assert (trajectory.outcome, trajectory.attempt_count) == (Outcome.FAILED, 2)
 
 
 async def test_an_episode_lost_twice_is_void_with_its_error() -> None:

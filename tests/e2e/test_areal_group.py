@@ -10,6 +10,7 @@ import pytest
 from cuaenv.client import Action, AsyncEnvClient, Click, Done, TaskNotFound
 from envd.hypervisor.fake import Faults
 from tests.support.areal import ScriptedEngine
+from tests.support.guest_ends import POWER_OFF, end_guests
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import END, Processor, Tokenizer
 from trainer.adapters.areal.conversation import Request
@@ -171,3 +172,14 @@ async def test_a_data_set_row_without_a_task_is_refused() -> None:
             await run_task_group(
                 client, {"prompt": "x"}, ScriptedEngine(counting).ask, chat=Chat(Tokenizer()), config=config
             )
+
+
+async def test_episodes_whose_guests_ended_are_valid_and_worth_less_than_failures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    end_guests(monkeypatch)
+    async with desktops() as server:
+        result = await live(server, lambda _: SAY([POWER_OFF]))
+    assert [row.value for row in result.rows] == [-0.1, -0.1]
+    assert result.metrics["ended_by_guest"] == [1.0, 1.0]
+    assert result.metrics["task_score"] == result.metrics["void"] == result.metrics["undecided"] == [0.0, 0.0]

@@ -39,6 +39,7 @@ async def world() -> AsyncIterator[FakeServer]:
 
 def args_of(server: FakeServer, **changed: Any) -> Any:
     envd = {"hosts": [server.address], "engine_timeout_s": 20.0, "engine_retries": 1, "attempts": 1, "agent": AGENT}
+    envd["halt"] = {"above": {}}
     args = stand_in_args(envd, n_samples_per_prompt=1, rollout_seed=1)
     options = {"group_start": "forked", "train_seeds": 1000, "fault_share": 0.0, "faults_as_zero": False}
     for name, value in {**options, **changed}.items():

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from cuaenv.client import Action, AsyncEnvClient, Click, Done
+from cuaenv.client import Action, AsyncEnvClient, AsyncEpisode, Click, Done, LossUndecided
 from envd.episodes.types import GroupResult, ResetCommand
+from tests.support.guest_ends import POWER_OFF, end_guests
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import IMAGE, Sample, ScriptedEngine, Tokenizer, stand_in_args, stand_in_slime
 from trainer.agent.grammars import grammar
 from trainer.config import ConfigError
 from trainer.slime import rollout
 from trainer.slime.generate import generate
+from trainer.slime.metrics import rollout_metrics
 from trainer.slime.samples import facts_of, is_void
 
 TASK = "fake/count-to-five"
@@ -201,6 +203,52 @@ async def test_a_sample_that_slime_repeats_is_reset_and_runs_alone() -> None:
         await generate(args, sample, PARAMS)
         assert (sample.reward, sample.remove_sample, sample.status.name) == (1.0, False, "COMPLETED")
         assert there.reset_sizes() == [1]
+
+
+async def test_a_group_in_which_failures_escape_keeps_its_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of eight members succeed; the others end their guests."""
+    end_guests(monkeypatch)
+    firsts = itertools.count()
+
+    def say(prompt: str) -> str:
+        is_first = "<|im_start|>assistant\n" not in prompt.removesuffix("<|im_start|>assistant\n")
+        return SAY([POWER_OFF]) if is_first and next(firsts) % 2 else counting(prompt)
+
+    async with world(say) as there:
+        args = there.args(n_samples_per_prompt=8)
+        samples = await asyncio.gather(*(generate(args, sample, PARAMS) for sample in group_of(8)))
+        assert sum(there.reset_sizes()) == 8, "none is repeated"
+        await there.all_returned()
+    assert sorted(sample.reward for sample in samples) == [-0.1] * 4 + [1.0] * 4
+    assert not any(map(is_void, samples))
+    assert {facts_of(sample)["guest_end_cause"] for sample in samples if sample.reward < 0} == {"POWER_OFF"}
+    metrics = rollout_metrics(args, samples)
+    assert (metrics["success_frac"], metrics["task_score"], metrics["void_frac"]) == (0.5, 0.5, 0.0)
+    assert (metrics["ended_by_guest_frac"], metrics["ended/guest_ended"]) == (0.5, 0.5)
+    assert metrics["reward_part/ended_by_guest"] == pytest.approx(-0.05)
+    assert metrics["zero_std_frac"] == 0.0
+
+
+async def test_an_evaluation_scores_an_escape_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    end_guests(monkeypatch)
+    async with world(lambda _: SAY([POWER_OFF])) as there:
+        (sample,) = group_of(1)
+        await generate(there.args(), sample, PARAMS, evaluation=True)
+        assert (sample.status.name, sample.reward, there.reset_sizes()) == ("COMPLETED", 0.0, [1])
+
+
+async def test_an_undecided_loss_is_void_counted_apart_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lose(*_: object, **__: object) -> None:
+        raise LossUndecided("QEMU crashed", reason="LOSS_UNDECIDED")
+
+    monkeypatch.setattr(AsyncEpisode, "step", lose)
+    async with world() as there:
+        (sample,) = group_of(1)
+        args = there.args(n_samples_per_prompt=1)
+        check_void(await generate(args, sample, PARAMS), "FAILED", "LossUndecided")
+        assert there.reset_sizes() == [1]
+    metrics = rollout_metrics(args, [sample])
+    assert (metrics["undecided_frac"], metrics["void/LossUndecided"]) == (1.0, 1.0)
 
 
 async def test_an_episode_on_a_lost_machine_is_repeated_on_a_new_one() -> None:

@@ -38,7 +38,9 @@ async def test_a_rollout_of_unknown_tasks_ends_after_a_bounded_number_of_resets(
             return await perform(command)
 
         server.service.reset = reset
-        args = stand_in_args({"hosts": [server.address], "max_lost_groups": 6}, n_samples_per_prompt=2)
+        args = stand_in_args(
+            {"hosts": [server.address], "max_lost_groups": 6, "halt": {"above": {}}}, n_samples_per_prompt=2
+        )
         with (
             stand_in_slime(ScriptedEngine(str)),
             pytest.raises(Halted, match=r"6 consecutive groups were lost \(TaskNotFound 12\); last error: .*fake/none"),

@@ -140,10 +140,10 @@ class DesktopEnv(gymnasium.Env[Screen, Mapping[str, Any]]):
         if not result.done:
             return self._screen(session), 0.0, False, False, info
         score = blocking(session.score())
-        info |= {"end_reason": result.end_reason, "void": score.void}
-        if score.value is None:
+        info |= {"end_reason": result.end_reason, "guest_end_cause": score.guest_end_cause, "void": score.void}
+        if score.reward is None:
             return self._screen(session), self._void_reward, False, True, info
-        return self._screen(session), score.value, not session.truncated, session.truncated, info
+        return self._screen(session), score.reward, not session.truncated, session.truncated, info
 
     def render(self) -> Any:
         """Return the latest screen in the mode `rgb_array`, else None."""

@@ -26,12 +26,14 @@ from harbor.models.trial.paths import EnvironmentPaths
 from harbor.models.verifier.result import VerifierResult
 from harbor.verifier.base import BaseVerifier
 
-from cuaenv.client import AccessDenied, AsyncEpisode, Done, EnvError, NotFound, View
-from trainer.adapters.session import Session, SessionSettings, SessionVoid, is_fault, open_session, task_of_row
+from cuaenv.client import AccessDenied, AsyncEpisode, Done, EnvError, GuestEnded, NotFound, View
+from trainer.adapters.session import Session, SessionSettings, SessionVoid, open_session, task_of_row
+from trainer.agent.ownership import is_fault
 
 T = TypeVar("T")
 #: Exit status of `timeout` for a command that it ended.
 _TIMED_OUT = 124
+_GUEST_ENDED = 255
 _LONGEST_COMMAND_S = 590
 
 
@@ -176,9 +178,12 @@ class DesktopEnvironment(BaseEnvironment):
             argv = ["sh", "-c", 'exec runuser -u "$(id -nu -- "$0")" -- "$@"', str(user), *argv]
         # Ended in the guest: a call that times out voids the episode.
         argv = ["timeout", "-k", "5", str(limit_s), *argv]
-        result = await self._call(
-            lambda episode: episode.run_command(argv, as_root=not in_session, timeout=timedelta(seconds=limit_s + 10))
-        )
+        limit = timedelta(seconds=limit_s + 10)
+        try:
+            result = await self._call(lambda episode: episode.run_command(argv, as_root=not in_session, timeout=limit))
+        except GuestEnded as error:
+            # The trial continues to its score: an exception would repeat it.
+            return ExecResult(stdout="", stderr=str(error), return_code=_GUEST_ENDED)
         if result.exit_code == _TIMED_OUT:
             raise RuntimeError(f"command {command!r}: not done within {limit_s} s; start longer work in the background")
         out, errors = (stream.decode(errors="replace") for stream in (result.stdout, result.stderr))

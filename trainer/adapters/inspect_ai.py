@@ -36,9 +36,21 @@ from inspect_ai.util import (
 from pydantic import BaseModel, ConfigDict
 
 from cuaenv.agent_text.values import ParseError
-from cuaenv.client import AccessDenied, Done, EnvClient, EnvError, EpisodeEnded, Fail, GuestRefused, NotFound, View
+from cuaenv.client import (
+    AccessDenied,
+    Done,
+    EnvClient,
+    EnvError,
+    EpisodeEnded,
+    Fail,
+    GuestEnded,
+    GuestRefused,
+    NotFound,
+    View,
+)
 from trainer.adapters.inspect_computer import PROGRAM, actions_of, read_call
-from trainer.adapters.session import TASK_COLUMN, Session, SessionSettings, is_fault, open_session
+from trainer.adapters.session import TASK_COLUMN, Session, SessionSettings, open_session
+from trainer.agent.ownership import is_fault
 
 #: Exit status of `timeout` for a command that it ended.
 _TIMED_OUT = 124
@@ -271,7 +283,8 @@ async def _boundary(file: str = "") -> AsyncIterator[None]:
     try:
         yield
     except EnvError as error:
-        if isinstance(error, AccessDenied):
+        # A guest that the agent ended is reported to it, and scored: an error of the sample would repeat it.
+        if isinstance(error, AccessDenied | GuestEnded):
             raise PermissionError(str(error)) from error
         if file and isinstance(error, NotFound):
             raise FileNotFoundError(2, str(error), file) from error

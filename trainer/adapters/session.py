@@ -19,7 +19,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from cuaenv.client import (
-    AccessDenied,
     Action,
     AsyncEpisode,
     BadRequest,
@@ -27,24 +26,17 @@ from cuaenv.client import (
     ClientSettings,
     EnvError,
     EpisodeEnded,
-    EpisodeNotFound,
-    GroupTooLarge,
-    GuestRefused,
-    MessageTooLarge,
-    NotForkable,
-    NotFound,
-    NotSupported,
+    GuestEnded,
     Observation,
-    SampleVoid,
     Settle,
     State,
     StepResult,
     Tls,
-    Unauthenticated,
     View,
     shared_client,
 )
 from trainer.agent.forks import group_member
+from trainer.agent.ownership import GUEST_ENDED, failure_of, is_fault, reward_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,27 +49,10 @@ TASK_COLUMN = "task_id"
 #: Column of a row with the key of its group.
 GROUP_COLUMN = "group"
 _DEFAULT_TARGET = "127.0.0.1:50051"
-_CALLERS_MISTAKES = (
-    AccessDenied,
-    BadRequest,
-    EpisodeEnded,
-    GroupTooLarge,
-    GuestRefused,
-    MessageTooLarge,
-    NotForkable,
-    NotFound,
-    NotSupported,
-    Unauthenticated,
-)
 
 
 class SessionVoid(EnvError):
     """The session was lost to a fault of ours. It has no score; do not train on it."""
-
-
-def is_fault(error: EnvError) -> bool:
-    """Whether an error is a fault of ours or a lack of machines, so that the sample counts as not scored."""
-    return isinstance(error, EpisodeNotFound) or not isinstance(error, _CALLERS_MISTAKES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +82,8 @@ class SessionSettings:
     """Members of a group, which start on forks of one state; 1 to open each session alone."""
     group_wait: timedelta = timedelta(minutes=1)
     """How long a group keeps a machine for a member that has not come."""
+    ended_by_guest_score: float = -0.1
+    """Reward in training if the agent ended its guest without solving the task; see `docs/rewards.md`."""
     idle_timeout: timedelta = timedelta(hours=1)
     """A session without a call for this long is void, and its machine is released."""
 
@@ -153,6 +130,10 @@ class Score:
 
     value: float | None
     """A value in [0, 1]; None if the session is void."""
+    reward: float | None = None
+    """The value for training: `SessionSettings.ended_by_guest_score` if the agent ended its guest."""
+    guest_end_cause: str = ""
+    """Cause, such as POWER_OFF, if the agent ended its guest; otherwise empty."""
     void: str = ""
     """Why there is no value; empty if there is one."""
     checks: tuple[Check, ...] = ()
@@ -175,6 +156,7 @@ class Session:
         self._opened = opened
         self._turn = asyncio.Lock()
         self._score: Score | None = None
+        self._guest_ended = False
 
     def __repr__(self) -> str:
         return f"<Session {self.episode!r}{' void' if self.void else ''}>"
@@ -197,7 +179,7 @@ class Session:
     @property
     def done(self) -> bool:
         """Whether the session takes no more steps."""
-        return self.episode.state is not State.ACTIVE or self._closed
+        return self.episode.state is not State.ACTIVE or self._guest_ended or self._closed
 
     @property
     def truncated(self) -> bool:
@@ -217,11 +199,13 @@ class Session:
                 result = await self.episode.step(
                     *actions, coordinate_space=(seen.width_px, seen.height_px), timeout=self._settings.step_timeout
                 )
+            except GuestEnded:
+                self._guest_ended = True
+                return _ended_before(self.episode, len(actions))
             except (ValueError, TypeError, KeyError) as error:
                 raise BadRequest(f"episode {self.episode.episode_id}: malformed action: {error}") from error
             if result.state is State.FAILED:
-                reason = result.end_reason or "FAILED"
-                raise SampleVoid(f"episode {self.episode.episode_id} failed: {reason}", reason=reason)
+                raise failure_of(self.episode.episode_id, result.end_reason)
             return result
 
     async def observe(self) -> Observation:
@@ -244,7 +228,17 @@ class Session:
             try:
                 async with self._call():
                     evaluation = await self.episode.evaluate(timeout=self._settings.evaluate_timeout)
-                    self._score = Score(value=evaluation.score, checks=evaluation.checks)
+                    cause = evaluation.guest_end_cause or (GUEST_ENDED if self._guest_ended else "")
+                    self._score = Score(
+                        value=evaluation.score,
+                        reward=reward_of(
+                            evaluation.score,
+                            guest_end_cause=cause,
+                            ended_by_guest_score=self._settings.ended_by_guest_score,
+                        ),
+                        guest_end_cause=cause,
+                        checks=evaluation.checks,
+                    )
                     self._opened.closing.set()
             except SessionVoid:
                 self._score = Score(value=None, void=self.void)
@@ -271,6 +265,7 @@ class Session:
             try:
                 yield
             except EnvError as error:
+                self._guest_ended = self._guest_ended or isinstance(error, GuestEnded)
                 if is_fault(error):
                     self._lose(f"{error.reason or type(error).__name__}: {error}")
                     raise SessionVoid(self.void, code=error.code, reason=error.reason, host=error.host) from error
@@ -296,6 +291,21 @@ class Session:
     def _lose(self, reason: str) -> None:
         self.void = self.void or reason
         self._opened.closing.set()
+
+
+def _ended_before(episode: AsyncEpisode, action_count: int) -> StepResult:
+    """Return the result of a step that was not performed because the guest had ended itself."""
+    return StepResult(
+        observation=episode.observation,
+        action_errors=("the machine is off",) * action_count,
+        state=State.TERMINATED,
+        end_reason=GUEST_ENDED,
+        step_count=episode.step_count,
+        timings_ms={},
+        screen_change=None,
+        replayed=False,
+        guest_end_cause=episode.guest_end_cause,
+    )
 
 
 @dataclass(frozen=True, slots=True)

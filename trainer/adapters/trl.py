@@ -15,7 +15,8 @@ from typing import Any
 from cuaenv.client import EnvError
 from trainer.adapters.actions import read_actions
 from trainer.adapters.background import blocking
-from trainer.adapters.session import TASK_COLUMN, Session, SessionSettings, SessionVoid, is_fault, open_session
+from trainer.adapters.session import TASK_COLUMN, Session, SessionSettings, SessionVoid, open_session
+from trainer.agent.ownership import is_fault
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class DesktopEnvironment:
         if self._session is not None:
             score = blocking(self._session.score())
             if score.value is not None:
-                return score.value
+                return score.reward
             self._void = score.void
         logger.warning("[envd] rollout without a reward: %s", self._void)
         return None

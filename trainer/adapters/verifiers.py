@@ -15,8 +15,9 @@ from pydantic import Field
 
 from cuaenv.client import EnvError, shared_client
 from trainer.adapters.background import blocking
-from trainer.adapters.session import SessionSettings, is_fault, session
+from trainer.adapters.session import SessionSettings, session
 from trainer.agent.loop import run_episode
+from trainer.agent.ownership import is_fault, reward_of
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import BudgetExhausted, Message, ModelFailed, Reply
 
@@ -70,6 +71,8 @@ class DesktopEnvConfig(vf.EnvConfig):
     """Episodes of one task that start on forks of one state: the number of rollouts of a task."""
     group_wait_s: float = Field(default=60.0, gt=0)
     """How long a group keeps a machine for an episode that was not started."""
+    ended_by_guest_score: float = Field(default=-0.1, ge=-1, le=0)
+    """Reward if the agent ended its guest without solving the task; set 0 to evaluate."""
 
 
 class DesktopEnv(vf.Env[DesktopEnvConfig]):
@@ -90,6 +93,7 @@ class DesktopEnv(vf.Env[DesktopEnvConfig]):
             reset_timeout=self._agent.reset_timeout,
             group_size=config.group_size,
             group_wait=timedelta(seconds=config.group_wait_s),
+            ended_by_guest_score=config.ended_by_guest_score,
         )
 
     async def run(self, task: Any, agents: Any) -> None:
@@ -113,7 +117,13 @@ class DesktopEnv(vf.Env[DesktopEnvConfig]):
             if not trace.errors:
                 raise RuntimeError(f"task {task.data.task_id}: no score: {trajectory.reason}") from trajectory.error
             return
-        trace.record_reward("score", trajectory.evaluation.score)
+        reward = reward_of(
+            trajectory.evaluation.score,
+            guest_end_cause=trajectory.guest_end_cause,
+            ended_by_guest_score=self._settings.ended_by_guest_score,
+        )
+        trace.record_reward("score", reward)
+        trace.record_metric("ended_by_guest", float(bool(trajectory.guest_end_cause)))
         trace.record_metric("turns", float(len(trajectory.turns)))
 
 

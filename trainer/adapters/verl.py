@@ -19,9 +19,10 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
 from cuaenv.client import AsyncEpisode, EnvError, shared_client
-from trainer.adapters.session import SessionVoid, is_fault
+from trainer.adapters.session import SessionVoid
 from trainer.agent.attempts import run_task
 from trainer.agent.forks import group_member
+from trainer.agent.ownership import is_fault
 from trainer.agent.training import TrainingConfig
 from trainer.agent.types import Message, ModelFailed, Trajectory
 from trainer.config import ConfigError
@@ -108,7 +109,7 @@ class DesktopAgentLoop(AgentLoopBase):  # type: ignore[misc]
             if with_log_probs
             else None,
             multi_modal_data={"images": list(made.trained_images)} if made.trained_images else {},
-            reward_score=self._config.make_recipe()(facts).total,
+            reward_score=self._config.breakdown_of(facts).total,
             num_turns=1 + 2 * len(trajectory.turns),
             metrics=AgentLoopMetrics(
                 generate_sequences=timings.get("model", 0.0),

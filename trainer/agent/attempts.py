@@ -4,42 +4,19 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, Unpack
 
-from cuaenv.client import (
-    AsyncEpisode,
-    DeadlineExceeded,
-    EnvError,
-    EpisodeNotFound,
-    GuestFailed,
-    GuestUnresponsive,
-    MachineLost,
-    SetupFailed,
-    StepIndexMismatch,
-    Unavailable,
-)
+from cuaenv.client import AsyncEpisode, EnvError
 from cuaenv.client.tracing import span
 from cuaenv.client.view import ResetOptions
 from trainer.agent.loop import AgentEpisode, run_episode
+from trainer.agent.ownership import ruling_on
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation, Outcome, Trajectory
 
 logger = logging.getLogger(__name__)
-
-#: Errors worth retrying on a new machine. A broken checker and an invalid request would fail there too, and after
-#: PoolExhausted the caller has already waited long enough.
-_RETRYABLE = (
-    MachineLost,
-    GuestUnresponsive,
-    GuestFailed,
-    SetupFailed,
-    EpisodeNotFound,
-    StepIndexMismatch,
-    Unavailable,
-    DeadlineExceeded,
-)
-
 
 RunEpisode = Callable[[AgentEpisode, Conversation], Coroutine[Any, Any, Trajectory]]
 """Runs an open episode with a conversation. Raises only cancellation."""
@@ -71,9 +48,10 @@ async def run_task(
     attempts: int = 2,
     run: RunEpisode | None = None,
 ) -> Trajectory:
-    """Open and run an episode; if its machine is lost, retry on a new one.
+    """Open and run an episode; if the host lost its machine, retry on a new one.
 
-    Raises only cancellation: an episode lost in every attempt is a FAILED trajectory.
+    `trainer.agent.ownership` decides which losses are retried. Raises only cancellation: an episode lost in every
+    attempt is a FAILED trajectory.
 
     Args:
         environments: Opens the episode.
@@ -89,7 +67,8 @@ async def run_task(
     for attempt in range(1, attempts + 1):
         opening = _alone(environments.reset(task, **options))
         (trajectory,) = await _run_once(opening, task, [new_conversation()], run)
-        if not _is_lost(trajectory):
+        trajectory = replace(trajectory, attempt_count=attempt)
+        if not ruling_on(trajectory).repeat:
             break
         if attempt < attempts:
             logger.warning("task %s: machine lost (%s); retrying on a new one", task, trajectory.reason)
@@ -118,16 +97,13 @@ async def run_group(
         return group
 
     async def retry(first: Trajectory) -> Trajectory:
-        if not _is_lost(first):
+        if not ruling_on(first).repeat:
             return first
         logger.warning("task %s: machine of a group member lost (%s); retrying on a new one", task, first.reason)
-        return await run_task(environments, task, new_conversation, settings=settings, pool=pool, attempts=attempts - 1)
+        last = await run_task(environments, task, new_conversation, settings=settings, pool=pool, attempts=attempts - 1)
+        return replace(last, attempt_count=last.attempt_count + 1)
 
     return await _gather([retry(first) for first in group])
-
-
-def _is_lost(trajectory: Trajectory) -> bool:
-    return trajectory.outcome is Outcome.FAILED and isinstance(trajectory.error, _RETRYABLE)
 
 
 def _reset_options(settings: AgentSettings, pool: str) -> ResetOptions:

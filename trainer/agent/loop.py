@@ -2,7 +2,8 @@
 
 The agent's mistakes (an unparsable reply, a point outside the picture, an unknown key) are reported to it in the next
 message and recorded in the facts. Failures of the service (a lost machine, a broken checker, an engine that does not
-respond) make the episode FAILED: void, with the error recorded. Only cancellation is raised.
+respond) make the episode FAILED: void, with the error recorded. A guest that the agent ended is scored. Only
+cancellation is raised.
 """
 
 import asyncio
@@ -14,12 +15,13 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Protocol
 
-from cuaenv.client import Action, EnvError, Evaluation, Observation, Origin, SampleVoid, State, StepResult, View
+from cuaenv.client import Action, EnvError, Evaluation, GuestEnded, Observation, Origin, State, StepResult, View
 from cuaenv.client.tracing import span
 from trainer.agent import prompts
 from trainer.agent.coordinates import CoordinateSpace, PointOutsidePicture, points_of, to_screen_points
 from trainer.agent.grammars import Parsed
 from trainer.agent.history import History
+from trainer.agent.ownership import GUEST_ENDED, failure_of
 from trainer.agent.prompts import ModelObservation
 from trainer.agent.settings import AgentSettings
 from trainer.agent.turns import BranchPoint, completed_turn, end_of_episode, new_turn
@@ -120,6 +122,7 @@ class _Run:
         self._timings_s = {"model": 0.0, "step": 0.0, "evaluate": 0.0}
         self._pointer: tuple[int, int] | None = branch_point.pointer if branch_point else None
         self._limit = asyncio.timeout(None)
+        self._guest_end_cause = ""
 
     def trajectory(
         self, outcome: Outcome, reason: str, *, evaluation: Evaluation | None = None, error: Exception | None = None
@@ -133,6 +136,7 @@ class _Run:
             turns=tuple(self._turns),
             shared_turn_count=len(self._branch_point.turns) if self._branch_point else 0,
             evaluation=evaluation,
+            guest_end_cause=(evaluation.guest_end_cause if evaluation else "") or self._guest_end_cause,
             origin=self._origin,
             episode_id=self._episode.episode_id,
             timings_s=dict(self._timings_s),
@@ -153,6 +157,10 @@ class _Run:
             left_s = self._settings.timeout_s - (self._branch_point.spent_s if self._branch_point else 0.0)
             async with asyncio.timeout(left_s) as self._limit:
                 return await self._run_turns()
+        except GuestEnded:
+            # It ended before this step, which was not performed.
+            self._guest_end_cause = GUEST_ENDED
+            return Outcome.TERMINATED, "guest_ended"
         except TimeoutError:
             if not self._limit.expired():
                 raise
@@ -196,6 +204,8 @@ class _Run:
                     after = await self._observed(step.observation, space)
                 self._turns[-1] = completed_turn(self._turns[-1], after, mistake, step)
                 if step is not None and step.done:
+                    if step.end_reason == GUEST_ENDED:
+                        self._guest_end_cause = step.guest_end_cause or GUEST_ENDED
                     return end_of_episode(step)
                 if number == settings.max_turns:
                     break
@@ -266,9 +276,7 @@ class _Run:
             step = await self._episode.step(*actions, view=self._settings.view, timeout=self._settings.step_timeout)
         self._turns[-1] = replace(self._turns[-1], step_s=time.monotonic() - started_s)
         if step.state is State.FAILED:
-            raise SampleVoid(
-                f"episode {self._episode.episode_id} failed: {step.end_reason}", reason=step.end_reason or "FAILED"
-            )
+            raise failure_of(self._episode.episode_id, step.end_reason)
         for action in parsed.actions:
             self._pointer = next(reversed(points_of(action)), self._pointer)
         return "", step

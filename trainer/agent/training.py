@@ -1,6 +1,7 @@
 """Configuration that the training plug-ins share: the daemons, the reward and the agent."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 from pydantic import BaseModel, Field, field_validator
@@ -8,6 +9,7 @@ from pydantic import BaseModel, Field, field_validator
 from cuaenv.client import ClientSettings, RetryPolicy, Tls
 from trainer.agent.settings import AgentSettings
 from trainer.config import STRICT, parse
+from trainer.rewards.facts import Breakdown, EpisodeFacts
 from trainer.rewards.recipes import Recipe, recipe
 
 
@@ -30,9 +32,12 @@ class TrainingConfig(BaseModel):
     task_key: str = "task_id"
     """Key of a data set row that names its task; slime looks in the row's metadata and falls back to its label."""
     attempts: int = Field(default=2, ge=1)
-    """Attempts of an episode, each on a new machine, before it is void."""
+    """Attempts of an episode, each on a new machine, before it is void; only losses by the host are repeated."""
     engine_timeout_s: float = Field(default=600.0, gt=0)
     """Time for one reply, weight updates included; then the episode is void."""
+    ended_by_guest_score: float = Field(default=-0.1, ge=-1, le=0)
+    """Replaces the task's score in training if the agent ended its guest without solving the task. Below 0, so that an
+    escape is worth less than a failure; evaluations keep the score."""
     reward: dict[str, Any] = Field(default_factory=dict)
     """`recipe:`, a name of `trainer.rewards.recipes.NAMES` (default `task`), and that recipe's options."""
     agent: AgentSettings = Field(default_factory=AgentSettings)
@@ -46,6 +51,19 @@ class TrainingConfig(BaseModel):
     def make_recipe(self) -> Recipe:
         """Return the reward."""
         return _recipe(self.reward)
+
+    def breakdown_of(self, facts: EpisodeFacts, *, evaluation: bool = False) -> Breakdown:
+        """Return an episode's reward, with `ended_by_guest_score` in training."""
+        recipe = self.make_recipe()
+        if evaluation or not facts.guest_end_cause or facts.task_score >= 1:
+            return recipe(facts)
+        failed = recipe(replace(facts, task_score=0.0))
+        return Breakdown(
+            recipe=failed.recipe,
+            total=failed.total + self.ended_by_guest_score,
+            task_score=facts.task_score,
+            parts={**failed.parts, "ended_by_guest": self.ended_by_guest_score},
+        )
 
     @property
     def client(self) -> ClientSettings:

@@ -161,6 +161,10 @@ class Trajectory:
     """None exactly for ABORTED and FAILED."""
     origin: Origin | None = None
     """The state that the machine was forked from; equal within a group."""
+    guest_end_cause: str = ""
+    """Cause, such as POWER_OFF, if the guest ended itself; otherwise empty."""
+    attempt_count: int = 1
+    """Attempts made, this one included."""
     episode_id: str = ""
     timings_s: dict[str, float] = field(default_factory=dict)
     """Seconds by phase: reset, model, step, evaluate."""
@@ -183,5 +187,6 @@ class Trajectory:
             turns=tuple(turn.facts for turn in self.turns),
             max_turns=max_turns,
             truncated=self.outcome is Outcome.TRUNCATED,
+            guest_end_cause=self.guest_end_cause,
             metadata=metadata,
         )

@@ -34,11 +34,15 @@ def compare_command(
 
 def print_summary(summary: Summary, console: Console) -> None:
     """Print rates with intervals, and errors separately."""
-    table = Table("tasks", *("n", "attempts", "success", "95 % CI", "score", "errors"), box=None, pad_edge=False)
+    columns = ("n", "attempts", "success", "95 % CI", "score", "errors", "lost = failed")
+    table = Table("tasks", *columns, box=None, pad_edge=False)
     for row in summary.rows:
         rate = ("-", "") if row.success is None else (_percent(row.success.mean), _range(row.success))
+        with_lost = "-" if row.success_with_lost is None else _percent(row.success_with_lost.mean)
         score = "-" if row.score is None else f"{row.score.mean:.2f}"
-        table.add_row(row.group, str(row.task_count), str(row.attempt_count), *rate, score, str(row.error_count or ""))
+        table.add_row(
+            row.group, str(row.task_count), str(row.attempt_count), *rate, score, str(row.error_count or ""), with_lost
+        )
     console.print(f"[bold]{escape(summary.label)}[/]")
     console.print(table)
     if summary.turn_count_mean is not None and summary.parsed_share is not None:
@@ -48,7 +52,11 @@ def print_summary(summary: Summary, console: Console) -> None:
         console.print(f"{_percent(summary.infeasible_share)} of the tasks are infeasible")
     if summary.errors:
         counts = ", ".join(f"{name} {count}" for name, count in summary.errors.items())
-        console.print(f"[yellow]errors (not in any rate):[/] {escape(counts)}")
+        console.print(f"[yellow]errors (only in the rate lost = failed):[/] {escape(counts)}")
+    console.print(
+        f"{summary.repeated_count} attempts repeated after a loss by the host, {summary.undecided_count} lost and"
+        f" undecided, {summary.ended_by_guest_count} ended by the guest"
+    )
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from cuaenv.client import Task
 from trainer.agent.attempts import Environments, run_task
 from trainer.agent.loop import AgentEpisode
+from trainer.agent.ownership import ruling_on
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Conversation, Outcome, Trajectory
 from trainer.evaluate.replay import FILE_NAME, RecordedConversation, directory_name, replay_of
@@ -156,6 +157,9 @@ def attempt_of(trajectory: Trajectory, task: Task, *, seed: int, seconds: float)
         reason=trajectory.reason,
         error="" if trajectory.error is None else str(trajectory.error),
         score=None if evaluation is None else evaluation.score,
+        owner="" if evaluation else ruling_on(trajectory).owner.value,
+        guest_end_cause=trajectory.guest_end_cause,
+        attempt_count=trajectory.attempt_count,
         turn_count=len(trajectory.turns),
         parsed_count=sum(turn.facts.parsed for turn in trajectory.turns),
         seconds=round(seconds, 3),

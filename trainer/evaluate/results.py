@@ -1,7 +1,7 @@
 """Results of an evaluation as JSON lines: one line about the run, then one line per finished attempt.
 
 Lines are written atomically, so a killed evaluation continues where it stopped. An attempt that was lost to an error is
-repeated, and its later line counts.
+repeated, and its later line counts, unless the agent may have caused the loss.
 """
 
 import fcntl
@@ -15,6 +15,7 @@ from typing import Annotated, BinaryIO, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from cuaenv.problems import problem_of, without_path
+from trainer.agent.ownership import Owner
 
 
 class ResultsError(Exception):
@@ -64,6 +65,12 @@ class Attempt(_Line):
     error: str = ""
     score: float | None = Field(default=None, ge=0, le=1)
     """None for `failed`, and only then: an error is never a score."""
+    owner: str = ""
+    """Owner of a lost attempt, see `trainer.agent.ownership`; "undecided" if the agent may have caused the loss."""
+    guest_end_cause: str = ""
+    """Cause, such as POWER_OFF, if the agent ended its guest."""
+    attempt_count: int = 1
+    """Episodes played for it; 2 if the host lost the first one's machine."""
     turn_count: int = 0
     parsed_count: int = 0
     """Turns whose reply followed the grammar."""
@@ -109,9 +116,9 @@ class Results:
         return [self._by_key[key] for key in sorted(self._by_key)]
 
     def is_settled(self, task_id: str, seed: int) -> bool:
-        """Whether there is a result that is not an error, so the attempt need not be made."""
+        """Whether the attempt need not be made: it has a score, or the agent may have caused its loss."""
         attempt = self._by_key.get((task_id, seed))
-        return attempt is not None and not attempt.is_error
+        return attempt is not None and (not attempt.is_error or attempt.owner == Owner.UNDECIDED.value)
 
     @classmethod
     def read(cls, path: Path) -> Self:

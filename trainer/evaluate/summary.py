@@ -1,7 +1,7 @@
 """Summary of a run: rates with intervals, for all tasks and by suite, domain and level. Pure.
 
-Errors are counted separately and enter no rate. Infeasible tasks have their own row, because an agent that always gives
-up solves all of them and raises the overall rate.
+Errors are counted separately and enter no rate but `success_with_lost`, where they are failures. Infeasible tasks have
+their own row, because an agent that always gives up solves all of them and raises the overall rate.
 """
 
 from collections import Counter, defaultdict
@@ -11,6 +11,7 @@ from itertools import chain
 
 import numpy as np
 
+from trainer.agent.ownership import Owner
 from trainer.evaluate.results import Attempt, Results
 from trainer.evaluate.statistics import Interval, bootstrap_mean, success_rate
 
@@ -29,6 +30,8 @@ class SummaryRow:
     score: Interval | None
     """Mean score, partial credit included."""
     error_count: int
+    success_with_lost: Interval | None
+    """Share of attempts with score 1 if lost attempts count as failures; None without attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,12 @@ class Summary:
     """Share of infeasible tasks."""
     errors: Mapping[str, int]
     """Number of lost attempts by error."""
+    undecided_count: int
+    """Lost attempts whose loss the agent may have caused."""
+    ended_by_guest_count: int
+    """Scored attempts in which the agent ended its guest."""
+    repeated_count: int
+    """Attempts that were played again because the host lost their machine."""
     endings: Mapping[str, int]
     """Number of attempts by ending: done, fail, or a budget."""
     parsed_share: float | None
@@ -60,6 +69,9 @@ def summarise(results: Results) -> Summary:
         rows=[_row(group, members) for group, members in groups(attempts).items()],
         infeasible_share=float(np.mean(list(infeasible.values()))) if infeasible else 0.0,
         errors=dict(Counter(attempt.reason for attempt in attempts if attempt.is_error).most_common()),
+        undecided_count=sum(attempt.owner == Owner.UNDECIDED.value for attempt in attempts),
+        ended_by_guest_count=sum(bool(attempt.guest_end_cause) for attempt in valid),
+        repeated_count=sum(attempt.attempt_count > 1 for attempt in attempts),
         endings=dict(Counter(attempt.reason for attempt in valid).most_common()),
         parsed_share=sum(attempt.parsed_count for attempt in valid) / turns if turns else None,
         turn_count_mean=turns / len(valid) if valid else None,
@@ -95,6 +107,9 @@ def by_task(attempts: Iterable[Attempt]) -> dict[str, list[Attempt]]:
 
 def _row(group: str, attempts: Sequence[Attempt]) -> SummaryRow:
     tasks = by_task(attempts)
+    all_attempts = defaultdict(list)
+    for attempt in attempts:
+        all_attempts[attempt.task_id].append(attempt.succeeded)
     scores = [
         np.mean([attempt.score for attempt in members if attempt.score is not None]) for members in tasks.values()
     ]
@@ -105,4 +120,5 @@ def _row(group: str, attempts: Sequence[Attempt]) -> SummaryRow:
         success=success_rate([[one.succeeded for one in members] for members in tasks.values()]) if tasks else None,
         score=bootstrap_mean(np.array(scores)) if tasks else None,
         error_count=sum(attempt.is_error for attempt in attempts),
+        success_with_lost=success_rate(list(all_attempts.values())) if all_attempts else None,
     )

@@ -46,7 +46,7 @@ class Learner:
         self._log = log
         self._micro_rows = settings.rl.micro_rows
         self._optimizer = make_optimizer(policy.model, learning_rate=settings.rl.learning_rate)
-        self._guard = Guard(Halt(**settings.rl.envd.get("halt", {"above": {"void_frac": 0.5}})))
+        self._guard = Guard(Halt(**settings.rl.envd.get("halt", {})))
         self.done = 0
         """Updates."""
         self.env_steps = 0

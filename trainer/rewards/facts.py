@@ -74,6 +74,8 @@ class EpisodeFacts:
     max_turns: int
     truncated: bool = False
     """A budget of turns, tokens or time ended it."""
+    guest_end_cause: str = ""
+    """Cause, such as POWER_OFF, if the agent ended its guest; otherwise empty."""
     metadata: Mapping[str, object] = field(default_factory=dict)
     """The task's own data, for example its complexity class."""
 

@@ -53,7 +53,7 @@ class SlimeConfig(TrainingConfig):
     replay: Replay | None = None
     """Earlier successes for groups that failed; None for no replay."""
     halt: Halt = Field(default_factory=Halt)
-    """Conditions that stop the run; by default none."""
+    """Conditions that stop the run; by default many void episodes."""
 
     @staticmethod
     def from_args(args: Any) -> "SlimeConfig":

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from typing import Any
 
+from trainer.agent.ownership import ruling_of, ruling_on
 from trainer.agent.types import Outcome
 from trainer.config import ConfigError
 from trainer.slime.checks import check
@@ -72,6 +73,7 @@ async def run_sample(
     except Exception as error:
         logger.exception("[envd] sample %s is void", sample.index)
         result = _void(args, sample, multiple, status="FAILED", reason=type(error).__name__, error=str(error))
+        note(sample, {"owner": ruling_of(error, acted=True).owner.value})
     if not evaluation and sample.status.name != "ABORTED":
         monitor.record(args, result)
     return result
@@ -88,11 +90,18 @@ async def _run(
         error = str(trajectory.error or "")
         result = _void(args, sample, multiple, status="FAILED", reason=trajectory.reason, error=error)
         # They were taken in the environment, although nothing of them is trained.
-        note(sample, {"turns": len(trajectory.turns), "shared_turns": trajectory.shared_turn_count})
+        note(
+            sample,
+            {
+                "turns": len(trajectory.turns),
+                "shared_turns": trajectory.shared_turn_count,
+                "owner": ruling_on(trajectory).owner.value,
+            },
+        )
         return result
     rows = rollout.rows[-1:] if evaluation else rollout.rows
     samples = _spread(args, sample, len(rows), multiple)
-    await rollout.write(trajectory, rows, samples)
+    await rollout.write(trajectory, rows, samples, evaluation=evaluation)
     if not evaluation:
         await keep_success(config, trajectory, rows, samples)
     return samples[0] if multiple is None else samples

@@ -10,10 +10,13 @@ from cuaenv.problems import did_you_mean
 
 #: Names of `trainer.slime.records.metrics_of`, and prefixes of names that depend on the data.
 METRICS = (
-    "branched_frac", "fallback_frac", "mixed_origin_frac", "parsed_frac", "reply_tokens", "reward", "rows",
-    "sampled_entropy", "success_frac", "task_score", "turns", "void_frac", "zero_std_frac",
+    "branched_frac", "ended_by_guest_frac", "fallback_frac", "mixed_origin_frac", "parsed_frac", "reply_tokens",
+    "reward", "rows", "sampled_entropy", "success_frac", "task_score", "turns", "undecided_frac", "void_frac",
+    "zero_std_frac",
 )  # fmt: skip
 FAMILIES = ("ended/", "reward_part/", "seconds/", "void/")
+#: A policy can cause void episodes: a run in which they prevail measures only what is left.
+DEFAULT_ABOVE: Mapping[str, float] = {"void_frac": 0.5, "undecided_frac": 0.1}
 
 
 class Halted(RuntimeError):
@@ -30,8 +33,8 @@ class Halt:
 
     below: Mapping[str, float] = field(default_factory=dict)
     """Stop if one of these metrics falls below its value."""
-    above: Mapping[str, float] = field(default_factory=dict)
-    """Stop if one of these metrics rises above its value."""
+    above: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_ABOVE))
+    """Stop if one of these metrics rises above its value. Replaces the default bounds; `{}` turns them off."""
     rollouts: int = 2
     """Consecutive rollouts out of bounds. A rollout counts once per batch of groups that it used up. A metric that a
     rollout lacks is within bounds."""

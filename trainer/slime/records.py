@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from trainer.agent.ownership import Owner
 from trainer.rewards.groups import has_signal
 from trainer.slime.group import rollout_reward
 from trainer.slime.samples import by_rollout, facts_of
@@ -69,6 +70,7 @@ def metrics_of(records: Sequence[EpisodeRecord]) -> dict[str, float]:
     voids = Counter(record.facts.get("void", "removed") for record in own if record.reward is None)
     metrics = {
         "void_frac": 1 - len(valid) / len(own) if own else 0.0,
+        "undecided_frac": fmean(record.facts.get("owner") == Owner.UNDECIDED.value for record in own) if own else 0.0,
         **{f"void/{reason}": float(count) for reason, count in voids.items()},
         **group_metrics,
         **({"replayed": float(replayed_count)} if replayed_count else {}),
@@ -85,6 +87,7 @@ def metrics_of(records: Sequence[EpisodeRecord]) -> dict[str, float]:
         "reward": fmean(record.reward for record in own if record.reward is not None),
         "task_score": fmean(facts["task_score"] for facts in facts_of_valid),
         "success_frac": fmean(facts["task_score"] >= 1 for facts in facts_of_valid),
+        "ended_by_guest_frac": fmean(bool(facts.get("guest_end_cause")) for facts in facts_of_valid),
         "turns": fmean(facts["turns"] for facts in facts_of_valid),
         "branched_frac": fmean(facts["shared_turns"] > 0 for facts in facts_of_valid),
         "rows": fmean(facts["rows"] for facts in facts_of_valid),

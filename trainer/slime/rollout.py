@@ -106,7 +106,9 @@ class Rollout:
         """Rows of the last attempt that have a reply."""
         return [row for row in self._conversation.rows if row.reply_count]
 
-    async def write(self, trajectory: Trajectory, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
+    async def write(
+        self, trajectory: Trajectory, rows: Sequence[Row], samples: Sequence[Sample], *, evaluation: bool = False
+    ) -> None:
         """Fill reset samples, one per row; further samples stay unchanged.
 
         Raises:
@@ -115,7 +117,7 @@ class Rollout:
         """
         config = self.config
         facts = trajectory.facts(max_turns=config.agent.max_turns, metadata=self.sample.metadata)
-        breakdown = config.make_recipe()(facts)
+        breakdown = config.breakdown_of(facts, evaluation=evaluation)
         record = {
             **summary_of(trajectory, facts.task_score),
             "reward_parts": dict(breakdown.parts),
@@ -230,6 +232,7 @@ def summary_of(trajectory: Trajectory, task_score: float) -> dict[str, Any]:
         "outcome": trajectory.outcome.value,
         "reason": trajectory.reason,
         "task_score": task_score,
+        "guest_end_cause": trajectory.guest_end_cause,
         "turns": len(trajectory.turns),
         "shared_turns": trajectory.shared_turn_count,
         "reply_tokens": sum(turn.token_count for turn in facts),

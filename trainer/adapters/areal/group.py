@@ -12,12 +12,14 @@ from trainer.adapters.areal.conversation import ArealConversation, Engine
 from trainer.adapters.areal.rows import Rewarded, discounted
 from trainer.agent.attempts import GroupEnvironments, run_group
 from trainer.agent.loop import AgentEpisode
+from trainer.agent.ownership import Owner, ruling_on
 from trainer.agent.pacing import pacer_of_loop
 from trainer.agent.training import TrainingConfig
 from trainer.config import ConfigError
 from trainer.tokens.chat import Chat
 
 logger = logging.getLogger(__name__)
+_METRICS = ("reward", "task_score", "turns", "truncated", "ended_by_guest", "void", "undecided")
 
 
 class ArealConfig(TrainingConfig):
@@ -90,16 +92,16 @@ async def run_task_group(
     )
     # A reply stays one object from its sampling to its turn, so its identity maps turns to rows, also after retries.
     rows_by_reply = {id(reply): row for one in conversations for reply, row in one.turns}
-    recipe = config.make_recipe()
     rewarded: list[Rewarded] = []
-    metrics: dict[str, list[float]] = {name: [] for name in ("reward", "task_score", "turns", "truncated", "void")}
+    metrics: dict[str, list[float]] = {name: [] for name in _METRICS}
     for trajectory in trajectories:
         is_void = trajectory.evaluation is None
         metrics["void"].append(float(is_void))
+        metrics["undecided"].append(float(ruling_on(trajectory).owner is Owner.UNDECIDED))
         if is_void or not trajectory.turns:
             continue
         facts = trajectory.facts(max_turns=config.agent.max_turns, metadata=data)
-        reward = recipe(facts).total
+        reward = config.breakdown_of(facts).total
         rows = [rows_by_reply[id(turn.reply)] for turn in trajectory.turns]
         returns = discounted(reward, turn_count=len(rows), discount=config.turn_discount)
         rewarded += map(Rewarded, rows, returns)
@@ -107,6 +109,7 @@ async def run_task_group(
         metrics["task_score"].append(facts.task_score)
         metrics["turns"].append(float(len(rows)))
         metrics["truncated"].append(float(facts.truncated))
+        metrics["ended_by_guest"].append(float(bool(facts.guest_end_cause)))
     if not rewarded:
         logger.warning("task %s: all %d episodes of its group are void", task, config.group_size)
     return GroupResult(rows=rewarded, metrics=metrics)

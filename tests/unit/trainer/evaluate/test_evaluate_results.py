@@ -133,6 +133,24 @@ def test_errors_are_counted_separately_and_enter_no_rate() -> None:
     assert summary.parsed_share == 0.75
 
 
+def test_lost_attempts_are_failures_in_the_second_rate() -> None:
+    undecided = attempt("c", None).model_copy(update={"owner": "undecided"})
+    again = attempt("a", 1.0).model_copy(update={"attempt_count": 2})
+    escaped = attempt("b", 0.0).model_copy(update={"guest_end_cause": "POWER_OFF"})
+    summary = summarise(Results(RUN, [again, escaped, undecided, attempt("d", None)]))
+    assert summary.rows[0].success == wilson(1, 2)
+    assert summary.rows[0].success_with_lost == wilson(1, 4)
+    assert (summary.repeated_count, summary.undecided_count, summary.ended_by_guest_count) == (1, 1, 1)
+
+
+def test_an_attempt_that_the_agent_may_have_lost_is_not_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "base.jsonl"
+    lost = attempt("a", None)
+    write(path, lost.model_copy(update={"owner": "undecided"}), lost.model_copy(update={"owner": "host", "seed": 1}))
+    results = Results.read(path)
+    assert [results.is_settled("desktop/a", seed) for seed in (0, 1)] == [True, False]
+
+
 def test_partial_credit_is_a_score_but_not_a_success() -> None:
     row = summarise(Results(RUN, [attempt("a", 0.5)])).rows[0]
     assert row.success is not None

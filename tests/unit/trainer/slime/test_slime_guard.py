@@ -48,10 +48,20 @@ def test_a_metric_on_its_bound_or_missing_is_within() -> None:
         guard.check(rollout_id, seen)
 
 
-def test_the_default_never_halts() -> None:
+def test_empty_bounds_never_halt() -> None:
+    guard = Guard(Halt(above={}))
+    for rollout_id in range(5):
+        guard.check(rollout_id, {"sampled_entropy": 0.0, "void_frac": 1.0, "undecided_frac": 1.0})
+
+
+@pytest.mark.parametrize(("name", "within", "above"), [("void_frac", 0.5, 0.51), ("undecided_frac", 0.1, 0.11)])
+def test_many_void_episodes_halt_by_default(name: str, within: float, above: float) -> None:
     guard = Guard(Halt())
     for rollout_id in range(5):
-        guard.check(rollout_id, {"sampled_entropy": 0.0, "void_frac": 1.0})
+        guard.check(rollout_id, {"void_frac": 0.0, "undecided_frac": 0.0, name: within})
+    guard.check(5, {name: above})
+    with pytest.raises(Halted, match=f"{name} is {above}, above {within}.*last rollout within bounds: rollout 4"):
+        guard.check(6, {name: above})
 
 
 def test_entropy_is_over_sampled_tokens_only() -> None:

@@ -16,6 +16,7 @@ from trainer.slime.samples import make_void, note, set_status
 
 COUNTS = {"turns": 1, "shared_turns": 0, "rows": 1, "reply_tokens": 5, "parsed": 1, "fallbacks": 0}
 FACTS = {**COUNTS, "reason": "done", "timings_s": {}, "reward_parts": {}}
+NO_BOUNDS: dict[str, Any] = {"halt": {"above": {}}}
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
 
@@ -118,7 +119,7 @@ def test_a_halt_within_a_rollout_logs_the_metrics_that_led_to_it_once(monkeypatc
 
 
 def test_consecutive_lost_groups_halt_the_run_with_the_last_error() -> None:
-    args = args_of(envd={"max_lost_groups": 3})
+    args = args_of(envd={"max_lost_groups": 3, **NO_BOUNDS})
     lost = [group_of(index, None, None) for index in range(6)]
     record(args, *lost[:2], group_of(9, 0.0, 0.0), *lost[2:4])
     with pytest.raises(Halted, match=r"3 consecutive groups were lost \(TaskNotFound 6\); last error: no task a/b;"):
@@ -128,7 +129,7 @@ def test_consecutive_lost_groups_halt_the_run_with_the_last_error() -> None:
 
 
 def test_zero_never_halts_for_lost_groups() -> None:
-    args = args_of(envd={"max_lost_groups": 0})
+    args = args_of(envd={"max_lost_groups": 0, **NO_BOUNDS})
     record(args, *(group_of(index, None, None) for index in range(100)))
 
 

@@ -137,7 +137,7 @@ class DesktopEnvironment(MCPEnvironment):
         return self._observation(
             session,
             done=True,
-            reward=score.value,
+            reward=score.reward,
             errors=errors,
             end_reason=result.end_reason,
             metadata={"void": score.void} if score.value is None else {},

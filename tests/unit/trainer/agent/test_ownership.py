@@ -1,0 +1,136 @@
+"""The table of owners: which ends of an episode are scored, void or repeated."""
+
+import inspect
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from cuaenv import client
+from cuaenv.client import (
+    BadRequest,
+    DeadlineExceeded,
+    EnvError,
+    EpisodeEnded,
+    EpisodeNotFound,
+    EvaluatorFailed,
+    GuestEnded,
+    GuestFailed,
+    GuestUnresponsive,
+    LossUndecided,
+    MachineLost,
+    PoolExhausted,
+    PoolFailing,
+    SampleVoid,
+    ServiceFault,
+    SetupFailed,
+    StepIndexMismatch,
+    TaskNotFound,
+    Unreachable,
+    Wait,
+)
+from trainer.agent.ownership import Owner, failure_of, is_fault, reward_of, ruling_of, ruling_on
+from trainer.agent.types import (
+    BudgetExhausted,
+    GenerationAborted,
+    ModelFailed,
+    NoReply,
+    Outcome,
+    PlaceholderSampled,
+    PromptMismatch,
+    Reply,
+    Trajectory,
+    Turn,
+)
+from trainer.rewards.facts import TurnFacts
+
+LOST = Trajectory(task_id="t", instruction="", outcome=Outcome.FAILED)
+FACTS = TurnFacts(text="x", parsed=True)
+ACTED = (Turn(reply=Reply(text="x"), actions=(Wait(timedelta(seconds=1)),), facts=FACTS, row=0),)
+ONLY_TALKED = (replace(ACTED[0], actions=()),)
+
+
+@pytest.mark.parametrize(
+    ("error", "before", "after"),
+    [
+        (GuestEnded("x"), "policy", "policy"),
+        (BudgetExhausted("x", budget="total"), "policy", "policy"),
+        (MachineLost("x"), "host, repeat", "host, repeat"),
+        (EpisodeNotFound("x"), "host, repeat", "host, repeat"),
+        (StepIndexMismatch("x"), "host, repeat", "host, repeat"),
+        (Unreachable("x"), "host, repeat", "host, repeat"),
+        (PoolFailing("x"), "host, repeat", "host, repeat"),
+        (SetupFailed("x"), "host, repeat", "host, repeat"),
+        (GuestUnresponsive("x"), "host, repeat", "undecided"),
+        (GuestFailed("x"), "host, repeat", "undecided"),
+        (DeadlineExceeded("x"), "host, repeat", "undecided"),
+        (EvaluatorFailed("x"), "host", "undecided"),
+        (LossUndecided("x"), "undecided", "undecided"),
+        (PlaceholderSampled("x"), "undecided", "undecided"),
+        (ServiceFault("x"), "host", "host"),
+        (SampleVoid("x"), "host", "host"),
+        (PoolExhausted("x"), "host", "host"),
+        (EnvError("newer than this client"), "host", "host"),
+        (TaskNotFound("x"), "caller", "caller"),
+        (BadRequest("x"), "caller", "caller"),
+        (EpisodeEnded("x"), "caller", "caller"),
+        (GenerationAborted(), "trainer", "trainer"),
+        (NoReply("x", budget="time"), "trainer", "trainer"),
+        (PromptMismatch("x"), "trainer", "trainer"),
+        (ModelFailed("x"), "trainer", "trainer"),
+        (TimeoutError(), "trainer", "trainer"),
+        (RuntimeError("a parser's bug"), "undecided", "undecided"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value,
+)
+def test_each_error_has_an_owner(error: Exception, before: str, after: str) -> None:
+    rulings = [ruling_of(error, acted=acted) for acted in (False, True)]
+    texts = [f"{ruling.owner.value}{', repeat' if ruling.repeat else ''}" for ruling in rulings]
+    assert texts == [before, after]
+
+
+def test_only_losses_by_the_host_are_repeated() -> None:
+    errors = [kind for _, kind in inspect.getmembers(client, inspect.isclass) if issubclass(kind, EnvError)]
+    assert MachineLost in errors
+    rulings = [ruling_of(kind("x"), acted=acted) for kind in errors for acted in (False, True)]
+    assert {ruling.owner for ruling in rulings if ruling.repeat} == {Owner.HOST}
+
+
+@pytest.mark.parametrize(
+    ("trajectory", "owner", "repeat"),
+    [
+        (replace(LOST, error=GuestUnresponsive("x")), Owner.HOST, True),
+        (replace(LOST, error=GuestUnresponsive("x"), turns=ONLY_TALKED), Owner.HOST, True),
+        (replace(LOST, error=GuestUnresponsive("x"), turns=ACTED), Owner.UNDECIDED, False),
+        (replace(LOST, error=MachineLost("x"), turns=ACTED), Owner.HOST, True),
+        (replace(LOST, error=MachineLost("x"), turns=ACTED, guest_end_cause="PANIC"), Owner.UNDECIDED, False),
+        (replace(LOST, outcome=Outcome.ABORTED), Owner.TRAINER, False),
+    ],
+)
+def test_an_episode_in_which_the_agent_acted_is_repeated_only_if_the_host_lost_it(
+    trajectory: Trajectory, owner: Owner, repeat: bool
+) -> None:
+    assert ruling_on(trajectory).owner is owner
+    assert ruling_on(trajectory).repeat is repeat
+
+
+@pytest.mark.parametrize("reason", ["MACHINE_LOST", "LOSS_UNDECIDED", "GUEST_UNRESPONSIVE", "GUEST_ERROR"])
+def test_an_end_reason_of_the_service_is_the_error_of_that_reason(reason: str) -> None:
+    error = failure_of("e", reason)
+    assert type(error) in {MachineLost, LossUndecided, GuestUnresponsive, GuestFailed}
+    assert error.reason == reason
+    assert is_fault(error)
+
+
+def test_an_unknown_end_reason_is_void_and_not_repeated() -> None:
+    assert type(failure_of("e", "")) is SampleVoid
+    assert not ruling_of(failure_of("e", "NEWER"), acted=True).repeat
+
+
+@pytest.mark.parametrize(("score", "cause", "reward"), [(0.0, "PANIC", -0.1), (0.5, "PANIC", -0.1), (0.0, "", 0.0)])
+def test_an_escape_is_worth_less_than_a_failure(score: float, cause: str, reward: float) -> None:
+    assert reward_of(score, guest_end_cause=cause, ended_by_guest_score=-0.1) == reward
+
+
+def test_a_task_that_is_solved_by_a_power_off_keeps_its_score() -> None:
+    assert reward_of(1.0, guest_end_cause="POWER_OFF", ended_by_guest_score=-0.1) == 1.0
