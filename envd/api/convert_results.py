@@ -82,6 +82,7 @@ def evaluate_response(result: EvaluateResult) -> env_pb2.EvaluateResponse:
         ],
         timings_ms=result.timings_ms,
         cached=result.cached,
+        basis_digest=result.basis_digest,
     )
 
 

@@ -20,6 +20,7 @@ _COMMANDS = {
     ),
     "image": ("envd.cli.image:app", "Build, import and list guest images."),
     "tasks": ("envd.cli.tasks:app", "Inspect the tasks that clients can request."),
+    "suite": ("envd.cli.suite:app", "Record what the scores of a suite depend on, and find changes."),
     "top": ("envd.cli.top:top", "Watch the pools, the queue and the episodes of running daemons."),
     "episodes": (
         "envd.cli.episodes:app",

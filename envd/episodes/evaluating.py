@@ -12,6 +12,7 @@ from envd.episodes.losing import find_loss
 from envd.episodes.persistence.journal import EVALUATE, Request
 from envd.episodes.resetting import RunCheckers
 from envd.episodes.types import EpisodeState, EvaluateResult
+from envd.tasks import basis
 from envd.tasks.checkers.evaluate import CheckResult, Evaluation
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Evaluating:
                 score=evaluation.score,
                 checks=evaluation.checks,
                 timings_ms={**watch.timings_ms, "total": watch.total_ms},
+                basis_digest=basis.digest_of(episode.task, episode.machine.machine.spec, episode.settle),
             )
         context.registry.events.scored(episode)
         logger.info("episode %s: scored %g", episode.episode_id, evaluation.score)

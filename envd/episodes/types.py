@@ -151,6 +151,8 @@ class EvaluateResult:
     """A value in [0, 1]."""
     checks: tuple[CheckResult, ...]
     timings_ms: dict[str, float]
+    basis_digest: str = ""
+    """Digest of what the score depends on, see `envd.tasks.basis`."""
     cached: bool = False
 
 

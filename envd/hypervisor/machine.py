@@ -6,7 +6,7 @@ for load and fault tests). Both pass the contract suite `envd.hypervisor.contrac
 
 from collections.abc import Collection, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
@@ -84,6 +84,8 @@ class DiskImage:
     has_guestd: bool = True
     provides: frozenset[str] = frozenset()
     """What tasks may need beyond the operating system, such as `powershell`."""
+    packages: str = field(default="", repr=False)
+    """Installed packages of an image that envd built, a name and version per line."""
     firmware_vars: Path | None = None
     """UEFI variables that its machines boot with; None for the firmware's defaults."""
     tpm_state: Path | None = None

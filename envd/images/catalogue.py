@@ -170,6 +170,7 @@ class ImageCatalogue:
             kernel_cmdline=image.kernel_cmdline,
             has_guestd=image.has_guestd,
             provides=frozenset(image.provides),
+            packages="".join(f"{line}\n" for line in self._packages(image)),
             expire_time=image.expire_time,
             firmware_vars=present(image.firmware_vars) if image.firmware_vars else None,
             tpm_state=present(image.tpm_state) if image.tpm_state else None,
@@ -190,8 +191,11 @@ class ImageCatalogue:
 
     def packages(self, image: Image) -> frozenset[str] | None:
         """Return the names of the packages installed in an image that envd built; None for an imported one."""
+        return frozenset(line.split()[0] for line in self._packages(image)) or None
+
+    def _packages(self, image: Image) -> tuple[str, ...]:
         listed = self.root / image.name / image.digest[:DIGEST_CHARS] / PACKAGES_FILE
-        return frozenset(line.split()[0] for line in listed.read_text().splitlines()) if listed.exists() else None
+        return tuple(listed.read_text().splitlines()) if listed.exists() else ()
 
     def remove(self, name: str) -> Path:
         """Remove an image by `name` (all its digests) or `name@digest-prefix`; returns the removed directory.

@@ -110,6 +110,9 @@ async def test_an_evaluation_scores_and_reports_what_the_model_did(tmp_path: Pat
         assert (await client.list_pools())[0].leased_count == 0
     scores = {attempt.task_id: attempt.score for attempt in results.attempts}
     assert scores == {task_id: float(task_id != "fake/unicode-note") for task_id in SOLUTIONS}
+    digests = {attempt.basis_digest for attempt in results.attempts}
+    assert {len(digest) for digest in digests} == {64}
+    assert len(digests) == len(SOLUTIONS)
     rates = {row.group: row.success.mean for row in summarise(results).rows if row.success}
     assert rates["all"] == 0.8
     assert rates["feasible"] == 0.75

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Names that look like paths or modules: metrics of `trainer.slime`, files of users, names of other projects.
 _OTHERS = re.compile(
-    r"envd/(success_frac|void_frac|void|ended|kept|replay|replayed|branched_frac)\b.*|tests/test\.sh|(slime_osworld|examples)/.*|trainer\.(use_v1|v1\..*)"
+    r"envd/(success_frac|void_frac|void|ended|kept|replay|replayed|branched_frac|ended_by_guest_frac|undecided_frac)\b.*|tests/test\.sh|(slime_osworld|examples)/.*|trainer\.(use_v1|v1\..*)"
 )
 #: `api/servicer.py` is short for `envd/api/servicer.py`.
 _BASES = ("envd", "trainer", "proto", "proto/cuaenv", "tests/unit")

@@ -22,10 +22,13 @@ def compare_command(
     *,
     before: Annotated[Path, typer.Argument(metavar="BEFORE", help="Results of `trainer eval`.")],
     after: Annotated[Path, typer.Argument(metavar="AFTER", help="Results to compare them with.")],
+    allow_unlike: Annotated[
+        bool, typer.Option("--allow-unlike", help="Compare tasks that changed between the evaluations.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compare two evaluations, paired by task: the change of the success rate with its interval."""
-    comparison = compare(Results.read(before), Results.read(after))
+    comparison = compare(Results.read(before), Results.read(after), allow_unlike=allow_unlike)
     if as_json:
         emit_json(asdict(comparison))
     else:

@@ -4,12 +4,12 @@ Only tasks that both runs attempted without an error are compared. Pairing remov
 difference is significant with far fewer tasks than between two independent rates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.evaluate.results import Attempt, Results
+from trainer.evaluate.results import Attempt, Results, ResultsError
 from trainer.evaluate.statistics import Interval, mcnemar, paired_difference
 from trainer.evaluate.summary import by_task, groups
 
@@ -52,10 +52,21 @@ class Comparison:
 _MAY_DIFFER = frozenset({"endpoint", "model"})
 
 
-def compare(before: Results, after: Results) -> Comparison:
-    """Return how `after` differs from `before`."""
+def compare(before: Results, after: Results, *, allow_unlike: bool = False) -> Comparison:
+    """Return how `after` differs from `before`.
+
+    Raises:
+        ResultsError: The scores of a task depend on other things in each run, and `allow_unlike` is false.
+    """
     old, new = by_task(before.attempts), by_task(after.attempts)
     shared = old.keys() & new.keys()
+    unlike = [task for task in sorted(shared) if len(_bases(old[task]) | _bases(new[task])) > 1]
+    if unlike and not allow_unlike:
+        named = ", ".join(unlike[:3]) + (f" and {len(unlike) - 3} more" if len(unlike) > 3 else "")
+        raise ResultsError(
+            f"the scores of {named} cannot be compared: the task, its checkers, its image or settings of its machines"
+            " changed in between; `envd suite check` names changes, --allow-unlike compares in spite of them"
+        )
     rows = []
     if shared:
         members = groups(attempt for attempt in after.attempts if attempt.task_id in shared)
@@ -65,7 +76,7 @@ def compare(before: Results, after: Results) -> Comparison:
         after_label=after.run.label,
         rows=rows,
         unpaired=sorted(old.keys() ^ new.keys()),
-        warnings=_warnings(before, after),
+        warnings=[*_warnings(before, after), *([f"{len(unlike)} tasks have changed in between"] if unlike else ())],
     )
 
 
@@ -87,6 +98,11 @@ def _difference(
         lost=lost,
         p_value=mcnemar(gained, lost) if is_single else None,
     )
+
+
+def _bases(attempts: Iterable[Attempt]) -> set[str]:
+    """Return the known digests of what the attempts' scores depend on."""
+    return {attempt.basis_digest for attempt in attempts} - {""}
 
 
 def _rate(attempts: Sequence[Attempt]) -> float:

@@ -159,6 +159,7 @@ def attempt_of(trajectory: Trajectory, task: Task, *, seed: int, seconds: float)
         score=None if evaluation is None else evaluation.score,
         owner="" if evaluation else ruling_on(trajectory).owner.value,
         guest_end_cause=trajectory.guest_end_cause,
+        basis_digest="" if evaluation is None else evaluation.basis_digest,
         attempt_count=trajectory.attempt_count,
         turn_count=len(trajectory.turns),
         parsed_count=sum(turn.facts.parsed for turn in trajectory.turns),

@@ -69,6 +69,8 @@ class Attempt(_Line):
     """Owner of a lost attempt, see `trainer.agent.ownership`; "undecided" if the agent may have caused the loss."""
     guest_end_cause: str = ""
     """Cause, such as POWER_OFF, if the agent ended its guest."""
+    basis_digest: str = ""
+    """Digest of what the score depends on besides the agent; empty if there is no score."""
     attempt_count: int = 1
     """Episodes played for it; 2 if the host lost the first one's machine."""
     turn_count: int = 0

@@ -198,6 +198,7 @@ class AsyncEpisode:
             ),
             timings_ms=dict(response.timings_ms),
             guest_end_cause=self.guest_end_cause,
+            basis_digest=response.basis_digest,
         )
 
     async def close(self) -> None:

@@ -93,6 +93,8 @@ class Evaluation:
     timings_ms: Mapping[str, float]
     guest_end_cause: str = ""
     """Cause, such as POWER_OFF or PANIC, if the guest had ended itself before the evaluation; otherwise empty."""
+    basis_digest: str = ""
+    """Digest of what the score depends on besides the agent. Scores with unlike digests cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -209,3 +209,23 @@ def test_several_seeds_have_no_p_value() -> None:
 
 def test_runs_without_a_common_task_have_no_rows() -> None:
     assert compare(Results(RUN, [attempt("a", 1.0)]), Results(RUN, [attempt("b", 1.0)])).rows == []
+
+
+def test_tasks_that_changed_in_between_are_not_compared_unless_wanted() -> None:
+    old, new = (replace_basis(attempt("a", 1.0), digest) for digest in ("1" * 64, "2" * 64))
+    same = replace_basis(attempt("b", 1.0), "1" * 64)
+    before, after = Results(RUN, [old, same]), Results(RUN, [new, same])
+    with pytest.raises(ResultsError, match="the scores of desktop/a cannot be compared"):
+        compare(before, after)
+    allowed = compare(before, after, allow_unlike=True)
+    assert allowed.rows[0].task_count == 2
+    assert "1 tasks have changed in between" in allowed.warnings
+
+
+def test_results_of_earlier_versions_have_no_digest_and_are_compared() -> None:
+    old, new = attempt("a", 1.0), replace_basis(attempt("a", 1.0), "2" * 64)
+    assert compare(Results(RUN, [old]), Results(RUN, [new])).rows[0].task_count == 1
+
+
+def replace_basis(one: Attempt, digest: str) -> Attempt:
+    return one.model_copy(update={"basis_digest": digest})

@@ -1,0 +1,70 @@
+"""What a score depends on, as digests: scores of one task with unlike digests cannot be compared. Pure, but for files.
+
+Covered are the task's definition, the code that sets tasks up and judges them, the image with its installed packages,
+the size of the screen, and when a step's screen counts as settled. Not covered is the agent.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+
+from envd.base.config import SettlePolicy
+from envd.hypervisor.machine import DiskImage, MachineSpec
+from envd.tasks.model import Task
+
+#: Code that builds no state and gives no score.
+_NOT_JUDGING = frozenset({"suites", "formats", "__pycache__", "catalogue.py", "basis.py", "oracle.py", "replay.py"})
+#: Fields that neither an episode nor its score depends on. Checkers' versions are in the code.
+_NOT_SCORED = {"oracle", "tags", "split", "domain", "level"}
+
+
+def digest_of(task: Task, spec: MachineSpec, settle: SettlePolicy) -> str:
+    """Return the digest (sha256 hex) of all that the score of an episode depends on."""
+    return _digest({"task": task_digest(task), "code": code_digest(), **conditions(spec, settle)})
+
+
+def task_digest(task: Task) -> str:
+    """Return the digest of a task's definition."""
+    return _digest(task.model_dump(mode="json", exclude=_NOT_SCORED))
+
+
+@cache
+def code_digest() -> str:
+    """Return the digest of the code that sets tasks up and judges them."""
+    evaluators = files("envd.integrations.osworld") / "requirements.txt"
+    sources = [*_sources(files("envd.tasks"), ""), ("osworld", evaluators)]
+    return _digest({path: file.read_text("utf-8") for path, file in sources})
+
+
+def conditions(spec: MachineSpec, settle: SettlePolicy) -> dict[str, Any]:
+    """Return the image, the screen and the settle settings, by name. Regions that a host ignores are left out."""
+    return {
+        **image_parts(spec.image),
+        "screen": f"{spec.screen_width_px}x{spec.screen_height_px}",
+        "settle": settle.model_dump(mode="json", exclude={"ignored_regions"}),
+    }
+
+
+def image_parts(image: DiskImage) -> dict[str, str]:
+    """Return what an image consists of, by name."""
+    return {"image": image.digest, "packages": _digest(image.packages)}
+
+
+def _sources(directory: Traversable, prefix: str) -> "list[tuple[str, Traversable]]":
+    found = []
+    for entry in sorted(directory.iterdir(), key=lambda entry: entry.name):
+        if entry.name in _NOT_JUDGING:
+            continue
+        if entry.is_dir():
+            found += _sources(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(".py"):
+            found.append((prefix + entry.name, entry))
+    return found
+
+
+def _digest(content: Mapping[str, Any] | str) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
