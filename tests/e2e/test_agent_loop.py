@@ -1,7 +1,7 @@
 """The agent loop over a real socket: a scripted model, a real daemon, drawn desktops."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -152,14 +152,14 @@ async def test_the_tree_shows_the_numbers_of_marks() -> None:
 async def test_an_episode_offers_branch_points_and_their_duration_is_not_charged() -> None:
     points: list[tuple[BranchPoint, float]] = []
 
-    async def between(point: BranchPoint) -> None:
-        points.append((point, asyncio.get_running_loop().time()))
+    async def offer_branch(_: int, branch_point: Callable[[], BranchPoint]) -> None:
+        points.append((branch_point(), asyncio.get_running_loop().time()))
         await asyncio.sleep(0.5)
 
     async with served_client(size=1) as (_, client):
         model = ScriptedReplies(solution("fake/save-note"))
         async with client.reset("fake/save-note", view=SETTINGS.view) as episode:
-            trajectory = await run_episode(episode, model, settings=SETTINGS, between=between)
+            trajectory = await run_episode(episode, model, settings=SETTINGS, offer_branch=offer_branch)
     assert (trajectory.reason, [len(point.turns) for point, _ in points]) == ("done", [1, 2, 3])
     (first, first_s), (second, second_s), _ = points
     assert second.spent_s - first.spent_s < second_s - first_s - 0.4
@@ -175,14 +175,14 @@ async def continued(replies: Sequence[str]) -> ScriptedReplies:
 async def test_a_branch_continues_its_history_and_has_only_the_remaining_time() -> None:
     points: list[BranchPoint] = []
 
-    async def between(point: BranchPoint) -> None:
-        points.append(point)
+    async def offer_branch(_: int, branch_point: Callable[[], BranchPoint]) -> None:
+        points.append(branch_point())
 
     replies = solution("fake/save-note")
     async with served_client(size=2, capacity=3) as (_, client):
         async with client.reset("fake/save-note", view=SETTINGS.view) as episode:
             model = ScriptedReplies([replies[0], replies[-1]])
-            first = await run_episode(episode, model, settings=SETTINGS, between=between)
+            first = await run_episode(episode, model, settings=SETTINGS, offer_branch=offer_branch)
         async with client.reset("fake/save-note", view=SETTINGS.view) as episode:
             await episode.step(Click(379, 311))
             [point] = points

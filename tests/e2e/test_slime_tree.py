@@ -178,3 +178,33 @@ async def test_a_sample_without_a_group_runs_alone(evaluation: bool) -> None:
             args, Sample(group_index=group_index, index=0, metadata={"task_id": TASK}), dict(PARAMS), evaluation
         )
     assert (sample.reward, there.forks) == (1.0, [])
+
+
+async def test_members_name_the_episode_that_they_branched_from() -> None:
+    async with world() as there:
+        samples = await there.rolled_out(4)
+        await there.all_returned()
+    found = {facts_of(sample)["episode_id"]: facts_of(sample) for sample in samples}
+    branched = [facts for facts in found.values() if facts["shared_turns"]]
+    assert len(branched) == 3
+    assert all(found[facts["parent_episode_id"]]["turns"] > facts["shared_turns"] for facts in branched)
+    assert [facts["first_turn"] for facts in found.values()] == [facts["shared_turns"] + 1 for facts in found.values()]
+    assert rollout_metrics(there.args, samples)["tree/branch_points"] == 3
+
+
+async def test_a_member_branches_before_a_reply_of_which_the_policy_was_unsure() -> None:
+    async with world() as there:
+        there.engine.log_prob = lambda prompt: -3.0 if turn_in(prompt) == 3 else -0.1
+        samples = await there.rolled_out(3, branch_every=3, branch_above=1.0, branch_ways=3)
+        await there.all_returned()
+    assert there.forks == [2]
+    assert sorted(facts_of(sample)["shared_turns"] for sample in samples) == [0, 2, 2]
+    assert [sample.reward for sample in samples] == [1.0] * 3
+
+
+async def test_a_tree_has_as_many_roots_as_wanted() -> None:
+    async with world() as there:
+        samples = await there.rolled_out(4, branch_roots=2)
+        await there.all_returned()
+    assert sorted(facts_of(sample)["shared_turns"] for sample in samples) == [0, 0, 1, 1]
+    assert len({facts_of(sample)["origin"] for sample in samples}) == 1

@@ -225,7 +225,7 @@ def rows_of_two_rollouts() -> tuple[list[Any], list[Any]]:
             response_length=len(each),
             loss_mask=[1] * len(each),
             log_probs=each,
-            advantage=advantage,
+            advantages=[advantage] * len(each),
             rollout_mask_sum=3,
             image=0,
         )
@@ -304,14 +304,14 @@ class Bandit:
                         response_length=1,
                         loss_mask=[1],
                         log_probs=reply.log_probs,
-                        advantage=advantage,
+                        advantages=[advantage],
                         rollout_mask_sum=1,
                         image=place,
                     )
                 )
             rewards += group
         self.success.append(sum(rewards) / len(rewards))
-        made.rows = [row for row in made.rows if row.advantage]
+        made.rows = [row for row in made.rows if any(row.advantages)]
         made.rollout_count = len(made.rows)
         return made
 
@@ -368,7 +368,7 @@ def test_an_update_favours_replies_by_their_advantages(frames: Any, tmp_path: Pa
     assert torch.allclose(before, sampled, atol=1e-4), "the training pass gives the sampler's log-probabilities"
     learner.update()
     change = log_probs() - before
-    advantages = torch.tensor([row.advantage for row in batch.rows])
+    advantages = torch.tensor([row.advantages[0] for row in batch.rows])
     assert (change * advantages).sum() > 0
     assert change[advantages > 0].mean() > 0 > change[advantages < 0].mean()
 

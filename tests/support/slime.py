@@ -192,6 +192,8 @@ class ScriptedEngine:
         self.finish = "stop"
         self.prompt_token_error = 0
         self.say = say
+        self.log_prob: Callable[[str], float] = lambda _: -0.5
+        """The log-probability of a reply's first token."""
         self._tokenizer = Tokenizer()
 
     async def post(
@@ -214,9 +216,10 @@ class ScriptedEngine:
     def generate(self, request: Any, prompt: Sequence[int], limit: int) -> tuple[list[int], list[float], str]:
         """Record a request; return the reply's ids and log-probabilities, and why it finished."""
         self.requests.append(request)
-        ids = self._tokenizer.encode(self.say(self._tokenizer.decode(prompt)) + END)[:limit]
+        text = self._tokenizer.decode(prompt)
+        ids = self._tokenizer.encode(self.say(text) + END)[:limit]
         finish = self.finish if ids[-1] == self._tokenizer.convert_tokens_to_ids(END) else "length"
-        return ids, [-0.5 - position / 1000 for position in range(len(ids))], finish
+        return ids, [self.log_prob(text) - position / 1000 for position in range(len(ids))], finish
 
 
 #: Arguments of a small job that differ from slime's defaults.

@@ -57,13 +57,17 @@ class AgentEpisode(Protocol):
         """Score the episode's final state. Raises: EnvError."""
 
 
+OfferBranch = Callable[[int, Callable[[], BranchPoint]], Awaitable[None]]
+"""Takes the number of turns so far, and a function that returns the agent's state after them."""
+
+
 async def run_episode(
     episode: AgentEpisode,
     conversation: Conversation,
     *,
     settings: AgentSettings,
     branch_point: BranchPoint | None = None,
-    between: Callable[[BranchPoint], Awaitable[None]] | None = None,
+    offer_branch: OfferBranch | None = None,
 ) -> Trajectory:
     """Run an episode that was opened with `settings.view`, and evaluate it. The caller closes it.
 
@@ -74,9 +78,11 @@ async def run_episode(
         conversation: The model; new, or with the rows written up to `branch_point`.
         settings: The agent's settings.
         branch_point: State to continue from; None for a new episode.
-        between: Awaited after each turn except the last; its duration does not count towards `settings.timeout_s`.
+        offer_branch: Awaited before each of its turns but the first is performed, when its reply is known, with a
+            function that returns the state in which the reply was sampled. Its duration does not count towards
+            `settings.timeout_s`.
     """
-    run = _Run(episode, conversation, settings, branch_point=branch_point, between=between)
+    run = _Run(episode, conversation, settings, branch_point=branch_point, offer_branch=offer_branch)
     with span("episode", episode_id=episode.episode_id, task_id=episode.task_id):
         return await _result_of(run, episode)
 
@@ -110,10 +116,10 @@ class _Run:
         settings: AgentSettings,
         *,
         branch_point: BranchPoint | None,
-        between: Callable[[BranchPoint], Awaitable[None]] | None,
+        offer_branch: OfferBranch | None,
     ) -> None:
         self._branch_point = branch_point
-        self._between = between
+        self._offer_branch = offer_branch
         self._episode = episode
         self._conversation = conversation
         self._settings = settings
@@ -191,6 +197,7 @@ class _Run:
             with span("turn", number=str(number)):
                 async with self._timed("model"):
                     reply = await self._conversation.generate()
+                await self._let_branch(history, observed, space)
                 history.reply(reply.text)
                 parsed = self._grammar.parse(reply.text, space.picture(self._pointer))
                 # Before acting, so that a failure cannot lose a sampled reply.
@@ -211,7 +218,6 @@ class _Run:
                     break
                 await self._report(history, reply, mistake, step, before=observed, after=after)
                 observed = after
-                await self._offer_branch(history, observed, space)
         return Outcome.TRUNCATED, "turns"
 
     async def _begin(self) -> tuple[History, ModelObservation, CoordinateSpace]:
@@ -230,22 +236,26 @@ class _Run:
             )
         return history, observed, space
 
-    async def _offer_branch(self, history: History, observed: ModelObservation, space: CoordinateSpace) -> None:
-        """Await `between` with the current state, and stop the episode's clock meanwhile."""
+    async def _let_branch(self, history: History, observed: ModelObservation, space: CoordinateSpace) -> None:
+        """Await `offer_branch` in the current state, and stop the episode's clock meanwhile."""
         started_s, ends_s = asyncio.get_running_loop().time(), self._limit.when()
-        if self._between is None or ends_s is None:
+        shared_count = len(self._branch_point.turns) if self._branch_point else 0
+        if self._offer_branch is None or ends_s is None or len(self._turns) == shared_count:
             return
-        branch_point = BranchPoint(
-            turns=tuple(self._turns),
-            history=history.copy(),
-            observed=observed,
-            space=space,
-            pointer=self._pointer,
-            origin=self._origin,
-            spent_s=self._settings.timeout_s - (ends_s - started_s),
-        )
+
+        def branch_point() -> BranchPoint:
+            return BranchPoint(
+                turns=tuple(self._turns),
+                history=history.copy(),
+                observed=observed,
+                space=space,
+                pointer=self._pointer,
+                origin=self._origin,
+                spent_s=self._settings.timeout_s - (ends_s - started_s),
+            )
+
         self._limit.reschedule(None)
-        await self._between(branch_point)
+        await self._offer_branch(len(self._turns), branch_point)
         self._limit.reschedule(ends_s + asyncio.get_running_loop().time() - started_s)
 
     async def _observed(self, observation: Observation, space: CoordinateSpace) -> ModelObservation:

@@ -20,7 +20,8 @@ class TrainRow:
     loss_mask: Sequence[int]
     log_probs: Sequence[float]
     """Log-probabilities of the response under the policy that sampled it."""
-    advantage: float
+    advantages: Sequence[float]
+    """One per token of the response."""
     rollout_mask_sum: int
     """Trained tokens in all rows of the rollout."""
     image: int
@@ -32,7 +33,7 @@ def trained_rows(data: Mapping[str, Sequence[Any]]) -> list[int]:
     return [
         index
         for index, (reward, mask) in enumerate(zip(data["rewards"], data["loss_masks"], strict=True))
-        if reward and any(mask)
+        if any(mask) and (reward.any() if hasattr(reward, "any") else reward)
     ]
 
 
@@ -44,12 +45,17 @@ def rows_of(data: Mapping[str, Sequence[Any]], *, images: Sequence[int]) -> list
             response_length=data["response_lengths"][index],
             loss_mask=data["loss_masks"][index],
             log_probs=data["rollout_log_probs"][index],
-            advantage=float(data["rewards"][index]),
+            advantages=_by_token(data["rewards"][index], data["response_lengths"][index]),
             rollout_mask_sum=data["rollout_mask_sums"][index],
             image=image,
         )
         for index, image in enumerate(images)
     ]
+
+
+def _by_token(reward: Any, count: int) -> list[float]:
+    """Return what `trainer.slime.group.normalize_rewards` made of a row's reward, by token of its response."""
+    return reward.tolist() if isinstance(reward, torch.Tensor) else [float(reward)] * count
 
 
 def policy_loss(
@@ -76,8 +82,7 @@ def policy_loss(
     device = log_probs[0].device
     masks = [torch.tensor(row.loss_mask, device=device, dtype=torch.float32) for row in rows]
     old = [torch.tensor(row.log_probs, device=device, dtype=torch.float32) for row in rows]
-    rewards = torch.tensor([row.advantage for row in rows], device=device)
-    advantages = torch.cat(ppo_utils.get_grpo_returns(rewards, old))
+    advantages = torch.cat([torch.tensor(row.advantages, device=device, dtype=torch.float32) for row in rows])
     if estimator == "gspo":
         kl = ppo_utils.compute_gspo_kl(list(log_probs), old, list(log_probs), masks)
     else:

@@ -12,10 +12,12 @@ from typing import Any
 from cuaenv.client import AsyncEnvClient, EnvError
 from trainer.config import ConfigError
 from trainer.slime.config import SlimeConfig
+from trainer.slime.group import CENTRED
 from trainer.slime.slime_compat import engine_count
 
 logger = logging.getLogger(__name__)
 _NORMALIZER = "trainer.slime.group.normalize_rewards"
+_CREDIT = "trainer.slime.credit.advantages"
 _FILTER = "trainer.slime.filters.keep_informative"
 _DATA_SOURCE = "trainer.slime.replay.data_source"
 _checked_hosts: set[tuple[str, ...]] = set()
@@ -41,6 +43,7 @@ def refusals(args: Any, config: SlimeConfig) -> Iterator[str]:
         )
     if config.replay:
         yield from _replay_refusals(args)
+    yield from _credit_refusals(args, config)
     context_tokens = getattr(args, "rollout_max_context_len", None)
     if context_tokens and context_tokens < config.agent.context_tokens:
         yield (
@@ -69,6 +72,24 @@ def refusals(args: Any, config: SlimeConfig) -> Iterator[str]:
             f"envd.agent.images_per_row makes several rows per rollout, but static micro-batches need a multiple of"
             f" {unit} rows (data parallel size x --micro-batch-size); set envd.pad_rows_to to {unit}, or use"
             " --use-dynamic-batch-size"
+        )
+
+
+def _credit_refusals(args: Any, config: SlimeConfig) -> Iterator[str]:
+    by_token = getattr(args, "custom_advantage_function_path", None) == _CREDIT
+    if config.credit != "siblings":
+        if by_token:
+            yield f"--custom-advantage-function-path {_CREDIT}: set envd.credit to siblings, or remove the flag"
+        return
+    if not by_token:
+        yield f"envd.credit siblings: add --custom-advantage-function-path {_CREDIT}"
+    if getattr(args, "custom_reward_post_process_path", _NORMALIZER) != _NORMALIZER:
+        yield f"envd.credit siblings: set --custom-reward-post-process-path to {_NORMALIZER}"
+    estimator = getattr(args, "advantage_estimator", "grpo")
+    if estimator not in CENTRED or not getattr(args, "rewards_normalization", True):
+        yield (
+            f"envd.credit siblings: needs an estimator of {', '.join(CENTRED)} with normalised rewards, but"
+            f" --advantage-estimator is {estimator}"
         )
 
 

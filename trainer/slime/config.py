@@ -35,6 +35,14 @@ class SlimeConfig(TrainingConfig):
     """Turns between the branch points of a member (`tree`)."""
     branch_ways: int = Field(default=2, ge=2)
     """Members that continue from a branch point, including the one that reached it (`tree`)."""
+    branch_above: float | None = Field(default=None, gt=0)
+    """Branch, too, before a reply whose tokens have a mean of -log-probability above this, in nats (`tree`). Set
+    `branch_every` higher then: it is the longest distance between two branch points."""
+    branch_roots: int = Field(default=1, ge=1)
+    """Members that start at the beginning of the task (`tree`)."""
+    credit: Literal["returns", "siblings"] = "returns"
+    """`returns`: a member's reward is compared with its group's. `siblings`: each turn is compared with what other
+    members did in the same state, see `trainer.rewards.credit` (`tree`)."""
     min_valid_members: int = Field(default=2, ge=1)
     """Groups with fewer valid members are dropped as `env_failure`."""
     pad_rows_to: int = Field(default=1, ge=1)
@@ -89,6 +97,10 @@ class SlimeConfig(TrainingConfig):
             raise ValueError(
                 f"branch_every is {self.branch_every}, but an episode has at most {agent.max_turns} turns"
                 " (agent.max_turns) and would never branch; lower it"
+            )
+        if self.credit == "siblings" and (self.group != "tree" or self.replay):
+            raise ValueError(
+                "credit: siblings compares members that branched from each other; set group to tree, and no replay"
             )
         if self.engine_timeout_s > agent.timeout_s:
             raise ValueError(

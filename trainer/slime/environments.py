@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from math import ceil
 from typing import Any, Unpack
 
 from cuaenv.client import Action, AsyncEnvClient, AsyncEpisode, Evaluation, StepResult, View
@@ -21,6 +22,8 @@ from trainer.tokens.rows import Segment
 class BranchContext:
     """The history of an episode at a branch point."""
 
+    episode_id: str
+    """The episode."""
     point: BranchPoint
     prefix: Segment
     """The current row: all that the model read and sampled in it."""
@@ -38,6 +41,7 @@ class SampleEnvironments:
         group_wait_s: float,
         lease_ttl: timedelta = timedelta(minutes=5),
         branch_ways: int = 0,
+        branch_roots: int = 1,
     ) -> None:
         """Prepare; opens nothing.
 
@@ -48,12 +52,14 @@ class SampleEnvironments:
             group_wait_s: How long a group keeps a slot for a missing member, and a branch waits for machines.
             lease_ttl: How long machines outlive this process.
             branch_ways: Members that continue from a branch point; 0 for members that all start together.
+            branch_roots: Members of a tree that start at the beginning of its task.
         """
         self.reset_count = 0
         """Number of resets."""
         self.context: BranchContext | None = None
         """The history with which the latest episode started; None at the beginning of its task."""
         self._branch_ways = branch_ways
+        self._branch_roots = branch_roots
         self._tree: Tree[BranchContext] | None = None
         self.episode: AsyncEpisode | None = None
         """The latest episode."""
@@ -95,9 +101,10 @@ class SampleEnvironments:
             async with self._reset(task, options) as episode:
                 yield episode, None
         elif self._branch_ways:
-            self._tree = tree_of_loop((self._sample.group_index, task))
-            # The others continue on forks, on this host.
-            rooted: ResetOptions = {**options, "branches": self._group_size - 1}
+            self._tree = tree_of_loop((self._sample.group_index, task), root_count=self._branch_roots)
+            # The others continue on forks, on the host of their root.
+            branches = ceil((self._group_size - self._branch_roots) / self._branch_roots)
+            rooted: ResetOptions = {**options, "branches": max(0, branches)}
             async with self._tree.member(lambda: self._reset(task, rooted)) as (episode, context):
                 yield episode, context
         else:

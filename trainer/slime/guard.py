@@ -14,7 +14,7 @@ METRICS = (
     "reward", "rows", "sampled_entropy", "success_frac", "task_score", "turns", "undecided_frac", "void_frac",
     "zero_std_frac",
 )  # fmt: skip
-FAMILIES = ("ended/", "reward_part/", "seconds/", "void/")
+FAMILIES = ("ended/", "reward_part/", "seconds/", "tree/", "void/")
 #: A policy can cause void episodes: a run in which they prevail measures only what is left.
 DEFAULT_ABOVE: Mapping[str, float] = {"void_frac": 0.5, "undecided_frac": 0.1}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.agent.ownership import Owner
 from trainer.rewards.groups import has_signal
+from trainer.slime.credit import group_credit
 from trainer.slime.group import rollout_reward
 from trainer.slime.samples import by_rollout, facts_of
 from trainer.slime.slime_compat import Sample
@@ -109,10 +110,12 @@ def metrics_of(records: Sequence[EpisodeRecord]) -> dict[str, float]:
 def _group_metrics(records: Sequence[EpisodeRecord]) -> dict[str, float]:
     """Return the share of groups without signal, and of groups that started in more than one state."""
     rewards_by_group: dict[int, list[float | None]] = {}
+    facts_by_group: dict[int, list[Mapping[str, Any]]] = {}
     origins_by_group: dict[int, set[str]] = {}
     for record in records:
         if record.group_index is not None:
             rewards_by_group.setdefault(record.group_index, []).append(record.reward)
+            facts_by_group.setdefault(record.group_index, []).append(record.facts)
             if record.reward is not None and not record.is_replayed:
                 origins_by_group.setdefault(record.group_index, set()).add(record.facts.get("origin", ""))
     if not rewards_by_group:
@@ -122,4 +125,35 @@ def _group_metrics(records: Sequence[EpisodeRecord]) -> dict[str, float]:
         "mixed_origin_frac": fmean(len(origins) > 1 for origins in origins_by_group.values())
         if origins_by_group
         else 0.0,
+        **_tree_metrics([(facts, rewards_by_group[index]) for index, facts in facts_by_group.items()]),
     }
+
+
+def _tree_metrics(groups: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[float | None]]]) -> dict[str, float]:
+    """Return the shape of the groups whose members branched: means over those groups."""
+    trees = [(facts, rewards) for facts, rewards in groups if any(found.get("parent_episode_id") for found in facts)]
+    if not trees:
+        return {}
+    points = [
+        len({(found["parent_episode_id"], found["shared_turns"]) for found in facts if found.get("parent_episode_id")})
+        for facts, _ in trees
+    ]
+    credit = [each for facts, rewards in trees for each in group_credit(facts, rewards)]
+    return {
+        "tree/branch_points": fmean(points),
+        "tree/depth": fmean(_depth(facts) for facts, _ in trees),
+        "tree/credited_frac": sum(each.sibling_count for each in credit)
+        / max(1, sum(len(each.advantages) for each in credit)),
+    }
+
+
+def _depth(facts: Sequence[Mapping[str, Any]]) -> int:
+    """Return the largest number of branch points above a member."""
+    parents = {found.get("episode_id"): found.get("parent_episode_id") for found in facts}
+    depths = []
+    for name in parents:
+        depth, at = 0, name
+        while at := parents.get(at):
+            depth += 1
+        depths.append(depth)
+    return max(depths)

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from cuaenv.client import shared_client
@@ -50,6 +51,7 @@ class Rollout:
         self._chat = Chat(self._state.tokenizer, self._state.processor, template_options=options)
         self._conversation = self._new_conversation()
         self._attempt_count = 0
+        self._parent_id = ""
 
     async def run(self, task: str, *, group_size: int) -> Trajectory | None:
         """Run the task. Returns None if slime aborted the rollout. Raises: Halted: no daemon answers."""
@@ -64,6 +66,7 @@ class Rollout:
             group_wait_s=config.group_wait_s,
             lease_ttl=config.lease_ttl,
             branch_ways=config.branch_ways if config.group == "tree" else 0,
+            branch_roots=config.branch_roots,
         )
         episode = run_task(
             environments,
@@ -77,15 +80,25 @@ class Rollout:
         async with watch_of(client, config.daemon_timeout_s).use() as watch:
             trajectory = await _until_aborted(self._state, watch, episode)
         self._attempt_count = environments.reset_count
+        self._parent_id = environments.context.episode_id if environments.context else ""
         return trajectory
 
     async def _run_episode(self, environments: SampleEnvironments, episode: AgentEpisode) -> Trajectory:
-        """Run an episode from its start or branch point, and let others branch from it every `branch_every` turns."""
-        conversation, context = self._conversation, environments.context
+        """Run an episode from its start or branch point, and let others branch from it.
 
-        async def between(point: BranchPoint) -> None:
-            if len(point.turns) % self.config.branch_every == 0:
-                await environments.branch(BranchContext(point=point, prefix=conversation.rows[-1].as_prompt()))
+        It branches before a reply of which the policy was unsure, and `branch_every` turns after its last branch point.
+        """
+        conversation, context = self._conversation, environments.context
+        branched_at = len(context.point.turns) if context else 0
+
+        async def offer_branch(turn_count: int, branch_point: Callable[[], BranchPoint]) -> None:
+            nonlocal branched_at
+            row = conversation.rows[-1]
+            if turn_count - branched_at < self.config.branch_every and not self._is_unsure(row):
+                return
+            branched_at = turn_count
+            prefix = row.as_prompt(without_last_reply=True)
+            await environments.branch(BranchContext(episode_id=episode.episode_id, point=branch_point(), prefix=prefix))
 
         if context is not None:
             await conversation.continue_from(context.prefix)
@@ -94,8 +107,13 @@ class Rollout:
             conversation,
             settings=self.config.agent,
             branch_point=None if context is None else replace(context.point, history=context.point.history.copy()),
-            between=between if self.config.group == "tree" else None,
+            offer_branch=offer_branch if self.config.group == "tree" else None,
         )
+
+    def _is_unsure(self, row: Row) -> bool:
+        """Whether the reply with which a row ends surprised the policy that sampled it."""
+        log_probs, limit = row.pieces[-1].log_probs, self.config.branch_above
+        return limit is not None and -fmean(log_probs or (0.0,)) > limit
 
     def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002 -- for subclasses
         """Return the episode to run in place of a new one that `environments` opened; called once per attempt."""
@@ -123,8 +141,10 @@ class Rollout:
             "reward_parts": dict(breakdown.parts),
             "rows": len(rows),
             "attempts": self._attempt_count,
+            "parent_episode_id": self._parent_id,
             "prompt_hash": prompt_hash(config.agent),
         }
+        first_turn = trajectory.shared_turn_count + 1
         for sample, row in zip(samples, rows, strict=False):
             fill(sample, row, self.args)
             # Built last, in a thread: an episode does not carry its tensors.
@@ -136,7 +156,8 @@ class Rollout:
                 seconds for phase, seconds in trajectory.timings_s.items() if phase != "model"
             )
             set_status(sample, "TRUNCATED" if facts.truncated else "COMPLETED")
-            note(sample, record, raw_reward=facts.task_score)
+            note(sample, {**record, "first_turn": first_turn}, raw_reward=facts.task_score)
+            first_turn += row.reply_count
 
     @property
     def _engine_url(self) -> str:

@@ -1,8 +1,9 @@
 """A GRPO group as a tree: members branch from each other on forks of machines in mid-episode.
 
-The first member starts alone; the others wait. At each branch point of a member, its machine is forked for some of the
-waiting members, which continue from there with the history so far as their prompt. The shared prefix is trained only in
-the member that sampled it. When no member is left to branch from, a waiting member starts from the beginning.
+The first member starts alone, or as many as the tree has roots; the others wait. At each branch point of a member, its
+machine is forked for some of the waiting members, which continue from there with the history so far as their prompt.
+The shared prefix is trained only in the member that sampled it. When no member is left to branch from, a waiting member
+starts from the beginning.
 
 No locks: code between two awaits is atomic in an event loop, and each loop has its own trees.
 """
@@ -40,8 +41,9 @@ class Branch(Generic[Context]):
 class Tree(Generic[Context]):
     """The members of one group: running ones, and those that wait for a branch point."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, root_count: int = 1) -> None:
         self.running_count = 0
+        self._roots_left = root_count
         self._waiting: deque[asyncio.Future[Branch[Context] | None]] = deque()
         # A loop references its tasks weakly.
         self._owners: set[asyncio.Task[None]] = set()
@@ -53,7 +55,7 @@ class Tree(Generic[Context]):
 
     @asynccontextmanager
     async def member(self, open_one: OpenOne) -> AsyncIterator[tuple[AsyncEpisode, Context | None]]:
-        """Start an episode if no member runs, else wait for a branch; close the episode on exit.
+        """Start an episode if no member runs or a root is missing, else wait for a branch; close it on exit.
 
         Yields:
             The episode and its history so far, None at the beginning of the task.
@@ -129,8 +131,9 @@ class Tree(Generic[Context]):
                 forked.set_result(None)
 
     async def _next_branch(self) -> Branch[Context] | None:
-        if self.running_count == 0:
+        if self.running_count == 0 or self._roots_left > 0:
             self.running_count += 1
+            self._roots_left -= 1
             return None
         waiter: asyncio.Future[Branch[Context] | None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
@@ -162,10 +165,10 @@ _Trees = weakref.WeakValueDictionary[Hashable, Tree[Any]]
 _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Trees] = weakref.WeakKeyDictionary()
 
 
-def tree_of_loop(key: Hashable) -> Tree[Any]:
+def tree_of_loop(key: Hashable, *, root_count: int = 1) -> Tree[Any]:
     """Return the running loop's tree of that key, or a new one if no member holds it."""
     trees = _by_loop.setdefault(asyncio.get_running_loop(), weakref.WeakValueDictionary())
     tree = trees.get(key)
     if tree is None:
-        tree = trees[key] = Tree()
+        tree = trees[key] = Tree(root_count=root_count)
     return tree

@@ -85,12 +85,18 @@ class Row:
         self._pieces.append(piece)
         self.token_count += len(piece.train_ids)
 
-    def as_prompt(self) -> Segment:
-        """Return the complete row as the prompt of another row, where none of it is trained."""
+    def as_prompt(self, *, without_last_reply: bool = False) -> Segment:
+        """Return the complete row as the prompt of another row, where none of it is trained.
+
+        Args:
+            without_last_reply: Leave out the reply with which the row ends.
+        """
+        pieces = self._pieces[: len(self._pieces) - without_last_reply]
+        left_out = len(self._pieces[-1].train_ids) if without_last_reply else 0
         return Segment(
             text="",
-            engine_ids=tuple(self.engine_ids),
-            train_ids=tuple(chain(self.prompt_ids, *(piece.train_ids for piece in self._pieces))),
+            engine_ids=tuple(self.engine_ids[: len(self.engine_ids) - left_out]),
+            train_ids=tuple(chain(self.prompt_ids, *(piece.train_ids for piece in pieces))),
             images=tuple(self.images),
         )
 

@@ -1,0 +1,100 @@
+"""Sibling credit by token, from the facts of slime's samples."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.slime import stand_in_args
+from trainer.config import ConfigError
+from trainer.slime.checks import refusals
+from trainer.slime.config import SlimeConfig
+from trainer.slime.credit import advantages, group_credit, token_advantages
+from trainer.slime.records import EpisodeRecord, metrics_of
+
+PATH = "trainer.slime.credit.advantages"
+SIBLINGS = {"hosts": ["127.0.0.1:1"], "group": "tree", "credit": "siblings"}
+
+
+def facts(name: str, *, turns: int = 4, parent: str = "", shared: int = 0) -> dict[str, Any]:
+    return {"episode_id": name, "parent_episode_id": parent, "shared_turns": shared, "turns": turns}
+
+
+GROUP = [facts("a"), facts("b", parent="a", shared=2), facts("c", parent="a", shared=2)]
+
+
+def test_each_reply_of_a_row_has_the_advantage_of_its_turn() -> None:
+    a, b, c = group_credit(GROUP, [1.0, 0.0, 0.5], by_deviation=False)
+    assert token_advantages(a, first_turn=1, loss_mask=[1, 1, 0, 0, 1, 0, 1, 0, 1]) == pytest.approx(
+        [0, 0, 0, 0, 0, 0, 0.75, 0, 0.75]
+    )
+    assert token_advantages(b, first_turn=3, loss_mask=[1, 0, 1, 1]) == pytest.approx([-0.75, 0, -0.75, -0.75])
+    # The second row of a rollout begins with a later reply.
+    assert token_advantages(c, first_turn=4, loss_mask=[0, 1, 1]) == [0.0, 0.0, 0.0]
+
+
+def test_more_replies_than_turns_are_refused() -> None:
+    (credit, *_) = group_credit(GROUP, [1.0, 0.0, 0.5])
+    with pytest.raises(IndexError):
+        token_advantages(credit, first_turn=4, loss_mask=[1, 0, 1])
+
+
+def test_void_members_have_no_turns_and_no_names() -> None:
+    found = group_credit([facts("a"), {"void": "MachineLost"}, {"void": "MachineLost"}], [1.0, None, None])
+    assert [each.advantages for each in found] == [(0.0,) * 4, (), ()]
+
+
+def test_rewards_by_sample_are_refused_where_advantages_by_token_are_expected() -> None:
+    with pytest.raises(ValueError, match=r"envd\.credit: siblings"):
+        advantages(None, {"rewards": [1.0], "response_lengths": [3], "kl": []})
+
+
+@pytest.mark.parametrize(
+    ("envd", "given", "expected"),
+    [
+        (SIBLINGS, {}, f"add --custom-advantage-function-path {PATH}"),
+        ({"hosts": ["127.0.0.1:1"]}, {"custom_advantage_function_path": PATH}, "set envd.credit to siblings"),
+        (
+            SIBLINGS,
+            {"custom_advantage_function_path": PATH, "custom_reward_post_process_path": "mine.f"},
+            "--custom-reward-post-process-path",
+        ),
+        (SIBLINGS, {"custom_advantage_function_path": PATH, "advantage_estimator": "ppo"}, "--advantage-estimator"),
+        (SIBLINGS, {"custom_advantage_function_path": PATH, "rewards_normalization": False}, "with normalised rewards"),
+    ],
+)
+def test_arguments_that_contradict_the_credit_are_refused(
+    envd: dict[str, Any], given: dict[str, Any], expected: str
+) -> None:
+    args = stand_in_args(envd, **given)
+    assert any(expected in problem for problem in refusals(args, SlimeConfig.from_args(args)))
+
+
+def test_fitting_arguments_pass() -> None:
+    args = stand_in_args(SIBLINGS, custom_advantage_function_path=PATH)
+    assert list(refusals(args, SlimeConfig.from_args(args))) == []
+
+
+@pytest.mark.parametrize("more", [{"group": "fork"}, {"replay": {"max_total": 4}}])
+def test_siblings_need_a_tree_without_replay(more: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="credit: siblings compares members that branched"):
+        SlimeConfig.from_mapping({**SIBLINGS, **more})
+
+
+def test_the_shape_of_trees_is_a_metric() -> None:
+    more = {"reply_tokens": 9, "parsed": 1, "fallbacks": 0, "rows": 1, "task_score": 0.0, "reason": "done"}
+    records = [
+        EpisodeRecord(
+            index=index,
+            group_index=0,
+            reward=float(index),
+            facts={**found, **more, "timings_s": {}, "reward_parts": {}},
+            surprise=0.0,
+            sampled_count=0,
+        )
+        for index, found in enumerate([*GROUP, facts("d", parent="b", shared=3)])
+    ]
+    found = metrics_of(records)
+    # Of 4 + 2 + 2 + 1 own turns, the first two have no siblings.
+    assert (found["tree/branch_points"], found["tree/depth"]) == (2.0, 2.0)
+    assert found["tree/credited_frac"] == pytest.approx(7 / 9)
+    assert "tree/depth" not in metrics_of(records[:1])
