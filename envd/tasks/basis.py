@@ -1,4 +1,4 @@
-"""What a score depends on, as digests: scores of one task with unlike digests cannot be compared. Pure, but for files.
+"""What a score depends on, as digests: scores of one task with unlike digests cannot be compared.
 
 Covered are the task's definition, the code that sets tasks up and judges them, the image with its installed packages,
 the size of the screen, and when a step's screen counts as settled. Not covered is the agent.
