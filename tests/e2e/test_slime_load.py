@@ -89,7 +89,7 @@ async def test_lost_rollouts_do_not_change_the_advantages_of_others() -> None:
     samples = [Sample(group_index=i // 8, index=i, metadata={"task_id": TASK}) for i in range(count)]
     engine = ScriptedEngine(lambda prompt: reply_of(current.get(), prompt.count("<|im_start|>assistant\n")))
     async with serve_fake(size=8, capacity=count + 8, faults=Faults(die_after_inputs=SOLVING_INPUTS)) as server:
-        envd = {"hosts": [server.address], "attempts": 1, "agent": agent}
+        envd = {"hosts": [server.address], "attempts": 1, "agent": agent, "halt": {"above": {}}}
         args = stand_in_args(envd, n_samples_per_prompt=8, sglang_server_concurrency=count)
         with stand_in_slime(engine):
             await asyncio.gather(*(play(args, sample) for sample in samples))

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = [pytest.mark.slime, pytest.mark.timeout(300)]
+
 
 def sample_of(index: int, reward: float, mask: list[int], **facts: Any) -> Any:
     from slime.utils.types import Sample

@@ -11,7 +11,7 @@ from cuaenv.cli.terminal import out
 from trainer.cli.output import UsageError, reports_errors
 from trainer.learn import LearnError
 
-app = typer.Typer(no_args_is_help=True, help="Measure the trainer's own cost.")
+app = typer.Typer(no_args_is_help=True, help="Measure the trainer's own cost: a turn of a rollout.")
 
 
 @app.callback()
