@@ -19,6 +19,8 @@ RUNNING = "running"
         (Silence(run_state=RUNNING, agent_answers=True, free_disk_bytes=1 << 30), Owner.GUEST, "SESSION_ENDED"),
         # Idle: it was not kept from answering.
         (Silence(run_state=RUNNING), Owner.GUEST, "UNRESPONSIVE"),
+        # The same on a busy host: it seldom wanted to run.
+        (Silence(run_state=RUNNING, used_s=0.0, waited_s=0.3), Owner.GUEST, "UNRESPONSIVE"),
         # A fork bomb on a loaded host: it waits for processors, and gets enough of them.
         (Silence(run_state=RUNNING, used_s=5.0, waited_s=20.0), Owner.GUEST, "UNRESPONSIVE"),
         (Silence(run_state=RUNNING, used_s=0.1, waited_s=20.0), Owner.UNDECIDED, ""),
