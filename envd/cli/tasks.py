@@ -32,7 +32,11 @@ _PLAYING = {
     "verify": (
         "envd.cli.tasks_verify:verify_command",
         "Play the oracle of each task, which must score 1, and do nothing, which must score 0, on forks of one state.",
-    )
+    ),
+    "attack": (
+        "envd.cli.tasks_attack:attack_command",
+        "Play almost right solutions and cheats of each task, which a sound checker scores below 1, on forks.",
+    ),
 }
 
 app = typer.Typer(cls=lazy_group(_PLAYING), no_args_is_help=True, help="Inspect the tasks that clients can request.")

@@ -1,0 +1,1 @@
+"""Checkers under attack: almost right solutions, cheats, and repeated right ones, played on forks of one state."""

@@ -1,0 +1,175 @@
+"""Play mutants on forks of the state before their first own step, through the same service as an agent."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, EpisodeEnded, View
+from envd.base.config import Config
+from envd.bench.attack.mutants import Mutant, mutants_of
+from envd.bench.playing import ConditionNotMet, Steps, max_steps_of, play
+from envd.daemon.composition import open_daemon
+from envd.daemon.ephemeral import ephemeral_config
+from envd.tasks.basis import task_digest
+from envd.tasks.model import Task
+
+#: The template may first boot under TCG on a small host, and other tasks may be set up before this one.
+_RESET_TIMEOUT = timedelta(minutes=30)
+_COMMAND_TIMEOUT = timedelta(minutes=2)
+_MOST_PIXELS = 640 * 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attack:
+    """The result of one mutant."""
+
+    task_id: str
+    mutant: str
+    family: str
+    digest: str
+    """See `Mutant.digest`."""
+    script: tuple[str, ...]
+    expects_success: bool
+    score: float | None = None
+    """None without a score."""
+    detail: str = ""
+    """The evidence of the checks, or why there is no score."""
+    picture: bytes = b""
+    """PNG of the final screen; empty unless something was found."""
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether the checker scored it as a sound one does."""
+        if self.score is None:
+            return False
+        return self.score == 1 if self.expects_success else self.score < 1
+
+
+def attack_config(settings: Config, *, parallel_count: int, image: str = "") -> Config:
+    """Return settings for an ephemeral daemon that plays `parallel_count` mutants at once; see `ephemeral_config`."""
+    # The task's own machine, its forks, and one that is being prepared.
+    own = {"size": 1, "capacity": parallel_count + 2, "allow_guest_access": True}
+    return ephemeral_config(settings, name="attack", pool=own, image=image)
+
+
+async def attack(
+    config: Config,
+    tasks: Sequence[Task],
+    *,
+    parallel_count: int,
+    is_done: Callable[[str], bool],
+    on_result: Callable[[Attack], None],
+) -> None:
+    """Play the mutants of all tasks, one task after the other.
+
+    Args:
+        config: See `attack_config`.
+        tasks: Tasks with oracles.
+        parallel_count: Mutants played at once.
+        is_done: Whether the mutant with this digest need not be played again.
+        on_result: Called with each result.
+
+    Raises:
+        EnvdError: The daemon could not start.
+    """
+    async with open_daemon(config) as daemon, AsyncEnvClient(daemon.address, token="") as client:
+        runs_guests = daemon.hypervisor.capabilities.runs_guests
+        for task in tasks:
+            player = _Player(client, task, runs_guests=runs_guests, parallel_count=parallel_count, on_result=on_result)
+            mutants = [
+                each
+                for each in mutants_of(task)
+                # Drawn desktops have no shell that could run them.
+                if (runs_guests or not each.commands) and not is_done(each.digest(player.task_digest))
+            ]
+            if mutants:
+                await player.play(mutants, max_steps=max_steps_of(task, limit=config.limits.max_steps))
+
+
+class _Player:
+    """Plays the mutants of one task."""
+
+    def __init__(
+        self,
+        client: AsyncEnvClient,
+        task: Task,
+        *,
+        runs_guests: bool,
+        parallel_count: int,
+        on_result: Callable[[Attack], None],
+    ) -> None:
+        self.task_digest = task_digest(task)
+        self._client = client
+        self._task = task
+        self._runs_guests = runs_guests
+        self._parallel_count = parallel_count
+        self._on_result = on_result
+
+    async def play(self, mutants: Sequence[Mutant], *, max_steps: int) -> None:
+        """Play the oracle, and before each of its steps the mutants that begin there. A failure ends this task."""
+        left = list(mutants)
+        try:
+            opening = self._client.reset(
+                self._task.task_id,
+                max_steps=max_steps,
+                branches=self._parallel_count,
+                view=View(encoding="none"),
+                timeout=_RESET_TIMEOUT,
+            )
+            async with opening as trunk:
+                for index in range(max(mutant.shared_count for mutant in mutants) + 1):
+                    own = [mutant for mutant in left if mutant.shared_count == index]
+                    for start in range(0, len(own), self._parallel_count):
+                        batch = own[start : start + self._parallel_count]
+                        await self._play_batch(trunk, batch)
+                        left = [mutant for mutant in left if mutant not in batch]
+                    if left:
+                        await self._perform(trunk, self._task.oracle[index : index + 1])
+        except (EnvError, ConditionNotMet) as error:
+            for mutant in left:
+                self._on_result(self._result(mutant, detail=f"not played: {error}"))
+
+    async def _play_batch(self, trunk: AsyncEpisode, batch: Sequence[Mutant]) -> None:
+        async with self._client.fork(trunk, count=len(batch)) as forks, asyncio.TaskGroup() as group:
+            for mutant, fork in zip(batch, forks, strict=True):
+                group.create_task(self._play(mutant, fork), name=f"attack:{mutant.name}")
+
+    async def _play(self, mutant: Mutant, episode: AsyncEpisode) -> None:
+        score, detail, picture = None, "", b""
+        try:
+            for command in mutant.commands:
+                await episode.run_command(["sh", "-c", command], timeout=_COMMAND_TIMEOUT)
+            try:
+                await self._perform(episode, mutant.steps)
+            except (ConditionNotMet, EpisodeEnded) as error:
+                # The mistake kept a condition of a later step from being met: the state is scored as it is.
+                detail = f"{error}; "
+            picture = await _picture(episode)
+            evaluation = await episode.evaluate()
+            score = evaluation.score
+            detail += "; ".join(f"{check.name}: {check.score:g}, {check.evidence}" for check in evaluation.checks)
+        except EnvError as error:
+            detail += f"{error.reason or error.code}: {error}"
+        result = self._result(mutant, score=score, detail=detail)
+        self._on_result(result if result.is_killed else replace(result, picture=picture))
+        await episode.close()
+
+    async def _perform(self, episode: AsyncEpisode, steps: Steps) -> None:
+        await play(episode, steps, os=self._task.os, runs_guests=self._runs_guests, on_step=lambda *_: None)
+
+    def _result(self, mutant: Mutant, *, score: float | None = None, detail: str) -> Attack:
+        return Attack(
+            task_id=self._task.task_id,
+            mutant=mutant.name,
+            family=mutant.family.value,
+            digest=mutant.digest(self.task_digest),
+            script=tuple(mutant.script),
+            expects_success=mutant.expects_success,
+            score=score,
+            detail=detail[:2000],
+        )
+
+
+async def _picture(episode: AsyncEpisode) -> bytes:
+    return (await episode.observe(View(encoding="png", max_pixel_count=_MOST_PIXELS))).data

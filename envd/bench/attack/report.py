@@ -1,0 +1,192 @@
+"""Results of attacks as JSON lines, reviewed verdicts, and a page for people."""
+
+import base64
+import fcntl
+import html
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from envd.base.errors import ConfigError
+from envd.bench.attack.playing import Attack
+
+
+class Verdict(BaseModel):
+    """What a reviewer found about a mutant that a checker did not score as expected."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    task: str
+    mutant: str
+    digest: str
+    """See `Mutant.digest`: a verdict does not hold for another version of the task or the mutant."""
+    verdict: Literal["equivalent", "wrong", "undecided"]
+    """`equivalent`: it solves the task, too (or the oracle rightly fails). `wrong`: a fault of the checker."""
+    why: str
+
+
+_VERDICTS = TypeAdapter(list[Verdict])
+
+
+def read_verdicts(path: Traversable) -> dict[str, Verdict]:
+    """Return the verdicts of a file by digest; none if there is no file. Raises: ConfigError: it is invalid."""
+    if not path.is_file():
+        return {}
+    try:
+        found = _VERDICTS.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")) or [])
+    except (OSError, yaml.YAMLError, ValidationError) as error:
+        raise ConfigError(f"verdicts {path} cannot be read: {error}") from error
+    return {each.digest: each for each in found}
+
+
+class ResultsFile:
+    """Results so far; a killed attack continues where it stopped. Use as a context manager."""
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        """Open the file. Raises: ConfigError: It has results and `resume` is false, is damaged, or is in use."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            self._file = stack.enter_context(path.open("a+", encoding="utf-8"))
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"results {path} are written by another process; wait for it or end it") from error
+            self._file.seek(0)
+            text = self._file.read()
+            if text and not resume:
+                raise ConfigError(f"results {path} exist; --resume continues them, or remove the file")
+            # A kill may have cut off the text after the last newline.
+            whole = text[: text.rfind("\n") + 1]
+            self.results = {each.digest: each for each in (_read(path, line) for line in whole.splitlines())}
+            self._file.truncate(len(whole.encode()))
+            stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, result: Attack) -> None:
+        """Write a result down."""
+        line = {**asdict(result), "picture": base64.b64encode(result.picture).decode()}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        self.results[result.digest] = result
+
+
+def _read(path: Path, line: str) -> Attack:
+    try:
+        found = json.loads(line)
+        known = {field.name for field in fields(Attack)}
+        if found.keys() != known:
+            raise ValueError(f"unknown or missing fields: {sorted(found.keys() ^ known)}")  # noqa: TRY301
+        picture = base64.b64decode(found["picture"])
+        return Attack(**{**found, "script": tuple(found["script"]), "picture": picture})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"results {path} are damaged: {error}; remove the file") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The results of an attack with their verdicts."""
+
+    results: Sequence[Attack]
+    verdicts: Mapping[str, Verdict]
+
+    def state_of(self, result: Attack) -> str:
+        """Return `killed`, or the verdict on a survivor; `survivor` without one, `no score` if it has none."""
+        if result.is_killed:
+            return "killed"
+        verdict = self.verdicts.get(result.digest)
+        return verdict.verdict if verdict else "no score" if result.score is None else "survivor"
+
+    @property
+    def open(self) -> list[Attack]:
+        """Results that are neither killed nor equivalent."""
+        return [each for each in self.results if self.state_of(each) not in ("killed", "equivalent")]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all mutants that are not equivalent were killed."""
+        return not self.open
+
+    def counts(self) -> dict[str, Counter[str]]:
+        """Return the number of results by suite and state."""
+        counts: dict[str, Counter[str]] = {}
+        for each in self.results:
+            counts.setdefault(each.task_id.partition("/")[0], Counter())[self.state_of(each)] += 1
+        return counts
+
+    def as_json(self) -> dict[str, object]:
+        """Return the report for `--json`."""
+        suites = {
+            suite: {"mutants": count.total(), "not_equivalent": count.total() - count["equivalent"], **count}
+            for suite, count in self.counts().items()
+        }
+        return {"suites": suites, "open": [_plain(each, self.state_of(each)) for each in self.open]}
+
+    def print(self, console: Console) -> None:
+        """Print what is open, and the counts of each suite."""
+        if self.open:
+            table = Table("task", "mutant", "score", "state", "evidence", box=None, pad_edge=False)
+            for each in self.open:
+                score = "-" if each.score is None else f"{each.score:g}"
+                table.add_row(*map(escape, (each.task_id, each.mutant, score, self.state_of(each), each.detail[:160])))
+            console.print(table)
+        for suite, count in self.counts().items():
+            equivalent = count["equivalent"]
+            console.print(
+                f"{suite}: {count['killed']} of {count.total() - equivalent} mutants killed, {equivalent} equivalent",
+                markup=False,
+            )
+
+    def page(self) -> str:
+        """Return the report as one HTML page. It runs no script; texts of guests are escaped."""
+        rows = [f"<tr><td>{html.escape(suite)}</td><td>{count['killed']}</td><td>{count.total() - count['equivalent']}"
+                f"</td><td>{count['equivalent']}</td></tr>" for suite, count in self.counts().items()]  # fmt: skip
+        return _PAGE.format(rows="\n".join(rows), found="\n".join(map(self._section, self._shown())))
+
+    def _shown(self) -> Iterable[Attack]:
+        return (each for each in self.results if not each.is_killed)
+
+    def _section(self, result: Attack) -> str:
+        verdict = self.verdicts.get(result.digest)
+        picture = base64.b64encode(result.picture).decode()
+        image = f'<img alt="final screen" src="data:image/png;base64,{picture}">' if picture else ""
+        script = html.escape("\n".join(result.script))
+        why = f"<p>{html.escape(verdict.why)}</p>" if verdict else ""
+        return (
+            f"<section><h2>{html.escape(result.task_id)}: {html.escape(result.mutant)}</h2>"
+            f"<p>{self.state_of(result)}; score {result.score}; digest <code>{result.digest}</code></p>{why}"
+            f"<pre>{script}</pre><p>{html.escape(result.detail)}</p>{image}</section>"
+        )
+
+
+def _plain(result: Attack, state: str) -> dict[str, Any]:
+    return {**asdict(result), "picture": len(result.picture), "state": state}
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>Checkers under attack</title>
+<style>body{{font:16px/1.5 sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem}}
+pre{{background:#f4f4f4;overflow:auto;padding:.75rem}}img{{max-width:100%;border:1px solid #ccc}}
+td,th{{padding:.2rem 1rem;text-align:left}}section{{border-top:1px solid #ccc;margin-top:2rem}}
+@media(prefers-color-scheme:dark){{body{{background:#181818;color:#ddd}}pre{{background:#262626}}}}</style></head>
+<body><h1>Checkers under attack</h1>
+<table><tr><th>suite</th><th>killed</th><th>of</th><th>equivalent</th></tr>
+{rows}</table>
+{found}
+</body></html>
+"""

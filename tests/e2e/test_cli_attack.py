@@ -1,0 +1,94 @@
+"""`envd tasks attack` on drawn desktops: what it finds, verdicts, and a run that was interrupted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.command import run_envd
+
+SOUND = """
+version: 1
+suite: mine
+tasks:
+  - name: note
+    level: 1
+    instruction: Write it.
+    checker: {kind: file_text, path: /home/user/note.txt, equals: Room 12}
+    oracle: [[{click: {x: 379, y: 311}}, {type: Room 12}], [{press: [ctrl, s]}], [done]]
+"""
+CARELESS = SOUND.replace("equals: Room 12", "contains: oom 1")
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    path = tmp_path / "tasks.yaml"
+    path.write_text(SOUND, encoding="utf-8")
+    return path
+
+
+def attack(suite: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    places = ["--tasks", str(suite), "--cache-dir", str(suite.parent / "cache"), "--out", str(suite.parent / "out")]
+    verdicts = ["--verdicts", str(suite.parent / "verdicts.yaml")]
+    command = ["tasks", "attack", "mine/note", "--hypervisor", "fake", "--jobs", "8", "--json"]
+    done = run_envd(*command, *places, *verdicts, *arguments)
+    return done.status, json.loads(done.out) if done.out else {}, done.err
+
+
+def test_a_careless_checker_is_found_and_shown(suite: Path) -> None:
+    suite.write_text(CARELESS, encoding="utf-8")
+    page = suite.parent / "page.html"
+    status, found, _ = attack(suite, "--html", str(page))
+    wrong = {each["mutant"]: each for each in found["open"] if "twice" not in each["mutant"]}
+    assert status == 1
+    assert {"step 1: one digit, action 2", "step 1: blank at the end, action 2"} <= wrong.keys()
+    assert all(each["state"] == "survivor" and each["score"] == 1 and each["picture"] for each in wrong.values())
+    text = page.read_text(encoding="utf-8")
+    assert "mine/note: step 1: one digit, action 2" in text
+    assert "data:image/png;base64,iVBOR" in text
+
+
+def test_a_sound_checker_kills_all_mutants_that_are_not_equivalent(suite: Path) -> None:
+    status, found, _ = attack(suite)
+    assert status == 1
+    assert {each["mutant"] for each in found["open"]} <= {"step 1: below, action 1", "step 1: twice", "step 2: twice"}
+    verdicts = [
+        {key: each[key] for key in ("mutant", "digest")}
+        | {"task": "mine/note", "verdict": "equivalent", "why": "Same."}
+        for each in found["open"]
+    ]
+    (suite.parent / "verdicts.yaml").write_text(yaml.safe_dump(verdicts), encoding="utf-8")
+    status, again, _ = attack(suite, "--resume")
+    counts = again["suites"]["mine"]
+    assert (status, again["open"], counts["killed"]) == (0, [], counts["not_equivalent"])
+    assert counts["equivalent"] == len(verdicts)
+
+
+def test_results_continue_only_if_wanted_and_only_what_is_missing(suite: Path) -> None:
+    attack(suite)
+    results = suite.parent / "out" / "results.jsonl"
+    lines = results.read_text(encoding="utf-8").splitlines()
+    status, _, err = attack(suite)
+    assert (status, "--resume continues them" in err) == (2, True)
+    # A kill cut off the last line.
+    results.write_text("\n".join([*lines[:-2], lines[-2][:40]]), encoding="utf-8")
+    attack(suite, "--resume")
+    again = results.read_text(encoding="utf-8").splitlines()
+    assert again[: len(lines) - 2] == lines[:-2]
+    assert {json.loads(line)["digest"] for line in again} == {json.loads(line)["digest"] for line in lines}
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"task_id": "mine/note"}'])
+def test_damaged_results_are_refused(suite: Path, line: str) -> None:
+    (suite.parent / "out").mkdir()
+    (suite.parent / "out" / "results.jsonl").write_text(line + "\n", encoding="utf-8")
+    status, _, err = attack(suite, "--resume")
+    assert (status, "are damaged" in err) == (2, True)
+
+
+def test_an_invalid_verdict_is_refused(suite: Path) -> None:
+    (suite.parent / "verdicts.yaml").write_text("- {task: a, mutant: b, digest: c, verdict: fine, why: d}\n")
+    status, _, err = attack(suite)
+    assert (status, "verdicts.yaml cannot be read" in err) == (2, True)
