@@ -48,6 +48,7 @@ _DATA = {
         client.Pool,
         client.QueuedGroup,
         client.EpisodeInfo,
+        client.Checkpoint,
         client.ClientStatistics,
         client.HostStatistics,
     ],

@@ -14,10 +14,10 @@ from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
 from envd.api.convert_actions import Scale, Size, actions_from_proto
 from envd.api.fields import int_in_range, limited, request_id_of, required, seconds
-from envd.api.security.access import TRUSTED, Caller
+from envd.api.security.access import TRUSTED, Caller, Scope
 from envd.base.config import SettlePolicy
 from envd.base.errors import InvalidRequest, Unimplemented
-from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
+from envd.episodes.types import CheckpointCommand, ForkCommand, ResetCommand, StepCommand
 from envd.guest.observation import A11yFormat, CursorMode, Encoding, ObservationOptions
 
 MAX_GROUP_SIZE = 64
@@ -25,6 +25,8 @@ MAX_FORK_COUNT = 64
 MAX_STEPS = 100_000
 MIN_LEASE_TTL_S = 10.0
 MAX_LEASE_TTL_S = 3600.0
+MIN_CHECKPOINT_TTL_S = 10.0
+MAX_CHECKPOINT_TTL_S = 31_536_000.0
 MAX_READY_TIMEOUT_S = 86_400.0
 DEFAULT_READY_TIMEOUT_S = 600.0
 #: A reset or fork times out this much earlier than its caller, so that the caller still receives the reason.
@@ -102,7 +104,9 @@ def reset_command(
         raise InvalidRequest("run", "must be at most 64 of A-Z a-z 0-9 . _ -")
     return ResetCommand(
         request_id=request_id_of(request.request_id),
-        task_id=required(request.task_id, "task_id"),
+        task_id=(limited if request.checkpoint_id else required)(request.task_id, "task_id"),
+        checkpoint_id=limited(request.checkpoint_id, "checkpoint_id", max_chars=64),
+        sees_all_owners=caller.scope is Scope.ADMIN,
         pool=limited(request.pool, "pool"),
         group_size=int_in_range(request.group_size, "group_size", default=1, low=1, high=MAX_GROUP_SIZE),
         lease_ttl_s=_lease_ttl_s(request),
@@ -142,6 +146,20 @@ def fork_command(
         max_machines=caller.max_machines,
         observe=observation_options(request.observation, "observation"),
         timeout_s=_ready_timeout_s(time_remaining_s),
+        fingerprint=fingerprint_of(request),
+    )
+
+
+def checkpoint_command(request: env_pb2.CreateCheckpointRequest) -> CheckpointCommand:
+    """Convert a request for a checkpoint. Raises: InvalidRequest: a field is missing or out of range."""
+    ttl = request.ttl if request.HasField("ttl") else None
+    return CheckpointCommand(
+        request_id=request_id_of(request.request_id),
+        episode_id=episode_id_of(request.episode_id),
+        step_index=int_in_range(request.step_index, "step_index", low=0, high=MAX_STEPS),
+        label=limited(request.label, "label"),
+        ttl_s=None if ttl is None else seconds(ttl, "ttl", low=MIN_CHECKPOINT_TTL_S, high=MAX_CHECKPOINT_TTL_S),
+        pinned=request.pinned,
         fingerprint=fingerprint_of(request),
     )
 

@@ -9,6 +9,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import wire_duration
+from envd.episodes.checkpoints.store import Checkpoint
 from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, StepResult
 from envd.guest.observation import (
     Elements,
@@ -110,6 +111,27 @@ def episode_message(info: EpisodeInfo, *, with_origin: bool = False) -> env_pb2.
         expire_time=_timestamp(info.expire_time),
         run=info.run,
         origin=origin,
+        checkpoint_id=info.origin.checkpoint_id,
+    )
+
+
+def checkpoint_message(checkpoint: Checkpoint) -> env_pb2.Checkpoint:
+    """Return the message for a checkpoint."""
+    return env_pb2.Checkpoint(
+        checkpoint_id=checkpoint.checkpoint_id,
+        label=checkpoint.label,
+        episode_id=checkpoint.episode_id,
+        task_id=checkpoint.task_id,
+        pool=checkpoint.pool,
+        run=checkpoint.run,
+        step_count=checkpoint.step_count,
+        max_steps=checkpoint.max_steps,
+        frame_id=checkpoint.frame_id,
+        parent_checkpoint_id=checkpoint.parent_checkpoint_id,
+        size_bytes=checkpoint.size_bytes,
+        create_time=_timestamp(checkpoint.create_time),
+        expire_time=_timestamp(checkpoint.expire_time),
+        pinned=checkpoint.pinned,
     )
 
 

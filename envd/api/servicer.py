@@ -18,6 +18,7 @@ from envd.api.convert_actions import Size
 from envd.api.convert_requests import (
     MAX_FILE_BYTES,
     argv_of,
+    checkpoint_command,
     command_timeout_s,
     episode_id_of,
     file_data_of,
@@ -34,6 +35,7 @@ from envd.api.convert_requests import (
     task_ids_of,
 )
 from envd.api.convert_results import (
+    checkpoint_message,
     episode_message,
     evaluate_response,
     fork_response,
@@ -45,7 +47,7 @@ from envd.api.convert_results import (
     suite_of,
     task_message,
 )
-from envd.api.fields import int_in_range, request_id_of
+from envd.api.fields import int_in_range, request_id_of, required
 from envd.api.flow_control import AckTracker, forwarded, paced
 from envd.api.pages import page_of
 from envd.api.security.access import Caller, current_caller
@@ -143,6 +145,45 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         for info, observation in zip(result.episodes, result.observations, strict=True):
             self._remember_screen(info.episode_id, observation.frame)
         return fork_response(result)
+
+    async def CreateCheckpoint(
+        self, request: env_pb2.CreateCheckpointRequest, context: Context
+    ) -> env_pb2.CreateCheckpointResponse:
+        """Store the state of an episode."""
+        result = await self._episodes.checkpoints.create(checkpoint_command(request))
+        return env_pb2.CreateCheckpointResponse(
+            checkpoint=checkpoint_message(result.checkpoint), timings_ms=result.timings_ms
+        )
+
+    async def ListCheckpoints(
+        self, request: env_pb2.ListCheckpointsRequest, context: Context
+    ) -> env_pb2.ListCheckpointsResponse:
+        """List checkpoints, oldest first."""
+        found = await self._episodes.checkpoints.list(current_caller().may_list)
+        page = page_of(
+            (
+                checkpoint
+                for checkpoint in found
+                if request.run in ("", checkpoint.run)
+                and request.task_id in ("", checkpoint.task_id)
+                and request.source_episode_id in ("", checkpoint.episode_id)
+            ),
+            key=lambda checkpoint: listing_key(checkpoint.create_time, checkpoint.checkpoint_id),
+            page_size=request.page_size,
+            page_token=request.page_token,
+        )
+        return env_pb2.ListCheckpointsResponse(
+            checkpoints=[checkpoint_message(checkpoint) for checkpoint in page.items],
+            next_page_token=page.next_page_token,
+        )
+
+    async def DeleteCheckpoint(
+        self, request: env_pb2.DeleteCheckpointRequest, context: Context
+    ) -> env_pb2.DeleteCheckpointResponse:
+        """Delete a checkpoint."""
+        checkpoint_id = required(request.checkpoint_id, "checkpoint_id", max_chars=64)
+        await self._episodes.checkpoints.delete(checkpoint_id, current_caller().may_use)
+        return env_pb2.DeleteCheckpointResponse()
 
     async def Close(self, request: env_pb2.CloseRequest, context: Context) -> env_pb2.CloseResponse:
         """End an episode."""

@@ -283,6 +283,17 @@ class RecordingConfig(_Section):
     """Most frames per second between steps. The screen after each step is always recorded."""
 
 
+class CheckpointsConfig(_Section):
+    """Stored states of episodes, in `cache_dir`, which several daemons of a host may share."""
+
+    limit_gib: float = Field(default=20.0, gt=0, le=1_048_576)
+    """Most disk space in GiB for all checkpoints; those that were not used for longest are removed first."""
+    run_limit_gib: float = Field(default=10.0, gt=0, le=1_048_576)
+    """Most disk space in GiB for the checkpoints of one run."""
+    ttl_s: float = Field(default=86_400.0, ge=10, le=31_536_000)
+    """How long a checkpoint is kept, in seconds, unless its request says otherwise."""
+
+
 class SecurityConfig(_Section):
     """Authentication and rate limits. By default every process on this host may call."""
 
@@ -355,6 +366,8 @@ class Config(_Section):
     """The served tasks."""
     recording: RecordingConfig = RecordingConfig()
     """Recordings of episodes."""
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
+    """Stored states of episodes."""
     security: SecurityConfig = SecurityConfig()
     """Authentication and rate limits."""
     telemetry: TelemetryConfig = TelemetryConfig()
@@ -366,6 +379,11 @@ class Config(_Section):
     def asset_dir(self) -> Path:
         """Directory of the files that tasks need."""
         return self.cache_dir / "assets"
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Directory of the checkpoints."""
+        return self.cache_dir / "checkpoints"
 
     @model_validator(mode="before")
     @classmethod

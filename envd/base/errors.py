@@ -62,6 +62,18 @@ class ImageNotFound(NotFound, reason="IMAGE_NOT_FOUND"):
     """The catalogue has no such image."""
 
 
+class CheckpointNotFound(NotFound, reason="CHECKPOINT_NOT_FOUND"):
+    """The checkpoint was never created on this host, was deleted, or has expired."""
+
+
+class CheckpointUnusable(EnvdError, reason="CHECKPOINT_UNUSABLE"):
+    """This daemon has another template, task version or set of pools than the checkpoint needs."""
+
+
+class CheckpointStoreFull(EnvdError, reason="CHECKPOINT_STORE_FULL"):
+    """The disk or a quota has no space for another checkpoint, and none can be removed."""
+
+
 class EpisodeEnded(EnvdError, reason="EPISODE_ENDED"):
     """The episode has ended and accepts no more steps."""
 
@@ -163,6 +175,10 @@ class HypervisorUnavailable(HypervisorError, RetryableError, reason="HYPERVISOR_
 
 class TemplateCorrupt(HypervisorError, reason="TEMPLATE_CORRUPT"):
     """A stored template is damaged or missing; it is never used."""
+
+
+class CheckpointCorrupt(HypervisorError, reason="CHECKPOINT_CORRUPT"):
+    """A file of a checkpoint is missing or damaged; it is never used."""
 
 
 class NotForkable(EnvdError, reason="NOT_FORKABLE"):

@@ -42,6 +42,7 @@ from envd.base.version import envd_version
 from envd.daemon.judging.workers import JudgeWorkers
 from envd.daemon.state_lock import locked, refuse_shards
 from envd.daemon.suites import load_tasks
+from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.persistence.recovery import PersistedState, load_persisted
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.recorder import Recorder
@@ -311,6 +312,9 @@ async def open_episodes(
             limits=config.limits,
             metrics=metrics,
             store=store,
+            checkpoints=CheckpointStore(
+                config.checkpoint_dir, settings=config.checkpoints, reserve_bytes=config.limits.disk_reserve_mib << 20
+            ),
         )
         library, recording = None, config.recording
         if recording.directory is not None:
@@ -329,6 +333,7 @@ async def open_episodes(
         lag.listen(metrics.loop_lag.observe)
         service.extend_leases_by(lag)
         run(lag.run(), "loop-lag")
+        run(service.checkpoints.keep_swept(SystemClock()), "checkpoints")
         await service.restore(machines.persisted, machines.adopted)
         audit = Audit(
             sources=[machines.hypervisor, *stray_rows(store, machines.pools, has_episode=service.journal.is_tracked)],

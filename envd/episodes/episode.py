@@ -9,6 +9,7 @@ from envd.base.clock import Clock
 from envd.base.config import SettlePolicy
 from envd.base.errors import EpisodeEnded, EvaluatorFailed, GuestEnded, LossUndecided, MachineLost, StepIndexMismatch
 from envd.base.losses import ENDS_MACHINE
+from envd.episodes.checkpoints.store import CheckpointResult
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
 from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
@@ -44,6 +45,7 @@ class Episode:
     steps: Ledger[StepResult]
     evaluations: Ledger[EvaluateResult]
     forks: Ledger[GroupResult]
+    checkpoints: Ledger[CheckpointResult]
     step_count: int = 0
     """Number of steps performed, which is the index of the next step."""
     verdict: EvaluateResult | EvaluatorFailed | None = None

@@ -9,11 +9,12 @@ from envd.base.clock import Clock
 from envd.base.config import SettlePolicy
 from envd.base.errors import EpisodeEnded, InvalidRequest, StepIndexMismatch, StoreError
 from envd.base.store.statements import EpisodeRow
+from envd.episodes.checkpoints.store import CheckpointResult
 from envd.episodes.episode import Episode
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
 from envd.episodes.members import Group, Member
-from envd.episodes.persistence.journal import EVALUATE, FORK, STEP, Journal
+from envd.episodes.persistence.journal import CHECKPOINT, EVALUATE, FORK, STEP, Journal
 from envd.episodes.persistence.records import EpisodeSnapshot
 from envd.episodes.registry import EpisodeRegistry
 from envd.episodes.types import EvaluateResult, GroupResult, StepResult
@@ -65,6 +66,7 @@ class _Ledgers(TypedDict):
     steps: Ledger[StepResult]
     evaluations: Ledger[EvaluateResult]
     forks: Ledger[GroupResult]
+    checkpoints: Ledger[CheckpointResult]
 
 
 class EpisodeFactory:
@@ -154,8 +156,9 @@ class EpisodeFactory:
         return {
             "steps": self._new_ledger(episode_id, STEP, (StepIndexMismatch, EpisodeEnded, InvalidRequest, StoreError)),
             "evaluations": self._new_ledger(episode_id, EVALUATE, (StoreError,)),
-            # A failed fork opened no episode, so a retry may run it again.
+            # A failed fork opened no episode, and a failed checkpoint left nothing: a retry may run them again.
             "forks": self._new_ledger(episode_id, FORK, (Exception,)),
+            "checkpoints": self._new_ledger(episode_id, CHECKPOINT, (Exception,)),
         }
 
     def _new_ledger(self, episode_id: str, kind: str, without_effect: tuple[type[Exception], ...]) -> Ledger[T]:

@@ -4,6 +4,7 @@ The parent is paused only while it is frozen, and does not queue during that tim
 """
 
 import asyncio
+from collections.abc import Callable
 
 from envd.base.clock import Clock
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost, SetupFailed
@@ -59,7 +60,9 @@ async def fork_group(
     )
     watch.lap("acquire")
     try:
-        frozen = await _freeze(pool, parent, command, registry=registry)
+        frozen = await freeze_at(
+            pool, parent, command.step_index, registry=registry, check=lambda: _check(parent, command)
+        )
         try:
             return await _start_copies(pool, command, granted.reservations, frozen, watch=watch, clock=clock)
         except MachineLost as error:
@@ -77,15 +80,25 @@ def _check(parent: Episode, command: ForkCommand) -> None:
     check_region(command.observe, parent.machine.desktop.screen_size)
 
 
-async def _freeze(pool: Pool, parent: Episode, command: ForkCommand, *, registry: EpisodeRegistry) -> FrozenDesktop:
-    """Freeze the parent's machine when no other call uses it, if the parent is at the command's step index."""
-    async with parent.turn:
-        _check(parent, command)
+async def freeze_at(
+    pool: Pool, episode: Episode, step_index: int, *, registry: EpisodeRegistry, check: Callable[[], None] | None = None
+) -> FrozenDesktop:
+    """Freeze an episode's machine when no other call uses it, if the episode is at this step; `check` may refuse.
+
+    Raises:
+        EpisodeEnded, StepIndexMismatch: It is not at this step.
+        NotForkable, HypervisorError: Its state could not be copied.
+        MachineLost, GuestUnresponsive, GuestError: Its machine or guest failed; the episode is void.
+    """
+    async with episode.turn:
+        episode.require_step(step_index)
+        if check is not None:
+            check()
         try:
             with traces.timed("freeze"):
-                return await pool.freeze(parent.machine)
+                return await pool.freeze(episode.machine)
         except (GuestUnresponsive, GuestError) as error:
-            raise await registry.lose(parent, error) from error
+            raise await registry.lose(episode, error) from error
 
 
 async def _start_copies(

@@ -1,6 +1,8 @@
 """Open episodes: by reset, at the start of a task, and by fork, in the present state of another episode."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from envd.base.errors import (
@@ -13,6 +15,8 @@ from envd.base.errors import (
     StepIndexMismatch,
     StoreError,
 )
+from envd.episodes.checkpoints.calls import Checkpointing
+from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.factory import EpisodeFactory, EpisodeParams
@@ -40,7 +44,13 @@ class Opening:
     """The `reset` and `fork` calls of an episode service."""
 
     def __init__(
-        self, context: EpisodeContext, factory: EpisodeFactory, *, tasks: TaskCatalogue, run_setup: RunSetup
+        self,
+        context: EpisodeContext,
+        factory: EpisodeFactory,
+        *,
+        tasks: TaskCatalogue,
+        run_setup: RunSetup,
+        checkpoints: CheckpointStore | None,
     ) -> None:
         self._context = context
         self._factory = factory
@@ -48,6 +58,8 @@ class Opening:
         self._run_setup = run_setup
         self._quotas = MachineQuotas(context.registry.machine_count)
         self._states = TaskStates()
+        self.checkpoints = Checkpointing(context, checkpoints, tasks=tasks, states=self._states)
+        """Creates and lists checkpoints, and brings machines to their states."""
         self.draining = False
         """Whether new resets and forks are refused."""
         self.resetting_count = 0
@@ -67,7 +79,9 @@ class Opening:
         await self._states.aclose()
 
     async def reset(self, command: ResetCommand) -> GroupResult:
-        """Open a group of episodes at the start of a task, all or none, all in one state. Idempotent on `request_id`.
+        """Open a group of episodes, all or none, all in one state: the start of a task, or a checkpoint's.
+
+        Idempotent on `request_id`.
 
         On failure no machine is kept. A cancelled caller leaves the reset running, for a retry to join; its
         episodes then live until their leases expire.
@@ -84,6 +98,7 @@ class Opening:
             SetupFailed: The task's setup failed.
             MachineLost: Machines died in two attempts.
             HypervisorError: The state after setup could not be frozen or forked.
+            CheckpointNotFound, CheckpointUnusable, CheckpointCorrupt: See `Checkpointing.find`.
         """
         # Owners have separate id spaces, so no caller can guess another's response. Token names contain no slash.
         request = Request(RESET, "", f"{command.owner}/{command.request_id}", command.fingerprint)
@@ -99,32 +114,25 @@ class Opening:
         context = self._context
         if self.draining:
             raise _draining_error()
-        task = self._tasks.get(command.task_id)
-        pool = choose_pool(task, command.pool, context.pools)
         ttl_s = context.limits.lease_ttl_for(command.lease_ttl_s)
-        max_steps = context.limits.max_steps_for(command.max_steps, task_max_steps=task.max_steps)
         if command.group_size < 1:
             raise InvalidRequest("group_size", f"{command.group_size} is below 1")
-        self.resetting_count += 1
-        try:
+        if command.checkpoint_id:
+            return await self._reset_to_checkpoint(command, request, ttl_s=ttl_s)
+        task = self._tasks.get(command.task_id)
+        pool = choose_pool(task, command.pool, context.pools)
+        max_steps = context.limits.max_steps_for(command.max_steps, task_max_steps=task.max_steps)
+        with self._resetting(command, task, pool):
             self._require_runnable(task)
-            with self._quotas.reserve(command.owner, command.group_size, max_machines=command.max_machines):
-                group = await reset_group(
-                    pool,
-                    task,
-                    command,
-                    run_setup=self._run_setup,
-                    setup_timeout_s=context.limits.setup_timeout_s,
-                    states=self._states,
-                    clock=context.clock,
-                )
-        except EnvdError as error:
-            logger.warning("reset %s: task %s: %s: %s", command.request_id, task.task_id, error.reason, error)
-            context.metrics.episode_failed(pool=pool.name, operation="reset", reason=error.reason)
-            raise
-        finally:
-            self.resetting_count -= 1
-            context.registry.changes.notify()
+            group = await reset_group(
+                pool,
+                task,
+                command,
+                run_setup=self._run_setup,
+                setup_timeout_s=context.limits.setup_timeout_s,
+                states=self._states,
+                clock=context.clock,
+            )
         params = EpisodeParams(
             group_id=self._factory.new_group_id(),
             task=task,
@@ -135,6 +143,38 @@ class Opening:
             lease_ttl_s=ttl_s,
         )
         return await self._publish(request, group, pool, params, instruction=task.instruction)
+
+    async def _reset_to_checkpoint(self, command: ResetCommand, request: Request, *, ttl_s: float) -> GroupResult:
+        checkpoint, task, pool = await self.checkpoints.find(command)
+        with self._resetting(command, task, pool):
+            group = await self.checkpoints.restore(checkpoint, pool, command)
+        params = EpisodeParams(
+            group_id=self._factory.new_group_id(),
+            task=task,
+            run=command.run or checkpoint.run,
+            owner=command.owner,
+            max_steps=checkpoint.max_steps,
+            step_count=checkpoint.step_count,
+            settle=command.settle or checkpoint.settle,
+            lease_ttl_s=ttl_s,
+        )
+        return await self._publish(request, group, pool, params, instruction=task.instruction)
+
+    @contextmanager
+    def _resetting(self, command: ResetCommand, task: Task, pool: Pool) -> Iterator[None]:
+        """Count a reset while it runs, with its machines, and its failure."""
+        context = self._context
+        self.resetting_count += 1
+        try:
+            with self._quotas.reserve(command.owner, command.group_size, max_machines=command.max_machines):
+                yield
+        except EnvdError as error:
+            logger.warning("reset %s: task %s: %s: %s", command.request_id, task.task_id, error.reason, error)
+            context.metrics.episode_failed(pool=pool.name, operation="reset", reason=error.reason)
+            raise
+        finally:
+            self.resetting_count -= 1
+            context.registry.changes.notify()
 
     def _require_runnable(self, task: Task) -> None:
         """Raise SetupFailed if this host cannot run a task: a score would be a fault of the host, not of the agent."""

@@ -267,6 +267,7 @@ class EpisodeRegistry:
             await episode.steps.close()
             await episode.evaluations.close()
             await episode.forks.close()
+            await episode.checkpoints.close()
         finally:
             try:
                 await self._release(episode)

@@ -17,6 +17,7 @@ from envd.base.clock import Clock, LoopLag, SystemClock, wait_until
 from envd.base.config import LimitsConfig
 from envd.base.store.store import NullStore, Store
 from envd.base.telemetry.metrics import Metrics
+from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
 from envd.episodes.evaluating import Evaluating
@@ -41,9 +42,9 @@ from envd.tasks.setup import run_setup as run_task_setup
 class EpisodeService:
     """Opens, steps, scores and closes episodes on machines of its pools; starts and closes the pools.
 
-    Its calls are those of its parts, which document them: `Opening.reset` and `fork`; `Stepping.step`, `observe`,
-    `watch_frames` and `watch_screen`; `Evaluating.evaluate`; `GuestAccess.read_file`, `write_file`, `run_command`,
-    `connect_port` and `with_guest_service`; `EpisodeRegistry.find`, `owner_of` and `close`.
+    Its calls are those of its parts, which document them: `Opening.reset` and `fork`; `Checkpointing`; `Stepping.step`,
+    `observe`, `watch_frames` and `watch_screen`; `Evaluating.evaluate`; `GuestAccess.read_file`, `write_file`,
+    `run_command`, `connect_port` and `with_guest_service`; `EpisodeRegistry.find`, `owner_of` and `close`.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class EpisodeService:
         run_checkers: RunCheckers = run_task_checkers,
         clock: Clock | None = None,
         store: Store | None = None,
+        checkpoints: CheckpointStore | None = None,
         make_id: Callable[[], str] = lambda: secrets.token_hex(8),
     ) -> None:
         """Set up a service; nothing runs before `start`.
@@ -70,6 +72,7 @@ class EpisodeService:
             run_checkers: Scores a task.
             clock: Source of time; by default the host's.
             store: Persists episodes and responses, so that they survive the daemon; by default nothing is persisted.
+            checkpoints: Where checkpoints are stored; None for nowhere.
             make_id: Makes the unique part of episode and group ids: at most 32 of [a-z0-9].
         """
         self._pools = {pool.name: pool for pool in sorted(pools, key=lambda pool: pool.name)}
@@ -92,7 +95,9 @@ class EpisodeService:
             metrics=self._metrics,
         )
         self._factory = EpisodeFactory(self._registry, journal=self.journal, clock=self._clock, make_id=make_id)
-        self._opening = Opening(context, self._factory, tasks=tasks, run_setup=run_setup)
+        self._opening = Opening(context, self._factory, tasks=tasks, run_setup=run_setup, checkpoints=checkpoints)
+        self.checkpoints = self._opening.checkpoints
+        """Creates, lists and deletes checkpoints."""
         stepping, guest_access = Stepping(context), GuestAccess(context)
         self.reset, self.fork = self._opening.reset, self._opening.fork
         self.step, self.observe = stepping.step, stepping.observe

@@ -33,6 +33,8 @@ class Origin:
     """Identifies the disk on which its machine's overlay is based."""
     first_frame_id: str
     """The agent's first frame."""
+    checkpoint_id: str = ""
+    """The checkpoint in whose state it began; empty if none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,11 @@ class ResetCommand:
 
     request_id: str
     task_id: str
+    """Empty for that of the checkpoint."""
+    checkpoint_id: str = ""
+    """The checkpoint to begin in; empty for the start of the task."""
+    sees_all_owners: bool = True
+    """Whether it may begin in other owners' checkpoints."""
     pool: str = ""
     """Empty for the task's own pool, or the only one that fits."""
     group_size: int = 1
@@ -113,6 +120,22 @@ class ForkCommand:
     observe: ObservationOptions = field(default_factory=ObservationOptions)
     timeout_s: float = 600.0
     """Limit for admission."""
+    fingerprint: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCommand:
+    """Store the present state of an active episode."""
+
+    request_id: str
+    episode_id: str
+    step_index: int
+    """The episode's step count, at which to store it."""
+    label: str = ""
+    ttl_s: float | None = None
+    """How long it is kept; None for the daemon's default."""
+    pinned: bool = False
+    """Whether it is never removed to make space for others."""
     fingerprint: bytes = b""
 
 

@@ -222,6 +222,10 @@ class Snapshot(Protocol):
         """Identifies the disk that is the backing file of its forks' overlays."""
 
     @property
+    def template_digest(self) -> str:
+        """Digest of the template that it descends from; its own if it is a template."""
+
+    @property
     def spec(self) -> MachineSpec:
         """Settings of the frozen machine."""
 
@@ -382,6 +386,26 @@ class Hypervisor(Protocol):
             NotForkable: The machine has something that cannot be copied to a fork; the message names it.
             MachineLost: The machine has ended.
             HypervisorError: libvirt or QEMU failed, for example because the disk is full.
+        """
+
+    async def save(self, snapshot: Snapshot, directory: Path) -> None:
+        """Write into an existing, empty directory what a captured machine's template does not have, for `restore`.
+
+        Raises:
+            OSError: The disk is full, for example.
+            HypervisorError: It is not a captured machine, or QEMU's tools failed.
+        """
+
+    async def restore(self, template: Snapshot, directory: Path) -> Snapshot:
+        """Return a captured state from the intact files that `save` wrote; they may be removed afterwards.
+
+        Args:
+            template: A snapshot of the template that the state descends from (`template_digest`).
+            directory: Directory with the files.
+
+        Raises:
+            CheckpointCorrupt: The files are not as `save` writes them.
+            HypervisorError: They cannot be read, or the disk is full.
         """
 
     async def adopt(self, machine_ids: Collection[str]) -> dict[str, Machine]:

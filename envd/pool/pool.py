@@ -75,7 +75,7 @@ class Pool:
             changed=self._reconcile,
             notify=self._measured,
         )
-        self._hypervisor = host.hypervisor
+        self.hypervisor = host.hypervisor
         self._clock = host.clock
         self._metrics = host.metrics
         self.factory = parts.factory
@@ -116,7 +116,7 @@ class Pool:
         states = self._machines.counts()
         usages = [record.usage for record in self._machines if record.usage is not None]
         totals = self._machines.totals
-        failure = self._hypervisor.problem or self._backoff.problem or self._machines.problem
+        failure = self.hypervisor.problem or self._backoff.problem or self._machines.problem
         if self._backoff.is_failing:
             failure = (
                 f"{self._backoff.failure_count} failures in a row, so resets are refused until a machine starts:"
@@ -126,7 +126,7 @@ class Pool:
             name=self.name,
             image=self.image.name,
             os=self.image.os.value,
-            accelerator=self._hypervisor.accelerator.value,
+            accelerator=self.hypervisor.accelerator.value,
             capacity=self.capacity,
             always_running=self.settings.always_running,
             idle_count=states[LifecycleState.IDLE],
@@ -297,7 +297,7 @@ class Pool:
             GuestUnresponsive, GuestError: Its display does not work.
             HypervisorError: libvirt or QEMU refused, for example because the disk is full.
         """
-        return await freeze(leased, hypervisor=self._hypervisor)
+        return await freeze(leased, hypervisor=self.hypervisor)
 
     async def release(self, items: Iterable[LeasedMachine | Reservation]) -> None:
         """Destroy leased machines and drop reservations, with the machines that fill them; returns when all are gone.

@@ -15,13 +15,18 @@ from typing import Any
 
 import pytest
 
+from envd.base.config import CheckpointsConfig
+from envd.episodes.checkpoints.store import CheckpointStore
 from tests.support.server import serve_fake
 
 ROOT = Path(__file__).parents[2]
 #: In the order in which a reader meets them: later ones use names of earlier ones.
 PAGES = [
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("client", "agent", "rewards", "data", "suite", "compat", "osworld")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("client", "checkpoints", "agent", "rewards", "data", "suite", "compat", "osworld")
+    ),
 ]
 MARK = "<!-- not run by the tests: it needs "
 #: Tasks and hosts of the examples that drawn desktops do not have.
@@ -59,7 +64,8 @@ async def test_the_documented_examples_run(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "replays.jsonl").touch()
     names: dict[str, Any] = {"__name__": "example"}
     run_count = 0
-    async with serve_fake(size=8, capacity=16) as server:
+    store = CheckpointStore(tmp_path / "checkpoints", settings=CheckpointsConfig(), reserve_bytes=0)
+    async with serve_fake(size=8, capacity=16, checkpoints=store) as server:
         for page in PAGES:
             for line, example, is_marked in examples(page):
                 if is_marked:

@@ -19,6 +19,7 @@ from envd.base.clock import Clock, SystemClock
 from envd.base.config import LimitsConfig, SecurityConfig, SettlePolicy
 from envd.base.store.store import NullStore, SqliteStore
 from envd.base.telemetry.metrics import Metrics
+from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.persistence.recovery import load_persisted
 from envd.episodes.service import EpisodeService
 from envd.hypervisor import fake
@@ -102,6 +103,8 @@ class FakeOptions:
     """Host memory; by default unlimited."""
     database: Path | None = None
     """File of the episode database; None for no database."""
+    checkpoints: CheckpointStore | None = None
+    """Where checkpoints are stored; None for nowhere."""
     listen: str = "127.0.0.1:0"
 
     def pool_settings(self) -> PoolSettings:
@@ -139,7 +142,15 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
         pool_host = PoolHost(hypervisor=hypervisor, memory=chosen.memory, store=store or NullStore())
         pool = Pool(settings, image=fake_image(), host=pool_host)
         metrics = Metrics()
-        service = EpisodeService([pool], tasks=tasks, limits=chosen.limits, metrics=metrics, clock=clock, store=store)
+        service = EpisodeService(
+            [pool],
+            tasks=tasks,
+            limits=chosen.limits,
+            metrics=metrics,
+            clock=clock,
+            store=store,
+            checkpoints=chosen.checkpoints,
+        )
         stack.push_async_callback(service.aclose)
         server = ApiServer(service, listen=chosen.listen, metrics=metrics, security=chosen.security)
         stack.push_async_callback(server.stop)

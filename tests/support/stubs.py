@@ -114,6 +114,11 @@ class StubSnapshot:
         self.discarded = False
         hypervisor.snapshots.append(self)
 
+    @property
+    def template_digest(self) -> str:
+        """Its own: it counts as a template."""
+        return self.digest
+
     async def discard(self) -> None:
         """Mark as discarded."""
         self.discarded = True
@@ -312,6 +317,14 @@ class StubHypervisor:
         found.discarded = False
         self.snapshots.append(found)
         return found
+
+    async def save(self, snapshot: Snapshot, directory: Path) -> None:
+        """Refuse: stub machines have no state."""
+        raise HypervisorError(f"{snapshot!r} has no state to store in {directory}")
+
+    async def restore(self, template: Snapshot, directory: Path) -> Snapshot:
+        """Refuse: stub machines have no state."""
+        raise HypervisorError(f"{directory} has no state of {template!r}")
 
     async def fork(self, snapshot: Snapshot, machine_id: str) -> StubMachine:
         """Create a paused machine that shows the snapshot's frame."""

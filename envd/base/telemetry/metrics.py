@@ -121,6 +121,11 @@ class Metrics:
         self.losses = self._counter(
             "envd_losses_total", "Machines of episodes that the host lost, or that it is undecided.", "pool owner"
         )
+        self.checkpoints_created = self._counter(
+            "envd_checkpoints_created_total", "Checkpoints stored by this daemon.", "pool"
+        )
+        self.checkpoints = self._gauge("envd_checkpoints", "Checkpoints of this host.")
+        self.checkpoint_bytes = self._gauge("envd_checkpoint_bytes", "Disk space of the checkpoints of this host.")
         self.leftovers = self._counter("envd_leftovers_total", "Leftovers found by the audit, by kind.", "kind")
         self.hypervisor_up = self._gauge(
             "envd_hypervisor_up", "1 while the hypervisor works, 0 while libvirt is unreachable."

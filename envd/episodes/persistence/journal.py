@@ -22,7 +22,7 @@ from envd.episodes.types import EvaluateResult, GroupResult, StepResult
 
 logger = logging.getLogger(__name__)
 
-RESET, STEP, EVALUATE, FORK = "reset", "step", "evaluate", "fork"
+RESET, STEP, EVALUATE, FORK, CHECKPOINT = "reset", "step", "evaluate", "fork", "checkpoint"
 
 
 @dataclass(frozen=True, slots=True)

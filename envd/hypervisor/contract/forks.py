@@ -4,11 +4,20 @@ import asyncio
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost, NotForkable, TemplateCorrupt
+from envd.base.errors import (
+    CheckpointCorrupt,
+    GuestError,
+    GuestUnresponsive,
+    HypervisorError,
+    MachineLost,
+    NotForkable,
+    TemplateCorrupt,
+)
 from envd.guest.agent import GuestAgent, guest_machine_id, renew_identity
 from envd.hypervisor.contract.fixtures import NOTES, Frozen, MachineFixtures, new_machine_id
 from envd.hypervisor.machine import Hypervisor, Machine, MachineState, Snapshot
@@ -257,6 +266,35 @@ class ForkContract(MachineFixtures):
                         assert await self.read_file(parent, path + "-parent") == b"after"
                     assert not await self.has_exited(child, pid), "a process of the parent must continue in the child"
                 assert not await self.has_exited(parent, pid)
+
+    async def test_a_stored_state_does_not_need_the_captures_that_it_was_stored_from(
+        self, hypervisor: Hypervisor, template: Snapshot, tmp_path: Path
+    ) -> None:
+        async with self.running_fork(hypervisor, template) as parent:
+            for path in _PATHS:
+                await self.write_file(parent, path, b"parent")
+            async with self.capture(hypervisor, parent) as first, self.running_fork(hypervisor, first) as child:
+                for path in _PATHS:
+                    await self.write_file(child, path + "-child", b"child")
+                pid = await self.start(child, "sleep", "600")
+                async with self.capture(hypervisor, child) as second:
+                    await hypervisor.save(second, tmp_path)
+                    digest = second.digest
+        restored = await hypervisor.restore(template, tmp_path)
+        try:
+            assert (restored.digest, restored.template_digest) == (digest, template.digest)
+            async with self.running_fork(hypervisor, restored) as machine:
+                for file in _PATHS:
+                    assert await self.read_file(machine, file) == b"parent"
+                    assert await self.read_file(machine, file + "-child") == b"child"
+                assert not await self.has_exited(machine, pid)
+        finally:
+            await restored.discard()
+        for stored in tmp_path.iterdir():
+            stored.write_bytes(b"")
+        with pytest.raises(CheckpointCorrupt):
+            await hypervisor.restore(template, tmp_path)
+        assert await self.snapshot_leftovers(hypervisor) == []
 
     async def test_a_captured_machine_continues_in_its_earlier_state(
         self, hypervisor: Hypervisor, template: Snapshot

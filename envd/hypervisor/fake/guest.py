@@ -5,12 +5,16 @@ It is one object so that one deep copy forks all of it. The copy shares unchange
 
 import copy
 import hashlib
+import io
 import itertools
+import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zstandard
 
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture, Rect
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
@@ -157,6 +161,35 @@ class _Digester:
         self._hash.update(data)
 
 
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, Framebuffer):
+            return _framebuffer, (value.pixels.tobytes(), value.pixels.shape)
+        return NotImplemented
+
+
+def _framebuffer(data: bytes, shape: tuple[int, ...]) -> Framebuffer:
+    return Framebuffer(np.frombuffer(data, np.uint8).reshape(shape).copy(), shared=False)
+
+
+def write_guest(guest: Guest, path: Path) -> None:
+    """Write a guest that does not run. Raises: OSError."""
+    pickled = io.BytesIO()
+    _Pickler(pickled).dump(guest)
+    path.write_bytes(zstandard.ZstdCompressor(1).compress(pickled.getvalue()))
+
+
+def read_guest(path: Path) -> Guest:
+    """Return a guest that `write_guest` wrote; a file from elsewhere could run code. Raises: OSError, ValueError."""
+    try:
+        guest = pickle.loads(zstandard.ZstdDecompressor().decompress(path.read_bytes()))  # noqa: S301 -- the daemon's own file, in a directory of its user
+    except (zstandard.ZstdError, pickle.UnpicklingError, EOFError, AttributeError, IndexError) as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(guest, Guest):
+        raise ValueError("not a guest")  # noqa: TRY004 -- the content is wrong, not a caller's argument
+    return guest
+
+
 _numbers = itertools.count(1)
 
 
@@ -231,6 +264,11 @@ class FakeSnapshot:
     def __repr__(self) -> str:
         kind = "template" if self.parent is None else "capture"
         return f"<FakeSnapshot {kind} {self.digest[:12]} of {self.spec.machine_id!r} | {self.holder_count} holders>"
+
+    @property
+    def template_digest(self) -> str:
+        """Digest of the template that it descends from."""
+        return self.template.digest
 
     @property
     def template(self) -> "FakeSnapshot":

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from envd.base.errors import EnvdError, HypervisorError, NotForkable, TemplateCorrupt
+from envd.base.errors import CheckpointCorrupt, EnvdError, HypervisorError, NotForkable, TemplateCorrupt
 from envd.hypervisor.fake.backend import CAPABILITIES
 from envd.hypervisor.fake.desktop.canvas import Framebuffer, Picture
 from envd.hypervisor.fake.desktop.desktop import DrawnDesktop
 from envd.hypervisor.fake.faults import Faults
 from envd.hypervisor.fake.files import GuestFiles
-from envd.hypervisor.fake.guest import FakeSnapshot, FrozenGuest, template_key
+from envd.hypervisor.fake.guest import FakeSnapshot, FrozenGuest, read_guest, template_key, write_guest
 from envd.hypervisor.fake.machine import FakeMachine, check_screen
 from envd.hypervisor.fake.wires.guestd import Service, echo
 from envd.hypervisor.machine import (
@@ -236,6 +236,26 @@ class FakeHypervisor:
         capture = FakeSnapshot(
             frozen, spec=frozen.spec, report=report, parent=fork.snapshot, on_gone=self._forget_capture
         )
+        self.host.captures[capture.name] = capture
+        self._own_captures.add(capture.name)
+        return capture
+
+    async def save(self, snapshot: Snapshot, directory: Path) -> None:
+        """Write a captured guest. Raises: OSError."""
+        write_guest(_own_snapshot(snapshot).frozen.guest, directory / "guest")
+
+    async def restore(self, template: Snapshot, directory: Path) -> FakeSnapshot:
+        """Return a guest that `save` wrote, as a capture. Raises: CheckpointCorrupt, HypervisorError."""
+        try:
+            guest = read_guest(directory / "guest")
+        except ValueError as error:
+            raise CheckpointCorrupt(f"stored guest {directory}: cannot be read: {error}") from error
+        except OSError as error:
+            raise HypervisorError(f"stored guest {directory}: cannot be read: {error}") from error
+        spec, parent = template.spec, _own_snapshot(template).template
+        frozen = FrozenGuest.of(guest, spec, own_bytes=guest.framebuffer.mapped_bytes, notes={})
+        report = CaptureReport(memory_bytes=frozen.size_bytes, paused_ms=0.0, total_ms=0.0)
+        capture = FakeSnapshot(frozen, spec=spec, report=report, parent=parent, on_gone=self._forget_capture)
         self.host.captures[capture.name] = capture
         self._own_captures.add(capture.name)
         return capture

@@ -43,6 +43,7 @@ from envd.hypervisor.qemu.machine import DESTROYED, LibvirtMachine, destroy_doma
 from envd.hypervisor.qemu.reaper import BackingSnapshots, Reaper, adopt
 from envd.hypervisor.qemu.snapshots.capture import Freezer, capture, load_state
 from envd.hypervisor.qemu.snapshots.files import copy_overlay, create_overlay
+from envd.hypervisor.qemu.snapshots.saved import restore, save
 from envd.hypervisor.qemu.snapshots.snapshot import LibvirtSnapshot
 from envd.hypervisor.qemu.snapshots.templates import TemplateStore
 from envd.hypervisor.qemu.tpm import Tpm
@@ -258,6 +259,16 @@ class LibvirtHypervisor:
             raise
         self._captures.add(captured)
         return captured
+
+    async def save(self, snapshot: Snapshot, directory: Path) -> None:
+        """See `Hypervisor.save`. Raises: OSError, HypervisorError."""
+        await self._link.call(save, _own_snapshot(snapshot), directory)
+
+    async def restore(self, template: Snapshot, directory: Path) -> LibvirtSnapshot:
+        """See `Hypervisor.restore`. Raises: CheckpointCorrupt, HypervisorError."""
+        restored = await self._link.call(restore, _own_snapshot(template).template, directory, self._captures_dir)
+        self._captures.add(restored)
+        return restored
 
     async def adopt(self, machine_ids: Collection[str]) -> dict[str, Machine]:
         """Adopt machines of a libvirtd; those of an embedded driver end with their daemon."""

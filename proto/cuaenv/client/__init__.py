@@ -14,10 +14,10 @@ with EnvClient("127.0.0.1:50051") as client, client.reset("desktop/type-greeting
 `client.open(task)` and `episode.close()` do the same without a block.
 
 `AsyncEnvClient` is the same with `async with` and `await`, for many episodes at once. `reset_group` opens a group of
-episodes in one state, and `fork` branches an episode in its current state. `forward` opens a local port that leads to a
-port of an episode's guest, such as a browser's DevTools. Both clients accept several hosts and open
-episodes on those with free machines; `shared_client` returns one client for all event loops of a process. See
-docs/client.md.
+episodes in one state, and `fork` branches an episode in its current state. `checkpoint` stores a state on disk, in
+which `reset` opens episodes later. `forward` opens a local port that leads to a port of an episode's guest, such as a
+browser's DevTools. Both clients accept several hosts and open episodes on those with free machines; `shared_client`
+returns one client for all event loops of a process. See docs/client.md.
 
 Every call has a deadline. A lost call is retried until then under the same request id, so the service performs it once;
 actions are never repeated. If the daemon was never reached, a call fails after `RetryPolicy.connect_timeout` (10 s).
@@ -33,7 +33,9 @@ The agent's mistakes are in `StepResult.errors`, which is empty if all actions s
 ```text
 EnvError
 ├── BadRequest            a field is wrong; fix the caller
-├── NotFound              EpisodeNotFound, TaskNotFound, PoolNotFound
+├── NotFound              EpisodeNotFound, TaskNotFound, PoolNotFound, CheckpointNotFound
+├── CheckpointUnusable    it is damaged, or its host has another template or task version now
+├── CheckpointStoreFull   no space for a checkpoint; the episode is unharmed
 ├── EpisodeEnded          the episode takes no more steps
 │   └── GuestEnded        the guest ended itself (power-off, panic, killed session); the episode is scored
 ├── GroupTooLarge         the pool or the run's quota can never hold that many
@@ -67,6 +69,9 @@ from cuaenv.client.episode import AsyncEpisode
 from cuaenv.client.errors import (
     AccessDenied,
     BadRequest,
+    CheckpointNotFound,
+    CheckpointStoreFull,
+    CheckpointUnusable,
     ClientClosed,
     DeadlineExceeded,
     Draining,
@@ -106,6 +111,7 @@ from cuaenv.client.observation import Element, Observation
 from cuaenv.client.placement import RetryPolicy
 from cuaenv.client.results import (
     Check,
+    Checkpoint,
     CommandResult,
     EpisodeInfo,
     Evaluation,
@@ -127,6 +133,10 @@ __all__ = [
     "AsyncEpisode",
     "BadRequest",
     "Check",
+    "Checkpoint",
+    "CheckpointNotFound",
+    "CheckpointStoreFull",
+    "CheckpointUnusable",
     "ClientClosed",
     "ClientSettings",
     "ClientStatistics",

@@ -19,7 +19,7 @@ from cuaenv.client.limiter import EpisodeLimiter
 from cuaenv.client.observation import Observation
 from cuaenv.client.place import OpenRequest, Place
 from cuaenv.client.placement import RetryPolicy
-from cuaenv.client.results import EpisodeInfo, Pool, Task, read_episode, read_pool
+from cuaenv.client.results import Checkpoint, EpisodeInfo, Pool, Task, read_checkpoint, read_episode, read_pool
 from cuaenv.client.signatures import takes_options_of
 from cuaenv.client.targets import is_ray, parse_targets
 from cuaenv.client.view import ResetOptions, Settle, StepOptions, View, wire_settle, wire_view
@@ -134,7 +134,7 @@ class AsyncEnvClient:
     @asynccontextmanager
     async def reset_group(
         self,
-        task: str,
+        task: str | Checkpoint,
         *,
         size: int,
         branches: int = 0,
@@ -146,12 +146,12 @@ class AsyncEnvClient:
         coordinate_space: tuple[int, int] | None = None,
         timeout: timedelta = timedelta(minutes=10),
     ) -> AsyncIterator[Sequence[AsyncEpisode]]:
-        """Open episodes of one task, all or none; renew their leases, and close them on exit.
+        """Open episodes of one task or checkpoint, all or none; renew their leases, and close them on exit.
 
         If cancelled while opening, the episodes are closed in the background, or end with their leases.
 
         Args:
-            task: Id of the task.
+            task: Id of the task; or a checkpoint, to begin in that state, on its host.
             size: Number of episodes.
             branches: Most machines that forks of the episodes will take at once: the host is chosen with room for them,
                 and a Ray cluster reserves them.
@@ -167,13 +167,16 @@ class AsyncEnvClient:
             EnvError: See the module's tree.
         """
         hosts = self._host_pool
+        checkpoint = task if isinstance(task, Checkpoint) else None
+        task_id = task.task_id if isinstance(task, Checkpoint) else task
         # Shorter than our own deadline, so that the service can still report the reason, also on a busy host.
         ready_timeout = max(timeout - timedelta(seconds=5), timeout / 2)
 
         def request() -> env_pb2.ResetRequest:
             return env_pb2.ResetRequest(
                 request_id=new_id(),
-                task_id=task,
+                task_id=task_id,
+                checkpoint_id=checkpoint.checkpoint_id if checkpoint else "",
                 pool=pool,
                 group_size=size,
                 lease_ttl=wire_duration(lease_ttl),
@@ -191,15 +194,16 @@ class AsyncEnvClient:
                 make_request=request,
                 size=size,
                 branch_count=branches,
-                task=task,
+                task=task_id,
                 pool=pool,
                 deadline_s=asyncio.get_running_loop().time() + timeout.total_seconds(),
+                host=await hosts.host(checkpoint.host, timeout=timeout) if checkpoint else None,
             )
             try:
                 place, response = await hosts.open(opening)
             except EnvError as error:
                 raise error.with_traceback(None) from None  # the frames in between are of no use to the caller
-            place.host.note_pool(task, response.episodes[0].pool)
+            place.host.note_pool(task_id, response.episodes[0].pool)
             defaults = StepOptions(settle=settle, view=view, coordinate_space=coordinate_space)
             opened = _held(place, response, lease_ttl, instruction=response.instruction, defaults=defaults)
             async with opened as episodes:
@@ -207,13 +211,13 @@ class AsyncEnvClient:
 
     @takes_options_of(reset_group, without=["size"])
     @asynccontextmanager
-    async def reset(self, task: str, **options: Unpack[ResetOptions]) -> AsyncIterator[AsyncEpisode]:
-        """Open one episode of a task; renew its lease, and close it on exit."""
+    async def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncIterator[AsyncEpisode]:
+        """Open one episode of a task or checkpoint; renew its lease, and close it on exit."""
         async with self.reset_group(task, size=1, **options) as episodes:
             yield episodes[0]
 
     @takes_options_of(reset_group, without=["size"])
-    async def open(self, task: str, **options: Unpack[ResetOptions]) -> AsyncEpisode:
+    async def open(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AsyncEpisode:
         """Open one episode of a task without a block, and renew its lease until `AsyncEpisode.close` or `aclose`."""
         block = self.reset(task, **options)
         episode = await block.__aenter__()
@@ -361,6 +365,42 @@ class AsyncEnvClient:
 
         lists = await self._host_pool.call_all(list_on, timeout=timeout)
         return sorted(itertools.chain.from_iterable(lists), key=lambda episode: episode.create_time)
+
+    async def list_checkpoints(
+        self, *, run: str = "", task: str = "", episode_id: str = "", timeout: timedelta = timedelta(seconds=30)
+    ) -> list[Checkpoint]:
+        """Return the checkpoints of every host that responds, oldest first.
+
+        Args:
+            run: Only those of this run; empty for all.
+            task: Only those of this task; empty for all.
+            episode_id: Only those of this episode, which may have ended; empty for all.
+            timeout: Timeout of each call.
+
+        Raises:
+            EnvError: See the module's tree.
+        """
+
+        async def list_on(host: Host) -> list[Checkpoint]:
+            checkpoints: list[Checkpoint] = []
+            request = env_pb2.ListCheckpointsRequest(
+                page_size=_PAGE_SIZE, run=run, task_id=task, source_episode_id=episode_id
+            )
+            while True:
+                response = await host.connection.call("ListCheckpoints", request, timeout)
+                checkpoints += [read_checkpoint(message, host.target) for message in response.checkpoints]
+                request.page_token = response.next_page_token
+                if not request.page_token:
+                    return checkpoints
+
+        lists = await self._host_pool.call_all(list_on, timeout=timeout)
+        return sorted(itertools.chain.from_iterable(lists), key=lambda checkpoint: checkpoint.create_time)
+
+    async def delete_checkpoint(self, checkpoint: Checkpoint, *, timeout: timedelta = timedelta(seconds=30)) -> None:
+        """Delete a checkpoint. Episodes that were opened from it continue. Idempotent. Raises: EnvError."""
+        request = env_pb2.DeleteCheckpointRequest(checkpoint_id=checkpoint.checkpoint_id)
+        host = await self._host_pool.host(checkpoint.host, timeout=timeout)
+        await host.connection.call("DeleteCheckpoint", request, timeout)
 
     async def close_episode(self, episode: EpisodeInfo, *, timeout: timedelta = timedelta(seconds=30)) -> None:
         """Close a listed episode, which may be another client's, and release its machine. Idempotent.

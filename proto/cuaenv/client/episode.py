@@ -15,7 +15,17 @@ from cuaenv.client.forwarding import PortForward, forwarded
 from cuaenv.client.leases import Lease
 from cuaenv.client.observation import Observation, read_frame
 from cuaenv.client.place import Place
-from cuaenv.client.results import STATES, Check, CommandResult, Evaluation, Origin, StepResult, read_screen_change
+from cuaenv.client.results import (
+    STATES,
+    Check,
+    Checkpoint,
+    CommandResult,
+    Evaluation,
+    Origin,
+    StepResult,
+    read_checkpoint,
+    read_screen_change,
+)
 from cuaenv.client.view import Settle, StepOptions, View, wire_settle, wire_view
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id, wire_duration
@@ -48,6 +58,8 @@ class AsyncEpisode:
         self.group_id = info.group_id
         self.parent_episode_id = info.parent_episode_id
         """The episode that it was forked from; empty if none."""
+        self.checkpoint_id = info.checkpoint_id
+        """The checkpoint that it was opened from; empty if none."""
         self.origin = Origin(
             template_digest=info.origin.template_digest,
             overlay_parent=info.origin.overlay_parent,
@@ -215,6 +227,40 @@ class AsyncEpisode:
                 self.place.give_back()
             if block is not None:
                 await block.__aexit__(None, None, None)
+
+    async def checkpoint(
+        self,
+        label: str = "",
+        *,
+        ttl: timedelta | None = None,
+        pinned: bool = False,
+        timeout: timedelta = timedelta(minutes=2),
+    ) -> Checkpoint:
+        """Store the present state on its host's disk; the episode continues.
+
+        `AsyncEnvClient.reset` opens episodes in that state, also after this one has ended.
+
+        Args:
+            label: Text for people, at most 256 characters.
+            ttl: How long it is kept, 10 s to 365 days; None for the daemon's default.
+            pinned: Never remove it to make space for others.
+            timeout: Of all attempts together.
+
+        Raises:
+            NotForkable: The machine cannot be copied in its current state; the episode continues.
+            CheckpointStoreFull: No space; the episode continues.
+            EnvError: See the module's tree.
+        """
+        request = env_pb2.CreateCheckpointRequest(
+            request_id=new_id(),
+            episode_id=self.episode_id,
+            step_index=self.step_count,
+            label=label,
+            ttl=None if ttl is None else wire_duration(ttl),
+            pinned=pinned,
+        )
+        response = await self._call("CreateCheckpoint", request, timeout)
+        return read_checkpoint(response.checkpoint, self.host.target)
 
     async def read_file(self, path: str, *, timeout: timedelta = timedelta(minutes=1)) -> bytes:
         """Return a guest file's bytes, if the pool allows it. Raises: EnvError."""

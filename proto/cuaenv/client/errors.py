@@ -73,6 +73,18 @@ class PoolNotFound(NotFound, causes=["POOL_NOT_FOUND"]):
     """The pool does not exist."""
 
 
+class CheckpointNotFound(NotFound, causes=["CHECKPOINT_NOT_FOUND"]):
+    """The checkpoint was deleted, has expired, or is on another host."""
+
+
+class CheckpointUnusable(EnvError, causes=["CHECKPOINT_UNUSABLE", "CHECKPOINT_CORRUPT"]):
+    """The checkpoint is damaged, or the host has another template or version of the task than it needs."""
+
+
+class CheckpointStoreFull(EnvError, causes=["CHECKPOINT_STORE_FULL"]):
+    """No space for another checkpoint, and none that may be removed. The episode continues."""
+
+
 class EpisodeEnded(EnvError, causes=["EPISODE_ENDED"]):
     """The episode takes no more steps; it may still be evaluated."""
 

@@ -204,6 +204,32 @@ class EpisodeInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A stored state of an episode. Pass it to a reset to open episodes in that state."""
+
+    checkpoint_id: str
+    label: str
+    episode_id: str
+    """The episode that was stored; it may have ended."""
+    parent_checkpoint_id: str
+    """The previous checkpoint of that episode, or the one that it was opened from; empty if none."""
+    task_id: str
+    pool: str
+    run: str
+    step_count: int
+    """Steps that the episode had performed, with which its copies begin."""
+    max_steps: int
+    frame_id: str
+    """Identifies the screen's pixels."""
+    size_bytes: int
+    create_time: datetime
+    expire_time: datetime
+    pinned: bool
+    host: str
+    """The host that has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedGroup:
     """A reset or fork that waits for machines."""
 
@@ -234,6 +260,27 @@ def read_episode(message: env_pb2.Episode, host: str) -> EpisodeInfo:
         max_steps=message.max_steps,
         create_time=message.create_time.ToDatetime(UTC),
         expire_time=message.expire_time.ToDatetime(UTC),
+        host=host,
+    )
+
+
+def read_checkpoint(message: env_pb2.Checkpoint, host: str) -> Checkpoint:
+    """Return a checkpoint from a host's message."""
+    return Checkpoint(
+        checkpoint_id=message.checkpoint_id,
+        label=message.label,
+        episode_id=message.episode_id,
+        parent_checkpoint_id=message.parent_checkpoint_id,
+        task_id=message.task_id,
+        pool=message.pool,
+        run=message.run,
+        step_count=message.step_count,
+        max_steps=message.max_steps,
+        frame_id=message.frame_id,
+        size_bytes=message.size_bytes,
+        create_time=message.create_time.ToDatetime(UTC),
+        expire_time=message.expire_time.ToDatetime(UTC),
+        pinned=message.pinned,
         host=host,
     )
 

@@ -15,7 +15,7 @@ from cuaenv.client.errors import EnvError
 from cuaenv.client.forwarding import PortForward
 from cuaenv.client.observation import Observation
 from cuaenv.client.placement import RetryPolicy
-from cuaenv.client.results import State
+from cuaenv.client.results import Checkpoint, State
 from cuaenv.client.signatures import takes_options_of
 from cuaenv.client.view import ForkOptions, ResetOptions
 
@@ -109,18 +109,18 @@ class EnvClient(_Blocking[AsyncEnvClient]):
         self._loop.close()
 
     @takes_options_of(AsyncEnvClient.reset)
-    def reset(self, task: str, **options: Unpack[ResetOptions]) -> AbstractContextManager["Episode"]:
-        """Open one episode of a task; renew its lease, and close it on exit."""
+    def reset(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> AbstractContextManager["Episode"]:
+        """Open one episode of a task or checkpoint; renew its lease, and close it on exit."""
         return _Block(self, self._inner.reset(task, **options), self._episode)
 
     @takes_options_of(AsyncEnvClient.reset)
-    def open(self, task: str, **options: Unpack[ResetOptions]) -> "Episode":
+    def open(self, task: str | Checkpoint, **options: Unpack[ResetOptions]) -> "Episode":
         """Open one episode of a task without a block, and renew its lease until `Episode.close` or `close`."""
         return self._episode(self._wait(self._inner.open(task, **options)))
 
     @takes_options_of(AsyncEnvClient.reset_group)
     def reset_group(
-        self, task: str, *, size: int, **options: Unpack[ResetOptions]
+        self, task: str | Checkpoint, *, size: int, **options: Unpack[ResetOptions]
     ) -> AbstractContextManager[Sequence["Episode"]]:
         """Open episodes of one task, all or none; renew their leases, and close them on exit."""
         return _Block(self, self._inner.reset_group(task, size=size, **options), self._episodes)
@@ -135,6 +135,8 @@ class EnvClient(_Blocking[AsyncEnvClient]):
     list_tasks = _blocking(AsyncEnvClient.list_tasks)
     list_pools = _blocking(AsyncEnvClient.list_pools)
     list_episodes = _blocking(AsyncEnvClient.list_episodes)
+    list_checkpoints = _blocking(AsyncEnvClient.list_checkpoints)
+    delete_checkpoint = _blocking(AsyncEnvClient.delete_checkpoint)
     close_episode = _blocking(AsyncEnvClient.close_episode)
 
     def _episode(self, episode: AsyncEpisode) -> "Episode":
@@ -154,6 +156,8 @@ class Episode(_Blocking[AsyncEpisode]):
         self.group_id = episode.group_id
         self.parent_episode_id = episode.parent_episode_id
         """The episode that it was forked from; empty if none."""
+        self.checkpoint_id = episode.checkpoint_id
+        """The checkpoint that it was opened from; empty if none."""
         self.origin = episode.origin
         """Origin of its first state."""
         self.task_id = episode.task_id
@@ -182,6 +186,7 @@ class Episode(_Blocking[AsyncEpisode]):
     step = _blocking(AsyncEpisode.step)
     observe = _blocking(AsyncEpisode.observe)
     evaluate = _blocking(AsyncEpisode.evaluate)
+    checkpoint = _blocking(AsyncEpisode.checkpoint)
     close = _blocking(AsyncEpisode.close)
     read_file = _blocking(AsyncEpisode.read_file)
     write_file = _blocking(AsyncEpisode.write_file)

@@ -149,6 +149,11 @@ class LibvirtSnapshot:
         return self if self.parent is None else self.parent.template
 
     @property
+    def template_digest(self) -> str:
+        """See `Snapshot`."""
+        return self.template.digest
+
+    @property
     def ref(self) -> SnapshotRef:
         """Identifies it on disk."""
         return SnapshotRef(kind="template" if self._is_template else "capture", name=self.files.directory.name)

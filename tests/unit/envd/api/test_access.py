@@ -46,6 +46,7 @@ def test_methods_that_change_an_episode_or_its_guest_need_more_than_read() -> No
         "WatchPools",
         "ListEpisodes",
         "ListTasks",
+        "ListCheckpoints",
     }
 
 

@@ -1,0 +1,117 @@
+"""The commands of `envd checkpoints`: list and delete the checkpoints of running daemons."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from cuaenv.cli.terminal import Json, emit_json, err, out
+from cuaenv.client import Checkpoint
+from envd.base.errors import CheckpointNotFound
+from envd.cli.remote import (
+    CALL_TIMEOUT,
+    DEFAULT_TARGET,
+    Target,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    open_client,
+    printable,
+    reports_errors,
+    since,
+)
+
+app = typer.Typer(no_args_is_help=True, help="List and delete checkpoints: states of episodes that outlive them.")
+
+
+@app.command("list")
+@reports_errors
+def list_(
+    *,
+    run: Annotated[str, typer.Option(metavar="RUN", help="Only those of this run.")] = "",
+    task: Annotated[str, typer.Option(metavar="TASK", help="Only those of this task.")] = "",
+    episode: Annotated[str, typer.Option(metavar="EPISODE", help="Only those of this episode.")] = "",
+    envd: Target = DEFAULT_TARGET,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: Json = False,
+) -> None:
+    """List checkpoints, oldest first; with a token, those that it may see."""
+    found = asyncio.run(_list(envd, tls_ca, tls_cert, tls_key, run=run, task=task, episode_id=episode))
+    if as_json:
+        emit_json({"checkpoints": [_fields(checkpoint) for checkpoint in found]})
+    elif found:
+        out.print(_table(found, now=datetime.now(UTC)))
+    else:
+        err.print("no checkpoints")
+
+
+@app.command("delete")
+@reports_errors
+def delete(
+    *,
+    checkpoint_ids: Annotated[list[str], typer.Argument(metavar="CHECKPOINT...", help="Ids of checkpoints.")],
+    envd: Target = DEFAULT_TARGET,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: Json = False,
+) -> None:
+    """Delete checkpoints; nothing if one of the ids is unknown. Episodes that were opened from them continue."""
+    wanted = list(dict.fromkeys(checkpoint_ids))
+    by_id = {each.checkpoint_id: each for each in asyncio.run(_list(envd, tls_ca, tls_cert, tls_key))}
+    for checkpoint_id in wanted:
+        if checkpoint_id not in by_id:
+            raise CheckpointNotFound(
+                f"checkpoint {checkpoint_id}: not here, or of another token; `envd checkpoints list` shows all"
+            )
+    asyncio.run(_delete([by_id[checkpoint_id] for checkpoint_id in wanted], envd, tls_ca, tls_cert, tls_key))
+    if as_json:
+        emit_json({"deleted": wanted})
+    else:
+        out.print(f"deleted {', '.join(wanted)}", markup=False, soft_wrap=True)
+
+
+async def _list(target: str, ca: Path | None, cert: Path | None, key: Path | None, **filters: str) -> list[Checkpoint]:
+    async with open_client(target, ca=ca, cert=cert, key=key) as client:
+        return await client.list_checkpoints(**filters, timeout=CALL_TIMEOUT)
+
+
+async def _delete(
+    checkpoints: Sequence[Checkpoint], target: str, ca: Path | None, cert: Path | None, key: Path | None
+) -> None:
+    async with open_client(target, ca=ca, cert=cert, key=key) as client:
+        for checkpoint in checkpoints:
+            await client.delete_checkpoint(checkpoint, timeout=CALL_TIMEOUT)
+
+
+def _fields(checkpoint: Checkpoint) -> dict[str, Any]:
+    times = {name: getattr(checkpoint, name).isoformat(timespec="seconds") for name in ("create_time", "expire_time")}
+    return {**asdict(checkpoint), **times}
+
+
+def _table(checkpoints: Sequence[Checkpoint], *, now: datetime) -> Table:
+    table = Table("checkpoint", "label", "task", "episode", "step", "MiB", "age", "expires", box=None, pad_edge=False)
+    table.columns[0].no_wrap = True
+    for column in table.columns[4:]:
+        column.justify = "right"
+    for each in checkpoints:
+        cells = (
+            each.checkpoint_id,
+            each.label or "-",
+            each.task_id,
+            each.episode_id,
+            f"{each.step_count}/{each.max_steps}",
+            f"{each.size_bytes / (1 << 20):.1f}",
+            since(each.create_time, now),
+            since(now, each.expire_time) + (" pinned" if each.pinned else ""),
+        )
+        table.add_row(*(Text(printable(cell)) for cell in cells))
+    return table

@@ -1,0 +1,295 @@
+"""Create checkpoints of episodes, and bring machines to the state of one.
+
+A checkpoint is a capture, as `Fork` makes it, that is written to disk; an episode opened from it is a fork of the
+capture that is read back. So what holds for forks holds here.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
+from envd.base.clock import Clock
+from envd.base.errors import (
+    CheckpointNotFound,
+    CheckpointUnusable,
+    EnvdError,
+    InvalidRequest,
+    MachineLost,
+    RequestIdReused,
+    SetupFailed,
+    Unimplemented,
+)
+from envd.episodes.checkpoints.store import Checkpoint, CheckpointResult, CheckpointStore, Draft, store_error
+from envd.episodes.checkpoints.views import read_view, write_view
+from envd.episodes.context import EpisodeContext, Stopwatch
+from envd.episodes.episode import Episode
+from envd.episodes.forking import freeze_at
+from envd.episodes.members import Group, Member, fork_all, observe_all
+from envd.episodes.perform import check_region
+from envd.episodes.task_states import TaskStates
+from envd.episodes.types import CheckpointCommand, ResetCommand
+from envd.pool.leased import FrozenDesktop
+from envd.pool.pool import Pool
+from envd.tasks.basis import task_digest
+from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.model import Task
+
+logger = logging.getLogger(__name__)
+
+_SWEEP_S = 60.0
+
+
+class Checkpointing:
+    """The calls for checkpoints of an episode service."""
+
+    def __init__(
+        self, context: EpisodeContext, store: CheckpointStore | None, *, tasks: TaskCatalogue, states: TaskStates
+    ) -> None:
+        self._context = context
+        self._own_store = store
+        self._tasks = tasks
+        self._states = states
+
+    @property
+    def _store(self) -> CheckpointStore:
+        if self._own_store is None:
+            raise Unimplemented("this service has no directory for checkpoints")
+        return self._own_store
+
+    async def create(self, command: CheckpointCommand) -> CheckpointResult:
+        """Store the present state of an active episode, which continues. Idempotent on `request_id`.
+
+        Timings: `pause` (of the episode), `copy` (of its state), `store` (on disk) and `total`.
+
+        Raises:
+            EpisodeNotFound, RequestIdReused, EpisodeEnded, StepIndexMismatch, NotForkable, MachineLost,
+            GuestUnresponsive, GuestError: As for `Opening.fork`.
+            CheckpointStoreFull: No space, and nothing that may be removed. The episode continues.
+            HypervisorError, StoreError: The state could not be copied or written. The episode continues.
+        """
+        episode = self._context.registry.get(command.episode_id)
+        episode.lease.renew(self._context.clock.monotonic())
+        answer = await episode.checkpoints.answer(
+            command.request_id, command.fingerprint, lambda: self._create(episode, command)
+        )
+        return answer.value
+
+    async def list(self, is_visible: Callable[[str], bool]) -> tuple[Checkpoint, ...]:
+        """Return the checkpoints of this host whose owners are visible, oldest first."""
+        found = await asyncio.to_thread(self._store.list)
+        return tuple(checkpoint for checkpoint in found if is_visible(checkpoint.owner))
+
+    async def delete(self, checkpoint_id: str, is_own: Callable[[str], bool]) -> None:
+        """Delete a checkpoint, unless it does not exist or is another owner's; damaged ones belong to all."""
+        try:
+            if not is_own((await asyncio.to_thread(self._store.find, checkpoint_id)).owner):
+                return
+        except CheckpointNotFound:
+            return
+        except EnvdError as error:
+            logger.warning("%s", error)
+        await asyncio.to_thread(self._store.delete, checkpoint_id)
+        await self._report()
+
+    async def keep_swept(self, clock: Clock) -> None:
+        """Remove what has expired or was left by a killed daemon, now and every minute, until cancelled."""
+        while True:
+            try:
+                await asyncio.to_thread(self._store.sweep)
+                await self._report()
+            except OSError as error:
+                logger.warning("checkpoints: not swept: %s", error)
+            await clock.sleep(_SWEEP_S)
+
+    async def find(self, command: ResetCommand) -> tuple[Checkpoint, Task, Pool]:
+        """Return the checkpoint that a reset names, with its task and pool.
+
+        Raises:
+            CheckpointNotFound: It does not exist, or is another owner's.
+            CheckpointCorrupt: It is damaged.
+            CheckpointUnusable: This daemon has not its pool, template or task.
+            InvalidRequest: A field of the request contradicts it.
+        """
+        found = await asyncio.to_thread(self._store.find, command.checkpoint_id)
+        if not command.sees_all_owners and found.owner != command.owner:
+            raise CheckpointNotFound(f"checkpoint {command.checkpoint_id}: not found on this host")
+        for field, asked, stored in (("task_id", command.task_id, found.task_id), ("pool", command.pool, found.pool)):
+            if asked not in ("", stored):
+                raise InvalidRequest(field, f"{asked} is not that of checkpoint {found.checkpoint_id}: {stored}")
+        if command.max_steps is not None:
+            raise InvalidRequest("max_steps", "cannot be set: it is that of the checkpoint")
+        pool, task = self._context.pools.get(found.pool), self._tasks.find(found.task_id)
+        if pool is None:
+            raise CheckpointUnusable(f"checkpoint {found.checkpoint_id}: this daemon has no pool {found.pool!r}")
+        if task is None or task_digest(task) != found.task_digest:
+            raise CheckpointUnusable(
+                f"checkpoint {found.checkpoint_id}: task {found.task_id} has changed or is not served; start it over"
+            )
+        if pool.template is not None:
+            _require_template(found, pool.template)
+        return found, task, pool
+
+    async def restore(self, checkpoint: Checkpoint, pool: Pool, command: ResetCommand) -> Group:
+        """Lease machines and bring all of them to the state of a checkpoint, all or none.
+
+        On failure and on cancellation no machine, reservation or state is kept. Timings: `acquire`, `restore`, `fork`
+        (of the slowest machine), `observe`, `total`.
+
+        Raises:
+            GroupTooLarge, PoolExhausted, PoolFailing, Draining: See `Pool.lease`.
+            CheckpointNotFound, CheckpointCorrupt, CheckpointUnusable: See `find`.
+            SetupFailed: A machine did not start, or a requested part of the observation is unavailable.
+            HypervisorError: The state could not be read or forked.
+            InvalidRequest: The requested observation is impossible on this screen.
+        """
+        watch = Stopwatch(self._context.clock)
+        granted = await pool.lease(
+            0,
+            reserved=command.group_size,
+            run=command.run or checkpoint.run,
+            owner=command.owner,
+            timeout_s=command.timeout_s,
+        )
+        watch.lap("acquire")
+        try:
+            frozen = await self._read(checkpoint, pool)
+            watch.lap("restore")
+            try:
+                check_region(command.observe, frozen.view.size_px)
+                forks = await fork_all(pool, granted.reservations, frozen, clock=self._context.clock)
+                watch.lap("fork")
+                members = await observe_all(
+                    forks.machines,
+                    frozen=frozen,
+                    view=frozen.view,
+                    settle=None,
+                    options=command.observe,
+                    always_running=pool.settings.always_running,
+                    subject=f"checkpoint {checkpoint.checkpoint_id}",
+                )
+                watch.lap("observe")
+            except MachineLost as error:
+                raise SetupFailed(f"checkpoint {checkpoint.checkpoint_id}: {error}") from error
+            finally:
+                self._states.discard(frozen)
+        except BaseException:
+            await pool.release(granted.reservations)
+            raise
+        return Group(
+            members=tuple(_opened_from(checkpoint, member) for member in members),
+            timings_ms={**watch.timings_ms, "total": watch.total_ms},
+        )
+
+    async def _read(self, checkpoint: Checkpoint, pool: Pool) -> FrozenDesktop:
+        template = pool.template
+        if template is None:
+            raise CheckpointUnusable(f"checkpoint {checkpoint.checkpoint_id}: pool {pool.name} has no template now")
+        _require_template(checkpoint, template)
+        await asyncio.to_thread(self._store.verify, checkpoint)
+        path = self._store.path(checkpoint.checkpoint_id)
+        view = await asyncio.to_thread(read_view, path)
+        return FrozenDesktop(snapshot=await pool.hypervisor.restore(template.snapshot, path), view=view)
+
+    async def _create(self, episode: Episode, command: CheckpointCommand) -> CheckpointResult:
+        context, store = self._context, self._store
+        name = f"{episode.episode_id}/{command.request_id}"
+        checkpoint_id = f"ckpt-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
+        if (known := await self._known(checkpoint_id, command)) is not None:
+            return CheckpointResult(checkpoint=known, timings_ms={})
+        watch = Stopwatch(context.clock)
+        pool = context.pools[episode.pool]
+        async with context.registry.call(episode, renews=True):
+            try:
+                frozen = await freeze_at(pool, episode, command.step_index, registry=context.registry)
+                watch.lap("copy")
+                try:
+                    described = await self._describe(episode, command, frozen, checkpoint_id)
+                    draft = await asyncio.to_thread(store.begin, checkpoint_id)
+                    stored = await self._write(draft, described, frozen, pool)
+                finally:
+                    self._states.discard(frozen)
+            except EnvdError as error:
+                context.count_failure(episode, "checkpoint", error)
+                raise
+        watch.lap("store")
+        context.metrics.checkpoints_created.labels(pool=pool.name).inc()
+        await self._report()
+        logger.info(
+            "episode %s: checkpoint %s at step %d, %.1f MiB",
+            episode.episode_id,
+            checkpoint_id,
+            stored.step_count,
+            stored.size_bytes / (1 << 20),
+        )
+        timings_ms = {"pause": frozen.snapshot.report.paused_ms, **watch.timings_ms, "total": watch.total_ms}
+        return CheckpointResult(checkpoint=stored, timings_ms=timings_ms)
+
+    async def _known(self, checkpoint_id: str, command: CheckpointCommand) -> Checkpoint | None:
+        """Return what the same request stored under a previous daemon. Raises: RequestIdReused."""
+        try:
+            known = await asyncio.to_thread(self._store.find, checkpoint_id)
+        except CheckpointNotFound:
+            return None
+        if known.fingerprint != command.fingerprint.hex():
+            raise RequestIdReused(command.request_id)
+        return known
+
+    async def _describe(
+        self, episode: Episode, command: CheckpointCommand, frozen: FrozenDesktop, checkpoint_id: str
+    ) -> Checkpoint:
+        known = await asyncio.to_thread(self._store.list)
+        earlier = [each.checkpoint_id for each in known if each.episode_id == episode.episode_id]
+        now = self._context.clock.now()
+        ttl_s = self._store.settings.ttl_s if command.ttl_s is None else command.ttl_s
+        return Checkpoint(
+            checkpoint_id=checkpoint_id,
+            label=command.label,
+            episode_id=episode.episode_id,
+            parent_checkpoint_id=earlier[-1] if earlier else episode.origin.checkpoint_id,
+            task_id=episode.task.task_id,
+            task_digest=task_digest(episode.task),
+            template_digest=frozen.snapshot.template_digest,
+            pool=episode.pool,
+            run=episode.run,
+            owner=episode.owner,
+            step_count=command.step_index,
+            max_steps=episode.max_steps,
+            frame_id=frozen.view.frame.frame_id,
+            settle=episode.settle,
+            create_time=now,
+            expire_time=now + timedelta(seconds=ttl_s),
+            pinned=command.pinned,
+            fingerprint=command.fingerprint.hex(),
+        )
+
+    async def _write(self, draft: Draft, described: Checkpoint, frozen: FrozenDesktop, pool: Pool) -> Checkpoint:
+        try:
+            await asyncio.to_thread(write_view, frozen.view, draft.directory)
+            await pool.hypervisor.save(frozen.snapshot, draft.directory)
+            return await asyncio.to_thread(self._store.complete, draft, described)
+        except BaseException as error:
+            await asyncio.to_thread(self._store.abandon, draft)
+            if isinstance(error, OSError):
+                raise store_error(described.checkpoint_id, error) from error
+            raise
+
+    async def _report(self) -> None:
+        usage = await asyncio.to_thread(self._store.usage)
+        self._context.metrics.checkpoints.set(usage.count)
+        self._context.metrics.checkpoint_bytes.set(usage.size_bytes)
+
+
+def _require_template(checkpoint: Checkpoint, template: FrozenDesktop) -> None:
+    """Raises: CheckpointUnusable: The checkpoint builds on another template."""
+    if template.snapshot.template_digest != checkpoint.template_digest:
+        raise CheckpointUnusable(
+            f"checkpoint {checkpoint.checkpoint_id}: pool {checkpoint.pool} has another template now (image, machine"
+            " size, QEMU or processor changed); use a host that has the old one, or start over"
+        )
+
+
+def _opened_from(checkpoint: Checkpoint, member: Member) -> Member:
+    return replace(member, origin=replace(member.origin, checkpoint_id=checkpoint.checkpoint_id))

@@ -1,0 +1,317 @@
+"""Checkpoints on disk, shared by all daemons of a host: one directory each, complete from when it has its final name.
+
+A directory is filled under another name, which is locked for that time, and then renamed. So a kill leaves a complete
+checkpoint or an unlocked remainder, which the next sweep removes. Files are not flushed to the disk: after a power
+failure their digests (xxh3-128) show what is damaged.
+
+All methods block.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from envd.base.config import CheckpointsConfig, SettlePolicy
+from envd.base.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointStoreFull, StoreError
+
+_PREFIX: Final = "ckpt-"
+#: Names of directories that are being filled or removed.
+_PART_PREFIX: Final = "part-"
+_MANIFEST: Final = "checkpoint.json"
+_CHUNK_BYTES: Final = 1 << 20
+_GIB: Final = 1 << 30
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class StoredFile(BaseModel):
+    """A file of a checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size_bytes: int
+    digest: str
+    """xxh3-128 of its content, 32 hex digits."""
+
+
+class Checkpoint(BaseModel):
+    """Description of a checkpoint, stored with it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    checkpoint_id: str
+    label: str
+    episode_id: str
+    """The episode that was stored."""
+    parent_checkpoint_id: str
+    """The previous checkpoint of that episode, or the one that it was opened from; empty if none."""
+    task_id: str
+    task_digest: str
+    """Digest of the task's definition: of another version, the stored state is not a state."""
+    template_digest: str
+    """Digest of the template whose memory and disk the state builds on."""
+    pool: str
+    run: str
+    owner: str
+    step_count: int
+    max_steps: int
+    frame_id: str
+    settle: SettlePolicy
+    create_time: datetime
+    expire_time: datetime
+    pinned: bool
+    fingerprint: str
+    """Digest of the request that created it."""
+    files: dict[str, StoredFile] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its files."""
+        return sum(file.size_bytes for file in self.files.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointResult:
+    """A new checkpoint, and the milliseconds of each phase."""
+
+    checkpoint: Checkpoint
+    timings_ms: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A checkpoint that is being written."""
+
+    directory: Path
+    lock: int
+    """Descriptor that shows other daemons that its writer lives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreUsage:
+    """Content of the store."""
+
+    count: int
+    size_bytes: int
+
+
+class CheckpointStore:
+    """The checkpoints of a host."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        settings: CheckpointsConfig,
+        reserve_bytes: int,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        """Configure a store; `reserve_bytes` of its disk stay free. Nothing is read or written yet."""
+        self._directory = directory
+        self.settings = settings
+        self._reserve_bytes = reserve_bytes
+        self._now = now
+
+    def __repr__(self) -> str:
+        return f"<CheckpointStore {self._directory}>"
+
+    def path(self, checkpoint_id: str) -> Path:
+        """Return the directory of a checkpoint's files."""
+        return self._directory / checkpoint_id
+
+    def find(self, checkpoint_id: str) -> Checkpoint:
+        """Return a checkpoint that has not expired. Raises: CheckpointNotFound, CheckpointCorrupt."""
+        # An id is a part of a path.
+        if checkpoint_id.startswith(_PREFIX) and checkpoint_id.removeprefix(_PREFIX).isalnum():
+            found = self._read(checkpoint_id)
+            if found is not None and found.expire_time > self._now():
+                return found
+        raise CheckpointNotFound(
+            f"checkpoint {checkpoint_id}: not found on this host (deleted, expired, or never created); list them with"
+            " ListCheckpoints"
+        )
+
+    def list(self) -> tuple[Checkpoint, ...]:
+        """Return all readable checkpoints that have not expired, oldest first."""
+        now = self._now()
+        found = (checkpoint for checkpoint in self._all() if checkpoint.expire_time > now)
+        return tuple(sorted(found, key=lambda each: (each.create_time, each.checkpoint_id)))
+
+    def usage(self) -> StoreUsage:
+        """Return how much the store has."""
+        found = tuple(self._all())
+        return StoreUsage(count=len(found), size_bytes=sum(each.size_bytes for each in found))
+
+    def verify(self, checkpoint: Checkpoint) -> None:
+        """Check all files, and note the use. Raises: CheckpointCorrupt: names the file; CheckpointNotFound."""
+        directory = self.path(checkpoint.checkpoint_id)
+        for name, stored in checkpoint.files.items():
+            where = f"checkpoint {checkpoint.checkpoint_id}: file {name}"
+            try:
+                found = _stored(directory / name)
+            except OSError as error:
+                self.find(checkpoint.checkpoint_id)
+                raise CheckpointCorrupt(f"{where} cannot be read ({error.strerror}); delete the checkpoint") from error
+            if found != stored:
+                raise CheckpointCorrupt(f"{where} is damaged; delete the checkpoint")
+        with suppress(OSError):
+            os.utime(directory)
+
+    def begin(self, checkpoint_id: str) -> Draft:
+        """Start to write a checkpoint; complete or abandon it. Raises: CheckpointStoreFull, StoreError."""
+        with _errors(checkpoint_id):
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_room(0, run="")
+            directory = self._directory / f"{_PART_PREFIX}{checkpoint_id}-{os.getpid()}"
+            directory.mkdir(mode=0o700)
+            lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return Draft(directory, lock)
+
+    def complete(self, draft: Draft, checkpoint: Checkpoint) -> Checkpoint:
+        """Store a written checkpoint, and return it with its files. Removes others if it needs their space.
+
+        Raises:
+            CheckpointStoreFull, StoreError: It was not stored; abandon it.
+        """
+        with _errors(checkpoint.checkpoint_id):
+            files = {path.name: _stored(path) for path in sorted(draft.directory.iterdir())}
+            complete = checkpoint.model_copy(update={"files": files})
+            self._make_room(complete.size_bytes, run=complete.run)
+            (draft.directory / _MANIFEST).write_text(complete.model_dump_json())
+            draft.directory.rename(self.path(complete.checkpoint_id))
+        os.close(draft.lock)
+        return complete
+
+    def abandon(self, draft: Draft) -> None:
+        """Remove what was written."""
+        shutil.rmtree(draft.directory, ignore_errors=True)
+        os.close(draft.lock)
+
+    def delete(self, checkpoint_id: str) -> None:
+        """Remove a checkpoint, if it exists."""
+        part = self._directory / f"{_PART_PREFIX}{checkpoint_id}-removed-{os.getpid()}"
+        with suppress(FileNotFoundError):
+            # Under its own name it is complete, also while its files are being removed.
+            self.path(checkpoint_id).rename(part)
+            shutil.rmtree(part, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Remove expired checkpoints, and what killed daemons left. Raises: OSError."""
+        now = self._now()
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for checkpoint in tuple(self._all()):
+            if checkpoint.expire_time <= now:
+                self.delete(checkpoint.checkpoint_id)
+        for part in self._directory.glob(f"{_PART_PREFIX}*"):
+            with suppress(OSError):
+                lock = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(part, ignore_errors=True)
+                finally:
+                    os.close(lock)
+
+    def _make_room(self, size_bytes: int, *, run: str) -> None:
+        """Remove the least recently used checkpoints until one more fits.
+
+        Raises:
+            CheckpointStoreFull: It cannot fit; nothing was removed.
+        """
+        settings = self.settings
+        kept = {each.checkpoint_id: each for each in self._all()}
+        removable = sorted((each for each in kept.values() if not each.pinned), key=self._used_s)
+        free_bytes = shutil.disk_usage(self._directory).free
+        victims: deque[Checkpoint] = deque()
+        while True:
+            candidates = removable
+            own_bytes = sum(each.size_bytes for each in kept.values() if each.run == run) + size_bytes
+            all_bytes = sum(each.size_bytes for each in kept.values()) + size_bytes
+            if own_bytes > settings.run_limit_gib * _GIB:
+                limit = f"run {run!r} may hold checkpoints.run_limit_gib = {settings.run_limit_gib:g}"
+                candidates = [each for each in removable if each.run == run]
+            elif all_bytes > settings.limit_gib * _GIB:
+                limit = f"all may hold checkpoints.limit_gib = {settings.limit_gib:g}"
+            elif free_bytes < self._reserve_bytes:
+                limit = f"limits.disk_reserve_mib = {self._reserve_bytes >> 20} must stay free"
+            else:
+                break
+            if not candidates:
+                raise CheckpointStoreFull(
+                    f"no space for a checkpoint of {size_bytes / (1 << 20):.1f} MiB: {limit}, and removing others that"
+                    " are not pinned does not suffice; delete checkpoints, or raise the limit"
+                )
+            victim = candidates[0]
+            removable.remove(victim)
+            del kept[victim.checkpoint_id]
+            free_bytes += victim.size_bytes
+            victims.append(victim)
+        for victim in victims:
+            self.delete(victim.checkpoint_id)
+
+    def _used_s(self, checkpoint: Checkpoint) -> float:
+        try:
+            return self.path(checkpoint.checkpoint_id).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def _all(self) -> Iterator[Checkpoint]:
+        for directory in self._directory.glob(f"{_PREFIX}*"):
+            with suppress(CheckpointCorrupt):
+                found = self._read(directory.name)
+                if found is not None:
+                    yield found
+
+    def _read(self, checkpoint_id: str) -> Checkpoint | None:
+        path = self.path(checkpoint_id) / _MANIFEST
+        try:
+            found = Checkpoint.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            raise CheckpointCorrupt(
+                f"checkpoint {checkpoint_id}: {_MANIFEST} cannot be read; delete the checkpoint"
+            ) from error
+        if found.checkpoint_id != checkpoint_id:
+            raise CheckpointCorrupt(f"checkpoint {checkpoint_id}: its files are those of {found.checkpoint_id}")
+        return found
+
+
+class _errors:  # noqa: N801 -- used like a function
+    """Raises OSError of the block as CheckpointStoreFull or StoreError."""
+
+    def __init__(self, checkpoint_id: str) -> None:
+        self._checkpoint_id = checkpoint_id
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, OSError):
+            raise store_error(self._checkpoint_id, error) from error
+
+
+def store_error(checkpoint_id: str, error: OSError) -> CheckpointStoreFull | StoreError:
+    """Return the error for a checkpoint that could not be written."""
+    kind = CheckpointStoreFull if error.errno in _FULL else StoreError
+    return kind(f"checkpoint {checkpoint_id}: not stored: {error}")
+
+
+def _stored(path: Path) -> StoredFile:
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return StoredFile(size_bytes=size, digest=digest.hexdigest())

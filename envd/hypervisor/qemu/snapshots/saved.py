@@ -1,0 +1,149 @@
+"""Stores captured machines in files that a later daemon restores: compressed, and independent of other captures.
+
+A capture's memory pages differ from the template's memory file and its devices are complete, so neither depends on
+other captures. Its disks may: they are merged down to the template's, so loading takes equally long at any depth.
+"""
+
+import secrets
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import zstandard
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from envd.base.errors import CheckpointCorrupt, HypervisorError
+from envd.hypervisor.machine import Firmware
+from envd.hypervisor.qemu.snapshots.capture import captured_snapshot
+from envd.hypervisor.qemu.snapshots.files import SnapshotFiles, copy_file, copy_overlay, set_backing_file
+from envd.hypervisor.qemu.snapshots.pages import size_bytes
+from envd.hypervisor.qemu.snapshots.snapshot import CaptureRecord, LibvirtSnapshot, MemoryPatch, write_record
+
+#: Higher levels save little, and take several times as long.
+_LEVEL = 1
+_CHUNK_BYTES = 1 << 20
+_COUNT = struct.Struct("<Q")
+_STATE = "state.json"
+_MEMORY = "memory.zst"
+
+
+class _State(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    digest: str
+    disk_digest: str
+
+
+def save(snapshot: LibvirtSnapshot, directory: Path) -> None:
+    """Write a capture's state. Blocks. Raises: OSError; HypervisorError: it is not a capture, or qemu-img failed."""
+    if snapshot.patch is None:
+        raise HypervisorError(f"{snapshot!r} has no pages in memory, so it cannot be stored")
+    extents = snapshot.patch.extents
+    with (directory / _MEMORY).open("xb") as file, zstandard.ZstdCompressor(_LEVEL).stream_writer(file) as packed:
+        packed.write(_COUNT.pack(len(extents)))
+        packed.write(extents.tobytes())
+        packed.write(snapshot.patch.pages.data)
+    for source in _whole_files(snapshot, snapshot.files):
+        _pack(source, directory / f"{source.name}.zst")
+    template_disks = snapshot.template.files.disks(len(snapshot.spec.image.disks))
+    for disk, template_disk in zip(snapshot.files.disks(len(template_disks)), template_disks, strict=True):
+        if len(snapshot.captures) == 1:
+            _pack(disk, directory / f"{disk.name}.zst")
+            continue
+        merged = directory / disk.name
+        copy_file(disk, merged)
+        _merge(merged, template_disk)
+        _pack(merged, directory / f"{disk.name}.zst")
+        merged.unlink()
+    state = _State(digest=snapshot.digest, disk_digest=snapshot.disk_digest)
+    (directory / _STATE).write_text(state.model_dump_json())
+
+
+def restore(template: LibvirtSnapshot, directory: Path, captures_dir: Path) -> LibvirtSnapshot:
+    """Return the capture that `save` stored, with files of its own among this daemon's captures. Blocks.
+
+    Raises:
+        CheckpointCorrupt: A file is not as `save` writes it.
+        HypervisorError: A file cannot be read, or the disk is full.
+    """
+    files = SnapshotFiles(directory=captures_dir / secrets.token_hex(6))
+    files.directory.mkdir(parents=True)
+    try:
+        state = _State.model_validate_json((directory / _STATE).read_bytes())
+        patch = _read_memory(directory / _MEMORY, template.spec.memory_mib << 20)
+        disks = files.disks(len(template.spec.image.disks))
+        for target in (*_whole_files(template, files), *disks):
+            _unpack(directory / f"{target.name}.zst", target)
+        backing, seeds = template.files.disks(len(disks)), files.seeds(len(disks))
+        for disk, base, seed, origin in zip(disks, backing, seeds, template.files.seeds(len(disks)), strict=True):
+            set_backing_file(disk, base)
+            copy_overlay(origin, seed, disk)
+        record = CaptureRecord(
+            spec=template.spec, digest=state.digest, disk_digest=state.disk_digest, backing=template.ref
+        )
+        write_record(files.directory, record)
+        return captured_snapshot(files, record, template, patch=patch)
+    except BaseException as error:
+        shutil.rmtree(files.directory, ignore_errors=True)
+        if isinstance(error, ValidationError | zstandard.ZstdError | ValueError | struct.error):
+            raise CheckpointCorrupt(f"stored state {directory}: cannot be read: {error}") from error
+        if isinstance(error, OSError):
+            raise HypervisorError(f"stored state {directory}: cannot be restored: {error}") from error
+        raise
+
+
+def _whole_files(snapshot: LibvirtSnapshot, files: SnapshotFiles) -> tuple[Path, ...]:
+    """Return the files that do not depend on others: the devices' state, and the UEFI variables if there are any."""
+    has_vars = snapshot.spec.image.firmware is Firmware.UEFI
+    return (files.devices, files.firmware_vars) if has_vars else (files.devices,)
+
+
+def _read_memory(path: Path, memory_bytes: int) -> MemoryPatch:
+    with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as packed:
+        (count,) = _COUNT.unpack(packed.read(_COUNT.size))
+        if count > memory_bytes:
+            raise ValueError(f"{count} extents")
+        extents = np.frombuffer(packed.read(count * 16), dtype=np.int64).reshape(count, 2)
+        length = size_bytes(extents)
+        if length > memory_bytes or (extents < 0).any() or (extents.sum(axis=1) > memory_bytes).any():
+            raise ValueError(f"{length} bytes of memory outside of {memory_bytes}")
+        pages = np.empty(length, dtype=np.uint8)
+        view, at = pages.data, 0
+        while got := packed.readinto(view[at : at + _CHUNK_BYTES]):
+            at += got
+        if at != length or packed.read(1):
+            raise ValueError(f"{at} bytes of memory, expected {length}")
+    return MemoryPatch(extents=extents, pages=pages)
+
+
+def _pack(source: Path, target: Path) -> None:
+    with source.open("rb") as read, target.open("xb") as write:
+        zstandard.ZstdCompressor(_LEVEL).copy_stream(read, write)
+
+
+def _unpack(source: Path, target: Path) -> None:
+    """Decompress a file, keeping runs of zeros as holes."""
+    with source.open("rb") as read, target.open("xb") as write:
+        for chunk in _chunks(read):
+            if chunk.count(0) == len(chunk):
+                write.seek(len(chunk), 1)
+            else:
+                write.write(chunk)
+        write.truncate()
+
+
+def _chunks(read: object) -> Iterable[bytes]:
+    with zstandard.ZstdDecompressor().stream_reader(read) as packed:  # type: ignore[arg-type]
+        while chunk := packed.read(_CHUNK_BYTES):
+            yield chunk
+
+
+def _merge(disk: Path, base: Path) -> None:
+    """Merge the disks between `disk` and `base` into `disk`. Raises: HypervisorError."""
+    command = ["qemu-img", "rebase", "-q", "-f", "qcow2", "-F", "qcow2", "-b", str(base), str(disk)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if done.returncode != 0:
+        raise HypervisorError(f"disk {disk}: qemu-img could not merge it: {done.stderr.decode(errors='replace')}")

@@ -1,0 +1,287 @@
+"""Checkpoints through the service: episodes that begin in a stored state, and what is refused."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuaenv.client import (
+    AsyncEnvClient,
+    AsyncEpisode,
+    BadRequest,
+    Checkpoint,
+    CheckpointNotFound,
+    CheckpointStoreFull,
+    CheckpointUnusable,
+    Click,
+    Done,
+    EpisodeEnded,
+    GroupTooLarge,
+    KeyDown,
+    KeyUp,
+    NotForkable,
+    NotSupported,
+    StepIndexMismatch,
+    TypeText,
+)
+from envd.base.config import CheckpointsConfig
+from envd.base.errors import RequestIdReused
+from envd.episodes.checkpoints.store import CheckpointStore
+from envd.episodes.types import CheckpointCommand
+from tests.support.callers import Tokens
+from tests.support.command import run_envd
+from tests.support.server import FakeServer, served_client
+
+TASK = "fake/save-note"
+EDITOR, SAVE = Click(379, 311), Click(82, 86)
+LINE = TypeText("Hello, fake desktop!")
+
+
+def store_in(directory: Path, **settings: float) -> CheckpointStore:
+    return CheckpointStore(directory / "checkpoints", settings=CheckpointsConfig(**settings), reserve_bytes=0)
+
+
+@asynccontextmanager
+async def served(directory: Path, **options: Any) -> AsyncIterator[tuple[FakeServer, AsyncEnvClient]]:
+    """Serve with checkpoints in a directory; afterwards nothing unfinished is there."""
+    store = options.pop("store", store_in(directory))
+    async with served_client(**{"checkpoints": store, "size": 2, "capacity": 6, **options}) as (server, client):
+        yield server, client
+        assert server.hypervisor.host.captures == {}
+    assert not list(directory.glob("checkpoints/part-*"))
+
+
+async def typed(episode: AsyncEpisode, *texts: str) -> list[str]:
+    """Type texts, each in a step; return the frames."""
+    return [(await episode.step(TypeText(text))).observation.frame_id for text in texts]
+
+
+def at(checkpoint: Checkpoint, server: FakeServer) -> Checkpoint:
+    """Return the checkpoint as another server of the host has it."""
+    return replace(checkpoint, host=server.address)
+
+
+async def test_a_state_outlives_its_episode_and_its_daemon(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client), client.reset(TASK, max_steps=9) as episode:
+        await episode.step(EDITOR, TypeText("Room"), KeyDown("shift"))
+        checkpoint = await episode.checkpoint("before the number")
+        frames = await typed(episode, "a1", "b2")
+        await episode.step(KeyUp("shift"))
+    assert (checkpoint.step_count, checkpoint.max_steps, checkpoint.label) == (1, 9, "before the number")
+    assert (checkpoint.episode_id, checkpoint.task_id, checkpoint.run) == (episode.episode_id, TASK, "")
+    assert len(set(frames)) == 2
+    async with served(tmp_path) as (server, client):
+        kept = at(checkpoint, server)
+        assert await client.list_checkpoints() == [kept]
+        async with client.reset_group(kept, size=2) as episodes:
+            for copy in episodes:
+                assert copy.observation.frame_id == checkpoint.frame_id
+                assert (copy.step_count, copy.max_steps, copy.task_id) == (1, 9, TASK)
+                assert (copy.parent_episode_id, copy.checkpoint_id) == ("", checkpoint.checkpoint_id)
+                assert await typed(copy, "a1", "b2") == frames
+            assert episodes[0].instruction == episode.instruction
+            assert episodes[0].origin == episodes[1].origin
+            assert len({episode.episode_id, *(copy.episode_id for copy in episodes)}) == 3
+
+
+async def test_held_keys_are_held_in_a_copy(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        await episode.step(EDITOR, KeyDown("shift"))
+        checkpoint = await episode.checkpoint()
+        async with client.reset(checkpoint) as copy:
+            (found,) = [each for each in server.service.episodes if each.episode_id == copy.episode_id]
+            assert (await found.machine.desktop.view()).inputs.keys != ()
+            # Without the shift key that is held, the file would have small letters.
+            await copy.step(TypeText("a"), KeyUp("shift"), SAVE)
+            held = await copy.read_file("/home/user/note.txt")
+        await episode.step(TypeText("a"), KeyUp("shift"), SAVE)
+        assert held == await episode.read_file("/home/user/note.txt")
+
+
+async def test_a_copy_is_scored_by_what_it_did(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client), client.reset(TASK) as episode:
+        await episode.step(EDITOR, LINE)
+        checkpoint = await episode.checkpoint()
+        async with client.reset_group(checkpoint, size=2) as (saves, forgets):
+            await saves.step(SAVE, Done())
+            await forgets.step(Done())
+            assert ((await saves.evaluate()).score, (await forgets.evaluate()).score) == (1, 0)
+        assert not (await episode.step(SAVE)).done
+
+
+async def test_checkpoints_form_a_tree(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client), client.reset(TASK) as episode:
+        first = await episode.checkpoint()
+        await episode.step(EDITOR)
+        second = await episode.checkpoint()
+        async with client.reset(first) as copy:
+            third = await copy.checkpoint()
+            async with client.reset(third) as deeper:
+                assert deeper.observation.frame_id == first.frame_id
+        assert [each.parent_checkpoint_id for each in (first, second, third)] == [
+            "",
+            first.checkpoint_id,
+            first.checkpoint_id,
+        ]
+        assert await client.list_checkpoints(episode_id=episode.episode_id) == [first, second]
+        assert await client.list_checkpoints(task="fake/none") == []
+        assert len(await client.list_checkpoints()) == 3
+
+
+async def test_a_deleted_or_expired_checkpoint_is_not_found_and_its_copies_continue(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+        async with client.reset(checkpoint) as copy:
+            await client.delete_checkpoint(checkpoint)
+            await client.delete_checkpoint(checkpoint)
+            assert not (await copy.step(EDITOR)).done
+        with pytest.raises(CheckpointNotFound, match="deleted, expired, or never created"):
+            await client.open(checkpoint)
+        assert await client.list_checkpoints() == []
+
+
+async def test_a_repeated_request_returns_the_same_checkpoint(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        command = CheckpointCommand(
+            request_id="r", episode_id=episode.episode_id, step_index=0, label="a", fingerprint=b"1"
+        )
+        create = server.service.checkpoints.create
+        first, again = await asyncio.gather(create(command), create(command))
+        assert first == again
+        with pytest.raises(RequestIdReused):
+            await create(replace(command, fingerprint=b"2"))
+        # As after a restart, which loses the recorded response.
+        (found,) = server.service.episodes
+        found.checkpoints._entries.clear()
+        found.checkpoints._done_s.clear()
+        await episode.step(EDITOR)
+        assert (await create(command)).checkpoint == first.checkpoint
+        found.checkpoints._entries.clear()
+        found.checkpoints._done_s.clear()
+        with pytest.raises(RequestIdReused):
+            await create(replace(command, fingerprint=b"2"))
+        assert len(await client.list_checkpoints()) == 1
+
+
+async def test_only_the_present_state_of_an_active_episode_is_stored(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        (found,) = server.service.episodes
+        episode.step_count += 1
+        with pytest.raises(StepIndexMismatch):
+            await episode.checkpoint()
+        episode.step_count -= 1
+        machine = found.machine.machine
+        machine.faults = replace(machine.faults, unforkable="a USB drive")  # type: ignore[attr-defined]
+        with pytest.raises(NotForkable, match="a USB drive"):
+            await episode.checkpoint()
+        await episode.step(Done())
+        with pytest.raises(EpisodeEnded):
+            await episode.checkpoint()
+        assert await client.list_checkpoints() == []
+
+
+async def test_a_full_store_harms_no_episode(tmp_path: Path) -> None:
+    store = store_in(tmp_path, limit_gib=1e-6)
+    async with served(tmp_path, store=store) as (_, client), client.reset(TASK) as episode:
+        with pytest.raises(CheckpointStoreFull, match=r"checkpoints\.limit_gib"):
+            await episode.checkpoint()
+        assert not (await episode.step(EDITOR)).done
+        assert await client.list_checkpoints() == []
+
+
+async def test_a_request_that_contradicts_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+        for changed, options in (
+            (replace(checkpoint, task_id="fake/count-to-five"), {}),
+            (checkpoint, {"max_steps": 5}),
+            (checkpoint, {"pool": "other"}),
+        ):
+            with pytest.raises(BadRequest, match=f"{checkpoint.checkpoint_id}|of the checkpoint"):
+                await client.open(changed, **options)
+        with pytest.raises(GroupTooLarge):
+            await client.reset_group(checkpoint, size=64).__aenter__()
+        with pytest.raises(BadRequest, match="ttl"):
+            await episode.checkpoint(ttl=timedelta(seconds=1))
+
+
+async def test_another_template_or_task_is_refused(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+    path = tmp_path / "checkpoints" / checkpoint.checkpoint_id / "checkpoint.json"
+    description = json.loads(path.read_text())
+    for field, text in (("template_digest", "another template"), ("task_digest", "has changed")):
+        path.write_text(json.dumps(description | {field: "0" * 32}))
+        async with served(tmp_path) as (server, client):
+            with pytest.raises(CheckpointUnusable, match=text):
+                await client.open(at(checkpoint, server))
+
+
+async def test_a_damaged_checkpoint_opens_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+        directory = tmp_path / "checkpoints" / checkpoint.checkpoint_id
+        names = sorted(path.name for path in directory.iterdir() if path.name != "checkpoint.json")
+        assert len(names) >= 3
+        for name in names:
+            data = (directory / name).read_bytes()
+            for damaged in (data[:-1], data + b"x", bytes([data[0] ^ 1]) + data[1:]):
+                (directory / name).write_bytes(damaged)
+                with pytest.raises(CheckpointUnusable, match=f"file {name} is damaged"):
+                    await client.open(checkpoint)
+            (directory / name).write_bytes(data)
+        assert len(list(server.service.episodes)) == 1
+        async with client.reset(checkpoint) as copy:
+            assert copy.step_count == 0
+
+
+async def test_a_checkpoint_of_another_token_does_not_exist(tmp_path: Path) -> None:
+    tokens = Tokens.create(tmp_path / "tokens")
+    async with served(tmp_path, security=tokens.security()) as (server, _):
+        alice, bob, admin = (
+            AsyncEnvClient(server.address, token=each.secret) for each in (tokens.alice, tokens.bob, tokens.admin)
+        )
+        async with alice, bob, admin, alice.reset(TASK) as episode:
+            checkpoint = await episode.checkpoint()
+            assert await bob.list_checkpoints() == []
+            await bob.delete_checkpoint(checkpoint)
+            with pytest.raises(CheckpointNotFound):
+                await bob.open(checkpoint)
+            assert await alice.list_checkpoints() == await admin.list_checkpoints() == [checkpoint]
+            async with admin.reset(checkpoint) as copy:
+                assert copy.observation.frame_id == checkpoint.frame_id
+
+
+async def test_without_a_directory_checkpoints_are_not_supported(tmp_path: Path) -> None:
+    async with served_client() as (_, client), client.reset(TASK) as episode:
+        with pytest.raises(NotSupported):
+            await episode.checkpoint()
+
+
+async def test_the_command_lists_and_deletes(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint("with [brackets]", pinned=True)
+        other = await episode.checkpoint()
+
+        async def envd(*words: str) -> tuple[int, str, str]:
+            done = await asyncio.to_thread(run_envd, *words, ENVD_TARGET=server.address, COLUMNS="200")
+            return done.status, done.out, done.err
+
+        _, listed, _ = await envd("checkpoints", "list")
+        assert checkpoint.checkpoint_id in listed
+        assert "with [brackets]" in listed
+        assert "pinned" in listed
+        status, out, _ = await envd("checkpoints", "list", "--json", "--episode", episode.episode_id)
+        found = json.loads(out)["checkpoints"]
+        assert [each["checkpoint_id"] for each in found] == [checkpoint.checkpoint_id, other.checkpoint_id]
+        status, _, err = await envd("checkpoints", "delete", other.checkpoint_id, "ckpt-0")
+        assert (status, "checkpoint ckpt-0: not here" in err) == (1, True)
+        status, out, _ = await envd("checkpoints", "delete", checkpoint.checkpoint_id, other.checkpoint_id)
+        assert (status, out) == (0, f"deleted {checkpoint.checkpoint_id}, {other.checkpoint_id}\n")
+        assert (await envd("checkpoints", "list"))[2] == "no checkpoints\n"

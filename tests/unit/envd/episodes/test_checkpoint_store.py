@@ -1,0 +1,250 @@
+"""The store of checkpoints: complete or absent, verified, bounded, and swept."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from envd.base.config import CheckpointsConfig, SettlePolicy
+from envd.base.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointStoreFull, StoreError
+from envd.episodes.checkpoints import store as module
+from envd.episodes.checkpoints.store import Checkpoint, CheckpointStore, StoreUsage
+
+MIB = 1 << 20
+BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@dataclass
+class Home:
+    """A store with a clock that tests set."""
+
+    store: CheckpointStore = field(init=False)
+    directory: Path
+    limits_mib: tuple[float, float] = (100, 100)
+    """Limit of all checkpoints, and limit of a run."""
+    now: datetime = BEGIN
+    used: int = 0
+
+    def __post_init__(self) -> None:
+        limits = [mib / 1024 for mib in self.limits_mib]
+        settings = CheckpointsConfig(limit_gib=limits[0], run_limit_gib=limits[1])
+        self.store = CheckpointStore(self.directory, settings=settings, reserve_bytes=0, now=lambda: self.now)
+
+    def add(self, name: str, *, mib: float = 1, **changes: Any) -> Checkpoint:
+        """Store a checkpoint; the next one counts as used later."""
+        draft = self.store.begin(f"ckpt-{name}")
+        (draft.directory / "memory").write_bytes(os.urandom(int(mib * MIB)))
+        (draft.directory / "screen").write_bytes(b"screen")
+        try:
+            stored = self.store.complete(draft, self.described(name, **changes))
+        except BaseException:
+            self.store.abandon(draft)
+            raise
+        self.used += 1
+        os.utime(self.store.path(stored.checkpoint_id), (self.used, self.used))
+        return stored
+
+    def described(self, name: str, **changes: Any) -> Checkpoint:
+        fields: dict[str, Any] = {
+            "checkpoint_id": f"ckpt-{name}",
+            "label": "",
+            "episode_id": "ep-1",
+            "parent_checkpoint_id": "",
+            "task_id": "fake/save-note",
+            "task_digest": "",
+            "template_digest": "",
+            "pool": "fake",
+            "run": "",
+            "owner": "",
+            "step_count": 1,
+            "max_steps": 2,
+            "frame_id": "",
+            "settle": SettlePolicy(),
+            "create_time": self.now,
+            "expire_time": self.now + timedelta(hours=1),
+            "pinned": False,
+            "fingerprint": "",
+        }
+        return Checkpoint.model_validate(fields | changes)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.directory.iterdir())
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path / "checkpoints")
+
+
+def test_a_stored_checkpoint_is_found_until_it_expires_or_is_deleted(home: Home) -> None:
+    first = home.add("a")
+    home.now += timedelta(minutes=1)
+    second = home.add("b")
+    assert home.store.list() == (first, second)
+    assert home.store.find("ckpt-a") == first
+    assert first.size_bytes == MIB + len(b"screen")
+    assert home.store.usage() == StoreUsage(count=2, size_bytes=2 * first.size_bytes)
+    home.now = first.expire_time
+    assert home.store.list() == (second,)
+    with pytest.raises(CheckpointNotFound, match="ckpt-a: not found on this host"):
+        home.store.find("ckpt-a")
+    home.store.delete("ckpt-b")
+    home.store.delete("ckpt-b")
+    home.store.sweep()
+    assert home.names == []
+
+
+@pytest.mark.parametrize("checkpoint_id", ["", "ckpt-", "ckpt-../ckpt-a", "../checkpoints/ckpt-a", "/etc", "ckpt-a/."])
+def test_an_id_is_never_a_path(home: Home, checkpoint_id: str) -> None:
+    home.add("a")
+    with pytest.raises(CheckpointNotFound):
+        home.store.find(checkpoint_id)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def swap(path: Path) -> None:
+    other = path.parent.parent / "ckpt-b" / path.name
+    path.write_bytes(other.read_bytes())
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "flipped": flip,
+    "truncated": lambda path: os.truncate(path, 10),
+    "longer": lengthen,
+    "removed": Path.unlink,
+    "another checkpoint's": swap,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_is_refused_by_name(home: Home, damage: Callable[[Path], None]) -> None:
+    stored = home.add("a")
+    home.add("b")
+    home.store.verify(stored)
+    damage(home.store.path("ckpt-a") / "memory")
+    with pytest.raises(CheckpointCorrupt, match="checkpoint ckpt-a: file memory"):
+        home.store.verify(stored)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}'])
+def test_a_damaged_description_is_refused_and_not_listed(home: Home, text: str) -> None:
+    home.add("a")
+    kept = home.add("b")
+    (home.store.path("ckpt-a") / "checkpoint.json").write_text(text)
+    with pytest.raises(CheckpointCorrupt, match=r"ckpt-a: checkpoint\.json cannot be read"):
+        home.store.find("ckpt-a")
+    assert home.store.list() == (kept,)
+    home.store.delete("ckpt-a")
+    assert home.names == ["ckpt-b"]
+
+
+def test_a_description_of_another_checkpoint_is_refused(home: Home) -> None:
+    home.add("a")
+    home.store.path("ckpt-a").rename(home.store.path("ckpt-c"))
+    with pytest.raises(CheckpointCorrupt, match="its files are those of ckpt-a"):
+        home.store.find("ckpt-c")
+
+
+def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
+    home = Home(tmp_path, limits_mib=(3.5, 3.5))
+    home.add("a", pinned=True)
+    home.add("b")
+    third = home.add("c")
+    os.utime(home.store.path("ckpt-b"), (99, 99))  # used after c
+    home.add("d")
+    assert home.names == ["ckpt-a", "ckpt-b", "ckpt-d"]
+    with pytest.raises(CheckpointNotFound):
+        home.store.verify(third)
+
+
+def test_a_run_makes_room_among_its_own(tmp_path: Path) -> None:
+    home = Home(tmp_path, limits_mib=(100, 2.5))
+    home.add("a", run="other")
+    for name in "bcd":
+        home.add(name, run="mine")
+    assert home.names == ["ckpt-a", "ckpt-c", "ckpt-d"]
+
+
+@pytest.mark.parametrize(("limits_mib", "limit"), [((2.5, 100), "limit_gib"), ((100, 2.5), "run_limit_gib")])
+def test_a_store_full_of_pinned_checkpoints_refuses_another(
+    tmp_path: Path, limits_mib: tuple[float, float], limit: str
+) -> None:
+    home = Home(tmp_path, limits_mib=limits_mib)
+    for name in "ab":
+        home.add(name, pinned=True)
+    with pytest.raises(CheckpointStoreFull, match=rf"1\.0 MiB: .*checkpoints\.{limit} = 0\.00244"):
+        home.add("c")
+    assert home.names == ["ckpt-a", "ckpt-b"]
+
+
+def test_space_stays_free_on_the_disk(tmp_path: Path) -> None:
+    home = Home(tmp_path / "checkpoints")
+    home.add("a")
+    full = CheckpointStore(home.directory, settings=CheckpointsConfig(), reserve_bytes=1 << 60, now=lambda: BEGIN)
+    with pytest.raises(CheckpointStoreFull, match="disk_reserve_mib"):
+        full.begin("ckpt-b")
+    assert home.names == ["ckpt-a"], "removing it would not have helped"
+
+
+@pytest.mark.parametrize(("number", "error"), [(28, CheckpointStoreFull), (122, CheckpointStoreFull), (5, StoreError)])
+def test_a_failed_write_is_a_typed_error(
+    home: Home, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise OSError(number, "failed")
+
+    monkeypatch.setattr(module, "_stored", fail)
+    with pytest.raises(error, match="ckpt-a: not stored"):
+        home.add("a")
+    assert home.names == []
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from envd.base.config import CheckpointsConfig
+from envd.episodes.checkpoints.store import CheckpointStore
+store = CheckpointStore(Path(sys.argv[1]), settings=CheckpointsConfig(), reserve_bytes=0)
+draft = store.begin("ckpt-a")
+(draft.directory / "memory").write_bytes(b"half")
+print("writing", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_sweep_removes_what_a_killed_writer_left_and_nothing_of_a_live_one(home: Home) -> None:
+    home.add("b")
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(home.directory)], stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "writing\n"
+        part = f"part-ckpt-a-{writer.pid}"
+        home.store.sweep()
+        assert home.names == ["ckpt-b", part]
+        assert [each.checkpoint_id for each in home.store.list()] == ["ckpt-b"]
+        writer.send_signal(signal.SIGKILL)
+    home.store.sweep()
+    assert home.names == ["ckpt-b"]
+
+
+def test_the_directory_is_readable_by_its_owner_alone(home: Home) -> None:
+    home.add("a")
+    assert home.directory.stat().st_mode & 0o777 == 0o700
