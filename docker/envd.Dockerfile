@@ -7,7 +7,7 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
-RUN python3 -m venv /opt/envd/.venv && /opt/envd/.venv/bin/pip install --no-cache-dir '.[host]'
+RUN python3 -m venv /opt/envd/.venv && /opt/envd/.venv/bin/pip install --no-cache-dir '.[host,otlp,video]'
 
 FROM ${BASE}
 # The embedded libvirt driver runs QEMU inside the daemon's process tree: no libvirtd. mmdebstrap builds guest images.

@@ -29,6 +29,7 @@ from envd.api.security.tokens import read_tokens
 from envd.base.config import Config, HypervisorConfig
 from envd.base.errors import ConfigError, EnvdError
 from envd.base.sandbox.cgroup import find_hierarchy, shortcoming
+from envd.base.sandbox.probe import sandbox_problem
 from envd.base.terminal import reports_errors
 from envd.base.version import envd_version
 from envd.cli.certificates import expire_time_of
@@ -42,7 +43,7 @@ from envd.hypervisor.qemu.host import find_firmware, required_access
 from envd.hypervisor.qemu.tpm import PROGRAM as SWTPM
 from envd.hypervisor.qemu.user import choose_qemu_user
 from envd.images.catalogue import Image, ImageCatalogue
-from envd.integrations.osworld.environment import Environment, sandbox_problem
+from envd.integrations.osworld.environment import Environment
 from envd.pool.memory import read_available_bytes
 
 _GIB = 1 << 30

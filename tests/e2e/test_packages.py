@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,22 @@ def test_an_installed_package_is_complete(kind: str, artefacts: list[Path], tmp_
         [sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True, env=environment, cwd=tmp_path
     )
     assert shown.stdout.startswith(str(tmp_path))
+
+
+def test_the_client_needs_no_more_than_its_extra(tmp_path: Path) -> None:
+    """Imports the client where only the base dependencies and the extra `client` can be imported."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["client"]
+    heavy = {"aiohttp", "jinja2", "pyarrow", "pydantic", "rich", "typer", "yaml"}
+    assert heavy.isdisjoint(requirement.partition(">")[0] for requirement in extra)
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({sorted(heavy)}))  # None: the import fails
+import io
+import numpy
+import trainer.client
+from cuaenv.frames import image
+print(trainer.client.EnvClient("127.0.0.1:1"))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    assert "envd-trainer[client]" in project["optional-dependencies"]["trainer"]

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -171,19 +170,6 @@ class Environment:
                 shutil.rmtree(staging, ignore_errors=True)
 
 
-_ENTER_SANDBOX = """
-import os, sys
-sys.path.append(sys.argv[1])
-from envd.base.sandbox import enclosure
-alive, held = os.pipe()
-enclosure.separate(0)
-child = os.fork()
-if child == 0:
-    limits = enclosure.Limits(time_s=1.0, memory_bytes=1 << 20)
-    enclosure.enclose(0, visible=[], files={}, limits=limits, alive=alive)
-    os._exit(0)
-sys.exit(os.waitpid(child, 0)[1] != 0)
-"""
 #: Only an import shows whether the list of requirements is complete.
 _IMPORT = """
 import json, sys
@@ -192,13 +178,6 @@ from envd.integrations.osworld.worker.jobs import load_tools, names
 with open(sys.argv[2], "w") as file:
     json.dump(names(load_tools()), file)
 """
-
-
-def sandbox_problem() -> str:
-    """Return why this user cannot create a sandbox on this host; empty if it can."""
-    command = [sys.executable, "-I", "-c", _ENTER_SANDBOX, str(Path(envd.__file__).parents[1])]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    return "" if process.returncode == 0 else (process.stderr.strip().splitlines() or ["no error message"])[-1]
 
 
 def requirements() -> str:

@@ -9,13 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from envd.base.config import Config
+from envd.base.sandbox import probe
 from envd.base.sandbox.cgroup import Hierarchy
+from envd.base.sandbox.probe import sandbox_problem
 from envd.cli import doctor
 from envd.cli.app import app
 from envd.cli.doctor import Status, check_osworld, check_sandbox
 from envd.daemon.suites import load_tasks
-from envd.integrations.osworld import environment
-from envd.integrations.osworld.environment import Environment, sandbox_problem
+from envd.integrations.osworld.environment import Environment
 
 TASK = {
     "id": "0001-a",
@@ -231,5 +232,5 @@ def test_doctor_warns_where_no_sandbox_can_be_made(monkeypatch: pytest.MonkeyPat
 
 def test_this_host_can_make_a_sandbox_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sandbox_problem() == ""
-    monkeypatch.setattr(environment, "_ENTER_SANDBOX", "raise SystemExit('unshare: Operation not permitted')")
+    monkeypatch.setattr(probe, "_ENTER_SANDBOX", "raise SystemExit('unshare: Operation not permitted')")
     assert sandbox_problem() == "unshare: Operation not permitted"
