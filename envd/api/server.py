@@ -9,6 +9,7 @@ or is stopping.
 import ipaddress
 import logging
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -192,8 +193,11 @@ class ApiServer:
                 self._listen.path.chmod(0o600)
         except (RuntimeError, OSError) as error:
             await server.stop(None)
-            # grpc's own text names no reason.
-            reason = str(error.strerror) if isinstance(error, OSError) else "address already in use, or not this host's"
+            reason = (
+                str(error.strerror).lower().partition(" (")[0]
+                if isinstance(error, OSError)
+                else "address already in use"
+            )
             raise cannot_bind("listen", self._listen.target, reason) from error
         self._server = server
         # grpc's main loop fails if its start is cancelled, and a server that is not stopped outlives the event loop.
@@ -218,6 +222,12 @@ class ApiServer:
             logger.info("no longer serving on %s", self._listen.target)
 
     def _bind(self, server: grpc.aio.Server) -> int:
+        if not self._listen.path:
+            # gRPC names no reason in its error, and logs it on standard error by itself.
+            family, *_, address = socket.getaddrinfo(
+                self._listen.host.strip("[]"), self._listen.port, type=socket.SOCK_STREAM
+            )[0]
+            socket.create_server(address[:2], family=family).close()
         if self._credentials is None:
             return server.add_insecure_port(self._listen.target)
         return server.add_secure_port(self._listen.target, self._credentials)

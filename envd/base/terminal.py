@@ -12,16 +12,18 @@ from envd.base.errors import ConfigError, EnvdError
 
 
 def _message_of(error: Exception) -> str:
-    """Return the text of an error. A directory of another user may be met anywhere."""
-    if not isinstance(error, PermissionError):
-        return str(error)
-    return f"{error.filename}: permission denied; run as the owner, or choose another --cache-dir or --state-dir"
+    """Return the text of an error. A directory that cannot be used may be met anywhere."""
+    if isinstance(error, PermissionError):
+        return f"{error.filename}: permission denied; run as the owner, or choose another --cache-dir or --state-dir"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {str(error.strerror).lower()}"
+    return str(error)
 
 
 #: Decorator for commands; see `cuaenv.cli.terminal.reports_errors`.
 reports_errors = terminal.reports_errors(
     EnvdError,
-    PermissionError,
+    OSError,
     usage_errors=(ConfigError,),
     reason_of=lambda error: getattr(error, "reason", ""),
     message_of=_message_of,

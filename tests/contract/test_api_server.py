@@ -547,10 +547,13 @@ async def test_a_unix_socket_serves_only_its_owner_and_replaces_a_stale_one(
     await server.stop()
 
 
-async def test_a_port_in_use_fails_the_start(server: ApiServer, episodes: StubEpisodes) -> None:
+async def test_a_port_in_use_fails_the_start_without_words_of_grpc(
+    server: ApiServer, episodes: StubEpisodes, capfd: pytest.CaptureFixture[str]
+) -> None:
     second = ApiServer(episodes, listen=server.address, metrics=Metrics())
-    with pytest.raises(ConfigError, match="bound"):
+    with pytest.raises(ConfigError, match=f"listen {server.address}: cannot be bound: address already in use; free"):
         await second.start()
+    assert capfd.readouterr().err == ""
     await second.stop()
     assert repr(second) == f"<ApiServer not listening, for {server.address}>"
 

@@ -7,20 +7,19 @@ import yaml
 
 from cuaenv.cli.terminal import Json, emit_json, out
 from trainer.cli.output import reports_errors
-from trainer.recipes.catalogue import STAGES, RecipeError, effective, launcher, names
+from trainer.recipes.catalogue import STAGES, RecipeError, effective, launcher, names, purpose
 
 app = typer.Typer(no_args_is_help=True, help="List the training recipes and show their configuration.")
 
 
 @app.command("list")
 def list_(*, as_json: Json = False) -> None:
-    """List the recipes and their launchers."""
-    launchers = {name: str(launcher(name)) for name in names()}
+    """List the recipes: purpose, model, GPUs, and launcher."""
     if as_json:
-        emit_json({"recipes": launchers})
+        emit_json({"recipes": {name: str(launcher(name)) for name in names()}})
         return
-    for name, path in launchers.items():
-        out.print(f"{name:<22} {path}", markup=False, soft_wrap=True)
+    for name in names():
+        out.print(f"{name}: {purpose(name)}\n    {launcher(name)}", markup=False, soft_wrap=True)
 
 
 @app.command("config")

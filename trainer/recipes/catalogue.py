@@ -43,6 +43,12 @@ def launcher(name: str) -> Path:
     return _DIRECTORY / f"{name}.sh"
 
 
+def purpose(name: str) -> str:
+    """Return what a recipe trains, with which model and how many GPUs. Raises: RecipeError."""
+    # The second line of a launcher: `# Purpose. See FILES.`
+    return launcher(name).read_text(encoding="utf-8").splitlines()[1].removeprefix("# ").partition(". See")[0]
+
+
 def effective(name: str, *, stage: str, hosts: str = "") -> Effective:
     """Return a recipe in one stage.
 

@@ -67,6 +67,14 @@ def test_an_unreadable_directory_is_a_one_line_error(images: Images, monkeypatch
     assert message.count("\n") == 1
 
 
+def test_a_directory_that_cannot_be_made_is_a_one_line_error(images: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: ImageCatalogue) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/x")
+
+    monkeypatch.setattr(ImageCatalogue, "list", refuse)
+    assert images.run("list", status=1) == "error: /proc/x: no such file or directory\n"
+
+
 def test_the_list_shows_a_missing_disk(images: Images, disk: Path) -> None:
     images.run("import", str(disk))
     assert "missing" not in images.run("list")

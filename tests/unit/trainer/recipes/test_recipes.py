@@ -1,5 +1,6 @@
 """Recipes' YAML files: plug-ins accept them in every stage, and the figures in their comments are right."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import yaml
 
 from trainer.adapters.areal.group import ArealConfig
 from trainer.recipes import catalogue
-from trainer.recipes.catalogue import STAGES, RecipeError, effective, launcher, names
+from trainer.recipes.catalogue import STAGES, RecipeError, effective, launcher, names, purpose
 from trainer.slime.config import SlimeConfig
 
 ALL = ["areal_osworld", "osworld_gspo_replay", "qwen35vl_slime_head", "smoke_text", "windows_grpo"]
@@ -113,6 +114,11 @@ def test_an_unknown_key_is_refused_by_name(
     monkeypatch.setattr(catalogue, "_DIRECTORY", tmp_path)
     with pytest.raises(RecipeError, match=message):
         effective("mine", stage="smoke")
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_recipe_says_its_purpose_model_and_gpus(name: str) -> None:
+    assert re.fullmatch(r".+, .*Qwen\S+.*, .*\bGPUs?\b.*", purpose(name))
 
 
 def test_an_unknown_recipe_or_stage_is_refused_with_a_list() -> None:
