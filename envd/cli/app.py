@@ -30,7 +30,7 @@ _COMMANDS = {
     "forward": ("envd.cli.forward:forward", "Forward a local port to a port of an episode's guest."),
     "osworld": ("envd.cli.osworld:app", "OSWorld's tasks, with its own setup and evaluators."),
     "tokens": ("envd.cli.tokens:app", "Create tokens that clients authenticate with."),
-    "bench": ("envd.cli.bench:app", "Measure forks, branches, standby machines, frames, steps and episodes."),
+    "bench": ("envd.cli.bench:app", "Measure forks, branches, checkpoints, growth, frames, steps and episodes."),
 }
 
 app = typer.Typer(

@@ -12,7 +12,7 @@ from cuaenv.cli.terminal import Json, emit_json, out, progress
 from envd.base.config import DEFAULT_IMAGE, Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import print_result, reports_errors
-from envd.bench import branch, episodes, fork, frames, growth, scale, settle, step
+from envd.bench import branch, checkpoint, episodes, fork, frames, growth, scale, settle, step
 from envd.bench.branch_parents import BranchParent, EditorParent, WritingParent
 from envd.bench.default_tasks import DEFAULT_TASKS, TASKS_WITHOUT_SETUP, DefaultTasks
 from envd.bench.episodes_peer import PeerPauses
@@ -27,7 +27,9 @@ from envd.hypervisor.backends import backend_of
 from envd.hypervisor.machine import GuestOs
 from envd.images.catalogue import ImageCatalogue
 
-app = typer.Typer(no_args_is_help=True, help="Measure forks, branches, standby machines, frames, steps and episodes.")
+app = typer.Typer(
+    no_args_is_help=True, help="Measure forks, branches, checkpoints, growth, frames, steps and episodes."
+)
 
 #: A parent, a group of children, and the next standby set.
 _BRANCH_CAPACITY = 1 + 2 * branch.TARGET_GROUP_SIZE
@@ -103,6 +105,28 @@ async def bench_branch(
             parent = WritingParent(task_id, session.template.spec.image.os)
         return await branch.measure_branch(
             session, light_task_id=task_id, parent=parent, repetitions=repetitions, steps=steps
+        )
+
+
+@bench("checkpoint")
+async def bench_checkpoint(
+    settings: Config,
+    report: Report,
+    *,
+    repetitions: Repetitions = 10,
+    depth: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Length of the chain of checkpoints.")] = 32,
+) -> BenchReport:
+    """Measure checkpoints and episodes that begin in them, next to branches; fail unless a copy shows the same."""
+    steps = Steps(report, checkpoint.step_count(repetitions, depth))
+    tasks = _default_tasks(settings)
+    async with open_bench(bench_config(settings, standby_count=1, capacity=6), steps=steps) as session:
+        return await checkpoint.measure_checkpoints(
+            session,
+            light_task_id=tasks.without_setup,
+            parent=EditorParent(tasks.editor),
+            repetitions=repetitions,
+            depth=depth,
+            steps=steps,
         )
 
 

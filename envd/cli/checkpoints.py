@@ -48,7 +48,7 @@ def list_(
     if as_json:
         emit_json({"checkpoints": [_fields(checkpoint) for checkpoint in found]})
     elif found:
-        out.print(_table(found, now=datetime.now(UTC)))
+        out.print(table(found, now=datetime.now(UTC)))
     else:
         err.print("no checkpoints")
 
@@ -94,13 +94,15 @@ async def _delete(
 
 def _fields(checkpoint: Checkpoint) -> dict[str, Any]:
     times = {name: getattr(checkpoint, name).isoformat(timespec="seconds") for name in ("create_time", "expire_time")}
-    return {**asdict(checkpoint), **times}
+    fields = {name: value for name, value in asdict(checkpoint).items() if name != "timings_ms"}
+    return {**fields, **times}
 
 
-def _table(checkpoints: Sequence[Checkpoint], *, now: datetime) -> Table:
-    table = Table("checkpoint", "label", "task", "episode", "step", "MiB", "age", "expires", box=None, pad_edge=False)
-    table.columns[0].no_wrap = True
-    for column in table.columns[4:]:
+def table(checkpoints: Sequence[Checkpoint], *, now: datetime) -> Table:
+    """Return a table of checkpoints."""
+    shown = Table("checkpoint", "label", "task", "episode", "step", "MiB", "age", "expires", box=None, pad_edge=False)
+    shown.columns[0].no_wrap = True
+    for column in shown.columns[4:]:
         column.justify = "right"
     for each in checkpoints:
         cells = (
@@ -113,5 +115,5 @@ def _table(checkpoints: Sequence[Checkpoint], *, now: datetime) -> Table:
             since(each.create_time, now),
             since(now, each.expire_time) + (" pinned" if each.pinned else ""),
         )
-        table.add_row(*(Text(printable(cell)) for cell in cells))
-    return table
+        shown.add_row(*(Text(printable(cell)) for cell in cells))
+    return shown

@@ -422,6 +422,17 @@ def test_bench_branch_compares_the_files_of_a_guest_whose_programs_are_unknown(t
     assert "saved '-2 -1 0 and the child'" in check.evidence
 
 
+def test_bench_checkpoint_measures_and_checks_fake_desktops_and_leaves_none(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    options = ("--repetitions", "2", "--depth", "2", "--state-dir", str(tmp_path / "state"), "--cache-dir", str(cache))
+    done = run("checkpoint", *options, "--json")
+    assert done.status == 0, done.err
+    report = json.loads(done.out)
+    assert [check["passed"] for check in report["checks"]] == [True, True]
+    assert len(report["samples"]["light_reset_ms"]) == len(report["samples"]["deep_reset_ms"]) == 2
+    assert list((cache / "checkpoints").iterdir()) == []
+
+
 def test_an_unknown_image_is_an_error_before_anything_starts(tmp_path: Path) -> None:
     for command in ("fork", "branch"):
         done = run_envd(

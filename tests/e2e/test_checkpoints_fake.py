@@ -1,6 +1,7 @@
 """Checkpoints through the service: episodes that begin in a stored state, and what is refused."""
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cuaenv.client import (
     AsyncEnvClient,
@@ -32,6 +34,7 @@ from cuaenv.client import (
 )
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import RequestIdReused
+from envd.cli.checkpoints import table
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.types import CheckpointCommand
 from tests.support.callers import Tokens
@@ -275,8 +278,11 @@ async def test_the_command_lists_and_deletes(tmp_path: Path) -> None:
 
         _, listed, _ = await envd("checkpoints", "list")
         assert checkpoint.checkpoint_id in listed
-        assert "with [brackets]" in listed
-        assert "pinned" in listed
+        console = Console(file=io.StringIO(), width=200)
+        console.print(table([checkpoint], now=checkpoint.create_time))
+        (_, row) = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert "with [brackets]" in row
+        assert row.split()[-3:] == ["0s", "1d00h", "pinned"]
         status, out, _ = await envd("checkpoints", "list", "--json", "--episode", episode.episode_id)
         found = json.loads(out)["checkpoints"]
         assert [each["checkpoint_id"] for each in found] == [checkpoint.checkpoint_id, other.checkpoint_id]

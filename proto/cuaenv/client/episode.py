@@ -260,7 +260,7 @@ class AsyncEpisode:
             pinned=pinned,
         )
         response = await self._call("CreateCheckpoint", request, timeout)
-        return read_checkpoint(response.checkpoint, self.host.target)
+        return read_checkpoint(response.checkpoint, self.host.target, response.timings_ms)
 
     async def read_file(self, path: str, *, timeout: timedelta = timedelta(minutes=1)) -> bytes:
         """Return a guest file's bytes, if the pool allows it. Raises: EnvError."""

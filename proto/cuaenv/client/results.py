@@ -1,7 +1,7 @@
 """Results of calls, other than observations."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 
@@ -227,6 +227,8 @@ class Checkpoint:
     pinned: bool
     host: str
     """The host that has it."""
+    timings_ms: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Duration of the phases of its creation; empty in listings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +266,9 @@ def read_episode(message: env_pb2.Episode, host: str) -> EpisodeInfo:
     )
 
 
-def read_checkpoint(message: env_pb2.Checkpoint, host: str) -> Checkpoint:
+def read_checkpoint(
+    message: env_pb2.Checkpoint, host: str, timings_ms: Mapping[str, float] | None = None
+) -> Checkpoint:
     """Return a checkpoint from a host's message."""
     return Checkpoint(
         checkpoint_id=message.checkpoint_id,
@@ -282,6 +286,7 @@ def read_checkpoint(message: env_pb2.Checkpoint, host: str) -> Checkpoint:
         expire_time=message.expire_time.ToDatetime(UTC),
         pinned=message.pinned,
         host=host,
+        timings_ms=dict(timings_ms or {}),
     )
 
 
