@@ -5,7 +5,7 @@ after its call was counted, and a malformed one is an ordinary failure.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -25,8 +25,8 @@ _SERVICE_PREFIX = "/cuaenv.v1.CUAEnv/"
 _HEALTH_PREFIX = "Health/"
 #: Two-way streams whose later requests acknowledge responses.
 _ACKNOWLEDGED = frozenset({"StreamFrames"})
-#: Two-way streams whose later requests carry bytes: too many of them wait instead of failing.
-_PACED = frozenset({"ForwardGuestPort"})
+#: Streams whose later requests carry bytes: too many of them wait instead of failing.
+_PACED = frozenset({"ForwardGuestPort", "ImportCheckpoint"})
 
 Response = TypeVar("Response")
 #: grpc's type stubs for handlers describe the blocking server.
@@ -62,9 +62,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return grpc.stream_unary_rpc_method_handler(
                 self._unary(call, handler.unary_unary), None, handler.response_serializer
             )
-        if handler.unary_stream or handler.stream_stream:
-            return grpc.stream_stream_rpc_method_handler(self._stream(call, handler), None, handler.response_serializer)
-        raise NotImplementedError(f"{method} streams only requests; add a wrapper for that kind here")
+        return grpc.stream_stream_rpc_method_handler(self._stream(call, handler), None, handler.response_serializer)
 
     def _refusal(self, method: str, error: Exception) -> Handler:
         """Return a handler that fails at once, for a method of any kind."""
@@ -101,7 +99,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _stream(
         self, call: "CallContext", handler: Handler
     ) -> Callable[[AsyncIterator[bytes], Context], AsyncIterator[Response]]:
-        """Return the handler of streamed responses to one request, or to a stream of requests."""
+        """Return the handler of a call with a stream of requests or responses, or both."""
 
         async def answer(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Response]:
             report = self._report(call, context)
@@ -127,6 +125,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 with call.running() as running:
                     if handler.stream_stream:
                         responses = handler.stream_stream(admitted(running), context)
+                    elif handler.stream_unary:
+                        responses = _only(handler.stream_unary(admitted(running), context))
                     else:
                         request = await call.receive(requests, running)
                         report.ids = ids_of(request)
@@ -239,6 +239,11 @@ class CallContext:
         if self._caller is None:
             raise AssertionError("only health calls have no caller")
         return self._caller
+
+
+async def _only(response: Awaitable[Response]) -> AsyncGenerator[Response, None]:
+    """Yield one response."""
+    yield await response
 
 
 def _method_of(path: str) -> str:

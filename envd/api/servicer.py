@@ -185,6 +185,23 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         await self._episodes.checkpoints.delete(checkpoint_id, current_caller().may_use)
         return env_pb2.DeleteCheckpointResponse()
 
+    async def ExportCheckpoint(
+        self, request: env_pb2.ExportCheckpointRequest, context: Context
+    ) -> AsyncIterator[env_pb2.ExportCheckpointResponse]:
+        """Stream the archive of a checkpoint."""
+        checkpoint_id = required(request.checkpoint_id, "checkpoint_id", max_chars=64)
+        async with aclosing(self._episodes.checkpoints.exported(checkpoint_id, current_caller().may_use)) as pieces:
+            async for data in pieces:
+                yield env_pb2.ExportCheckpointResponse(data=data)
+
+    async def ImportCheckpoint(
+        self, request_iterator: AsyncIterator[env_pb2.ImportCheckpointRequest], context: Context
+    ) -> env_pb2.ImportCheckpointResponse:
+        """Store the checkpoint of an archive."""
+        pieces = (request.data async for request in request_iterator)
+        stored = await self._episodes.checkpoints.import_archive(pieces)
+        return env_pb2.ImportCheckpointResponse(checkpoint=checkpoint_message(stored))
+
     async def Close(self, request: env_pb2.CloseRequest, context: Context) -> env_pb2.CloseResponse:
         """End an episode."""
         episode_id = episode_id_of(request.episode_id)

@@ -26,7 +26,10 @@ _COMMANDS = {
         "envd.cli.episodes:app",
         "List, show and close the episodes of a running daemon; export recorded ones.",
     ),
-    "checkpoints": ("envd.cli.checkpoints:app", "List and delete checkpoints: states of episodes that outlive them."),
+    "checkpoints": (
+        "envd.cli.checkpoints:app",
+        "List, delete, export and import checkpoints: states of episodes that outlive them.",
+    ),
     "forward": ("envd.cli.forward:forward", "Forward a local port to a port of an episode's guest."),
     "osworld": ("envd.cli.osworld:app", "OSWorld's tasks, with its own setup and evaluators."),
     "tokens": ("envd.cli.tokens:app", "Create tokens that clients authenticate with."),

@@ -1,4 +1,4 @@
-"""The commands of `envd checkpoints`: list and delete the checkpoints of running daemons."""
+"""The commands of `envd checkpoints`: list, delete, export and import the checkpoints of running daemons."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from cuaenv.cli.terminal import Json, emit_json, err, out
 from cuaenv.client import Checkpoint
-from envd.base.errors import CheckpointNotFound
+from envd.base.errors import CheckpointNotFound, ConfigError
 from envd.cli.remote import (
     CALL_TIMEOUT,
     DEFAULT_TARGET,
@@ -27,7 +27,9 @@ from envd.cli.remote import (
     since,
 )
 
-app = typer.Typer(no_args_is_help=True, help="List and delete checkpoints: states of episodes that outlive them.")
+app = typer.Typer(
+    no_args_is_help=True, help="List, delete, export and import checkpoints: states of episodes that outlive them."
+)
 
 
 @app.command("list")
@@ -66,17 +68,63 @@ def delete(
 ) -> None:
     """Delete checkpoints; nothing if one of the ids is unknown. Episodes that were opened from them continue."""
     wanted = list(dict.fromkeys(checkpoint_ids))
-    by_id = {each.checkpoint_id: each for each in asyncio.run(_list(envd, tls_ca, tls_cert, tls_key))}
-    for checkpoint_id in wanted:
-        if checkpoint_id not in by_id:
-            raise CheckpointNotFound(
-                f"checkpoint {checkpoint_id}: not here, or of another token; `envd checkpoints list` shows all"
-            )
-    asyncio.run(_delete([by_id[checkpoint_id] for checkpoint_id in wanted], envd, tls_ca, tls_cert, tls_key))
+    found = _named(wanted, asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
+    asyncio.run(_delete(found, envd, tls_ca, tls_cert, tls_key))
     if as_json:
         emit_json({"deleted": wanted})
     else:
         out.print(f"deleted {', '.join(wanted)}", markup=False, soft_wrap=True)
+
+
+@app.command("export")
+@reports_errors
+def export(
+    *,
+    checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; one that exists is replaced.")],
+    envd: Target = DEFAULT_TARGET,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint to a file, for `envd checkpoints import` on another host. It contains the guest's memory."""
+    (found,) = _named([checkpoint_id], asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
+    size_bytes = asyncio.run(_export(found, file, envd, ca=tls_ca, cert=tls_cert, key=tls_key))
+    if as_json:
+        emit_json({"checkpoint_id": checkpoint_id, "file": str(file), "size_bytes": size_bytes})
+    else:
+        out.print(f"wrote {file}, {size_bytes / (1 << 20):.1f} MiB", markup=False, soft_wrap=True)
+
+
+@app.command("import")
+@reports_errors
+def import_(
+    *,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File of `envd checkpoints export`.")],
+    envd: Target = DEFAULT_TARGET,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: Json = False,
+) -> None:
+    """Store the checkpoint of a file, from a host that you trust. With tokens, this needs one of scope `admin`."""
+    stored = asyncio.run(_import(file, envd, ca=tls_ca, cert=tls_cert, key=tls_key))
+    if as_json:
+        emit_json(_fields(stored))
+    else:
+        out.print(f"imported {stored.checkpoint_id}", markup=False, soft_wrap=True)
+
+
+def _named(checkpoint_ids: Sequence[str], found: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return the named checkpoints. Raises: CheckpointNotFound."""
+    by_id = {each.checkpoint_id: each for each in found}
+    for checkpoint_id in checkpoint_ids:
+        if checkpoint_id not in by_id:
+            raise CheckpointNotFound(
+                f"checkpoint {checkpoint_id}: not here, or of another token; `envd checkpoints list` shows all"
+            )
+    return [by_id[checkpoint_id] for checkpoint_id in checkpoint_ids]
 
 
 async def _list(target: str, ca: Path | None, cert: Path | None, key: Path | None, **filters: str) -> list[Checkpoint]:
@@ -90,6 +138,22 @@ async def _delete(
     async with open_client(target, ca=ca, cert=cert, key=key) as client:
         for checkpoint in checkpoints:
             await client.delete_checkpoint(checkpoint, timeout=CALL_TIMEOUT)
+
+
+async def _export(checkpoint: Checkpoint, file: Path, target: str, **tls: Path | None) -> int:
+    async with open_client(target, **tls) as client:
+        try:
+            return await client.export_checkpoint(checkpoint, file)
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
+
+
+async def _import(file: Path, target: str, **tls: Path | None) -> Checkpoint:
+    async with open_client(target, **tls) as client:
+        try:
+            return await client.import_checkpoint(file)
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
 
 
 def _fields(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from cuaenv.client import AsyncEnvClient, AsyncEpisode, Checkpoint, CheckpointUnusable, Click, TypeText, View
+from cuaenv.client import (
+    AsyncEnvClient,
+    AsyncEpisode,
+    BadRequest,
+    Checkpoint,
+    CheckpointUnusable,
+    Click,
+    TypeText,
+    View,
+)
 from envd.base.config import load
 from envd.daemon.composition import open_daemon
 from tests.support.leftovers import machine_leftovers
@@ -79,3 +88,32 @@ async def test_a_state_continues_under_a_later_daemon(
             with pytest.raises(CheckpointUnusable, match=f"file {name} is damaged"):
                 await client.open(kept[0], view=View(encoding="none"))
             (directory / name).write_bytes(data)
+
+
+async def test_an_exported_state_continues_on_another_host(
+    cache_dir: Path, template_dir: Path, vm_state_dir: Path, tmp_path: Path
+) -> None:
+    first, second, file = tmp_path / "first", tmp_path / "second", tmp_path / "state.ckpt"
+    first.mkdir()
+    second.mkdir()
+    async with (
+        served(cache_dir, template_dir, vm_state_dir, first) as client,
+        client.reset(TASK, timeout=timedelta(minutes=30)) as episode,
+    ):
+        await episode.step(Click(640, 400), TypeText("Zero "))
+        checkpoint = await episode.checkpoint()
+        await client.export_checkpoint(checkpoint, file)
+        frames = await typed(episode)
+    data = file.read_bytes()
+    async with served(cache_dir, template_dir, vm_state_dir, second) as client:
+        for at in range(20, len(data), len(data) // 20):
+            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            with pytest.raises((CheckpointUnusable, BadRequest)):
+                await client.import_checkpoint(file)
+        assert await client.list_checkpoints() == []
+        file.write_bytes(data)
+        there = await client.import_checkpoint(file)
+        async with client.reset_group(there, size=2, timeout=timedelta(minutes=30)) as copies:
+            for copy in copies:
+                assert copy.observation.frame_id == checkpoint.frame_id
+                assert await typed(copy) == frames

@@ -137,7 +137,10 @@ class Refusal:
 async def outcome(stub: Any, method: str, request: Any) -> Any:
     """Return the first response to a request, or the refusal."""
     try:
-        if SERVICE.methods_by_name[method].client_streaming:
+        kind = SERVICE.methods_by_name[method]
+        if kind.client_streaming and not kind.server_streaming:
+            return await getattr(stub, method)(iter([request]), timeout=TIMEOUT_S)
+        if kind.client_streaming:
             return [answer async for answer in getattr(stub, method)(iter([request]), timeout=TIMEOUT_S)]
         if SERVICE.methods_by_name[method].server_streaming:
             return await anext(aiter(getattr(stub, method)(request, timeout=TIMEOUT_S)))

@@ -21,7 +21,7 @@ class Scope(IntEnum):
     READ = 1
     #: Open episodes, and make any call for them.
     RUN = 2
-    #: Any call, for every owner's episodes.
+    #: Any call, for every owner's episodes; import checkpoints.
     ADMIN = 3
 
     @property
@@ -46,6 +46,8 @@ MAX_MESSAGE_BYTES: Final = 64 << 20
 _STEP_BYTES = 8 << 20
 #: 1000 ids of 256 characters.
 _ID_LIST_BYTES = 2 << 20
+#: Messages of archives; ours have half of it.
+_ARCHIVE_BYTES = 2 << 20
 #: The longest service name is 256 bytes.
 _HEALTH_BYTES = 256 + 8
 
@@ -65,6 +67,9 @@ RULES: Final[Mapping[str, Rule]] = {
     "CreateCheckpoint": Rule(Scope.RUN),
     "ListCheckpoints": Rule(Scope.READ),
     "DeleteCheckpoint": Rule(Scope.RUN),
+    "ExportCheckpoint": Rule(Scope.RUN),
+    # QEMU reads the state of a machine from it, which it does not harden against hostile writers.
+    "ImportCheckpoint": Rule(Scope.ADMIN, _ARCHIVE_BYTES),
     "Close": Rule(Scope.RUN),
     "KeepAlive": Rule(Scope.RUN, _ID_LIST_BYTES),
     "ReadGuestFile": Rule(Scope.RUN),

@@ -7,10 +7,11 @@ capture that is read back. So what holds for forks holds here.
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from datetime import timedelta
 
+from envd.base.aio import shielded
 from envd.base.clock import Clock
 from envd.base.errors import (
     CheckpointNotFound,
@@ -20,9 +21,11 @@ from envd.base.errors import (
     MachineLost,
     RequestIdReused,
     SetupFailed,
+    StoreError,
     Unimplemented,
 )
-from envd.episodes.checkpoints.store import Checkpoint, CheckpointResult, CheckpointStore, Draft, store_error
+from envd.episodes.checkpoints.archive import ArchiveReader, archived
+from envd.episodes.checkpoints.store import Checkpoint, CheckpointResult, CheckpointStore, Draft, not_found, store_error
 from envd.episodes.checkpoints.views import read_view, write_view
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
@@ -94,6 +97,67 @@ class Checkpointing:
         await asyncio.to_thread(self._store.delete, checkpoint_id)
         await self._report()
 
+    async def exported(self, checkpoint_id: str, is_own: Callable[[str], bool]) -> AsyncGenerator[bytes, None]:
+        """Yield the archive of a checkpoint, which was verified before.
+
+        Raises:
+            CheckpointNotFound: It does not exist, or is another owner's.
+            CheckpointCorrupt: A file is missing or damaged.
+            StoreError: It cannot be read.
+        """
+        found = await asyncio.to_thread(self._store.find, checkpoint_id)
+        if not is_own(found.owner):
+            raise not_found(checkpoint_id)
+        await asyncio.to_thread(self._store.verify, found)
+        pieces = archived(found, self._store.path(checkpoint_id))
+        try:
+            # Shielded: a generator that runs in a thread cannot be closed.
+            while piece := await shielded(asyncio.to_thread(next, pieces, b"")):
+                yield piece
+        except OSError as error:
+            raise StoreError(f"checkpoint {checkpoint_id}: cannot be read: {error}") from error
+        finally:
+            pieces.close()
+
+    async def import_archive(self, pieces: AsyncIterator[bytes]) -> Checkpoint:
+        """Store the checkpoint of an archive, with its owner and id; it is kept for as long from now as it was to be.
+
+        Returns the one that is there if it was imported before. On failure nothing is stored.
+
+        Raises:
+            InvalidRequest: It is not an archive of this version.
+            CheckpointCorrupt: It is damaged; the message names the file.
+            CheckpointUnusable: This daemon has not its pool, template or task, or has another one with its id.
+            CheckpointStoreFull, StoreError: It could not be stored.
+        """
+        archive = ArchiveReader(pieces)
+        manifest = await archive.manifest()
+        self._usable(manifest)
+        known = await asyncio.to_thread(self._store.list)
+        same = next((each for each in known if each.checkpoint_id == manifest.checkpoint_id), None)
+        if same is not None:
+            if same.files != manifest.files:
+                raise CheckpointUnusable(
+                    f"checkpoint {manifest.checkpoint_id}: this host has another one with this id; delete it first"
+                )
+            return same
+        draft = await asyncio.to_thread(self._store.begin, manifest.checkpoint_id, manifest.size_bytes, manifest.run)
+        try:
+            for name, expected in manifest.files.items():
+                await archive.read_file(draft.directory / name, expected)
+            await archive.require_end()
+            expire_time = self._context.clock.now() + (manifest.expire_time - manifest.create_time)
+            imported = manifest.model_copy(update={"expire_time": expire_time})
+            stored = await asyncio.to_thread(self._store.complete, draft, imported)
+        except BaseException as error:
+            await asyncio.to_thread(self._store.abandon, draft)
+            if isinstance(error, OSError):
+                raise store_error(manifest.checkpoint_id, error) from error
+            raise
+        await self._report()
+        logger.info("checkpoint %s: imported, %.1f MiB", stored.checkpoint_id, stored.size_bytes / (1 << 20))
+        return stored
+
     async def keep_swept(self, clock: Clock) -> None:
         """Remove what has expired or was left by a killed daemon, now and every minute, until cancelled."""
         while True:
@@ -115,12 +179,17 @@ class Checkpointing:
         """
         found = await asyncio.to_thread(self._store.find, command.checkpoint_id)
         if not command.sees_all_owners and found.owner != command.owner:
-            raise CheckpointNotFound(f"checkpoint {command.checkpoint_id}: not found on this host")
+            raise not_found(command.checkpoint_id)
         for field, asked, stored in (("task_id", command.task_id, found.task_id), ("pool", command.pool, found.pool)):
             if asked not in ("", stored):
                 raise InvalidRequest(field, f"{asked} is not that of checkpoint {found.checkpoint_id}: {stored}")
         if command.max_steps is not None:
             raise InvalidRequest("max_steps", "cannot be set: it is that of the checkpoint")
+        task, pool = self._usable(found)
+        return found, task, pool
+
+    def _usable(self, found: Checkpoint) -> tuple[Task, Pool]:
+        """Return the task and pool of a checkpoint. Raises: CheckpointUnusable: not those that it needs."""
         pool, task = self._context.pools.get(found.pool), self._tasks.find(found.task_id)
         if pool is None:
             raise CheckpointUnusable(f"checkpoint {found.checkpoint_id}: this daemon has no pool {found.pool!r}")
@@ -130,7 +199,7 @@ class Checkpointing:
             )
         if pool.template is not None:
             _require_template(found, pool.template)
-        return found, task, pool
+        return task, pool
 
     async def restore(self, checkpoint: Checkpoint, pool: Pool, command: ResetCommand) -> Group:
         """Lease machines and bring all of them to the state of a checkpoint, all or none.

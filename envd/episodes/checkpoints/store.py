@@ -28,7 +28,9 @@ from envd.base.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointSt
 _PREFIX: Final = "ckpt-"
 #: Names of directories that are being filled or removed.
 _PART_PREFIX: Final = "part-"
-_MANIFEST: Final = "checkpoint.json"
+#: Name of the file with its description.
+MANIFEST: Final = "checkpoint.json"
+_MAX_ID_CHARS: Final = 64
 _CHUNK_BYTES: Final = 1 << 20
 _GIB: Final = 1 << 30
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -132,15 +134,11 @@ class CheckpointStore:
 
     def find(self, checkpoint_id: str) -> Checkpoint:
         """Return a checkpoint that has not expired. Raises: CheckpointNotFound, CheckpointCorrupt."""
-        # An id is a part of a path.
-        if checkpoint_id.startswith(_PREFIX) and checkpoint_id.removeprefix(_PREFIX).isalnum():
+        if is_id(checkpoint_id):
             found = self._read(checkpoint_id)
             if found is not None and found.expire_time > self._now():
                 return found
-        raise CheckpointNotFound(
-            f"checkpoint {checkpoint_id}: not found on this host (deleted, expired, or never created); list them with"
-            " ListCheckpoints"
-        )
+        raise not_found(checkpoint_id)
 
     def list(self) -> tuple[Checkpoint, ...]:
         """Return all readable checkpoints that have not expired, oldest first."""
@@ -168,11 +166,15 @@ class CheckpointStore:
         with suppress(OSError):
             os.utime(directory)
 
-    def begin(self, checkpoint_id: str) -> Draft:
-        """Start to write a checkpoint; complete or abandon it. Raises: CheckpointStoreFull, StoreError."""
+    def begin(self, checkpoint_id: str, size_bytes: int = 0, run: str = "") -> Draft:
+        """Start to write a checkpoint; complete or abandon it. Makes room for a size that is known.
+
+        Raises:
+            CheckpointStoreFull, StoreError: There is none, or the disk cannot be written.
+        """
         with _errors(checkpoint_id):
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._make_room(0, run="")
+            self._make_room(size_bytes, run=run)
             directory = self._directory / f"{_PART_PREFIX}{checkpoint_id}-{os.getpid()}"
             directory.mkdir(mode=0o700)
             lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
@@ -189,7 +191,7 @@ class CheckpointStore:
             files = {path.name: _stored(path) for path in sorted(draft.directory.iterdir())}
             complete = checkpoint.model_copy(update={"files": files})
             self._make_room(complete.size_bytes, run=complete.run)
-            (draft.directory / _MANIFEST).write_text(complete.model_dump_json())
+            (draft.directory / MANIFEST).write_text(complete.model_dump_json())
             draft.directory.rename(self.path(complete.checkpoint_id))
         os.close(draft.lock)
         return complete
@@ -274,14 +276,14 @@ class CheckpointStore:
                     yield found
 
     def _read(self, checkpoint_id: str) -> Checkpoint | None:
-        path = self.path(checkpoint_id) / _MANIFEST
+        path = self.path(checkpoint_id) / MANIFEST
         try:
             found = Checkpoint.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, ValidationError) as error:
             raise CheckpointCorrupt(
-                f"checkpoint {checkpoint_id}: {_MANIFEST} cannot be read; delete the checkpoint"
+                f"checkpoint {checkpoint_id}: {MANIFEST} cannot be read; delete the checkpoint"
             ) from error
         if found.checkpoint_id != checkpoint_id:
             raise CheckpointCorrupt(f"checkpoint {checkpoint_id}: its files are those of {found.checkpoint_id}")
@@ -300,6 +302,19 @@ class _errors:  # noqa: N801 -- used like a function
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, OSError):
             raise store_error(self._checkpoint_id, error) from error
+
+
+def is_id(text: str) -> bool:
+    """Return whether a text may be a checkpoint's id, which is part of a path."""
+    return text.startswith(_PREFIX) and text.removeprefix(_PREFIX).isalnum() and len(text) <= _MAX_ID_CHARS
+
+
+def not_found(checkpoint_id: str) -> CheckpointNotFound:
+    """Return the error for a checkpoint that does not exist or is another owner's: the same for both."""
+    return CheckpointNotFound(
+        f"checkpoint {checkpoint_id}: not found on this host (deleted, expired, or never created); list them with"
+        " ListCheckpoints"
+    )
 
 
 def store_error(checkpoint_id: str, error: OSError) -> CheckpointStoreFull | StoreError:

@@ -6,9 +6,11 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
+from cuaenv.client.archives import export_to, import_from
 from cuaenv.client.credentials import Access, Tls
 from cuaenv.client.episode import AsyncEpisode
 from cuaenv.client.errors import EnvError
@@ -401,6 +403,46 @@ class AsyncEnvClient:
         request = env_pb2.DeleteCheckpointRequest(checkpoint_id=checkpoint.checkpoint_id)
         host = await self._host_pool.host(checkpoint.host, timeout=timeout)
         await host.connection.call("DeleteCheckpoint", request, timeout)
+
+    async def export_checkpoint(
+        self, checkpoint: Checkpoint, path: str | Path, *, timeout: timedelta = timedelta(minutes=10)
+    ) -> int:
+        """Write a checkpoint to a file, for `import_checkpoint` of another host; returns its size in bytes.
+
+        The file is complete when it has its name, and only its owner can read it. It contains the guest's memory.
+
+        Raises:
+            CheckpointNotFound, CheckpointUnusable: There is none, or it is damaged.
+            EnvError: See the module's tree.
+            OSError: The file cannot be written.
+        """
+        host = await self._host_pool.host(checkpoint.host, timeout=timeout)
+        return await export_to(host.connection, checkpoint.checkpoint_id, Path(path), timeout=timeout)
+
+    async def import_checkpoint(
+        self, path: str | Path, *, host: str = "", timeout: timedelta = timedelta(minutes=10)
+    ) -> Checkpoint:
+        """Store the checkpoint of an exported file on a host; needs a token of scope `admin`, if there are tokens.
+
+        Returns the one that the host has if it was imported before.
+
+        Args:
+            path: The file.
+            host: The host's address; may be empty if the client has one host.
+            timeout: Longest transfer.
+
+        Raises:
+            CheckpointUnusable: The file is damaged, or the host has another template or version of the task.
+            CheckpointStoreFull: The host has no space for it.
+            EnvError: See the module's tree.
+            OSError: The file cannot be read.
+            ValueError: `host` is empty, and the client has several hosts.
+        """
+        if not host and len(self.targets) > 1:
+            raise ValueError(f"import {path}: this client has {len(self.targets)} hosts; name one with host=...")
+        chosen = await self._host_pool.host(host or self.targets[0], timeout=timeout)
+        message = await import_from(chosen.connection, Path(path), timeout=timeout)
+        return read_checkpoint(message, chosen.target)
 
     async def close_episode(self, episode: EpisodeInfo, *, timeout: timedelta = timedelta(seconds=30)) -> None:
         """Close a listed episode, which may be another client's, and release its machine. Idempotent.

@@ -137,6 +137,8 @@ class EnvClient(_Blocking[AsyncEnvClient]):
     list_episodes = _blocking(AsyncEnvClient.list_episodes)
     list_checkpoints = _blocking(AsyncEnvClient.list_checkpoints)
     delete_checkpoint = _blocking(AsyncEnvClient.delete_checkpoint)
+    export_checkpoint = _blocking(AsyncEnvClient.export_checkpoint)
+    import_checkpoint = _blocking(AsyncEnvClient.import_checkpoint)
     close_episode = _blocking(AsyncEnvClient.close_episode)
 
     def _episode(self, episode: AsyncEpisode) -> "Episode":

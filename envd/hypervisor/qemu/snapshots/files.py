@@ -25,6 +25,10 @@ _MAGIC = b"QFI\xfb"
 _NAME_AT = 8
 _CLUSTER_BITS_AT = 20
 _LONGEST_NAME = 1023
+_SIZE_AT = 24
+_CRYPT_AT = 32
+_FEATURES_AT = 72
+_HEADER_BYTES = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +232,32 @@ def set_backing_file(overlay: Path, backing: Path) -> None:
         file.write(name)
         file.seek(_NAME_AT + 8)
         file.write(struct.pack(">I", len(name)))
+
+
+def disk_size_bytes(overlay: Path) -> int:
+    """Return the size of the disk that an overlay made by qemu-img shows to a guest. Raises: OSError."""
+    (size,) = struct.unpack_from(">Q", _header(overlay), _SIZE_AT)
+    return int(size)
+
+
+def require_like(overlay: Path, seed: Path) -> None:
+    """Check that an overlay of unknown origin has the size, the encryption and the features of one made by qemu-img.
+
+    One with other features can name an external data file: any file of the host, which the guest would then read.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is another kind of file.
+    """
+    found, expected = _header(overlay), _header(seed)
+    for start, end in ((0, _NAME_AT), (_SIZE_AT, _CRYPT_AT + 4), (_FEATURES_AT, _FEATURES_AT + 8)):
+        if found[start:end] != expected[start:end]:
+            raise ValueError(f"{overlay.name} is not an overlay like the template's: header differs at byte {start}")
+
+
+def _header(overlay: Path) -> bytes:
+    with overlay.open("rb") as file:
+        return file.read(_HEADER_BYTES).ljust(_HEADER_BYTES, b"\0")
 
 
 def copy_overlay(seed: Path, overlay: Path, backing: Path) -> None:

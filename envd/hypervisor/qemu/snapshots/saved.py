@@ -18,7 +18,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from envd.base.errors import CheckpointCorrupt, HypervisorError
 from envd.hypervisor.machine import Firmware
 from envd.hypervisor.qemu.snapshots.capture import captured_snapshot
-from envd.hypervisor.qemu.snapshots.files import SnapshotFiles, copy_file, copy_overlay, set_backing_file
+from envd.hypervisor.qemu.snapshots.files import (
+    SnapshotFiles,
+    copy_file,
+    copy_overlay,
+    disk_size_bytes,
+    require_like,
+    set_backing_file,
+)
 from envd.hypervisor.qemu.snapshots.pages import size_bytes
 from envd.hypervisor.qemu.snapshots.snapshot import CaptureRecord, LibvirtSnapshot, MemoryPatch, write_record
 
@@ -26,6 +33,9 @@ from envd.hypervisor.qemu.snapshots.snapshot import CaptureRecord, LibvirtSnapsh
 _LEVEL = 1
 _CHUNK_BYTES = 1 << 20
 _COUNT = struct.Struct("<Q")
+_LEAST_PAGE_BYTES = 4096
+#: More than devices, with their video memory, or UEFI variables take.
+_MAX_STATE_BYTES = 1 << 30
 _STATE = "state.json"
 _MEMORY = "memory.zst"
 
@@ -75,10 +85,14 @@ def restore(template: LibvirtSnapshot, directory: Path, captures_dir: Path) -> L
         state = _State.model_validate_json((directory / _STATE).read_bytes())
         patch = _read_memory(directory / _MEMORY, template.spec.memory_mib << 20)
         disks = files.disks(len(template.spec.image.disks))
-        for target in (*_whole_files(template, files), *disks):
-            _unpack(directory / f"{target.name}.zst", target)
+        for target in _whole_files(template, files):
+            _unpack(directory / f"{target.name}.zst", target, max_bytes=_MAX_STATE_BYTES)
         backing, seeds = template.files.disks(len(disks)), files.seeds(len(disks))
         for disk, base, seed, origin in zip(disks, backing, seeds, template.files.seeds(len(disks)), strict=True):
+            # Refcounts and tables take less than an eighth.
+            largest_bytes = disk_size_bytes(origin) * 9 // 8 + _MAX_STATE_BYTES
+            _unpack(directory / f"{disk.name}.zst", disk, max_bytes=largest_bytes)
+            require_like(disk, origin)
             set_backing_file(disk, base)
             copy_overlay(origin, seed, disk)
         record = CaptureRecord(
@@ -104,11 +118,13 @@ def _whole_files(snapshot: LibvirtSnapshot, files: SnapshotFiles) -> tuple[Path,
 def _read_memory(path: Path, memory_bytes: int) -> MemoryPatch:
     with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as packed:
         (count,) = _COUNT.unpack(packed.read(_COUNT.size))
-        if count > memory_bytes:
+        if count > memory_bytes // _LEAST_PAGE_BYTES:
             raise ValueError(f"{count} extents")
         extents = np.frombuffer(packed.read(count * 16), dtype=np.int64).reshape(count, 2)
         length = size_bytes(extents)
-        if length > memory_bytes or (extents < 0).any() or (extents.sum(axis=1) > memory_bytes).any():
+        # Each on its own first: a sum of two may overflow.
+        is_outside = (extents < 0).any() or (extents > memory_bytes).any() or (extents.sum(axis=1) > memory_bytes).any()
+        if is_outside or length > memory_bytes:
             raise ValueError(f"{length} bytes of memory outside of {memory_bytes}")
         pages = np.empty(length, dtype=np.uint8)
         view, at = pages.data, 0
@@ -124,10 +140,14 @@ def _pack(source: Path, target: Path) -> None:
         zstandard.ZstdCompressor(_LEVEL).copy_stream(read, write)
 
 
-def _unpack(source: Path, target: Path) -> None:
-    """Decompress a file, keeping runs of zeros as holes."""
+def _unpack(source: Path, target: Path, *, max_bytes: int) -> None:
+    """Decompress a file, keeping runs of zeros as holes. Raises: ValueError: it has more than `max_bytes`."""
+    length = 0
     with source.open("rb") as read, target.open("xb") as write:
         for chunk in _chunks(read):
+            length += len(chunk)
+            if length > max_bytes:
+                raise ValueError(f"{source.name} has more than {max_bytes} bytes")
             if chunk.count(0) == len(chunk):
                 write.seek(len(chunk), 1)
             else:

@@ -1,0 +1,260 @@
+"""Checkpoints that travel between hosts as files: equal states there, and no damaged or foreign file is stored."""
+
+import asyncio
+import json
+import pickle
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+import zstandard
+
+from cuaenv.client import (
+    AsyncEnvClient,
+    BadRequest,
+    Checkpoint,
+    CheckpointNotFound,
+    CheckpointStoreFull,
+    CheckpointUnusable,
+    Click,
+    EnvError,
+    TypeText,
+)
+from envd.base.config import CheckpointsConfig
+from envd.base.errors import InvalidRequest
+from envd.episodes.checkpoints import archive as module
+from envd.episodes.checkpoints.store import CheckpointStore
+from tests.support.callers import Tokens
+from tests.support.command import run_envd
+from tests.support.server import FakeServer, served_client
+
+TASK = "fake/save-note"
+EDITOR = Click(379, 311)
+
+
+@asynccontextmanager
+async def served(directory: Path, *, limit_gib: float = 1, **options: Any) -> AsyncIterator[tuple[FakeServer, Any]]:
+    """Serve as a host of its own; afterwards its directory has nothing unfinished."""
+    store = CheckpointStore(directory / "checkpoints", settings=CheckpointsConfig(limit_gib=limit_gib), reserve_bytes=0)
+    async with served_client(checkpoints=store, size=2, capacity=4, **options) as (server, client):
+        yield server, client
+    assert not list(directory.glob("checkpoints/part-*"))
+
+
+@asynccontextmanager
+async def exported(directory: Path) -> AsyncIterator[tuple[Checkpoint, Path, list[str]]]:
+    """Yield a checkpoint, its file, and the frames of the steps after it."""
+    file = directory / "state.ckpt"
+    async with served(directory / "first") as (_, client), client.reset(TASK) as episode:
+        await episode.step(EDITOR)
+        checkpoint = await episode.checkpoint("to go", pinned=True)
+        assert await client.export_checkpoint(checkpoint, file) == file.stat().st_size
+        frames = [(await episode.step(TypeText(text))).observation.frame_id for text in ("a", "b")]
+    yield checkpoint, file, frames
+
+
+async def test_an_imported_state_continues_like_the_original(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (checkpoint, file, frames), served(tmp_path / "second") as (server, client):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert [path.name for path in tmp_path.glob("*.part")] == []
+        there = await client.import_checkpoint(file)
+        assert await client.list_checkpoints() == [there]
+        assert there.host == server.address
+        for name in ("checkpoint_id", "label", "episode_id", "task_id", "run", "step_count", "max_steps", "frame_id"):
+            assert getattr(there, name) == getattr(checkpoint, name)
+        assert (there.pinned, there.size_bytes) == (True, checkpoint.size_bytes)
+        assert there.expire_time > checkpoint.expire_time
+        async with client.reset_group(there, size=2) as copies:
+            for copy in copies:
+                assert copy.observation.frame_id == checkpoint.frame_id
+                assert [(await copy.step(TypeText(t))).observation.frame_id for t in ("a", "b")] == frames
+        assert await client.import_checkpoint(file) == there
+        again = tmp_path / "again.ckpt"
+        await client.export_checkpoint(there, again)
+        await client.delete_checkpoint(there)
+        assert (await client.import_checkpoint(again)).checkpoint_id == there.checkpoint_id
+
+
+async def test_a_damaged_archive_is_refused_and_stores_nothing(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (_, file, _), served(tmp_path / "second") as (_, client):
+        data = file.read_bytes()
+        places = [0, 17, 25, *range(40, len(data), len(data) // 20), len(data) - 1]
+        flipped = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in places]
+        cut = [data[:length] for length in (0, 5, 19, 100, len(data) // 2, len(data) - 1)]
+        damaged = [*flipped, *cut, data + b"x", data * 2, data[::-1]]
+        assert len(damaged) >= 30
+        for content in damaged:
+            file.write_bytes(content)
+            with pytest.raises((CheckpointUnusable, BadRequest), match=r"archive|checkpoint"):
+                await client.import_checkpoint(file)
+        assert await client.list_checkpoints() == []
+        file.write_bytes(data)
+        assert await client.import_checkpoint(file)
+
+
+async def test_a_refusal_during_the_transfer_keeps_its_reason(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (_, file, _), served(tmp_path / "second") as (_, client):
+        data = file.read_bytes()
+        file.write_bytes(data[:30] + bytes([data[30] ^ 1]) + data[31:] + bytes(8 << 20))
+        for _ in range(60):  # grpc loses the status of 3 %
+            with pytest.raises(CheckpointUnusable, match="its manifest is damaged"):
+                await client.import_checkpoint(file)
+
+
+def resealed(data: bytes, **changes: object) -> bytes:
+    """Return an archive with other values in its manifest, and a digest that fits."""
+    start = len(module._MAGIC) + 4
+    length = int.from_bytes(data[start - 4 : start], "little")
+    text = json.dumps(json.loads(data[start : start + length]) | changes).encode()
+    head = module._MAGIC + len(text).to_bytes(4, "little") + text + xxhash.xxh3_128(text).digest()
+    return head + data[start + length + 16 :]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"template_digest": "0" * 32}, CheckpointUnusable, "another template"),
+        ({"task_digest": "0" * 32}, CheckpointUnusable, "has changed"),
+        ({"task_id": "fake/none"}, CheckpointUnusable, "is not served"),
+        ({"pool": "other"}, CheckpointUnusable, "no pool 'other'"),
+        ({"format": 2}, BadRequest, "another version"),
+        ({"checkpoint_id": "../../etc"}, BadRequest, "no checkpoint has"),
+        ({"checkpoint_id": "ckpt-../x"}, BadRequest, "no checkpoint has"),
+        ({"files": {"../memory": {"size_bytes": 1, "digest": ""}}}, BadRequest, "no checkpoint has"),
+        ({"files": {"checkpoint.json": {"size_bytes": 1, "digest": ""}}}, BadRequest, "no checkpoint has"),
+        ({"files": {"memory": {"size_bytes": -1, "digest": ""}}}, BadRequest, "no checkpoint has"),
+        ({"files": {"memory": {"size_bytes": 1 << 50, "digest": ""}}}, CheckpointStoreFull, "limit_gib"),
+    ],
+)
+async def test_an_archive_of_something_else_is_refused(
+    tmp_path: Path, changes: dict[str, object], error: type[EnvError], text: str
+) -> None:
+    async with exported(tmp_path) as (_, file, _), served(tmp_path / "second") as (_, client):
+        async with client.reset(TASK):  # so that the pool has its template
+            pass
+        file.write_bytes(resealed(file.read_bytes(), **changes))
+        with pytest.raises(error, match=text):
+            await client.import_checkpoint(file)
+        assert await client.list_checkpoints() == []
+
+
+async def test_an_archive_that_differs_from_the_checkpoint_here_is_refused(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (_, file, _), served(tmp_path / "first") as (_, client):
+        (known,) = await client.list_checkpoints()
+        file.write_bytes(resealed(file.read_bytes(), files={"memory": {"size_bytes": 0, "digest": ""}}))
+        with pytest.raises(CheckpointUnusable, match="has another one with this id"):
+            await client.import_checkpoint(file)
+        assert await client.list_checkpoints() == [known]
+
+
+async def test_a_full_store_stores_no_archive(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (_, file, _), served(tmp_path / "second", limit_gib=1e-6) as (_, client):
+        with pytest.raises(CheckpointStoreFull, match=r"checkpoints\.limit_gib"):
+            await client.import_checkpoint(file)
+        assert await client.list_checkpoints() == []
+
+
+async def test_a_silent_sender_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_IDLE_S", 0.05)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield module._MAGIC
+        await asyncio.Event().wait()
+
+    async with served(tmp_path) as (server, _):
+        with pytest.raises(InvalidRequest, match="nothing was sent"):
+            await server.service.checkpoints.import_archive(pieces())
+
+
+async def test_an_import_whose_client_is_gone_leaves_nothing(tmp_path: Path) -> None:
+    half_sent = asyncio.Event()
+
+    async def pieces(data: bytes) -> AsyncIterator[bytes]:
+        yield data[: len(data) // 2]
+        half_sent.set()
+        await asyncio.Event().wait()
+
+    async with exported(tmp_path) as (_, file, _), served(tmp_path / "second") as (server, client):
+        importing = asyncio.create_task(server.service.checkpoints.import_archive(pieces(file.read_bytes())))
+        await half_sent.wait()
+        assert len(list(tmp_path.glob("second/checkpoints/part-*"))) == 1
+        importing.cancel()
+        await asyncio.wait({importing})
+        assert importing.cancelled()
+        assert list(tmp_path.glob("second/checkpoints/*")) == []
+        assert await client.import_checkpoint(file)
+
+
+async def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+        stored = tmp_path / "checkpoints" / checkpoint.checkpoint_id / "guest"
+        stored.write_bytes(stored.read_bytes()[:-1])
+        target = tmp_path / "state.ckpt"
+        target.write_bytes(b"earlier")
+        with pytest.raises(CheckpointUnusable, match="file guest is damaged"):
+            await client.export_checkpoint(checkpoint, target)
+        assert target.read_bytes() == b"earlier"
+        assert not list(tmp_path.glob("*.part"))
+
+
+async def test_only_administrators_import_and_only_owners_export(tmp_path: Path) -> None:
+    tokens = Tokens.create(tmp_path / "tokens")
+    file = tmp_path / "state.ckpt"
+    async with served(tmp_path, security=tokens.security()) as (server, _):
+        alice, bob, admin = (
+            AsyncEnvClient(server.address, token=each.secret) for each in (tokens.alice, tokens.bob, tokens.admin)
+        )
+        async with alice, bob, admin, alice.reset(TASK) as episode:
+            checkpoint = await episode.checkpoint()
+            with pytest.raises(CheckpointNotFound, match="deleted, expired, or never created"):
+                await bob.export_checkpoint(checkpoint, file)
+            await alice.export_checkpoint(checkpoint, file)
+            await alice.delete_checkpoint(checkpoint)
+            with pytest.raises(EnvError, match="ImportCheckpoint needs admin"):
+                await alice.import_checkpoint(file)
+            await admin.import_checkpoint(file)
+            assert len(await alice.list_checkpoints()) == 1
+            assert await bob.list_checkpoints() == []
+
+
+async def test_a_guest_of_another_host_runs_no_code(tmp_path: Path) -> None:
+    class Attack:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    guest = zstandard.compress(pickle.dumps(Attack()))
+    async with exported(tmp_path) as (_, file, _), served(tmp_path / "second") as (_, client):
+        there = await client.import_checkpoint(file)
+        path = tmp_path / "second" / "checkpoints" / there.checkpoint_id
+        (path / "guest").write_bytes(guest)
+        manifest = json.loads((path / "checkpoint.json").read_text())
+        manifest["files"]["guest"] = {"size_bytes": len(guest), "digest": xxhash.xxh3_128_hexdigest(guest)}
+        (path / "checkpoint.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointUnusable, match="is not part of a drawn desktop"):
+            await client.open(there)
+        assert not (tmp_path / "ran").exists()
+
+
+async def test_the_commands_export_and_import(tmp_path: Path) -> None:
+    file = str(tmp_path / "state.ckpt")
+
+    async def envd(host: str, *words: str) -> tuple[int, str, str]:
+        done = await asyncio.to_thread(run_envd, "checkpoints", *words, ENVD_TARGET=host, COLUMNS="200")
+        return done.status, done.out, done.err
+
+    async with served(tmp_path / "first") as (server, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+        status, out, _ = await envd(server.address, "export", checkpoint.checkpoint_id, file)
+        assert (status, out.startswith(f"wrote {file}, 0.")) == (0, True)
+        status, _, err = await envd(server.address, "export", "ckpt-0", file)
+        assert (status, "checkpoint ckpt-0: not here" in err) == (1, True)
+    async with served(tmp_path / "second") as (server, client):
+        status, out, _ = await envd(server.address, "import", file, "--json")
+        assert (status, json.loads(out)["checkpoint_id"]) == (0, checkpoint.checkpoint_id)
+        status, _, err = await envd(server.address, "import", str(tmp_path / "none"))
+        assert (status, "none: cannot be read: No such file" in err) == (2, True)
