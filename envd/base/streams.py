@@ -46,6 +46,8 @@ async def relayed(listener: socket.socket, host: str, port: int, *, limit: int) 
         task = asyncio.create_task(_join(reader, writer, host, port), name=f"relay:{port}")
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        # A task that is cancelled before it starts runs no `finally`.
+        task.add_done_callback(lambda _: writer.close())
 
     server = await asyncio.start_server(accept, sock=listener, start_serving=False)
     try:
@@ -62,12 +64,9 @@ async def relayed(listener: socket.socket, host: str, port: int, *, limit: int) 
 async def _join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
     # Both ends notice a broken connection themselves.
     with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            far_reader, far_writer = await asyncio.open_connection(host, port)
         try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                far_reader, far_writer = await asyncio.open_connection(host, port)
-            try:
-                await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
-            finally:
-                far_writer.close()
+            await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
         finally:
-            writer.close()
+            far_writer.close()

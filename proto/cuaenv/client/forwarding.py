@@ -66,6 +66,8 @@ class PortForward:
         task = asyncio.create_task(self._serve(reader, writer), name=f"forward:{self.address}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # A task that is cancelled before it starts runs no `finally`.
+        task.add_done_callback(lambda _: writer.close())
 
     async def aclose(self) -> None:
         """End all connections."""
@@ -87,8 +89,6 @@ class PortForward:
                 self._ended.exception()  # a forward without a `wait` logs no warning
         except OSError:  # the local program is gone, or the client was closed
             _reset(writer)
-        finally:
-            writer.close()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # On the connection that is never replaced: a stream may last as long as its episode.
