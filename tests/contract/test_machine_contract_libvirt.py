@@ -49,7 +49,7 @@ class TestMachineContractOnLibvirt(LibvirtFixtures, MachineContract):
     async def test_a_state_directory_with_too_long_a_path_is_rejected(self, tmp_path: Path) -> None:
         deep = tmp_path / ("d" * 80)
         with pytest.raises(ConfigError, match="--state-dir"):
-            await LibvirtHypervisor.open(state_dir=deep)
+            await LibvirtHypervisor.open(state_dir=deep, images=[self.image])
 
     async def test_the_log_of_the_console_stays_small_whatever_the_guest_prints(
         self, hypervisor: LibvirtHypervisor, template: Snapshot

@@ -146,12 +146,13 @@ async def address(
     assert environment.tasks is not None
     workers = Workers(environment.python)
     bridge = WorkerBridge(workers, assets=assets)
+    image = ImageCatalogue(cache_dir).disk_image(IMAGE)
     hypervisor = await LibvirtHypervisor.open(
-        HypervisorConfig(template_dir=template_dir), state_dir=vm_state_dir, cache_dir=cache_dir
+        HypervisorConfig(template_dir=template_dir), state_dir=vm_state_dir, cache_dir=cache_dir, images=[image]
     )
     settings = PoolSettings(name="osworld", capacity=3, size=1, allow_guest_access=True, always_running=True)
     service = EpisodeService(
-        [Pool(settings, image=ImageCatalogue(cache_dir).disk_image(IMAGE), host=PoolHost(hypervisor=hypervisor))],
+        [Pool(settings, image=image, host=PoolHost(hypervisor=hypervisor))],
         tasks=TaskCatalogue(osworld_tasks(environment.tasks), hidden=[desktop_task()]),
         run_setup=partial(run_setup, resources=SetupResources(osworld=bridge)),
         run_checkers=partial(evaluate, osworld=bridge),

@@ -42,7 +42,7 @@ class LibvirtFixtures(MachineFixtures):
         cls.state_dir = vm_state_dir
         cls.image = cls.find_image(cache_dir)
         bases = {drive.path: drive.path.stat() for drive in (*cls.image.disks, *cls.image.cdroms)}
-        hypervisor = await LibvirtHypervisor.open(state_dir=vm_state_dir, cache_dir=cache_dir)
+        hypervisor = await LibvirtHypervisor.open(state_dir=vm_state_dir, cache_dir=cache_dir, images=[cls.image])
         assert await hypervisor.reap() == []
         yield hypervisor
         assert machine_leftovers(vm_state_dir) == []

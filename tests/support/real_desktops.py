@@ -53,10 +53,11 @@ async def served_machines(
     settings: PoolSettings, image: Image, tasks: TaskCatalogue, *, cache_dir: Path, template_dir: Path, state_dir: Path
 ) -> AsyncIterator[str]:
     """Serve a pool of real machines and yield the address; checks that no machine is left."""
+    disk_image = ImageCatalogue(cache_dir).disk_image(image.name)
     hypervisor = await LibvirtHypervisor.open(
-        HypervisorConfig(template_dir=template_dir), state_dir=state_dir, cache_dir=cache_dir
+        HypervisorConfig(template_dir=template_dir), state_dir=state_dir, cache_dir=cache_dir, images=[disk_image]
     )
-    pool = Pool(settings, image=ImageCatalogue(cache_dir).disk_image(image.name), host=PoolHost(hypervisor=hypervisor))
+    pool = Pool(settings, image=disk_image, host=PoolHost(hypervisor=hypervisor))
     service = EpisodeService([pool], tasks=tasks)
     server = ApiServer(service, listen="127.0.0.1:0", metrics=Metrics())
     await service.start()

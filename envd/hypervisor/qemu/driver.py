@@ -121,7 +121,7 @@ class LibvirtHypervisor:
         *,
         state_dir: Path,
         cache_dir: Path | None = None,
-        images: Iterable[DiskImage] = (),
+        images: Iterable[DiskImage],
     ) -> "LibvirtHypervisor":
         """Connect to libvirt.
 
