@@ -1,4 +1,4 @@
-"""Serve the console's page, its stream of updates, and what it asks for. Every route only reads.
+"""Serve the console's page, its stream of updates, and what it asks for. The routes here only read.
 
 The stream is one of server-sent events. The page reads it with `fetch` and not with `EventSource`, which cannot send
 a token as a header; a token in a URL would appear in the logs of proxies.
@@ -16,9 +16,11 @@ from aiohttp.typedefs import Handler, Middleware
 from pydantic_core import from_json
 
 from envd.api.console.board import Board, EpisodeHistory, episode_detail
+from envd.api.console.control import ControlRoutes
 from envd.api.console.pictures import Pictures
 from envd.api.console.replays import Replays
 from envd.api.console.viewer import Viewer, event
+from envd.api.security.access import TRUSTED, Caller
 from envd.base.clock import Clock, SystemClock
 from envd.base.telemetry.endpoint import serve_app
 from envd.base.version import envd_version
@@ -46,6 +48,7 @@ _PAGE = {
     "/": ("index.html", "text/html"),
     "/console.css": ("console.css", "text/css"),
     "/console.js": ("console.js", "text/javascript"),
+    "/control.js": ("control.js", "text/javascript"),
 }
 #: Paths that need no token: they hold no data.
 PUBLIC_PATHS = tuple(_PAGE)
@@ -75,6 +78,7 @@ async def serve_console(
     is_admitted: Callable[[web.Request], bool] = lambda _request: True,
     may_see: MaySee = lambda _request, _owner: True,
     caller_name: Callable[[web.Request], str] = lambda _request: "",
+    caller_of: Callable[[web.Request], Caller] = lambda _request: TRUSTED,
     clock: Clock | None = None,
 ) -> AsyncIterator[str]:
     """Serve the console of an episode service and yield the bound address.
@@ -88,6 +92,7 @@ async def serve_console(
         is_admitted: Whether a request that the middlewares admitted would be admitted now; a stream ends if not.
         may_see: Which episodes a caller may see.
         caller_name: Identifies the caller, whose open pages are limited; empty if callers have no names.
+        caller_of: The rights of a request's caller, for routes that act.
         clock: Source of time; by default the host's.
 
     Raises:
@@ -103,6 +108,7 @@ async def serve_console(
     )
     app = web.Application(middlewares=[_with_headers, _own_page_only, *middlewares], client_max_size=_BODY_BYTES)
     console.add_routes(app.router)
+    ControlRoutes(episodes, caller_of=caller_of).add_to(app.router)
     try:
         async with serve_app(app, listen, setting="console_listen", tls=tls) as address:
             try:
@@ -237,8 +243,8 @@ class Console:
         viewer = self._viewers.get(request.match_info["view"])
         if viewer is None:
             raise _not_found(f"view {request.match_info['view']}: not found; reload the page")
-        tiles, full = _selection(await request.read())
-        viewer.select(tiles, full)
+        tiles, full, live = _selection(await request.read())
+        viewer.select(tiles, full, live=live)
         return web.Response(status=204)
 
     async def _episode(self, request: web.Request) -> web.Response:
@@ -291,12 +297,12 @@ async def _write(response: web.StreamResponse, message: bytes) -> None:
         await response.write(message)
 
 
-def _selection(body: bytes) -> tuple[list[str], str]:
-    """Return the tiles and the full view that a page selects. Raises: HTTPBadRequest."""
+def _selection(body: bytes) -> tuple[list[str], str, bool]:
+    """Return the tiles, the full view that a page selects, and whether its person acts. Raises: HTTPBadRequest."""
     with suppress(ValueError):
         match from_json(body):
-            case {"tiles": [*tiles], "full": str(full)} if all(isinstance(tile, str) for tile in tiles):
-                return tiles, full
+            case {"tiles": [*tiles], "full": str(full), **more} if all(isinstance(tile, str) for tile in tiles):
+                return tiles, full, more.get("live") is True
     raise web.HTTPBadRequest(text='malformed body; send {"tiles": [EPISODE_ID, ...], "full": EPISODE_ID or ""}\n')
 
 

@@ -45,11 +45,14 @@ class Viewer:
             pass
         self._changed.clear()
 
-    def select(self, tiles: Iterable[str], full: str) -> None:
-        """Show the pictures of these tiles, and of one episode in full; ids that the viewer may not see are ignored."""
+    def select(self, tiles: Iterable[str], full: str, *, live: bool = False) -> None:
+        """Show the pictures of these tiles, and of one episode in full; ids that the viewer may not see are ignored.
+
+        With `live` the full view changes often: its person acts.
+        """
         wanted = {(episode_id, Size.TILE) for episode_id in list(tiles)[:MAX_TILES]}
         if full:
-            wanted.add((full, Size.FULL))
+            wanted.add((full, Size.LIVE if live else Size.FULL))
         wanted = {key for key in wanted if key[0] in self._sent_episodes}
         for key in self._sources.keys() - wanted:
             self._drop(key)
