@@ -19,7 +19,7 @@ from envd.base.config import HypervisorConfig, SettlePolicy, load
 from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.video import VideoFormat, export_video
-from envd.episodes.types import ResetCommand, StepCommand
+from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.images.catalogue import Image as GuestImage
 from tests.support.leftovers import machine_leftovers
@@ -64,6 +64,19 @@ class Wall:
                 observe=NO_PIXELS,
             )
             await self.daemon.service.step(step)
+
+    async def fork(self, episode_id: str, index: int, *, count: int = 1) -> list[str]:
+        """Branch an episode; return the branches' ids."""
+        command = ForkCommand(
+            request_id=f"fork-{index}", episode_id=episode_id, step_index=index, fork_count=count, observe=NO_PIXELS
+        )
+        return [info.episode_id for info in (await self.daemon.service.fork(command)).episodes]
+
+    async def box(self, selector: str) -> Any:
+        """Return the place of an element on the page."""
+        box = await self.page.locator(selector).bounding_box()
+        assert box is not None, selector
+        return box
 
     async def picture(self, name: str) -> None:
         """Write a picture of the page."""
@@ -138,16 +151,96 @@ async def test_the_wall_the_full_view_and_the_keys(tmp_path: Path) -> None:
         await expect(page.locator("#full-id")).to_have_text(groups[0][0])
         await expect(page.locator("#full-steps li")).to_have_count(3)
         await expect(page.locator("#full-steps li .what").nth(1)).to_have_text(f"type '{hostile} 0'")
-        await expect(page.locator("#full-facts .siblings button")).to_have_count(4)
+        await expect(page.locator("#full-tree button")).to_have_count(4)
+        await expect(page.locator("#full-tree button[aria-current]")).to_have_text("1step 3")
         await expect(page.locator("#full-image")).to_have_js_property("naturalWidth", 1280)
         await shown.picture("full")
         assert await page.locator("img[src=x]").count() == 0
         await shown.daemon.service.close(groups[0][0])
         await expect(page.locator("#full-note")).to_contain_text("The episode was closed.")
+        screen, note = await shown.box("#full-image"), await shown.box("#full-note")
+        assert note["y"] >= screen["y"] + screen["height"], "the note covers the picture"
         await page.keyboard.press("Escape")
         await expect(page.locator("#full")).to_be_hidden()
         await expect(page.locator(".tile")).to_have_count(15)
         late.cancel()
+
+
+async def test_groups_are_framed_and_branches_are_a_tree_with_the_parents_steps(tmp_path: Path) -> None:
+    async with wall(tmp_path, 12) as shown:
+        page = shown.page
+        first, second = await shown.reset(2, run="grpo")
+        (alone,) = await shown.reset(1, run="eval", task=TASKS[1])
+        await shown.play(second, Click(379, 311))
+        left, right = await shown.fork(second, 1, count=2)
+        await shown.play(left, TypeText("left"), first=1)
+        (deep,) = await shown.fork(left, 2)
+        await page.goto(shown.url)
+        await expect(page.locator(".tile")).to_have_count(6)
+        await expect(page.locator(".group")).to_have_count(1)
+        await expect(page.locator(".group h3")).to_have_text("Group: 2 members, 3 branches")
+        assert await page.locator(".group .tile").evaluate_all("tiles => tiles.map((tile) => tile.dataset.id)") == [
+            first,
+            second,
+            left,
+            deep,
+            right,
+        ]
+        await expect(page.locator(f".tile[data-id={deep}] .label")).to_have_text("↳ 2.1.1")
+        await expect(page.locator(f".tile[data-id={alone}] .label")).to_be_hidden()
+        # An address leads to an episode, in a page of its own too.
+        await page.goto("about:blank")
+        await page.goto(f"{shown.url}#episode={deep}")
+        await expect(page.locator("#full-id")).to_have_text(deep)
+        await expect(page.locator("#full-tree button[aria-current]")).to_contain_text("2.1.1")
+        await expect(page.locator("#full-steps li.inherited .what")).to_have_text(["type 'left'", "click 379,311"])
+        await page.set_viewport_size({"width": 1440, "height": 900})
+        await shown.picture("branch")
+        await page.get_by_role("button", name=left, exact=True).click()
+        await expect(page.locator("#full-id")).to_have_text(left)
+        assert page.url.endswith(f"#episode={left}")
+        await page.go_back()
+        await expect(page.locator("#full-id")).to_have_text(deep)
+        # Left and right follow the tree, up and down the places.
+        await page.keyboard.press("Escape")
+        await expect(page.locator(f".tile[data-id={deep}]")).to_be_focused()
+        await page.keyboard.press("ArrowLeft")
+        await expect(page.locator(f".tile[data-id={left}]")).to_be_focused()
+        for episode_id in (first, second, left, right, deep):
+            await shown.daemon.service.close(episode_id)
+        await expect(page.locator(".group")).to_have_count(0)
+        await expect(page.locator("#run-rows tr")).to_have_count(2)
+        await expect(page.locator("#run-rows tr").last).to_contain_text("grpo")
+        await page.locator("#run-rows tr").last.click()
+        await expect(page.locator("#empty")).to_have_text("No episode matches the filters.")
+        assert page.url.endswith("#run=grpo")
+        await page.goto("about:blank")
+        await page.goto(f"{shown.url}#episode={deep}")
+        await expect(page.locator("#notice")).to_contain_text(f"Episode {deep} is not open here")
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+@pytest.mark.parametrize("width", [1440, 390])
+async def test_the_page_fits_wide_and_narrow_windows_in_both_themes(tmp_path: Path, scheme: Any, width: int) -> None:
+    flags = {"recording.directory": str(tmp_path / "recordings"), "recording.min_free_gib": 0}
+    async with wall(tmp_path, 6, flags) as shown:
+        page = shown.page
+        await page.emulate_media(color_scheme=scheme)
+        await page.set_viewport_size({"width": width, "height": 860})
+        (episode_id, *_) = await shown.reset(4, run="grpo-lr3e-6")
+        await shown.play(episode_id, Click(379, 311))
+        await page.goto(shown.url)
+        await expect(page.locator(".tile img[src]").first).to_be_attached()
+        await shown.picture(f"wall-{scheme}-{width}")
+        background = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (background == "rgb(13, 16, 20)") == (scheme == "dark")
+        for address in ("", "#tab=recordings", f"#episode={episode_id}", f"#recording={episode_id}"):
+            await page.goto("about:blank")
+            await page.goto(shown.url + address)
+            await expect(page.locator("#link.live")).to_be_attached()
+            assert await page.evaluate("document.documentElement.scrollWidth") <= width, address
+        if width == 1440:
+            assert (await shown.box("header"))["height"] < 50, "the header has more than one row"
 
 
 async def test_the_wall_shows_256_episodes_and_loads_the_pictures_in_view(tmp_path: Path) -> None:
@@ -180,12 +273,25 @@ async def test_a_recorded_episode_is_replayed(tmp_path: Path) -> None:
         await page.fill("#filter-text", "night-7")
         await expect(page.locator("#recording-rows tr")).to_have_count(1)
         await shown.picture("recordings")
-        await page.locator("#recording-rows tr").click()
+        await page.get_by_role("button", name="Score").click()
+        await expect(page.locator("th[data-sort=score]")).to_have_attribute("aria-sort", "descending")
+        assert page.url.endswith("#tab=recordings&text=night-7&sort=-score")
+        await expect(page.locator("#recording-count")).to_have_text("1 of 1 recordings")
+        # The address of a closed episode leads to its recording.
+        await page.goto("about:blank")
+        await page.goto(f"{shown.url}#episode={episode_id}")
         await expect(page.locator("#full-steps li")).to_have_count(4)
+        assert page.url.endswith(f"#recording={episode_id}")
         await expect(page.locator("#full-image")).to_have_js_property("naturalWidth", 1280)
         await page.locator("#full-steps li").nth(2).click()
         await expect(page.locator("#full-steps li.now .n")).to_have_text("2")
         await shown.picture("replay")
+        # Marks by time: also steps that changed nothing have their own.
+        places = await page.locator("#marks i").evaluate_all("marks => marks.map((mark) => mark.style.left)")
+        assert len(set(places)) == 4
+        async with page.expect_download() as download:
+            await page.locator("#full-video").click()
+        assert (await download.value).suggested_filename == f"{episode_id}.mp4"
         await page.locator("#scrub").fill("0")
         await page.locator("#play").click()
         await expect(page.locator("#full-steps li.now .n")).to_have_text("3")
