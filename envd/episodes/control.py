@@ -42,9 +42,7 @@ class HumanControl:
             why = "a person has acted since the last observation"
         else:
             return
-        raise HumanInControl(
-            f"episode {episode_id}: {why}; observe until nobody does, then decide anew", retry_after_s=_RETRY_AFTER_S
-        )
+        raise HumanInControl(f"episode {episode_id}: {why}; observe until nobody does", retry_after_s=_RETRY_AFTER_S)
 
     def acted(self, actions: Iterable[Action]) -> None:
         """Note what a person did."""

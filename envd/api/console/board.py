@@ -203,7 +203,7 @@ def episode_detail(episode: Episode, facts: Facts, timeline: Timeline) -> Facts:
                 "index": step.index,
                 "time": step.time.timestamp(),
                 "source": step.source,
-        "actions": list(step.actions),
+                "actions": list(step.actions),
                 "settled": step.is_settled,
                 "ms": round(step.total_ms),
             }
