@@ -203,7 +203,8 @@ async def test_a_token_controls_its_own_episodes_only(tmp_path: Path) -> None:
     statuses = {}
     async with (
         open_daemon(load(flags=flags)) as daemon,
-        AsyncEnvClient(daemon.address, token=made["alice"].secret) as client,client.reset("fake/save-note") as episode
+        AsyncEnvClient(daemon.address, token=made["alice"].secret) as client,
+        client.reset("fake/save-note") as episode,
     ):
         for name in ("bob", "eve", "alice"):
             headers = {"Authorization": f"Bearer {made[name].secret}"}

@@ -16,6 +16,7 @@ from playwright.async_api import Page, async_playwright, expect
 from cuaenv.actions import Click, Move, TypeText
 from envd.api.security.tokens import new_token
 from envd.base.config import HypervisorConfig, SettlePolicy, load
+from envd.base.errors import HumanInControl
 from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.video import VideoFormat, export_video
@@ -296,6 +297,74 @@ async def test_a_recorded_episode_is_replayed(tmp_path: Path) -> None:
         await page.locator("#play").click()
         await expect(page.locator("#full-steps li.now .n")).to_have_text("3")
         await expect(page.locator("#full-score b")).to_have_text("Score 1.00")
+
+
+async def click_screen(shown: Wall, x: int, y: int, *, screen: tuple[int, int] = (1280, 800)) -> None:
+    """Click at a place of the guest's screen."""
+    box = await shown.box("#full-image")
+    at = (box["x"] + (x + 0.5) * box["width"] / screen[0], box["y"] + (y + 0.5) * box["height"] / screen[1])
+    await shown.page.mouse.click(*at)
+
+
+async def paste(page: Page, text: str) -> None:
+    """Paste a text into the field that receives the keyboard."""
+    await page.evaluate(
+        """text => {
+            const data = new DataTransfer();
+            data.setData("text/plain", text);
+            document.activeElement.dispatchEvent(new ClipboardEvent("paste", {clipboardData: data, cancelable: true}));
+        }""",
+        text,
+    )
+
+
+async def test_a_person_plays_a_task_to_its_score(tmp_path: Path) -> None:
+    async with wall(tmp_path, 2) as shown:
+        page = shown.page
+        await page.goto(shown.url)
+        await page.click("#start-open")
+        await page.select_option("#start-task", "fake/save-note")
+        await shown.picture("control-start")
+        await page.click("#start-form button")
+        await expect(page.locator("#full.controlled")).to_be_visible()
+        await expect(page.locator("#full-image[src]")).to_be_visible()
+        await expect(page.locator("#full-pointer")).to_be_attached()
+        await click_screen(shown, 379, 311)
+        await page.keyboard.type("Hello, fake")
+        await page.keyboard.press("Enter")
+        await page.keyboard.press("Backspace")
+        await paste(page, " desktop!")
+        await click_screen(shown, 82, 86)
+        await shown.picture("control-wide")
+        await expect(page.locator("#full-steps .what").first).to_contain_text("by a person:")
+        await page.set_viewport_size({"width": 390, "height": 844})
+        await shown.picture("control-narrow")
+        await page.click("#control-score")
+        await expect(page.locator("#control-note")).to_have_text("Score 1")
+
+
+async def test_of_two_pages_one_controls_and_a_closed_page_hands_back(tmp_path: Path) -> None:
+    async with wall(tmp_path, 1) as shown:
+        page = shown.page
+        (episode_id,) = await shown.reset(1, run="agent")
+        assert page.context.browser is not None
+        other = await page.context.browser.new_page()
+        for each in (page, other):
+            await each.goto(shown.url)
+            await each.locator(f".tile[data-id={episode_id}]").click()
+        await page.click("#control-take")
+        await expect(page.locator("#full.controlled")).to_be_visible()
+        await other.click("#control-take")
+        await expect(other.locator("#control-note")).to_contain_text("another page controls it")
+        with pytest.raises(HumanInControl):
+            await shown.play(episode_id, Click(1, 1))
+        await page.close(run_before_unload=False)
+        await other.click("#control-take")
+        while not await other.locator("#full.controlled").count():
+            await other.click("#control-take")
+        await other.click("#control-release")
+        await expect(other.locator("#control-note")).to_have_text("Handed back.")
+        await shown.play(episode_id, Click(1, 1))
 
 
 @pytest.mark.vm

@@ -98,7 +98,7 @@ async function drained() {
 // ---- the pointer -------------------------------------------------------------------------------------------
 
 // The place on the guest's screen, in its pixels.
-function place(event) {
+function pointOf(event) {
   const box = $("full-image").getBoundingClientRect();
   const [width, height] = fullScreen;
   const x = Math.round((event.clientX - box.left) / box.width * width), y = Math.round((event.clientY - box.top) / box.height * height);
@@ -116,7 +116,7 @@ const screenBox = () => document.querySelector("#full .screen");
 function onPointer(event) {
   if (!control.id) return;
   event.preventDefault();
-  const at = place(event);
+  const at = pointOf(event);
   control.modifierAlone = "";
   if (event.type === "pointerdown") {
     screenBox().setPointerCapture(event.pointerId);
@@ -147,7 +147,7 @@ function onWheel(event) {
   const dy = Math.trunc(wheel);
   if (!dy) return;
   wheel -= dy;
-  act({ action: "scroll", dy, ...place(event) });
+  act({ action: "scroll", dy, ...pointOf(event) });
 }
 
 // ---- the keyboard ------------------------------------------------------------------------------------------

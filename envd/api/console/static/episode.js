@@ -47,7 +47,7 @@ function renderFull({ fetches = true } = {}) {
     $("full-note").textContent = `The episode was closed. This is its last picture.${records ? " Press Replay to see its recording." : ""}`;
     return;
   }
-  const isStale = !detail || detail.id !== fullId || detail.step !== facts.step || detail.state !== facts.state || detail.score !== facts.score;
+  const isStale = !detail || detail.id !== fullId || detail.step !== facts.step || detail.action !== facts.action || detail.state !== facts.state || detail.score !== facts.score;
   if (isStale && fetches) fetchDetail();
   const known = detail && detail.id === fullId ? detail : null;
   const members = [...episodes.values()].filter((other) => other.group === facts.group).sort(byLabel);
