@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from cuaenv.action_codec import to_proto
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api.call_report import ids_of
 from envd.api.convert_actions import Size
@@ -127,7 +128,13 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         with _refusals():
             observation = await self._episodes.observe(episode_id, options, refresh=request.refresh, settle=settle)
         self._remember_screen(request.episode_id, observation.frame)
-        return env_pb2.ObserveResponse(observation=observation_message(observation))
+        response = env_pb2.ObserveResponse(observation=observation_message(observation))
+        if (episode := self._episodes.find(episode_id)) is not None:
+            human = episode.human
+            response.human_actions.extend(map(to_proto, human.reported()))
+            if human.control_id:
+                response.controller = human.holder
+        return response
 
     async def Evaluate(self, request: env_pb2.EvaluateRequest, context: Context) -> env_pb2.EvaluateResponse:
         """Score an episode."""

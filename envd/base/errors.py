@@ -113,6 +113,10 @@ class Draining(RetryableError, reason="DRAINING"):
     """The daemon is stopping and admits nothing new."""
 
 
+class HumanInControl(RetryableError, reason="HUMAN_IN_CONTROL"):
+    """A person controls the episode, or has acted since the caller observed it. Observe, then decide anew."""
+
+
 class RateLimited(RetryableError, reason="RATE_LIMITED"):
     """The caller exceeds its call rate; this call did nothing."""
 

@@ -29,6 +29,10 @@ from envd.tasks.templates import split_of, template_id_of
 
 # Playing tasks starts a daemon, which is slow to import.
 _PLAYING = {
+    "record": (
+        "envd.cli.tasks_record:record",
+        "Show a task once, in the console or by a script, and write it with setup, oracle and checkers.",
+    ),
     "verify": (
         "envd.cli.tasks_verify:verify_command",
         "Play the oracle of each task, which must score 1, and do nothing, which must score 0, on forks of one state.",

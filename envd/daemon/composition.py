@@ -19,6 +19,7 @@ from envd.api.console.server import PUBLIC_PATHS, serve_console
 from envd.api.security.access import Scope
 from envd.api.security.http import (
     caller_name,
+    caller_of,
     is_admitted,
     limit_rate,
     may_list,
@@ -410,6 +411,7 @@ def _serve_console(
         is_admitted=is_admitted,
         may_see=may_list,
         caller_name=caller_name,
+        caller_of=caller_of,
     )
 
 

@@ -10,6 +10,7 @@ from envd.base.config import SettlePolicy
 from envd.base.errors import EpisodeEnded, EvaluatorFailed, GuestEnded, LossUndecided, MachineLost, StepIndexMismatch
 from envd.base.losses import ENDS_MACHINE
 from envd.episodes.checkpoints.store import CheckpointResult
+from envd.episodes.control import HumanControl
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
 from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
@@ -58,6 +59,8 @@ class Episode:
     """Why it is no longer active, UPPER_SNAKE; empty while it is."""
     cause: str = ""
     """Why it FAILED, as a sentence; if its guest ended, the UPPER_SNAKE cause; otherwise empty."""
+    human: HumanControl = field(default_factory=HumanControl, init=False)
+    """Whether a person controls it, and what people did since the agent's last step."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """Held by the one call that acts on the machine. First come, first served."""
     closed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -127,6 +130,7 @@ class Episode:
                 f"episode {self.episode_id}: {self.state.value} after step {self.step_count} ({self.end_reason}),"
                 " accepts no more steps or forks; evaluate or close it, or reset a new one"
             )
+        self.human.require_agent(self.episode_id)
         if step_index != self.step_count:
             raise StepIndexMismatch(
                 f"episode {self.episode_id}: expected step_index {self.step_count}, got {step_index};"

@@ -51,6 +51,7 @@ class Evaluating:
                 return replace(episode.verdict, cached=True)
             if not episode.guest_end_cause:
                 episode.require_machine()
+            episode.human.require_agent(episode.episode_id)
             await context.journal.begin(request)
             if episode.state is EpisodeState.ACTIVE:
                 context.registry.end(episode, EpisodeState.TRUNCATED, "EVALUATED")

@@ -1,12 +1,12 @@
 """Report what happens to episodes to those that display or record them. An observer never affects an episode."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
-from cuaenv.actions import action_text
+from cuaenv.actions import Action, action_text
 from envd.episodes.episode import Episode
 from envd.episodes.types import StepCommand, StepResult
 from envd.guest.desktop import ScreenView
@@ -28,6 +28,10 @@ class PerformedStep:
     total_ms: float
     view: ScreenView | None
     """The screen after the step; None while its display is being connected again."""
+    performed: tuple[Action, ...] = ()
+    """The actions that were performed."""
+    source: str = "agent"
+    """`human` if a person acted in the page."""
 
 
 class EpisodeObserver(Protocol):
@@ -65,16 +69,50 @@ class EpisodeEvents:
         if not self._observers:
             return
         settle = result.observation.settle
-        step = PerformedStep(
+        actions = [(action, outcome.error) for action, outcome in zip(command.actions, result.outcomes, strict=False)]
+        self._report(
+            episode,
+            actions,
             index=command.step_index,
-            time=time,
-            actions=tuple(
-                action_text(action) + (f": {outcome.error}" if outcome.error else "")
-                for action, outcome in zip(command.actions, result.outcomes, strict=False)
-            ),
             is_settled=settle is None or settle.settled,
             total_ms=result.timings_ms["total"],
+            time=time,
+            source="agent",
+        )
+
+    def driven(
+        self,
+        episode: Episode,
+        actions: Sequence[tuple[Action, str]],
+        *,
+        is_settled: bool,
+        total_ms: float,
+        time: datetime,
+    ) -> None:
+        """Report what a person did: actions, each with the reason why the guest refused it, empty if it did not."""
+        index = episode.step_count
+        self._report(episode, actions, index=index, is_settled=is_settled, total_ms=total_ms, time=time, source="human")
+
+    def _report(
+        self,
+        episode: Episode,
+        actions: Sequence[tuple[Action, str]],
+        *,
+        index: int,
+        is_settled: bool,
+        total_ms: float,
+        time: datetime,
+        source: str,
+    ) -> None:
+        step = PerformedStep(
+            index=index,
+            time=time,
+            actions=tuple(action_text(action) + (f": {error}" if error else "") for action, error in actions),
+            is_settled=is_settled,
+            total_ms=total_ms,
             view=episode.machine.desktop.view_nowait(),
+            performed=tuple(action for action, error in actions if not error),
+            source=source,
         )
         self._each(lambda observer: observer.stepped(episode, step))
 

@@ -7,7 +7,7 @@ from typing import Self, TypedDict, TypeVar
 
 from envd.base.clock import Clock
 from envd.base.config import SettlePolicy
-from envd.base.errors import EpisodeEnded, InvalidRequest, StepIndexMismatch, StoreError
+from envd.base.errors import EpisodeEnded, HumanInControl, InvalidRequest, StepIndexMismatch, StoreError
 from envd.base.store.statements import EpisodeRow
 from envd.episodes.checkpoints.store import CheckpointResult
 from envd.episodes.episode import Episode
@@ -154,8 +154,10 @@ class EpisodeFactory:
 
     def _new_ledgers(self, episode_id: str) -> _Ledgers:
         return {
-            "steps": self._new_ledger(episode_id, STEP, (StepIndexMismatch, EpisodeEnded, InvalidRequest, StoreError)),
-            "evaluations": self._new_ledger(episode_id, EVALUATE, (StoreError,)),
+            "steps": self._new_ledger(
+                episode_id, STEP, (StepIndexMismatch, EpisodeEnded, HumanInControl, InvalidRequest, StoreError)
+            ),
+            "evaluations": self._new_ledger(episode_id, EVALUATE, (HumanInControl, StoreError)),
             # A failed fork opened no episode, and a failed checkpoint left nothing: a retry may run them again.
             "forks": self._new_ledger(episode_id, FORK, (Exception,)),
             "checkpoints": self._new_ledger(episode_id, CHECKPOINT, (Exception,)),

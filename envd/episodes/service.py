@@ -19,6 +19,7 @@ from envd.base.store.store import NullStore, Store
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.context import EpisodeContext
+from envd.episodes.controlling import Controlling
 from envd.episodes.episode import Episode
 from envd.episodes.evaluating import Evaluating
 from envd.episodes.factory import EpisodeFactory
@@ -44,7 +45,8 @@ class EpisodeService:
 
     Its calls are those of its parts, which document them: `Opening.reset` and `fork`; `Checkpointing`; `Stepping.step`,
     `observe`, `watch_frames` and `watch_screen`; `Evaluating.evaluate`; `GuestAccess.read_file`, `write_file`,
-    `run_command`, `connect_port` and `with_guest_service`; `EpisodeRegistry.find`, `owner_of` and `close`.
+    `run_command`, `connect_port` and `with_guest_service`; `Controlling.take`, `act` and `release`;
+    `EpisodeRegistry.find`, `owner_of` and `close`.
     """
 
     def __init__(
@@ -107,6 +109,9 @@ class EpisodeService:
         self.read_file, self.write_file = guest_access.read_file, guest_access.write_file
         self.run_command, self.connect_port = guest_access.run_command, guest_access.connect_port
         self.with_guest_service = guest_access.with_guest_service
+        self._controlling = Controlling(context)
+        self.take_control, self.act = self._controlling.take, self._controlling.act
+        self.release_control = self._controlling.release
         self.find, self.owner_of, self.close = self._registry.find, self._registry.owner_of, self._registry.close
         self._pool_changes = Changes()
         for pool in self._pools.values():
@@ -172,6 +177,7 @@ class EpisodeService:
 
     async def _aclose(self) -> None:
         await self.drain(0.0)
+        await self._controlling.aclose()
         await self._opening.aclose()
         for pool in self._pools.values():
             await pool.close()

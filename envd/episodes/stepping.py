@@ -93,6 +93,7 @@ class Stepping:
                     context.registry.count_end(episode)
         timings_ms = {**watch.timings_ms, **performed.timings_ms, "total": watch.total_ms}
         context.metrics.step_done(pool=episode.pool, timings_ms=timings_ms)
+        episode.human.actions.clear()
         result = StepResult(
             episode=episode.info(context.clock),
             observation=performed.observation,

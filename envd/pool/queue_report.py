@@ -68,8 +68,10 @@ def _reason(
     if not status.template_digest:
         return "the pool's template is not ready yet"
     busy_count = status.leased_count + status.reserved_count
-    counts = (
-        f"{busy_count} of {status.capacity} machines busy, {status.idle_count} idle, {status.starting_count} starting,"
-        f" {status.dying_count} being destroyed"
-    )
-    return f"next: {counts}; {status.problem}" if status.problem else f"next: {counts}"
+    coming = {"idle": status.idle_count, "starting": status.starting_count, "being destroyed": status.dying_count}
+    # Places without a machine are kept for the group, whose turn it is.
+    coming["free"] = max(0, status.capacity - busy_count - sum(coming.values()))
+    parts = [f"{busy_count} of {status.capacity} machines busy", *(f"{n} {what}" for what, n in coming.items() if n)]
+    if missing_count := max(0, demand.machine_count - sum(coming.values())):
+        parts.append(f"{missing_count} more needed")
+    return f"next: {', '.join(parts)}" + (f"; {status.problem}" if status.problem else "")

@@ -4,7 +4,8 @@ import asyncio
 import base64
 import io
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from PIL import Image
 
 from cuaenv.actions import Click, Move, TypeText
 from cuaenv.client import AsyncEnvClient, RateLimited
-from envd.api.console import pictures, server
+from envd.api.console import pictures, replays, server
 from envd.api.console.pictures import Size
 from envd.api.security.tokens import new_token
 from envd.base.config import SettlePolicy, load
@@ -25,7 +26,7 @@ from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes.episode import Episode
 from envd.episodes.events import PerformedStep
 from envd.episodes.lease import Lease
-from envd.episodes.types import ResetCommand, StepCommand
+from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
 from envd.guest.display.frames import Frame
 from envd.guest.observation import Encoding, ObservationOptions
 
@@ -61,6 +62,13 @@ class Console:
             request_id=f"step-{index}", episode_id=episode_id, step_index=index, actions=actions, observe=NO_PIXELS
         )
         await self.daemon.service.step(command)
+
+    async def fork(self, episode_id: str, index: int, *, count: int = 1) -> list[str]:
+        """Branch an episode; return the branches' ids."""
+        command = ForkCommand(
+            request_id=f"fork-{index}", episode_id=episode_id, step_index=index, fork_count=count, observe=NO_PIXELS
+        )
+        return [info.episode_id for info in (await self.daemon.service.fork(command)).episodes]
 
     async def events(self) -> AsyncGenerator[Message, None]:
         """Yield the messages of a stream."""
@@ -185,8 +193,9 @@ async def test_recordings_are_listed_and_replayed_to_those_who_may_see_them(tmp_
     (recordings / "ep-bad.rec").write_bytes(b"nonsense")
     # The recordings are complete, and the next daemon has them.
     async with console(tmp_path, flags, token=token.secret) as served:
-        listed = json.loads((await served.get("/api/recordings"))[1])
-        assert [(each["id"], each["steps"], each["reason"]) for each in listed] == [(own, 1, "CLOSED")]
+        page = json.loads((await served.get("/api/recordings"))[1])
+        assert [(each["id"], each["steps"], each["reason"]) for each in page["recordings"]] == [(own, 1, "CLOSED")]
+        assert (page["total"], page["matching"], page["choices"]["run"]) == (1, 1, ["no run"])
         replay = json.loads((await served.get(f"/api/recordings/{own}"))[1])
         assert [step["actions"] for step in replay["steps"]] == [["click 379,311"]]
         last = len(replay["frames"]) - 1
@@ -198,6 +207,7 @@ async def test_recordings_are_listed_and_replayed_to_those_who_may_see_them(tmp_
             f"{own}/frames/{last + 1}",
             f"{own}/frames/-1",
             f"{own}/frames/x",
+            f"{other}/video",
             other,
             "ep-0",
             "ep-bad",
@@ -208,9 +218,122 @@ async def test_recordings_are_listed_and_replayed_to_those_who_may_see_them(tmp_
 
 async def test_without_recordings_the_console_says_how_to_record(tmp_path: Path) -> None:
     async with console(tmp_path) as served:
-        assert await served.get("/api/recordings") == (200, "[]")
-        status, text = await served.get("/api/recordings/ep-1")
-        assert (status, "set recording.directory" in text) == (404, True)
+        for path in ("/api/recordings", "/api/recordings/ep-1", "/api/recordings/ep-1/video"):
+            status, text = await served.get(path)
+            assert (status, "set recording.directory" in text) == (404, True), path
+
+
+async def test_recordings_are_sorted_filtered_and_paged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "PAGE_ROWS", 2)
+    flags = {"recording.directory": str(tmp_path / "recordings"), "recording.min_free_gib": 0}
+    async with console(tmp_path, flags) as served:
+        one, three, none = [await served.open(run=run) for run in ("one", "three", "none")]
+        for index in range(3):
+            await served.step(three[0], index, Move(5, index))
+        await served.step(one[0], 0, Move(5, 6))
+        for (episode_id,) in (one, three):
+            await served.daemon.service.close(episode_id)
+
+        async def listed(query: str) -> tuple[list[str], int, int]:
+            status, text = await served.get(f"/api/recordings?{query}")
+            assert status == 200, text
+            page = json.loads(text)
+            return [each["run"] for each in page["recordings"]], page["matching"], page["total"]
+
+        assert await listed("sort=steps") == (["one", "three"], 3, 3)
+        assert await listed("sort=-steps") == (["three", "one"], 3, 3)
+        assert await listed("sort=-steps&offset=2") == (["none"], 3, 3)  # without a value: last in both directions
+        assert await listed("sort=steps&offset=2") == (["none"], 3, 3)
+        assert await listed("run=three") == (["three"], 1, 3)
+        assert await listed("text=SAVE-note&pool=desktop&sort=run") == (["none", "one"], 3, 3)
+        assert await listed("state=no+state") == (["none"], 1, 3)
+        assert await listed(f"text={none[0]}") == (["none"], 1, 3)
+        for wrong in ("sort=owner", "offset=-1", "offset=x"):
+            status, text = await served.get(f"/api/recordings?{wrong}")
+            assert (status, "sort by one of time, task" in text) == (400, True)
+
+
+async def test_a_recording_is_downloaded_as_a_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"recording.directory": str(tmp_path / "recordings"), "recording.min_free_gib": 0}
+    async with console(tmp_path, flags) as served:
+        (episode_id,) = await served.open()
+        await served.step(episode_id, 0, Click(379, 311), TypeText("hello"))
+        await served.daemon.service.close(episode_id)
+        url = f"{served.url}/api/recordings/{episode_id}/video"
+        async with served.session.get(url) as response:
+            assert (response.status, response.content_type) == (200, "video/mp4")
+            assert (await response.read())[4:8] == b"ftyp"
+        started, goes_on = threading.Event(), threading.Event()
+
+        def slow(*_: Any, progress: Callable[[float], None], **__: Any) -> None:
+            started.set()
+            goes_on.wait()
+            progress(0.5)
+
+        monkeypatch.setattr(replays, "export_video", slow)
+        first = asyncio.create_task(served.session.get(url))
+        await asyncio.to_thread(started.wait)
+        status, text = await served.get(f"/api/recordings/{episode_id}/video")
+        assert (status, "another video is being made" in text) == (503, True)
+        # A page that was closed ends it.
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        goes_on.set()
+
+        def missing(*_: Any, **__: Any) -> None:
+            raise ConfigError("install the extra video")
+
+        async with asyncio.timeout(60):
+            while status == 503:
+                monkeypatch.setattr(replays, "export_video", missing)
+                status, text = await served.get(f"/api/recordings/{episode_id}/video")
+        assert (status, text) == (501, "install the extra video\n")
+
+
+async def test_a_branch_has_its_place_in_the_group_and_its_parents_steps(tmp_path: Path) -> None:
+    async with console(tmp_path, {"pools": {"desktop": {"size": 2, "capacity": 6}}}) as served:
+        first, second = await served.open(2)
+
+        async def facts_of(episode_id: str) -> dict[str, Any]:
+            found: dict[str, Any] = json.loads((await served.get(f"/api/episodes/{episode_id}"))[1])
+            return found
+
+        await served.step(second, 0, Move(5, 6))
+        left, right = await served.fork(second, 1, count=2)
+        await served.step(second, 1, Move(9, 9))
+        await served.step(left, 1, Click(379, 311))
+        (deep,) = await served.fork(left, 2)
+        await served.daemon.service.close(second)
+        labels = {episode_id: (await facts_of(episode_id))["label"] for episode_id in (first, left, right, deep)}
+        assert labels == {first: "1", left: "2.1", right: "2.2", deep: "2.1.1"}
+        branch = await facts_of(deep)
+        assert (branch["parent"], branch["first"], branch["action"]) == (left, 2, "")
+        assert [(step["index"], step["actions"]) for step in branch["steps"]] == [
+            (0, ["move 5,6"]),
+            (1, ["click 379,311"]),
+        ]
+        assert [step["index"] for step in (await facts_of(right))["steps"]] == [0]
+
+
+async def test_statistics_of_runs_outlive_their_episodes(tmp_path: Path) -> None:
+    async with console(tmp_path) as served:
+        (episode_id,) = await served.open(run="main")
+        await served.step(episode_id, 0, Move(5, 6))
+        await served.daemon.service.evaluate(episode_id, request_id="e", fingerprint=b"")
+        await served.daemon.service.close(episode_id)
+        async with aclosing(served.events()) as events:
+            state = await until(events, "state")
+            assert state["episodes"] == []
+            (run,) = state["runs"]
+            assert [run[key] for key in ("run", "open", "episodes", "scored", "mean", "void", "steps")] == [
+                "main",
+                0,
+                1,
+                1,
+                0.0,
+                0,
+                1,
+            ]
 
 
 async def test_an_episode_has_a_timeline_and_its_instruction(tmp_path: Path) -> None:
@@ -328,12 +451,15 @@ async def test_tokens_decide_who_sees_which_episodes(tmp_path: Path) -> None:
             for wrong in ({}, {"Authorization": "Bearer envd_wrong"}):
                 assert (await served.get(path, **wrong))[0] == 401
         assert (await served.get("/"))[0] == 200
-        seen = {}
+        seen, owners = {}, {}
         for scope, token in tokens.items():
             served.session.headers["Authorization"] = f"Bearer {token.secret}"
             async with aclosing(served.events()) as events:
-                seen[scope] = {facts["id"] for facts in (await until(events, "state"))["episodes"]}
+                state = await until(events, "state")
+                seen[scope] = {facts["id"] for facts in state["episodes"]}
+                owners[scope] = {facts["owner"] for facts in state["runs"]}
         assert seen == {"read": {own, other}, "run": {own}}
+        assert owners == {"read": {"runer", "else"}, "run": {"runer"}}
         assert (await served.get(f"/api/episodes/{own}"))[0] == 200
         assert (await served.get(f"/api/episodes/{other}"))[0] == 404
 
@@ -395,7 +521,7 @@ async def test_requests_count_toward_the_rate_limit_of_their_token_or_host(tmp_p
         # Paths without data too: a host without a token has one limit.
         paths = ["/", "/api/recordings", "/api/episodes/x", "/"]
         assert [(await served.get(path))[0] for path in paths] == [200, 401, 401, 429]
-        assert [(await served.get("/api/recordings", **alice))[0] for _ in range(3)] == [200, 200, 200]
+        assert [(await served.get("/api/recordings", **alice))[0] for _ in range(3)] == [404, 404, 404]
         status, text = await served.get("/api/recordings", **alice)
         assert status == 429
         assert "token 'alice': too many calls" in text

@@ -25,7 +25,7 @@ PAGES = [
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("client", "checkpoints", "agent", "rewards", "data", "suite", "compat", "osworld")
+        for name in ("client", "checkpoints", "people", "agent", "rewards", "data", "suite", "compat", "osworld")
     ),
 ]
 MARK = "<!-- not run by the tests: it needs "

@@ -16,10 +16,11 @@ from playwright.async_api import Page, async_playwright, expect
 from cuaenv.actions import Click, Move, TypeText
 from envd.api.security.tokens import new_token
 from envd.base.config import HypervisorConfig, SettlePolicy, load
+from envd.base.errors import HumanInControl
 from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.video import VideoFormat, export_video
-from envd.episodes.types import ResetCommand, StepCommand
+from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
 from envd.guest.observation import Encoding, ObservationOptions
 from envd.images.catalogue import Image as GuestImage
 from tests.support.leftovers import machine_leftovers
@@ -64,6 +65,19 @@ class Wall:
                 observe=NO_PIXELS,
             )
             await self.daemon.service.step(step)
+
+    async def fork(self, episode_id: str, index: int, *, count: int = 1) -> list[str]:
+        """Branch an episode; return the branches' ids."""
+        command = ForkCommand(
+            request_id=f"fork-{index}", episode_id=episode_id, step_index=index, fork_count=count, observe=NO_PIXELS
+        )
+        return [info.episode_id for info in (await self.daemon.service.fork(command)).episodes]
+
+    async def box(self, selector: str) -> Any:
+        """Return the place of an element on the page."""
+        box = await self.page.locator(selector).bounding_box()
+        assert box is not None, selector
+        return box
 
     async def picture(self, name: str) -> None:
         """Write a picture of the page."""
@@ -138,16 +152,96 @@ async def test_the_wall_the_full_view_and_the_keys(tmp_path: Path) -> None:
         await expect(page.locator("#full-id")).to_have_text(groups[0][0])
         await expect(page.locator("#full-steps li")).to_have_count(3)
         await expect(page.locator("#full-steps li .what").nth(1)).to_have_text(f"type '{hostile} 0'")
-        await expect(page.locator("#full-facts .siblings button")).to_have_count(4)
+        await expect(page.locator("#full-tree button")).to_have_count(4)
+        await expect(page.locator("#full-tree button[aria-current]")).to_have_text("1step 3")
         await expect(page.locator("#full-image")).to_have_js_property("naturalWidth", 1280)
         await shown.picture("full")
         assert await page.locator("img[src=x]").count() == 0
         await shown.daemon.service.close(groups[0][0])
         await expect(page.locator("#full-note")).to_contain_text("The episode was closed.")
+        screen, note = await shown.box("#full-image"), await shown.box("#full-note")
+        assert note["y"] >= screen["y"] + screen["height"], "the note covers the picture"
         await page.keyboard.press("Escape")
         await expect(page.locator("#full")).to_be_hidden()
         await expect(page.locator(".tile")).to_have_count(15)
         late.cancel()
+
+
+async def test_groups_are_framed_and_branches_are_a_tree_with_the_parents_steps(tmp_path: Path) -> None:
+    async with wall(tmp_path, 12) as shown:
+        page = shown.page
+        first, second = await shown.reset(2, run="grpo")
+        (alone,) = await shown.reset(1, run="eval", task=TASKS[1])
+        await shown.play(second, Click(379, 311))
+        left, right = await shown.fork(second, 1, count=2)
+        await shown.play(left, TypeText("left"), first=1)
+        (deep,) = await shown.fork(left, 2)
+        await page.goto(shown.url)
+        await expect(page.locator(".tile")).to_have_count(6)
+        await expect(page.locator(".group")).to_have_count(1)
+        await expect(page.locator(".group h3")).to_have_text("Group: 2 members, 3 branches")
+        assert await page.locator(".group .tile").evaluate_all("tiles => tiles.map((tile) => tile.dataset.id)") == [
+            first,
+            second,
+            left,
+            deep,
+            right,
+        ]
+        await expect(page.locator(f".tile[data-id={deep}] .label")).to_have_text("↳ 2.1.1")
+        await expect(page.locator(f".tile[data-id={alone}] .label")).to_be_hidden()
+        # An address leads to an episode, in a page of its own too.
+        await page.goto("about:blank")
+        await page.goto(f"{shown.url}#episode={deep}")
+        await expect(page.locator("#full-id")).to_have_text(deep)
+        await expect(page.locator("#full-tree button[aria-current]")).to_contain_text("2.1.1")
+        await expect(page.locator("#full-steps li.inherited .what")).to_have_text(["type 'left'", "click 379,311"])
+        await page.set_viewport_size({"width": 1440, "height": 900})
+        await shown.picture("branch")
+        await page.get_by_role("button", name=left, exact=True).click()
+        await expect(page.locator("#full-id")).to_have_text(left)
+        assert page.url.endswith(f"#episode={left}")
+        await page.go_back()
+        await expect(page.locator("#full-id")).to_have_text(deep)
+        # Left and right follow the tree, up and down the places.
+        await page.keyboard.press("Escape")
+        await expect(page.locator(f".tile[data-id={deep}]")).to_be_focused()
+        await page.keyboard.press("ArrowLeft")
+        await expect(page.locator(f".tile[data-id={left}]")).to_be_focused()
+        for episode_id in (first, second, left, right, deep):
+            await shown.daemon.service.close(episode_id)
+        await expect(page.locator(".group")).to_have_count(0)
+        await expect(page.locator("#run-rows tr")).to_have_count(2)
+        await expect(page.locator("#run-rows tr").last).to_contain_text("grpo")
+        await page.locator("#run-rows tr").last.click()
+        await expect(page.locator("#empty")).to_have_text("No episode matches the filters.")
+        assert page.url.endswith("#run=grpo")
+        await page.goto("about:blank")
+        await page.goto(f"{shown.url}#episode={deep}")
+        await expect(page.locator("#notice")).to_contain_text(f"Episode {deep} is not open here")
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+@pytest.mark.parametrize("width", [1440, 390])
+async def test_the_page_fits_wide_and_narrow_windows_in_both_themes(tmp_path: Path, scheme: Any, width: int) -> None:
+    flags = {"recording.directory": str(tmp_path / "recordings"), "recording.min_free_gib": 0}
+    async with wall(tmp_path, 6, flags) as shown:
+        page = shown.page
+        await page.emulate_media(color_scheme=scheme)
+        await page.set_viewport_size({"width": width, "height": 860})
+        (episode_id, *_) = await shown.reset(4, run="grpo-lr3e-6")
+        await shown.play(episode_id, Click(379, 311))
+        await page.goto(shown.url)
+        await expect(page.locator(".tile img[src]").first).to_be_attached()
+        await shown.picture(f"wall-{scheme}-{width}")
+        background = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (background == "rgb(13, 16, 20)") == (scheme == "dark")
+        for address in ("", "#tab=recordings", f"#episode={episode_id}", f"#recording={episode_id}"):
+            await page.goto("about:blank")
+            await page.goto(shown.url + address)
+            await expect(page.locator("#link.live")).to_be_attached()
+            assert await page.evaluate("document.documentElement.scrollWidth") <= width, address
+        if width == 1440:
+            assert (await shown.box("header"))["height"] < 50, "the header has more than one row"
 
 
 async def test_the_wall_shows_256_episodes_and_loads_the_pictures_in_view(tmp_path: Path) -> None:
@@ -180,16 +274,97 @@ async def test_a_recorded_episode_is_replayed(tmp_path: Path) -> None:
         await page.fill("#filter-text", "night-7")
         await expect(page.locator("#recording-rows tr")).to_have_count(1)
         await shown.picture("recordings")
-        await page.locator("#recording-rows tr").click()
+        await page.get_by_role("button", name="Score").click()
+        await expect(page.locator("th[data-sort=score]")).to_have_attribute("aria-sort", "descending")
+        assert page.url.endswith("#tab=recordings&text=night-7&sort=-score")
+        await expect(page.locator("#recording-count")).to_have_text("1 of 1 recordings")
+        # The address of a closed episode leads to its recording.
+        await page.goto("about:blank")
+        await page.goto(f"{shown.url}#episode={episode_id}")
         await expect(page.locator("#full-steps li")).to_have_count(4)
+        assert page.url.endswith(f"#recording={episode_id}")
         await expect(page.locator("#full-image")).to_have_js_property("naturalWidth", 1280)
         await page.locator("#full-steps li").nth(2).click()
         await expect(page.locator("#full-steps li.now .n")).to_have_text("2")
         await shown.picture("replay")
+        # Marks by time: also steps that changed nothing have their own.
+        places = await page.locator("#marks i").evaluate_all("marks => marks.map((mark) => mark.style.left)")
+        assert len(set(places)) == 4
+        async with page.expect_download() as download:
+            await page.locator("#full-video").click()
+        assert (await download.value).suggested_filename == f"{episode_id}.mp4"
         await page.locator("#scrub").fill("0")
         await page.locator("#play").click()
         await expect(page.locator("#full-steps li.now .n")).to_have_text("3")
         await expect(page.locator("#full-score b")).to_have_text("Score 1.00")
+
+
+async def click_screen(shown: Wall, x: int, y: int, *, screen: tuple[int, int] = (1280, 800)) -> None:
+    """Click at a place of the guest's screen."""
+    box = await shown.box("#full-image")
+    at = (box["x"] + (x + 0.5) * box["width"] / screen[0], box["y"] + (y + 0.5) * box["height"] / screen[1])
+    await shown.page.mouse.click(*at)
+
+
+async def paste(page: Page, text: str) -> None:
+    """Paste a text into the field that receives the keyboard."""
+    await page.evaluate(
+        """text => {
+            const data = new DataTransfer();
+            data.setData("text/plain", text);
+            document.activeElement.dispatchEvent(new ClipboardEvent("paste", {clipboardData: data, cancelable: true}));
+        }""",
+        text,
+    )
+
+
+async def test_a_person_plays_a_task_to_its_score(tmp_path: Path) -> None:
+    async with wall(tmp_path, 2) as shown:
+        page = shown.page
+        await page.goto(shown.url)
+        await page.click("#start-open")
+        await page.select_option("#start-task", "fake/save-note")
+        await shown.picture("control-start")
+        await page.click("#start-form button")
+        await expect(page.locator("#full.controlled")).to_be_visible()
+        await expect(page.locator("#full-image[src]")).to_be_visible()
+        await expect(page.locator("#full-pointer")).to_be_attached()
+        await click_screen(shown, 379, 311)
+        await page.keyboard.type("Hello, fake")
+        await page.keyboard.press("Enter")
+        await page.keyboard.press("Backspace")
+        await paste(page, " desktop!")
+        await click_screen(shown, 82, 86)
+        await shown.picture("control-wide")
+        await expect(page.locator("#full-steps .what").first).to_contain_text("by a person:")
+        await page.set_viewport_size({"width": 390, "height": 844})
+        await shown.picture("control-narrow")
+        await page.click("#control-score")
+        await expect(page.locator("#control-note")).to_have_text("Score 1")
+
+
+async def test_of_two_pages_one_controls_and_a_closed_page_hands_back(tmp_path: Path) -> None:
+    async with wall(tmp_path, 1) as shown:
+        page = shown.page
+        (episode_id,) = await shown.reset(1, run="agent")
+        assert page.context.browser is not None
+        other = await page.context.browser.new_page()
+        for each in (page, other):
+            await each.goto(shown.url)
+            await each.locator(f".tile[data-id={episode_id}]").click()
+        await page.click("#control-take")
+        await expect(page.locator("#full.controlled")).to_be_visible()
+        await other.click("#control-take")
+        await expect(other.locator("#control-note")).to_contain_text("another page controls it")
+        with pytest.raises(HumanInControl):
+            await shown.play(episode_id, Click(1, 1))
+        await page.close(run_before_unload=False)
+        await other.click("#control-take")
+        while not await other.locator("#full.controlled").count():
+            await other.click("#control-take")
+        await other.click("#control-release")
+        await expect(other.locator("#control-note")).to_have_text("Handed back.")
+        await shown.play(episode_id, Click(1, 1))
 
 
 @pytest.mark.vm

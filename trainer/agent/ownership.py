@@ -22,6 +22,7 @@ from cuaenv.client import (
     GuestFailed,
     GuestRefused,
     GuestUnresponsive,
+    HumanInControl,
     LossUndecided,
     MachineLost,
     MessageTooLarge,
@@ -87,6 +88,8 @@ _TABLE: Mapping[type[BaseException], tuple[Ruling, Ruling]] = {
     LossUndecided: (_UNDECIDED, _UNDECIDED),
     # The tokens cannot be trained on, but the model chose them.
     PlaceholderSampled: (_UNDECIDED, _UNDECIDED),
+    # What a person did is not the policy's: such an episode is neither trained nor repeated.
+    HumanInControl: (_TRAINER, _TRAINER),
     GenerationAborted: (_TRAINER, _TRAINER),
     ModelFailed: (_TRAINER, _TRAINER),
     TimeoutError: (_TRAINER, _TRAINER),

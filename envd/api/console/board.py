@@ -6,9 +6,9 @@ Texts of clients and guests are passed on as they are: the page must treat every
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
+from envd.api.console.runs import Facts, Runs
 from envd.base.clock import Clock
 from envd.base.errors import EvaluatorFailed
 from envd.episodes.episode import Episode
@@ -24,53 +24,81 @@ _INTERVAL_S = 0.5
 _MAX_STEPS = 500
 
 
+@dataclass(eq=False, slots=True)
+class Timeline:
+    """The latest steps of an episode, those of its ancestors first, and its place in its group."""
+
+    label: str
+    """`3` is the third member of its group, `3.1` the first branch of that."""
+    first_index: int
+    """Index of the first step of its own."""
+    steps: deque[PerformedStep]
+    branch_count: int = 0
+
+
 class EpisodeHistory:
-    """The latest steps of every open episode, in memory: a restart of the daemon empties it. An `EpisodeObserver`."""
+    """The timelines of all open episodes, in memory: a restart of the daemon empties it. An `EpisodeObserver`."""
 
     def __init__(self) -> None:
-        self._steps: dict[str, deque[PerformedStep]] = {}
+        self._timelines: dict[str, Timeline] = {}
+        self._labels: dict[str, tuple[int, set[str]]] = {}
+        """Of each group: how many members were opened, and the episodes that are open."""
 
     def __repr__(self) -> str:
-        return f"<EpisodeHistory of {len(self._steps)} episodes>"
+        return f"<EpisodeHistory of {len(self._timelines)} episodes>"
 
-    def steps_of(self, episode_id: str) -> tuple[PerformedStep, ...]:
-        """Return an episode's latest steps, oldest first."""
-        return tuple(self._steps.get(episode_id, ()))
-
-    def last_action_of(self, episode_id: str) -> str:
-        """Return the last action as text; empty before the first."""
-        steps = self._steps.get(episode_id)
-        return steps[-1].actions[-1] if steps and steps[-1].actions else ""
+    def timeline_of(self, episode_id: str) -> Timeline:
+        """Return an episode's timeline; an empty one if the episode is not open."""
+        return self._timelines.get(episode_id) or Timeline("", 0, deque())
 
     def opened(self, episode: Episode) -> None:
-        """Start a timeline; that of a fork has only its own steps."""
-        self._steps[episode.episode_id] = deque(maxlen=_MAX_STEPS)
+        """Start a timeline; that of a fork begins with its parent's steps, if the parent is open."""
+        member_count, open_ids = self._labels.get(episode.group_id, (0, set()))
+        parent = self._timelines.get(episode.parent_episode_id)
+        steps: deque[PerformedStep] = deque(maxlen=_MAX_STEPS)
+        if parent is None:
+            member_count += 1
+            label = str(member_count)
+        else:
+            parent.branch_count += 1
+            label = f"{parent.label}.{parent.branch_count}"
+            steps.extend(step for step in parent.steps if step.index < episode.step_count)
+        open_ids.add(episode.episode_id)
+        self._labels[episode.group_id] = member_count, open_ids
+        self._timelines[episode.episode_id] = Timeline(label, episode.step_count, steps)
 
     def stepped(self, episode: Episode, step: PerformedStep) -> None:
         """Add a step, without its pixels."""
-        if (steps := self._steps.get(episode.episode_id)) is not None:
-            steps.append(replace(step, view=None))
+        if (timeline := self._timelines.get(episode.episode_id)) is not None:
+            timeline.steps.append(replace(step, view=None))
 
     def scored(self, episode: Episode) -> None:
         """Do nothing: the episode has its score."""
 
     def closed(self, episode: Episode) -> None:
-        """Forget the steps."""
-        self._steps.pop(episode.episode_id, None)
+        """Forget the timeline, and the group with its last episode."""
+        self._timelines.pop(episode.episode_id, None)
+        _, open_ids = self._labels.get(episode.group_id, (0, set()))
+        open_ids.discard(episode.episode_id)
+        if not open_ids:
+            self._labels.pop(episode.group_id, None)
 
 
 class Board:
     """Facts by episode, and of the pools. A fact that has not changed stays the same object."""
 
-    def __init__(self, episodes: EpisodeService, history: EpisodeHistory, *, clock: Clock) -> None:
+    def __init__(self, episodes: EpisodeService, history: EpisodeHistory, runs: Runs, *, clock: Clock) -> None:
         self._service = episodes
         self._history = history
+        self._runs = runs
         self._clock = clock
         self._listeners: list[Callable[[], None]] = []
         self._task: asyncio.Task[None] | None = None
         self.episodes: dict[str, Facts] = {}
         """Episodes by id, oldest first."""
         self.pools: list[Facts] = []
+        self.runs: list[Facts] = []
+        """Runs, the newest first."""
 
     def __repr__(self) -> str:
         return f"<Board of {len(self.episodes)} episodes, {len(self._listeners)} viewers>"
@@ -96,18 +124,21 @@ class Board:
 
     def refresh(self) -> None:
         """Read everything now, and report a change."""
-        before, pools_before = self.episodes, self.pools
+        before, pools_before, runs_before = self.episodes, self.pools, self.runs
         self.episodes = {}
         for episode in self._service.episodes:
             episode_id = episode.episode_id
-            facts = episode_facts(episode, last_action=self._history.last_action_of(episode_id), clock=self._clock)
+            facts = episode_facts(episode, self._history.timeline_of(episode_id), clock=self._clock)
             known = before.get(episode_id)
             self.episodes[episode_id] = known if known is not None and known == facts else facts
         queues, now_s = self._service.list_queues(), self.now_s
         pools = [pool_facts(pool, queues[pool.name], now_s=now_s) for pool in self._service.list_pools()]
         self.pools = pools_before if pools == pools_before else pools
+        runs = self._runs.facts()
+        self.runs = runs_before if runs == runs_before else runs
         if (
             self.pools is not pools_before
+            or self.runs is not runs_before
             or len(before) != len(self.episodes)
             or any(before.get(episode_id) is not facts for episode_id, facts in self.episodes.items())
         ):
@@ -126,16 +157,16 @@ class Board:
             self.refresh()
 
 
-Facts = dict[str, Any]
-
-
-def episode_facts(episode: Episode, *, last_action: str, clock: Clock) -> Facts:
+def episode_facts(episode: Episode, timeline: Timeline, *, clock: Clock) -> Facts:
     """Return what a tile shows."""
     info = episode.info(clock)
+    last = timeline.steps[-1].actions if timeline.steps and timeline.steps[-1].index >= timeline.first_index else ()
     return {
         "id": info.episode_id,
         "group": info.group_id,
         "parent": info.parent_episode_id,
+        "label": timeline.label,
+        "first": timeline.first_index,
         "task": info.task_id,
         "pool": info.pool,
         "run": info.run,
@@ -149,12 +180,12 @@ def episode_facts(episode: Episode, *, last_action: str, clock: Clock) -> Facts:
         "expires": round(info.expire_time.timestamp()),
         "lease_s": episode.lease.ttl_s,
         "in_call": episode.lease.in_call,
-        "action": last_action,
+        "action": last[-1] if last else "",
         "score": episode.verdict.score if isinstance(episode.verdict, EvaluateResult) else None,
     }
 
 
-def episode_detail(episode: Episode, facts: Facts, steps: Iterable[PerformedStep]) -> Facts:
+def episode_detail(episode: Episode, facts: Facts, timeline: Timeline) -> Facts:
     """Return what the full view shows."""
     verdict = episode.verdict
     return {
@@ -167,18 +198,17 @@ def episode_detail(episode: Episode, facts: Facts, steps: Iterable[PerformedStep
             for check in (verdict.checks if isinstance(verdict, EvaluateResult) else ())
         ],
         "evaluator_error": str(verdict) if isinstance(verdict, EvaluatorFailed) else "",
-        "steps": [step_facts(step) for step in steps],
-    }
-
-
-def step_facts(step: PerformedStep) -> Facts:
-    """Return a line of the timeline."""
-    return {
-        "index": step.index,
-        "time": step.time.timestamp(),
-        "actions": list(step.actions),
-        "settled": step.is_settled,
-        "ms": round(step.total_ms),
+        "steps": [
+            {
+                "index": step.index,
+                "time": step.time.timestamp(),
+                "source": step.source,
+                "actions": list(step.actions),
+                "settled": step.is_settled,
+                "ms": round(step.total_ms),
+            }
+            for step in timeline.steps
+        ],
     }
 
 

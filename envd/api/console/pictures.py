@@ -33,6 +33,8 @@ class Size(Enum):
     TILE = (320, 2.0, 70)
     #: In the full view.
     FULL = (1600, 5.0, 85)
+    #: In the full view of a person who acts.
+    LIVE = (1600, 25.0, 75)
 
     @property
     def max_width_px(self) -> int:

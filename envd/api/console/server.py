@@ -1,4 +1,4 @@
-"""Serve the console's page, its stream of updates, and what it asks for. Every route only reads.
+"""Serve the console's page, its stream of updates, and what it asks for. The routes here only read.
 
 The stream is one of server-sent events. The page reads it with `fetch` and not with `EventSource`, which cannot send
 a token as a header; a token in a URL would appear in the logs of proxies.
@@ -10,16 +10,22 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from pydantic_core import from_json
 
 from envd.api.console.board import Board, EpisodeHistory, episode_detail
+from envd.api.console.control import ControlRoutes
 from envd.api.console.pictures import Pictures
-from envd.api.console.replays import Replays
+from envd.api.console.replays import Replays, VideoUnavailable
+from envd.api.console.runs import Runs
 from envd.api.console.viewer import Viewer, event
+from envd.api.security.access import TRUSTED, Caller
 from envd.base.clock import Clock, SystemClock
+from envd.base.errors import ConfigError
 from envd.base.telemetry.endpoint import serve_app
 from envd.base.version import envd_version
 from envd.episodes.recording.library import Library
@@ -34,18 +40,20 @@ MaySee = Callable[[web.Request, str], bool]
 #: Pages that are open at the same time: of all callers, and of one.
 MAX_VIEWERS = 64
 MAX_VIEWERS_OF_CALLER = 16
-#: Recordings in a list.
-MAX_LISTED = 500
 #: A page that receives nothing for longer considers the connection lost.
 _PING_S = 5.0
 #: A page that takes no bytes for longer is disconnected.
 _STALL_S = 60.0
 _BODY_BYTES = 1 << 16
+_VIDEO_CHUNK_BYTES = 1 << 20
 
 _PAGE = {
     "/": ("index.html", "text/html"),
     "/console.css": ("console.css", "text/css"),
-    "/console.js": ("console.js", "text/javascript"),
+    **{
+        f"/{name}": (name, "text/javascript")
+        for name in ("console.js", "wall.js", "episode.js", "recordings.js", "control.js")
+    },
 }
 #: Paths that need no token: they hold no data.
 PUBLIC_PATHS = tuple(_PAGE)
@@ -75,6 +83,7 @@ async def serve_console(
     is_admitted: Callable[[web.Request], bool] = lambda _request: True,
     may_see: MaySee = lambda _request, _owner: True,
     caller_name: Callable[[web.Request], str] = lambda _request: "",
+    caller_of: Callable[[web.Request], Caller] = lambda _request: TRUSTED,
     clock: Clock | None = None,
 ) -> AsyncIterator[str]:
     """Serve the console of an episode service and yield the bound address.
@@ -88,6 +97,7 @@ async def serve_console(
         is_admitted: Whether a request that the middlewares admitted would be admitted now; a stream ends if not.
         may_see: Which episodes a caller may see.
         caller_name: Identifies the caller, whose open pages are limited; empty if callers have no names.
+        caller_of: The rights of a request's caller, for routes that act.
         clock: Source of time; by default the host's.
 
     Raises:
@@ -103,6 +113,7 @@ async def serve_console(
     )
     app = web.Application(middlewares=[_with_headers, _own_page_only, *middlewares], client_max_size=_BODY_BYTES)
     console.add_routes(app.router)
+    ControlRoutes(episodes, caller_of=caller_of).add_to(app.router)
     try:
         async with serve_app(app, listen, setting="console_listen", tls=tls) as address:
             try:
@@ -158,7 +169,9 @@ class Console:
         self._history = EpisodeHistory()
         episodes.events.add(self._history)
         self._replays = None if library is None else Replays(library)
-        self._board = Board(episodes, self._history, clock=clock)
+        runs = Runs(clock)
+        episodes.events.add(runs)
+        self._board = Board(episodes, self._history, runs, clock=clock)
         self._pictures = Pictures(episodes)
         self._viewers: dict[str, Viewer] = {}
         self._stopping = asyncio.Event()
@@ -173,6 +186,7 @@ class Console:
         router.add_get("/api/recordings", self._recordings)
         router.add_get("/api/recordings/{id}", self._recording)
         router.add_get("/api/recordings/{id}/frames/{index}", self._frame)
+        router.add_get("/api/recordings/{id}/video", self._video)
 
     def end_streams(self) -> None:
         """End the streams that otherwise last until their pages are closed."""
@@ -193,27 +207,23 @@ class Console:
         response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
         # Proxies such as nginx would otherwise hold events back.
         response.headers["X-Accel-Buffering"] = "no"
-        # The page was closed.
-        with suppress(ConnectionResetError):
-            try:
-                await response.prepare(request)
-                hello = {"view": viewer.view_id, "version": envd_version(), "records": self._replays is not None}
-                await _write(response, event("hello", hello))
-                while not self._stopping.is_set() and self._is_admitted(request):
-                    is_silent = True
-                    for message in viewer.updates():
-                        await _write(response, message)
-                        is_silent = False
-                    if is_silent:
-                        await _write(response, event("ping", {}))
-                    await viewer.wait(timeout_s=_PING_S)
-            except TimeoutError:
-                logger.info("console: a page took no bytes for %.0f s and was disconnected", _STALL_S)
-                if request.transport is not None:
-                    request.transport.abort()
-            finally:
-                del self._viewers[viewer.view_id]
-                viewer.close()
+        try:
+            await response.prepare(request)
+            hello = {"view": viewer.view_id, "version": envd_version(), "records": self._replays is not None}
+            await _write(request, response, event("hello", hello))
+            while not self._stopping.is_set() and self._is_admitted(request):
+                is_silent = True
+                for message in viewer.updates():
+                    await _write(request, response, message)
+                    is_silent = False
+                if is_silent:
+                    await _write(request, response, event("ping", {}))
+                await viewer.wait(timeout_s=_PING_S)
+        except ConnectionResetError:
+            pass  # the page was closed
+        finally:
+            del self._viewers[viewer.view_id]
+            viewer.close()
         return response
 
     def _open_viewer(self, request: web.Request) -> Viewer:
@@ -237,8 +247,8 @@ class Console:
         viewer = self._viewers.get(request.match_info["view"])
         if viewer is None:
             raise _not_found(f"view {request.match_info['view']}: not found; reload the page")
-        tiles, full = _selection(await request.read())
-        viewer.select(tiles, full)
+        tiles, full, live = _selection(await request.read())
+        viewer.select(tiles, full, live=live)
         return web.Response(status=204)
 
     async def _episode(self, request: web.Request) -> web.Response:
@@ -249,12 +259,17 @@ class Console:
         episode = self._episodes.find(episode_id)
         if facts is None or episode is None or not self._may_see(request, facts["owner"]):
             raise _not_found(f"episode {episode_id}: not found; it was closed, or never opened here")
-        return web.json_response(episode_detail(episode, facts, self._history.steps_of(episode_id)))
+        return web.json_response(episode_detail(episode, facts, self._history.timeline_of(episode_id)))
 
     async def _recordings(self, request: web.Request) -> web.Response:
-        """Return the recordings that the caller may see, the newest first."""
-        found = [] if self._replays is None else await self._replays.summaries()
-        return web.json_response([each for each in found if self._may_see(request, each["owner"])][:MAX_LISTED])
+        """Return a page of the recordings that the caller may see."""
+        if self._replays is None:
+            raise _not_found("recordings: this daemon does not record; set recording.directory")
+        try:
+            page = await self._replays.page(request.query, may_see=lambda owner: self._may_see(request, owner))
+        except ValueError as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        return web.json_response(page)
 
     async def _recording(self, request: web.Request) -> web.Response:
         """Return what a replay needs: steps, and when each frame was recorded."""
@@ -271,6 +286,31 @@ class Console:
             raise _not_found(str(error)) from error
         return web.Response(body=jpeg, content_type="image/jpeg")
 
+    async def _video(self, request: web.Request) -> web.StreamResponse:
+        """Return a recording as MP4. Making it takes seconds to minutes, and ends when the page no longer waits."""
+        replays, episode_id = await self._replay(request)
+
+        def is_wanted() -> bool:
+            return request.transport is not None and not request.transport.is_closing()
+
+        with TemporaryDirectory(prefix="envd-video-") as directory:
+            path = Path(directory) / f"{episode_id}.mp4"
+            try:
+                await replays.video(episode_id, path, is_wanted=is_wanted)
+            except RecordingUnreadable as error:
+                raise _not_found(str(error)) from error
+            except ConfigError as error:
+                raise web.HTTPNotImplemented(text=f"{error}\n") from error
+            except VideoUnavailable as error:
+                raise web.HTTPServiceUnavailable(text=f"recording {episode_id}: {error}\n") from error
+            response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "video/mp4"})
+            response.content_length = path.stat().st_size
+            with suppress(ConnectionResetError), path.open("rb") as file:
+                await response.prepare(request)
+                while chunk := file.read(_VIDEO_CHUNK_BYTES):
+                    await _write(request, response, chunk)
+        return response
+
     async def _replay(self, request: web.Request) -> tuple[Replays, str]:
         """Return the replays, and the episode of a request that may see it."""
         episode_id = request.match_info["id"]
@@ -285,18 +325,24 @@ class Console:
         return self._replays, episode_id
 
 
-async def _write(response: web.StreamResponse, message: bytes) -> None:
-    """Write to a page. Raises: TimeoutError: it takes no bytes; ConnectionResetError: it was closed."""
-    async with asyncio.timeout(_STALL_S):
-        await response.write(message)
+async def _write(request: web.Request, response: web.StreamResponse, message: bytes) -> None:
+    """Write to a page. Raises: ConnectionResetError: it was closed, or takes no bytes and was disconnected."""
+    try:
+        async with asyncio.timeout(_STALL_S):
+            await response.write(message)
+    except TimeoutError:
+        logger.info("console: a page took no bytes for %.0f s and was disconnected", _STALL_S)
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError from None
 
 
-def _selection(body: bytes) -> tuple[list[str], str]:
-    """Return the tiles and the full view that a page selects. Raises: HTTPBadRequest."""
+def _selection(body: bytes) -> tuple[list[str], str, bool]:
+    """Return the tiles, the full view that a page selects, and whether its person acts. Raises: HTTPBadRequest."""
     with suppress(ValueError):
         match from_json(body):
-            case {"tiles": [*tiles], "full": str(full)} if all(isinstance(tile, str) for tile in tiles):
-                return tiles, full
+            case {"tiles": [*tiles], "full": str(full), **more} if all(isinstance(tile, str) for tile in tiles):
+                return tiles, full, more.get("live") is True
     raise web.HTTPBadRequest(text='malformed body; send {"tiles": [EPISODE_ID, ...], "full": EPISODE_ID or ""}\n')
 
 

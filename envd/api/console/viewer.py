@@ -6,8 +6,9 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from envd.api.console.board import Board, Facts
+from envd.api.console.board import Board
 from envd.api.console.pictures import Picture, Pictures, Size, Source
+from envd.api.console.runs import Facts
 
 #: Tiles of one page that carry pictures at the same time; further ones show facts alone.
 MAX_TILES = 512
@@ -26,6 +27,7 @@ class Viewer:
         self._sources: dict[tuple[str, Size], Source] = {}
         self._sent_episodes: dict[str, Facts] = {}
         self._sent_pools: list[Facts] | None = None
+        self._sent_runs: list[Facts] | None = None
         self._sent_pictures: dict[tuple[str, Size], tuple[Picture | None, str]] = {}
         board.listen(self.wake)
 
@@ -45,11 +47,14 @@ class Viewer:
             pass
         self._changed.clear()
 
-    def select(self, tiles: Iterable[str], full: str) -> None:
-        """Show the pictures of these tiles, and of one episode in full; ids that the viewer may not see are ignored."""
+    def select(self, tiles: Iterable[str], full: str, *, live: bool = False) -> None:
+        """Show the pictures of these tiles, and of one episode in full; ids that the viewer may not see are ignored.
+
+        With `live` the full view changes often: its person acts.
+        """
         wanted = {(episode_id, Size.TILE) for episode_id in list(tiles)[:MAX_TILES]}
         if full:
-            wanted.add((full, Size.FULL))
+            wanted.add((full, Size.LIVE if live else Size.FULL))
         wanted = {key for key in wanted if key[0] in self._sent_episodes}
         for key in self._sources.keys() - wanted:
             self._drop(key)
@@ -67,10 +72,12 @@ class Viewer:
             for size in Size:
                 if (episode_id, size) in self._sources:
                     self._drop((episode_id, size))
-        if changed or removed or self._sent_pools is not board.pools:
-            pools = None if self._sent_pools is board.pools else [self._visible(pool) for pool in board.pools]
-            self._sent_episodes, self._sent_pools = seen, board.pools
-            yield event("state", {"now": board.now_s, "episodes": changed, "removed": removed, "pools": pools})
+        pools = None if self._sent_pools is board.pools else [self._visible(pool) for pool in board.pools]
+        runs = None if self._sent_runs is board.runs else self._of_visible(board.runs)
+        if changed or removed or pools is not None or runs is not None:
+            self._sent_episodes, self._sent_pools, self._sent_runs = seen, board.pools, board.runs
+            facts = {"episodes": changed, "removed": removed, "pools": pools, "runs": runs}
+            yield event("state", {"now": board.now_s, **facts})
         for key, source in list(self._sources.items()):
             newest = (source.picture, source.problem)
             if newest == (None, "") or self._sent_pictures.get(key) == newest:
@@ -87,7 +94,11 @@ class Viewer:
 
     def _visible(self, pool: Facts) -> Facts:
         """Return a pool without the queued groups of owners that the viewer may not see."""
-        return {**pool, "queue": [group for group in pool["queue"] if self._may_see(group["owner"])]}
+        return {**pool, "queue": self._of_visible(pool["queue"])}
+
+    def _of_visible(self, facts: Iterable[Facts]) -> list[Facts]:
+        """Return those of owners that the viewer may see."""
+        return [each for each in facts if self._may_see(each["owner"])]
 
     def _drop(self, key: tuple[str, Size]) -> None:
         self._pictures.unsubscribe(self._sources.pop(key), self.wake)

@@ -106,10 +106,15 @@ def may_list(request: web.Request, owner: str) -> bool:
     return caller.may_list(owner)
 
 
+def caller_of(request: web.Request) -> Caller:
+    """Return the caller of a request that `require_token` admitted."""
+    caller: Caller = request.get(_CALLER, TRUSTED)
+    return caller
+
+
 def caller_name(request: web.Request) -> str:
     """Return the name of the caller's token; empty where every caller is trusted."""
-    caller: Caller = request.get(_CALLER, TRUSTED)
-    return caller.name
+    return caller_of(request).name
 
 
 def require_local_host_name() -> Middleware:

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from cuaenv.action_codec import to_json
 from envd.base.aio import OwnedTasks
 from envd.base.clock import Clock, SystemClock
 from envd.base.errors import EnvdError
@@ -89,7 +90,14 @@ class Recorder:
 
     def stepped(self, episode: Episode, step: PerformedStep) -> None:
         """Record a step, after the screen that it ended with."""
-        value = {"index": step.index, "actions": step.actions, "settled": step.is_settled, "ms": round(step.total_ms)}
+        value = {
+            "index": step.index,
+            "source": step.source,
+            "actions": step.actions,
+            "performed": [to_json(action) for action in step.performed],
+            "settled": step.is_settled,
+            "ms": round(step.total_ms),
+        }
         time_s = step.time.timestamp()
         self._add(episode, _Item(time_s, step.view, packed_json(Kind.STEP, time_s, value)))
 

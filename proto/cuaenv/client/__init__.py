@@ -41,6 +41,7 @@ EnvError
 ├── GroupTooLarge         the pool or the run's quota can never hold that many
 ├── GuestRefused          the guest rejected the request; the episode is unharmed
 ├── NotForkable           the episode's machine cannot be copied now; the episode is unharmed
+├── HumanInControl        a person controls the episode in the console; call handed_back()
 ├── StepIndexMismatch     someone else stepped; abandon the episode
 ├── Unauthenticated       the daemon requires a valid token
 ├── AccessDenied          not allowed in this pool
@@ -84,6 +85,7 @@ from cuaenv.client.errors import (
     GuestFailed,
     GuestRefused,
     GuestUnresponsive,
+    HumanInControl,
     LossUndecided,
     MachineLost,
     MessageTooLarge,
@@ -115,6 +117,7 @@ from cuaenv.client.results import (
     CommandResult,
     EpisodeInfo,
     Evaluation,
+    Handover,
     Origin,
     Pool,
     QueuedGroup,
@@ -157,8 +160,10 @@ __all__ = [
     "GuestFailed",
     "GuestRefused",
     "GuestUnresponsive",
+    "Handover",
     "HostState",
     "HostStatistics",
+    "HumanInControl",
     "LossUndecided",
     "MachineLost",
     "MessageTooLarge",

@@ -1,5 +1,6 @@
 """An open episode, on the host that it was opened on."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -8,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from cuaenv.action_codec import to_proto
+from cuaenv.action_codec import from_proto, to_proto
 from cuaenv.actions import Action
 from cuaenv.client.errors import EnvError
 from cuaenv.client.forwarding import PortForward, forwarded
@@ -21,6 +22,7 @@ from cuaenv.client.results import (
     Checkpoint,
     CommandResult,
     Evaluation,
+    Handover,
     Origin,
     StepResult,
     read_checkpoint,
@@ -29,6 +31,8 @@ from cuaenv.client.results import (
 from cuaenv.client.view import Settle, StepOptions, View, wire_settle, wire_view
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id, wire_duration
+
+_HANDOVER_POLL_S = 1.0
 
 
 class AsyncEpisode:
@@ -158,6 +162,12 @@ class AsyncEpisode:
         Raises:
             EnvError: See the module's tree.
         """
+        await self._observe(view, refresh=refresh, settle=settle, timeout=timeout)
+        return self.observation
+
+    async def _observe(
+        self, view: View | None, *, refresh: bool, settle: Settle | None = None, timeout: timedelta
+    ) -> env_pb2.ObserveResponse:
         request = env_pb2.ObserveRequest(
             episode_id=self.episode_id,
             observation=wire_view(self.chosen_view(view), known=self.observation),
@@ -165,9 +175,27 @@ class AsyncEpisode:
             settle=wire_settle(settle),
         )
         base = self.observation
-        response = await self._call("Observe", request, timeout)
+        response: env_pb2.ObserveResponse = await self._call("Observe", request, timeout)
         self.observation = await self.host.decode(response.observation, base)
-        return self.observation
+        return response
+
+    async def handed_back(self, view: View | None = None, *, timeout: timedelta = timedelta(minutes=1)) -> Handover:
+        """Wait until no person controls the episode; return the observation then, and what people did.
+
+        It waits as long as a person controls the episode.
+
+        Args:
+            view: Contents of the observation; by default that of the reset.
+            timeout: Of each request.
+
+        Raises:
+            EnvError: See the module's tree.
+        """
+        while True:
+            response = await self._observe(view, refresh=True, timeout=timeout)
+            if not response.HasField("controller"):
+                return Handover(self.observation, tuple(map(from_proto, response.human_actions)))
+            await asyncio.sleep(_HANDOVER_POLL_S)
 
     async def frames(self, *, max_rate_hz: int = 10, view: View | None = None) -> AsyncGenerator[Observation, None]:
         """Yield the current screen, and again on each change, until the episode is closed. Raises: EnvError.

@@ -137,6 +137,12 @@ class PoolExhausted(EnvError, causes=["POOL_EXHAUSTED", "TOKEN_QUOTA"]):
     remedy = "raise timeout=, limit this client's episodes with max_episodes=, or close some"
 
 
+class HumanInControl(EnvError, causes=["HUMAN_IN_CONTROL"]):
+    """A person controls the episode in the console, or has acted since it was observed. This call had no effect."""
+
+    remedy = "call handed_back(), and decide anew"
+
+
 class RateLimited(EnvError, causes=["RATE_LIMITED"]):
     """The token exceeded its call rate. This call had no effect."""
 

@@ -16,6 +16,7 @@ from cuaenv.client.errors import (
     DeadlineExceeded,
     EnvError,
     GroupTooLarge,
+    HumanInControl,
     PoolExhausted,
     PoolNotFound,
     RateLimited,
@@ -137,6 +138,8 @@ def retry_pause_s(error: EnvError, *, attempt: int, policy: RetryPolicy, jitter:
         policy: Bounds of the pause.
         jitter: Random in [0, 1), so that clients that failed together do not retry together.
     """
+    if isinstance(error, HumanInControl):
+        return None  # the same action on another screen would be another action
     if error.retry_after is not None:
         return error.retry_after.total_seconds() + jitter * policy.first_pause.total_seconds()
     if isinstance(error, Unavailable | DeadlineExceeded):

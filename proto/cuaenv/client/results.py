@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import Enum
+from typing import NamedTuple
 
+from cuaenv.actions import Action
 from cuaenv.client.observation import Observation
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import box
@@ -43,6 +45,14 @@ class ScreenChange:
     """Regions (x, y, width, height) that contain all differing pixels."""
     grey_difference: float | None
     """Mean absolute difference in 64x64 grey, in [0, 1]; None unless `View.grey_difference` is set."""
+
+
+class Handover(NamedTuple):
+    """What an agent finds after people acted in its episode."""
+
+    observation: Observation
+    actions: tuple[Action, ...]
+    """What people did since the agent's last step, oldest first; at most the last 200 actions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

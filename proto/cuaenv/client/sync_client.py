@@ -187,6 +187,7 @@ class Episode(_Blocking[AsyncEpisode]):
 
     step = _blocking(AsyncEpisode.step)
     observe = _blocking(AsyncEpisode.observe)
+    handed_back = _blocking(AsyncEpisode.handed_back)
     evaluate = _blocking(AsyncEpisode.evaluate)
     checkpoint = _blocking(AsyncEpisode.checkpoint)
     close = _blocking(AsyncEpisode.close)

@@ -36,6 +36,12 @@ async def test_groups_come_in_the_order_of_their_turns_with_their_reasons() -> N
     assert (found[2].waited_s, found[2].left_s) == (10.0, 50.0)
 
 
+async def test_the_numbers_of_the_first_group_add_up() -> None:
+    status = replace(POOL, capacity=16, leased_count=9, idle_count=1, starting_count=2, template_digest="t")
+    (only,) = await report(("a", 8), held={}, status=status)
+    assert only.reason == "next: 9 of 16 machines busy, 1 idle, 2 starting, 4 free, 1 more needed"
+
+
 async def test_a_pool_that_cannot_start_machines_is_the_reason() -> None:
     failing = replace(POOL, healthy=False, problem="libvirtd does not answer")
     (only,) = await report(("a", 1), held={}, status=failing)

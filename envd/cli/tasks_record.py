@@ -1,0 +1,188 @@
+"""The command `envd tasks record`: a demonstration becomes a task."""
+
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from cuaenv.actions import Action
+from cuaenv.cli.terminal import err, out
+from cuaenv.client import AsyncEnvClient, AsyncEpisode
+from envd.base.config import Config
+from envd.base.errors import ConfigError
+from envd.base.terminal import reports_errors
+from envd.bench.demonstration import Proposal, propose, task_text
+from envd.bench.playing import play
+from envd.bench.session import maps_call_errors
+from envd.cli.options import runs_own_daemon
+from envd.daemon.composition import Daemon, open_daemon
+from envd.daemon.ephemeral import ensure_image, ephemeral_config, run_until_signal
+from envd.daemon.suites import load_tasks
+from envd.episodes.episode import Episode
+from envd.episodes.events import PerformedStep
+from envd.tasks.model import Task
+from envd.tasks.oracle import OracleSteps, parse_action
+
+_POLL_S = 0.3
+_RESET_TIMEOUT = timedelta(minutes=20)
+
+
+@dataclass(eq=False)
+class _Demonstration:
+    """The steps of one episode. An `EpisodeObserver`."""
+
+    steps: list[tuple[Action, ...]] = field(default_factory=list)
+    stepped_now: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def opened(self, episode: Episode) -> None:
+        """Do nothing."""
+
+    def stepped(self, episode: Episode, step: PerformedStep) -> None:  # noqa: ARG002 -- the protocol's signature
+        """Keep a step's actions."""
+        if step.performed:
+            self.steps.append(step.performed)
+            self.stepped_now.set()
+
+    def scored(self, episode: Episode) -> None:
+        """Do nothing."""
+
+    def closed(self, episode: Episode) -> None:
+        """Do nothing."""
+
+
+@reports_errors
+@runs_own_daemon("console_listen")
+def record(
+    settings: Config,
+    *,
+    name: Annotated[str, typer.Argument(metavar="SUITE/NAME", help="Id of the new task.")],
+    instruction: Annotated[str, typer.Option(metavar="TEXT", help="What the agent is asked to do.", prompt=True)],
+    out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where SUITE-NAME.yaml is written.")] = Path(),
+    setup_file: Annotated[
+        Path | None, typer.Option("--setup", metavar="FILE", help="YAML list of setup verbs: the start of the task.")
+    ] = None,
+    script_file: Annotated[
+        Path | None, typer.Option("--script", metavar="FILE", help="YAML list of steps to play instead of a person.")
+    ] = None,
+    image: Annotated[str, typer.Option(help="Image to demonstrate on.", show_default="the desktop image")] = "",
+    accept: Annotated[bool, typer.Option("--accept", help="Take all likely proposals without asking.")] = False,
+) -> None:
+    """Show a task once, in the console or by a script, and write it with setup, oracle and checkers."""
+    suite, _, short = name.partition("/")
+    if not suite or not short:
+        raise ConfigError(f"{name}: write SUITE/NAME, such as office/rename-draft")
+    setup, script = _yaml_list(setup_file, "--setup"), _steps(_yaml_list(script_file, "--script"))
+    path = out_dir / f"{suite}-{short}.yaml"
+    if path.exists():
+        raise ConfigError(f"{path}: it exists; choose another name or --out")
+    if not image:
+        ensure_image(settings)
+    pool = {"size": 2, "capacity": 2, "allow_guest_access": True}
+    config = ephemeral_config(settings, name="record", pool=pool, image=image)
+    config = config.model_copy(update={"console_listen": settings.console_listen or "127.0.0.1:0"})
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with _start_file(out_dir, suite, short, instruction, setup) as start:
+        suites = (*config.tasks.suites, str(start.resolve()))
+        config = config.model_copy(update={"tasks": config.tasks.model_copy(update={"suites": suites})})
+        task = load_tasks(config).get(name)
+        steps, proposals = run_until_signal(_record(config, task, script))
+    chosen = _chosen(proposals, accept=accept)
+    if not chosen:
+        raise ConfigError("no checker was chosen: a task needs one")
+    path.write_text(
+        task_text(
+            suite=suite,
+            name=short,
+            instruction=instruction,
+            setup=setup,
+            steps=steps,
+            proposals=proposals,
+            chosen=chosen,
+        ),
+        encoding="utf-8",
+    )
+    out.print(f"wrote {path}; next: envd tasks verify {name} --tasks {path}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _start_file(directory: Path, suite: str, name: str, instruction: str, setup: list[Any]) -> Iterator[Path]:
+    """Write a task file with the start of the task, next to the later one so that local paths mean the same."""
+    task = {"name": name, "level": 1, "instruction": instruction, "setup": setup, "infeasible": True}
+    path = directory / f".{suite}-{name}.yaml"
+    path.write_text(yaml.safe_dump({"suite": suite, "tasks": [task]}, allow_unicode=True), encoding="utf-8")
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+async def _record(config: Config, task: Task, script: OracleSteps) -> tuple[list[tuple[Action, ...]], list[Proposal]]:
+    async with open_daemon(config) as daemon:
+        demonstration = _Demonstration()
+        async with AsyncEnvClient(daemon.address, token="") as client:
+            with maps_call_errors():
+                async with client.reset_group(task.task_id, size=2, timeout=_RESET_TIMEOUT) as (shown, witness):
+                    daemon.service.events.add(demonstration)
+                    if script:
+                        await play(shown, script, os=task.os, runs_guests=True, on_step=lambda _actions, _result: None)
+                    else:
+                        await _watch(daemon, shown, demonstration)
+                    return demonstration.steps, await propose(witness, shown)
+
+
+async def _watch(daemon: Daemon, shown: AsyncEpisode, demonstration: _Demonstration) -> None:
+    """Return once a person has taken control, acted, and handed back."""
+    url = f"http://{daemon.console_address}/#episode={shown.episode_id}"
+    err.print(f"open {url}\nTake control, show the task, and hand back.", markup=False, soft_wrap=True)
+    episode = daemon.service.find(shown.episode_id)
+    if episode is None:
+        raise AssertionError("the group is open")
+    while episode.human.control_id or not episode.human.actions:
+        demonstration.stepped_now.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_POLL_S):
+                await demonstration.stepped_now.wait()
+
+
+def _chosen(proposals: Sequence[Proposal], *, accept: bool) -> list[int]:
+    """Return the proposals that are the goal, by index; asks on a terminal."""
+    likely = [index for index, proposal in enumerate(proposals) if proposal.is_likely]
+    for index, proposal in enumerate(proposals):
+        err.print(f"{index + 1:3} {'*' if proposal.is_likely else ' '} {proposal.what}", markup=False, soft_wrap=True)
+    if accept or not sys.stdin.isatty():
+        return likely
+    shown = ",".join(str(index + 1) for index in likely)
+    answer = typer.prompt("Which of them are the goal? Numbers", default=shown)
+    try:
+        chosen = sorted({int(word) - 1 for word in answer.replace(",", " ").split()})
+    except ValueError as error:
+        raise ConfigError(f"{answer}: not numbers separated by commas") from error
+    if chosen and not 0 <= chosen[0] <= chosen[-1] < len(proposals):
+        raise ConfigError(f"{answer}: a number is not in [1, {len(proposals)}]")
+    return chosen
+
+
+def _yaml_list(path: Path | None, option: str) -> list[Any]:
+    if path is None:
+        return []
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option} {path}: cannot be read: {error}") from error
+    if not isinstance(value, list):
+        raise ConfigError(f"{option} {path}: not a YAML list")
+    return value
+
+
+def _steps(values: list[Any]) -> OracleSteps:
+    try:
+        return tuple(tuple(parse_action(value) for value in step) for step in values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--script: {error}") from error
