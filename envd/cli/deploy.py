@@ -17,7 +17,10 @@ from envd.base.terminal import reports_errors
 
 _PACKAGE = Path(__file__).parents[1]
 #: Directories by the name that their files have here: of the wheel, or of a checkout.
-_ROOTS = (("", (_PACKAGE / "deploy", _PACKAGE.parent / "deploy")), ("learning/", (_PACKAGE.parent / "docs/learning/settings",)))
+_ROOTS = (
+    ("", (_PACKAGE / "deploy", _PACKAGE.parent / "deploy")),
+    ("learning/", (_PACKAGE.parent / "docs/learning/settings",)),
+)
 
 app = typer.Typer(no_args_is_help=True, help="Show or copy units, alert rules, dashboards, manifests and settings.")
 
@@ -55,7 +58,9 @@ def show(name: Annotated[str, typer.Argument(metavar="NAME", help="A file that `
 
 @app.command("copy")
 @reports_errors
-def copy(directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that does not exist yet.")]) -> None:
+def copy(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that does not exist yet.")],
+) -> None:
     """Copy all files into a new directory."""
     try:
         directory.mkdir(parents=True)
