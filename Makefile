@@ -55,7 +55,7 @@ APT_BROWSER := chromium
 APT_TEST := xvfb xauth openbox xterm wmctrl libxcb1 binutils fdisk mtools wimtools xorriso
 
 .PHONY: help deps venv image wine osworld demo serve test check lint types imports proto unit fuzz soak simulate vm-test test-full \
-	slime-proof sglang-proof areal-proof hosts-proof adapters-proof compat-proof osworld-agents-proof container-proof docs dist format sbom audit clean
+	slime-proof sglang-proof areal-proof hosts-proof adapters-proof compat-proof osworld-agents-proof container-proof docs dist site format sbom audit clean
 
 help: ## List the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -272,6 +272,9 @@ dist: $(STAMP) sbom ## Build the wheel and the source distribution, with SBOM, c
 		awk -v want="## $$version" 'index($$0, want) == 1 {on = 1; next} /^## / {on = 0} on' CHANGELOG.md >out/dist/NOTES.md; \
 		[[ -s out/dist/NOTES.md ]] || { echo "dist: CHANGELOG.md has no section for $$version" >&2; exit 1; }
 	@ls -l out/dist
+
+site: $(STAMP) ## Build the documentation as a searchable site: out/site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet && echo "site: out/site/index.html"
 
 format: $(STAMP) ## Format the code and fix lint errors
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
