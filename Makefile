@@ -274,7 +274,7 @@ dist: $(STAMP) sbom ## Build the wheel and the source distribution, with SBOM, c
 	@ls -l out/dist
 
 site: $(STAMP) ## Build the documentation as a searchable site: out/site/index.html
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet && echo "site: out/site/index.html"
+	@log=$$(NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build 2>&1) || { echo "$$log" >&2; exit 1; }; echo "site: out/site/index.html"
 
 format: $(STAMP) ## Format the code and fix lint errors
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
