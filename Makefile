@@ -55,7 +55,7 @@ APT_BROWSER := chromium
 APT_TEST := xvfb xauth openbox xterm wmctrl libxcb1 binutils fdisk mtools wimtools xorriso
 
 .PHONY: help deps venv image wine osworld demo serve test check lint types imports proto unit fuzz soak simulate vm-test test-full \
-	slime-proof sglang-proof areal-proof hosts-proof adapters-proof compat-proof osworld-agents-proof container-proof docs format sbom audit clean
+	slime-proof sglang-proof areal-proof hosts-proof adapters-proof compat-proof osworld-agents-proof container-proof docs dist site format sbom audit clean
 
 help: ## List the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -259,6 +259,22 @@ vm-test: deps $(STAMP) image ## Run only the tests on real machines
 
 docs: $(STAMP) ## Generate docs/api.md, the table of docs/suite.md and the plots of docs/benchmarks.md
 	@$(BIN)/python docs/generate_api.py && $(BIN)/python docs/generate_client.py && $(BIN)/python docs/generate_suite.py && $(BIN)/envd bench plot docs/benchmarks
+
+# The bytes of an archive depend on the commit alone: its time is that of every file in it.
+BUILD = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --outdir
+
+dist: $(STAMP) sbom ## Build the wheel and the source distribution, with SBOM, checksums and notes: out/dist/
+	@rm -rf out/dist out/dist-again
+	@$(BUILD) out/dist . >/dev/null && $(BUILD) out/dist-again . >/dev/null
+	@diff -r out/dist out/dist-again || { echo "dist: two builds of one commit differ" >&2; exit 1; }
+	@rm -r out/dist-again; cp out/sbom.json out/dist/; cd out/dist && sha256sum * >SHA256SUMS
+	@version=$$($(BIN)/envd --version | cut -d' ' -f2); \
+		awk -v want="## $$version" 'index($$0, want) == 1 {on = 1; next} /^## / {on = 0} on' CHANGELOG.md >out/dist/NOTES.md; \
+		[[ -s out/dist/NOTES.md ]] || { echo "dist: CHANGELOG.md has no section for $$version" >&2; exit 1; }
+	@ls -l out/dist
+
+site: $(STAMP) ## Build the documentation as a searchable site: out/site/index.html
+	@log=$$(NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build 2>&1) || { echo "$$log" >&2; exit 1; }; echo "site: out/site/index.html"
 
 format: $(STAMP) ## Format the code and fix lint errors
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .

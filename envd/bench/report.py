@@ -163,14 +163,14 @@ class BenchReport:
         results = Table("result", "value", "meaning", box=None, pad_edge=False)
         targets = Table("target", "value", "wanted", "", box=None, pad_edge=False)
         for figure in self.figures:
-            results.add_row(figure.name, _text(figure.value), escape(figure.meaning))
+            results.add_row(figure.name, text_of(figure.value), escape(figure.meaning))
         for figure in self.targets:
             verdict = {
                 True: "[green]met[/]",
                 False: "[bold red]missed[/]",
                 None: escape(figure.exempt) or "not measured",
             }[figure.met]
-            targets.add_row(figure.name, _text(figure.value), str(figure.target), verdict)
+            targets.add_row(figure.name, text_of(figure.value), str(figure.target), verdict)
         for table in (results, targets):
             table.columns[1].justify = "right"
             console.print()
@@ -178,7 +178,7 @@ class BenchReport:
         for rows in self.tables.values():
             shown = Table(*rows[0], box=None, pad_edge=False)
             for row in rows:
-                shown.add_row(*(escape(value) if isinstance(value, str) else _text(value) for value in row.values()))
+                shown.add_row(*(escape(value) if isinstance(value, str) else text_of(value) for value in row.values()))
             console.print()
             console.print(shown)
         for check in self.checks:
@@ -215,7 +215,8 @@ def _rounded(value: Value) -> Value:
     return float(f"{value:.4g}") if abs(value) < 1000 else round(value)
 
 
-def _text(value: Value) -> str:
+def text_of(value: Value) -> str:
+    """Return a value as text: four digits, or all digits before the point."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "-" if value is None else f"{_rounded(value):,g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -2,9 +2,12 @@
 
 import sys
 
+from cuaenv.cli.clash import refuse_clash
+
 
 def main() -> None:
     """Run the command line."""
+    refuse_clash("envd")
     try:
         from envd.cli.app import app  # noqa: PLC0415 -- other modules of this package must be importable without it
 

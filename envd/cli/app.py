@@ -14,6 +14,10 @@ _COMMANDS = {
     ),
     "doctor": ("envd.cli.doctor:doctor", "Check this host, and show how to fix each problem."),
     "certs": ("envd.cli.certs:certs", "Create a development CA with certificates for a server and a client."),
+    "quickstart": (
+        "envd.cli.quickstart:quickstart",
+        "Serve drawn desktops, play one episode, and show what to do next: a minute, without root or an image.",
+    ),
     "demo": (
         "envd.cli.demo:demo",
         "Fork four desktops from one task state, branch two of them, and check every reward.",
@@ -32,6 +36,7 @@ _COMMANDS = {
     ),
     "forward": ("envd.cli.forward:forward", "Forward a local port to a port of an episode's guest."),
     "osworld": ("envd.cli.osworld:app", "OSWorld's tasks, with its own setup and evaluators."),
+    "deploy": ("envd.cli.deploy:app", "Show or copy units, alert rules, dashboards, manifests and settings."),
     "tokens": ("envd.cli.tokens:app", "Create tokens that clients authenticate with."),
     "bench": ("envd.cli.bench:app", "Measure forks, branches, checkpoints, growth, frames, steps and episodes."),
 }

@@ -12,7 +12,7 @@ from cuaenv.cli.terminal import Json, emit_json, out, progress
 from envd.base.config import DEFAULT_IMAGE, Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import print_result, reports_errors
-from envd.bench import branch, checkpoint, episodes, fork, frames, growth, scale, settle, step
+from envd.bench import branch, checkpoint, episodes, fork, frames, growth, host_report, scale, settle, step
 from envd.bench.branch_parents import BranchParent, EditorParent, WritingParent
 from envd.bench.default_tasks import DEFAULT_TASKS, TASKS_WITHOUT_SETUP, DefaultTasks
 from envd.bench.episodes_peer import PeerPauses
@@ -281,6 +281,37 @@ async def bench_settle(
     steps = Steps(report, sum(len(task.oracle) for task in tasks))
     async with open_bench(bench_config(settings, standby_count=1, capacity=2, image=image), steps=steps) as session:
         return await settle.measure_settle(session, tasks, watch_s=watch_s, steps=steps)
+
+
+@app.command("report")
+@reports_errors
+@runs_own_daemon()
+def report(
+    settings: Config,
+    *,
+    directory: Annotated[Path, typer.Option("--out", metavar="DIR", help="Output directory.")] = Path("out/report"),
+    minutes: Annotated[float, typer.Option(metavar="N", min=1, max=600, help="Time for all benchmarks.")] = 30.0,
+) -> None:
+    """Run all benchmarks in short, and write one page about this host that can be published."""
+    ensure_image(settings)
+    drawn = settings.model_copy(update={"hypervisor": settings.hypervisor.model_copy(update={"uri": "fake"})})
+    measures: dict[str, host_report.Measure] = {
+        "fork": functools.partial(bench_fork, settings, n=4, repetitions=10),
+        "branch": functools.partial(bench_branch, settings, repetitions=5),
+        "checkpoint": functools.partial(bench_checkpoint, settings, repetitions=5, depth=8),
+        "step": functools.partial(bench_step, settings, repetitions=50, peer_repetitions=10),
+        "frames": functools.partial(bench_frames, settings, repetitions=5),
+        "settle": functools.partial(bench_settle, settings),
+        "episodes": functools.partial(bench_episodes, settings, episode_count=8, peer_episode_count=2),
+        "scale": functools.partial(bench_scale, drawn, machines=64, seconds=5.0),
+    }
+    with progress("bench report") as on_progress:
+        parts = run_until_signal(host_report.measure_host(measures, limit_s=60 * minutes, report=on_progress))
+    try:
+        page = host_report.write_page(parts, directory)
+    except OSError as error:
+        raise ConfigError(f"--out {directory}: cannot be written: {error.strerror or error}") from error
+    out.print(f"wrote {page}", markup=False, soft_wrap=True)
 
 
 @app.command("plot")

@@ -4,7 +4,9 @@ Each check examines one thing and changes nothing. A check that fails with an ex
 """
 
 import asyncio
+import getpass
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -17,6 +19,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -31,7 +34,7 @@ from envd.base.errors import ConfigError, EnvdError
 from envd.base.sandbox.cgroup import find_hierarchy, shortcoming
 from envd.base.sandbox.probe import sandbox_problem
 from envd.base.terminal import reports_errors
-from envd.base.version import envd_version
+from envd.base.version import DISTRIBUTION, envd_version
 from envd.cli.certificates import expire_time_of
 from envd.cli.options import with_settings
 from envd.daemon.state_lock import holder
@@ -440,20 +443,46 @@ def _first_line_of(path: str) -> str:
     return run.stdout.partition("\n")[0].strip()
 
 
+def _packages() -> dict[str, str]:
+    """Return the versions of the packages that this distribution names."""
+    wanted = {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in importlib.metadata.requires(DISTRIBUTION) or ()}
+    installed = {each.metadata["Name"].lower(): each.version for each in importlib.metadata.distributions()}
+    return {name: installed[name.lower()] for name in sorted(wanted) if name.lower() in installed}
+
+
+def _published(value: dict[str, Any]) -> Any:
+    """Return a finding without names of people and hosts, directories and addresses."""
+    text = json.dumps(value)
+    for private, public in ((socket.gethostname(), "HOST"), (getpass.getuser(), "USER"), (str(Path.home()), "HOME")):
+        text = re.sub(rf"(?<![\w-]){re.escape(private)}(?![\w-])", public, text)
+    # Paths outside the system's directories, and addresses.
+    text = re.sub(r"(?<![\w.:/])/(?!usr/|dev/|proc/|sys/)[\w.@+-]+(?:/[\w.@+-]+)*", "PATH", text)
+    text = re.sub(r"\b(?:\d{1,3}\.){3}\d{1,3}\b(?!\.)", "ADDRESS", text)
+    return json.loads(text)
+
+
 _COLOURS: Mapping[Status, str] = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
 @reports_errors
 @with_settings("listen", "state_dir", "cache_dir", "hypervisor", "accelerator")
-def doctor(settings: Config, *, as_json: Json = False) -> None:
+def doctor(
+    settings: Config,
+    *,
+    report: Annotated[
+        bool, typer.Option("--report", help="Print JSON that can be published: no name, path or address of this host.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Check this host, and show how to fix each problem."""
-    if not as_json:
+    if not (as_json or report):
         err.print("checking; opening libvirt and probing KVM may take a few seconds")
     checks = asyncio.run(examine(settings))
     worst = max((check.status for check in checks), key=list(Status).index)
-    if as_json:
+    if as_json or report:
         found = [{**asdict(check), "status": check.status.value} for check in checks]
-        emit_json({"status": worst.value, "host": platform.platform(), "checks": found})
+        described = {"status": worst.value, "host": platform.platform(), "checks": found}
+        emit_json(_published(described | {"packages": _packages()}) if report else described)
     else:
         table = Table(box=None, show_header=False, pad_edge=False)
         for check in checks:

@@ -1,5 +1,6 @@
-"""`envd episodes export`: turn a recorded episode into a video. Reads the directory of recordings, not the daemon."""
+"""`envd episodes export`: write a recorded episode as a video or a page. Reads the recordings, not the daemon."""
 
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,17 @@ from envd.base.errors import ConfigError
 from envd.cli.options import with_settings
 from envd.cli.remote import reports_errors
 from envd.episodes.recording.library import Library
+from envd.episodes.recording.page import write_page
 from envd.episodes.recording.video import VideoFormat, export_video
+
+
+class ExportFormat(Enum):
+    """Videos, and a page with the screen after each step."""
+
+    MP4 = VideoFormat.MP4.value
+    WEBM = VideoFormat.WEBM.value
+    GIF = VideoFormat.GIF.value
+    HTML = "html"
 
 
 @reports_errors
@@ -20,7 +31,9 @@ def export(
     settings: Config,
     *,
     episode_id: Annotated[str, typer.Argument(metavar="EPISODE", help="Id of a recorded episode.")],
-    video_format: Annotated[VideoFormat, typer.Option("--format", help="Format of the video.")] = VideoFormat.MP4,
+    export_format: Annotated[
+        ExportFormat, typer.Option("--format", help="A video, or one page with the screen after each step.")
+    ] = ExportFormat.MP4,
     to: Annotated[
         Path | None, typer.Option("--out", metavar="PATH", help="The file; by default EPISODE.FORMAT here.")
     ] = None,
@@ -31,22 +44,25 @@ def export(
     speed: Annotated[float, typer.Option(metavar="X", min=0.1, max=100, help="2 for twice as fast.")] = 1.0,
     as_json: Json = False,
 ) -> None:
-    """Write a recorded episode as a video, on the host that has the recordings."""
+    """Write a recorded episode as a video or as a page, on the host that has the recordings."""
     source = directory or settings.recording.directory
     if source is None:
         raise ConfigError("export: no directory of recordings; pass --directory, or --config with recording.directory")
-    path = to or Path(f"{episode_id}.{video_format.value}")
+    path = to or Path(f"{episode_id}.{export_format.value}")
     recording = Library(source).read(episode_id)
     try:
         with progress(f"exporting {episode_id}") as report:
-            export_video(
-                recording,
-                path,
-                video_format,
-                max_pause_s=max_pause,
-                speed=speed,
-                progress=lambda fraction: report("frames", fraction),
-            )
+            if export_format is ExportFormat.HTML:
+                write_page(recording, path, progress=lambda fraction: report("steps", fraction))
+            else:
+                export_video(
+                    recording,
+                    path,
+                    VideoFormat(export_format.value),
+                    max_pause_s=max_pause,
+                    speed=speed,
+                    progress=lambda fraction: report("frames", fraction),
+                )
     except OSError as error:
         raise ConfigError(f"--out {path}: cannot be written: {error.strerror or error}") from error
     if as_json:

@@ -1,6 +1,8 @@
 """`envd doctor` and the pools of a daemon that runs."""
 
 import asyncio
+import json
+import re
 import socket
 from datetime import timedelta
 from pathlib import Path
@@ -9,6 +11,7 @@ from envd.base.config import Config, load
 from envd.cli import doctor
 from envd.cli.doctor import Status
 from envd.hypervisor.fake import Faults
+from tests.support.command import run_envd
 from tests.support.server import serve_fake
 
 
@@ -44,3 +47,15 @@ async def test_a_failing_pool_of_a_running_daemon_fails_with_its_problem(tmp_pat
     assert check.status is Status.FAIL
     assert "failing, 0 of 2 machines leased, 0 requested; " in check.detail
     assert "no memory left" in check.detail
+
+
+def test_a_report_names_neither_its_host_nor_its_directories(tmp_path: Path) -> None:
+    state_dir = tmp_path / "secret-project"
+    done = run_envd(
+        "doctor", "--report", "--hypervisor", "fake", "--state-dir", str(state_dir), "--listen", "127.0.0.1:1"
+    )
+    report = json.loads(done.out)
+    assert {check["name"] for check in report["checks"]} > {"python", "state_dir", "listen"}
+    assert report["packages"]["grpcio"]
+    private = ("secret-project", re.escape(socket.gethostname()), "127.0.0.1")
+    assert [word for word in private if re.search(rf"\b{word}\b", done.out)] == []

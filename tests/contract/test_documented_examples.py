@@ -17,12 +17,14 @@ import pytest
 
 from envd.base.config import CheckpointsConfig
 from envd.episodes.checkpoints.store import CheckpointStore
+from tests.support.command import run_envd
 from tests.support.server import serve_fake
 
 ROOT = Path(__file__).parents[2]
 #: In the order in which a reader meets them: later ones use names of earlier ones.
 PAGES = [
     ROOT / "README.md",
+    ROOT / "docs/tutorials/first-episode.md",
     *(
         ROOT / "docs" / f"{name}.md"
         for name in ("client", "checkpoints", "people", "agent", "rewards", "data", "suite", "compat", "osworld")
@@ -54,7 +56,7 @@ def execute(code: str, name: str, names: dict[str, Any]) -> None:
 
 
 def test_every_page_with_examples_is_run() -> None:
-    with_examples = {path for path in (ROOT / "docs").glob("*.md") if list(examples(path))}
+    with_examples = {path for path in (ROOT / "docs").rglob("*.md") if list(examples(path))}
     assert with_examples - set(PAGES) == {ROOT / "docs/adapters.md", ROOT / "docs/client-reference.md"}
     assert sum(is_marked for page in PAGES for _, _, is_marked in examples(page)) == 4
 
@@ -76,3 +78,13 @@ async def test_the_documented_examples_run(tmp_path: Path, monkeypatch: pytest.M
                 await asyncio.to_thread(execute, code, f"{page.name}:{line}", names)
                 run_count += 1
     assert run_count > 8
+
+
+def test_the_task_of_the_tutorial_is_sound(tmp_path: Path) -> None:
+    text = (ROOT / "docs/tutorials/own-task.md").read_text(encoding="utf-8")
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8")
+    verify = ("tasks", "verify", "mine/count", "--tasks", str(path), "--hypervisor", "fake")
+    done = run_envd(*verify, "--state-dir", str(tmp_path / "state"), "--json")
+    assert done.status == 0, done.err
+    assert '"oracle_ok": 1,' in done.out

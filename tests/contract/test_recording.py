@@ -1,7 +1,11 @@
 """Recordings of drawn episodes: what they contain, what damages them, and that they never harm an episode."""
 
+import base64
 import errno
+import html
+import io
 import os
+import re
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -303,6 +307,27 @@ async def test_the_command_exports_a_recording(directory: Path, tmp_path: Path) 
     nowhere = export(episode_id)
     assert nowhere.status == 2
     assert "no directory of recordings; pass --directory" in nowhere.err
+
+
+async def test_the_command_exports_a_page_that_shows_each_step(directory: Path, tmp_path: Path) -> None:
+    async with recorded(directory) as running:
+        episode_id = await running.play(Click(379, 311), TypeText("<script>alert(1)</script>"))
+    path = tmp_path / "a.html"
+    done = run_envd(
+        "episodes", "export", episode_id, "--format", "html", "--out", str(path), "--directory", str(directory)
+    )
+    assert done.status == 0, done.err
+    page = path.read_text()
+    titles = [html.unescape(title) for title in re.findall(r"<h2>(.*?)</h2>", page)]
+    assert titles == ["start", "step 1: click 379,311", "step 2: type '<script>alert(1)</script>'"]
+    assert "<script" not in page
+    screens = [base64.b64decode(text) for text in re.findall(r'src="data:image/webp;base64,(.*?)"', page)]
+    sizes = []
+    for screen in screens:
+        with Image.open(io.BytesIO(screen)) as image:
+            sizes.append(image.size)
+    assert sizes == [(1280, 800)] * 3
+    assert screens[1] != screens[2]
 
 
 async def test_an_export_that_fails_leaves_no_file(directory: Path, tmp_path: Path) -> None:

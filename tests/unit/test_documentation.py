@@ -1,7 +1,10 @@
 """CONTRIBUTING.md and the pages of docs: their paths, modules, tests and links exist; the map names every package."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -152,3 +155,12 @@ def test_decision_records_are_listed_dated_and_short() -> None:
         assert re.match(r"(Superseded by \d{4}|20\d\d-\d\d-\d\d)", lines[2])
         assert [line for line in lines if line.startswith("## ")][:2] == ["## Context", "## Decision"]
         assert len(lines) <= 60
+
+
+def test_the_site_has_no_dead_link_and_no_page_without_a_place(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", tmp_path / "site"]
+    built = subprocess.run(
+        command, check=False, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "site/tutorials/first-episode/index.html").is_file()

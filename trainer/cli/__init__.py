@@ -2,9 +2,12 @@
 
 import sys
 
+from cuaenv.cli.clash import refuse_clash
+
 
 def main() -> None:
     """Run the command line."""
+    refuse_clash("trainer")
     try:
         from trainer.cli.app import app  # noqa: PLC0415 -- importing one module must not import all
 

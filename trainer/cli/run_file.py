@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
 
@@ -147,7 +148,8 @@ def read_run(words: Sequence[str], flags: Mapping[str, object], *, command: str)
             held = tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{file} cannot be read: {without_path(error)}") from error
-    given = {name: value for name, value in flags.items() if value}
+    # The words of choices, as a file has them.
+    given = {name: value.value if isinstance(value, Enum) else value for name, value in flags.items() if value}
     if _ENDPOINTS & given.keys():
         held = {name: value for name, value in held.items() if name not in _ENDPOINTS}
     try:

@@ -83,13 +83,14 @@ def _pictures(recording: Recording, progress: Callable[[float], None]) -> Iterat
     """Yield every frame with its pointer, in the size of the first one with even sides."""
     size_px: tuple[int, int] | None = None
     for index, (frame, image) in enumerate(recording.images()):
-        picture = _picture(image, frame.pointer_px)
+        picture = picture_of(image, frame.pointer_px)
         size_px = size_px or (picture.width // 2 * 2, picture.height // 2 * 2)
         yield picture if picture.size == size_px else picture.resize(size_px)
         progress((index + 1) / len(recording.frames))
 
 
-def _picture(image: TiledImage, pointer_px: tuple[int, int] | None) -> Image.Image:
+def picture_of(image: TiledImage, pointer_px: tuple[int, int] | None) -> Image.Image:
+    """Return a frame as a picture, with the pointer drawn."""
     picture = Image.fromarray(image.rgb_HWC())
     if pointer_px is not None:
         picture = picture.copy()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -282,3 +283,18 @@ def test_an_interrupted_process_leaves_no_machine(desktops: DrawnDesktops) -> No
         assert process.wait(60) != 0
     # Not by their leases, which last for minutes.
     assert desktops.leased_count == 0
+
+
+def test_the_example_takes_a_step(desktops: DrawnDesktops, checkpoint: Path, tmp_path: Path) -> None:
+    example = Path(__file__).parents[3] / "docs/examples/grpo_trl.py"
+    variables = {"MODEL": str(checkpoint), "SAMPLES": "2", "STEPS": "1", "ENVD_TARGET": desktops.address}
+    done = subprocess.run(
+        [sys.executable, example],
+        check=False,
+        env={**os.environ, **variables},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "train_loss" in done.stdout + done.stderr
