@@ -114,7 +114,7 @@ class Draining(RetryableError, reason="DRAINING"):
 
 
 class HumanInControl(RetryableError, reason="HUMAN_IN_CONTROL"):
-    """A person controls the episode, or has acted since the caller observed it. Observe, then decide anew."""
+    """A person controls the episode, or has acted since the caller observed it. Observe, then decide again."""
 
 
 class RateLimited(RetryableError, reason="RATE_LIMITED"):

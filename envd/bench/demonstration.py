@@ -51,7 +51,7 @@ class Proposal:
     what: str
     """What was seen to change, for people."""
     checker: Mapping[str, Any]
-    """In the notation of task files."""
+    """The checker, in the notation of task files."""
     is_likely: bool = True
     """False for changes that are often a side effect, such as a window that was opened."""
 
@@ -130,11 +130,11 @@ async def _about_file(
 async def _text(episode: AsyncEpisode, path: str) -> str | None:
     """Return a file's text; None if it is large or no text."""
     try:
-        data = await episode.read_file(path, max_bytes=_MAX_TEXT_BYTES)
-        text = data.decode()
+        data = await episode.read_file(path)
+        text = data[: _MAX_TEXT_BYTES + 1].decode()
     except (EnvError, UnicodeDecodeError):
         return None
-    return None if "\0" in text else text
+    return None if "\0" in text or len(data) > _MAX_TEXT_BYTES else text
 
 
 def _changed_entries(before: str, after: str) -> dict[tuple[str, str], str]:

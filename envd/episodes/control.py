@@ -24,7 +24,7 @@ class HumanControl:
     """The control of people over one episode."""
 
     control_id: str = ""
-    """Of the holder's lease; empty while nobody controls the episode."""
+    """Identifies the holder's lease; empty while no person controls the episode."""
     holder: str = ""
     """Name of the holder's token; empty without tokens."""
     expire_s: float = 0.0
@@ -42,7 +42,9 @@ class HumanControl:
             why = "a person has acted since the last observation"
         else:
             return
-        raise HumanInControl(f"episode {episode_id}: {why}; observe until nobody does", retry_after_s=_RETRY_AFTER_S)
+        raise HumanInControl(
+            f"episode {episode_id}: {why}; observe until it is handed back", retry_after_s=_RETRY_AFTER_S
+        )
 
     def acted(self, actions: Iterable[Action]) -> None:
         """Note what a person did."""

@@ -24,7 +24,7 @@ CODE_BY_REASON: Final[Mapping[str, str]] = {
     "EPISODE_ENDED": "FAILED_PRECONDITION",
     "GUEST_ENDED": "FAILED_PRECONDITION",
     "GROUP_TOO_LARGE": "FAILED_PRECONDITION",
-    # Wait until the person hands back, observe, and decide anew.
+    # Wait until the person hands back, observe, and decide again.
     "HUMAN_IN_CONTROL": "FAILED_PRECONDITION",
     "GUEST_REFUSED": "FAILED_PRECONDITION",
     "NOT_FORKABLE": "FAILED_PRECONDITION",

@@ -263,11 +263,11 @@ async def test_a_recording_is_downloaded_as_a_video(tmp_path: Path, monkeypatch:
         async with served.session.get(url) as response:
             assert (response.status, response.content_type) == (200, "video/mp4")
             assert (await response.read())[4:8] == b"ftyp"
-        started, goes_on = threading.Event(), threading.Event()
+        started, continues = threading.Event(), threading.Event()
 
         def slow(*_: Any, progress: Callable[[float], None], **__: Any) -> None:
             started.set()
-            goes_on.wait()
+            continues.wait()
             progress(0.5)
 
         monkeypatch.setattr(replays, "export_video", slow)
@@ -278,7 +278,7 @@ async def test_a_recording_is_downloaded_as_a_video(tmp_path: Path, monkeypatch:
         # A page that was closed ends it.
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        goes_on.set()
+        continues.set()
 
         def missing(*_: Any, **__: Any) -> None:
             raise ConfigError("install the extra video")

@@ -158,7 +158,7 @@ def test_decision_records_are_listed_dated_and_short() -> None:
 
 
 def test_the_site_has_no_dead_link_and_no_page_without_a_place(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", tmp_path / "site"]
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
     built = subprocess.run(
         command, check=False, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     )

@@ -140,7 +140,7 @@ class PoolExhausted(EnvError, causes=["POOL_EXHAUSTED", "TOKEN_QUOTA"]):
 class HumanInControl(EnvError, causes=["HUMAN_IN_CONTROL"]):
     """A person controls the episode in the console, or has acted since it was observed. This call had no effect."""
 
-    remedy = "call handed_back(), and decide anew"
+    remedy = "call handed_back(), then decide again"
 
 
 class RateLimited(EnvError, causes=["RATE_LIMITED"]):
