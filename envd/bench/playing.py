@@ -1,6 +1,7 @@
 """Plays scripted steps, such as a task's oracle, in an episode of the client."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 
@@ -12,7 +13,7 @@ from envd.tasks.conditions import Result, query_of, unmet
 from envd.tasks.model import Task
 from envd.tasks.oracle import OracleAction, WaitFor
 from envd.tasks.queries import Query
-from envd.tasks.replay import replay
+from envd.tasks.replay import PATIENCE_S, replay
 
 Steps = Sequence[tuple[OracleAction, ...]]
 
@@ -43,6 +44,7 @@ async def play(
     os: GuestOs = GuestOs.LINUX,
     runs_guests: bool,
     on_step: Callable[[tuple[Action, ...], StepResult], None],
+    max_wait_s: float = math.inf,
 ) -> None:
     """Play steps, each after the screen has reacted to the one before and the conditions in between hold.
 
@@ -53,6 +55,7 @@ async def play(
         os: The system that the guest's commands are for.
         runs_guests: Whether guest code runs, whose programs take time to react.
         on_step: Called after each step, and after each wait for the screen to change.
+        max_wait_s: Limit of each condition, and of each wait for a response, in seconds.
 
     Raises:
         EnvError: A step failed.
@@ -68,14 +71,14 @@ async def play(
         return await episode.run_command(query.argv, as_root=query.as_root, timeout=_QUERY_TIMEOUT)
 
     async def wait_for(condition: WaitFor) -> str:
-        await wait_until_met(condition, os=os, run=run, let_run=lambda: step(_LET_RUN))
+        limited = condition.model_copy(update={"timeout_s": min(condition.timeout_s, max_wait_s)})
+        await wait_until_met(limited, os=os, run=run, let_run=lambda: step(_LET_RUN))
         return (await episode.observe(refresh=True)).frame_id
 
     first_frame_id = episode.observation.frame_id
-    if runs_guests:
-        await replay(steps, first_frame_id=first_frame_id, step=step, wait_for=wait_for)
-    else:  # a fake desktop has reacted before its input call returns
-        await replay(steps, first_frame_id=first_frame_id, step=step, wait_for=wait_for, patience_s=())
+    # A fake desktop has reacted before its input call returns.
+    patience_s = [wait_s for wait_s in PATIENCE_S if runs_guests and wait_s <= max_wait_s]
+    await replay(steps, first_frame_id=first_frame_id, step=step, wait_for=wait_for, patience_s=patience_s)
 
 
 async def wait_until_met(

@@ -68,6 +68,8 @@ class Verification:
     results: tuple[PolicyResult, ...]
     skipped: tuple[str, ...] = ()
     """Ids of the tasks that were not played."""
+    not_attacked: tuple[str, ...] = ()
+    """Ids of the tasks that changed since `envd tasks attack` passed."""
 
     def count(self, policy: Policy) -> int:
         """Return the number of tasks in which a policy has the expected score."""
@@ -80,8 +82,8 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether all results have the expected score."""
-        return not self.failures
+        """Whether all results have the expected score, and no task changed since it was attacked."""
+        return not self.failures and not self.not_attacked
 
     def as_json(self) -> dict[str, object]:
         """Return the report for `--json`."""
@@ -101,6 +103,7 @@ class Verification:
                 for each in self.failures
             ],
             "skipped": list(self.skipped),
+            "not_attacked": list(self.not_attacked),
         }
 
     def print(self, console: Console) -> None:
@@ -114,6 +117,8 @@ class Verification:
             problems = "\n".join(f"{each.policy.value}: {each.detail}" for each in results if not each.passed)
             table.add_row(task_id, *map(_score, results), escape(problems))
         console.print(table)
+        for task_id in self.not_attacked:
+            console.print(f"{task_id}: changed since it was attacked; run `envd tasks attack {task_id}`", markup=False)
         counts = ", ".join(f"{self.count(policy)} {policy.value}" for policy in played)
         rest = f"; {len(self.skipped)} skipped" if self.skipped else ""
         console.print(f"{len(by_task)} tasks on {self.accelerator}; passed: {counts}{rest}", markup=False)

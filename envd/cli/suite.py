@@ -21,7 +21,7 @@ from envd.tasks import basis
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
 
-_FORMAT = 1
+_FORMAT = 2
 #: Variants of a template that a lock covers. The others come from the same code.
 _VARIANTS = 10
 _MOST_LISTED = 20
@@ -60,11 +60,24 @@ def lock(
 @reports_errors
 @with_settings("tasks", "cache_dir", "hypervisor")
 def check(
-    settings: Config, *, suite: Suite, file: LockFile = None, image: ImageName = "", as_json: Json = False
+    settings: Config,
+    *,
+    suite: Suite,
+    file: LockFile = None,
+    image: ImageName = "",
+    results: Annotated[
+        Path | None,
+        typer.Option("--results", metavar="FILE", help="Compare the scores of `trainer eval` in this file instead."),
+    ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Compare a suite with its lock file, and list what changed. The exit status is 1 if anything did."""
+    """Compare a suite, or results, with its lock file, and list what differs. The exit status is 1 if anything does."""
     path = file or Path(f"{suite}.lock")
-    changes = _changes(_read(path), _describe(settings, suite, image))
+    locked = _read(path)
+    if results is not None:
+        changes = _unlike(locked, suite, results)
+    else:
+        changes = _changes(locked, _describe(settings, suite, image))
     if as_json:
         emit_json({"file": str(path), "suite": suite, "changes": changes})
     else:
@@ -81,16 +94,23 @@ def _describe(settings: Config, suite: str, image: str) -> dict[str, Any]:
     """Return what the scores of a suite depend on, by name."""
     catalogue = load_tasks(with_suites(settings, [suite]))
     tasks = catalogue.select([f"{suite}/"])
+    parts, conditions = _machine_parts(settings, tasks, image)
     described = {
-        "tasks": {task.task_id: _task_digest(catalogue, task) for task in tasks},
+        "tasks": {
+            task.task_id: _digest([basis.task_digest(each) for each in _variants(catalogue, task)]) for task in tasks
+        },
         "code": basis.code_digest(),
-        **_machine_parts(settings, tasks, image),
+        **parts,
     }
-    return {"format": _FORMAT, "suite": suite, "digest": _digest(described), **described}
+    scores = {
+        each.task_id: basis.digest_under(each, conditions) for task in tasks for each in _variants(catalogue, task)
+    }
+    return {"format": _FORMAT, "suite": suite, "digest": _digest(described), "scores": scores, **described}
 
 
-def _machine_parts(settings: Config, tasks: Sequence[Task], image: str) -> dict[str, Any]:
-    """Return the image, its packages, the screen and the settle settings of the pool that plays the tasks."""
+def _machine_parts(settings: Config, tasks: Sequence[Task], image: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the image, its packages, the screen and the settle settings of the pool that plays the tasks, and the
+    conditions of `envd.tasks.basis`."""
     disk = backend_of(settings.hypervisor.uri).capabilities.stand_in_image
     screen = _DRAWN_SCREEN
     if disk is None:
@@ -100,20 +120,37 @@ def _machine_parts(settings: Config, tasks: Sequence[Task], image: str) -> dict[
         screen = (registered.screen_width_px, registered.screen_height_px)
     pools = (pool for key, pool in settings.pools.items() if disk.name in {pool.image, key})
     pool = next(pools, PoolConfig())
-    return {
+    width_px, height_px = pool.screen or screen
+    parts = {
         "image": disk.digest,
         "packages": dict(line.split(maxsplit=1) for line in disk.packages.splitlines()),
-        "screen": "x".join(map(str, pool.screen or screen)),
+        "screen": f"{width_px}x{height_px}",
         "settle": pool.settle.model_dump(mode="json"),
     }
+    return parts, basis.conditions(disk, (width_px, height_px), pool.settle)
 
 
-def _task_digest(catalogue: TaskCatalogue, task: Task) -> str:
-    """Return the digest of a task, and of its first variants if it has any."""
-    if catalogue.variant_count(task.task_id) == 1:
-        return basis.task_digest(task)
-    variants = [catalogue.get(f"{task.task_id}?seed={seed}") for seed in range(_VARIANTS)]
-    return _digest([basis.task_digest(variant) for variant in (task, *variants)])
+def _variants(catalogue: TaskCatalogue, task: Task) -> list[Task]:
+    """Return a task, and its first variants if it has any."""
+    count = _VARIANTS if catalogue.variant_count(task.task_id) > 1 else 0
+    return [task, *(catalogue.get(f"{task.task_id}?seed={seed}") for seed in range(count))]
+
+
+def _unlike(locked: dict[str, Any], suite: str, results: Path) -> list[str]:
+    """Return the tasks of a file of results whose scores do not have the digest of the lock. Raises: ConfigError."""
+    try:
+        lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+        scores = {line["task_id"]: line["basis_digest"] for line in lines if line.get("basis_digest")}
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise ConfigError(f"results {results} cannot be read: {error}; give a file of `trainer eval`") from error
+    own = {task_id: digest for task_id, digest in scores.items() if task_id.startswith(f"{suite}/")}
+    if not own:
+        raise ConfigError(f"results {results} have no score of suite {suite}")
+    return [
+        f"scores {task_id}: {locked['scores'].get(task_id, 'not in the lock')} -> {digest}"
+        for task_id, digest in own.items()
+        if locked["scores"].get(task_id) != digest
+    ]
 
 
 def _digest(content: Any) -> str:
@@ -140,7 +177,7 @@ def _changes(locked: dict[str, Any], found: dict[str, Any]) -> list[str]:
     changes = []
     for name, now in found.items():
         before = locked.get(name)
-        if name == "digest" or before == now:
+        if name in ("digest", "scores") or before == now:
             continue
         if not (isinstance(before, dict) and isinstance(now, dict)):
             changes.append(f"{name}: {before} -> {now}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.resources import files
 from typing import Annotated
 
 import typer
@@ -10,10 +11,13 @@ from cuaenv.cli.terminal import Json, err
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import print_result, reports_errors
+from envd.bench.attack.mutants import attack_digest
+from envd.bench.attack.report import read_passed
 from envd.bench.verification import Policy, verify, verify_config
 from envd.cli.options import runs_own_daemon
 from envd.daemon.ephemeral import ensure_image, run_until_signal
 from envd.daemon.suites import load_tasks, with_suites
+from envd.hypervisor.backends import backend_of
 from envd.hypervisor.machine import GuestOs
 from envd.images.catalogue import ImageCatalogue
 from envd.tasks.catalogue import TaskCatalogue
@@ -64,7 +68,23 @@ def verify_command(
     own = verify_config(settings, parallel_count=parallel_count, image=image)
     policies = (Policy.NULL,) if starts else tuple(Policy)
     verification = run_until_signal(verify(own, chosen, parallel_count=parallel_count, policies=policies))
-    print_result(replace(verification, skipped=tuple(task.task_id for task in unmet)), as_json=as_json)
+    skipped = tuple(task.task_id for task in unmet)
+    runs_guests = backend_of(settings.hypervisor.uri).capabilities.runs_guests
+    stale = () if starts else not_attacked(chosen, runs_guests=runs_guests)
+    print_result(replace(verification, skipped=skipped, not_attacked=stale), as_json=as_json)
+
+
+def not_attacked(tasks: Sequence[Task], *, runs_guests: bool) -> tuple[str, ...]:
+    """Return the tasks of suites that passed an attack once and that changed since, or were added."""
+    passed = read_passed(files("envd.bench.attack") / "passed.yaml")
+    suites = {task_id.partition("/")[0] for task_id in passed}
+    held = (task for task in tasks if task.checker and task.task_id.partition("/")[0] in suites)
+    return tuple(
+        task.task_id
+        for task in held
+        # The record has plain variants only.
+        if "?" not in task.task_id and passed.get(task.task_id) != attack_digest(task, runs_guests=runs_guests)
+    )
 
 
 def image_of(tasks: Sequence[Task], images: ImageCatalogue) -> str:

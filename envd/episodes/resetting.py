@@ -177,7 +177,7 @@ class _Reset:
         """Lease machines and bring them to the start of the task, from its cached state if there is one."""
         count = self.command.group_size
         # Ready machines are in the template's state; machines for another state are forked from that.
-        ready_count = 0 if state is not None else 1 if self.task.setup else count
+        ready_count = 0 if state is not None else 1 if self.task.has_start else count
         granted = await self.pool.lease(
             ready_count,
             reserved=count - ready_count,
@@ -189,7 +189,7 @@ class _Reset:
         try:
             if state is not None:
                 members = await self._start_from(state, granted.reservations)
-            elif self.task.setup:
+            elif self.task.has_start:
                 members = await self._set_up(granted.machines[0], granted.reservations, deadline_s=deadline_s)
             else:
                 frozen = granted.machines[0].frozen

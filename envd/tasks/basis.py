@@ -14,22 +14,48 @@ from typing import Any
 
 from envd.base.config import SettlePolicy
 from envd.hypervisor.machine import DiskImage, MachineSpec
+from envd.tasks.checkers.union import leaves
 from envd.tasks.model import Task
 
 #: Code that builds no state and gives no score.
 _NOT_JUDGING = frozenset({"suites", "formats", "__pycache__", "catalogue.py", "basis.py", "oracle.py", "replay.py"})
+#: Modules of all checkers.
+_SHARED = ("checkers.base", "fields")
 #: Fields that neither an episode nor its score depends on. Checkers' versions are in the code.
 _NOT_SCORED = {"oracle", "tags", "split", "domain", "level"}
 
 
 def digest_of(task: Task, spec: MachineSpec, settle: SettlePolicy) -> str:
     """Return the digest (sha256 hex) of all that the score of an episode depends on."""
-    return _digest({"task": task_digest(task), "code": code_digest(), **conditions(spec, settle)})
+    return digest_under(task, conditions(spec.image, (spec.screen_width_px, spec.screen_height_px), settle))
+
+
+def digest_under(task: Task, conditions: Mapping[str, Any]) -> str:
+    """Return the digest of all that a score under these conditions depends on."""
+    return _digest({"task": task_digest(task), "code": code_digest(), **conditions})
 
 
 def task_digest(task: Task) -> str:
     """Return the digest of a task's definition."""
     return _digest(task.model_dump(mode="json", exclude=_NOT_SCORED))
+
+
+def judged_digest(task: Task) -> str:
+    """Return the digest of a task's definition and of the code that its checkers judge with.
+
+    Not covered is what all checkers share: how they ask a guest.
+    """
+    kinds = {type(check) for check in leaves(task.checker)} if task.checker else set()
+    modules = {base.__module__ for kind in kinds for base in kind.__mro__}
+    names = sorted(name.removeprefix("envd.tasks.") for name in modules if name.startswith("envd.tasks."))
+    code = {name: _module_digest(name) for name in names if name not in _SHARED}
+    return _digest({"task": task_digest(task), "code": code})
+
+
+@cache
+def _module_digest(name: str) -> str:
+    package, _, module = f"envd.tasks.{name}".rpartition(".")
+    return _digest((files(package) / f"{module}.py").read_text("utf-8"))
 
 
 @cache
@@ -40,11 +66,11 @@ def code_digest() -> str:
     return _digest({path: file.read_text("utf-8") for path, file in sources})
 
 
-def conditions(spec: MachineSpec, settle: SettlePolicy) -> dict[str, Any]:
-    """Return the image, the screen and the settle settings, by name. Regions that a host ignores are left out."""
+def conditions(image: DiskImage, screen_px: tuple[int, int], settle: SettlePolicy) -> dict[str, Any]:
+    """Return the image, the screen (width, height) and the settle settings, by name, without a host's regions."""
     return {
-        **image_parts(spec.image),
-        "screen": f"{spec.screen_width_px}x{spec.screen_height_px}",
+        **image_parts(image),
+        "screen": f"{screen_px[0]}x{screen_px[1]}",
         "settle": settle.model_dump(mode="json", exclude={"ignored_regions"}),
     }
 

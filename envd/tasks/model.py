@@ -63,6 +63,12 @@ class Task(Model):
     infeasible: bool = False
     """Whether the task cannot be done: the agent scores 1 for `Fail`, and 0 otherwise."""
 
+    @property
+    def has_start(self) -> bool:
+        """Whether something must be done in a guest before an agent gets it."""
+        checks = leaves(self.checker) if self.checker else ()
+        return bool(self.setup) or any(check.remembers_start for check in checks)
+
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if self.infeasible != (self.checker is None):

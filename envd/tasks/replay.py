@@ -16,7 +16,7 @@ from envd.tasks.oracle import OracleAction, WaitFor, split_step
 
 #: Extra waits, in seconds, for a response before the next input is sent anyway: a minute in total, because an editor
 #: has taken 45 s to open with more busy guests than the host has CPUs.
-_PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+PATIENCE_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 #: Most frames to compare after a response, and the wait before each.
 _MAX_COMPARISONS = 5
 _COMPARISON_WAIT = (Wait(timedelta(seconds=0.5)),)
@@ -28,7 +28,7 @@ async def replay(
     first_frame_id: str,
     step: Callable[[tuple[Action, ...]], Awaitable[str]],
     wait_for: Callable[[WaitFor], Awaitable[str]],
-    patience_s: Sequence[float] = _PATIENCE_S,
+    patience_s: Sequence[float] = PATIENCE_S,
 ) -> None:
     """Play steps, each after the screen has responded to the previous one. Raises: whatever `step` raises.
 

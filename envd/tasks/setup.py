@@ -13,7 +13,7 @@ from envd.base.errors import GuestError, GuestUnresponsive, SetupFailed
 from envd.guest.desktop import Desktop
 from envd.guest.powershell import Script, powershell
 from envd.hypervisor.machine import GuestOs
-from envd.tasks.checkers.evaluate import require_unsolved
+from envd.tasks.checkers.evaluate import remember_start, require_unsolved
 from envd.tasks.cua_gym import ENVIRONMENT, RUN_SETUP, SETUP_COMMANDS, archive
 from envd.tasks.fields import AssetRef, WindowMatch
 from envd.tasks.model import Task
@@ -88,6 +88,7 @@ async def run_setup(
             raise SetupFailed(f"{where} exceeded {limit}{activity}") from error
         except (GuestError, GuestUnresponsive) as error:
             raise SetupFailed(f"{where} failed: {error}") from error
+    await remember_start(task, desktop)
     if task.setup:
         left_s = deadline_s - asyncio.get_running_loop().time()
         await require_unsolved(task, desktop, timeout_s=max(left_s, 0.001), judge=resources.judge)

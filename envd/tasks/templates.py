@@ -67,6 +67,8 @@ class Template:
     domain: str
     build: Callable[[Sampler], Entry] = field(repr=False)
     """Builds a task. Must depend on nothing but the sampler."""
+    finish: Callable[[Entry], Entry] = field(default=dict, repr=False)
+    """Adds what all tasks of its suite have."""
 
     @cached_property
     def variant_count(self) -> int:
@@ -77,7 +79,7 @@ class Template:
 
     def variant(self, seed: int | None) -> Task:
         """Return a variant; without a seed, the plain one. Raises: ValueError: The template is invalid."""
-        entry = self.build(Sampler(self.task_id, seed))
+        entry = self.finish(self.build(Sampler(self.task_id, seed)))
         task_id = self.task_id if seed is None else f"{self.task_id}?seed={seed}"
         task = Task.model_validate({**entry, "task_id": self.task_id, "level": self.level, "domain": self.domain})
         # Not validated: ids with a seed are not allowed in task files.
@@ -87,8 +89,10 @@ class Template:
 class Templates:
     """The templates of a suite, by id."""
 
-    def __init__(self, suite: str) -> None:
+    def __init__(self, suite: str, finish: Callable[[Entry], Entry] = dict) -> None:
+        """Each task of the suite is as `finish` returns it."""
         self._suite = suite
+        self._finish = finish
         self.by_id: dict[str, Template] = {}
 
     def add(self, level: int, domain: str) -> Callable[[Callable[[Sampler], Entry]], Callable[[Sampler], Entry]]:
@@ -98,7 +102,9 @@ class Templates:
             task_id = f"{self._suite}/{build.__name__.replace('_', '-')}"
             if task_id in self.by_id:
                 raise ValueError(f"template {task_id}: duplicate name")
-            self.by_id[task_id] = Template(task_id=task_id, level=level, domain=domain, build=build)
+            self.by_id[task_id] = Template(
+                task_id=task_id, level=level, domain=domain, build=build, finish=self._finish
+            )
             return build
 
         return register

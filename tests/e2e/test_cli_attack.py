@@ -1,6 +1,10 @@
 """`envd tasks attack` on drawn desktops: what it finds, verdicts, and a run that was interrupted."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +82,22 @@ def test_results_continue_only_if_wanted_and_only_what_is_missing(suite: Path) -
     again = results.read_text(encoding="utf-8").splitlines()
     assert again[: len(lines) - 2] == lines[:-2]
     assert {json.loads(line)["digest"] for line in again} == {json.loads(line)["digest"] for line in lines}
+
+
+def test_an_interrupted_attack_keeps_its_results_and_ends_its_daemon(suite: Path) -> None:
+    results = suite.parent / "out" / "results.jsonl"
+    command = [sys.executable, "-m", "envd", "tasks", "attack", "mine/note", "--hypervisor", "fake", "--jobs", "1"]
+    places = ["--tasks", str(suite), "--out", str(results.parent), "--state-dir", str(suite.parent / "state")]
+    with subprocess.Popen([*command, *places, "--cache-dir", str(suite.parent / "cache")]) as process:
+        while process.poll() is None and not (results.is_file() and results.read_text(encoding="utf-8")):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 128 + signal.SIGINT
+    before = results.read_text(encoding="utf-8").splitlines()
+    status, found, _ = attack(suite, "--resume", "--state-dir", str(suite.parent / "state"))
+    after = results.read_text(encoding="utf-8").splitlines()
+    assert (status, after[: len(before)]) == (1, before)
+    assert len(after) == found["suites"]["mine"]["mutants"] > len(before)
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"task_id": "mine/note"}'])

@@ -27,6 +27,29 @@ tasks:
     oracle: [[{click: {x: 822, y: 167}}], [done]]
 """
 
+SPARING = """
+suite: sparing
+tasks:
+  - name: spared
+    level: 1
+    instruction: Write it.
+    checker:
+      kind: all
+      checks:
+        - {kind: file_text, path: /home/user/note.txt, equals: it}
+        - {kind: unchanged, paths: [/home/user], except: [/home/user/note.txt]}
+    oracle: [[{click: {x: 379, y: 311}}, {type: it}, {press: [ctrl, s]}], [done]]
+  - name: touched
+    level: 1
+    instruction: Write it.
+    checker:
+      kind: all
+      checks:
+        - {kind: file_text, path: /home/user/note.txt, equals: it}
+        - {kind: unchanged, paths: [/home/user]}
+    oracle: [[{click: {x: 379, y: 311}}, {type: it}, {press: [ctrl, s]}], [done]]
+"""
+
 UNSOUND = """
 suite: unsound
 tasks:
@@ -70,8 +93,18 @@ def written(tmp_path: Path, text: str) -> str:
 def test_verify_plays_the_oracle_and_the_null_policy_in_each_task(tmp_path: Path) -> None:
     arguments = ("mine/", "fake/append-line", "--tasks", written(tmp_path, SOLVABLE), "--state-dir", str(tmp_path))
     status, report = envd(tmp_path, "verify", *arguments)
-    assert report == {"accelerator": "fake", "tasks": 3, "oracle_ok": 3, "null_ok": 3, "skipped": [], "failures": []}
+    played = {"accelerator": "fake", "tasks": 3, "oracle_ok": 3, "null_ok": 3}
+    assert report == {**played, "skipped": [], "not_attacked": [], "failures": []}
     assert status == 0
+
+
+def test_the_start_of_a_task_without_setup_is_recorded_too(tmp_path: Path) -> None:
+    file = written(tmp_path, SPARING)
+    status, report = envd(tmp_path, "verify", "sparing/", "--tasks", file, "--state-dir", str(tmp_path))
+    assert (status, report["oracle_ok"], report["null_ok"]) == (1, 1, 2)
+    (failure,) = report["failures"]
+    assert (failure["task_id"], failure["policy"], failure["score"]) == ("sparing/touched", "oracle", 0.0)
+    assert "changed: '/home/user/note.txt'" in failure["detail"]
 
 
 def test_verify_of_starts_plays_only_the_null_policy(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Evaluations over real gRPC to drawn desktops, with a stand-in for a model's server on a socket."""
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +13,9 @@ from PIL import Image
 
 import cuaenv.client.leases
 from cuaenv.client import Action, AsyncEnvClient, Click, Done, Fail, PressKeys, Task, TypeText
+from envd.base.config import SettlePolicy
 from envd.hypervisor.fake import Faults
+from tests.support.command import CommandOutput, run_envd
 from tests.support.scripted_model import ScriptedModel, say_steps, served
 from tests.support.server import serve_fake
 from trainer.agent.prompts import prompt_hash
@@ -128,6 +131,32 @@ async def test_an_evaluation_scores_and_reports_what_the_model_did(tmp_path: Pat
         assert size_of(tmp_path / picture) == (1248, 768)
     assert "Hello, fake desktop!" in page.text_content()
     assert HOSTILE in page.text_content()
+
+
+async def test_each_score_is_that_of_the_locked_suite(tmp_path: Path) -> None:
+    path, lock = tmp_path / "run.jsonl", tmp_path / "fake.lock"
+    async with serve_fake(size=2, settle=SettlePolicy()) as server, AsyncEnvClient(server.address) as client:
+        tasks = await all_tasks(client)
+        async with served(model_of(tasks)) as url:
+            await run_evaluation(client, url, tasks, path)
+
+    def suite(*words: str) -> CommandOutput:
+        places = ("--file", str(lock), "--cache-dir", str(tmp_path / "cache"))
+        return run_envd("suite", *words, *places, "--hypervisor", "fake", "--json")
+
+    assert suite("lock", "fake").status == 0
+    checked = suite("check", "fake", "--results", str(path))
+    assert (checked.status, json.loads(checked.out)["changes"]) == (0, [])
+    locked = json.loads(lock.read_text(encoding="utf-8"))
+    task_id = tasks[0].task_id
+    before, locked["scores"][task_id] = locked["scores"][task_id], "0" * 64
+    lock.write_text(json.dumps(locked), encoding="utf-8")
+    checked = suite("check", "fake", "--results", str(path))
+    assert checked.status == 1
+    assert json.loads(checked.out)["changes"] == [f"scores {task_id}: {'0' * 64} -> {before}"]
+    assert "have no score of suite drawn" in suite("check", "drawn", "--results", str(path)).err
+    path.write_text("{", encoding="utf-8")
+    assert "give a file of `trainer eval`" in suite("check", "fake", "--results", str(path)).err
 
 
 async def test_a_replay_keeps_the_pictures_that_the_model_saw(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Oracles with conditions, played over the service on drawn desktops."""
 
+import math
+
 import pytest
 
 from cuaenv.actions import Action, Click, Done, TypeText
@@ -15,7 +17,7 @@ def condition(**fields: object) -> WaitFor:
     return WaitFor.model_validate(fields)
 
 
-async def play_in_one_episode(steps: Steps) -> list[tuple[Action, ...]]:
+async def play_in_one_episode(steps: Steps, *, max_wait_s: float = math.inf) -> list[tuple[Action, ...]]:
     """Play steps; return the actions of each call."""
     performed: list[tuple[Action, ...]] = []
 
@@ -23,7 +25,7 @@ async def play_in_one_episode(steps: Steps) -> list[tuple[Action, ...]]:
         performed.append(actions)
 
     async with served_client(size=1) as (_, client), client.reset("fake/close-controls") as episode:
-        await play(episode, steps, runs_guests=False, on_step=on_step)
+        await play(episode, steps, runs_guests=False, on_step=on_step, max_wait_s=max_wait_s)
         return performed
 
 
@@ -38,3 +40,9 @@ async def test_a_condition_that_never_holds_ends_the_play_with_an_error() -> Non
     window = condition(window={"title": "Calculator"}, timeout_s=0.5)
     with pytest.raises(ConditionNotMet, match=r"0\.5 s .*/Calculator/"):
         await play_in_one_episode([(CLOSE_CONTROLS, window), (Done(),)])
+
+
+async def test_a_player_may_wait_for_less_time_than_a_condition_allows() -> None:
+    window = condition(window={"title": "Calculator"}, timeout_s=600)
+    with pytest.raises(ConditionNotMet, match=r"0\.5 s .*/Calculator/"):
+        await play_in_one_episode([(CLOSE_CONTROLS, window), (Done(),)], max_wait_s=0.5)

@@ -82,6 +82,12 @@ CHECKS = [
     check("file_text", "come-along.txt", equals="came along"),
     check("file_text", "size.txt", equals="1280x800"),
     check("file_absent", "never.txt"),
+    {
+        "kind": "unchanged",
+        "paths": [HOME],
+        "except": [f"{HOME}/note.txt", f"{HOME}/.*"],
+        "outputs": [["cat", f"{HOME}/size.txt"]],
+    },
     check("window", window=CALCULATOR, present=False),
     check("window", window={"title": r"note\.txt"}),
     check("on_screen", role="frame", named=r"note\.txt"),

@@ -4,16 +4,25 @@ A mutant shares the first steps of the oracle and is played on a fork of the mac
 same as the oracle (a text in another case, where case does not matter): a verdict in a reviewed file says so.
 """
 
+import base64
 import hashlib
 import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
+from importlib.resources import files
+from itertools import product
 from pathlib import PurePosixPath
+from string import Formatter
+
+import yaml
 
 from cuaenv.actions import Action, Click, Done, Drag, Fail, TypeText
 from envd.hypervisor.machine import GuestOs
+from envd.tasks.basis import judged_digest
+from envd.tasks.checkers.data import IniEntry, JsonValueAt
 from envd.tasks.checkers.files import FileCheck
 from envd.tasks.checkers.programs import Command, Window
 from envd.tasks.checkers.session import AgentAnswer, Clipboard
@@ -25,10 +34,15 @@ from envd.tasks.verbs import UploadFile, WriteFile
 
 #: Distance in pixels to the neighbour of a widget.
 _NEIGHBOUR_PX = 48
-_SPARSE_FILE = "1G"
-_REPETITIONS = 3
+_REPETITIONS = 2
+#: An oracle with fewer steps has no step that only opens something.
+_OPENING_STEPS = 2
 #: Shorter expected texts occur everywhere.
 _TELLING_CHARS = 6
+#: Files there belong to no one.
+_SCRATCH = "/tmp/"  # noqa: S108 - in the guest
+#: Values of one kind that cheats use.
+_MAX_VALUES = 2
 
 
 class Family(Enum):
@@ -40,8 +54,10 @@ class Family(Enum):
     """A cheat that knows only the instruction."""
     KNOWING = "knowing"
     """A cheat that knows the checker."""
+    DAMAGE = "damage"
+    """The oracle, and then damage to something else."""
     REPEATED = "repeated"
-    """The oracle itself, which must always score 1."""
+    """The oracle itself, which must always score 1, whatever else is on the screen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +94,9 @@ class Mutant:
 def mutants_of(task: Task) -> list[Mutant]:
     """Return the mutants of a task with an oracle and a checker, in the order of their forks."""
     checks = list(leaves(task.checker)) if task.checker else []
-    end = _end_of(task.oracle)
-    found = [*_almost(task.oracle, checks), *_repeated(task.oracle)]
+    found = [*_almost(task.oracle, checks), *_repeated(task.oracle), *_answers(task, checks)]
     if task.os is GuestOs.LINUX:
-        found += [*_lazy(task, checks, end), *_knowing(checks, end)]
+        found += _cheating(task, checks)
     own = {tuple(mutant.script) for mutant in found if mutant.family is Family.REPEATED}
     kept: dict[tuple[str, ...], Mutant] = {}
     for mutant in found:
@@ -91,9 +106,16 @@ def mutants_of(task: Task) -> list[Mutant]:
     return sorted(kept.values(), key=lambda mutant: mutant.shared_count)
 
 
-def _end_of(oracle: OracleSteps) -> OracleSteps:
-    """Return the step that ends an oracle, without an answer."""
-    return ((Done(),),) if oracle else ()
+def attack_digest(task: Task, *, runs_guests: bool) -> str:
+    """Return the digest of all mutants that are played of this version of a task and its checkers."""
+    own = judged_digest(task)
+    digests = (mutant.digest(own) for mutant in playable(task, runs_guests=runs_guests))
+    return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()[:16]
+
+
+def playable(task: Task, *, runs_guests: bool) -> list[Mutant]:
+    """Return the mutants that can be played: drawn desktops have no shell that could run commands."""
+    return [mutant for mutant in mutants_of(task) if runs_guests or not mutant.commands]
 
 
 def _almost(oracle: OracleSteps, checks: Sequence[AnyLeafChecker]) -> Iterator[Mutant]:
@@ -106,6 +128,8 @@ def _almost(oracle: OracleSteps, checks: Sequence[AnyLeafChecker]) -> Iterator[M
         if not _ends(step):
             yield mutant("left out", index)
             yield mutant("twice", index, step, step)
+            if index == 0 and len(oracle) > _OPENING_STEPS:
+                yield mutant("and nothing else", index, step, keep=len(oracle))
             if not is_last and not _ends(oracle[index + 1]):
                 yield mutant("after the next one", index, oracle[index + 1], step, keep=2)
         for place, action in enumerate(step):
@@ -141,6 +165,8 @@ def _changed_texts(text: str, checks: Sequence[AnyLeafChecker]) -> Iterator[tupl
     for check in checks:
         if isinstance(check, FileCheck) and (stem := PurePosixPath(check.path).stem) and stem in text:
             yield f"other name than {stem}", text.replace(stem, f"{stem}2")
+            if (directory := str(PurePosixPath(check.path).parent)) in text:
+                yield f"elsewhere than {directory}", text.replace(directory, "/tmp")  # noqa: S108 - in the guest
 
 
 def _with_one_changed(text: str, wanted: Callable[[str], bool]) -> str:
@@ -152,24 +178,93 @@ def _with_one_changed(text: str, wanted: Callable[[str], bool]) -> str:
     return ""
 
 
-def _lazy(task: Task, checks: Sequence[AnyLeafChecker], end: OracleSteps) -> Iterator[Mutant]:
-    def mutant(name: str, *commands: str, steps: OracleSteps = end) -> Mutant:
-        return Mutant(name=name, family=Family.LAZY, commands=commands, steps=steps)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cheat:
+    """An entry of `cheats.yaml`."""
 
-    inputs = list(_inputs(task))
-    for path in dict.fromkeys(check.path for check in checks if isinstance(check, FileCheck)):
-        file, directory = shlex.quote(path), shlex.quote(str(PurePosixPath(path).parent))
-        yield mutant(f"empty {path}", f"mkdir -p {directory}; : > {file}")
-        yield mutant(f"touched {path}", f"touch {file}")
-        for source in inputs:
-            if source != path:
-                yield mutant(f"{source} copied to {path}", f"cp {shlex.quote(source)} {file}")
-        for text in _expected(checks):
-            yield mutant(f"{text[:24]!r} next to {path}", f"printf %s {shlex.quote(text)} > {directory}/other.txt")
+    name: str
+    run: str
+    after: str = ""
+
+    @property
+    def values(self) -> set[str]:
+        """The names of the values that it needs."""
+        return {name for text in (self.name, self.run) for _, name, *_ in Formatter().parse(text) if name}
+
+
+@cache
+def _cheats() -> dict[Family, list[_Cheat]]:
+    entries = yaml.safe_load((files("envd.bench.attack") / "cheats.yaml").read_text(encoding="utf-8"))
+    return {Family(name): [_Cheat(**entry) for entry in own] for name, own in entries.items()}
+
+
+def _cheating(task: Task, checks: Sequence[AnyLeafChecker]) -> Iterator[Mutant]:
+    """Yield the cheats of the table, each for every combination of the values that it needs."""
+    solved = len(task.oracle) - bool(task.oracle and _ends(task.oracle[-1]))
+    values = _values(task, checks)
+    for family, cheats in _cheats().items():
+        for cheat in cheats:
+            named = [rows for rows in values if cheat.values & set(rows[0])]
+            if not cheat.values <= {name for rows in named for name in rows[0]}:
+                continue
+            for combination in product(*named):
+                row = {name: value for part in combination for name, value in part.items()}
+                quoted = {name: shlex.quote(value) for name, value in row.items()}
+                if row.get("source", "") != row.get("file"):
+                    yield Mutant(
+                        name=cheat.name.format_map({name: value[:60] for name, value in row.items()}),
+                        family=family,
+                        shared_count=solved if cheat.after else 0,
+                        commands=(cheat.run.format_map(quoted),),
+                        steps=task.oracle[solved:] if cheat.after and task.oracle[solved:] else ((Done(),),),
+                    )
+
+
+def _values(task: Task, checks: Sequence[AnyLeafChecker]) -> list[list[dict[str, str]]]:
+    """Return the values of cheats, by name: a list for each set of names that vary together."""
+    results = dict.fromkeys(check.path for check in checks if isinstance(check, FileCheck))
+    inputs = list(dict.fromkeys(_inputs(task)))
+    lists = [
+        [{"file": path, "directory": str(PurePosixPath(path).parent)} for path in results],
+        [{"source": path} for path in inputs],
+        [
+            {"text": text, "encoded": _base64(text), "key": _base64(max(text.split("\n"), key=len))}
+            for text in _expected(checks)
+        ],
+        [_program(name, output) for name, output in dict(_programs(checks)).items()],
+        [{"settings": path, "content": content} for path, content in _settings(checks)],
+        [{"bystander": path} for path in inputs if path not in results and not path.startswith(_SCRATCH)],
+    ]
+    return [rows[:_MAX_VALUES] for rows in lists if rows]
+
+
+def _program(name: str, output: str) -> dict[str, str]:
+    row = {"program": name, "output": _base64(output)}
+    return {**row, "python": name} if name.startswith("python") else row
+
+
+def _settings(checks: Iterable[AnyLeafChecker]) -> Iterator[tuple[str, str]]:
+    """Yield the paths of settings files, and a content of each that has the expected value and nothing else."""
+    for check in checks:
+        match check:
+            case IniEntry(path=path, equals=value) if value is not None:
+                yield path, f"[{check.section}]\n{check.key}={value}\n"
+            case JsonValueAt(path=path, equals=value) if value is not None:
+                for part in reversed(check.at):
+                    value = {str(part): value}
+                yield path, json.dumps(value)
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def _answers(task: Task, checks: Sequence[AnyLeafChecker]) -> Iterator[Mutant]:
     if any(isinstance(check, AgentAnswer) for check in checks):
-        yield mutant("instruction as answer", steps=((Done(task.instruction),),))
+        yield Mutant(name="instruction as answer", family=Family.LAZY, steps=((Done(task.instruction),),))
     else:
-        yield mutant("answer only", steps=((Done("; ".join(_expected(checks)) or "done"),),))
+        answer = "; ".join(_expected(checks)) or "done"
+        yield Mutant(name="answer only", family=Family.LAZY, steps=((Done(answer),),))
 
 
 def _inputs(task: Task) -> Iterator[str]:
@@ -179,29 +274,6 @@ def _inputs(task: Task) -> Iterator[str]:
                 yield path
             case UploadFile(files=files):
                 yield from (file.path for file in files)
-
-
-def _knowing(checks: Sequence[AnyLeafChecker], end: OracleSteps) -> Iterator[Mutant]:
-    def mutant(name: str, *commands: str) -> Mutant:
-        return Mutant(name=name, family=Family.KNOWING, commands=commands, steps=end)
-
-    for path in dict.fromkeys(check.path for check in checks if isinstance(check, FileCheck)):
-        file = shlex.quote(path)
-        make = f"rm -rf {file}; mkdir -p {shlex.quote(str(PurePosixPath(path).parent))}"
-        yield mutant(f"link in place of {path}", f"{make}; ln -s /proc/self/environ {file}")
-        yield mutant(f"endless link in place of {path}", f"{make}; ln -s /dev/zero {file}")
-        yield mutant(f"directory in place of {path}", f"{make}; mkdir {file}")
-        yield mutant(f"pipe in place of {path}", f"{make}; mkfifo {file}")
-        yield mutant(f"large file in place of {path}", f"{make}; truncate -s {_SPARSE_FILE} {file}")
-    texts = _expected(checks)
-    for program in dict.fromkeys(_programs(checks)):
-        fake = f"printf '#!/bin/sh\\nprintf %%s {shlex.quote(texts[0] if texts else '')}\\n' > $d/{program}"
-        yield mutant(
-            f"own {program} in PATH",
-            f"for d in ~/bin ~/.local/bin; do mkdir -p $d; {fake}; chmod +x $d/{program}; done; "
-            'echo "PATH=$HOME/bin:$PATH" >> ~/.profile',
-        )
-    yield mutant("clock set back", "date -s 2001-01-01 2>/dev/null; true")
 
 
 def _repeated(oracle: OracleSteps) -> Iterator[Mutant]:
@@ -219,15 +291,16 @@ def _expected(checks: Iterable[AnyLeafChecker]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _programs(checks: Iterable[AnyLeafChecker]) -> Iterator[str]:
+def _programs(checks: Iterable[AnyLeafChecker]) -> Iterator[tuple[str, str]]:
+    """Yield the programs that checkers run, and what each must print."""
     for check in checks:
         match check:
-            case Command(argv=(program, *_)):
-                yield PurePosixPath(program).name
-            case Window():
-                yield "wmctrl"
-            case Clipboard():
-                yield "xclip"
+            case Command(argv=(program, *_), stdout=stdout):
+                yield PurePosixPath(program).name, (stdout.equals or stdout.contains or "") if stdout else ""
+            case Window(window=window):
+                yield "wmctrl", f"0x00000001  0 {window.wm_class or 'x.X'}  guest {window.title}\n"
+            case Clipboard(equals=equals, contains=contains):
+                yield "xclip", equals or contains or ""
 
 
 def _ends(step: Sequence[OracleAction]) -> bool:

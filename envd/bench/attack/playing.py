@@ -1,22 +1,26 @@
 """Play mutants on forks of the state before their first own step, through the same service as an agent."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from cuaenv.client import AsyncEnvClient, AsyncEpisode, EnvError, EpisodeEnded, View
 from envd.base.config import Config
-from envd.bench.attack.mutants import Mutant, mutants_of
+from envd.bench.attack.mutants import Mutant, playable
 from envd.bench.playing import ConditionNotMet, Steps, max_steps_of, play
 from envd.daemon.composition import open_daemon
 from envd.daemon.ephemeral import ephemeral_config
-from envd.tasks.basis import task_digest
+from envd.tasks.basis import judged_digest
 from envd.tasks.model import Task
 
 #: The template may first boot under TCG on a small host, and other tasks may be set up before this one.
 _RESET_TIMEOUT = timedelta(minutes=30)
 _COMMAND_TIMEOUT = timedelta(minutes=2)
+#: The state that a mutant waits for often never comes. One that is late is scored as it is.
+_MAX_MUTANT_WAIT_S = 10.0
 _MOST_PIXELS = 640 * 400
 
 
@@ -33,6 +37,8 @@ class Attack:
     expects_success: bool
     score: float | None = None
     """None without a score."""
+    impossible: bool = False
+    """Whether one of its commands failed, so that there is nothing to score."""
     detail: str = ""
     """The evidence of the checks, or why there is no score."""
     picture: bytes = b""
@@ -40,9 +46,9 @@ class Attack:
 
     @property
     def is_killed(self) -> bool:
-        """Whether the checker scored it as a sound one does."""
+        """Whether the checker scored it as a sound one does, or it cannot be done."""
         if self.score is None:
-            return False
+            return self.impossible and not self.expects_success
         return self.score == 1 if self.expects_success else self.score < 1
 
 
@@ -58,7 +64,7 @@ async def attack(
     tasks: Sequence[Task],
     *,
     parallel_count: int,
-    is_done: Callable[[str], bool],
+    is_wanted: Callable[[Mutant, str], bool],
     on_result: Callable[[Attack], None],
 ) -> None:
     """Play the mutants of all tasks, one task after the other.
@@ -67,7 +73,7 @@ async def attack(
         config: See `attack_config`.
         tasks: Tasks with oracles.
         parallel_count: Mutants played at once.
-        is_done: Whether the mutant with this digest need not be played again.
+        is_wanted: Whether to play this mutant, which has this digest.
         on_result: Called with each result.
 
     Raises:
@@ -79,9 +85,8 @@ async def attack(
             player = _Player(client, task, runs_guests=runs_guests, parallel_count=parallel_count, on_result=on_result)
             mutants = [
                 each
-                for each in mutants_of(task)
-                # Drawn desktops have no shell that could run them.
-                if (runs_guests or not each.commands) and not is_done(each.digest(player.task_digest))
+                for each in playable(task, runs_guests=runs_guests)
+                if is_wanted(each, each.digest(player.task_digest))
             ]
             if mutants:
                 await player.play(mutants, max_steps=max_steps_of(task, limit=config.limits.max_steps))
@@ -99,7 +104,7 @@ class _Player:
         parallel_count: int,
         on_result: Callable[[Attack], None],
     ) -> None:
-        self.task_digest = task_digest(task)
+        self.task_digest = judged_digest(task)
         self._client = client
         self._task = task
         self._runs_guests = runs_guests
@@ -136,29 +141,47 @@ class _Player:
                 group.create_task(self._play(mutant, fork), name=f"attack:{mutant.name}")
 
     async def _play(self, mutant: Mutant, episode: AsyncEpisode) -> None:
-        score, detail, picture = None, "", b""
+        score, detail, impossible = None, "", False
         try:
             for command in mutant.commands:
-                await episode.run_command(["sh", "-c", command], timeout=_COMMAND_TIMEOUT)
-            try:
-                await self._perform(episode, mutant.steps)
-            except (ConditionNotMet, EpisodeEnded) as error:
-                # The mistake kept a condition of a later step from being met: the state is scored as it is.
-                detail = f"{error}; "
-            picture = await _picture(episode)
-            evaluation = await episode.evaluate()
-            score = evaluation.score
-            detail += "; ".join(f"{check.name}: {check.score:g}, {check.evidence}" for check in evaluation.checks)
+                done = await episode.run_command(["sh", "-c", command], timeout=_COMMAND_TIMEOUT)
+                if impossible := done.exit_code != 0:
+                    detail = f"exit code {done.exit_code}: {done.stderr.decode(errors='replace')}"
+                    break
+            else:
+                score, detail = await self._score(mutant, episode)
         except EnvError as error:
-            detail += f"{error.reason or error.code}: {error}"
-        result = self._result(mutant, score=score, detail=detail)
-        self._on_result(result if result.is_killed else replace(result, picture=picture))
+            detail = f"{error.reason or error.code}: {error}"
+        result = self._result(mutant, score=score, detail=detail, impossible=impossible)
+        if not result.is_killed:
+            with suppress(EnvError):
+                result = replace(result, picture=await _picture(episode))
+        self._on_result(result)
         await episode.close()
 
-    async def _perform(self, episode: AsyncEpisode, steps: Steps) -> None:
-        await play(episode, steps, os=self._task.os, runs_guests=self._runs_guests, on_step=lambda *_: None)
+    async def _score(self, mutant: Mutant, episode: AsyncEpisode) -> tuple[float, str]:
+        """Play the mutant's steps; return its score and the evidence."""
+        problem = ""
+        try:
+            await self._perform(episode, mutant.steps, is_mutant=not mutant.expects_success)
+        except (ConditionNotMet, EpisodeEnded) as error:
+            # The mistake kept a condition of a later step from being met: the state is scored as it is.
+            problem = f"{error}; "
+        evaluation = await episode.evaluate()
+        checks = (f"{check.name}: {check.score:g}, {check.evidence}" for check in evaluation.checks)
+        return evaluation.score, problem + "; ".join(checks)
 
-    def _result(self, mutant: Mutant, *, score: float | None = None, detail: str) -> Attack:
+    async def _perform(self, episode: AsyncEpisode, steps: Steps, *, is_mutant: bool = False) -> None:
+        await play(
+            episode,
+            steps,
+            os=self._task.os,
+            runs_guests=self._runs_guests,
+            on_step=lambda *_: None,
+            max_wait_s=_MAX_MUTANT_WAIT_S if is_mutant else math.inf,
+        )
+
+    def _result(self, mutant: Mutant, *, score: float | None = None, detail: str, impossible: bool = False) -> Attack:
         return Attack(
             task_id=self._task.task_id,
             mutant=mutant.name,
@@ -167,6 +190,7 @@ class _Player:
             script=tuple(mutant.script),
             expects_success=mutant.expects_success,
             score=score,
+            impossible=impossible,
             detail=detail[:2000],
         )
 

@@ -19,7 +19,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from envd.base.errors import ConfigError
+from envd.bench.attack.mutants import attack_digest, playable
 from envd.bench.attack.playing import Attack
+from envd.tasks.basis import judged_digest
+from envd.tasks.model import Task
 
 
 class Verdict(BaseModel):
@@ -37,6 +40,11 @@ class Verdict(BaseModel):
 
 
 _VERDICTS = TypeAdapter(list[Verdict])
+_PASSED = TypeAdapter(dict[str, str])
+_PASSED_HEAD = """\
+# Tasks that passed `envd tasks attack`, written by its option --passed, with a digest of the task, its checkers' code
+# and its mutants. `envd tasks verify` refuses tasks of the suites named here that have changed since.
+"""
 
 
 def read_verdicts(path: Traversable) -> dict[str, Verdict]:
@@ -48,6 +56,30 @@ def read_verdicts(path: Traversable) -> dict[str, Verdict]:
     except (OSError, yaml.YAMLError, ValidationError) as error:
         raise ConfigError(f"verdicts {path} cannot be read: {error}") from error
     return {each.digest: each for each in found}
+
+
+def read_passed(path: Traversable) -> dict[str, str]:
+    """Return the digests of the tasks that passed an attack, by id: see `attack_digest`. Raises: ConfigError."""
+    if not path.is_file():
+        return {}
+    try:
+        return _PASSED.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+    except (OSError, yaml.YAMLError, ValidationError) as error:
+        raise ConfigError(f"passed tasks {path} cannot be read: {error}") from error
+
+
+def write_passed(path: Path, tasks: Iterable[Task], report: "Report", *, runs_guests: bool) -> None:
+    """Write down which of these tasks passed: all their mutants were played and none is open. Keeps other tasks."""
+    passed = read_passed(path)
+    played = {each.digest for each in report.results}
+    failed = {each.task_id for each in report.open}
+    for task in tasks:
+        own = judged_digest(task)
+        wanted = {mutant.digest(own) for mutant in playable(task, runs_guests=runs_guests)}
+        passed.pop(task.task_id, None)
+        if wanted <= played and task.task_id not in failed:
+            passed[task.task_id] = attack_digest(task, runs_guests=runs_guests)
+    path.write_text(_PASSED_HEAD + yaml.safe_dump(passed), encoding="utf-8")
 
 
 class ResultsFile:
@@ -106,16 +138,16 @@ class Report:
     verdicts: Mapping[str, Verdict]
 
     def state_of(self, result: Attack) -> str:
-        """Return `killed`, or the verdict on a survivor; `survivor` without one, `no score` if it has none."""
+        """Return `killed` or `impossible`, or the verdict on a survivor: `survivor` without one, `no score` if none."""
         if result.is_killed:
-            return "killed"
+            return "impossible" if result.impossible else "killed"
         verdict = self.verdicts.get(result.digest)
         return verdict.verdict if verdict else "no score" if result.score is None else "survivor"
 
     @property
     def open(self) -> list[Attack]:
         """Results that are neither killed nor equivalent."""
-        return [each for each in self.results if self.state_of(each) not in ("killed", "equivalent")]
+        return [each for each in self.results if self.state_of(each) not in _SETTLED]
 
     @property
     def passed(self) -> bool:
@@ -132,7 +164,7 @@ class Report:
     def as_json(self) -> dict[str, object]:
         """Return the report for `--json`."""
         suites = {
-            suite: {"mutants": count.total(), "not_equivalent": count.total() - count["equivalent"], **count}
+            suite: {"mutants": count.total(), "not_equivalent": _real(count), **count}
             for suite, count in self.counts().items()
         }
         return {"suites": suites, "open": [_plain(each, self.state_of(each)) for each in self.open]}
@@ -146,16 +178,19 @@ class Report:
                 table.add_row(*map(escape, (each.task_id, each.mutant, score, self.state_of(each), each.detail[:160])))
             console.print(table)
         for suite, count in self.counts().items():
-            equivalent = count["equivalent"]
             console.print(
-                f"{suite}: {count['killed']} of {count.total() - equivalent} mutants killed, {equivalent} equivalent",
+                f"{suite}: {count['killed']} of {_real(count)} mutants killed, {count['equivalent']} equivalent,"
+                f" {count['impossible']} impossible",
                 markup=False,
             )
 
     def page(self) -> str:
         """Return the report as one HTML page. It runs no script; texts of guests are escaped."""
-        rows = [f"<tr><td>{html.escape(suite)}</td><td>{count['killed']}</td><td>{count.total() - count['equivalent']}"
-                f"</td><td>{count['equivalent']}</td></tr>" for suite, count in self.counts().items()]  # fmt: skip
+        counts = (
+            (suite, count["killed"], _real(count), count["equivalent"], count["impossible"])
+            for suite, count in self.counts().items()
+        )
+        rows = ["<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in counts]
         return _PAGE.format(rows="\n".join(rows), found="\n".join(map(self._section, self._shown())))
 
     def _shown(self) -> Iterable[Attack]:
@@ -174,18 +209,24 @@ class Report:
         )
 
 
+def _real(count: Counter[str]) -> int:
+    """Return how many mutants a sound checker kills."""
+    return count.total() - count["equivalent"] - count["impossible"]
+
+
 def _plain(result: Attack, state: str) -> dict[str, Any]:
     return {**asdict(result), "picture": len(result.picture), "state": state}
 
 
+_SETTLED = ("killed", "equivalent", "impossible")
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>Checkers under attack</title>
 <style>body{{font:16px/1.5 sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem}}
-pre{{background:#f4f4f4;overflow:auto;padding:.75rem}}img{{max-width:100%;border:1px solid #ccc}}
+pre{{background:#f4f4f4;white-space:pre-wrap;padding:.75rem}}img{{max-width:100%;border:1px solid #ccc}}
 td,th{{padding:.2rem 1rem;text-align:left}}section{{border-top:1px solid #ccc;margin-top:2rem}}
 @media(prefers-color-scheme:dark){{body{{background:#181818;color:#ddd}}pre{{background:#262626}}}}</style></head>
 <body><h1>Checkers under attack</h1>
-<table><tr><th>suite</th><th>killed</th><th>of</th><th>equivalent</th></tr>
+<table><tr><th>suite</th><th>killed</th><th>of</th><th>equivalent</th><th>impossible</th></tr>
 {rows}</table>
 {found}
 </body></html>

@@ -4,12 +4,14 @@ A program supports only the options used by its callers and fails with a usage e
 `Outcome.duration_s` is the time that the real program would take.
 """
 
+import hashlib
 import posixpath
 import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import NamedTuple, Protocol
 
 from envd.hypervisor.fake.files import GuestFiles
@@ -18,6 +20,8 @@ from envd.hypervisor.fake.files import GuestFiles
 _SCRIPT = re.compile(r"(exec )?(?P<command>[^;&|<>`$()\n]+?) *(?P<redirection>>/dev/null 2>&1|>> *(?P<path>\S+))?")
 #: Exit code of `list-directory` if the directory does not exist.
 _NO_DIRECTORY = 66
+#: Exit code of `compare-unchanged` if nothing was recorded.
+_NOT_RECORDED = 3
 
 
 class GuestClock:
@@ -150,11 +154,16 @@ class Programs:
 
     def _sh(self, arguments: list[str], stdin: bytes) -> Outcome:
         match arguments:
-            # The two scripts of `envd.tasks.checkers.base`, by the names in their $0.
+            # The scripts of checkers, by the names in their $0.
             case ["-c", _, "probe-file", path]:
                 return self._probe_file(path)
             case ["-c", _, "list-directory", path]:
                 return self._list_directory(path)
+            case ["-c", _, "record-unchanged", record, outputs, *places]:
+                self._files[record] = "\n".join([outputs, *self._states(places)]).encode()
+                return Outcome()
+            case ["-c", _, "compare-unchanged", record, outputs, new_files, *places]:
+                return self._compare(record, [outputs, *self._states(places)], ignores_new=new_files == "ignore")
             case ["-c", script] if (parsed := _SCRIPT.fullmatch(script)) is not None:
                 argv = shlex.split(parsed["command"])
             case _:
@@ -184,6 +193,28 @@ class Programs:
         entries = self._files.list_directory(path)
         rows = [kinds[self._files.is_directory(posixpath.join(path, name))] + name + "\0" for name in entries]
         return Outcome(stdout="".join(rows).encode())
+
+    def _states(self, places: list[str]) -> list[str]:
+        """Return the files and directories that `find` would list, each with its state."""
+        start = places.index("-path") if "-path" in places else len(places)
+        roots, pruned = places[:start], places[start + 1 :: 4]
+        states = dict.fromkeys(self._files.directories, "directory")
+        states |= {name: hashlib.sha256(data).hexdigest() for name, data in self._files.items()}
+        return [
+            f"{name}\t{state}"
+            for name, state in sorted(states.items())
+            if any(f"{name}/".startswith(f"{root}/") for root in roots)
+            and not any(fnmatchcase(name, each) or fnmatchcase(name, f"{each}/*") for each in pruned)
+        ]
+
+    def _compare(self, record: str, found: list[str], *, ignores_new: bool) -> Outcome:
+        if record not in self._files:
+            return Outcome(exit_code=_NOT_RECORDED)
+        before = self._files[record].decode().split("\n")
+        now = "\n".join(found).split("\n")
+        changed = [line for line in before if line not in now]
+        changed += [line for line in now if line not in before and not ignores_new]
+        return Outcome(stdout="\n".join(changed).encode())
 
     def _cat(self, arguments: list[str], stdin: bytes) -> Outcome:
         paths = _operands(arguments)

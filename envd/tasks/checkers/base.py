@@ -155,6 +155,8 @@ class LeafChecker(CheckBase, ABC):
     #: Whether it may run right after the setup, to reject a start that is already solved: it is fast, and changes
     #: and reveals nothing in the guest.
     runs_before_start: ClassVar[bool]
+    #: Whether `remember_start` must run at the end of the setup, also in a task without setup verbs.
+    remembers_start: ClassVar[bool] = False
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:
@@ -173,6 +175,9 @@ class LeafChecker(CheckBase, ABC):
 
         Incomplete work of the agent scores below 1. Raises: GuestError, GuestUnresponsive, MachineLost.
         """
+
+    async def remember_start(self, desktop: "Desktop") -> None:
+        """Record what it compares the end with. Raises: GuestError, GuestUnresponsive, MachineLost."""
 
     def downloads(self) -> Iterator[AssetRef]:
         """Yield the files that it needs from the host's cache."""

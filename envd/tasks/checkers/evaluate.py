@@ -83,6 +83,15 @@ async def evaluate(
         raise EvaluatorFailed(f"task {task.task_id}: {error}") from error
 
 
+async def remember_start(task: Task, desktop: Desktop) -> None:
+    """Record what checkers compare the end with. Raises: SetupFailed, MachineLost."""
+    for check in leaves(task.checker) if task.checker else ():
+        try:
+            await check.remember_start(desktop)
+        except (GuestError, GuestUnresponsive) as error:
+            raise SetupFailed(f"task {task.task_id}: {error}") from error
+
+
 async def require_unsolved(task: Task, desktop: Desktop, *, timeout_s: float, judge: Judge) -> None:
     """Reject a start that is already solved, so that doing nothing would score 1.
 

@@ -18,6 +18,9 @@ from envd.tasks.text import CheckOutcome, TextExpectation, judge_text, quote
 #: What xclip reports if nothing is on the clipboard, or something other than text.
 _NO_TEXT = re.compile(rb"target \S+ not available|no owner for the")
 
+#: What separates candidates.
+_OTHERS = re.compile(r"\b(?:or|and|either|neither|not)\b|[,;/|\n]|[.?!]\s*\S", re.IGNORECASE)
+
 
 class _OneText(LeafChecker, TextExpectation):
     """A text of which there is one, and which is empty at the start."""
@@ -57,6 +60,9 @@ class AgentAnswer(_OneText):
     runs_before_start: ClassVar[bool] = False
 
     kind: Literal["answer"]
+    hedged: Literal["refuse", "accept"] = "refuse"
+    """`refuse`: around a text that it `contains`, or in free text that `matches`, nothing may look like another answer:
+    another number if a number is expected, a list, "or", a second sentence."""
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
         """See `LeafChecker`."""
@@ -157,4 +163,20 @@ def judge_answer(last_action: Done | None, checker: AgentAnswer) -> CheckOutcome
     """Score the agent's answer."""
     if last_action is None or not last_action.answer.strip():
         return CheckOutcome(0.0, "the agent gave no answer")
-    return judge_text(last_action.answer.strip(), checker)
+    answer = last_action.answer.strip()
+    outcome = judge_text(answer, checker)
+    if outcome.score and checker.hedged == "refuse" and _is_hedged(answer, checker):
+        return CheckOutcome(0.0, f"{quote(answer)} names more than one answer")
+    return outcome
+
+
+def _is_hedged(answer: str, checker: AgentAnswer) -> bool:
+    """Whether an accepted answer may name candidates besides the right one: it has a sign of that in free text."""
+    if checker.contains is not None:
+        # Each side of the expected text: where a word or a number continues, it is another one.
+        before, found, after = answer.casefold().partition(checker.contains.casefold())
+        has_more = bool(re.search(r"\w$", before) or re.match(r"\w", after))
+        has_number = any(map(str.isdigit, found)) and any(map(str.isdigit, before + after))
+        return has_more or has_number or _OTHERS.search(f"{before} {after}") is not None
+    is_open = judge_text(f"{answer} or {answer}", checker).score == 1
+    return checker.matches is not None and is_open and _OTHERS.search(answer) is not None

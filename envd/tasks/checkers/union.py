@@ -13,6 +13,7 @@ from envd.tasks.checkers.images import ImageLike
 from envd.tasks.checkers.osworld import OsworldEvaluator
 from envd.tasks.checkers.programs import Command, Process, Window
 from envd.tasks.checkers.session import AgentAnswer, Clipboard, OnScreen
+from envd.tasks.checkers.unchanged import Unchanged
 from envd.tasks.cua_gym import CuaGymCheck
 from envd.tasks.fields import Model
 
@@ -50,6 +51,7 @@ AnyLeafChecker = (
     | FileBytes
     | FileAbsent
     | Directory
+    | Unchanged
     | JsonValueAt
     | CsvCell
     | IniEntry

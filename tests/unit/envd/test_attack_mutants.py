@@ -1,5 +1,7 @@
 """Mutants of an oracle: what they change, where they are forked off, and what they leave alone."""
 
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuaenv.actions import Click, Done, PressKeys, TypeText
-from envd.bench.attack.mutants import Family, Mutant, mutants_of
+from envd.base.errors import ConfigError
+from envd.bench.attack.mutants import Family, Mutant, attack_digest, mutants_of
+from envd.bench.attack.playing import Attack
+from envd.bench.attack.report import Report, read_passed, write_passed
+from envd.tasks.basis import judged_digest
 from envd.tasks.model import Task
 
 PATH = "/home/user/note.txt"
@@ -65,15 +71,104 @@ def test_cheats_are_those_of_the_checker() -> None:
     assert commands[f"empty {PATH}"] == (f"mkdir -p /home/user; : > {PATH}",)
     assert commands[f"/home/user/rooms.txt copied to {PATH}"] == (f"cp /home/user/rooms.txt {PATH}",)
     assert commands[f"pipe in place of {PATH}"][0].endswith(f"mkfifo {PATH}")
-    program = task(checker={"kind": "command", "argv": ["gsettings", "get"], "stdout": {"equals": "Adwaita-dark"}})
-    (fake,) = named(program)["own gsettings in PATH"].commands
-    assert "Adwaita-dark" in fake
+    assert not any("own" in name or "settings written" in name for name in commands)
+
+
+@pytest.mark.parametrize(
+    ("checker", "name", "words"),
+    [
+        (
+            {"kind": "command", "argv": ["gsettings", "get"], "stdout": {"equals": "dark"}},
+            "own gsettings in PATH",
+            "echo ZGFyaw== | base64 -d",
+        ),
+        (
+            {"kind": "command", "argv": ["python3", "x.py"], "stdout": {"equals": "dark"}},
+            "own module that python3 loads first",
+            "b64decode('ZGFyaw==')",
+        ),
+        (
+            {"kind": "ini_value", "path": "/home/user/a.ini", "section": "s", "key": "k", "equals": "v"},
+            "settings written into /home/user/a.ini",
+            "[s]\nk=v\n",
+        ),
+        (
+            {"kind": "json_value", "path": "/home/user/a.json", "at": ["s", "k"], "equals": 5},
+            "settings written into /home/user/a.json",
+            '{"s": {"k": 5}}',
+        ),
+    ],
+)
+def test_cheats_know_what_a_checker_expects(checker: dict[str, Any], name: str, words: str) -> None:
+    (command,) = named(task(checker=checker))[name].commands
+    assert words in command
+
+
+def test_a_search_for_a_leak_does_not_find_itself() -> None:
+    one = task(checker={"kind": "file_text", "path": PATH, "equals": "Room 12\nand more"})
+    (search,) = (command for mutant in mutants_of(one) for command in mutant.commands if "/proc/" in command)
+    assert "Room" not in search
+    assert "and more" not in search
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=6, max_size=12))
+def test_commands_survive_any_text(text: str) -> None:
+    path = f"/home/user/{text.replace('/', '_')}.txt"
+    one = task(checker={"kind": "file_text", "path": path, "equals": text})
+    script = "\n".join(command for mutant in mutants_of(one) for command in mutant.commands)
+    assert subprocess.run(["sh", "-n", "-c", script], check=False).returncode == 0
+
+
+def test_damage_is_done_after_the_oracle_has_solved_the_task() -> None:
+    damage = {mutant.name: mutant for mutant in mutants_of(task()) if mutant.family is Family.DAMAGE}
+    deleted = damage["/home/user/rooms.txt deleted"]
+    assert (deleted.shared_count, deleted.steps) == (2, ((Done(),),))
+    assert not deleted.expects_success
 
 
 def test_the_oracle_is_repeated_and_must_always_score() -> None:
     repeated = [mutant for mutant in mutants_of(task()) if mutant.expects_success]
-    assert len(repeated) == 3
-    assert {(mutant.steps, mutant.shared_count) for mutant in repeated} == {(task().oracle, 0)}
+    assert [(mutant.steps, mutant.shared_count, bool(mutant.commands)) for mutant in repeated] == [
+        (task().oracle, 0, False),
+        (task().oracle, 0, False),
+        (((Done(),),), 2, True),
+        (((Done(),),), 2, True),
+    ]
+
+
+def test_a_task_that_changed_since_it_passed_is_named(tmp_path: Path) -> None:
+    def report(one: Task, **changes: Any) -> Report:
+        digest = judged_digest(one)
+        results = [
+            Attack(
+                task_id=one.task_id,
+                mutant=mutant.name,
+                family=mutant.family.value,
+                digest=mutant.digest(digest),
+                script=tuple(mutant.script),
+                **({"expects_success": mutant.expects_success, "score": float(mutant.expects_success)} | changes),
+            )
+            for mutant in mutants_of(one)
+        ]
+        return Report(results=results, verdicts={})
+
+    one, file = task(), tmp_path / "passed.yaml"
+    write_passed(file, [one], report(one), runs_guests=True)
+    assert read_passed(file) == {"mine/note": attack_digest(one, runs_guests=True)}
+    changed = task(checker={"kind": "file_text", "path": PATH, "equals": "Room 13"})
+    assert read_passed(file)["mine/note"] != attack_digest(changed, runs_guests=True)
+    # Not all its mutants were played, or one survived.
+    write_passed(file, [changed], report(one), runs_guests=True)
+    assert read_passed(file) == {}
+    write_passed(file, [one], report(one, expects_success=False, score=1.0), runs_guests=True)
+    assert read_passed(file) == {}
+    # The checker is not at fault if a cheat cannot be made, but an oracle must be playable.
+    impossible = report(one, expects_success=False, score=None, impossible=True)
+    assert (impossible.passed, impossible.counts()["mine"]["impossible"]) == (True, len(impossible.results))
+    assert not report(one, expects_success=True, score=None, impossible=True).passed
+    file.write_text("- 1")
+    with pytest.raises(ConfigError, match=r"passed\.yaml cannot be read"):
+        read_passed(file)
 
 
 def test_a_verdict_does_not_outlive_its_task_or_mutant() -> None:

@@ -1,18 +1,56 @@
 """Common parts of the desktop suite's templates: setup verbs, checkers, oracle steps, words to sample."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from envd.tasks.templates import Templates
-
-DESKTOP = Templates("desktop")
+from envd.tasks.templates import Entry, Templates
 
 HOME = "/home/user"
 _SAVE_AS = "^Save As$"
+#: Fields of checkers that hold text, which may look like a path.
+_TEXTS = ("equals", "contains", "matches")
 DOCUMENTS = f"{HOME}/Documents"
 PICTURES = f"{HOME}/Pictures"
 
 Verb = Mapping[str, object]
 Step = Sequence[object]
+
+#: What programs write for themselves.
+_OF_PROGRAMS = (".bash_history", ".cache", ".config", ".dbus", ".local", ".ICEauthority", ".Xauthority", ".xsession*")
+
+
+def _spare_the_rest(entry: Entry) -> Entry:
+    """Add that no file of the home directory may be changed or removed, except those that the checkers inspect."""
+    checker = entry.get("checker")
+    if not isinstance(checker, Mapping):
+        return entry
+    setup = entry.get("setup", ())
+    written = [str(verb["path"]) for verb in setup if "path" in verb] if isinstance(setup, Sequence) else []
+    excluded = [*sorted(set(_changing(checker, written))), *(f"{HOME}/{name}" for name in _OF_PROGRAMS)]
+    # An agent may make files of its own, such as notes.
+    rest = {"kind": "unchanged", "paths": [HOME], "except": excluded, "new_files": "ignore"}
+    return {**entry, "checker": all_of(checker, rest)}
+
+
+def _changing(part: object, written: Sequence[str]) -> Iterator[str]:
+    """Yield the paths that a task changes: those in its checker, and entries that a directory must not have."""
+    match part:
+        case str() if part.startswith(f"{HOME}/"):
+            yield part
+        case {"kind": "directory", "path": directory, "entries": [*entries], "mode": "exactly"}:
+            yield from (path for path in written if _is_in(path, str(directory)) and path.split("/")[-1] not in entries)
+        case {"kind": "directory"}:
+            pass
+        case Mapping():
+            yield from (path for key, each in part.items() if key not in _TEXTS for path in _changing(each, written))
+        case list() | tuple():
+            yield from (path for each in part for path in _changing(each, written))
+
+
+def _is_in(path: str, directory: str) -> bool:
+    return path.rpartition("/")[0] == directory
+
+
+DESKTOP = Templates("desktop", _spare_the_rest)
 
 #: Ends an oracle without an answer.
 DONE: Step = ("done",)

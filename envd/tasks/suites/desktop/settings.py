@@ -5,8 +5,10 @@ from envd.tasks.suites.desktop.parts import (
     DESKTOP,
     DOCUMENTS,
     DONE,
+    HOME,
     NAMES,
     Verb,
+    all_of,
     command,
     edit,
     lines,
@@ -16,6 +18,7 @@ from envd.tasks.suites.desktop.parts import (
 from envd.tasks.templates import Entry, Sampler
 
 _DOMAIN = "settings"
+_NEW_SHELL = ("bash", "--rcfile", f"{HOME}/.bashrc", "-ic")
 _EDITOR_VIEW = "org.xfce.mousepad.preferences.view"
 _ASK_SETTING = "\n".join(
     (
@@ -27,7 +30,7 @@ _ASK_SETTING = "\n".join(
 
 
 def _setting_is(schema: str, key: str, value: str) -> Verb:
-    return {"kind": "command", "argv": ["python3", "-c", _ASK_SETTING, schema, key], "stdout": {"equals": value}}
+    return {"kind": "command", "argv": ["python3", "-I", "-c", _ASK_SETTING, schema, key], "stdout": {"equals": value}}
 
 
 @DESKTOP.add(level=2, domain=_DOMAIN)
@@ -77,6 +80,10 @@ def shell_shortcut(rng: Sampler) -> Entry:
             f' "{said}". The file .bashrc in the home directory is read whenever a shell starts.'
         ),
         "setup": [open_terminal()],
-        "checker": {"kind": "command", "argv": ["bash", "-ic", f"eval {name} || exit 1"], "stdout": {"equals": said}},
+        "checker": all_of(
+            {"kind": "command", "argv": [*_NEW_SHELL, f"eval {name} || exit 1"], "stdout": {"equals": said}},
+            # All other words mean what they meant.
+            {"kind": "unchanged", "outputs": [[*_NEW_SHELL, f"unalias {name}; unset -f {name}; alias; declare -f"]]},
+        ),
         "oracle": [command(f"echo \"alias {name}='echo {said}'\" >> ~/.bashrc"), DONE],
     }

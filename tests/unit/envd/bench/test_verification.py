@@ -6,8 +6,9 @@ import pytest
 
 from envd.base.config import load
 from envd.base.errors import ConfigError, TaskNotFound
+from envd.bench.attack.mutants import attack_digest
 from envd.bench.verification import Policy, PolicyResult, Verification, verify_config
-from envd.cli.tasks_verify import choose, image_of
+from envd.cli.tasks_verify import choose, image_of, not_attacked
 from envd.hypervisor.machine import Firmware, GuestOs
 from envd.images.catalogue import ImageCatalogue, ImportedDisk
 from envd.tasks.catalogue import TaskCatalogue
@@ -45,6 +46,22 @@ def test_the_starts_of_feasible_tasks_that_can_run_are_verified_without_oracles(
     obstacles = {"a/stuck": ("internet: x",)}
     catalogue = TaskCatalogue([task("a/one"), *feasible], find_obstacles=obstacles.get)
     assert [each.task_id for each in choose(catalogue, [], starts=True)] == ["a/runs"]
+
+
+def test_a_task_that_changed_since_its_attack_fails_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = {"kind": "file_absent", "path": "/a"}
+    one, other, free = (
+        Task.model_validate({"task_id": name, "instruction": "i", "level": 1, "checker": checker})
+        for name in ("a/one", "a/two", "b/one")
+    )
+    passed = {"a/one": attack_digest(one, runs_guests=True), "a/two": "0123456789abcdef"}
+    monkeypatch.setattr("envd.cli.tasks_verify.read_passed", lambda _: passed)
+    assert not_attacked([one, other, free], runs_guests=True) == ("a/two",)
+    # On another kind of desktop other mutants are played.
+    assert not_attacked([one], runs_guests=False) == ("a/one",)
+    verification = Verification(accelerator="kvm", results=(), not_attacked=("a/two",))
+    assert not verification.passed
+    assert verification.as_json()["not_attacked"] == ["a/two"]
 
 
 def test_tasks_of_several_images_are_refused(tmp_path: Path) -> None:

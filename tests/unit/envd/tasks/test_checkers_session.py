@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
+from cuaenv.actions import Done
 from cuaenv.region import Region
 from envd.base.errors import EvaluatorFailed, GuestError
 from envd.guest.a11y import MAX_VALUE_CHARS
@@ -16,11 +17,42 @@ from envd.guest.desktop import CommandResult
 from envd.guest.observation import Element, Elements
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.checkers.images import MAX_PIXELS, read_pixels
-from envd.tasks.checkers.session import OnScreen, judge_screen
+from envd.tasks.checkers.session import AgentAnswer, OnScreen, judge_answer, judge_screen
 from envd.tasks.model import Task
 from tests.support.memory_desktop import MemoryDesktop
 
 PATH = "/home/user/a.png"
+
+
+@pytest.mark.parametrize(
+    ("fields", "right", "hedged"),
+    [
+        (
+            {"contains": "42"},
+            ["42", "The answer is 42.", "It is 42!"],
+            ["42 or 43", "142", "41, 42, 43", "42 43", "42/43", "42. Or 43.", "It is 42 and not 41", "42\n43"],
+        ),
+        (
+            {"contains": "green", "case": "ignore"},
+            ["Green", "It is green."],
+            ["red, green, blue", "green or red", "evergreen", "not green", "Either green"],
+        ),
+        ({"matches": r".*\b42\b.*"}, ["42", "the answer: 42"], ["42 or 43", "41, 42", "It is 42. It is 43."]),
+        ({"matches": r"120\s*[x,]\s*90"}, ["120, 90", "120x90"], ["120x90 or 90x120"]),
+        ({"equals": "a, b or c"}, ["a, b or c"], ["a", "a, b or c, or d"]),
+    ],
+)
+def test_a_hedged_answer_scores_nothing_unless_the_task_accepts_it(
+    fields: dict[str, str], right: list[str], hedged: list[str]
+) -> None:
+    def scores(answers: list[str], **more: str) -> list[float]:
+        checker = AgentAnswer.model_validate({"kind": "answer", **fields, **more})
+        return [judge_answer(Done(answer), checker).score for answer in answers]
+
+    assert scores(right) == [1.0] * len(right)
+    assert scores(hedged) == [0.0] * len(hedged)
+    if "contains" in fields:
+        assert scores(hedged, hedged="accept") == [1.0] * len(hedged)
 
 
 def picture(colour: tuple[int, int, int], size: tuple[int, int] = (40, 30), *, form: str = "PNG") -> bytes:

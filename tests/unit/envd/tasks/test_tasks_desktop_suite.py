@@ -6,10 +6,11 @@ from cuaenv.actions import Action, Click, Done, Drag, Fail, MouseDown, Move, Pre
 from envd.guest.agent import CommandResult
 from envd.hypervisor.fake.programs import OpenWindow
 from envd.tasks.catalogue import TaskCatalogue
-from envd.tasks.checkers.evaluate import evaluate
+from envd.tasks.checkers.evaluate import evaluate, remember_start
 from envd.tasks.checkers.files import FileText
 from envd.tasks.checkers.session import AgentAnswer
-from envd.tasks.checkers.union import leaves
+from envd.tasks.checkers.unchanged import Unchanged
+from envd.tasks.checkers.union import AnyLeafChecker, leaves
 from envd.tasks.model import Task
 from envd.tasks.oracle import split_step
 from envd.tasks.verbs import Launch, Open, WriteFile
@@ -35,7 +36,7 @@ def test_the_suite_is_graded_and_varied() -> None:
     tags = {tag for task in PLAIN for tag in task.tags}
     assert tags >= {"answer", "menu", "dialog", "mouse", "unicode", "clipboard", "formula", "windows"}
     assert sum(task.infeasible for task in PLAIN) == 1
-    assert any(isinstance(task.checker, AgentAnswer) for task in TASKS)
+    assert any(answers(task) for task in TASKS)
 
 
 def test_all_instructions_differ() -> None:
@@ -82,35 +83,64 @@ def test_a_mouse_only_task_is_solved_with_the_mouse_alone(task: Task) -> None:
 @each_task
 async def test_doing_nothing_scores_zero_on_an_empty_guest(task: Task) -> None:
     for ending in (None, Done()):
-        evaluation = await evaluate(task, empty(), last_action=ending, timeout_s=60.0)
+        desktop = empty()
+        await remember_start(task, desktop)
+        evaluation = await evaluate(task, desktop, last_action=ending, timeout_s=60.0)
         assert evaluation.score == 0.0
         assert all(check.evidence for check in evaluation.checks)
 
 
 @each_task
 async def test_doing_nothing_scores_zero_after_the_setup(task: Task) -> None:
-    evaluation = await evaluate(task, set_up(task), last_action=Done(), timeout_s=60.0)
+    desktop = set_up(task)
+    await remember_start(task, desktop)
+    evaluation = await evaluate(task, desktop, last_action=Done(), timeout_s=60.0)
     assert evaluation.score == 0.0
 
 
 @each_task
 async def test_an_oracle_ends_with_the_right_answer(task: Task) -> None:
-    if isinstance(task.checker, AgentAnswer) or task.infeasible:
+    if answers(task) or task.infeasible:
         ending = actions(task)[-1]
+        desktop = MemoryDesktop()
+        await remember_start(task, desktop)
         assert isinstance(ending, Done | Fail)
-        assert (await evaluate(task, MemoryDesktop(), last_action=ending, timeout_s=60.0)).score == 1.0
+        assert (await evaluate(task, desktop, last_action=ending, timeout_s=60.0)).score == 1.0
 
 
 @each_task
 async def test_the_exactly_expected_files_score_one(task: Task) -> None:
-    checks = [] if task.checker is None else list(leaves(task.checker))
+    checks = [check for check in leaves_of(task) if not isinstance(check, Unchanged)]
     if not checks or not all(isinstance(check, FileText) and check.equals is not None for check in checks):
         return
     desktop = set_up(task)
+    await remember_start(task, desktop)
     for check in checks:
         assert isinstance(check, FileText)
         desktop.files[check.path] = (check.equals or "").encode()
     assert (await evaluate(task, desktop, last_action=Done(), timeout_s=60.0)).score == 1.0
+
+
+@each_task
+async def test_a_lost_file_of_the_user_scores_zero(task: Task) -> None:
+    changed = {path for check in leaves_of(task) if isinstance(check, Unchanged) for path in check.excluded}
+    written = [verb.path for verb in task.setup if isinstance(verb, WriteFile)]
+    mine = [path for path in written if path.startswith("/home/user/") and path not in changed]
+    if not mine or task.infeasible:
+        return
+    desktop = set_up(task)
+    await remember_start(task, desktop)
+    del desktop.files[mine[0]]
+    evaluation = await evaluate(task, desktop, last_action=None, timeout_s=60.0)
+    assert mine[0] in evaluation.checks[-1].evidence
+
+
+def leaves_of(task: Task) -> list[AnyLeafChecker]:
+    return [] if task.checker is None else list(leaves(task.checker))
+
+
+def answers(task: Task) -> bool:
+    return any(isinstance(check, AgentAnswer) for check in leaves_of(task))
 
 
 def empty() -> MemoryDesktop:
