@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from cuaenv.frames.pillow import ArrayImage
+from trainer.tokens import patches
 from trainer.tokens.patches import PatchFormat, image_tensors
 
 pytestmark = pytest.mark.slime
@@ -70,3 +71,33 @@ def test_a_processor_that_does_more_is_not_replaced_by_a_table() -> None:
     assert PatchFormat.of(real, 64, 64) is None
     images = screens((64, 64))
     check_equal(image_tensors(real, images), images, real)
+
+
+def test_memory_of_tensors_is_used_again_when_they_are_gone_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "_free", [])
+    real, (one, other) = processor(**HALF), screens((640, 640), (640, 640))
+    first = image_tensors(real, [one])["pixel_values"]
+    address, wanted = first.data_ptr(), first.clone()
+    view = first[3:]
+    del first
+    second = image_tensors(real, [other])["pixel_values"]
+    assert second.data_ptr() != address, "a view keeps the memory"
+    assert (view == wanted[3:]).all()
+    del view
+    third = image_tensors(real, [one])["pixel_values"]
+    assert third.data_ptr() == address
+    assert (third == wanted).all()
+    assert image_tensors(real, [one])["pixel_values"].data_ptr() not in {address, second.data_ptr()}
+
+
+def test_memory_of_another_size_is_dropped_when_new_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    free: list[Any] = []
+    monkeypatch.setattr(patches, "_free", free)
+    real = processor(**HALF)
+    image_tensors(real, screens((640, 640)))
+    assert [block.values.size for block in free] == [640 * 640 * 3 * 2]
+    held = image_tensors(real, screens((640, 640), (640, 640), (640, 640)))
+    assert not free
+    image_tensors(real, screens((64, 64)))
+    del held
+    assert len(free) == 2

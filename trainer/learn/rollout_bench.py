@@ -32,7 +32,7 @@ from trainer.learn.daemons import started_daemons
 from trainer.learn.server import GenerateServer, answer_of
 from trainer.learn.settings import Settings
 from trainer.learn.slime_job import SlimeRollouts, slime_args, use_slime, write_tasks
-from trainer.slime.environments import SampleEnvironments
+from trainer.slime.environments import SampleEnvironments, WrappedEpisode
 from trainer.slime.generate import run_sample
 from trainer.slime.rollout import Rollout
 from trainer.slime.samples import facts_of, flatten, is_void
@@ -159,18 +159,15 @@ class _MeasuredRollout(Rollout):
         return _BusyEpisode(episode) if _measured.is_busy else episode
 
 
-class _BusyEpisode:
+class _BusyEpisode(WrappedEpisode):
     """An episode with a photograph in place of the desktop's plain background."""
 
     def __init__(self, episode: AgentEpisode) -> None:
-        self._episode = episode
+        super().__init__(episode)
         self.observation = _busy(episode.observation)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._episode, name)
-
     async def step(self, *actions: Any, **options: Any) -> Any:
-        result = await self._episode.step(*actions, **options)
+        result = await super().step(*actions, **options)
         return replace(result, observation=_busy(result.observation))
 
 

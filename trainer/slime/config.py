@@ -58,6 +58,9 @@ class SlimeConfig(TrainingConfig):
     """The run halts if no daemon answers for this time."""
     record_dir: str = ""
     """Directory of the files that `trainer.slime.hooks.record_sample` writes; empty for none."""
+    sight: Literal["off", "warn", "refuse"] = "off"
+    """Before the first episode, check that engine and rows have the pixels of every turn, see `trainer.slime.sight`:
+    `warn` logs a fault, `refuse` halts the run."""
     replay: Replay | None = None
     """Earlier successes for groups that failed; None for no replay."""
     halt: Halt = Field(default_factory=Halt)

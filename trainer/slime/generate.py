@@ -60,12 +60,18 @@ async def run_sample(
     is_alone = evaluation or is_repeated or config.group == "off" or sample.group_index is None
     group_size = 1 if is_alone else int(args.n_samples_per_prompt)
     reset_sample(sample)
+    if config.sight != "off" and not evaluation:
+        from trainer.slime.sight import require_sight  # noqa: PLC0415 -- it imports this module
+
+        if problem := await require_sight(args, sample, sampling_params, config):
+            monitor.halt(problem)
+            monitor.check(args)
     if monitor.is_halted:
         return _void(args, sample, multiple, status="FAILED", reason="halted")
     try:
         async with asyncio.timeout(config.limit_s):
             rollout = rollout_type(args, sample, sampling_params, config=config)
-            result = await _run(args, rollout, task, group_size, multiple, evaluation=evaluation)
+            result = await run_rollout(args, rollout, task, group_size, multiple, evaluation=evaluation)
     except Halted as error:
         monitor.halt(str(error))
         monitor.check(args)
@@ -79,9 +85,10 @@ async def run_sample(
     return result
 
 
-async def _run(
+async def run_rollout(
     args: Any, rollout: Rollout, task: str, group_size: int, multiple: int | None, *, evaluation: bool
 ) -> Sample | list[Sample]:
+    """Run a rollout and write its rows into samples: one, or with `multiple` a list padded to a multiple of it."""
     sample, config = rollout.sample, rollout.config
     trajectory = await rollout.run(task, group_size=group_size)
     if trajectory is None or trajectory.outcome is Outcome.ABORTED:

@@ -138,9 +138,12 @@ def _tree_metrics(groups: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[f
         len({(found["parent_episode_id"], found["shared_turns"]) for found in facts if found.get("parent_episode_id")})
         for facts, _ in trees
     ]
+    branches = [sum(bool(found.get("parent_episode_id")) for found in facts) for facts, _ in trees]
     credit = [each for facts, rewards in trees for each in group_credit(facts, rewards)]
     return {
         "tree/branch_points": fmean(points),
+        # With the member that reached the point.
+        "tree/branching": fmean(1 + count / point_count for count, point_count in zip(branches, points, strict=True)),
         "tree/depth": fmean(_depth(facts) for facts, _ in trees),
         "tree/credited_frac": sum(each.sibling_count for each in credit)
         / max(1, sum(len(each.advantages) for each in credit)),

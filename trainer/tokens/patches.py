@@ -5,7 +5,9 @@ size of image, one picture of noise is given to the processor, and its output yi
 bfloat16. Unless table and layout reproduce that output to the bit, the processor makes all tensors of that size.
 """
 
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -28,19 +30,53 @@ def image_tensors(processor: Any, images: "Sequence[Image.Image]") -> dict[str, 
     if len(known) < len(images):
         inputs = processor(images=list(images), return_tensors="pt")
         return {key: value.bfloat16() if value.is_floating_point() else value for key, value in inputs.items()}
-    import numpy as np  # noqa: PLC0415 -- only models with vision need these
     import torch  # noqa: PLC0415
 
     from cuaenv.frames.pillow import rgb_of  # noqa: PLC0415
 
-    # numpy asks for huge pages, which saves half the time of filling so large an array.
-    values = np.empty((sum(each.patch_count for each in known), known[0].patch_values), np.int16)
+    values = _array(sum(each.patch_count for each in known), known[0].patch_values)
     at = 0
     for image, each in zip(images, known, strict=True):
         each.write(rgb_of(image), values[at : at + each.patch_count])
         at += each.patch_count
     grids = torch.tensor([each.grid_thw for each in known])
     return {"pixel_values": torch.from_numpy(values).view(torch.bfloat16), "image_grid_thw": grids}
+
+
+class _Block:
+    """Memory for tensors."""
+
+    def __init__(self, values: "npt.NDArray[np.int16]") -> None:
+        self.values = values
+
+
+#: Blocks that no tensor uses, for new tensors: the kernel takes 10 to 33 ms to clear the pages of a picture. A process
+#: keeps as much as its tensors took at one time. Finalizers run anywhere, so only atomic operations of a list are used.
+_free: list[_Block] = []
+
+
+def _array(rows: int, columns: int) -> "npt.NDArray[np.int16]":
+    """Return an array with any content. Its memory is used again when nothing refers to the array, as tensors do."""
+    import numpy as np  # noqa: PLC0415
+
+    count, block = rows * columns, None
+    for each in sorted(_free.copy(), key=lambda each: each.values.size):
+        # Another thread may take it first.
+        if count <= each.values.size <= 2 * count and block is None:
+            with suppress(ValueError):
+                _free.remove(each)
+                block = each
+    if block is None:
+        # Blocks that do not fit are dropped, so that rows of many sizes do not keep the sum of their memory.
+        dropped = 0
+        with suppress(IndexError):
+            while dropped < count:
+                dropped += _free.pop().values.size
+    # numpy asks for huge pages, which saves half the time of filling so large an array.
+    block = block or _Block(np.empty(count, np.int16))
+    values = block.values[:count].reshape(rows, columns)
+    weakref.finalize(values, _free.append, block).atexit = False
+    return values
 
 
 class PatchFormat:

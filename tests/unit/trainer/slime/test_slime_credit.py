@@ -96,5 +96,6 @@ def test_the_shape_of_trees_is_a_metric() -> None:
     found = metrics_of(records)
     # Of 4 + 2 + 2 + 1 own turns, the first two have no siblings.
     assert (found["tree/branch_points"], found["tree/depth"]) == (2.0, 2.0)
+    assert found["tree/branching"] == 2.5
     assert found["tree/credited_frac"] == pytest.approx(7 / 9)
     assert "tree/depth" not in metrics_of(records[:1])

@@ -1,0 +1,56 @@
+"""`trainer sight`: check that the policy sees its pixels."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cuaenv.cli.terminal import out
+from trainer.cli.options import AgentFile, read_settings
+from trainer.cli.output import UsageError, reports_errors
+from trainer.learn import LearnError
+from trainer.slime.sight import SightError
+
+#: Pictures that are cheap for a CPU.
+SMALL = {"image_max_pixels": 65_536, "max_turns": 4, "prompt_tokens": 4096}
+
+
+@reports_errors(LearnError, SightError, OSError, ValueError)
+def sight_command(
+    *,
+    agent: AgentFile = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Model for transformers; default: a small one with random weights.")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Engine or router that serves the model; default: this process.")
+    ] = "",
+    picture: Annotated[Path | None, typer.Option(help="Write a PNG of what the learner is given.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    slime_home: Annotated[Path | None, typer.Option(envvar="SLIME_HOME", help="Checkout of slime.")] = None,
+) -> None:
+    """Check by drawn code words that engine and learner see the pixels of every turn. Exits with 1 if they do not."""
+    if slime_home is None:
+        raise UsageError("--slime-home: give a checkout of slime, or set SLIME_HOME; docs/train.md names the commit")
+    host, _, port = engine.rpartition(":")
+    if engine and not (host and port.isdigit()):
+        raise UsageError(f"--engine {engine}: not an address; use HOST:PORT")
+    os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
+    from trainer.learn.sight import examine  # noqa: PLC0415 -- torch: seconds
+
+    report = examine(
+        slime_home.expanduser().resolve(),
+        agent=read_settings(agent, **({} if agent else SMALL)),
+        checkpoint=checkpoint,
+        engine=(host, int(port)) if engine else None,
+        picture=picture,
+    )
+    if as_json:
+        out.print_json(json.dumps(asdict(report)))
+    else:
+        out.print(str(report), markup=False)
+    if report.findings:
+        raise typer.Exit(1)

@@ -1,0 +1,105 @@
+"""An episode whose screens are given pictures, for `run_episode`; it needs no daemon and no machine."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from functools import cache
+
+import numpy as np
+from PIL import Image
+
+from cuaenv.client import Action, Click, Evaluation, Observation, Origin, State, StepResult, View
+from cuaenv.frames import TiledImage
+from trainer.agent.settings import AgentSettings
+from trainer.agent.types import Conversation, Reply
+from trainer.sight.check import Plan
+
+#: Turns of an episode: enough that pictures can be lost after the first one, or exchanged among later ones.
+TURNS = 3
+#: Enough for a code word in any grammar, and short enough for a check before each job.
+_REPLY_TOKENS = 48
+_INSTRUCTION = "The screen shows a code word. Type the code word that it shows now."
+_SCREEN_PX = (1280, 800)
+
+
+class PictureEpisode:
+    """Each step shows the next picture. See `trainer.agent.loop.AgentEpisode`."""
+
+    episode_id = "sight"
+    task_id = "sight"
+    instruction = _INSTRUCTION
+    origin = Origin(template_digest="", overlay_parent="", first_frame_id="")
+
+    def __init__(self, pictures: Sequence[Image.Image]) -> None:
+        """Show the first picture."""
+        self._observations = [_observation(picture) for picture in pictures]
+        self._shown = 0
+        self.observation = self._observations[0]
+        """The screen."""
+
+    async def step(self, *actions: Action, view: View | None = None, timeout: timedelta | None = None) -> StepResult:  # noqa: ARG002 -- the protocol's
+        """Show the next picture, or the last one again."""
+        self._shown = min(self._shown + 1, len(self._observations) - 1)
+        self.observation = self._observations[self._shown]
+        return StepResult(
+            observation=self.observation,
+            action_errors=("",) * len(actions),
+            state=State.ACTIVE,
+            end_reason="",
+            step_count=self._shown,
+            timings_ms={},
+            screen_change=None,
+            replayed=False,
+        )
+
+    async def evaluate(self, *, timeout: timedelta | None = None) -> Evaluation:  # noqa: ARG002 -- the protocol's
+        """Return a score of 0: nothing is learnt from it."""
+        return Evaluation(score=0.0, checks=(), timings_ms={})
+
+
+def _observation(picture: Image.Image) -> Observation:
+    tiles = TiledImage.from_rgb(np.asarray(picture.convert("RGB")))
+    width, height = picture.size
+    return Observation(
+        frame_id=tiles.image_id,
+        image_id=tiles.image_id,
+        width_px=width,
+        height_px=height,
+        screen_width_px=width,
+        screen_height_px=height,
+        capture_time=datetime.now(UTC),
+        tiles=tiles,
+    )
+
+
+def settings_of(agent: AgentSettings) -> AgentSettings:
+    """Return the settings of such an episode: those of the job, with a few short turns, and pictures alone."""
+    reply_tokens = min(agent.reply_tokens, _REPLY_TOKENS)
+    return replace(agent, max_turns=TURNS, reply_tokens=reply_tokens, a11y_tree=False, terminal=False, marks=False)
+
+
+@cache
+def plan_of(agent: AgentSettings) -> Plan:
+    """Return a job's code words, in pictures of the size of its screenshots of a screen of 1280x800 pixels."""
+    unit, (width, height) = agent.image_multiple_px, _SCREEN_PX
+    scale = min(1.0, (agent.image_max_pixels / (width * height)) ** 0.5)
+    size_px = int(width * scale) // unit * unit, int(height * scale) // unit * unit
+    return Plan.draw(turns=TURNS, size_px=size_px)
+
+
+class ActingConversation:
+    """A conversation whose replies act, whatever the model samples: models that cannot act reach their next turn too.
+
+    Rows keep the sampled tokens and log-probabilities. See `trainer.agent.types.Conversation`.
+    """
+
+    def __init__(self, conversation: Conversation, agent: AgentSettings) -> None:
+        """Wrap a conversation."""
+        self._conversation = conversation
+        self._action = agent.make_grammar().render([Click(1, 1)])
+        self.begin = conversation.begin
+        self.append = conversation.append
+
+    async def generate(self) -> Reply:
+        """Sample a reply; return it with another text. Raises: those of the conversation."""
+        return replace(await self._conversation.generate(), text=self._action)
