@@ -26,8 +26,8 @@ _HEADER = """# Reference of the Python client
 All names are in `trainer.client`. [client.md](client.md) has examples, and explains placement and retries.
 
 The methods are those of `AsyncEnvClient` and `AsyncEpisode`. `EnvClient` and `Episode` have the same ones without
-`async` and `await`, with two exceptions: `aclose` is `close`, and `EnvClient.forward`, `EnvClient.statistics` and
-`Episode.frames` do not exist. Positions and sizes are in pixels of the screen, unless a `coordinate_space` is given.
+`async` and `await`, with two exceptions: `aclose` is `close`, and
+`Episode.frames` does not exist. Positions and sizes are in pixels of the screen, unless a `coordinate_space` is given.
 
 """
 _CLASSES = {"Clients": [client.AsyncEnvClient, client.Tls, client.RetryPolicy], "Episodes": [client.AsyncEpisode]}

@@ -205,7 +205,7 @@ class ApiServer:
         self._address = self._listen.target if self._listen.path else f"{self._listen.host}:{port}"
         self._health.set_serving(True)
         how = "in clear text" if self._credentials is None else "over TLS"
-        logger.info("serving %s on %s %s", SERVICE_NAME, self._address, how)
+        logger.debug("serving %s on %s %s", SERVICE_NAME, self._address, how)
         return self._address
 
     async def drain(self) -> None:

@@ -75,7 +75,7 @@ _SORT_VALUES: Final[Mapping[SortKey, Callable[[EpisodeInfo], Any]]] = {
     SortKey.POOL: attrgetter("pool"),
     SortKey.STATE: attrgetter("state.value"),
 }
-Sort = Annotated[SortKey, typer.Option("--sort", help="Column to sort episodes by.")]
+Sort = Annotated[SortKey, typer.Option("--sort", metavar="COLUMN", help=f"Sort episodes by {', '.join(SortKey)}.")]
 Reverse = Annotated[bool, typer.Option("--reverse", help="Sort in descending order.")]
 
 

@@ -19,7 +19,7 @@ from envd.base.telemetry import logs
 from envd.base.terminal import reports_errors
 from envd.base.version import envd_version
 from envd.cli.options import EVERY_SETTING, with_settings
-from envd.daemon.composition import Daemon, open_daemon
+from envd.daemon.composition import Daemon, open_daemon, read_inputs
 from envd.daemon.process import prepare_process
 from envd.daemon.service_manager import ServiceManager
 from envd.episodes.types import EpisodeState
@@ -88,8 +88,9 @@ class _Serving:
             serving.result()
 
     async def _serve(self) -> None:
+        inputs = read_inputs(self.config)
         self.print_line(f"envd {envd_version()} is starting; its state is in {self.config.state_dir}")
-        async with self.manager.watchdog(), open_daemon(self.config) as daemon:
+        async with self.manager.watchdog(), open_daemon(self.config, inputs) as daemon:
             self._opened = True
             self._announce_restored(daemon)
             self._announce(daemon)

@@ -115,45 +115,6 @@ class Daemon:
         await run_unless(hurry, self.service.drain(self.config.limits.drain_timeout_s))
 
 
-@asynccontextmanager
-async def open_daemon(config: Config) -> AsyncIterator[Daemon]:
-    """Run a daemon until the block ends; then every episode, machine and socket is gone.
-
-    On failure nothing is left running.
-
-    Args:
-        config: Its settings.
-
-    Raises:
-        ConfigError: No pool is configured, the state directory is in use, an address is taken, or a task suite, token
-            or certificate file is invalid.
-        ImageNotFound, ImageError: A pool's image is missing or damaged.
-        HypervisorError: libvirt cannot be opened.
-    """
-    inputs = read_inputs(config)
-    async with (
-        open_storage(config) as storage,
-        open_pools(config, inputs, storage) as machines,
-        open_episodes(config, inputs, storage, machines) as episodes,
-        # Listen first, so that no machine starts if the address is taken.
-        open_endpoints(config, storage, episodes) as endpoints,
-    ):
-        await episodes.service.start()
-        yield Daemon(
-            config=config,
-            hypervisor=machines.hypervisor,
-            pools=machines.pools,
-            service=episodes.service,
-            server=endpoints.server,
-            address=endpoints.address,
-            metrics_address=storage.metrics_address,
-            console_address=endpoints.console_address,
-            compat_addresses=endpoints.compat_addresses,
-            reaped=machines.reaped,
-            known=episodes.known,
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """What the settings name, read and checked before anything starts."""
@@ -180,6 +141,46 @@ def read_inputs(config: Config) -> Inputs:
         client_password=password.decode(errors="replace").strip(),
     )
     return Inputs(tasks=tasks, resources=resources, images=dict(_images(config)))
+
+
+@asynccontextmanager
+async def open_daemon(config: Config, inputs: Inputs | None = None) -> AsyncIterator[Daemon]:
+    """Run a daemon until the block ends; then every episode, machine and socket is gone.
+
+    On failure nothing is left running.
+
+    Args:
+        config: Its settings.
+        inputs: What they name; read here if not given.
+
+    Raises:
+        ConfigError: No pool is configured, the state directory is in use, an address is taken, or a task suite, token
+            or certificate file is invalid.
+        ImageNotFound, ImageError: A pool's image is missing or damaged.
+        HypervisorError: libvirt cannot be opened.
+    """
+    inputs = inputs or read_inputs(config)
+    async with (
+        open_storage(config) as storage,
+        open_pools(config, inputs, storage) as machines,
+        open_episodes(config, inputs, storage, machines) as episodes,
+        # Listen first, so that no machine starts if the address is taken.
+        open_endpoints(config, storage, episodes) as endpoints,
+    ):
+        await episodes.service.start()
+        yield Daemon(
+            config=config,
+            hypervisor=machines.hypervisor,
+            pools=machines.pools,
+            service=episodes.service,
+            server=endpoints.server,
+            address=endpoints.address,
+            metrics_address=storage.metrics_address,
+            console_address=endpoints.console_address,
+            compat_addresses=endpoints.compat_addresses,
+            reaped=machines.reaped,
+            known=episodes.known,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +226,7 @@ async def open_pools(config: Config, inputs: Inputs, storage: Storage) -> AsyncI
     store, metrics = storage.store, storage.metrics
     hypervisor = await open_hypervisor(config, images=[image for image, _ in inputs.images.values()])
     try:
-        logger.info("hypervisor: %s", hypervisor.description)
+        logger.debug("hypervisor: %s", hypervisor.description)
         persisted = await load_persisted(store, clock=SystemClock(), pools=config.pools, tasks=inputs.tasks)
         adopted = await hypervisor.adopt(persisted.machine_ids)
         reaped = await hypervisor.reap()

@@ -293,7 +293,7 @@ class Desktop:
 
         async def encode() -> None:
             with suppress(InvalidRequest):  # raised again to the caller of `observe`
-                await self.encode(self._screen.frame(), options)
+                await self.encode(await self._screen.newest_frame(), options)
 
         self._encoding = asyncio.create_task(encode(), name=f"encode:{self._channels.machine_id}")
 

@@ -145,7 +145,8 @@ class TaskCatalogue:
             task = self._templates.variant(task_id)
         if task is None:
             close = self._similar(task_id)
-            hint = f"did you mean {', '.join(close)}?" if close else f"the suites loaded here are {self._suite_names()}"
+            suites = ", ".join(self._suite_names()) or "none"
+            hint = f"did you mean {', '.join(close)}?" if close else f"the suites loaded here are {suites}"
             what = "suite" if task_id.endswith("/") else "task"
             raise TaskNotFound(f"{what} {task_id.removesuffix('/')!r} not found; {hint}")
         return task
@@ -164,6 +165,8 @@ class TaskCatalogue:
 
     def _similar(self, task_id: str) -> "list[str]":
         """Return at most 3 similar ids among the neighbours in id order."""
+        if task_id.endswith("/"):
+            return difflib.get_close_matches(task_id[:-1], self._suite_names(), n=1)
         middle = bisect(self._sorted_ids, task_id)
         start = max(0, middle - _MAX_COMPARED_IDS // 2)
         candidates = self._sorted_ids[start : start + _MAX_COMPARED_IDS]
@@ -189,10 +192,10 @@ class TaskCatalogue:
         return len(self._tasks)
 
     def __repr__(self) -> str:
-        return f"<TaskCatalogue {len(self)} tasks in {self._suite_names()}>"
+        return f"<TaskCatalogue {len(self)} tasks in {', '.join(self._suite_names()) or 'no suites'}>"
 
-    def _suite_names(self) -> str:
-        return ", ".join(sorted({task_id.split("/")[0] for task_id in self._tasks})) or "no suites"
+    def _suite_names(self) -> tuple[str, ...]:
+        return tuple(sorted({task_id.split("/")[0] for task_id in self._tasks}))
 
 
 def read_all(

@@ -8,6 +8,7 @@ from typing import Any
 _PHRASES = {
     "Value error, ": "",
     "Assertion failed, ": "",
+    "Extra inputs are not permitted": "unknown key",
     "Input should be greater than or equal to": "must be at least",
     "Input should be less than or equal to": "must be at most",
     "Input should": "must",

@@ -118,6 +118,28 @@ def test_help_shows_every_option_with_its_type_and_meaning(client: type, name: s
     assert "\nRaises:\n    EnvError: " in documented
 
 
+async def test_the_synchronous_client_forwards_and_has_statistics(server: ApiServer, episodes: StubEpisodes) -> None:
+    def work() -> tuple[int, int]:
+        with EnvClient(server.address) as client:
+            client.open(TASK)
+            (info,) = client.list_episodes()
+            with client.forward(info, 9222) as forward:
+                assert forward.local_port
+            return len(client.statistics().hosts), len(client.list_episodes())
+
+    assert await asyncio.to_thread(work) == (1, 1)
+    assert episodes.closed
+
+
+@pytest.mark.parametrize("name", ["timeout", "lease_ttl"])
+async def test_a_number_for_a_length_of_time_is_named(server: ApiServer, name: str) -> None:
+    async with AsyncEnvClient(server.address) as client:
+        with pytest.raises(TypeError, match=rf"{name} is 3, not a timedelta; pass {name}=timedelta\(seconds=3\)"):
+            await client.open(TASK, **{name: 3})  # type: ignore[arg-type]  # What is tested.
+        with pytest.raises(TypeError, match=r"timeout is 2\.5, not a timedelta"):
+            await client.list_pools(timeout=2.5)  # type: ignore[arg-type]  # What is tested.
+
+
 # -- errors -------------------------------------------------------------------------------------------------------
 
 

@@ -263,12 +263,13 @@ async def test_a_recording_is_downloaded_as_a_video(tmp_path: Path, monkeypatch:
         async with served.session.get(url) as response:
             assert (response.status, response.content_type) == (200, "video/mp4")
             assert (await response.read())[4:8] == b"ftyp"
-        started, continues = threading.Event(), threading.Event()
+        started, ended = threading.Event(), threading.Event()
 
         def slow(*_: Any, progress: Callable[[float], None], **__: Any) -> None:
             started.set()
-            continues.wait()
-            progress(0.5)
+            while True:
+                progress(0.5)
+                ended.wait(0.001)
 
         monkeypatch.setattr(replays, "export_video", slow)
         first = asyncio.create_task(served.session.get(url))
@@ -278,7 +279,6 @@ async def test_a_recording_is_downloaded_as_a_video(tmp_path: Path, monkeypatch:
         # A page that was closed ends it.
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        continues.set()
 
         def missing(*_: Any, **__: Any) -> None:
             raise ConfigError("install the extra video")

@@ -1,4 +1,4 @@
-"""Every Python example of the README and of the users' pages runs against drawn desktops.
+"""Every Python example of the README and of the users' pages runs against drawn desktops, and their command lines do.
 
 The examples of docs/adapters.md need their frameworks and run in `tests/adapters`; docs/client-reference.md has
 signatures. An example that cannot run is marked on its page, with the reason.
@@ -7,6 +7,7 @@ signatures. An example that cannot run is marked on its page, with the reason.
 import ast
 import asyncio
 import re
+import shlex
 from collections.abc import Iterator
 from inspect import CO_COROUTINE
 from pathlib import Path
@@ -14,11 +15,16 @@ from types import FunctionType
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+import envd.cli.app
+import trainer.cli.app
+from cuaenv.client import AsyncEnvClient
 from envd.base.config import CheckpointsConfig
 from envd.episodes.checkpoints.store import CheckpointStore
 from tests.support.command import run_envd
 from tests.support.server import serve_fake
+from tests.unit.test_documented_commands import LINES
 
 ROOT = Path(__file__).parents[2]
 #: In the order in which a reader meets them: later ones use names of earlier ones.
@@ -78,6 +84,34 @@ async def test_the_documented_examples_run(tmp_path: Path, monkeypatch: pytest.M
                 await asyncio.to_thread(execute, code, f"{page.name}:{line}", names)
                 run_count += 1
     assert run_count > 8
+
+
+#: Documented command lines that need neither files nor a machine.
+RUNS = re.compile(
+    r"envd (tasks (list|show)|top|checkpoints list|episodes (list|show)|tokens new|certs certs)\b(?!.*\.yaml)"
+    r"|trainer (recipe list|play .*--by null|eval --help)"
+)
+
+
+async def test_the_documented_command_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = list(dict.fromkeys(line for _, line in LINES if RUNS.match(line) and "--envd" not in line))
+    words_of = {" ".join(line.split()[:3]) for line in lines}
+    assert {"envd episodes show", "envd tasks show", "trainer play desktop/type-greeting", "envd top"} <= words_of
+    store = CheckpointStore(tmp_path / "checkpoints", settings=CheckpointsConfig(), reserve_bytes=0)
+    async with serve_fake(size=2, capacity=4, checkpoints=store) as server, AsyncEnvClient(server.address) as client:
+        episode = await client.open("fake/enable")
+        monkeypatch.setenv("ENVD_TARGET", server.address)
+        for line in lines:
+            program, *words = shlex.split(re.sub(r"\bep-\w+", episode.episode_id, line))
+            if program == "trainer":
+                words = [REPLACED.get(word, word) for word in words]
+            if words[:2] == ["tokens", "new"] and not words[2:]:
+                words.append("trainer-a")
+            app = {"envd": envd.cli.app.app, "trainer": trainer.cli.app.app}[program]
+            result = await asyncio.to_thread(CliRunner().invoke, app, words)
+            assert result.exit_code == 0, f"{line}: {result.output}"
+            assert result.output.strip(), line
 
 
 def test_the_task_of_the_tutorial_is_sound(tmp_path: Path) -> None:

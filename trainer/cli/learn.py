@@ -39,7 +39,10 @@ _ALL = (Stage.DEMOS, Stage.CLONE, Stage.RL, Stage.REPORT)
 @reports_errors(LearnError, ConfigError, Halted, OSError)
 def learn_command(
     *,
-    stage: Annotated[Stage, typer.Argument(help="What to do; `all` runs the stages before it.")],
+    stage: Annotated[
+        Stage,
+        typer.Argument(metavar="STAGE", show_choices=False, help="demos, clone, rl, report, all of them, or replay."),
+    ],
     run: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("out/learn"),
     config: Annotated[
         list[Path] | None,

@@ -52,7 +52,7 @@ def play_command(
     words: Annotated[
         list[str], typer.Argument(metavar="TASK [RUN.toml]", help="A task's id, SUITE/NAME; a file with settings.")
     ],
-    by: Annotated[Player, typer.Option(help="The player.")] = Player.HAND,
+    by: Annotated[Player, typer.Option(metavar="PLAYER", help="Player: hand, null, oracle or model.")] = Player.HAND,
     oracles: Annotated[
         Path | None, typer.Option(help="For --by oracle: output of `envd tasks oracles` on the daemon's host.")
     ] = None,

@@ -42,7 +42,7 @@ class EpisodeHistory:
     def __init__(self) -> None:
         self._timelines: dict[str, Timeline] = {}
         self._labels: dict[str, tuple[int, set[str]]] = {}
-        """Groups: how many members were opened, and the episodes that are open."""
+        """Members opened so far and open episodes, by group."""
 
     def __repr__(self) -> str:
         return f"<EpisodeHistory of {len(self._timelines)} episodes>"

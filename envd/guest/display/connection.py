@@ -87,10 +87,10 @@ class DisplayConnection:
             if refresh:
                 await self._screen.refresh()
             await self._screen.wait_complete()
-            return self._screen.frame()
+            return await self._screen.newest_frame()
 
         if not refresh and self._client is not None and self._screen.is_complete:
-            return self._screen.frame()
+            return await self._screen.newest_frame()
         return await self.read(newest)
 
     async def close(self) -> None:

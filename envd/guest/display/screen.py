@@ -8,7 +8,7 @@ awaits the shadow is never half updated.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Never
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cuaenv.frames import TiledImage
-from cuaenv.frames.grid import bounds_of, column_count, touched_tiles
+from cuaenv.frames.grid import TILE_PX, bounds_of, column_count, touched_tiles
 from cuaenv.region import Region
 from envd.base.errors import MachineLost
 from envd.guest.display.blinking import Blinking
@@ -33,6 +33,10 @@ _MAX_COVERING_UPDATES = 3
 #: Pixel rectangles of one update that are applied one by one, about 15 us each. A guest can cause 32,000 on a screen of
 #: 1280x800, with a pattern that changes in every second strip of every line.
 _MAX_SINGLE_RECTS = 512
+#: Pixels that are compared or painted in one turn of the event loop, about 1 ms.
+_PIXELS_PER_TURN = 1 << 18
+#: Changed tiles that a frame copies in one turn; a screen of 1280x800 has 260. More are copied in a thread.
+_TILES_PER_TURN = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +62,22 @@ class _Refresh:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Composed:
-    """Many pixel rectangles as one, around them all."""
+    """Many pixel rectangles, or large ones, as the next shadow."""
 
-    rect: PixelRect
+    bgrx_HW: npt.NDArray[np.uint32]
+    region: Region | None
+    """Around the pixels that differ from the present shadow; None if none do."""
     pixel_count: int
     """Pixels that were sent; the others are as before."""
+    covered: tuple[_Refresh, ...]
+    """Refreshes whose strips were sent together with other pixels."""
 
 
 class Screen:
     """The shadow of a guest's screen. The owner runs `follow` in a task; other methods may be called concurrently.
 
     Memory per pixel: 4 bytes for the shadow and 3 for the newest frame, which shares unchanged tiles with earlier
-    frames. In addition the latest changes, and at most two screens while an update is read.
+    frames. In addition the latest changes, and at most three screens while an update is read and applied.
     """
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -80,6 +88,11 @@ class Screen:
         self._complete = asyncio.Event()
         self._frame: Frame | None = None
         self._stale_tiles: set[tuple[int, int]] = set()
+        self._copied_tiles: set[tuple[int, int]] = set()
+        """Further stale tiles, which a thread copies."""
+        self._is_shared = False
+        """Whether that thread reads the shadow: the next change is painted on a copy."""
+        self._copying = asyncio.Lock()
         self._fresh_time = datetime.now(UTC)
         self.changed = asyncio.Event()
         """Set at the next change of any pixel, or input. Take it before `frame`, and wait on it after."""
@@ -159,7 +172,7 @@ class Screen:
             while True:
                 await client.drain()
                 rects = await client.read_update()
-                self._apply(client, rects if len(rects) <= _MAX_SINGLE_RECTS else await self._composed(rects))
+                self._apply(client, await self._composed(rects) if _is_large(rects) else rects)
                 client.request(incremental=True)
         finally:
             self._client = None
@@ -209,31 +222,34 @@ class Screen:
     def frame(self) -> Frame:
         """Return the shadow as a frame; only tiles that changed since the last frame are copied.
 
-        Does not wait; see `wait_complete` and `refresh`.
+        Does not wait; see `wait_complete` and `refresh`. Takes 35 ms if all of 2560x1600 pixels have changed.
         """
-        if self._frame is None:
-            image = TiledImage.from_rgb(_rgb_of(self._bgrx_HW))
-        elif self._stale_tiles:
-            image = self._with_new_tiles(self._frame.image)
-        elif self._frame.capture_time == self._fresh_time:
+        stale = self._stale_tiles | self._copied_tiles
+        if self._frame is not None and not stale and self._frame.capture_time == self._fresh_time:
             return self._frame
-        else:
-            image = self._frame.image
+        image = _image_of(self._bgrx_HW, stale, self._frame)
         self._stale_tiles.clear()
+        self._copied_tiles = set()
         self._frame = Frame(frame_id=image.image_id, image=image, capture_time=self._fresh_time)
         return self._frame
 
-    def _with_new_tiles(self, image: TiledImage) -> TiledImage:
-        columns = column_count(image.width_px)
-        if len(self._stale_tiles) * 2 > image.tile_count:
-            return TiledImage.from_rgb(_rgb_of(self._bgrx_HW))
-        tiles: dict[int, bytes] = {}
-        for row, column in self._stale_tiles:
-            index = row * columns + column
-            part = image.tile_region(index)
-            bgrx_HW = self._bgrx_HW[part.y_px : part.y_px + part.height_px, part.x_px : part.x_px + part.width_px]
-            tiles[index] = _rgb_of(bgrx_HW).tobytes()
-        return image.with_tiles(tiles)
+    async def newest_frame(self) -> Frame:
+        """Return `frame`, or after a change of a large screen a frame of now that a thread makes."""
+        async with self._copying:
+            stale = self._stale_tiles | self._copied_tiles
+            is_first = self._frame is None and self._bgrx_HW.size > _TILES_PER_TURN * TILE_PX**2
+            if len(stale) <= _TILES_PER_TURN and not is_first:
+                return self.frame()
+            before, bgrx_HW, time = self._frame, self._bgrx_HW, self._fresh_time
+            self._stale_tiles, self._copied_tiles, self._is_shared = set(), stale, True
+            try:
+                image = await asyncio.to_thread(_image_of, bgrx_HW, stale, before)
+            finally:
+                self._is_shared = False
+            frame = Frame(frame_id=image.image_id, image=image, capture_time=time)
+            if self._copied_tiles is stale:  # no other frame was made, and the size is the same
+                self._frame, self._copied_tiles = frame, set()
+            return frame
 
     def _notify_changed(self) -> None:
         changed, self.changed = self.changed, asyncio.Event()
@@ -251,34 +267,37 @@ class Screen:
         client.request(incremental=False, area=(strip.x_px, strip.y_px, strip.width_px, strip.height_px))
 
     async def _composed(self, rects: tuple[Rect, ...]) -> tuple[Rect | _Composed, ...]:
-        """Return the same update with its pixel rectangles as one, painted on a copy in several turns of the loop.
+        """Return the same update with its pixel rectangles as the next shadow, made in several turns of the loop.
 
-        Those that contain the strip of a refresh stay as they are. After a resize nothing is composed: QEMU reports a
+        Lines that may be the answer to a refresh stay as they are. After a resize nothing is composed: QEMU reports a
         new size in an update of its own.
         """
         if any(isinstance(rect, Resize) for rect in rects):
             return rects
-        strips = [refresh.strip for refresh in self._refreshes]
-        bgrx_HW = self._bgrx_HW.copy()
-        rest: list[Rect | _Composed] = []
-        pixel_count = 0
-        left, top, right, bottom = (*self.size, 0, 0)
-        for index, rect in enumerate(rects):
-            if index % _MAX_SINGLE_RECTS == _MAX_SINGLE_RECTS - 1:
+        refreshes = tuple(self._refreshes)
+        painted = [rect for rect in rects if isinstance(rect, PixelRect)]
+        rest: list[Rect | _Composed] = [rect for rect in rects if not isinstance(rect, PixelRect)]
+        covered: list[_Refresh] = []
+        pixel_count = turn_pixels = 0
+        is_whole = len(painted) == 1 and painted[0].bgrx_HW.shape == self._bgrx_HW.shape
+        bgrx_HW = painted[0].bgrx_HW if is_whole else self._bgrx_HW.copy()
+        for index, rect in enumerate(painted):
+            if index % _MAX_SINGLE_RECTS == _MAX_SINGLE_RECTS - 1 or turn_pixels > _PIXELS_PER_TURN:
+                turn_pixels = 0
                 await asyncio.sleep(0)
-            if not isinstance(rect, PixelRect):
-                rest.append(rect)
-                continue
             x_px, y_px, (height_px, width_px) = rect.x_px, rect.y_px, rect.bgrx_HW.shape
-            bgrx_HW[y_px : y_px + height_px, x_px : x_px + width_px] = rect.bgrx_HW
-            if any(_contains(rect, strip) for strip in strips):
+            turn_pixels += rect.bgrx_HW.size
+            if not is_whole:
+                bgrx_HW[y_px : y_px + height_px, x_px : x_px + width_px] = rect.bgrx_HW
+            inside = [refresh for refresh in refreshes if _contains(rect, refresh.strip)]
+            if inside and height_px == 1:
                 rest.append(rect)
                 continue
-            pixel_count += height_px * width_px
-            left, top = min(left, x_px), min(top, y_px)
-            right, bottom = max(right, x_px + width_px), max(bottom, y_px + height_px)
+            covered += inside
+            pixel_count += rect.bgrx_HW.size
         if pixel_count:
-            rest.append(_Composed(PixelRect(left, top, bgrx_HW[top:bottom, left:right]), pixel_count))
+            region = await _difference_in_turns(self._bgrx_HW, bgrx_HW)
+            rest.append(_Composed(bgrx_HW, region, pixel_count, tuple(covered)))
         return tuple(rest)
 
     def _apply(self, client: RfbClient, rects: tuple[Rect | _Composed, ...]) -> None:
@@ -288,19 +307,28 @@ class Screen:
         covered: dict[_Refresh, bool] = {}
         for rect in rects:
             match rect:
-                case PixelRect() | _Composed():
-                    pixels = rect.rect if isinstance(rect, _Composed) else rect
-                    for refresh in self._refreshes if pixels is rect else ():
-                        if _contains(pixels, refresh.strip):
-                            covered[refresh] = self._answers(pixels, refresh.strip)
+                case PixelRect():
+                    for refresh in self._refreshes:
+                        if _contains(rect, refresh.strip):
+                            covered[refresh] = self._answers(rect, refresh.strip)
                     was_complete = not self._missing_pixels
-                    sent_count = rect.pixel_count if isinstance(rect, _Composed) else pixels.bgrx_HW.size
-                    if region := self._difference(pixels, sent_count):
+                    self._count_sent(rect.bgrx_HW.size)
+                    if region := self._difference(rect):
                         is_new = True
                         # There is nothing to compare with until every pixel was sent.
-                        if was_complete and not self._is_blink(region, pixels):
+                        if was_complete and not self._is_blink(region, rect):
                             changed.append(region)
-                        self._paint(pixels, region)
+                        self._paint(rect, region)
+                case _Composed(bgrx_HW, composed_region, pixel_count, refreshes):
+                    covered.update((refresh, False) for refresh in refreshes if refresh in self._refreshes)
+                    was_complete = not self._missing_pixels
+                    self._count_sent(pixel_count)
+                    if composed_region is not None:
+                        is_new = True
+                        if was_complete and not self._is_blink(composed_region, PixelRect(0, 0, bgrx_HW)):
+                            changed.append(composed_region)
+                        self._bgrx_HW, self._is_shared = bgrx_HW, False
+                        self._stale_tiles.update(touched_tiles(composed_region))
                 case Resize(width_px, height_px):
                     if (width_px, height_px) != self.size:
                         self._resize(width_px, height_px)
@@ -339,7 +367,9 @@ class Screen:
     def _resize(self, width_px: int, height_px: int) -> None:
         self._bgrx_HW = np.zeros((height_px, width_px), dtype=np.uint32)
         self._frame = None
+        self._is_shared = False
         self._stale_tiles.clear()
+        self._copied_tiles = set()
         self._expect_all()
 
     def _expect_all(self) -> None:
@@ -353,14 +383,16 @@ class Screen:
         part = slice(first, first + strip.width_px)
         return rect.height_px == strip.height_px and np.array_equal(rect.bgrx_HW[0, part], row[part])
 
-    def _difference(self, rect: PixelRect, sent_count: int) -> Region | None:
-        """Count a rectangle's sent pixels as received; return the bounds of its differing pixels, or None."""
-        target = self._bgrx_HW[rect.y_px : rect.y_px + rect.height_px, rect.x_px : rect.x_px + rect.width_px]
+    def _count_sent(self, pixel_count: int) -> None:
         if self._missing_pixels:
-            self._missing_pixels = max(0, self._missing_pixels - sent_count)
+            self._missing_pixels = max(0, self._missing_pixels - pixel_count)
             if not self._missing_pixels:
                 self._complete.set()
                 self._last_change_s = self._complete_s = self._monotonic()  # earlier changes may have been missed
+
+    def _difference(self, rect: PixelRect) -> Region | None:
+        """Return the bounds of a rectangle's differing pixels, or None."""
+        target = self._bgrx_HW[rect.y_px : rect.y_px + rect.height_px, rect.x_px : rect.x_px + rect.width_px]
         box = bounds_of(target != rect.bgrx_HW)
         if box is None:
             return None
@@ -376,9 +408,46 @@ class Screen:
         return self._blinking.note(region, before_HW, after_HW)
 
     def _paint(self, rect: PixelRect, region: Region) -> None:
+        if self._is_shared:
+            self._bgrx_HW, self._is_shared = self._bgrx_HW.copy(), False
         target = self._bgrx_HW[rect.y_px : rect.y_px + rect.height_px, rect.x_px : rect.x_px + rect.width_px]
         target[...] = rect.bgrx_HW
         self._stale_tiles.update(touched_tiles(region))
+
+
+def _is_large(rects: tuple[Rect, ...]) -> bool:
+    pixel_count = sum(rect.bgrx_HW.size for rect in rects if isinstance(rect, PixelRect))
+    return len(rects) > _MAX_SINGLE_RECTS or pixel_count > _PIXELS_PER_TURN
+
+
+async def _difference_in_turns(before_HW: npt.NDArray[np.uint32], after_HW: npt.NDArray[np.uint32]) -> Region | None:
+    """Return the bounds of the pixels that differ; None if none do."""
+    height_px, width_px = before_HW.shape
+    row_count = max(1, _PIXELS_PER_TURN // width_px)
+    found: list[Region] = []
+    for y_px in range(0, height_px, row_count):
+        await asyncio.sleep(0)
+        if box := bounds_of(before_HW[y_px : y_px + row_count] != after_HW[y_px : y_px + row_count]):
+            top, bottom, left, right = box
+            found.append(Region(x_px=left, y_px=y_px + top, width_px=right - left, height_px=bottom - top))
+    return around(found) if found else None
+
+
+def _image_of(bgrx_HW: npt.NDArray[np.uint32], stale: Collection[tuple[int, int]], frame: Frame | None) -> TiledImage:
+    """Return a shadow as an image that shares all but the stale tiles with those of `frame`, of the same size."""
+    if frame is None or len(stale) * 2 > frame.image.tile_count:
+        return TiledImage.from_rgb(_rgb_of(bgrx_HW))
+    before = frame.image
+    if not stale:
+        return before
+    columns = column_count(before.width_px)
+    tiles: dict[int, bytes] = {}
+    for row, column in stale:
+        index = row * columns + column
+        part = before.tile_region(index)
+        tile_HW = bgrx_HW[part.y_px : part.y_px + part.height_px, part.x_px : part.x_px + part.width_px]
+        tiles[index] = _rgb_of(tile_HW).tobytes()
+    return before.with_tiles(tiles)
 
 
 def _rgb_of(bgrx_HW: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:

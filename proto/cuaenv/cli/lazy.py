@@ -35,10 +35,20 @@ class LazyCommand(TyperCommand):
         module, _, attribute = self._target.partition(":")
         found = getattr(import_module(module), attribute)
         if isinstance(found, typer.Typer):
-            return get_group(found)
+            return _without_bool(get_group(found))
         alone = typer.Typer(add_completion=False)
         alone.command(self.name, context_settings=getattr(found, "context_settings", None))(found)
-        return get_command(alone)
+        return _without_bool(get_command(alone))
+
+
+def _without_bool(command: Any) -> Any:
+    """Return a command whose help does not show switches with a value, `<bool>`."""
+    for option in [*command.params, command.get_help_option(typer.Context(command))]:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    for each in getattr(command, "commands", {}).values():
+        _without_bool(each)
+    return command
 
 
 def lazy_group(commands: Mapping[str, tuple[str, str]]) -> type[TyperGroup]:
@@ -49,6 +59,11 @@ def lazy_group(commands: Mapping[str, tuple[str, str]]) -> type[TyperGroup]:
             super().__init__(**attributes)
             for name, (target, summary) in commands.items():
                 self.add_command(LazyCommand(name, target=target, summary=summary))
+
+        def format_help(self, ctx: Any, formatter: Any) -> None:
+            """Print the help, without `<bool>`; typer adds options of its own after `__init__`."""
+            _without_bool(self)
+            super().format_help(ctx, formatter)
 
         def invoke(self, ctx: Any) -> Any:
             """Run the command; a wrong value is reported without pydantic's phrases, which typer has from it."""

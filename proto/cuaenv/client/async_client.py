@@ -26,7 +26,7 @@ from cuaenv.client.signatures import takes_options_of
 from cuaenv.client.targets import is_ray, parse_targets
 from cuaenv.client.view import ResetOptions, Settle, StepOptions, View, wire_settle, wire_view
 from cuaenv.v1 import env_pb2
-from cuaenv.wire import new_id, wire_duration
+from cuaenv.wire import new_id, require_durations, wire_duration
 
 #: Most items per page, and most ids per request.
 _PAGE_SIZE: Final = 1000
@@ -168,6 +168,7 @@ class AsyncEnvClient:
         Raises:
             EnvError: See the module's tree.
         """
+        require_durations(timeout=timeout, lease_ttl=lease_ttl)
         hosts = self._host_pool
         checkpoint = task if isinstance(task, Checkpoint) else None
         task_id = task.task_id if isinstance(task, Checkpoint) else task
@@ -253,6 +254,7 @@ class AsyncEnvClient:
             NotForkable: It cannot be branched in its current state; it continues.
             EnvError: See the module's tree.
         """
+        require_durations(timeout=timeout, lease_ttl=lease_ttl)
         request = env_pb2.ForkRequest(
             request_id=new_id(),
             episode_id=parent.episode_id,

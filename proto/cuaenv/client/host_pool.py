@@ -21,6 +21,7 @@ from cuaenv.client.limiter import EpisodeLimiter
 from cuaenv.client.place import HostTable, OpenRequest, Place, Placement
 from cuaenv.client.placement import NextAttempt, RetryPolicy, next_attempt, retry_pause_s
 from cuaenv.client.targets import is_ray
+from cuaenv.wire import require_durations
 
 logger = logging.getLogger(__name__)
 
@@ -145,14 +146,18 @@ class HostPool:
 
     async def host(self, target: str, *, timeout: timedelta) -> Host:
         """Return the host with this address. Raises: EnvError: it is not one of the hosts, or none is known."""
-        for host in await self._placement.hosts(asyncio.get_running_loop().time() + timeout.total_seconds()):
+        for host in await self._hosts(timeout):
             if host.target == target:
                 return host
         raise Unavailable(f"host {target}: not among this client's hosts that are up", host=target)
 
+    async def _hosts(self, timeout: timedelta) -> Sequence[Host]:
+        require_durations(timeout=timeout)
+        return await self._placement.hosts(asyncio.get_running_loop().time() + timeout.total_seconds())
+
     async def call_all(self, call: Callable[[Host], Awaitable[Result]], *, timeout: timedelta) -> list[Result]:
         """Return the results of all hosts, without those that fail unless all do. Raises: EnvError."""
-        hosts = await self._placement.hosts(asyncio.get_running_loop().time() + timeout.total_seconds())
+        hosts = await self._hosts(timeout)
         if len(hosts) == 1:
             try:
                 return [await call(hosts[0])]

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from datetime import timedelta
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
@@ -13,9 +14,10 @@ from cuaenv.client.credentials import Tls
 from cuaenv.client.episode import AsyncEpisode
 from cuaenv.client.errors import EnvError
 from cuaenv.client.forwarding import PortForward
+from cuaenv.client.host_pool import ClientStatistics
 from cuaenv.client.observation import Observation
 from cuaenv.client.placement import RetryPolicy
-from cuaenv.client.results import Checkpoint, State
+from cuaenv.client.results import Checkpoint, EpisodeInfo, State
 from cuaenv.client.signatures import takes_options_of
 from cuaenv.client.view import ForkOptions, ResetOptions
 
@@ -140,6 +142,21 @@ class EnvClient(_Blocking[AsyncEnvClient]):
     export_checkpoint = _blocking(AsyncEnvClient.export_checkpoint)
     import_checkpoint = _blocking(AsyncEnvClient.import_checkpoint)
     close_episode = _blocking(AsyncEnvClient.close_episode)
+
+    def statistics(self) -> ClientStatistics:
+        """Return statistics of the hosts."""
+
+        async def read() -> ClientStatistics:
+            return self._inner.statistics()
+
+        return self._wait(read())
+
+    @takes_options_of(AsyncEnvClient.forward)
+    def forward(
+        self, episode: EpisodeInfo, port: int, *, local_port: int = 0, timeout: timedelta = timedelta(seconds=30)
+    ) -> AbstractContextManager[PortForward]:
+        """Forward a local port to a port of a listed episode's guest during a block; see `Episode.forward`."""
+        return _Block(self, self._inner.forward(episode, port, local_port=local_port, timeout=timeout), lambda it: it)
 
     def _episode(self, episode: AsyncEpisode) -> "Episode":
         return Episode(episode, self._loop)

@@ -62,8 +62,9 @@ function isLive() {
 
 function render() {
   applyZoom();
-  if (!isLive()) { renderTotals([...episodes.values()], shownEpisodes().length); return; }
+  if (fullId) renderFull();
   const all = [...episodes.values()];
+  if (!isLive()) { renderTotals(all, shownEpisodes().length); return; }
   setChoices({ pool: pools.map((pool) => pool.name), run: all.map((facts) => facts.run || "no run"), task: all.map((facts) => facts.task),
     state: ["active", "terminated", "truncated", "failed"] });
   const groups = shownGroups();
@@ -91,7 +92,6 @@ function render() {
   $("empty").textContent = all.length > 0
     ? "No episode matches the filters."
     : "No episodes are open.\nThey appear here as soon as a client resets one.";
-  if (fullId) renderFull();
 }
 
 function setChoices(choices) {

@@ -97,3 +97,11 @@ def test_a_group_prints_its_help_and_runs_its_commands() -> None:
     assert "Usage: envd tasks verify [OPTIONS]" in shown.output
     bare = CliRunner().invoke(envd.cli.app.app, ["tasks"], prog_name="envd")
     assert (bare.exit_code, "Usage: envd tasks [OPTIONS] COMMAND" in bare.output) == (2, True)
+
+
+@pytest.mark.parametrize("words", ["", "top", "tasks list", "episodes close"])
+def test_help_shows_no_value_for_switches(words: str) -> None:
+    result = CliRunner().invoke(envd.cli.app.app, [*words.split(), "--help"])
+    assert result.exit_code == 0
+    assert "--help" in result.output
+    assert "<bool>" not in result.output

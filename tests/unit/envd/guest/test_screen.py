@@ -1,16 +1,22 @@
 """The shadow framebuffer: equal to the server's, and changed only by pixels that differ."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import xxhash
 
+from cuaenv.frames.grid import bounds_of
 from cuaenv.region import Region
 from envd.base.errors import GuestError, MachineLost
+from envd.guest.display import screen as screen_module
+from envd.guest.display.frames import Frame
 from envd.guest.display.rfb import PixelRect, RfbClient
 from envd.guest.display.screen import Screen
 from tests.support.display import FakeDisplay, pseudo_rect
@@ -216,6 +222,87 @@ async def test_a_large_rectangle_is_read_in_slices_while_other_tasks_run(monkeyp
         assert len(set(slices)) == len(slices), "a turn reads one slice"
         assert np.array_equal(screen._bgrx_HW, display.bgrx_HW)
         assert not (screen._bgrx_HW >> 24).any()
+
+
+async def test_large_rectangles_are_compared_in_slices_and_answer_a_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[int, int]] = []
+    turns = 0
+
+    def recorded(marked_HW: npt.NDArray[np.bool_]) -> tuple[int, int, int, int] | None:
+        compared.append((turns, marked_HW.size))
+        return bounds_of(marked_HW)
+
+    monkeypatch.setattr(screen_module, "bounds_of", recorded)
+    display, screen = FakeDisplay(2560, 1600), Screen()
+    async with following(display, screen):
+        for step in range(3):
+            compared.clear()
+            # The strip of the refresh is sent with the other pixels: such an update counts, but is not the answer.
+            refresh = await refreshing(display, screen)
+            display.draw(0, 0, 2560, 1600, step + 1)
+            display.bgrx_HW[9:1000, 7:2551] = np.random.default_rng(step).integers(9, 1 << 24, (991, 2544))
+            display.frozen = False
+            display.answer()
+            while not refresh.done():
+                await asyncio.sleep(0)
+                turns += 1
+            await refresh
+            assert np.array_equal(screen._bgrx_HW, display.bgrx_HW)
+            assert max(size for _, size in compared) <= 1 << 18
+            assert len({turn for turn, _ in compared}) >= 1600 * 2560 // (1 << 18)
+    assert screen.changes[-1].regions == (Region(x_px=0, y_px=0, width_px=2560, height_px=1600),)
+
+
+async def test_a_large_frame_is_made_in_a_thread_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    display, screen = FakeDisplay(2560, 1600), Screen()
+    started, resumed = threading.Event(), threading.Event()
+    threads: list[str] = []
+    image_of = screen_module._image_of
+
+    def slow(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        started.set()
+        assert resumed.wait(60)
+        return image_of(*arguments)
+
+    def pixels(frame: Frame) -> set[tuple[int, ...]]:
+        return {tuple(map(int, pixel)) for pixel in np.unique(frame.rgb_HWC[:8, :8].reshape(-1, 3), axis=0)}
+
+    async with following(display, screen):
+        first = await screen.newest_frame()
+        display.draw(0, 0, 2560, 1600, 0x112233)
+        await until(lambda: screen.change_count == 1)
+        monkeypatch.setattr(screen_module, "_image_of", slow)
+        making = asyncio.create_task(screen.newest_frame())
+        await asyncio.to_thread(started.wait, 60)
+        monkeypatch.setattr(screen_module, "_image_of", image_of)
+        display.draw(0, 0, 8, 8, 0x445566)
+        await until(lambda: screen.change_count == 2)
+        resumed.set()
+        frame = await making
+        assert threads == [threads[0]]
+        assert threads[0] != threading.main_thread().name
+        assert pixels(frame) == {(0x11, 0x22, 0x33)}, "painted while the thread copied"
+        newest = await screen.newest_frame()
+        assert newest is screen.frame()
+        assert pixels(newest) == {(0x44, 0x55, 0x66)}
+        assert newest.image.changed_tiles(frame.image) == [0]
+        assert first.frame_id != frame.frame_id
+        # One that is cancelled loses no change, and a frame that is made in between wins.
+        display.draw(0, 0, 2560, 1600, 0x778899)
+        await until(lambda: screen.change_count == 3)
+        cancelled = asyncio.create_task(screen.newest_frame())
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        assert pixels(screen.frame()) == {(0x77, 0x88, 0x99)}
+        display.draw(0, 0, 2560, 1600, 0xAABBCC)
+        await until(lambda: screen.change_count == 4)
+        making = asyncio.create_task(screen.newest_frame())
+        await asyncio.sleep(0)
+        between = screen.frame()
+        assert (await making).frame_id == between.frame_id
+        assert screen.frame() is between
 
 
 async def test_thousands_of_rectangles_complete_a_screen_only_when_every_pixel_was_sent() -> None:

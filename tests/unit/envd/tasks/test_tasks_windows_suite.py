@@ -187,6 +187,7 @@ def test_tasks_of_a_suite_are_listed_and_shown_by_name(tmp_path: Path) -> None:
     [
         ("windows", "the tasks need an image with windows, and there is none; use --image"),
         ("macos", "suite 'macos' not found"),
+        ("desktp", "suite 'desktp' not found; did you mean desktop?"),
     ],
 )
 def test_verify_finds_the_tasks_of_a_suite_by_its_name(tmp_path: Path, suite: str, error: str) -> None:
