@@ -38,6 +38,7 @@ _DATA = {
         client.Element,
         client.StepResult,
         client.ScreenChange,
+        client.ToolResult,
         client.State,
         client.Evaluation,
         client.Check,

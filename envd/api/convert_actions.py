@@ -7,8 +7,8 @@ outside of the screen, an unknown key name) passes through; the guest reports it
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cuaenv.action_codec import BadAction, from_proto
-from cuaenv.actions import MAX_ACTION_COUNT, Action
+from cuaenv.action_codec import TOOL_KINDS, BadAction, from_proto
+from cuaenv.actions import MAX_ACTION_COUNT, MAX_TOOL_COUNT, Action
 from cuaenv.v1 import env_pb2
 from envd.base.errors import InvalidRequest
 
@@ -54,6 +54,9 @@ def actions_from_proto(
     """
     if not 1 <= len(messages) <= MAX_ACTION_COUNT:
         raise InvalidRequest(field, f"has {len(messages)} items; give 1 to {MAX_ACTION_COUNT}")
+    tool_count = sum(message.WhichOneof("kind") in TOOL_KINDS for message in messages)
+    if tool_count > MAX_TOOL_COUNT:
+        raise InvalidRequest(field, f"has {tool_count} actions of tools; give at most {MAX_TOOL_COUNT}")
     actions: list[Action] = []
     for index, message in enumerate(messages):
         try:

@@ -65,7 +65,15 @@ def step_response(result: StepResult) -> env_pb2.StepResponse:
         episode=episode_message(result.episode),
         observation=observation_message(result.observation),
         action_results=[
-            env_pb2.ActionResult(error=_text(outcome.error), input_ms=outcome.input_ms) for outcome in result.outcomes
+            env_pb2.ActionResult(
+                error=_text(outcome.error),
+                input_ms=outcome.input_ms,
+                output=_text(outcome.output),
+                exit_code=outcome.exit_code,
+                timed_out=outcome.timed_out,
+                left_out_bytes=outcome.left_out_bytes,
+            )
+            for outcome in result.outcomes
         ],
         timings_ms=result.timings_ms,
         screen_change=_screen_change(result.observation.screen_change),
@@ -112,6 +120,7 @@ def episode_message(info: EpisodeInfo, *, with_origin: bool = False) -> env_pb2.
         run=info.run,
         origin=origin,
         checkpoint_id=info.origin.checkpoint_id,
+        tools=info.tools,
     )
 
 
@@ -192,6 +201,7 @@ def task_message(task: Task, *, variant_count: int, obstacles: Sequence[str] | N
         variant_count=variant_count,
         runnable=None if obstacles is None else not obstacles,
         obstacles=obstacles or (),
+        tools=task.tools,
     )
 
 
@@ -222,6 +232,7 @@ def _pool(pool: PoolStatus) -> env_pb2.Pool:
         pss_bytes=pool.pss_bytes,
         template_digest=pool.template_digest,
         always_running=pool.always_running,
+        tools=pool.tools,
     )
 
 

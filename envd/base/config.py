@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cuaenv.actions import Tool
 from cuaenv.problems import did_you_mean, problem_of, without_path
 from cuaenv.region import Region
 from envd.base.config_values import (
@@ -130,6 +131,9 @@ class PoolConfig(_Section):
     unless one is given. Private addresses must be listed themselves, not by name. Empty for no network."""
     allow_guest_access: bool = False
     """Whether clients may read and write guest files and run guest commands."""
+    tools: tuple[Tool, ...] = ()
+    """Tools that agents may use besides screen, mouse and keyboard, in any task: `shell`, `files`, `mcp`, `ask_user`. A
+    task may allow more."""
     queue_limit: int = Field(default=256, ge=0, le=1_000_000)
     """Most reset and fork requests that may wait for machines; further ones are refused with a retry hint."""
     failing_after: int = Field(default=6, ge=1, le=1000)
@@ -259,8 +263,8 @@ class TasksConfig(_Section):
 
     suites: Annotated[tuple[TaskFile, ...], PathList] = ()
     """Task files to load in addition to the built-in suite, each `PATH`, or `SUITE=PATH` if the file's format has no
-    suites; or `builtin:windows`, a suite for Windows; or `cua-gym:DIR`, a directory of CUA-Gym bundles. In the
-    environment, separated by `:`."""
+    suites; or `builtin:windows`, a suite for Windows; or `builtin:tools`, a suite with tools; or `cua-gym:DIR`, a
+    directory of CUA-Gym bundles. In the environment, separated by `:`."""
     allow_download: bool = False
     """Whether files of tasks that `envd tasks fetch` did not fetch are fetched while an episode waits."""
     check_obstacles: bool = True

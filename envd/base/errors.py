@@ -149,6 +149,10 @@ class GuestUnresponsive(EnvdError, reason="GUEST_UNRESPONSIVE"):
     """The guest did not answer within its deadline."""
 
 
+class GuestServiceEnded(GuestUnresponsive, reason="GUEST_UNRESPONSIVE"):
+    """The guest's service ended during a request, and was started again."""
+
+
 class GuestError(EnvdError, reason="GUEST_ERROR"):
     """The guest reported that it cannot do what was requested."""
 

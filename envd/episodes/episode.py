@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from cuaenv.actions import Done, Fail
+from cuaenv.actions import Done, Fail, Tool
 from envd.base.clock import Clock
 from envd.base.config import SettlePolicy
 from envd.base.errors import EpisodeEnded, EvaluatorFailed, GuestEnded, LossUndecided, MachineLost, StepIndexMismatch
@@ -15,7 +15,8 @@ from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
 from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
 from envd.pool.leased import LeasedMachine
-from envd.tasks.model import Task
+from envd.tasks.model import Task, offered_tools
+from envd.tasks.user import Exchange
 
 #: Allowed transitions. A machine can be lost at any time, so only FAILED is final.
 _NEXT = {
@@ -47,6 +48,10 @@ class Episode:
     evaluations: Ledger[EvaluateResult]
     forks: Ledger[GroupResult]
     checkpoints: Ledger[CheckpointResult]
+    pool_tools: tuple[Tool, ...] = ()
+    """What its pool allows in any task."""
+    asked: tuple[Exchange, ...] = ()
+    """What the agent has asked the task's user."""
     step_count: int = 0
     """Number of steps performed, which is the index of the next step."""
     verdict: EvaluateResult | EvaluatorFailed | None = None
@@ -82,6 +87,11 @@ class Episode:
     def has_score(self) -> bool:
         """Whether no failure can void it: it was scored, or its guest ended its machine, which scores 0."""
         return isinstance(self.verdict, EvaluateResult) or self.guest_end_cause in ENDS_MACHINE
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """Tools that the agent can use; see `offered_tools`."""
+        return offered_tools(self.task, self.pool_tools)
 
     def end(self, state: EpisodeState, reason: str, *, cause: str = "") -> None:
         """Move to a later state.
@@ -156,4 +166,5 @@ class Episode:
             run=self.run,
             origin=self.origin,
             owner=self.owner,
+            tools=self.tools,
         )

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
-from cuaenv.actions import Action, action_text
+from cuaenv.actions import Action, action_text, shortened
 from envd.episodes.episode import Episode
 from envd.episodes.types import StepCommand, StepResult
 from envd.guest.desktop import ScreenView
+from envd.guest.observation import ActionOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +23,12 @@ class PerformedStep:
     time: datetime
     """End of the step, in UTC."""
     actions: tuple[str, ...]
-    """Each performed action, and why the guest refused it if it did."""
+    """Each performed action, and why the guest refused it or how a tool's result begins."""
     is_settled: bool
     """Whether the screen was quiet at the end."""
     total_ms: float
+    outputs: tuple[str | None, ...]
+    """Result of each performed action that used a tool."""
     view: ScreenView | None
     """The screen after the step; None while its display is being connected again."""
     performed: tuple[Action, ...] = ()
@@ -69,7 +72,7 @@ class EpisodeEvents:
         if not self._observers:
             return
         settle = result.observation.settle
-        actions = [(action, outcome.error) for action, outcome in zip(command.actions, result.outcomes, strict=False)]
+        actions = tuple(zip(command.actions, result.outcomes, strict=False))
         self._report(
             episode,
             actions,
@@ -91,12 +94,15 @@ class EpisodeEvents:
     ) -> None:
         """Report what a person did: actions, each with the reason why the guest refused it, empty if it did not."""
         index = episode.step_count
-        self._report(episode, actions, index=index, is_settled=is_settled, total_ms=total_ms, time=time, source="human")
+        outcomes = [(action, ActionOutcome(error=error)) for action, error in actions]
+        self._report(
+            episode, outcomes, index=index, is_settled=is_settled, total_ms=total_ms, time=time, source="human"
+        )
 
     def _report(
         self,
         episode: Episode,
-        actions: Sequence[tuple[Action, str]],
+        actions: Sequence[tuple[Action, ActionOutcome]],
         *,
         index: int,
         is_settled: bool,
@@ -107,11 +113,12 @@ class EpisodeEvents:
         step = PerformedStep(
             index=index,
             time=time,
-            actions=tuple(action_text(action) + (f": {error}" if error else "") for action, error in actions),
+            actions=tuple(action_text(action) + _result_text(outcome) for action, outcome in actions),
             is_settled=is_settled,
             total_ms=total_ms,
+            outputs=tuple(outcome.output for _, outcome in actions),
             view=episode.machine.desktop.view_nowait(),
-            performed=tuple(action for action, error in actions if not error),
+            performed=tuple(action for action, outcome in actions if not outcome.error),
             source=source,
         )
         self._each(lambda observer: observer.stepped(episode, step))
@@ -130,3 +137,12 @@ class EpisodeEvents:
                 report(observer)
             except Exception:
                 logger.exception("observer %r failed; the episode is not affected", observer)
+
+
+def _result_text(outcome: ActionOutcome) -> str:
+    if outcome.error:
+        return f": {outcome.error}"
+    exit_code = (
+        f" (exit code {outcome.exit_code})" if outcome.exit_code else " (timed out)" if outcome.timed_out else ""
+    )
+    return exit_code if outcome.output is None else f": {shortened(outcome.output)!r}{exit_code}"

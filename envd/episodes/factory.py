@@ -21,6 +21,7 @@ from envd.episodes.types import EvaluateResult, GroupResult, StepResult
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 from envd.tasks.model import Task
+from envd.tasks.user import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class EpisodeParams:
     owner: str
     max_steps: int
     step_count: int = 0
+    asked: tuple[Exchange, ...] = ()
     settle: SettlePolicy
     lease_ttl_s: float
 
@@ -53,6 +55,7 @@ class EpisodeParams:
             owner=parent.owner,
             max_steps=parent.max_steps,
             step_count=step_count,
+            asked=parent.asked,
             settle=parent.settle,
             lease_ttl_s=lease_ttl_s,
         )
@@ -101,6 +104,8 @@ class EpisodeFactory:
             owner=params.owner,
             max_steps=params.max_steps,
             step_count=params.step_count,
+            pool_tools=pool.settings.tools,
+            asked=params.asked,
             settle=params.settle,
             machine=member.machine,
             lease=Lease(ttl_s=params.lease_ttl_s, now_s=self._clock.monotonic()),
@@ -138,6 +143,8 @@ class EpisodeFactory:
             owner=row.owner,
             max_steps=row.max_steps,
             step_count=row.step_count,
+            pool_tools=pool.settings.tools,
+            asked=snapshot.asked,
             settle=snapshot.settle,
             machine=machine,
             lease=lease,

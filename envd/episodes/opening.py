@@ -155,6 +155,7 @@ class Opening:
             owner=command.owner,
             max_steps=checkpoint.max_steps,
             step_count=checkpoint.step_count,
+            asked=checkpoint.asked,
             settle=command.settle or checkpoint.settle,
             lease_ttl_s=ttl_s,
         )

@@ -1,11 +1,11 @@
 """Perform one step on a desktop: act, settle, observe. Knows no ledgers or leases."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from cuaenv.actions import Action, Done, Fail
+from cuaenv.actions import Action, Done, Fail, ToolAction
 from envd.base.aio import LoopThrottle
 from envd.base.clock import Clock
 from envd.base.config import LimitsConfig, SettlePolicy
@@ -98,6 +98,7 @@ async def perform(
     clock: Clock,
     limits: LimitsConfig,
     throttle: LoopThrottle,
+    use_tool: Callable[[ToolAction], Awaitable[ActionOutcome]],
 ) -> Performed:
     """Perform actions in order, up to the first `Done` or `Fail`, then settle and observe.
 
@@ -118,7 +119,7 @@ async def perform(
             last_action = action
             outcomes.append(ActionOutcome())
             break
-        outcomes.append(await desktop.act(action))
+        outcomes.append(await (use_tool(action) if isinstance(action, ToolAction) else desktop.act(action)))
     watch.lap("input")
     async with _heartbeat(desktop, limits):
         observation = await observe(

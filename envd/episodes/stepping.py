@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from envd.base.aio import LoopThrottle
 from envd.base.config import SettlePolicy
@@ -13,6 +14,7 @@ from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.perform import Performed, check_region, observe, perform, with_pixels
 from envd.episodes.persistence.journal import STEP, Request
+from envd.episodes.tools import use_tool
 from envd.episodes.types import StepCommand, StepResult
 from envd.episodes.watching import views_of
 from envd.guest.desktop import ScreenView
@@ -76,6 +78,7 @@ class Stepping:
                         clock=context.clock,
                         limits=context.limits,
                         throttle=self._throttle,
+                        use_tool=partial(use_tool, episode),
                     )
                 # The machine may have died at the very end of a step that succeeded.
                 episode.require_machine()

@@ -62,6 +62,8 @@ class EpisodeInfo:
     """Cause if its guest ended itself, UPPER_SNAKE; otherwise empty."""
     owner: str = ""
     """Name of the token that opened it or its first ancestor; empty if the daemon uses no tokens."""
+    tools: tuple[str, ...] = ()
+    """Tools that the agent can use: `shell`, `files`, `ask_user`, and `mcp:NAME` for each MCP server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

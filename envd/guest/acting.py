@@ -4,8 +4,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
-from cuaenv.actions import Action, Done, Fail, TypeText, Wait
+from cuaenv.actions import Action, Done, Fail, ToolAction, TypeText, Wait
 from envd.base.config import SettlePolicy
 from envd.base.errors import DisplayError, GuestError, GuestUnresponsive, MachineLost
 from envd.guest.display.connection import DisplayConnection
@@ -25,6 +26,7 @@ from envd.guest.input.plan import (
 from envd.guest.observation import ActionOutcome, Point, SettleResult
 from envd.guest.readiness import GuestPauses
 from envd.guest.session import GuestSession
+from envd.guest.toolbox import Toolbox
 
 #: Enter, space, and Alt with a mnemonic.
 _ACTIVATING_KEYSYMS = frozenset({0xFF0D, 0xFF8D, 0x0020, 0xFFE9, 0xFFEA})
@@ -56,6 +58,7 @@ class Actor:
         self._screen = screen
         self._input = held
         self._session = session
+        self._toolbox = Toolbox(session)
         self._pauses = pauses
         self.input_s = time.monotonic()
         """Monotonic time of the last input."""
@@ -96,6 +99,16 @@ class Actor:
             await settle(self._pauses.input_settle)
         await self._play(events)
         return ActionOutcome(input_ms=_ms_since(began_s))
+
+    async def use_tool(self, action: ToolAction, *, settle: Settle) -> ActionOutcome:
+        """Use a tool when all earlier input has arrived. See `Desktop.use_tool`."""
+        began_s = time.monotonic()
+        if max(self._pointer_s, self._key_s) > self._quiet_s:
+            await settle(self._pauses.input_settle)
+        try:
+            return replace(await self._toolbox.use(action), input_ms=_ms_since(began_s))
+        finally:
+            self.input_s = time.monotonic()  # a command may change the screen
 
     def _typing_method(self, text: str) -> TypingMethod:
         return typing_method(

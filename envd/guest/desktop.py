@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
-from cuaenv.actions import Action
+from cuaenv.actions import Action, ToolAction
 from envd.base.channels import GuestChannels
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestError, InvalidRequest, MachineLost
@@ -40,6 +40,7 @@ from envd.guest.observation import (
 )
 from envd.guest.readiness import GuestPauses, ReadinessProbe, wait_idle
 from envd.guest.session import GuestSession
+from envd.guest.toolbox import Toolbox
 from envd.guest.tunnel import open_port
 from envd.guest.view import ConnectionState, DesktopView, ScreenView
 
@@ -241,13 +242,22 @@ class Desktop:
 
     @while_alive
     async def act(self, action: Action) -> ActionOutcome:
-        """Perform one action. `Wait` sleeps; `Done` and `Fail` do nothing here.
+        """Perform one action. `Wait` sleeps; `Done` and `Fail` do nothing here; tools have `use_tool`.
 
         Raises:
             GuestError: The display connection dropped during input, or the machine has no tablet.
             GuestUnresponsive: guestd or the display did not answer.
         """
         return await self._actor.act(action, settle=self._settle)
+
+    @while_alive
+    async def use_tool(self, action: ToolAction) -> ActionOutcome:
+        """Use a tool in the guest, whether it is allowed or not. A tool that fails is reported in the outcome.
+
+        Raises:
+            GuestUnresponsive: The guest did not answer.
+        """
+        return await self._actor.use_tool(action, settle=self._settle)
 
     @while_alive
     async def settle(self, policy: SettlePolicy, *, upcoming: ObservationOptions | None = None) -> SettleResult:
@@ -449,6 +459,16 @@ class Desktop:
             GuestUnresponsive: No response within `timeout_s`.
         """
         await self._session.guestd("launch a program in the session").launch(argv, timeout_s=timeout_s)
+
+    @while_alive
+    async def start_mcp_server(self, name: str, command: Sequence[str]) -> None:
+        """Start an MCP server of the agent in the user's session; it lives as long as the guest.
+
+        Raises:
+            GuestError: It could not be started.
+            GuestUnresponsive: No response in time.
+        """
+        await Toolbox(self._session).start_server(name, command)
 
     @while_alive
     async def change_wallpaper(self, path: str, *, timeout_s: float = 30.0) -> None:

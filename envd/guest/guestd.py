@@ -21,7 +21,7 @@ from yarl import URL
 
 from envd.base import untrusted_json
 from envd.base.aio import race
-from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
+from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive, MachineLost
 from envd.guest.agent import CommandResult
 
 _CHUNK_BYTES = 1 << 16
@@ -388,7 +388,7 @@ class GuestdClient:
             if self._restart is None or not await self._restart():
                 raise GuestUnresponsive(broken) from error
             if method != "GET":  # the request may have had its effect, and the new service has no record of it
-                raise GuestUnresponsive(f"{broken}; guestd had ended and was restarted") from error
+                raise GuestServiceEnded(f"{broken}; guestd had ended and was restarted") from error
         while True:
             await asyncio.sleep(_RESTART_POLL_S)
             with suppress(aiohttp.ClientError):

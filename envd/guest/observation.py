@@ -228,4 +228,12 @@ class ActionOutcome:
     error: str = ""
     """Why the action had no effect or only part of it, as text for the agent; empty if it was performed."""
     input_ms: float = 0.0
-    """Time spent on handing the input to the machine."""
+    """Time spent on handing the input to the machine, or on a tool."""
+    output: str | None = None
+    """Result of a tool, as text for the agent; None for other actions."""
+    exit_code: int | None = None
+    """Exit code of a shell's command that ended."""
+    timed_out: bool = False
+    """Whether a shell's command did not end in time."""
+    left_out_bytes: int = 0
+    """Bytes of the result that `output` leaves out."""

@@ -129,6 +129,7 @@ class Pool:
             accelerator=self.hypervisor.accelerator.value,
             capacity=self.capacity,
             always_running=self.settings.always_running,
+            tools=self.settings.tools,
             idle_count=states[LifecycleState.IDLE],
             leased_count=states[LifecycleState.LEASED],
             starting_count=states[LifecycleState.STARTING],

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cuaenv.actions import Tool
 from envd.base.telemetry.metrics import PoolSeries
 from envd.pool.backoff import BreakerState
 
@@ -36,6 +37,8 @@ class PoolStatus:
     """Identifies the template that the machines are forked from; empty while there is none."""
     always_running: bool = False
     """Whether guests run between calls."""
+    tools: tuple[Tool, ...] = ()
+    """What its agents may use in any task."""
     reserved_count: int = field(default=0, compare=False)
     """Reservations without a machine."""
     waiting_by_run: Mapping[str, int] = field(default_factory=dict, compare=False)

@@ -9,16 +9,18 @@ does, so it is refused.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
-from cuaenv.actions import Done, Fail
+from cuaenv.actions import Done, Fail, Tool, ToolAction
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.union import Checker, leaves
 from envd.tasks.fields import Model
 from envd.tasks.oracle import OracleAction, WaitFor, parse_action
-from envd.tasks.verbs import SetupVerb
+from envd.tasks.user import TaskUser
+from envd.tasks.verbs import SetupVerb, StartMcpServer
 
 Feature = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,30}$")]
 OracleStep = tuple[Annotated[OracleAction, PlainValidator(parse_action)], ...]
@@ -50,6 +52,10 @@ class Task(Model):
     pool: str = ""
     """Pool to run in if the caller names none; empty for the only one that fits."""
     max_steps: Annotated[int, Field(ge=1, le=1000)] = 30
+    tools: tuple[Tool, ...] = ()
+    """Tools that the agent may use besides screen, mouse and keyboard; the pool may allow more."""
+    user: TaskUser | None = None
+    """Whom the agent may ask, with the tool `ask_user`."""
     setup: tuple[SetupVerb, ...] = ()
     freeze_setup: bool = False
     """Whether to keep the state after `setup` frozen, so that later episodes start there and skip the setup."""
@@ -84,11 +90,23 @@ class Task(Model):
         actions = [action for step in self.oracle for action in step]
         if not all(self.oracle) or any(isinstance(action, Done | Fail) for action in actions[:-1]):
             raise ValueError("oracle: steps must not be empty, and nothing may follow done or fail")
+        needed = {action.needs for action in actions if isinstance(action, ToolAction)}
+        if needed - set(self.tools):
+            raise ValueError(f"oracle: uses the tools {', '.join(sorted(needed))}; list them in tools")
+        if ("ask_user" in self.tools) != (self.user is not None):
+            raise ValueError("user: required with the tool ask_user, and only then")
+        if ("mcp" in self.tools) != bool(self.mcp_servers):
+            raise ValueError("tools: mcp is required with start_mcp_server, and only then")
         for step in self.oracle:
             kinds = [isinstance(each, WaitFor) for each in step]
             if kinds != sorted(kinds) or all(kinds):
                 raise ValueError("oracle: wait_for follows the actions of its step")
         return self
+
+    @property
+    def mcp_servers(self) -> tuple[str, ...]:
+        """Names of the MCP servers that its setup starts."""
+        return tuple(verb.name for verb in self.setup if isinstance(verb, StartMcpServer))
 
 
 class Offer(NamedTuple):
@@ -127,3 +145,19 @@ def split_by_needs(tasks: Iterable[Task], provides: frozenset[str]) -> tuple[lis
 
 def _fits(task: Task, offer: Offer) -> bool:
     return offer.os is task.os and task.image in ("", offer.image) and task.pool in ("", offer.pool)
+
+
+def allowed_tools(task: Task, of_pool: tuple[Tool, ...]) -> tuple[Tool, ...]:
+    """Return what the task or the pool allows, each once."""
+    return tuple(dict.fromkeys(chain(task.tools, of_pool)))
+
+
+def offered_tools(task: Task, of_pool: tuple[Tool, ...]) -> tuple[str, ...]:
+    """Return what an agent can use: allowed tools, with `mcp:NAME` for each MCP server, and no user where none is."""
+    names: list[str] = []
+    for tool in allowed_tools(task, of_pool):
+        if tool == "mcp":
+            names += (f"mcp:{name}" for name in task.mcp_servers)
+        elif tool != "ask_user" or task.user is not None:
+            names.append(tool)
+    return tuple(names)

@@ -36,6 +36,7 @@ from envd.tasks.verbs import (
     SetClipboard,
     SetupVerb,
     Sleep,
+    StartMcpServer,
     UploadFile,
     WaitCommand,
     WaitWindow,
@@ -129,6 +130,8 @@ class _VerbRunner:
                 await self._open((verb.program, verb.path), verb.awaited_window())
             case Execute():
                 await self._execute(verb)
+            case StartMcpServer(name=name, argv=argv):
+                await self.desktop.start_mcp_server(name, argv)
             case WaitCommand():
                 await self._wait_command(verb)
             case Sleep():

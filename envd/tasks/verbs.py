@@ -125,6 +125,14 @@ class Launch(SessionVerb):
     window: WindowMatch
 
 
+class StartMcpServer(SessionVerb):
+    """Start an MCP server (stdio) for the agent's tool `mcp`. Idempotent: one that runs is started again."""
+
+    kind: Literal["start_mcp_server"]
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,30}$")]
+    argv: Argv
+
+
 class Open(SessionVerb):
     """Open a file in a program and wait for its window. Guarded: skipped if such a window is open."""
 
@@ -251,6 +259,7 @@ SetupVerb = Annotated[
     | UploadFile
     | Launch
     | Open
+    | StartMcpServer
     | Execute
     | WaitCommand
     | Sleep

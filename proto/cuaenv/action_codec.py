@@ -11,6 +11,7 @@ has the same meaning, limits and schema in every action. An action without a mes
 a field that `_FIELDS` lacks fail the import.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -56,16 +57,16 @@ def _integer(low: int, high: int, description: str) -> _Values:
     return _Values({"type": "integer", "minimum": low, "maximum": high, "description": description}, read)
 
 
-def _seconds(description: str, *, least: str) -> _Values:
+def _seconds(description: str, *, least: str, most: float = actions.MAX_PAUSE_S) -> _Values:
     def read(value: Any, field: str) -> timedelta:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise BadAction(field, f"{value!r} is not a number of seconds")
-        if value < 0 or value > actions.MAX_PAUSE_S or (value == 0 and least == "exclusiveMinimum"):
+        if value < 0 or value > most or (value == 0 and least == "exclusiveMinimum"):
             opening = "(" if least == "exclusiveMinimum" else "["
-            raise BadAction(field, f"{value:g} s is outside {opening}0 s, {actions.MAX_PAUSE_S:g} s]")
+            raise BadAction(field, f"{value:g} s is outside {opening}0 s, {most:g} s]")
         return timedelta(seconds=value)
 
-    schema = {"type": "number", least: 0, "maximum": actions.MAX_PAUSE_S, "description": description}
+    schema = {"type": "number", least: 0, "maximum": most, "description": description}
     return _Values(schema, read, timedelta.total_seconds)
 
 
@@ -76,16 +77,38 @@ def _read_button(value: Any, field: str) -> Button:
     raise BadAction(field, f"{value!r} is not a button; use one of {', '.join(_BUTTONS)}")
 
 
-def _read_text(value: Any, field: str) -> str:
+def _read_text(value: Any, field: str, *, least: int = 0, most: int = actions.MAX_TEXT_BYTES) -> str:
     if not isinstance(value, str):
         raise BadAction(field, f"{value!r} is not a text")
     try:
         size = len(value.encode())
     except UnicodeEncodeError:
         raise BadAction(field, "has half a character") from None
-    if size > actions.MAX_TEXT_BYTES:
-        raise BadAction(field, f"has {size} bytes; at most {actions.MAX_TEXT_BYTES}")
+    if size > most:
+        raise BadAction(field, f"has {size} bytes; at most {most}")
+    if size < least:
+        raise BadAction(field, "is empty")
     return value
+
+
+def _text(description: str, *, least: int = 1, most: int = actions.MAX_TEXT_BYTES) -> _Values:
+    def read(value: Any, field: str) -> str:
+        return _read_text(value, field, least=least, most=most)
+
+    bounds = {"minLength": least} if least else {}
+    return _Values({"type": "string", **bounds, "description": description}, read)
+
+
+def _read_object(value: Any, field: str) -> str:
+    """Return a JSON object, given as such or as text, as text."""
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadAction(field, f"is not a JSON object: {str(error)[:80]}") from None
+    if not isinstance(parsed, Mapping):
+        raise BadAction(field, "is not a JSON object")
+    return _read_text(text, field)
 
 
 def _read_key(value: Any, field: str) -> str:
@@ -118,6 +141,9 @@ _KEY = _Values({"type": "string", "minLength": 1, "maxLength": actions.MAX_KEY_N
 _X = _integer(0, 32767, "Pixels from the left edge of the picture.")
 _Y = _integer(0, 32767, "Pixels from the top edge of the picture.")
 _WHEEL = actions.MAX_WHEEL_CLICKS
+_MOST_S = actions.MAX_TIMEOUT_S
+_MOST_LINES = 1_000_000
+_MOST_NAME = 256
 
 #: For each field of an action: its name in JSON, and its values.
 _FIELDS: Mapping[str, tuple[str, _Values]] = {
@@ -139,6 +165,18 @@ _FIELDS: Mapping[str, tuple[str, _Values]] = {
     "duration": ("seconds", _seconds("How long to wait.", least="exclusiveMinimum")),
     "answer": ("answer", _TEXT),
     "explanation": ("explanation", _TEXT),
+    "command": ("command", _text("Command of the shell.")),
+    "timeout": ("timeout_s", _seconds("Time after which it is killed.", least="exclusiveMinimum", most=_MOST_S)),
+    "path": ("path", _text("Absolute, or relative to the user's home.", most=actions.MAX_PATH_BYTES)),
+    "first_line": ("first_line", _integer(1, _MOST_LINES, "First line to read, from 1.")),
+    "line_count": ("line_count", _integer(0, _MOST_LINES, "Lines to read; 0 for all.")),
+    "content": ("content", _text("Text of the file.", least=0, most=actions.MAX_FILE_BYTES)),
+    "old": ("old", _text("Text that occurs exactly once in the file.")),
+    "new": ("new", _text("Text in its place.", least=0)),
+    "server": ("server", _text("Name of an MCP server of the task.", most=_MOST_NAME)),
+    "tool": ("tool", _text("Name of one of its tools; without it, they are listed.", least=0, most=_MOST_NAME)),
+    "arguments": ("arguments", _Values({"type": "object"}, _read_object, json.loads)),
+    "question": ("question", _text("Question for the user.", most=actions.MAX_QUESTION_BYTES)),
 }
 #: The contract's name of a position, by the action's field of its x coordinate.
 _POINTS = {"x": ("at", "to"), "start_x": ("start",), "end_x": ("end",)}
@@ -238,6 +276,12 @@ def _forms() -> Iterator[Form]:
 
 FORMS: Mapping[str, Form] = {form.name: form for form in _forms()}
 """Actions by name in JSON, in the contract's order."""
+SCREEN_FORMS: Mapping[str, Form] = {
+    name: form for name, form in FORMS.items() if not issubclass(form.kind, actions.ToolAction)
+}
+"""Those that use no tool."""
+TOOL_KINDS = frozenset(FORMS) - frozenset(SCREEN_FORMS)
+"""Names of the others; in the contract they are the same."""
 _BY_KIND = {form.kind: form for form in FORMS.values()}
 _BY_WIRE_NAME = {form.wire_name: form for form in FORMS.values()}
 

@@ -8,27 +8,36 @@ In the daemon they are always guest pixels from the top left corner. A field's n
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Literal
+from typing import ClassVar, Literal
 
 __all__ = [
     "Action",
+    "AskUser",
     "Button",
+    "CallTool",
     "Click",
     "Done",
     "Drag",
+    "EditFile",
     "Fail",
     "KeyDown",
     "KeyUp",
+    "ListDirectory",
     "MouseDown",
     "MouseUp",
     "Move",
     "PressKeys",
+    "ReadFile",
+    "RunShell",
     "Scroll",
     "TypeText",
     "Wait",
+    "WriteFile",
 ]
 
 Button = Literal["left", "middle", "right"]
+#: What a task or a pool allows.
+Tool = Literal["shell", "files", "mcp", "ask_user"]
 
 #: Maximum actions of one `Step`.
 MAX_ACTION_COUNT = 64
@@ -39,6 +48,15 @@ MAX_KEY_NAME_CHARS = 32
 MAX_TEXT_BYTES = 65_536
 #: Of a wait, and of a chord that is held.
 MAX_PAUSE_S = 60.0
+#: Maximum tool actions of one `Step`.
+MAX_TOOL_COUNT = 8
+#: Of a command of `RunShell`.
+MAX_TIMEOUT_S = 120.0
+MAX_PATH_BYTES = 4096
+#: A task searches it with patterns, whose time may grow with the square of its length.
+MAX_QUESTION_BYTES = 4096
+#: Of a file that is read or written.
+MAX_FILE_BYTES = 262_144
 
 
 class _Keyed:
@@ -166,8 +184,100 @@ class Fail:
     explanation: str = ""
 
 
+class ToolAction:
+    """An action that uses a tool instead of screen, mouse and keyboard."""
+
+    __slots__ = ()
+    needs: ClassVar[Tool]
+    """What the task or pool must allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunShell(ToolAction):
+    """Run a command in the episode's shell, whose working directory and variables stay."""
+
+    needs: ClassVar[Tool] = "shell"
+    command: str
+    timeout: timedelta = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile(ToolAction):
+    """Read a text file, or `line_count` of its lines (0 for all) from `first_line`; of other files, size and type."""
+
+    needs: ClassVar[Tool] = "files"
+    path: str
+    first_line: int = 1
+    line_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFile(ToolAction):
+    """Write a text file, with the directories above it; an existing file is replaced."""
+
+    needs: ClassVar[Tool] = "files"
+    path: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class EditFile(ToolAction):
+    """Replace the text `old`, which occurs exactly once in a text file, by `new`."""
+
+    needs: ClassVar[Tool] = "files"
+    path: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListDirectory(ToolAction):
+    """List a directory with the sizes of its files."""
+
+    needs: ClassVar[Tool] = "files"
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallTool(ToolAction):
+    """Call a tool of an MCP server of the task; without `tool`, list the server's tools."""
+
+    needs: ClassVar[Tool] = "mcp"
+    server: str
+    tool: str = ""
+    arguments: str = "{}"
+    """A JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskUser(ToolAction):
+    """Ask the task's user a question."""
+
+    needs: ClassVar[Tool] = "ask_user"
+    question: str
+
+
 Action = (
-    Move | Click | Drag | MouseDown | MouseUp | Scroll | TypeText | PressKeys | KeyDown | KeyUp | Wait | Done | Fail
+    Move
+    | Click
+    | Drag
+    | MouseDown
+    | MouseUp
+    | Scroll
+    | TypeText
+    | PressKeys
+    | KeyDown
+    | KeyUp
+    | Wait
+    | Done
+    | Fail
+    | RunShell
+    | ReadFile
+    | WriteFile
+    | EditFile
+    | ListDirectory
+    | CallTool
+    | AskUser
 )
 
 
@@ -195,7 +305,7 @@ def action_text(action: Action) -> str:
         case Scroll():
             return f"{_prefix(action.modifiers)}scroll {action.dx:+d},{action.dy:+d}{_at(action.x, action.y)}"
         case TypeText(text=text):
-            return f"type {_cut(text)!r}"
+            return f"type {shortened(text)!r}"
         case PressKeys(keys=keys, hold=hold):
             duration = f" for {hold.total_seconds():g} s" if hold else ""
             return f"press {'+'.join(keys)}{duration}"
@@ -206,9 +316,25 @@ def action_text(action: Action) -> str:
         case Wait(duration=duration):
             return f"wait {duration.total_seconds():g} s"
         case Done(answer=answer):
-            return f"done {_cut(answer)!r}" if answer else "done"
+            return f"done {shortened(answer)!r}" if answer else "done"
         case Fail(explanation=explanation):
-            return f"fail {_cut(explanation)!r}" if explanation else "fail"
+            return f"fail {shortened(explanation)!r}" if explanation else "fail"
+        case RunShell(command=command):
+            return f"run {shortened(command)!r}"
+        case ReadFile(path=path):
+            return f"read {shortened(path)!r}"
+        case WriteFile(path=path, content=content):
+            return f"write {shortened(path)!r}: {shortened(content)!r}"
+        case EditFile(path=path, old=old, new=new):
+            return f"edit {shortened(path)!r}: {shortened(old)!r} to {shortened(new)!r}"
+        case ListDirectory(path=path):
+            return f"list {shortened(path)!r}"
+        case CallTool(server=server, tool=""):
+            return f"list tools of {shortened(server)}"
+        case CallTool(server=server, tool=tool, arguments=arguments):
+            return f"call {shortened(server)} {shortened(tool)} {shortened(arguments)}"
+        case AskUser(question=question):
+            return f"ask {shortened(question)!r}"
 
 
 def _at(x: int | None, y: int | None) -> str:
@@ -219,5 +345,6 @@ def _prefix(modifiers: Sequence[str]) -> str:
     return "".join(f"{key}+" for key in modifiers)
 
 
-def _cut(text: str) -> str:
+def shortened(text: str) -> str:
+    """Return a text for people, cut if it is long."""
     return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}… ({len(text)} characters)"

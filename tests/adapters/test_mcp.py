@@ -66,7 +66,7 @@ async def test_the_tools_have_schemas_with_every_action(desktops: DrawnDesktops)
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
     assert set(tools) == {"reset", "step", "observe", "evaluate", "close"}
     assert all(tool.description for tool in tools.values())
-    assert len(tools["step"].input_schema["properties"]["actions"]["items"]["oneOf"]) == 13
+    assert len(tools["step"].input_schema["properties"]["actions"]["items"]["oneOf"]) == 20
 
 
 async def test_an_agent_solves_a_task_and_sees_pictures(desktops: DrawnDesktops) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest.guestd import GuestdClient
 from envd.hypervisor.fake import FakeHypervisor, FakeMachine, fake_image
-from envd.hypervisor.fake.programs import Outcome
+from envd.hypervisor.fake.outcome import Outcome
 from envd.hypervisor.machine import MachineSpec
 from tests.support.hostile import GuestdAttack, guestd_body
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from cuaenv.actions import RunShell, WriteFile
 from envd.base.errors import GuestError, GuestUnresponsive, MachineLost
 from envd.guest.guestd import GuestdClient
+from envd.guest.toolbox import Toolbox
 from envd.images.guestd import VERSION
 from tests.support.local_guestd import LocalGuestd, serve_guestd
 
@@ -195,3 +197,17 @@ async def test_a_post_is_not_repeated_on_a_restarted_service() -> None:
             await client.write_file("/home/user/note", b"x")
         assert seen == ["POST /setup/upload", "restarted"]
         await client.write_file("/home/user/note", b"x")
+
+
+async def test_an_agents_tools_live_on_between_the_commands_that_use_them(client: GuestdClient) -> None:
+    class Session:
+        def guestd(self, _purpose: str) -> GuestdClient:
+            return client
+
+    tools = Toolbox(Session())  # type: ignore[arg-type]
+    assert (await tools.use(RunShell("mkdir -p d; cd d; X=5"))).exit_code == 0
+    assert (await tools.use(RunShell("echo $X; basename $PWD"))).output == "5\nd\n"
+    assert (await tools.use(WriteFile("d/a.txt", "é"))).error == ""
+    assert (await tools.use(RunShell("cat a.txt"))).output == "é"
+    ended = await tools.use(RunShell("kill -9 $PPID"))
+    assert "ended during this action" in ended.error

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 from gymnasium.error import InvalidAction, ResetNeeded
 
-from cuaenv.action_codec import FORMS
+from cuaenv.action_codec import SCREEN_FORMS
 from cuaenv.client import Button, EpisodeEnded, StepResult, View
 from trainer.adapters.actions import read_actions
 from trainer.adapters.background import blocking
@@ -35,7 +35,7 @@ KEYS = (
     *"`-=[]\\;',./",
 )
 #: Kinds of actions, by their number in the action space, and their fields.
-KINDS: Mapping[str, Sequence[str]] = {name: tuple(form.fields) for name, form in FORMS.items()}
+KINDS: Mapping[str, Sequence[str]] = {name: tuple(form.fields) for name, form in SCREEN_FORMS.items()}
 _BUTTONS = get_args(Button)
 
 Screen = npt.NDArray[np.uint8]

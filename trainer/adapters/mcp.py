@@ -69,11 +69,12 @@ class _Tools:
         session: SessionId,
         actions: Annotated[list[ActionForm], Field(min_length=1, max_length=64, description="Performed in order.")],
     ) -> list[str | Image]:
-        """Perform actions, wait until the screen is quiet, and return a picture and the actions' errors."""
+        """Perform actions, wait until the screen is quiet, and return a picture, errors and the results of tools."""
         one = self._find(session)
         with _refused():
             result = await one.step(*actions)
         lines = [f"action {number}: {error}" for number, error in enumerate(result.action_errors) if error]
+        lines += [f"action {number}: {tool.output}" for number, tool in enumerate(result.tool_results) if tool]
         if result.done:
             lines.append(f"The episode has ended ({result.end_reason}). Call evaluate.")
         return ["\n".join(lines) or "ok", _picture(one)]

@@ -54,6 +54,6 @@ class RowCost:
         if self.total > context_tokens:
             raise ImpossibleBudget(
                 f"an episode does not fit into its row: {self}, but context_tokens is {context_tokens}."
-                " Lower max_turns, reply_tokens, image_max_pixels or a11y_chars, keep fewer screenshots with"
-                " images_per_row, or raise context_tokens"
+                " Lower max_turns, reply_tokens, image_max_pixels, a11y_chars or tool_chars, keep fewer screenshots"
+                " with images_per_row, or raise context_tokens"
             )

@@ -49,6 +49,8 @@ class AgentEpisode(Protocol):
     observation: Observation
     """The latest observation; initially that of a reset with `AgentSettings.view`."""
     origin: Origin
+    tools: tuple[str, ...]
+    """Tools that it offers."""
 
     async def step(self, *actions: Action, view: View | None = None, timeout: timedelta = ...) -> StepResult:
         """Perform actions and observe. Raises: EnvError."""
@@ -123,7 +125,8 @@ class _Run:
         self._episode = episode
         self._conversation = conversation
         self._settings = settings
-        self._grammar = settings.make_grammar()
+        self._offered = episode.tools
+        self._grammar = settings.make_grammar(self._offered)
         self._turns: list[Turn] = list(branch_point.turns) if branch_point else []
         self._timings_s = {"model": 0.0, "step": 0.0, "evaluate": 0.0}
         self._pointer: tuple[int, int] | None = branch_point.pointer if branch_point else None
@@ -225,7 +228,7 @@ class _Run:
         space = self._space(observation)
         observed = await self._observed(observation, space)
         history = History(
-            prompts.system_message(settings, space.picture()),
+            prompts.system_message(settings, space.picture(), offered=self._offered),
             images_per_row=settings.images_per_row,
             images_kept=settings.images_kept,
             first_image_kept=settings.first_image_kept,
@@ -307,6 +310,10 @@ class _Run:
             errors=() if step is None else step.errors,
             cut_off_at=self._settings.reply_tokens if reply.finish == "length" else 0,
         )
+        if step is not None:
+            actions = self._turns[-1].actions
+            tools = prompts.tool_text(actions, step.tool_results, max_chars=self._settings.tool_chars)
+            result = f"{result}\n\n{tools}\n\n" if tools else result
         async with self._timed("model"):
             if not self._settings.repeat_images and after.is_same_as(before):
                 message = prompts.unchanged_message(result)

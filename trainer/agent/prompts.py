@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cuaenv.client import Element, Observation
+from cuaenv.action_codec import to_json
+from cuaenv.client import Action, Element, Observation, ToolResult
 from trainer.agent.coordinates import CoordinateSpace
 from trainer.agent.grammars import Picture
 from trainer.agent.settings import AgentSettings
@@ -32,6 +33,12 @@ SCREENSHOT, TREE, TERMINAL = "a screenshot", "the elements on the screen", "the 
 RESULT_OK = "Done."
 RESULT_MISTAKE = "That did not work: {mistake}"
 RESULT_NOTHING = "Nothing was done: {mistake}"
+TOOLS = "The tools act on the same computer. What they return is shown to you with the next look at the screen."
+SERVERS = "The servers of call_tool are {servers}; without a tool's name it lists what a server can do."
+TOOL_RESULT = "Result of {action}{status}:"
+TOOL_STATUS_CODE, TOOL_STATUS_TIMED_OUT = " (exit code {code})", " (did not end in time, and was ended)"
+TOOL_NOTHING = "[nothing]"
+TOOL_LEFT_OUT = "[{count} characters left out]"
 RESULT_CUT_OFF = " (The reply was cut off at {tokens} tokens.)"
 UNCHANGED = "The screen looks exactly as before."
 DROPPED = "(An earlier look at the screen, no longer shown.)"
@@ -48,6 +55,13 @@ _TEMPLATES = (
     RESULT_OK,
     RESULT_MISTAKE,
     RESULT_NOTHING,
+    TOOLS,
+    SERVERS,
+    TOOL_RESULT,
+    TOOL_STATUS_CODE,
+    TOOL_STATUS_TIMED_OUT,
+    TOOL_NOTHING,
+    TOOL_LEFT_OUT,
     RESULT_CUT_OFF,
     UNCHANGED,
     DROPPED,
@@ -100,8 +114,8 @@ def model_observation(observation: Observation, space: CoordinateSpace, settings
     )
 
 
-def system_message(settings: AgentSettings, picture: Picture) -> Message:
-    """Return the first message of every row."""
+def system_message(settings: AgentSettings, picture: Picture, *, offered: Sequence[str] = ()) -> Message:
+    """Return the first message of every row; `offered` are the episode's tools."""
     kinds = [
         kind
         for kind, is_shown in (
@@ -114,8 +128,13 @@ def system_message(settings: AgentSettings, picture: Picture) -> Message:
     text = SYSTEM.format(
         shown=" and ".join(kinds),
         max_turns=settings.max_turns,
-        instructions=settings.make_grammar().instructions(picture),
+        instructions=settings.make_grammar(offered).instructions(picture),
     )
+    if settings.tools_of(offered):
+        text += f"\n\n{TOOLS}"
+    if "mcp" in settings.tools_of(offered):
+        servers = ", ".join(name.removeprefix("mcp:") for name in offered if name.startswith("mcp:"))
+        text += f" {SERVERS.format(servers=servers)}"
     return Message("system", (text,))
 
 
@@ -162,6 +181,40 @@ def result_text(*, mistake: str = "", errors: tuple[str, ...] = (), cut_off_at: 
         return RESULT_NOTHING.format(mistake=mistake[:MAX_MISTAKE_CHARS]) + cut
     mistakes = "; ".join(error for error in errors if error)
     return RESULT_MISTAKE.format(mistake=mistakes[:MAX_MISTAKE_CHARS]) if mistakes else RESULT_OK
+
+
+def tool_text(actions: Sequence[Action], results: Sequence[ToolResult | None], *, max_chars: int) -> str:
+    """Return the results of a reply's tools as text; empty if it used none. What is left out is counted.
+
+    Args:
+        actions: The actions of the reply.
+        results: The result of each performed one.
+        max_chars: Of all results together, without their headings.
+    """
+    shown = [(action, result) for action, result in zip(actions, results, strict=False) if result is not None]
+    parts = []
+    for action, result in shown:
+        status = TOOL_STATUS_CODE.format(code=result.exit_code) if result.exit_code else ""
+        if result.timed_out:
+            status = TOOL_STATUS_TIMED_OUT
+        heading = TOOL_RESULT.format(action=to_json(action)["action"], status=status)
+        parts.append(f"{heading}\n{_middle_cut(_neutral(result.output), max_chars // len(shown)) or TOOL_NOTHING}")
+    return "\n\n".join(parts)
+
+
+def _middle_cut(text: str, max_chars: int) -> str:
+    if len(text) <= max_chars:
+        return text
+    note = TOOL_LEFT_OUT.format(count=len(text))
+    kept = max(0, max_chars - len(note) - 2)
+    head, tail = (kept + 1) // 2, kept // 2
+    note = TOOL_LEFT_OUT.format(count=len(text) - kept)
+    return f"{text[:head]}\n{note}\n{text[len(text) - tail :]}"
+
+
+def _neutral(text: str) -> str:
+    """Return a guest's text in which no special token of a model is spelt, such as `<|im_end|>` or an image's."""
+    return text.replace("<|", "<\u200b|")
 
 
 def prompt_hash(settings: AgentSettings) -> str:

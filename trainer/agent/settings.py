@@ -1,15 +1,16 @@
 """Settings of an agent, shared by training with slime or AReaL, evaluation and `trainer play`."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar, Self
 
 from pydantic import ConfigDict
 
+from cuaenv.actions import Tool
 from cuaenv.client import View
-from trainer.agent.budget import RowCost, text_tokens
+from trainer.agent.budget import OBSERVATION_TOKENS, RowCost, text_tokens
 from trainer.agent.coordinates import Units
 from trainer.agent.grammars import Grammar, grammar
 from trainer.config import STRICT, parse
@@ -73,6 +74,10 @@ class AgentSettings:
     """Show the text of the open terminal."""
     terminal_chars: int = 2048
     """Maximum length of the terminal text in characters, counted from the end."""
+    tools: tuple[Tool, ...] = ()
+    """Tools that the model is offered, where the episode allows them: `shell`, `files`, `mcp`, `ask_user`."""
+    tool_chars: int = 1024
+    """Maximum length of the results of one reply's tools in characters; the middle of a longer one is left out."""
     grey_difference: bool = False
     """Record, for rewards, how much a step changed the screen in grey scale; costs about 10 ms per step."""
 
@@ -98,9 +103,16 @@ class AgentSettings:
         """Parse settings from a YAML file. Raises: ConfigError."""
         return parse(cls, mapping)
 
-    def make_grammar(self) -> Grammar:
-        """Return the grammar. Raises: ValueError."""
-        return grammar(self.grammar, fallbacks=self.fallbacks)
+    def make_grammar(self, offered: Sequence[str] | None = None) -> Grammar:
+        """Return the grammar with the tools that an episode offers, or with all of `tools`. Raises: ValueError."""
+        return grammar(self.grammar, fallbacks=self.fallbacks, tools=self.tools_of(offered))
+
+    def tools_of(self, offered: Sequence[str] | None) -> tuple[Tool, ...]:
+        """Return those of `tools` that an episode offers; all without an episode."""
+        if offered is None:
+            return self.tools
+        kinds = {name.partition(":")[0] for name in offered}
+        return tuple(tool for tool in self.tools if tool in kinds)
 
     @property
     def units(self) -> Units:
@@ -123,6 +135,7 @@ class AgentSettings:
             tree=text_tokens(text_chars),
             turns=self.max_turns,
             reply=self.reply_tokens,
+            observation=OBSERVATION_TOKENS + (text_tokens(self.tool_chars) if self.tools else 0),
         )
 
     @property

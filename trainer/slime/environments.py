@@ -127,6 +127,7 @@ class WrappedEpisode:
         self.instruction = episode.instruction
         self.observation = episode.observation
         self.origin = episode.origin
+        self.tools = episode.tools
 
     async def step(
         self, *actions: Action, view: View | None = None, timeout: timedelta = timedelta(minutes=3)

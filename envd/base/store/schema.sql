@@ -17,6 +17,7 @@ CREATE TABLE episodes (
     step_count INTEGER NOT NULL,
     last_action TEXT NOT NULL,
     verdict TEXT NOT NULL,
+    asked TEXT NOT NULL,
     bearings TEXT NOT NULL,
     lease_ttl_s REAL NOT NULL,
     expire_time_s REAL NOT NULL

@@ -8,9 +8,11 @@ from importlib.resources import files
 from typing import Any, NamedTuple, TypeVar
 
 #: Version of the schema below. A newer database is refused; an older one is upgraded.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = (files("envd.base.store") / "schema.sql").read_text(encoding="ascii")
+#: Statements that upgrade the schema of a version to the next one.
+UPGRADES = {1: "ALTER TABLE episodes ADD COLUMN asked TEXT NOT NULL DEFAULT '[]';"}
 
 
 class Statement(NamedTuple):
@@ -46,6 +48,8 @@ class EpisodeRow:
     """The agent's final action; empty if there was none."""
     verdict: str
     """Its score, or why there is none; empty before its evaluation."""
+    asked: str
+    """What the agent asked the task's user, and the answers."""
     bearings: str
     """Connection state of its desktop after the last step."""
     lease_ttl_s: float

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from envd.base.errors import ConfigError, StoreError
-from envd.base.store.statements import COLUMNS, SCHEMA, SCHEMA_VERSION, TABLES, Row, Statement
+from envd.base.store.statements import COLUMNS, SCHEMA, SCHEMA_VERSION, TABLES, UPGRADES, Row, Statement
 
 logger = logging.getLogger(__name__)
 
@@ -351,7 +351,8 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA wal_autocheckpoint = 0")
     if version < SCHEMA_VERSION:
+        changes = " ".join(UPGRADES[each] for each in range(version, SCHEMA_VERSION)) if version else SCHEMA
         connection.executescript(
-            f"BEGIN IMMEDIATE; PRAGMA application_id = {_APPLICATION_ID}; {SCHEMA}"
+            f"BEGIN IMMEDIATE; PRAGMA application_id = {_APPLICATION_ID}; {changes}"
             f" PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
         )

@@ -19,6 +19,7 @@ from string import Formatter
 
 import yaml
 
+from cuaenv import actions
 from cuaenv.actions import Action, Click, Done, Drag, Fail, TypeText
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.basis import judged_digest
@@ -141,6 +142,10 @@ def _changed_actions(action: OracleAction, checks: Sequence[AnyLeafChecker]) -> 
     match action:
         case TypeText(text=text):
             yield from ((name, TypeText(changed)) for name, changed in _changed_texts(text, checks))
+        case actions.WriteFile(content=text):
+            yield from ((name, replace(action, content=changed)) for name, changed in _changed_texts(text, ()))
+        case actions.EditFile(new=text):
+            yield from ((name, replace(action, new=changed)) for name, changed in _changed_texts(text, ()))
         case Done(answer=answer) if answer:
             yield from ((name, Done(changed)) for name, changed in _changed_texts(answer, ()))
             yield "answer hedged", Done(f"{answer} or {answer[::-1]}x")

@@ -325,6 +325,7 @@ class Checkpointing:
             run=episode.run,
             owner=episode.owner,
             step_count=command.step_index,
+            asked=episode.asked,
             max_steps=episode.max_steps,
             frame_id=frozen.view.frame.frame_id,
             settle=episode.settle,

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from envd.base.config import CheckpointsConfig, SettlePolicy
 from envd.base.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointStoreFull, StoreError
+from envd.tasks.user import Exchange
 
 _PREFIX: Final = "ckpt-"
 #: Names of directories that are being filled or removed.
@@ -67,6 +68,8 @@ class Checkpoint(BaseModel):
     run: str
     owner: str
     step_count: int
+    asked: tuple[Exchange, ...] = ()
+    """What the agent had asked the task's user."""
     max_steps: int
     frame_id: str
     settle: SettlePolicy

@@ -22,8 +22,10 @@ from envd.episodes.episode import Episode
 from envd.episodes.types import EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
 from envd.guest.observation import Observation
 from envd.guest.view import ConnectionState
+from envd.tasks.user import Exchange
 
 T = TypeVar("T")
+_ASKED = tuple[Exchange, ...]
 
 #: Longest text of a response, such as an accessibility tree, that is persisted.
 MAX_TEXT_CHARS: Final = 65_536
@@ -110,6 +112,7 @@ def row_of(episode: Episode, clock: Clock) -> EpisodeRow:
         step_count=episode.step_count,
         last_action=_dump_action(episode.last_action),
         verdict=_dump_verdict(episode.verdict),
+        asked=json.dumps(episode.asked),
         bearings=dump(episode.machine.desktop.connection_state),
         lease_ttl_s=episode.lease.ttl_s,
         expire_time_s=clock.now().timestamp() + left_s,
@@ -126,6 +129,7 @@ class EpisodeSnapshot:
     state: EpisodeState
     last_action: Done | Fail | None
     verdict: EvaluateResult | EvaluatorFailed | None
+    asked: tuple[Exchange, ...]
     bearings: ConnectionState
 
 
@@ -138,6 +142,7 @@ def snapshot_of(row: EpisodeRow) -> EpisodeSnapshot:
         state=EpisodeState(row.state),
         last_action=_load_action(row.last_action),
         verdict=_load_verdict(row.verdict),
+        asked=load(_ASKED, row.asked),
         bearings=load(ConnectionState, row.bearings),
     )
 

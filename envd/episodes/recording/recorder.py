@@ -98,6 +98,8 @@ class Recorder:
             "settled": step.is_settled,
             "ms": round(step.total_ms),
         }
+        if any(output is not None for output in step.outputs):
+            value["outputs"] = step.outputs
         time_s = step.time.timestamp()
         self._add(episode, _Item(time_s, step.view, packed_json(Kind.STEP, time_s, value)))
 

@@ -30,6 +30,7 @@ from cuaenv.actions import (
     Move,
     PressKeys,
     Scroll,
+    ToolAction,
     TypeText,
     Wait,
 )
@@ -166,7 +167,7 @@ def typing_method(
 
 
 def plan(action: Action, state: InputState) -> tuple[InputEvent, ...]:
-    """Return the events that perform an action. `Done` and `Fail` have none.
+    """Return the events that perform an action. `Done`, `Fail` and those of tools have none.
 
     Raises:
         ActionRejected: A key name is unknown, a position is off the screen, or a number is out of range.
@@ -233,7 +234,7 @@ def _plan(action: Action, state: InputState) -> list[InputEvent]:
             if not 0 <= duration_s <= MAX_PAUSE_S:
                 raise ActionRejected(f"cannot wait for {duration_s} s; duration is 0 to {MAX_PAUSE_S:.0f} s")
             return [Pause(duration_s)]
-        case Done() | Fail():
+        case Done() | Fail() | ToolAction():
             return []
 
 

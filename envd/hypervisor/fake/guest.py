@@ -194,7 +194,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not part of a drawn desktop")
 
 
-_DRAWN = tuple(f"{__package__}.{name}" for name in ("desktop.", "files", "programs", "wires."))
+_DRAWN = tuple(f"{__package__}.{name}" for name in ("desktop.", "files", "outcome", "programs", "toolbox", "wires."))
 _OWN_NAMES = frozenset({"Guest", "_do_nothing", "_framebuffer", "_ignore"})
 
 

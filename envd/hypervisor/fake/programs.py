@@ -10,11 +10,13 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple, Protocol
 
 from envd.hypervisor.fake.files import GuestFiles
+from envd.hypervisor.fake.outcome import Outcome
+from envd.hypervisor.fake.toolbox import Toolbox
 
 #: The shell scripts that run: one command, its output printed, discarded or appended to a file.
 _SCRIPT = re.compile(r"(exec )?(?P<command>[^;&|<>`$()\n]+?) *(?P<redirection>>/dev/null 2>&1|>> *(?P<path>\S+))?")
@@ -85,16 +87,6 @@ class WindowManager(Protocol):
         """Close a window by title or id (`0x...`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Result of a program."""
-
-    exit_code: int = 0
-    stdout: bytes = b""
-    stderr: bytes = b""
-    duration_s: float = 0.0
-
-
 class Programs:
     """Runs programs in one guest."""
 
@@ -111,6 +103,7 @@ class Programs:
         self._clock = clock or GuestClock()
         self._power_off = power_off
         self._clipboard = b""
+        self.toolbox = Toolbox(files, self._run)
         # Bound methods, not closures: a deep copy rebinds methods, but a closure keeps the original guest.
         self._programs: dict[str, Callable[[list[str], bytes], Outcome]] = {
             "cat": self._cat,
@@ -120,6 +113,7 @@ class Programs:
             "mkdir": self._mkdir,
             "poweroff": self._poweroff,
             "ps": self._ps,
+            "python3": self.toolbox.answer,
             "rm": self._rm,
             "sh": self._sh,
             "sleep": self._sleep,
@@ -139,6 +133,9 @@ class Programs:
         if name not in self._programs:
             raise FileNotFoundError(argv[0])
         return self._programs[name](list(argv[1:]), stdin)
+
+    def _run(self, argv: list[str], stdin: bytes) -> Outcome:
+        return self.run(argv, stdin=stdin)
 
     def _echo(self, arguments: list[str], _stdin: bytes) -> Outcome:
         return Outcome(stdout=f"{' '.join(arguments)}\n".encode())

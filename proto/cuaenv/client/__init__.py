@@ -125,6 +125,7 @@ from cuaenv.client.results import (
     State,
     StepResult,
     Task,
+    ToolResult,
 )
 from cuaenv.client.shared import ClientSettings, close_shared_clients, shared_client
 from cuaenv.client.sync_client import EnvClient, Episode
@@ -192,6 +193,7 @@ __all__ = [
     "Task",
     "TaskNotFound",
     "Tls",
+    "ToolResult",
     "Unauthenticated",
     "Unavailable",
     "Unreachable",

@@ -324,6 +324,7 @@ class AsyncEnvClient:
                         variant_count=task.variant_count,
                         runnable=task.runnable if task.HasField("runnable") else None,
                         obstacles=tuple(task.obstacles),
+                        tools=tuple(task.tools),
                     )
                     for task in response.tasks
                 ]

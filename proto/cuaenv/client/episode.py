@@ -27,6 +27,7 @@ from cuaenv.client.results import (
     StepResult,
     read_checkpoint,
     read_screen_change,
+    read_tool_result,
 )
 from cuaenv.client.view import Settle, StepOptions, View, wire_settle, wire_view
 from cuaenv.v1 import env_pb2
@@ -73,6 +74,8 @@ class AsyncEpisode:
         self.task_id = info.task_id
         self.pool = info.pool
         self.max_steps = info.max_steps
+        self.tools = tuple(info.tools)
+        """Tools that the agent may use: `shell`, `files`, `ask_user`, and `mcp:NAME` for each MCP server."""
         self.instruction = instruction
         """The task's instruction for the agent."""
         self.observation = observation
@@ -141,6 +144,7 @@ class AsyncEpisode:
             screen_change=read_screen_change(response),
             replayed=response.replayed,
             guest_end_cause=self.guest_end_cause,
+            tool_results=tuple(map(read_tool_result, response.action_results)),
         )
 
     async def observe(

@@ -56,6 +56,20 @@ class Handover(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """Result of an action that uses a tool."""
+
+    output: str
+    """Text for the agent, cut if it was long."""
+    exit_code: int | None = None
+    """Exit code of a shell's command; None if it did not end, and for other tools."""
+    timed_out: bool = False
+    """Whether a shell's command did not end in time."""
+    left_out_bytes: int = 0
+    """Bytes of the result that `output` leaves out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Result of a step."""
 
@@ -73,6 +87,8 @@ class StepResult:
     """Whether the response was recorded earlier, because a previous attempt was performed."""
     guest_end_cause: str = ""
     """Cause of the end, such as POWER_OFF or PANIC, if `end_reason` is GUEST_ENDED; otherwise empty."""
+    tool_results: tuple[ToolResult | None, ...] = ()
+    """One per action: its result if it used a tool, else None."""
 
     @property
     def errors(self) -> tuple[str, ...]:
@@ -142,6 +158,8 @@ class Task:
     """Whether a host can run it; None if unknown. A reset of a task that cannot run raises `SetupFailed`."""
     obstacles: tuple[str, ...] = ()
     """Why it cannot run, each `kind: detail`."""
+    tools: tuple[str, ...] = ()
+    """Tools that it allows, besides those of the pool: `shell`, `files`, `mcp`, `ask_user`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +204,8 @@ class Pool:
     """Guests keep running between calls."""
     queue: tuple["QueuedGroup", ...] = ()
     """Groups that wait, in the order of their turns; empty unless requested."""
+    tools: tuple[str, ...] = ()
+    """Tools that its agents may use in any task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,6 +349,7 @@ def read_pool(message: env_pb2.Pool, host: str) -> Pool:
             for group in message.queue
         ),
         os=message.os,
+        tools=tuple(message.tools),
     )
 
 
@@ -342,4 +363,16 @@ def read_screen_change(response: env_pb2.StepResponse) -> ScreenChange | None:
         changed_fraction=change.changed_fraction,
         changed_regions=tuple(box(rect) for rect in change.changed_regions),
         grey_difference=change.grey_difference if change.HasField("grey_difference") else None,
+    )
+
+
+def read_tool_result(message: env_pb2.ActionResult) -> ToolResult | None:
+    """Return the result of a tool; None for other actions, and for a tool that failed without one."""
+    if not message.HasField("output"):
+        return None
+    return ToolResult(
+        output=message.output,
+        exit_code=message.exit_code if message.HasField("exit_code") else None,
+        timed_out=message.timed_out,
+        left_out_bytes=message.left_out_bytes,
     )

@@ -181,6 +181,8 @@ class Episode(_Blocking[AsyncEpisode]):
         """Origin of its first state."""
         self.task_id = episode.task_id
         self.pool = episode.pool
+        self.tools = episode.tools
+        """Tools that the agent may use: `shell`, `files`, `ask_user`, and `mcp:NAME` for each MCP server."""
         self.instruction = episode.instruction
         """The task's instruction for the agent."""
 

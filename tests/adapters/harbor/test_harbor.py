@@ -17,7 +17,8 @@ from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfi
 from harbor.trial.trial import Trial
 
 from envd.hypervisor.fake.files import GuestFiles
-from envd.hypervisor.fake.programs import Outcome, Programs
+from envd.hypervisor.fake.outcome import Outcome
+from envd.hypervisor.fake.programs import Programs
 from tests.support.desktops import DrawnDesktops
 
 # Warnings of the framework are not ours.

@@ -14,19 +14,27 @@ from cuaenv import client
 from cuaenv.action_codec import FORMS, BadAction, from_json, from_one_key, from_proto, to_json, to_one_key, to_proto
 from cuaenv.actions import (
     Action,
+    AskUser,
+    CallTool,
     Click,
     Done,
     Drag,
+    EditFile,
     Fail,
     KeyDown,
     KeyUp,
+    ListDirectory,
     MouseDown,
     MouseUp,
     Move,
     PressKeys,
+    ReadFile,
+    RunShell,
     Scroll,
+    ToolAction,
     TypeText,
     Wait,
+    WriteFile,
     action_text,
 )
 from cuaenv.v1 import env_pb2
@@ -70,14 +78,35 @@ NOTATIONS: list[tuple[Action, dict[str, Any], str]] = [
     (Done("42"), {"done": "42"}, "done '42'"),
     (Fail(), {"fail": ""}, "fail"),
     (Fail("no file"), {"fail": "no file"}, "fail 'no file'"),
+    (RunShell("ls -l"), {"run_shell": "ls -l"}, "run 'ls -l'"),
+    (RunShell("ls", timedelta(seconds=5)), {"run_shell": {"command": "ls", "timeout_s": 5.0}}, "run 'ls'"),
+    (ReadFile("a.txt"), {"read_file": "a.txt"}, "read 'a.txt'"),
+    (ReadFile("a", 3, 2), {"read_file": {"path": "a", "first_line": 3, "line_count": 2}}, "read 'a'"),
+    (WriteFile("a", "x\ny"), {"write_file": {"path": "a", "content": "x\ny"}}, r"write 'a': 'x\ny'"),
+    (WriteFile("a", ""), {"write_file": {"path": "a", "content": ""}}, "write 'a': ''"),
+    (EditFile("a", "x", ""), {"edit_file": {"path": "a", "old": "x", "new": ""}}, "edit 'a': 'x' to ''"),
+    (ListDirectory("~"), {"list_directory": "~"}, "list '~'"),
+    (CallTool("s"), {"call_tool": "s"}, "list tools of s"),
+    (
+        CallTool("s", "t", '{"n": 1}'),
+        {"call_tool": {"server": "s", "tool": "t", "arguments": {"n": 1}}},
+        'call s t {"n": 1}',
+    ),
+    (AskUser("Who?"), {"ask_user": "Who?"}, "ask 'Who?'"),
 ]
 SCREEN = InputState(width_px=1280, height_px=800, pointer=Point(0, 0))
 forms = TypeAdapter(ActionForm)
+
+
+def json_text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
 
 pixels = st.integers(0, 32767)
 buttons = st.sampled_from(("left", "middle", "right"))
 names = st.sampled_from(["ctrl", "shift", "a"])
 chords = st.lists(names, max_size=2)
+texts = st.text(min_size=1, max_size=50)
 pauses = st.timedeltas(timedelta(milliseconds=10), timedelta(seconds=60))
 
 
@@ -99,6 +128,13 @@ actions: st.SearchStrategy[Action] = st.one_of(
     st.builds(Wait, pauses),
     st.builds(Done, answer=st.text()),
     st.builds(Fail, explanation=st.text()),
+    st.builds(RunShell, texts, st.timedeltas(timedelta(milliseconds=10), timedelta(seconds=120))),
+    st.builds(ReadFile, texts, st.integers(1, 9), st.integers(0, 9)),
+    st.builds(WriteFile, texts, st.text()),
+    st.builds(EditFile, texts, texts, st.text()),
+    st.builds(ListDirectory, texts),
+    st.builds(CallTool, texts, st.text(max_size=50), st.dictionaries(st.text(), st.integers()).map(json_text)),
+    st.builds(AskUser, texts),
 )
 
 
@@ -118,7 +154,7 @@ def test_an_action_has_the_same_meaning_in_every_notation(action: Action, one_ke
     assert from_one_key(one_key) == parse_action(one_key) == action
     assert forms.validate_json(forms.dump_json(action)) == from_json(to_json(action)) == action
     assert action_text(action) == text
-    assert bool(plan(action, SCREEN)) == (action != TypeText("") and not isinstance(action, Done | Fail))
+    assert bool(plan(action, SCREEN)) == (action != TypeText("") and not isinstance(action, Done | Fail | ToolAction))
 
 
 @given(action=actions)

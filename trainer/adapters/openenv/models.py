@@ -28,6 +28,8 @@ class DesktopObservation(Observation):
     """The picture as a PNG in base64; empty if the reset asked for none."""
     errors: list[str] = Field(default_factory=list)
     """One per action: why it failed; empty if it was performed."""
+    outputs: list[str] = Field(default_factory=list)
+    """One per action: the result of a tool; empty for other actions."""
     end_reason: str = ""
     """Why the episode ended."""
 

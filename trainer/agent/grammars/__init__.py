@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from cuaenv.actions import Tool
 from trainer.agent.coordinates import Picture
 from trainer.agent.grammars.code import Code
 from trainer.agent.grammars.fallbacks import FALLBACKS, fallbacks_of
@@ -17,20 +18,24 @@ _GRAMMARS: Mapping[str, type[Grammar]] = {each.name: each for each in (Qwen3Vl, 
 GRAMMARS = tuple(_GRAMMARS)
 
 
-def grammar(name: str, *, fallbacks: Sequence[str] = ()) -> Grammar:
+def grammar(name: str, *, fallbacks: Sequence[str] = (), tools: Sequence[Tool] = ()) -> Grammar:
     """Return a grammar by its name.
 
     Args:
         name: One of `GRAMMARS`.
         fallbacks: Enabled lenient rules, from `FALLBACKS`.
+        tools: Tools that it offers.
 
     Raises:
-        ValueError: The grammar or a rule is unknown.
+        ValueError: The grammar or a rule is unknown, or the grammar cannot express tools.
     """
     if name not in _GRAMMARS:
         raise ValueError(f"unknown grammar {name!r}; choose one of {', '.join(GRAMMARS)}")
     kind = _GRAMMARS[name]
-    return kind(fallbacks_of(kind, fallbacks))
+    if tools and not kind.takes_tools:
+        able = ", ".join(each.name for each in _GRAMMARS.values() if each.takes_tools)
+        raise ValueError(f"grammar {name} cannot express tools; choose one of {able}, or leave tools empty")
+    return kind(fallbacks_of(kind, fallbacks), tools)
 
 
 __all__ = [

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
-from cuaenv.actions import MAX_ACTION_COUNT
+from cuaenv.actions import MAX_ACTION_COUNT, MAX_TOOL_COUNT, Tool, ToolAction
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action, Click, Done, Drag, Fail, KeyDown, KeyUp, Move, PressKeys, Scroll, TypeText
 from trainer.agent.coordinates import Picture, Units
@@ -79,9 +79,13 @@ class Grammar(ABC):
     parse_arguments: Callable[[Mapping[str, object]], Intent] | None = None
     """Parses the arguments of a call, for fallbacks; None for a grammar without fallbacks."""
 
-    def __init__(self, fallbacks: Mapping[str, Reader]) -> None:
-        """Create a grammar with its lenient rules by name, in order of use."""
+    takes_tools: ClassVar[bool] = False
+    """Whether it can express the actions of tools."""
+
+    def __init__(self, fallbacks: Mapping[str, Reader], tools: Sequence[Tool] = ()) -> None:
+        """Create a grammar with its lenient rules by name, in order of use, and the tools that it offers."""
         self._fallbacks = fallbacks
+        self._tools = tuple(tools)
 
     @abstractmethod
     def instructions(self, picture: Picture) -> str:
@@ -166,6 +170,9 @@ def _guarded(reader: Reader, text: str, picture: Picture) -> tuple[Intent, ...]:
         raise ParseError("the reply has no action")
     if len(intents) > MAX_ACTION_COUNT:
         raise ParseError(f"the reply has {len(intents)} actions; give at most {MAX_ACTION_COUNT}")
+    tool_count = sum(isinstance(each.action, ToolAction) for each in intents)
+    if tool_count > MAX_TOOL_COUNT:
+        raise ParseError(f"the reply uses tools {tool_count} times; do so at most {MAX_TOOL_COUNT} times")
     for early in intents[:-1]:
         if isinstance(early.action, Done | Fail):
             raise ParseError(f"nothing may follow {early.facts.kind}, which ends the task")

@@ -1,6 +1,7 @@
 """The Qwen models' own grammars: calls of `computer_use`, points normalised to 1000.
 
-Qwen3-VL writes JSON between `<tool_call>` and `</tool_call>`, Qwen3.5-VL writes tags:
+With tools, each of their actions is a function of its own besides `computer_use`. Qwen3-VL writes JSON between
+`<tool_call>` and `</tool_call>`, Qwen3.5-VL writes tags:
 
 ```text
 <tool_call>
@@ -23,33 +24,41 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
+from cuaenv.actions import ToolAction
 from cuaenv.agent_text.values import ParseError, check_arguments, quoted
 from cuaenv.client import Action
 from trainer.agent.coordinates import Picture, Units
 from trainer.agent.grammars.computer_use import TOOL, arguments_of, intent_of, tool_schema
+from trainer.agent.grammars.functions import function_call, function_intent, functions_of, schema_of
 from trainer.agent.grammars.grammar import Grammar, Intent, UnsupportedAction
 from trainer.agent.grammars.tool_calls import CLOSE, OPEN, json_calls, json_value
 
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
-_JSON = frozenset({"keys", "coordinate", "start_coordinate", "pixels", "time"})
+_JSON = frozenset(
+    {"keys", "coordinate", "start_coordinate", "pixels", "time", "timeout_s", "first_line", "line_count", "arguments"}
+)
+#: Texts whose spaces at the ends count.
+_VERBATIM = frozenset({"text", "command", "content", "old", "new", "question"})
 
 
 class _QwenVl(Grammar):
     """One or more calls; the tool is between the tags that the model's chat template uses."""
 
     coordinates: ClassVar[Units] = "normalised"
+    takes_tools = True
     parse_arguments = staticmethod(intent_of)
     form: ClassVar[str]
     """How to call the tool, for the prompt."""
 
     def instructions(self, picture: Picture) -> str:
         """Return the tool and how to call it."""
-        return (
-            "# Tools\n\nYou have one tool, described by its JSON schema:\n"
-            f"<tools>\n{tool_schema(picture)}\n</tools>\n\n"
-            f"To use it, end your reply with a call of this form{self.form}"
-        )
+        functions = functions_of(self._tools)
+        heading, use = "You have one tool, described by its JSON schema", "it, end your reply with a call of this form"
+        if functions:
+            heading, use = "You have these tools", f"one, end your reply with a call of this form, here of {TOOL}"
+        schemas = "\n".join([tool_schema(picture), *(schema_of(*each) for each in functions.items())])
+        return f"# Tools\n\n{heading}:\n<tools>\n{schemas}\n</tools>\n\nTo use {use}{self.form}"
 
     def read(self, text: str, _picture: Picture) -> Sequence[Intent]:
         """Parse a reply. Raises: ParseError."""
@@ -57,15 +66,25 @@ class _QwenVl(Grammar):
 
     def write(self, actions: Sequence[Action]) -> str:
         """Return the calls. Raises: UnsupportedAction."""
-        return "\n".join(self._call(arguments_of(action)) for action in actions)
+        functions = functions_of(self._tools)
+        calls = (
+            function_call(action, functions) if isinstance(action, ToolAction) else (TOOL, arguments_of(action))
+            for action in actions
+        )
+        return "\n".join(self._call(*call) for call in calls)
+
+    def _intent(self, name: object, arguments: object) -> Intent:
+        """Return the action of a call. Raises: ParseError."""
+        if name == TOOL and isinstance(arguments, dict):
+            return intent_of(arguments)
+        return function_intent(name, arguments, functions_of(self._tools), tool=TOOL)
+
+    @abstractmethod
+    def _intents(self, text: str) -> Iterator[Intent]: ...
 
     @staticmethod
     @abstractmethod
-    def _intents(text: str) -> Iterator[Intent]: ...
-
-    @staticmethod
-    @abstractmethod
-    def _call(arguments: Mapping[str, object]) -> str: ...
+    def _call(name: str, arguments: Mapping[str, object]) -> str: ...
 
 
 class Qwen3Vl(_QwenVl):
@@ -74,20 +93,14 @@ class Qwen3Vl(_QwenVl):
     name = "qwen3-vl"
     form = f':\n{OPEN}\n{{"name": "{TOOL}", "arguments": {{"action": ...}}}}\n{CLOSE}'
 
-    @staticmethod
-    def _intents(text: str) -> Iterator[Intent]:
+    def _intents(self, text: str) -> Iterator[Intent]:
         for call in json_calls(text):
             check_arguments(call, ("name", "arguments"), "a call")
-            if call.get("name") != TOOL:
-                raise ParseError(f"unknown tool {quoted(call.get('name'))}; call {TOOL}")
-            arguments = call.get("arguments")
-            if not isinstance(arguments, dict):
-                raise ParseError(f"arguments must be a JSON object, not {quoted(arguments)}")
-            yield intent_of(arguments)
+            yield self._intent(call.get("name"), call.get("arguments"))
 
     @staticmethod
-    def _call(arguments: Mapping[str, object]) -> str:
-        return f"{OPEN}\n{json.dumps({'name': TOOL, 'arguments': arguments}, ensure_ascii=False)}\n{CLOSE}"
+    def _call(name: str, arguments: Mapping[str, object]) -> str:
+        return f"{OPEN}\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n{CLOSE}"
 
 
 class Qwen35Vl(_QwenVl):
@@ -99,8 +112,7 @@ class Qwen35Vl(_QwenVl):
         f"{_END_PARAMETER}\n{_END_FUNCTION}\n{CLOSE}"
     )
 
-    @staticmethod
-    def _intents(text: str) -> Iterator[Intent]:
+    def _intents(self, text: str) -> Iterator[Intent]:
         start = text.find(OPEN)
         if start < 0:
             raise ParseError(f"the reply has no {OPEN}")
@@ -108,9 +120,7 @@ class Qwen35Vl(_QwenVl):
         while rest:
             rest = _skip(rest, OPEN, "a call")
             rest = _skip(rest, _FUNCTION, OPEN)
-            name, _, rest = rest.partition(">")
-            if name.strip() != TOOL:
-                raise ParseError(f"unknown tool {quoted(name)}; call {TOOL}")
+            function, _, rest = rest.partition(">")
             arguments: dict[str, object] = {}
             rest = rest.lstrip()
             while rest.startswith(_PARAMETER):
@@ -119,19 +129,19 @@ class Qwen35Vl(_QwenVl):
                     raise ParseError(f"{quoted(name)} is given twice")
                 value_text, rest = _value(rest)
                 arguments[name] = _parse_value(name, value_text)
-            yield intent_of(arguments)
+            yield self._intent(function.strip(), arguments)
             if (_END_FUNCTION + CLOSE).startswith("".join(rest.split())):
                 return
             rest = _skip(_skip(rest, _END_FUNCTION, "the parameters"), CLOSE, _END_FUNCTION).lstrip()
 
     @staticmethod
-    def _call(arguments: Mapping[str, object]) -> str:
-        lines = [OPEN, f"{_FUNCTION}{TOOL}>"]
-        for name, value in arguments.items():
+    def _call(name: str, arguments: Mapping[str, object]) -> str:
+        lines = [OPEN, f"{_FUNCTION}{name}>"]
+        for key, value in arguments.items():
             value_text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             if _END_PARAMETER in value_text:
                 raise UnsupportedAction(f"a parameter cannot contain {_END_PARAMETER}")
-            lines += [f"{_PARAMETER}{name}>", value_text, _END_PARAMETER]
+            lines += [f"{_PARAMETER}{key}>", value_text, _END_PARAMETER]
         return "\n".join([*lines, _END_FUNCTION, CLOSE])
 
 
@@ -156,4 +166,4 @@ def _value(text: str) -> tuple[str, str]:
 def _parse_value(name: str, value_text: str) -> object:
     if name in _JSON:
         return json_value(value_text, name)
-    return value_text if name == "text" else value_text.strip()
+    return value_text if name in _VERBATIM else value_text.strip()

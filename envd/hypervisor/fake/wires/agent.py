@@ -9,7 +9,8 @@ from pydantic import JsonValue
 
 from envd.base.errors import GuestError
 from envd.hypervisor.fake.files import GuestFiles
-from envd.hypervisor.fake.programs import GuestClock, Outcome, Programs
+from envd.hypervisor.fake.outcome import Outcome
+from envd.hypervisor.fake.programs import GuestClock, Programs
 
 _MAX_READ_BYTES = 48 << 20
 

@@ -100,6 +100,7 @@ def row(**fields: object) -> EpisodeRow:
         step_count=3,
         last_action="",
         verdict="",
+        asked="[]",
         bearings=dump(BEARINGS),
         lease_ttl_s=300.0,
         expire_time_s=NOW_S + 200,

@@ -47,6 +47,7 @@ class Desktop:
         self.episode_id, self.task_id, self.instruction = "e1", "t1", "Do it."
         self.observation = observation()
         self.origin = Origin(template_digest="t", overlay_parent="o", first_frame_id="f")
+        self.tools: tuple[str, ...] = ()
         self.step_count = self.evaluate_count = 0
         self.evaluation_error: Exception | None = None
         self.errors: tuple[str, ...] = ()

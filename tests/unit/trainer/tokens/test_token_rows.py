@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from cuaenv.client import RunShell, ToolResult
 from tests.support.slime import IMAGE, Processor, Sample, ScriptedEngine, Tokenizer
+from trainer.agent.prompts import tool_text
 from trainer.agent.types import BudgetExhausted, GenerationAborted, Message, ModelFailed
 from trainer.slime.samples import fill
 from trainer.tokens.chat import Chat
@@ -197,3 +199,21 @@ def test_images_after_the_last_reply_are_not_trained() -> None:
     row.reply([8], [-0.5], text="y", meta_info={})
     row.observe(chat().following(Message("user", (third,)), last_id=8))
     assert [id(image) for image in row.trained_images] == [id(first), id(second)]
+
+
+async def test_the_result_of_a_tool_is_read_and_not_trained() -> None:
+    replies = iter(["run it", "so it is 42"])
+    talk = conversation(ScriptedEngine(lambda _: next(replies)))
+    await talk.begin([Message("user", ("go",))])
+    await talk.generate()
+    text = tool_text((RunShell("cat x"),), (ToolResult(output="<|im_end|>42"),), max_chars=100)
+    await talk.append(Message("user", (text,)))
+    await talk.generate()
+    (row,) = talk.rows
+    sample = Sample(index=0)
+    fill(sample, row, None)
+    ids = sample.tokens[-sample.response_length :]
+    read = [token for token, bit in zip(ids, sample.loss_mask or [], strict=True) if not bit]
+    trained = [token for token, bit in zip(ids, sample.loss_mask or [], strict=True) if bit]
+    assert "Result of run_shell:\n<\u200b|im_end|>42" in TOKENIZER.decode(read)
+    assert TOKENIZER.decode(trained) == "run it<|im_end|>so it is 42<|im_end|>"

@@ -49,6 +49,7 @@ class DesktopEnvironment(MCPEnvironment):
             if seen.metadata.get("void"):
                 raise ToolError(f"the episode is void: {seen.metadata['void']}")
             lines = [f"action {number}: {error}" for number, error in enumerate(seen.errors) if error]
+            lines += [f"action {number}: {output}" for number, output in enumerate(seen.outputs) if output]
             if seen.done:
                 lines.append(f"The episode has ended ({seen.end_reason}). score: {seen.reward}")
             return ["\n".join(lines) or "ok", self._picture()]
@@ -130,15 +131,18 @@ class DesktopEnvironment(MCPEnvironment):
             result = await session.step(*action.actions)
         except SessionVoid:
             return self._observation(session, done=True, metadata={"void": session.void})
-        errors = list(result.action_errors)
+        texts = {
+            "errors": list(result.action_errors),
+            "outputs": [tool.output if tool else "" for tool in result.tool_results],
+        }
         if not result.done:
-            return self._observation(session, errors=errors)
+            return self._observation(session, **texts)
         score = await session.score()
         return self._observation(
             session,
             done=True,
             reward=score.reward,
-            errors=errors,
+            **texts,
             end_reason=result.end_reason,
             metadata={"void": score.void} if score.value is None else {},
         )

@@ -260,8 +260,9 @@ async def test_the_database_shrinks_when_its_rows_are_deleted(path: Path, clock:
 
 async def test_the_database_of_an_earlier_release_shrinks_too(path: Path) -> None:
     connection = sqlite3.connect(path)
+    earlier = SCHEMA.replace("    asked TEXT NOT NULL,\n", "")
     connection.executescript(
-        f"PRAGMA application_id = {0x656E7664}; {SCHEMA} PRAGMA user_version = 1; PRAGMA journal_mode = WAL;"
+        f"PRAGMA application_id = {0x656E7664}; {earlier} PRAGMA user_version = 1; PRAGMA journal_mode = WAL;"
     )
     connection.execute("INSERT INTO answers VALUES ('step', 'ep', 'r', x'00', hex(zeroblob(4000000)), 1)")
     connection.execute("INSERT INTO machines VALUES ('m1', 'desktop', 1.5)")

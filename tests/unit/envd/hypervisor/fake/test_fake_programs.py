@@ -3,7 +3,8 @@
 import pytest
 
 from envd.hypervisor.fake.files import GuestFiles
-from envd.hypervisor.fake.programs import GuestClock, Outcome, Programs
+from envd.hypervisor.fake.outcome import Outcome
+from envd.hypervisor.fake.programs import GuestClock, Programs
 
 
 @pytest.fixture

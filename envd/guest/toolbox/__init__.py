@@ -1,0 +1,196 @@
+"""Use tools in one guest for its agent, by a program that the guest runs. Everything from the guest is untrusted.
+
+The program comes with each request, so an image needs only Python. What goes wrong in the guest is the agent's result:
+it can end every program of its session. Only a guest that does not answer at all is a failure.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.resources import files
+from typing import Annotated
+
+from pydantic import Field, JsonValue, TypeAdapter
+
+from cuaenv.actions import (
+    MAX_FILE_BYTES,
+    AskUser,
+    CallTool,
+    EditFile,
+    ListDirectory,
+    ReadFile,
+    RunShell,
+    ToolAction,
+    WriteFile,
+)
+from envd.base import untrusted_json
+from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive
+from envd.guest.agent import CommandResult
+from envd.guest.observation import ActionOutcome
+from envd.guest.session import GuestSession
+
+logger = logging.getLogger(__name__)
+
+#: Source of the program.
+PROGRAM = (files("envd.guest.toolbox") / "program.py").read_text(encoding="utf-8")
+_PYTHON = ("python3", "-I", "-S", "-c")
+#: A call of an MCP server, and the start of one.
+MCP_TIMEOUT_S = 30.0
+_FILE_TIMEOUT_S = 30.0
+#: guestd takes seconds to start, on a slow guest tens of them.
+_RESTART_TIMEOUT_S, _RESTART_POLL_S = 60.0, 0.25
+#: How much later than the program's own limit it counts as unresponsive: it starts Python, and ends what hangs.
+_GRACE_S = 20.0
+#: First and last bytes of a tool's text.
+_HEAD_BYTES = _TAIL_BYTES = 16_384
+_MAX_NOTE_CHARS = 200
+_MAX_ERROR_CHARS = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Result:
+    """What the program prints."""
+
+    error: Annotated[str, Field(max_length=4 * _MAX_ERROR_CHARS)] = ""
+    output: Annotated[str, Field(max_length=MAX_FILE_BYTES + _MAX_NOTE_CHARS)] = ""
+    exit_code: Annotated[int, Field(ge=0, le=255)] | None = None
+    timed_out: bool = False
+    left_out_bytes: Annotated[int, Field(ge=0, lt=1 << 62)] = 0
+    message: dict[str, JsonValue] | None = None
+    """Response of an MCP server."""
+
+
+_RESULT = TypeAdapter(_Result)
+
+
+class Toolbox:
+    """The tools of one guest."""
+
+    def __init__(self, session: GuestSession) -> None:
+        self._session = session
+
+    async def use(self, action: ToolAction) -> ActionOutcome:
+        """Use a tool once. A tool that fails is reported in the outcome.
+
+        Raises:
+            GuestUnresponsive: The guest did not answer.
+            MachineLost: The machine is lost.
+        """
+        try:
+            return await self._use(action)
+        except GuestServiceEnded:
+            await self._wait_for_service()
+            return ActionOutcome(
+                error="the desktop's service ended during this action, which may have had a part of its effect;"
+                " it was started again"
+            )
+        except GuestError as error:
+            return ActionOutcome(error=str(error)[:_MAX_ERROR_CHARS])
+
+    async def _wait_for_service(self) -> None:
+        """Return when the restarted service answers. Raises: GuestUnresponsive: Not in time."""
+        deadline_s = time.monotonic() + _RESTART_TIMEOUT_S
+        while True:
+            try:
+                await self._session.guestd("use tools").session()
+            except GuestUnresponsive:
+                if time.monotonic() > deadline_s:
+                    raise
+                await asyncio.sleep(_RESTART_POLL_S)
+            else:
+                return
+
+    async def start_server(self, name: str, command: Sequence[str]) -> None:
+        """Start an MCP server in the guest, which lives as long as the guest, or start it again.
+
+        Raises:
+            GuestError: It could not be started.
+            GuestUnresponsive: The guest did not answer.
+        """
+        result = await self._request("start_server", MCP_TIMEOUT_S, name=name, command=list(command))
+        if result.error:
+            raise GuestError(result.error)
+
+    async def _use(self, action: ToolAction) -> ActionOutcome:
+        match action:
+            case RunShell(command=command, timeout=timeout):
+                result = await self._request("shell", timeout.total_seconds(), command=command)
+                return ActionOutcome(
+                    error=result.error,
+                    output=None if result.error else result.output,
+                    exit_code=result.exit_code,
+                    timed_out=result.timed_out,
+                    left_out_bytes=result.left_out_bytes,
+                )
+            case ReadFile(path=path, first_line=first_line, line_count=line_count):
+                return await self._file("read", path=path, first_line=first_line, line_count=line_count)
+            case WriteFile(path=path, content=content):
+                return await self._file("write", path=path, content=content)
+            case EditFile(path=path, old=old, new=new):
+                return await self._file("edit", path=path, old=old, new=new)
+            case ListDirectory(path=path):
+                return await self._file("list", path=path)
+            case CallTool():
+                return await self._call(action)
+            case AskUser():
+                raise TypeError("a guest cannot answer for the user")
+        raise TypeError(f"unknown tool action {action!r}")
+
+    async def _file(self, operation: str, **arguments: JsonValue) -> ActionOutcome:
+        result = await self._request(operation, None, **arguments)
+        if result.error:
+            return ActionOutcome(error=result.error[:_MAX_ERROR_CHARS])
+        return ActionOutcome(output=result.output, left_out_bytes=result.left_out_bytes)
+
+    async def _call(self, action: CallTool) -> ActionOutcome:
+        is_list = not action.tool
+        params = {} if is_list else {"name": action.tool, "arguments": json.loads(action.arguments)}
+        method = "tools/list" if is_list else "tools/call"
+        result = await self._request("request", MCP_TIMEOUT_S, server=action.server, method=method, params=params)
+        if result.error or result.message is None:
+            return ActionOutcome(error=result.error or "the MCP server sent no response")
+        failure = result.message.get("error")
+        if failure is not None:
+            return ActionOutcome(error=f"MCP server {action.server}: {json.dumps(failure)[:_MAX_ERROR_CHARS]}")
+        # Takes about 1 s.
+        responses = await asyncio.to_thread(import_module, "envd.guest.toolbox.responses")
+        try:
+            text, is_error = responses.text_of(result.message.get("result"), is_list=is_list)
+        except ValueError as error:
+            return ActionOutcome(error=f"MCP server {action.server} broke the protocol: {error}")
+        output, left_out_bytes = cut(text)
+        problem = f"{action.tool} of MCP server {action.server} reported an error" if is_error else ""
+        return ActionOutcome(error=problem, output=output, left_out_bytes=left_out_bytes)
+
+    async def _request(self, operation: str, timeout_s: float | None, **arguments: JsonValue) -> _Result:
+        """Run the program. Raises: GuestError, GuestUnresponsive, MachineLost."""
+        limits = {} if timeout_s is None else {"timeout_s": timeout_s}
+        request = json.dumps({"op": operation, **arguments, **limits}).encode()
+        done = await self._session.guestd("use tools").execute(
+            [*_PYTHON, PROGRAM], timeout_s=(timeout_s or _FILE_TIMEOUT_S) + _GRACE_S, stdin=request
+        )
+        try:
+            await untrusted_json.check_structure(done.stdout)
+            return _RESULT.validate_json(done.stdout)
+        except ValueError as error:
+            logger.warning("%r: its tools failed: %s", self._session, _last_line(done))
+            raise GuestError(f"the desktop's tools failed: {_last_line(done)}") from error
+
+
+def _last_line(done: CommandResult) -> str:
+    lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1][:_MAX_ERROR_CHARS] if lines else f"exit code {done.exit_code}"
+
+
+def cut(text: str) -> tuple[str, int]:
+    """Return the first and last 16 KiB of a text with a note between them, and the number of bytes left out."""
+    data = text.encode(errors="replace")
+    left_out_bytes = max(0, len(data) - _HEAD_BYTES - _TAIL_BYTES)
+    if not left_out_bytes:
+        return data.decode(), 0
+    note = f"\n[{left_out_bytes} bytes left out]\n".encode()
+    return (data[:_HEAD_BYTES] + note + data[-_TAIL_BYTES:]).decode("utf-8", "replace"), left_out_bytes

@@ -1,0 +1,135 @@
+"""Tools in grammars, prompts and settings."""
+
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuaenv.actions import Tool
+from cuaenv.client import (
+    Action,
+    AskUser,
+    CallTool,
+    Click,
+    EditFile,
+    ListDirectory,
+    ReadFile,
+    RunShell,
+    ToolResult,
+    WriteFile,
+)
+from trainer.agent import prompts
+from trainer.agent.budget import ImpossibleBudget
+from trainer.agent.grammars import GRAMMARS, Picture, UnsupportedAction, grammar
+from trainer.agent.settings import AgentSettings
+
+PICTURE = Picture(1001, 1001)
+ALL: tuple[Tool, ...] = ("shell", "files", "mcp", "ask_user")
+ABLE = ("qwen3-vl", "qwen3.5-vl")
+_text = st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
+
+tool_actions: st.SearchStrategy[Action] = st.one_of(
+    st.builds(RunShell, _text, st.integers(1, 120).map(lambda seconds: timedelta(seconds=seconds))),
+    st.builds(ReadFile, st.just("~/a.txt"), st.integers(1, 9), st.integers(0, 9)),
+    st.builds(WriteFile, st.just("a.txt"), st.one_of(st.just(""), _text)),
+    st.builds(EditFile, st.just("a.txt"), _text, _text),
+    st.builds(ListDirectory, st.just("/srv")),
+    st.builds(CallTool, st.just("notes"), st.just("add"), st.just('{"text": "</parameter> é", "n": 1}')),
+    st.builds(CallTool, st.just("notes")),
+    st.builds(AskUser, _text),
+)
+
+
+@pytest.mark.parametrize("name", ABLE)
+@given(action=tool_actions)
+def test_a_rendered_tool_action_is_parsed_back(name: str, action: Action) -> None:
+    form = grammar(name, tools=ALL)
+    try:
+        reply = form.render([action])
+    except UnsupportedAction:
+        return  # a text that the tags of the grammar cannot hold
+    parsed = form.parse(reply, PICTURE)
+    assert (parsed.actions, parsed.error) == ((action,), "")
+
+
+@pytest.mark.parametrize("name", ABLE)
+def test_screen_and_tool_actions_are_calls_of_one_reply(name: str) -> None:
+    form = grammar(name, tools=("shell",))
+    actions = (Click(5, 6), RunShell("ls -l\n", timedelta(seconds=5)))
+    assert form.parse(form.render(actions), PICTURE).actions == actions
+
+
+@pytest.mark.parametrize("name", ABLE)
+def test_a_function_that_is_not_offered_is_unknown_to_the_grammar(name: str) -> None:
+    reply = grammar(name, tools=ALL).render([RunShell("ls")])
+    form = grammar(name, tools=("files",))
+    error = form.parse(reply, PICTURE).error
+    assert "unknown tool 'run_shell'; call computer_use or read_file or write_file" in error
+    with pytest.raises(UnsupportedAction, match="run_shell is not enabled; name shell in the setting tools"):
+        form.render([RunShell("ls")])
+    assert "run_shell" not in form.instructions(PICTURE)
+    assert '"name": "edit_file"' in form.instructions(PICTURE)
+
+
+def test_a_wrong_argument_is_the_agents_mistake() -> None:
+    form = grammar("qwen3-vl", tools=ALL)
+    for arguments, error in (
+        ('{"command": "ls", "timeout_s": 500}', "run_shell.timeout_s: 500 s is outside (0 s, 120 s]"),
+        ('{"cmd": "ls"}', "run_shell.cmd: is unknown; run_shell takes command, timeout_s"),
+        ("{}", "run_shell.command: is required"),
+        ("[]", "arguments must be a JSON object"),
+    ):
+        reply = f'<tool_call>{{"name": "run_shell", "arguments": {arguments}}}</tool_call>'
+        assert error in form.parse(reply, PICTURE).error
+    many = '<tool_call>{"name": "run_shell", "arguments": {"command": "ls"}}</tool_call>' * 9
+    assert "uses tools 9 times; do so at most 8 times" in form.parse(many, PICTURE).error
+
+
+def test_grammars_without_tools_refuse_them() -> None:
+    for name in set(GRAMMARS) - set(ABLE):
+        with pytest.raises(ValueError, match=f"grammar {name} cannot express tools; choose one of qwen3-vl"):
+            grammar(name, tools=("shell",))
+        with pytest.raises(UnsupportedAction):
+            grammar(name).render([RunShell("ls")])
+
+
+def test_the_prompt_has_the_tools_that_both_the_settings_and_the_episode_have() -> None:
+    settings = AgentSettings(tools=("shell", "mcp"))
+    (text,) = prompts.system_message(settings, PICTURE, offered=("files", "mcp:notes", "mcp:mail")).parts
+    assert isinstance(text, str)
+    assert "call_tool" in text
+    assert "run_shell" not in text
+    assert text.endswith(
+        "The servers of call_tool are notes, mail; without a tool's name it lists what a server can do."
+    )
+    (plain,) = prompts.system_message(settings, PICTURE).parts
+    assert plain == prompts.system_message(AgentSettings(), PICTURE).parts[0]
+
+
+def test_results_are_text_with_their_status_and_say_what_is_left_out() -> None:
+    actions = (Click(1, 2), RunShell("a"), RunShell("b"), AskUser("c"))
+    results = (
+        None,
+        ToolResult(output="x" * 500, exit_code=2),
+        ToolResult(output="", timed_out=True),
+        ToolResult(output="Yes."),
+    )
+    text = prompts.tool_text(actions, results, max_chars=300)
+    head, timed_out, answer = text.split("\n\n")
+    assert head == f"Result of run_shell (exit code 2):\n{'x' * 37}\n[427 characters left out]\n{'x' * 36}"
+    assert timed_out == "Result of run_shell (did not end in time, and was ended):\n[nothing]"
+    assert answer == "Result of ask_user:\nYes."
+    assert prompts.tool_text((Click(1, 2),), (None,), max_chars=300) == ""
+
+
+def test_a_guests_text_spells_no_special_token() -> None:
+    text = prompts.tool_text((RunShell("a"),), (ToolResult(output="<|im_end|><|image_pad|>"),), max_chars=300)
+    assert "<|" not in text
+
+
+def test_the_results_are_part_of_the_budget() -> None:
+    cost = AgentSettings(tools=("shell",), tool_chars=300).row_cost
+    assert cost.observation == AgentSettings().row_cost.observation + 100
+    with pytest.raises(ImpossibleBudget):
+        AgentSettings(tools=("shell",), tool_chars=60_000)

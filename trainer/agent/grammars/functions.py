@@ -1,0 +1,74 @@
+"""Tools as functions next to a grammar's screen actions: their JSON schemas for the prompt, and their calls. Pure.
+
+Names, arguments and limits are those of the actions in JSON (`cuaenv.action_codec`).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from cuaenv.action_codec import FORMS, TOOL_KINDS, BadAction, Form, to_json
+from cuaenv.actions import Tool, ToolAction
+from cuaenv.agent_text.values import ParseError, quoted
+from trainer.agent.grammars.grammar import Intent, UnsupportedAction, intent
+
+
+def functions_of(tools: Sequence[Tool]) -> Mapping[str, Form]:
+    """Return the functions of tools by name."""
+    return {name: form for name, form in FORMS.items() if name in TOOL_KINDS and _tool(form) in tools}
+
+
+def _tool(form: Form) -> Tool | None:
+    return form.kind.needs if issubclass(form.kind, ToolAction) else None
+
+
+def schema_of(name: str, form: Form) -> str:
+    """Return a function's JSON schema for the prompt."""
+    schema = form.schema()
+    properties = {key: value for key, value in _mapping(schema["properties"]).items() if key != "action"}
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": [key for key in _list(schema["required"]) if key != "action"],
+    }
+    function = {"name": name, "description": schema["description"], "parameters": parameters}
+    return json.dumps({"type": "function", "function": function}, ensure_ascii=False)
+
+
+def function_intent(name: object, arguments: object, functions: Mapping[str, Form], *, tool: str) -> Intent:
+    """Return the action of a function's call.
+
+    Args:
+        name: The called function.
+        arguments: Its arguments.
+        functions: Those that may be called.
+        tool: Name of the tool of screen actions, for the error.
+
+    Raises:
+        ParseError: The function is unknown, or an argument is wrong.
+    """
+    form = functions.get(name) if isinstance(name, str) else None
+    if form is None:
+        raise ParseError(f"unknown tool {quoted(name)}; call {' or '.join((tool, *functions))}")
+    if not isinstance(arguments, dict):
+        raise ParseError(f"arguments must be a JSON object, not {quoted(arguments)}")
+    try:
+        return intent(form.read(arguments), form.name, arguments)
+    except BadAction as error:
+        raise ParseError(str(error)) from error
+
+
+def function_call(action: ToolAction, functions: Mapping[str, Form]) -> tuple[str, dict[str, object]]:
+    """Return name and arguments of the call of an action. Raises: UnsupportedAction: It is not among the functions."""
+    arguments = to_json(action)  # type: ignore[arg-type]
+    name = str(arguments.pop("action"))
+    if name not in functions:
+        raise UnsupportedAction(f"{name} is not enabled; name {action.needs} in the setting tools")
+    return name, arguments
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: object) -> Sequence[str]:
+    return value if isinstance(value, list) else ()
