@@ -157,6 +157,10 @@ class GuestError(EnvdError, reason="GUEST_ERROR"):
     """The guest reported that it cannot do what was requested."""
 
 
+class TooLarge(GuestError, reason="GUEST_ERROR"):
+    """What the guest shows is larger than a limit: a fact about it, which a checker scores 0."""
+
+
 class DisplayError(GuestError, reason="GUEST_ERROR"):
     """The machine's display, which is QEMU's, broke its protocol."""
 

@@ -273,6 +273,7 @@ def _pools(
                 allowed=AllowList(pool.allowed_hosts) if pool.allowed_hosts else None,
                 screen_px=screen_px,
                 has_powershell=image.os is GuestOs.WINDOWS,
+                can_freeze=image.runs_linux,
             ),
         )
 

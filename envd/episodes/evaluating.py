@@ -13,7 +13,7 @@ from envd.episodes.persistence.journal import EVALUATE, Request
 from envd.episodes.resetting import RunCheckers
 from envd.episodes.types import EpisodeState, EvaluateResult
 from envd.tasks import basis
-from envd.tasks.checkers.evaluate import CheckResult, Evaluation
+from envd.tasks.checkers.evaluate import Evaluation, judge_ended
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Evaluating:
         return episode.verdict
 
     async def _score_or_zero(self, episode: Episode, watch: Stopwatch) -> Evaluation:
-        """Run the checkers; score 0 if they cannot run because the guest ended itself or its session.
+        """Run the checkers; if they cannot run because the guest ended itself or its session, see `judge_ended`.
 
         Raises:
             EvaluatorFailed, MachineLost: See `_score`.
@@ -103,8 +103,7 @@ class Evaluating:
                 raised = await self._context.registry.lose(episode, error)
                 if not episode.guest_end_cause:
                     raise raised from error
-        evidence = f"the guest ended itself: {episode.guest_end_cause}"
-        return Evaluation(score=0.0, checks=(CheckResult(name="guest", score=0.0, evidence=evidence),))
+        return judge_ended(episode.task, episode.guest_end_cause)
 
     async def _score(self, episode: Episode) -> Evaluation:
         """Run the checkers on a running machine.

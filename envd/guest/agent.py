@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from envd.base import untrusted_json
 from envd.base.channels import GuestChannels
-from envd.base.errors import GuestError, GuestUnresponsive
+from envd.base.errors import GuestError, GuestUnresponsive, TooLarge
 
 # libvirt accepts agent messages of a few MiB; base64 adds a third.
 _CHUNK_BYTES = 1 << 20
@@ -197,7 +197,7 @@ class GuestAgent:
 async def _result(status: Mapping[str, JsonValue], name: str) -> CommandResult:
     """Return the result of an exited command. Raises: GuestError: the agent truncated its output."""
     if status.get("out-truncated") or status.get("err-truncated"):
-        raise GuestError(f"{name}: its output exceeds the guest agent's limit; write it to a file and read that")
+        raise TooLarge(f"{name}: its output exceeds the guest agent's limit; write it to a file and read that")
     signal = status.get("signal")
     exit_code = 128 + signal if isinstance(signal, int) else _number(status, "exitcode", "guest-exec-status")
     return CommandResult(

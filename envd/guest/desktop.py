@@ -5,8 +5,8 @@ Owns the connections into the guest, not the machine: closing a desktop leaves t
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import urlsplit
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from cuaenv.actions import Action, ToolAction
 from envd.base.channels import GuestChannels
 from envd.base.config import SettlePolicy
-from envd.base.errors import GuestError, InvalidRequest, MachineLost
+from envd.base.errors import GuestError, GuestUnresponsive, InvalidRequest, MachineLost
 from envd.base.telemetry import traces
 from envd.guest.a11y import MalformedTree, outline, parse_tree, with_marks
 from envd.guest.acting import Actor
@@ -27,6 +27,7 @@ from envd.guest.display.frames import Frame, PointerImage
 from envd.guest.display.marks import Mark, marks_of
 from envd.guest.display.screen import Screen
 from envd.guest.display.settle import settle
+from envd.guest.freezing import freeze, thaw
 from envd.guest.gateway import Gateway
 from envd.guest.input.plan import Input
 from envd.guest.observation import (
@@ -79,6 +80,7 @@ class Desktop:
         allowed: AllowList | None = None,
         screen_px: tuple[int, int] | None = None,
         has_powershell: bool = False,
+        can_freeze: bool = True,
         pauses: GuestPauses | None = None,
     ) -> None:
         """Prepare to connect to a machine.
@@ -91,6 +93,7 @@ class Desktop:
             screen_px: The (width, height) that it should have. Twice as much is accepted on each side, and at least
                 1280x1024; None for any size up to 16 Mpx.
             has_powershell: Whether the guest's agent runs the scripts of `envd.guest.powershell`.
+            can_freeze: Whether the guest's kernel is Linux, which can stop all processes of the session.
             pauses: Pauses between readings and events.
         """
         self._pauses = pauses or GuestPauses()
@@ -99,6 +102,7 @@ class Desktop:
         self._allowed = allowed
         self._gateway: Gateway | None = None
         self._agent = GuestAgent(channels)
+        self._can_freeze = can_freeze
         self._session = GuestSession(channels, self._agent, view=view, has_powershell=has_powershell)
         self._screen = Screen()
         self._encoder = FrameEncoder()
@@ -426,6 +430,26 @@ class Desktop:
         return tree, elements if options.includes_elements else None
 
     # Commands and files
+
+    @asynccontextmanager
+    async def frozen(self) -> AsyncIterator[None]:
+        """Stop all processes of the session during the block: what the guest's files say then stays so.
+
+        Commands of root run, and `envd.guest.freezing.as_user` runs others; whatever asks the session waits. Windows
+        itself cannot do it: there the session continues.
+
+        Raises:
+            GuestError, GuestUnresponsive: They could not be stopped.
+        """
+        if not self._can_freeze:
+            yield
+            return
+        try:
+            await self._alive(lambda: freeze(self._agent))
+            yield
+        finally:
+            with suppress(GuestError, GuestUnresponsive, MachineLost):
+                await self._alive(lambda: thaw(self._agent))
 
     @while_alive
     async def run(

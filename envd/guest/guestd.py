@@ -9,8 +9,7 @@ import base64
 import io
 import json
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Annotated, Any, NamedTuple, Self, TypeVar
@@ -21,10 +20,12 @@ from yarl import URL
 
 from envd.base import untrusted_json
 from envd.base.aio import race
-from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive, MachineLost
+from envd.base.errors import GuestError, GuestServiceEnded, GuestUnresponsive, MachineLost, TooLarge
 from envd.guest.agent import CommandResult
 
 _CHUNK_BYTES = 1 << 16
+#: What a service says of a request that it did not get, but the one before it.
+_RESTARTED = "guestd was restarted"
 #: Most bytes of a response, by path: two outputs of 16 MiB in base64, a picture, an accessibility tree, a terminal.
 _RESPONSE_LIMIT_BYTES = {
     "/execute": 48 << 20,
@@ -38,8 +39,6 @@ _ERROR_RESPONSE_BYTES = 64 << 10
 _MAX_MESSAGE_CHARS = 2000
 # Longer than the guest's own deadline, so that the guest, which kills the command, reports the timeout.
 _GRACE_S = 5.0
-#: Interval between attempts to reach a service that was restarted.
-_RESTART_POLL_S = 0.5
 
 T = TypeVar("T")
 
@@ -134,25 +133,16 @@ class GuestdClient:
     Args:
         base_url: On the host's loopback.
         lost: Set when the machine is lost.
-        restart: Called when a connection breaks; restarts the service if it has ended, and returns whether it did.
         lost_grace_s: How long a broken connection waits for the news that the machine is lost.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        lost: asyncio.Event,
-        restart: Callable[[], Awaitable[bool]] | None = None,
-        lost_grace_s: float = 0.2,
-    ) -> None:
+    def __init__(self, base_url: str, *, lost: asyncio.Event, lost_grace_s: float = 0.2) -> None:
         self._base_url = URL(base_url)
         self._lost = lost
-        self._restart = restart
         self._lost_grace_s = lost_grace_s
         self._http: aiohttp.ClientSession | None = None
         self._closed = False
-        self._is_ours = False
+        self._server = ""
 
     def __repr__(self) -> str:
         return f"<GuestdClient {self._base_url}{' closed' if self._closed else ''}>"
@@ -264,7 +254,7 @@ class GuestdClient:
         body = await self._call("POST", "/execute", json_body=request, timeout_s=timeout_s + _GRACE_S)
         executed = await _parse(_EXECUTED, body, "/execute")
         if executed.truncated:
-            raise GuestError(f"/execute {command!r}: its output exceeds guestd's limit; write it to a file")
+            raise TooLarge(f"/execute {command!r}: its output exceeds guestd's limit; write it to a file")
         is_base64 = executed.encoding == "base64"
         try:
             stdout, stderr = [
@@ -361,7 +351,7 @@ class GuestdClient:
             self._http = self._connect()
         http = self._http
 
-        async def attempt() -> _Response:
+        async def attempt(headers: Mapping[str, str]) -> _Response:
             async with http.request(
                 method,
                 self._base_url.with_path(path),
@@ -372,27 +362,21 @@ class GuestdClient:
                 # No redirects: a guest could point us at other services of this host (SSRF).
                 allow_redirects=False,
             ) as response:
-                # Our service deduplicates POSTs by X-Request-Id; OSWorld's does not.
-                self._is_ours = response.headers.get("Server", "").startswith("envd-guestd/")
+                self._server = response.headers.get("Server", "")
                 return _Response(response.status, await _read(response, path))
 
         try:
             try:
-                return await attempt()
+                return await attempt(headers)
             except aiohttp.ClientError:
-                if method != "GET" and not self._is_ours:
+                # Our service deduplicates POSTs by X-Request-Id, as long as it runs; OSWorld's does not.
+                if method != "GET" and not self._server.startswith("envd-guestd/"):
                     raise
-                return await attempt()
+                return await attempt({**headers, "X-Server": self._server})
         except aiohttp.ClientError as error:
-            broken = f"guestd at {self._base_url} broke the connection during {method} {path}: {error}"
-            if self._restart is None or not await self._restart():
-                raise GuestUnresponsive(broken) from error
-            if method != "GET":  # the request may have had its effect, and the new service has no record of it
-                raise GuestServiceEnded(f"{broken}; guestd had ended and was restarted") from error
-        while True:
-            await asyncio.sleep(_RESTART_POLL_S)
-            with suppress(aiohttp.ClientError):
-                return await attempt()
+            raise GuestUnresponsive(
+                f"guestd at {self._base_url} broke the connection during {method} {path}: {error}"
+            ) from error
 
     @staticmethod
     def _connect() -> aiohttp.ClientSession:
@@ -454,6 +438,8 @@ def _checked(response: _Response, request: str) -> bytes:
         return response.body
     failure = _failure(response)
     message = f"{request}: guestd returned {response.status}: {failure.message}"
+    if response.status == 503 and _RESTARTED in failure.message:
+        raise GuestServiceEnded(message)
     raise GuestUnresponsive(message) if response.status == 503 or failure.timed_out else GuestError(message)
 
 

@@ -103,7 +103,6 @@ class ReadinessProbe:
         except (GuestUnresponsive, GuestError) as error:
             return str(error)
         self.session.guestd_types = bool(state.version)
-        self.session.is_up = state.ready
         return "" if state.ready else state.problem or "guestd reports that it is not ready"
 
     async def _screen_problem(self) -> str:

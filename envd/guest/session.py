@@ -8,7 +8,6 @@ from envd.base.errors import GuestError
 from envd.guest.agent import GuestAgent
 from envd.guest.guestd import GuestdClient
 from envd.guest.powershell import Script, powershell
-from envd.guest.restart import restart_guestd
 from envd.guest.view import DesktopView
 
 _CALL_TIMEOUT_S = 5.0
@@ -33,11 +32,9 @@ class GuestSession:
         self._agent = agent
         self._guestd: GuestdClient | None = None
         if channels.guestd_url:
-            self._guestd = GuestdClient(channels.guestd_url, lost=channels.lost, restart=self._restart_guestd)
+            self._guestd = GuestdClient(channels.guestd_url, lost=channels.lost)
         self.has_powershell = has_powershell
         """Whether its agent runs the scripts of `envd.guest.powershell`."""
-        self.is_up = view is not None
-        """Whether the session has reported ready; guestd is not restarted before."""
         self.guestd_types = view.guestd_types if view else self._guestd is not None
         """Whether the service can type. OSWorld's cannot; which service it is, is known after the first answer."""
         self.home = view.home if view else None
@@ -106,10 +103,6 @@ class GuestSession:
         """Close the connections."""
         if self._guestd is not None:
             await self._guestd.close()
-
-    async def _restart_guestd(self) -> bool:
-        # Another service than ours is not ours to restart.
-        return self.is_up and self.guestd_types and await restart_guestd(self._agent)
 
     async def _expand(self, path: str) -> str:
         if path != "~" and not path.startswith("~/"):

@@ -18,6 +18,7 @@ from envd.base.errors import ImageError
 from envd.base.tools import run_tool
 from envd.hypervisor.machine import Firmware, GuestOs
 from envd.images.catalogue import PACKAGES_FILE, Image, ImageCatalogue, file_sha256
+from envd.images.guestd import VERSION as GUESTD_VERSION
 from envd.images.recipe import PYTHON_PACKAGES, WINDOWS_PROGRAMS, WINDOWS_SOURCES, Recipe, overlay_files, recipe_digest
 
 _run = partial(run_tool, error=ImageError, environment={"SOURCE_DATE_EPOCH": "1700000000", "LC_ALL": "C.UTF-8"})
@@ -86,6 +87,7 @@ def build_image(
                 disk_sha256=file_sha256(directory / "disk.qcow2"),
                 os=recipe.os.value,
                 has_guestd=recipe.os is GuestOs.LINUX,
+                guestd_version=GUESTD_VERSION if recipe.os is GuestOs.LINUX else "",
                 firmware=Firmware.DIRECT_KERNEL.value,
                 kernel="vmlinuz",
                 initrd="initrd.img",

@@ -22,6 +22,7 @@ from cuaenv.problems import did_you_mean
 from envd.base.config import DEFAULT_IMAGE, check_image_name
 from envd.base.errors import ImageError, ImageNotFound
 from envd.hypervisor.machine import DiskImage, Drive, Firmware, GuestOs, Hardware
+from envd.images.guestd import VERSION as GUESTD_VERSION
 
 DIGEST_CHARS = 16
 #: Installed packages of an image that envd built: a name and version per line. In the image's directory.
@@ -58,6 +59,8 @@ class Image:
     drives: tuple[dict[str, str], ...] = ()
     """Additional drives: `file`, `format`, and `kind`, which is `disk` or `cdrom`."""
     has_guestd: bool = True
+    guestd_version: str = ""
+    """Version of envd's guestd in it; empty in imported images, and in those that earlier versions built."""
     provides: tuple[str, ...] = ()
     """What tasks may need beyond the operating system."""
     screen_width_px: int = 1280
@@ -151,6 +154,12 @@ class ImageCatalogue:
                 raise ImageError(f"image {name}: {path} does not exist; remove the image and build or import it again")
             return path
 
+        # Only images that envd built name their distribution.
+        if image.has_guestd and "distribution" in image.source and image.guestd_version != GUESTD_VERSION:
+            raise ImageError(
+                f"image {name}: an earlier version of envd built it, with a guestd that this one cannot use;"
+                f" run `envd image build {image.name}`"
+            )
         disk = present(image.disk)
         if image.disk_bytes and (size := disk.stat().st_size) != image.disk_bytes:
             raise ImageError(

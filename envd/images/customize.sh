@@ -16,6 +16,7 @@ run python3 -m compileall -q --invalidation-mode unchecked-hash /usr/lib/envd
 run env -u SOURCE_DATE_EPOCH fc-cache --force --system-only
 ls "$root"/var/cache/fontconfig/*.cache-* >/dev/null
 run systemctl enable envd-desktop.service
+if [ -d "$root/usr/lib/envd/guestd" ]; then run systemctl enable envd-guestd.socket envd-guestd.service; fi
 run systemctl enable qemu-guest-agent.service >/dev/null 2>&1 || true
 run systemctl set-default multi-user.target
 run systemctl mask __MASKED__ >/dev/null 2>&1

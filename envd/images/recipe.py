@@ -107,7 +107,13 @@ def overlay_files(recipe: Recipe) -> dict[str, bytes]:
 
 def _desktop_destination(path: str) -> str:
     """Return the guest path of a file of `desktop/`."""
-    system = {"rc.xml": "etc/xdg/openbox/", "menu.xml": "etc/xdg/openbox/", "tint2rc": "etc/xdg/tint2/"}
+    system = {
+        "rc.xml": "etc/xdg/openbox/",
+        "menu.xml": "etc/xdg/openbox/",
+        "tint2rc": "etc/xdg/tint2/",
+        "envd-guestd.service": "etc/systemd/system/",
+        "envd-guestd.socket": "etc/systemd/system/",
+    }
     return f"{system[path]}{path}" if path in system else f"etc/skel/{path}"
 
 

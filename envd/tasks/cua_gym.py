@@ -1,8 +1,9 @@
 """How a bundle of CUA-Gym is staged, set up and scored in a guest: archives, commands, and the checker.
 
 Everything that the agent must not see passes through the root agent and is readable by root only. `hidden/` and
-`setup.sh` are removed before the agent starts. `gt/` and `check.sh` reach the guest only after the agent has ended and
-its processes are stopped, and `check.sh` in a directory that its user cannot enter.
+`setup.sh` are removed before the agent starts. `gt/` and `check.sh` reach the guest only while all processes of the
+session are stopped, and are removed before these continue. So a check can ask neither the X server nor the session's
+bus.
 """
 
 import asyncio
@@ -25,13 +26,15 @@ WORKSPACE: Final = "/tmp_workspace"  # noqa: S108 -- a path in guests
 #: Largest archive of one directory: it is the standard input of one command in the guest.
 MAX_ARCHIVE_BYTES: Final = 16 << 20
 MAX_FILE_COUNT: Final = 2000
-#: The environment of `setup.sh` and `check.sh`.
+#: The environment of `setup.sh`.
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "DISPLAY": ":0",
     "XAUTHORITY": "/home/user/.Xauthority",
     "HOME": "/root",
     "UDA_GYM_HARNESS_STATE_DIR": "/root/.uda_gym",
 }
+#: That of `check.sh`: a program that asked the stopped X server would wait for it.
+_CHECK_ENVIRONMENT: Final = {name: ENVIRONMENT[name] for name in ("HOME", "UDA_GYM_HARNESS_STATE_DIR")}
 
 # The agent's user can neither enter nor replace it.
 _PRIVATE = "/root/.uda_private"
@@ -49,14 +52,6 @@ _RUN = (
     "cd {workspace} && bash {private}/{script} >{private}/out 2>{private}/err </dev/null; code=$?;"
     " tail -c 65536 {private}/out; tail -c 4096 {private}/err >&2; rm -rf {removed}; exit $code"
 )
-# Stops the agent's processes, by their program: a stopped process cannot start another one, so the loop ends. A check
-# may ask the X server and the session bus. Rounds are bounded: a check is not to wait for a fork bomb.
-_STOP_AGENT = """for round in $(seq 50); do left=
-for process in $(pgrep -U user -r R,S,D,I); do case $(readlink /proc/$process/exe) in
-/usr/lib/xorg/Xorg | /usr/bin/dbus-daemon | '') ;;
-*) kill -STOP $process 2>/dev/null && left=1 ;; esac; done
-[ -n "$left" ] || break; sleep 0.05; done
-"""
 # With the workspace itself closed to the agent's user, nothing in it can be renamed or created next to the truth. Links
 # to the truth, to the check or into the kernel's file systems would have the check read what the agent cannot.
 _STAGE_TRUTH = f"""umask 077; chown root: {WORKSPACE} && chmod 755 {WORKSPACE} || exit 90
@@ -80,7 +75,8 @@ CHECK_PARTS: Final[Sequence[tuple[str, str]]] = [("gt", "gt"), (_CHECK, _CHECK)]
 #: One command, so that the agent's user cannot act between staging and checking.
 RUN_CHECK: Final = (
     *_BASH,
-    _STOP_AGENT + _STAGE_TRUTH + _RUN.format(workspace=WORKSPACE, private=_PRIVATE, script=_CHECK, removed=_PRIVATE),
+    _STAGE_TRUTH
+    + _RUN.format(workspace=WORKSPACE, private=_PRIVATE, script=_CHECK, removed=f"{_PRIVATE} {WORKSPACE}/gt"),
 )
 
 
@@ -181,7 +177,7 @@ class CuaGymCheck(LeafChecker):
             RUN_CHECK,
             timeout_s=self.timeout_s + _STAGE_TIMEOUT_S,
             as_root=True,
-            env={**ENVIRONMENT, "TASK_ID": self.subject},
+            env={**_CHECK_ENVIRONMENT, "TASK_ID": self.subject},
             stdin=content,
         )
         return await inspector.judge(judge_check, result)

@@ -16,6 +16,7 @@ from pydantic import Field, PlainValidator, model_validator
 
 from cuaenv.actions import Done, Fail, Tool, ToolAction
 from envd.hypervisor.machine import GuestOs
+from envd.tasks.checkers.programs import PoweredOff
 from envd.tasks.checkers.union import Checker, leaves
 from envd.tasks.fields import Model
 from envd.tasks.oracle import OracleAction, WaitFor, parse_action
@@ -79,7 +80,9 @@ class Task(Model):
     def _is_consistent(self) -> Self:
         if self.infeasible != (self.checker is None):
             raise ValueError("checker: required, unless the task is infeasible")
-        checks = leaves(self.checker) if self.checker else ()
+        checks = tuple(leaves(self.checker)) if self.checker else ()
+        if len(checks) > 1 and any(isinstance(check, PoweredOff) for check in checks):
+            raise ValueError("powered_off: nothing else can be checked on a machine that is off; use it alone")
         unsupported = [part.kind for part in (*self.setup, *checks) if self.os not in part.systems]
         if unsupported:
             raise ValueError(f"{unsupported[0]}: not supported in {self.os.value} guests")

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from envd.base.errors import GuestError
+from envd.base.errors import GuestError, TooLarge
 from envd.guest.powershell import Script, powershell
 from envd.hypervisor.machine import GuestOs
 from envd.tasks.fields import WindowMatch
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     # Importing it takes half a second, and task data is also read where no desktop exists.
     from envd.guest.desktop import Desktop
 
+# The kernel's files are not the guest's: some never end, and some only root can read.
 _PROBE = """
+case $1 in /proc/*|/sys/*) ;; *)
+case $(readlink -f -- "$1") in /proc/*|/sys/*|/dev/*) echo other; exit ;; esac ;; esac
 if [ -f "$1" ]; then exec stat -L -c %s -- "$1"
 elif [ -e "$1" ] || [ -L "$1" ]; then echo other
 else echo absent
@@ -87,9 +90,7 @@ async def query_windows(desktop: "Desktop", *, os: GuestOs, timeout_s: float) ->
         message = result.stderr[:_MESSAGE_BYTES].decode(errors="replace").strip()
         raise GuestError(f"{argv[0]} cannot list windows: exit code {result.exit_code}: {message or 'no message'}")
     if len(result.stdout) > _MAX_LIST_BYTES:
-        raise GuestError(
-            f"{argv[0]}: the list of windows has {len(result.stdout)} bytes; the limit is {_MAX_LIST_BYTES}"
-        )
+        raise TooLarge(f"{argv[0]}: the list of windows has {len(result.stdout)} bytes; the limit is {_MAX_LIST_BYTES}")
     return result.stdout
 
 

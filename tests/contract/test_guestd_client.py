@@ -1,13 +1,13 @@
 """The host's client of guestd: against a real guestd without an X server, and against services that fail."""
 
 import asyncio
-import itertools
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -154,49 +154,37 @@ async def test_a_post_is_not_retried_on_a_service_without_deduplication(
     assert seen == ["POST /execute"]
 
 
-# A service that ended and is restarted
+# A service that ended and was restarted
 
 
-@asynccontextmanager
-async def restarting() -> AsyncIterator[tuple[GuestdClient, list[str]]]:
-    """A client of a service that drops connections until it is restarted, and the list of events."""
-    seen: list[str] = []
+async def test_a_post_that_ended_with_its_service_is_not_repeated(service: LocalGuestd) -> None:
+    """The client names the service that it sent a request to, and another one refuses the repeat."""
+    named: list[str | None] = []
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        seen.append(f"{request.method} {request.path}")
-        if seen.count("restarted") == 0:
+        server = {"Server": "envd-guestd/2 first"}
+        if request.method == "GET":
+            return web.json_response({"x": 1, "y": 2, "buttons": [], "modifiers": []}, headers=server)
+        named.append(request.headers.get("X-Server"))
+        if len(named) == 1:
             assert request.transport
             request.transport.close()
-        return web.json_response({"x": 1, "y": 2, "buttons": [], "modifiers": []})
-
-    async def restart() -> bool:
-        seen.append("restarted")
-        return True
+        return web.json_response({"message": "restarted"}, status=503, headers={"Server": "envd-guestd/2 second"})
 
     runner = web.AppRunner(_application(answer))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     host, port = runner.addresses[0][:2]
-    try:
-        async with GuestdClient(f"http://{host}:{port}", lost=asyncio.Event(), restart=restart) as client:
-            yield client, seen
-    finally:
-        await runner.cleanup()
-
-
-async def test_a_get_to_a_service_that_ended_restarts_it_and_is_answered() -> None:
-    async with restarting() as (client, seen):
-        assert (await client.pointer()).x_px == 1
-        request = "GET /envd/pointer"
-        assert [event for event, _ in itertools.groupby(seen)] == [request, "restarted", request]
-
-
-async def test_a_post_is_not_repeated_on_a_restarted_service() -> None:
-    async with restarting() as (client, seen):
+    async with GuestdClient(f"http://{host}:{port}", lost=asyncio.Event()) as client:
+        await client.pointer()
         with pytest.raises(GuestUnresponsive, match="restarted"):
             await client.write_file("/home/user/note", b"x")
-        assert seen == ["POST /setup/upload", "restarted"]
-        await client.write_file("/home/user/note", b"x")
+    await runner.cleanup()
+    assert named == [None, "envd-guestd/2 first"]
+
+    headers = {"X-Server": "envd-guestd/2 first", "X-Request-Id": "1"}
+    async with aiohttp.ClientSession() as http, http.post(f"{service.url}/execute", headers=headers) as response:
+        assert (response.status, "restarted" in await response.text()) == (503, True)
 
 
 async def test_an_agents_tools_live_on_between_the_commands_that_use_them(client: GuestdClient) -> None:

@@ -150,8 +150,8 @@ async def test_input_that_keeps_a_decoder_busy_costs_its_own_evaluation_only(
     hostile = asyncio.create_task(judges(function, *arguments))
     others = [await judges(judge_file_text, found(b"axb"), TEXT) for _ in range(3)]
     assert [outcome.score for outcome in others] == [1.0] * 3
-    with pytest.raises(GuestError, match="limits"):
-        await hostile
+    outcome = await hostile
+    assert (outcome.score, outcome.evidence) == (0.0, "judging it needs more CPU time than its limit")
     assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
 
 
@@ -167,13 +167,13 @@ async def test_hostile_inputs_in_all_slots_do_not_delay_other_evaluations_to_the
     await judges.aclose()
 
 
-async def test_memory_beyond_the_limit_fails_the_evaluation(judges: JudgeWorkers) -> None:
-    with pytest.raises(GuestError, match="memory"):
-        await judges(fill_memory)
+async def test_memory_beyond_the_limit_scores_0(judges: JudgeWorkers) -> None:
+    outcome = await judges(fill_memory)
+    assert (outcome.score, outcome.evidence) == (0.0, "judging it needs more memory than its limit")
 
 
 async def test_a_worker_that_dies_fails_its_evaluation_and_is_replaced(judges: JudgeWorkers) -> None:
-    with pytest.raises(GuestError, match="limits"):
+    with pytest.raises(GuestError, match="was ended"):
         await judges(end_the_worker)
     assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
 
@@ -234,10 +234,8 @@ async def test_without_a_sandbox_judges_run_under_limits_and_the_log_says_so_onc
     monkeypatch.setattr(sys, "executable", str(python))
     judges = JudgeWorkers(limit=2, cpu_s=1, quick_s=60.0, visible=[ROOT])
     assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
-    with pytest.raises(GuestError, match="limits"):
-        await judges(judge_file_text, found(b"a" * 60 + b"!"), BACKTRACKING)
-    with pytest.raises(GuestError, match="memory"):
-        await judges(fill_memory)
+    assert "CPU time" in (await judges(judge_file_text, found(b"a" * 60 + b"!"), BACKTRACKING)).evidence
+    assert "memory" in (await judges(fill_memory)).evidence
     await judges.aclose()
     assert caplog.text.count("judges run outside the sandbox: unshare failed") == 1
 

@@ -160,7 +160,7 @@ class HostInjector:
         episode_id = pick_one(list(episodes), planned.pick)
         if episode_id is None:
             return
-        argv = ["pkill", "-KILL", "-f", "python3 -m guestd"]
+        argv = ["pkill", "-KILL", "-f", "m guestd --user"]
         with suppress(EnvdError):
             async with _recorded(planned, accounting, episodes[episode_id]):
                 await self._service.run_command(episode_id, argv, timeout_s=_GUEST_COMMAND_TIMEOUT_S, as_root=True)

@@ -3,9 +3,10 @@
 Use the fake hypervisor for a desktop with a screen and input.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
-from envd.base.errors import GuestError
+from envd.base.errors import GuestError, GuestUnresponsive
 from envd.guest.desktop import CommandResult, Desktop
 from envd.hypervisor.fake.files import GuestFiles
 from envd.hypervisor.fake.programs import OpenWindow, Programs
@@ -14,8 +15,9 @@ from envd.hypervisor.fake.programs import OpenWindow, Programs
 class MemoryDesktop(Desktop):
     """Runs the fake guest's programs. Tests set windows and command results."""
 
-    def __init__(self) -> None:
-        """Create a desktop with an empty home directory and no windows."""
+    def __init__(self, *, can_freeze: bool = True) -> None:
+        """Create a desktop with an empty home directory and no windows, and processes that can be frozen or not."""
+        self._can_be_frozen = can_freeze
         self.files = GuestFiles()
         self.windows: list[OpenWindow] = []
         """Windows that the window manager lists, the active one last."""
@@ -29,6 +31,9 @@ class MemoryDesktop(Desktop):
         """Number of calls of `rest`."""
         self.wallpaper = ""
         """Path of the wallpaper."""
+        self.is_frozen = False
+        self.ran_frozen: list[tuple[str, ...]] = []
+        """Those of `ran` that ran while the session was frozen."""
         self._programs = Programs(self.files, windows=lambda: self)
 
     async def run(
@@ -41,7 +46,11 @@ class MemoryDesktop(Desktop):
         env: Mapping[str, str] | None = None,
     ) -> CommandResult:
         """See `Desktop`."""
+        if list(argv[3:4]) == ["run-as-user"]:
+            argv = argv[4:]
         self.ran.append(tuple(argv))
+        if self.is_frozen:
+            self.ran_frozen.append(tuple(argv))
         for words, answer in self.answers.items():
             if tuple(argv[: len(words)]) == words:
                 if isinstance(answer, Exception):
@@ -52,6 +61,17 @@ class MemoryDesktop(Desktop):
         except FileNotFoundError as error:
             raise GuestError(f"{argv[0]}: no such program") from error
         return CommandResult(exit_code=outcome.exit_code, stdout=outcome.stdout, stderr=outcome.stderr)
+
+    @asynccontextmanager
+    async def frozen(self) -> AsyncIterator[None]:
+        """See `Desktop`."""
+        if not self._can_be_frozen:
+            raise GuestUnresponsive("a process does not stop")
+        self.is_frozen = True
+        try:
+            yield
+        finally:
+            self.is_frozen = False
 
     async def launch(self, argv: Sequence[str], *, timeout_s: float = 30.0) -> None:
         """See `Desktop`."""

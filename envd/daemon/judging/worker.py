@@ -29,6 +29,9 @@ from envd.base.sandbox import cgroup, enclosure
 
 HEADER = struct.Struct(">I")
 
+#: Exit status after a job that used up its CPU time.
+EXCEEDED_CPU = int(signal.SIGXCPU)
+
 _EVIDENCE_CHARS = 4000
 #: A worker whose memory has grown beyond this ends after its job: allocators rarely return memory.
 _RETIRE_MIB = 256
@@ -70,10 +73,10 @@ def main(memory_mib: int, cpu_s: int, visible: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os.kill(runner, signal.SIGKILL))
     for stream in (sys.stdin, sys.stdout):
         os.close(stream.fileno())
-    os.waitpid(runner, 0)
+    status = os.waitstatus_to_exitcode(os.waitpid(runner, 0)[1])
     if group:
         group.remove()
-    os._exit(0)
+    os._exit(EXCEEDED_CPU if status == EXCEEDED_CPU else 0)
 
 
 def _serve(cpu_s: int, statm: int, warning: str) -> NoReturn:
@@ -93,9 +96,9 @@ def _answer(job: bytes, statm: int) -> dict[str, object]:
     except GuestError as error:
         return {"guest_error": str(error)}
     except MemoryError:
-        return {"guest_error": "judging it needs more memory than its limit"}
+        return {"excess": "judging it needs more memory than its limit"}
     except RecursionError:
-        return {"guest_error": "it is nested too deeply to be judged"}
+        return {"excess": "it is nested too deeply to be judged"}
     # Every other error is a bug of a checker, and reported as one.
     except Exception as error:
         return {"bug": repr(error)}

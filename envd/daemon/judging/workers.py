@@ -1,8 +1,9 @@
 """Judge what a guest made in sandboxed worker processes, so that a hostile input costs one evaluation at most.
 
 A picture, a text or a document of a guest can keep a decoder busy for hours, fill the memory, or hold the interpreter
-lock. In the daemon, each of these would stop every episode. Here they end one worker, and the evaluation fails with
-`GuestError`; it has no score.
+lock. In the daemon, each of these would stop every episode. Here they end one worker. What needs more memory or CPU
+time than the limit scores 0, as a file that is too large does: the host had both, so an agent must not void its episode
+by it. If the host is or may be the reason, the evaluation fails with `GuestError` and has no score.
 """
 
 import asyncio
@@ -13,12 +14,13 @@ import pickle
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import envd
 from envd.base.errors import GuestError
-from envd.daemon.judging.worker import HEADER
+from envd.daemon.judging.worker import EXCEEDED_CPU, HEADER
 from envd.tasks.text import CheckOutcome
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 _MAX_ANSWER_BYTES = 256 << 10
 #: For the imports of a worker, on a busy host.
 _START_TIMEOUT_S = 120.0
+#: A worker whose judging process has ended ends by itself.
+_EXIT_TIMEOUT_S = 5.0
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -81,6 +85,8 @@ class JudgeWorkers:
             raise GuestError(f"judging it took longer than {self._time_s:g} s") from None
         if "bug" in answer:
             raise RuntimeError(f"{function.__name__}: {answer['bug']}")
+        if "excess" in answer:
+            return CheckOutcome(0.0, str(answer["excess"]))
         if "guest_error" in answer:
             raise GuestError(str(answer["guest_error"]))
         return CheckOutcome(float(answer["score"]), str(answer["evidence"]))
@@ -101,7 +107,12 @@ class JudgeWorkers:
         except TimeoutError:  # an OSError
             raise
         except (asyncio.IncompleteReadError, OSError, ValueError) as error:
-            raise GuestError("judging it exceeded the limits of memory or CPU time") from error
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_EXIT_TIMEOUT_S):
+                    await worker.wait()
+            if worker.returncode == EXCEEDED_CPU:
+                return {"excess": "judging it needs more CPU time than its limit"}
+            raise GuestError("the process that judged it was ended") from error
         else:
             return answer
         finally:

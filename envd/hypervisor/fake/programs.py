@@ -151,7 +151,7 @@ class Programs:
 
     def _sh(self, arguments: list[str], stdin: bytes) -> Outcome:
         match arguments:
-            # The scripts of checkers, by the names in their $0.
+            # The scripts of checkers and of `envd.guest.freezing`, by the names in their $0.
             case ["-c", _, "probe-file", path]:
                 return self._probe_file(path)
             case ["-c", _, "list-directory", path]:
@@ -161,6 +161,13 @@ class Programs:
                 return Outcome()
             case ["-c", _, "compare-unchanged", record, outputs, new_files, *places]:
                 return self._compare(record, [outputs, *self._states(places)], ignores_new=new_files == "ignore")
+            case ["-c", _, "freeze-session" | "thaw-session"]:
+                # Nothing acts in a drawn desktop but the host.
+                return Outcome()
+            case ["-c", _, "run-as-user", *argv] if argv and posixpath.basename(argv[0]) in self._programs:
+                return self.run(argv, stdin=stdin)
+            case ["-c", _, "run-as-user", *argv]:
+                return Outcome(exit_code=127, stderr=f"env: {argv[0]}: No such file or directory\n".encode())
             case ["-c", script] if (parsed := _SCRIPT.fullmatch(script)) is not None:
                 argv = shlex.split(parsed["command"])
             case _:

@@ -2,7 +2,10 @@
 
 import argparse
 import logging
+import os
+import pwd
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -12,6 +15,9 @@ from .guest import Guest
 from .server import Server
 
 logger = logging.getLogger("guestd")
+
+#: The first descriptor that systemd passes (sd_listen_fds(3)).
+_LISTEN_FD = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,17 +32,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="CLASS",
         help="the session is not ready before a window of this class shows; repeatable",
     )
+    parser.add_argument("--user", metavar="NAME", help="act with the rights of this user; needs root")
     parser.add_argument("--version", action="version", version=VERSION)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
+    if options.user:
+        act_as(options.user)
     guest = Guest(wait_windows=options.wait_window)
-    with Server((options.host, options.port), guest) as server:
+    listening = socket.socket(fileno=_LISTEN_FD) if os.environ.pop("LISTEN_PID", "") == str(os.getpid()) else None
+    with Server((options.host, options.port), guest, listening=listening) as server:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: threading.Thread(target=server.shutdown, daemon=True).start())
         logger.info("version %s listening on %s:%d", VERSION, options.host, server.server_address[1])
-        threading.Thread(target=guest.a11y.warm_up, daemon=True, name="a11y-warm-up").start()
+        threading.Thread(target=guest.warm_up, daemon=True, name="a11y-warm-up").start()
         server.serve_forever()
     return 0
+
+
+def act_as(name: str) -> None:
+    """Take a user's rights, and stay root's process: the user can neither signal nor trace it (kill(2), ptrace(2))."""
+    user = pwd.getpwnam(name)
+    os.initgroups(name, user.pw_gid)
+    os.setegid(user.pw_gid)
+    os.seteuid(user.pw_uid)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .a11y.client import A11yClient
@@ -32,6 +32,15 @@ class Guest:
         self.wallpaper_timeout_s = 15.0
         """Limit of each program that sets the wallpaper."""
         self._screen_lock = TimedLock("the screen")
+
+    def warm_up(self) -> None:
+        """Query an accessibility tree as soon as the session is up, so that AT-SPI's services are running."""
+        while True:
+            with suppress(HttpError), self.x11() as x:
+                if x.window_manager() is not None:
+                    break
+            time.sleep(0.5)
+        self.a11y.warm_up()
 
     @contextmanager
     def x11(self) -> Iterator[X11]:

@@ -65,7 +65,7 @@ def _start(command: Sequence[str] | str, **options: Any) -> "subprocess.Popen[by
     if not command:
         raise HttpError(400, "the command is empty")
     try:
-        return subprocess.Popen(command, start_new_session=True, **options)
+        return subprocess.Popen(command, start_new_session=True, user=os.geteuid(), group=os.getegid(), **options)
     except (OSError, ValueError) as error:
         raise HttpError(500, f"{command!r} cannot be started: {error}") from error
 

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import mmap
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -39,7 +40,8 @@ class Connection(BaseHTTPRequestHandler):
     server: "Server"
     protocol_version = "HTTP/1.1"
     server_version = f"envd-guestd/{VERSION}"
-    sys_version = ""
+    #: Another one after each start.
+    sys_version = secrets.token_hex(8)
     timeout = SOCKET_TIMEOUT_S
     disable_nagle_algorithm = True
     wbufsize = -1
@@ -75,6 +77,9 @@ class Connection(BaseHTTPRequestHandler):
         request_id = self.headers.get("X-Request-Id")
         guest, replays = self.server.guest, self.server.replays
         try:
+            if self.headers.get("X-Server", self.version_string()) != self.version_string():
+                # Its repeat would not be recognised: the record of requests ended with the service that had it.
+                raise HttpError(503, "guestd was restarted; the request may have had its effect")  # noqa: TRY301
             if method == "POST" and request_id:
                 response = replays.respond(request, request_id, lambda: respond(guest, method, request))
             else:
@@ -172,8 +177,13 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, address: tuple[str, int], guest: Guest) -> None:
-        super().__init__(address, Connection)
+    def __init__(self, address: tuple[str, int], guest: Guest, *, listening: socket.socket | None = None) -> None:
+        """Listen on an address, or serve a socket that listens."""
+        super().__init__(address, Connection, bind_and_activate=listening is None)
+        if listening is not None:
+            self.socket.close()
+            self.socket = listening
+            self.server_address = listening.getsockname()[:2]
         self.guest = guest
         self.replays = Replays()
 

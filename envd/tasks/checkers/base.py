@@ -179,6 +179,10 @@ class LeafChecker(CheckBase, ABC):
     async def remember_start(self, desktop: "Desktop") -> None:
         """Record what it compares the end with. Raises: GuestError, GuestUnresponsive, MachineLost."""
 
+    def asks_session(self, os: GuestOs) -> bool:  # noqa: ARG002 -- for checkers that differ
+        """Return whether it needs the running session; all others run while the agent's processes are stopped."""
+        return False
+
     def downloads(self) -> Iterator[AssetRef]:
         """Yield the files that it needs from the host's cache."""
         yield from ()

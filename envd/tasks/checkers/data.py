@@ -229,6 +229,10 @@ class Registry(LeafChecker, ValueExpectation):
         """The key and the value's name."""
         return f"{self.key}\\{self.value}" if self.value else self.key
 
+    def asks_session(self, os: GuestOs) -> bool:  # noqa: ARG002 -- in each
+        """See `LeafChecker`: under Wine a program of the session reads it."""
+        return True
+
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
         """See `LeafChecker`."""
         hive, _, key = self.key.partition("\\")

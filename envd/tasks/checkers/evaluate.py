@@ -6,12 +6,15 @@ raises, and its episode has no score.
 
 import asyncio
 import logging
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from cuaenv.actions import Done, Fail
-from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive, SetupFailed
+from envd.base.errors import EvaluatorFailed, GuestError, GuestUnresponsive, SetupFailed, TooLarge
 from envd.guest.desktop import Desktop
 from envd.tasks.checkers.base import GuestInspector, Judge, judge_directly
+from envd.tasks.checkers.programs import PoweredOff
 from envd.tasks.checkers.union import AllOf, AnyChecker, AnyLeafChecker, AnyOf, Weighted, combine, leaves, parts_of
 from envd.tasks.model import Task
 from envd.tasks.osworld import OsworldBridge
@@ -54,8 +57,12 @@ async def evaluate(
     timeout_s: float,
     osworld: OsworldBridge | None = None,
     judge: Judge = judge_directly,
+    freezes: bool = True,
 ) -> Evaluation:
     """Score a task. Read-only: the guest does not change, unless a `command` checker's own command changes it.
+
+    What needs the running session is checked first. All processes of the agent are stopped while the rest is checked,
+    and continue afterwards.
 
     Args:
         task: The task.
@@ -64,6 +71,7 @@ async def evaluate(
         timeout_s: Limit for all checkers together, in seconds.
         osworld: Runs OSWorld's evaluators; None if OSWorld is not installed.
         judge: Runs the pure part of each checker on what the guest returned; a daemon passes `JudgeWorkers`.
+        freezes: Whether the agent has acted and may still act: only then its processes are stopped.
 
     Raises:
         EvaluatorFailed: A checker could not inspect the guest, or not in time. The episode has no score.
@@ -76,7 +84,7 @@ async def evaluate(
     inspector = GuestInspector(desktop=desktop, os=task.os, last_action=last_action, osworld=osworld, judge=judge)
     try:
         async with asyncio.timeout(timeout_s):
-            return await _evaluate(task.checker, inspector)
+            return _combined(task.checker, await _check_all(task.checker, inspector, freezes=freezes))
     except TimeoutError as error:
         raise EvaluatorFailed(f"task {task.task_id}: evaluation exceeded its limit of {timeout_s:g} s") from error
     except _InspectionError as error:
@@ -104,7 +112,7 @@ async def require_unsolved(task: Task, desktop: Desktop, *, timeout_s: float, ju
     if task.checker is None or not all(checker.runs_before_start for checker in leaves(task.checker)):
         return
     try:
-        evaluation = await evaluate(task, desktop, last_action=None, timeout_s=timeout_s, judge=judge)
+        evaluation = await evaluate(task, desktop, last_action=None, timeout_s=timeout_s, judge=judge, freezes=False)
     except EvaluatorFailed as error:
         # The evaluation of the episode reports it if it persists.
         logger.warning("task %s: its start could not be checked: %s", task.task_id, error)
@@ -112,6 +120,19 @@ async def require_unsolved(task: Task, desktop: Desktop, *, timeout_s: float, ju
     if evaluation.score >= 1.0:
         found = "; ".join(f"{check.name}: {check.evidence}" for check in evaluation.checks)
         raise SetupFailed(f"task {task.task_id}: already solved after its setup, {found[:500]}; fix setup or checker")
+
+
+def judge_ended(task: Task, cause: str) -> Evaluation:
+    """Score a task whose guest ended itself and left no machine: 1 if that was its goal, and 0 otherwise.
+
+    Args:
+        task: The task.
+        cause: How the guest ended, see `envd.base.losses.Loss`.
+    """
+    evidence = f"the guest ended itself: {cause}"
+    if isinstance(task.checker, PoweredOff):
+        return _single(describe(task.checker), CheckOutcome(float(cause == "POWER_OFF"), evidence))
+    return _single("guest", CheckOutcome(0.0, evidence))
 
 
 def judge_infeasible(last_action: Done | Fail | None) -> Evaluation:
@@ -122,17 +143,44 @@ def judge_infeasible(last_action: Done | Fail | None) -> Evaluation:
     return _single("infeasible", CheckOutcome(0.0, f"the agent {ending}, but the task is infeasible"))
 
 
-async def _evaluate(checker: AnyChecker, inspector: GuestInspector) -> Evaluation:
-    """Score a checker and all its parts: none is skipped, because each yields evidence."""
-    if isinstance(checker, AllOf | AnyOf | Weighted):
-        parts = [await _evaluate(part, inspector) for part in parts_of(checker)]
-        checks = tuple(check for part in parts for check in part.checks)
-        return Evaluation(score=combine(checker, [part.score for part in parts]), checks=checks)
-    name = checker.name or describe(checker)
+async def _check_all(checker: AnyChecker, inspector: GuestInspector, *, freezes: bool) -> dict[int, Evaluation]:
+    """Return the result of each leaf by its `id`: none is skipped, because each yields evidence."""
+    results: dict[int, Evaluation] = {}
+    rest: list[AnyLeafChecker] = []
+    for leaf in leaves(checker):
+        if leaf.asks_session(inspector.os):
+            results[id(leaf)] = await _check(leaf, inspector)
+        else:
+            rest.append(leaf)
+    if rest:
+        async with AsyncExitStack() as stack:
+            if freezes:
+                try:
+                    await stack.enter_async_context(inspector.desktop.frozen())
+                except (GuestError, GuestUnresponsive) as error:
+                    raise _InspectionError(f"the agent's processes could not be stopped: {error}") from error
+            for leaf in rest:
+                results[id(leaf)] = await _check(leaf, inspector)
+    return results
+
+
+async def _check(leaf: AnyLeafChecker, inspector: GuestInspector) -> Evaluation:
+    name = leaf.name or describe(leaf)
     try:
-        return _single(name, await checker.check(inspector))
+        return _single(name, await leaf.check(inspector))
+    except TooLarge as error:
+        return _single(name, CheckOutcome(0.0, str(error)))
     except (GuestError, GuestUnresponsive) as error:
         raise _InspectionError(f"check {name!r} failed: {error}") from error
+
+
+def _combined(checker: AnyChecker, results: Mapping[int, Evaluation]) -> Evaluation:
+    """Return the score of a checker from the results of its leaves."""
+    if not isinstance(checker, AllOf | AnyOf | Weighted):
+        return results[id(checker)]
+    parts = [_combined(part, results) for part in parts_of(checker)]
+    checks = tuple(check for part in parts for check in part.checks)
+    return Evaluation(score=combine(checker, [part.score for part in parts]), checks=checks)
 
 
 def describe(checker: AnyLeafChecker) -> str:

@@ -79,7 +79,7 @@ def read_pixels(data: bytes) -> Pixels | str:
                 return f"{image.width}x{image.height} pixels exceed the limit of {MAX_PIXELS}"
             return numpy.asarray(image.convert("RGB"))
     except MemoryError:
-        raise  # no fact about the picture: its size is within the limit
+        raise  # the caller knows how much memory there was
     # Decoders raise most kinds of errors for malformed bytes.
     except Exception as error:
         return f"is not a picture: {error}"

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import JsonValue, model_validator
 
 from envd.base.errors import GuestError
+from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import GuestInspector, LeafChecker
 from envd.tasks.fields import AssetRef
 from envd.tasks.osworld import NOT_INSTALLED, OsworldObject, asset_urls
@@ -47,6 +48,10 @@ class OsworldEvaluator(LeafChecker):
     def downloads(self) -> Iterator[AssetRef]:
         """Yield the files that OSWorld would download to score it."""
         yield from map(AssetRef, asset_urls((), self.to_osworld()).values())
+
+    def asks_session(self, os: GuestOs) -> bool:  # noqa: ARG002 -- in each
+        """See `LeafChecker`: its `postconfig` acts in the session, and its getters ask it."""
+        return True
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
         """Run OSWorld's evaluator in its own process. Raises: GuestError, MachineLost."""

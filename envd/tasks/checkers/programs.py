@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from envd.base.errors import GuestError
 from envd.guest.agent import CommandResult
+from envd.guest.freezing import as_user
+from envd.hypervisor.machine import GuestOs
 from envd.tasks.checkers.base import QUERY_TIMEOUT_S, GuestInspector, LeafChecker
 from envd.tasks.fields import Argv, Timeout, WindowMatch
 from envd.tasks.queries import describe_windows, find_window, parse_windows, process_query, query_windows
@@ -24,6 +26,9 @@ class Command(LeafChecker):
     kind: Literal["command"]
     argv: Argv
     as_root: bool = False
+    in_session: bool = False
+    """Whether it asks the running session, such as the X server or the session's bus. The agent can forge what these
+    answer. By default it runs apart from the session, while the agent's processes are stopped."""
     exit_code: int | None = 0
     """Expected; None accepts any."""
     stdout: TextExpectation | None = None
@@ -40,9 +45,16 @@ class Command(LeafChecker):
         """The command."""
         return " ".join(self.argv)
 
+    def asks_session(self, os: GuestOs) -> bool:
+        """See `LeafChecker`: in Windows a command is a program of the session."""
+        return self.in_session or os is GuestOs.WINDOWS
+
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
         """See `LeafChecker`."""
-        result = await inspector.desktop.run(self.argv, timeout_s=self.timeout_s, as_root=self.as_root)
+        if self.as_root or self.asks_session(inspector.os):
+            result = await inspector.desktop.run(self.argv, timeout_s=self.timeout_s, as_root=self.as_root)
+        else:
+            result = await inspector.desktop.run(as_user(self.argv), timeout_s=self.timeout_s, as_root=True)
         if result.exit_code in (126, 127) and self.exit_code != result.exit_code:
             raise GuestError(f"the shell could not run {self.argv[0]}: {quote(result.stderr)}")
         if result.exit_code == _KILLED != self.exit_code:
@@ -65,6 +77,10 @@ class Process(LeafChecker):
         """The program's name."""
         return self.program
 
+    def asks_session(self, os: GuestOs) -> bool:
+        """See `LeafChecker`: under Wine a program of the session lists the processes."""
+        return os is GuestOs.WINDOWS
+
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
         """See `LeafChecker`."""
         listing = await inspector.query(process_query(inspector.os).argv)
@@ -85,10 +101,35 @@ class Window(LeafChecker):
         """The expected title or class."""
         return self.window.title or self.window.wm_class
 
+    def asks_session(self, os: GuestOs) -> bool:  # noqa: ARG002 -- in each
+        """See `LeafChecker`: the X server lists them."""
+        return True
+
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
         """See `LeafChecker`."""
         listing = await query_windows(inspector.desktop, os=inspector.os, timeout_s=QUERY_TIMEOUT_S)
         return await inspector.judge(judge_windows, listing, self)
+
+
+class PoweredOff(LeafChecker):
+    """Whether the guest has powered itself off: the goal of a task. Nothing else can be checked on what is left."""
+
+    runs_before_start: ClassVar[bool] = True
+
+    kind: Literal["powered_off"]
+
+    @property
+    def subject(self) -> str:
+        """Empty: there is only one machine."""
+        return ""
+
+    def asks_session(self, os: GuestOs) -> bool:  # noqa: ARG002 -- in each
+        """See `LeafChecker`: it asks nothing of the guest, so nothing has to be stopped for it."""
+        return True
+
+    async def check(self, inspector: GuestInspector) -> CheckOutcome:  # noqa: ARG002 -- it runs
+        """See `LeafChecker`. A machine that is off is scored by `envd.tasks.checkers.evaluate.judge_ended`."""
+        return CheckOutcome(0.0, "the machine runs")
 
 
 def judge_command(result: CommandResult, checker: Command) -> CheckOutcome:

@@ -36,6 +36,10 @@ class _OneText(LeafChecker, TextExpectation):
         """Empty: there is only one."""
         return ""
 
+    def asks_session(self, os: GuestOs) -> bool:  # noqa: ARG002 -- in each
+        """See `LeafChecker`: a program of the session sends the clipboard, and the answer needs no guest."""
+        return True
+
 
 class Clipboard(_OneText):
     """The text on the clipboard."""
@@ -96,6 +100,10 @@ class OnScreen(LeafChecker):
     def subject(self) -> str:
         """The expected name, value or role."""
         return self.named or self.value or self.role
+
+    def asks_session(self, os: GuestOs) -> bool:  # noqa: ARG002 -- in each
+        """See `LeafChecker`: programs answer for their elements."""
+        return True
 
     async def check(self, inspector: GuestInspector) -> CheckOutcome:
         """See `LeafChecker`."""

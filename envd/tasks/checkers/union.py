@@ -11,7 +11,7 @@ from envd.tasks.checkers.files import Directory, FileAbsent, FileBytes, FileText
 from envd.tasks.checkers.graded_text import GradedText
 from envd.tasks.checkers.images import ImageLike
 from envd.tasks.checkers.osworld import OsworldEvaluator
-from envd.tasks.checkers.programs import Command, Process, Window
+from envd.tasks.checkers.programs import Command, PoweredOff, Process, Window
 from envd.tasks.checkers.session import AgentAnswer, Clipboard, OnScreen
 from envd.tasks.checkers.unchanged import Unchanged
 from envd.tasks.cua_gym import CuaGymCheck
@@ -58,6 +58,7 @@ AnyLeafChecker = (
     | XmlNode
     | ImageLike
     | Command
+    | PoweredOff
     | Process
     | Window
     | Clipboard

@@ -28,7 +28,6 @@ class A11yHelper:
         """Start the process unless it is running. Raises: HttpError."""
         if self._process is None or self._process.poll() is not None:
             self.stop()
-            # Its own name: the host takes a process with the arguments `-m guestd` for the service.
             command = [sys.executable, "-m", f"{_PACKAGE.name}.a11y.helper"]
             path = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")]))
             try:
@@ -39,6 +38,8 @@ class A11yHelper:
                     stdout=subprocess.PIPE,
                     bufsize=0,
                     start_new_session=True,
+                    user=os.geteuid(),
+                    group=os.getegid(),
                     env={**os.environ, "PYTHONPATH": path},
                 )
             except OSError as error:

@@ -35,9 +35,8 @@ QUICK = SettlePolicy(quiet_ms=20, max_ms=60_000)
 class FakeGuestd:
     """Replaces the client of the in-guest service: records its calls."""
 
-    def __init__(self, base_url: str, *, lost: asyncio.Event, restart: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(self, base_url: str, *, lost: asyncio.Event) -> None:
         self.base_url = base_url
-        self.restart = restart
         self.calls: list[tuple[Any, ...]] = []
         self.problems = ["no window manager"]
         self.version = "1"
@@ -555,6 +554,39 @@ async def test_commands_run_in_the_session_or_as_root(desk: Desktop, channels: F
     assert guestd_of(desk).calls == [("execute", ("id",)), ("launch", ("editor",))]
     executed = next(arguments for command, arguments in channels.commands if command == "guest-exec")
     assert [executed["path"], *executed["arg"]] == ["env", "A=b", "id"]
+
+
+def scripts_of(channels: FakeChannels) -> list[str]:
+    """The scripts that root's agent ran, by name."""
+    return [arguments["arg"][-1] for command, arguments in channels.commands if command == "guest-exec"]
+
+
+async def test_the_session_is_frozen_during_a_block_and_continues_however_it_ends(
+    desk: Desktop, channels: FakeChannels
+) -> None:
+    async def fail() -> None:
+        async with desk.frozen():
+            assert scripts_of(channels) == ["freeze-session"]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    assert scripts_of(channels) == ["freeze-session", "thaw-session"]
+
+
+async def test_a_session_that_cannot_be_frozen_is_an_error_and_continues(desk: Desktop, channels: FakeChannels) -> None:
+    channels.guest_exit_code = 1
+    with pytest.raises(GuestError, match="freeze-session: exit code 1"):
+        await desk.frozen().__aenter__()
+    assert scripts_of(channels) == ["freeze-session", "thaw-session"]
+
+
+async def test_windows_itself_is_not_frozen(channels: FakeChannels) -> None:
+    desk = Desktop(channels, can_freeze=False)
+    async with desk.frozen():
+        pass
+    assert channels.commands == []
+    await desk.close()
 
 
 async def test_files_are_read_by_the_agent_and_home_is_queried_once(desk: Desktop, channels: FakeChannels) -> None:

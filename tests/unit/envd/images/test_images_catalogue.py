@@ -13,6 +13,7 @@ from envd.base.errors import ImageError, ImageNotFound
 from envd.hypervisor.machine import Drive, Firmware, GuestOs, Hardware
 from envd.images.build import build_image
 from envd.images.catalogue import Image, ImageCatalogue, ImportedDisk
+from envd.images.guestd import VERSION
 from envd.images.recipe import desktop_recipe, overlay_files, recipe_digest
 
 DISK = b"QFI\xfb" + bytes(100)
@@ -48,6 +49,24 @@ def import_disk(
 ) -> Image:
     given = {"os_family": GuestOs.WINDOWS, "firmware": Firmware.UEFI, "screen_px": (1920, 1080), **more}
     return catalogue.import_file("win11", ImportedDisk(file=file, **given), copy=copy, progress=progress)
+
+
+@pytest.mark.parametrize(("version", "is_usable"), [(VERSION, True), ("", False), ("1", False)])
+def test_an_image_with_the_guestd_of_an_earlier_version_names_the_command_that_builds_it(
+    catalogue: ImageCatalogue, version: str, is_usable: bool
+) -> None:
+    with catalogue.staging("desktop") as directory:
+        (directory / "disk.qcow2").write_bytes(DISK)
+        built = Image(
+            name="desktop", digest="a" * 64, disk="disk.qcow2", disk_sha256="0" * 64, firmware="bios",
+            guestd_version=version, source={"distribution": "debian"},
+        )  # fmt: skip
+        catalogue.publish(directory, built)
+    if is_usable:
+        assert catalogue.disk_image("desktop").has_guestd
+    else:
+        with pytest.raises(ImageError, match="run `envd image build desktop`"):
+            catalogue.disk_image("desktop")
 
 
 def test_a_published_image_is_found_by_name_and_by_digest(catalogue: ImageCatalogue) -> None:

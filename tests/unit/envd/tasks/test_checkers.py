@@ -10,11 +10,11 @@ from typing import Any, get_args
 import pytest
 
 from cuaenv.actions import Done, Fail
-from envd.base.errors import EvaluatorFailed, GuestError, MachineLost
+from envd.base.errors import EvaluatorFailed, GuestError, MachineLost, TooLarge
 from envd.guest.desktop import CommandResult
 from envd.hypervisor.fake.programs import OpenWindow
 from envd.tasks.checkers.base import GuestInspector, LeafChecker
-from envd.tasks.checkers.evaluate import Evaluation, evaluate
+from envd.tasks.checkers.evaluate import Evaluation, evaluate, judge_ended
 from envd.tasks.checkers.programs import Process, Window, judge_processes, judge_windows
 from envd.tasks.checkers.union import AnyLeafChecker
 from envd.tasks.model import Task
@@ -47,6 +47,68 @@ async def test_a_right_file_scores_one_and_the_check_is_named_after_it() -> None
     evaluation = await score_of(TEXT, desktop_with(a=b"right\n"))
     assert evaluation.score == 1.0
     assert [check.name for check in evaluation.checks] == [f"file_text {PATH}"]
+
+
+async def test_only_what_asks_the_session_is_checked_before_it_is_frozen() -> None:
+    """Whatever the order of the checks, and results keep that order."""
+    desktop = desktop_with(a=b"right")
+    checks: list[dict[str, Any]] = [
+        TEXT,
+        {"kind": "command", "argv": ["cat", PATH], "stdout": {"equals": "right"}},
+        {"kind": "command", "argv": ["echo", "session"], "in_session": True},
+        {"kind": "clipboard", "equals": "x"},
+        {"kind": "window", "window": {"title": "x"}},
+        {"kind": "process", "program": "qemu-ga"},
+    ]
+    evaluation = await score_of({"kind": "all", "checks": checks}, desktop)
+    assert [check.name.split()[0] for check in evaluation.checks] == [check["kind"] for check in checks]
+    assert [check.score for check in evaluation.checks] == [1, 1, 1, 0, 0, 1]
+    assert [argv[0] for argv in desktop.ran_frozen] == ["sh", "cat", "ps"]
+    assert [argv[0] for argv in desktop.ran if argv not in desktop.ran_frozen] == ["echo", "xclip", "wmctrl"]
+    assert not desktop.is_frozen
+
+
+@pytest.mark.parametrize("checker", [{"kind": "answer", "equals": "42"}, {"kind": "window", "window": {"title": "x"}}])
+async def test_nothing_is_frozen_if_nothing_but_the_session_is_asked(checker: dict[str, Any]) -> None:
+    desktop = MemoryDesktop(can_freeze=False)
+    assert (await score_of(checker, desktop)).score == 0
+
+
+async def test_a_session_that_cannot_be_frozen_gives_no_score() -> None:
+    with pytest.raises(EvaluatorFailed, match="could not be stopped: a process does not stop"):
+        await score_of(TEXT, MemoryDesktop(can_freeze=False))
+
+
+@pytest.mark.parametrize(
+    ("checker", "command"),
+    [
+        ({"kind": "command", "argv": ["cat", PATH]}, "cat"),
+        ({"kind": "directory", "path": "/home/user", "entries": []}, "sh"),
+        ({"kind": "clipboard", "equals": "x"}, "xclip"),
+    ],
+)
+async def test_output_above_its_limit_scores_0_like_a_large_file(checker: dict[str, Any], command: str) -> None:
+    desktop = MemoryDesktop()
+    desktop.answers[command,] = TooLarge("its output exceeds the limit")
+    evaluation = await score_of(checker, desktop)
+    assert (evaluation.score, evaluation.checks[0].evidence) == (0, "its output exceeds the limit")
+
+
+async def test_a_list_of_windows_above_its_limit_scores_0() -> None:
+    desktop = MemoryDesktop()
+    desktop.windows.append(OpenWindow(1, "a.A", "x" * 70_000))
+    evaluation = await score_of({"kind": "window", "window": {"title": "y"}, "present": False}, desktop)
+    assert evaluation.score == 0
+    assert "the limit is 65536" in evaluation.checks[0].evidence
+
+
+async def test_a_task_whose_goal_is_to_power_off_is_scored_by_how_its_guest_ended() -> None:
+    goal, other = task({"kind": "powered_off"}), task(TEXT)
+    assert [judge_ended(goal, cause).score for cause in ("POWER_OFF", "REBOOT", "PANIC", "DISK_FULL")] == [1, 0, 0, 0]
+    assert judge_ended(other, "POWER_OFF").score == 0
+    assert (await evaluate(goal, MemoryDesktop(), last_action=Done(), timeout_s=60.0)).score == 0
+    with pytest.raises(ValueError, match="powered_off: nothing else can be checked"):
+        task({"kind": "any", "checks": [{"kind": "powered_off"}, TEXT]})
 
 
 async def test_a_missing_file_scores_zero() -> None:

@@ -1,0 +1,236 @@
+"""What a policy can do to its own machine, and what becomes of the episode: each act, played on a real machine.
+
+`make test-full` runs them; with `-s` they print the table.
+"""
+
+import base64
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from pydantic import TypeAdapter
+
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, Done, EnvError, GuestEnded, PressKeys, TypeText, View, Wait
+from envd.hypervisor.qemu.processes import machine_pids
+from envd.images.catalogue import ImageCatalogue
+from envd.pool.settings import PoolSettings
+from envd.tasks.catalogue import TaskCatalogue
+from envd.tasks.model import Task
+from tests.support.real_desktops import served_machines
+
+pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="module")]
+
+DISK_MIB = 900
+QUOTA_MIB = 400
+HOME = "/home/user"
+CHECKERS: dict[str, dict[str, Any]] = {
+    "file": {"kind": "file_text", "path": f"{HOME}/reply.txt", "equals": "42"},
+    "command": {"kind": "command", "argv": ["cat", f"{HOME}/reply.txt"], "stdout": {"equals": "42"}},
+    "window": {"kind": "window", "window": {"title": "^forty-two$"}},
+    "clipboard": {"kind": "clipboard", "equals": "42"},
+    "screen": {"kind": "on_screen", "named": "^forty-two$"},
+    "directory": {"kind": "directory", "path": f"{HOME}/many", "entries": ["42"]},
+    "ini": {"kind": "ini_value", "path": f"{HOME}/reply.ini", "section": "a", "key": "b", "equals": "42"},
+    "power": {"kind": "powered_off"},
+    "image": {
+        "kind": "image_like",
+        "path": f"{HOME}/reply.ppm",
+        "base64": base64.b64encode(b"P6 1 1 255\n...").decode(),
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Act:
+    """One act, and how its episode ends."""
+
+    task: str = "file"
+    keys: tuple[tuple[str, ...], ...] = ()
+    user: str = ""
+    """A command of the agent's user."""
+    root: str = ""
+    """A command of root, for images whose user may become root."""
+    host: Callable[[int, Path], None] | None = None
+    """What happens to the host, given the process of the machine and the directory of its files."""
+    types: bool = False
+    """Whether the agent then types a character that guestd must type."""
+    outcome: str = "scored"
+    """`scored`, or the reason of the error that voids the episode."""
+    causes: frozenset[str] = frozenset({""})
+    score: float | None = 0
+
+
+def fill_host(_pid: int, directory: Path) -> None:
+    free_bytes = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
+    subprocess.run(["fallocate", "-l", str(free_bytes - 4096), directory / "filler"], check=True)
+
+
+def ended(*causes: str) -> frozenset[str]:
+    return frozenset(causes)
+
+
+CLIPBOARD_OWNER = "printf 42 | xclip -selection clipboard -i; pkill -STOP xclip"
+FILL_GUEST = "for size in 4G 1G 256M 64M 16M 4M 1M 64K 4K; do while fallocate -l $size f$RANDOM; do :; done; done"
+BIG_TITLE = (
+    "import xcffib, xcffib.xproto as x, time; c = xcffib.connect(); s = c.get_setup().roots[0]; w = c.generate_id();"
+    " c.core.CreateWindow(s.root_depth, w, s.root, 0, 0, 99, 99, 0, 1, s.root_visual, 0, []);"
+    " c.core.ChangeProperty(0, w, x.Atom.WM_NAME, x.Atom.STRING, 8, 70000, b'x' * 70000);"
+    " c.core.MapWindow(w); c.flush(); time.sleep(900)"
+)
+ENDLESS_TREE = (
+    "import gi; gi.require_version('Gtk', '3.0'); from gi.repository import Gtk; w = Gtk.Window(title='many');"
+    " g = Gtk.FlowBox(); [g.add(Gtk.Label(label=str(i))) for i in range(6000)]; w.add(g); w.show_all(); Gtk.main()"
+)
+ACTS = {
+    # Controls
+    "nothing": Act(),
+    "the task": Act(user="printf 42 > reply.txt", score=1),
+    "the task, by command": Act(task="command", user="printf 42 > reply.txt", score=1),
+    # Keys
+    "Alt+SysRq+O": Act(keys=(("alt", "printscreen", "o"),)),
+    "Alt+SysRq+B": Act(keys=(("alt", "printscreen", "b"),)),
+    "Alt+SysRq+C": Act(keys=(("alt", "printscreen", "c"),)),
+    "Alt+SysRq+K": Act(keys=(("alt", "printscreen", "k"),)),
+    "Ctrl+Alt+F2, Ctrl+Alt+Del": Act(keys=(("ctrl", "alt", "f2"), ("ctrl", "alt", "delete"))),
+    "Ctrl+Alt+Backspace": Act(keys=(("ctrl", "alt", "backspace"),)),
+    # The session
+    "kill guestd, then type": Act(user="pkill -9 -f guestd", types=True),
+    "stop guestd, then type": Act(user="pkill -STOP -f guestd", types=True),
+    "kill guestd, command": Act(task="command", user="pkill -9 -f guestd"),
+    "stop guestd, window": Act(task="window", user="pkill -STOP -f guestd"),
+    "kill all own processes": Act(user="kill -9 -1"),
+    "kill all own processes, then type": Act(user="kill -9 -1", types=True),
+    "stop all own processes, then type": Act(user="kill -STOP -1", types=True, causes=ended("", "SESSION_ENDED")),
+    "kill the window manager": Act(task="window", user="pkill -9 openbox", causes=ended("", "SESSION_ENDED")),
+    "kill the X server": Act(task="window", user="pkill -9 Xorg", causes=ended("", "SESSION_ENDED")),
+    "stop the X server": Act(task="window", user="pkill -STOP Xorg", causes=ended("SESSION_ENDED")),
+    "stop the clipboard's owner": Act(task="clipboard", user=CLIPBOARD_OWNER, causes=ended("SESSION_ENDED")),
+    "systemctl poweroff": Act(user="systemctl poweroff"),
+    # Resources
+    "fork bomb": Act(user="f() { f | f & }; f", causes=ended("", "UNRESPONSIVE", "SESSION_ENDED")),
+    "all memory": Act(user="tail /dev/zero", causes=ended("", "UNRESPONSIVE", "SESSION_ENDED")),
+    "disk quota": Act(user=f"dd if=/dev/urandom of=big bs=1M count={QUOTA_MIB + 100}; sync", causes=ended("DISK_FULL")),
+    "full guest disk": Act(user=FILL_GUEST),
+    # What checkers read
+    "link to /proc/kmsg": Act(user="ln -s /proc/kmsg reply.txt"),
+    "link to /proc/1/pagemap": Act(user="ln -s /proc/1/pagemap reply.txt"),
+    "link to /proc/1/mem": Act(user="ln -s /proc/1/mem reply.txt"),
+    "link to /dev/zero": Act(user="ln -s /dev/zero reply.txt"),
+    "flickering file": Act(user="while :; do printf 42 > reply.txt; rm reply.txt; done &"),
+    "growing file": Act(user="yes > reply.txt & sleep 0.2"),
+    "exchanged file": Act(user="printf 41 > a; while :; do ln -f a reply.txt; ln -sfn / reply.txt; done &", score=0),
+    "text that is slow to judge": Act(
+        task="ini", user="{ printf b; head -c 35000 /dev/zero | tr '\\0' ' '; echo c; } > reply.ini"
+    ),
+    "picture that is slow to judge": Act(
+        task="image", user="{ echo P6; yes '#' | head -c 16000000; } > reply.ppm"
+    ),
+    "70,000 files": Act(task="directory", user="mkdir many; cd many; seq 70000 | xargs touch"),
+    "window title of 70 KB": Act(task="window", user=f'python3 -c "{BIG_TITLE}" & sleep 3'),
+    "endless tree": Act(task="screen", user=f'python3 -c "{ENDLESS_TREE}" & sleep 20'),
+    "forged panic, without root": Act(user="echo 'Kernel panic - not syncing: x' > /dev/ttyS0"),
+    # Root
+    "power off, as the goal": Act(task="power", root="poweroff", causes=ended("POWER_OFF"), score=1),
+    "nothing, power off as the goal": Act(task="power"),
+    "reboot, power off as the goal": Act(task="power", root="reboot -f", causes=ended("REBOOT")),
+    "poweroff": Act(root="poweroff", causes=ended("POWER_OFF")),
+    "poweroff -f": Act(root="poweroff -f", causes=ended("POWER_OFF")),
+    "halt": Act(root="halt -f", causes=ended("POWER_OFF", "UNRESPONSIVE")),
+    "reboot": Act(root="reboot -f", causes=ended("REBOOT")),
+    "panic": Act(root="echo c > /proc/sysrq-trigger", causes=ended("PANIC")),
+    "forged panic": Act(root="echo 'Kernel panic - not syncing: x' > /dev/ttyS0"),
+    "stop the guest agent": Act(root="systemctl stop qemu-guest-agent", causes=ended("UNRESPONSIVE")),
+    "mask the guest agent": Act(root="systemctl mask --now qemu-guest-agent", causes=ended("UNRESPONSIVE")),
+    # The host
+    "SIGKILL of QEMU": Act(host=lambda pid, _: os.kill(pid, signal.SIGKILL), outcome="MACHINE_LOST", score=None),
+    "SIGSTOP of QEMU": Act(host=lambda pid, _: os.kill(pid, signal.SIGSTOP), outcome="LOSS_UNDECIDED", score=None),
+    "full host disk": Act(
+        user="(sleep 3; dd if=/dev/urandom of=big bs=1M count=64; sync) &",
+        host=fill_host, outcome="MACHINE_LOST", score=None,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def machines_dir(vm_state_dir: Path) -> Iterator[Path]:
+    """A disk for the machines that an act can fill."""
+    machines = vm_state_dir / "machines"
+    machines.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m,mode=0755", "tmpfs", machines], check=True)
+    yield machines
+    subprocess.run(["umount", "--lazy", machines], check=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(
+    cache_dir: Path, template_dir: Path, vm_state_dir: Path, machines_dir: Path
+) -> AsyncIterator[AsyncEnvClient]:
+    tasks = TypeAdapter(list[Task]).validate_python(
+        [
+            {"task_id": f"test/{name}", "instruction": "Write 42.", "level": 1, "checker": checker}
+            for name, checker in CHECKERS.items()
+        ]
+    )
+    settings = PoolSettings(name="desktop", capacity=1, size=1, allow_guest_access=True, disk_quota_mib=QUOTA_MIB)
+    image = ImageCatalogue(cache_dir).get(os.environ.get("ENVD_TEST_IMAGE", "desktop"))
+    directories = {"cache_dir": cache_dir, "template_dir": template_dir, "state_dir": vm_state_dir}
+    async with (
+        served_machines(settings, image, TaskCatalogue(tasks), **directories) as address,
+        AsyncEnvClient(address) as client,
+    ):
+        yield client
+
+
+async def play(episode: AsyncEpisode, act: Act, pid: int, directory: Path) -> tuple[str, str, float | None]:
+    """Return outcome, cause and score."""
+    long = timedelta(minutes=8)
+    try:
+        for chord in act.keys:
+            await episode.step(PressKeys(list(chord)))
+        for command, as_root in ((act.user, False), (act.root, True)):
+            if command:
+                # Apart from its caller, which it may end.
+                script = f"cd {HOME}; ({command}) </dev/null >/dev/null 2>&1"
+                script = f"(sleep 1; {script}) </dev/null >/dev/null 2>&1 &" if as_root else script
+                with suppress(EnvError):
+                    await episode.run_command(["bash", "-c", script], as_root=as_root, timeout=timedelta(seconds=90))
+        if act.host:
+            act.host(pid, directory)
+        with suppress(GuestEnded):
+            for _ in range(12):
+                if (await episode.step(Wait(timedelta(seconds=1)), timeout=long)).done:
+                    break
+            else:
+                if act.types:
+                    await episode.step(TypeText("ü"), timeout=long)
+                await episode.step(Done("42"), timeout=long)
+        evaluation = await episode.evaluate(timeout=long)
+    except EnvError as error:
+        return error.reason, "", None
+    return "scored", evaluation.guest_end_cause, evaluation.score
+
+
+@pytest.mark.parametrize("name", ACTS)
+async def test_an_act_ends_its_episode_as_its_owner_says(
+    client: AsyncEnvClient, vm_state_dir: Path, machines_dir: Path, name: str
+) -> None:
+    act = ACTS[name]
+    async with client.reset(f"test/{act.task}", view=View(encoding="none"), timeout=timedelta(minutes=9)) as episode:
+        [pid] = machine_pids(vm_state_dir).values()
+        try:
+            outcome, cause, score = await play(episode, act, pid, machines_dir)
+        finally:
+            (machines_dir / "filler").unlink(missing_ok=True)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+    print(f"\n| {name} | {outcome} | {cause} | {score} |")
+    assert (outcome, score) == (act.outcome, act.score)
+    assert cause in act.causes
