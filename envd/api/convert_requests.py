@@ -17,7 +17,16 @@ from envd.api.fields import int_in_range, limited, request_id_of, required, seco
 from envd.api.security.access import TRUSTED, Caller, Scope
 from envd.base.config import SettlePolicy
 from envd.base.errors import InvalidRequest, Unimplemented
-from envd.episodes.types import CheckpointCommand, ForkCommand, ResetCommand, StepCommand
+from envd.episodes.types import (
+    AutomaticCheckpoints,
+    CheckpointCommand,
+    CheckpointTrigger,
+    ForkCommand,
+    ResetCommand,
+    RollbackCommand,
+    ScoreCommand,
+    StepCommand,
+)
 from envd.guest.observation import A11yFormat, CursorMode, Encoding, ObservationOptions
 
 MAX_GROUP_SIZE = 64
@@ -74,6 +83,11 @@ _CURSORS: Mapping["env_pb2.CursorMode.ValueType", CursorMode] = {
     env_pb2.CURSOR_MODE_HIDDEN: CursorMode.HIDDEN,
     env_pb2.CURSOR_MODE_REPORTED: CursorMode.REPORTED,
 }
+_TRIGGERS: Mapping["env_pb2.CheckpointTrigger.ValueType", CheckpointTrigger] = {
+    env_pb2.CHECKPOINT_TRIGGER_BRANCH_POINT: CheckpointTrigger.BRANCH_POINT,
+    env_pb2.CHECKPOINT_TRIGGER_DONE: CheckpointTrigger.DONE,
+    env_pb2.CHECKPOINT_TRIGGER_FAILURE: CheckpointTrigger.FAILURE,
+}
 _A11Y_FORMATS: Mapping["env_pb2.A11yFormat.ValueType", A11yFormat] = {
     env_pb2.A11Y_FORMAT_UNSPECIFIED: A11yFormat.NONE,
     env_pb2.A11Y_FORMAT_OSWORLD_XML: A11yFormat.OSWORLD_XML,
@@ -117,6 +131,7 @@ def reset_command(
         settle=settle_policy(request.settle, "settle") if request.HasField("settle") else None,
         observe=observation_options(request.observation, "observation"),
         timeout_s=ready_timeout_s(request, time_remaining_s=time_remaining_s),
+        automatic=_automatic_checkpoints(request),
         fingerprint=fingerprint_of(request),
     )
 
@@ -146,6 +161,7 @@ def fork_command(
         max_machines=caller.max_machines,
         observe=observation_options(request.observation, "observation"),
         timeout_s=_ready_timeout_s(time_remaining_s),
+        epoch=_epoch_of(request),
         fingerprint=fingerprint_of(request),
     )
 
@@ -160,6 +176,36 @@ def checkpoint_command(request: env_pb2.CreateCheckpointRequest) -> CheckpointCo
         label=limited(request.label, "label"),
         ttl_s=None if ttl is None else seconds(ttl, "ttl", low=MIN_CHECKPOINT_TTL_S, high=MAX_CHECKPOINT_TTL_S),
         pinned=request.pinned,
+        epoch=_epoch_of(request),
+        fingerprint=fingerprint_of(request),
+    )
+
+
+def rollback_command(request: env_pb2.RollbackRequest) -> RollbackCommand:
+    """Convert a request for a rollback. Raises: InvalidRequest: a field is missing or out of range."""
+    return RollbackCommand(
+        request_id=request_id_of(request.request_id),
+        episode_id=episode_id_of(request.episode_id),
+        checkpoint_id=checkpoint_id_of(request.checkpoint_id),
+        epoch=_epoch_of(request),
+        observe=observation_options(request.observation, "observation"),
+        fingerprint=fingerprint_of(request),
+    )
+
+
+def score_command(
+    request: env_pb2.EvaluateRequest, *, time_remaining_s: float | None, caller: Caller = TRUSTED
+) -> ScoreCommand:
+    """Convert a request to score a checkpoint. Raises: InvalidRequest: a field is missing, malformed or set as well."""
+    if request.episode_id:
+        raise InvalidRequest("episode_id", "cannot be set with checkpoint_id; remove one of them")
+    return ScoreCommand(
+        request_id=request_id_of(request.request_id),
+        checkpoint_id=checkpoint_id_of(request.checkpoint_id),
+        owner=caller.name,
+        sees_all_owners=caller.scope is Scope.ADMIN,
+        max_machines=caller.max_machines,
+        timeout_s=_ready_timeout_s(time_remaining_s),
         fingerprint=fingerprint_of(request),
     )
 
@@ -184,6 +230,7 @@ def step_command(request: env_pb2.StepRequest, *, screen: Size | None, prefix: s
         actions=actions_from_proto(request.actions, scale=scale, field=f"{prefix}actions"),
         settle=settle_policy(request.settle, f"{prefix}settle") if request.HasField("settle") else None,
         observe=observation_options(request.observation, f"{prefix}observation", of_step=True),
+        epoch=_epoch_of(request, prefix),
         fingerprint=fingerprint_of(request),
     )
 
@@ -191,6 +238,11 @@ def step_command(request: env_pb2.StepRequest, *, screen: Size | None, prefix: s
 def episode_id_of(value: str, field: str = "episode_id") -> str:
     """Return an episode id. Raises: InvalidRequest."""
     return required(value, field, max_chars=64)
+
+
+def checkpoint_id_of(value: str) -> str:
+    """Return a checkpoint's id. Raises: InvalidRequest."""
+    return required(value, "checkpoint_id", max_chars=64)
 
 
 def keep_alive_of(request: env_pb2.KeepAliveRequest) -> tuple[list[str], float | None]:
@@ -347,6 +399,25 @@ def frames_request(request: env_pb2.StreamFramesRequest) -> tuple[str, Observati
         request.max_rate_hz, "max_rate_hz", default=DEFAULT_FRAME_RATE_HZ, low=1, high=MAX_FRAME_RATE_HZ
     )
     return episode_id_of(request.episode_id), options, rate_hz
+
+
+def _automatic_checkpoints(request: env_pb2.ResetRequest) -> AutomaticCheckpoints:
+    on = set()
+    for index, value in enumerate(request.checkpoint_on):
+        if value not in _TRIGGERS:
+            raise InvalidRequest(f"checkpoint_on[{index}]", f"{value} is not BRANCH_POINT, DONE or FAILURE")
+        on.add(_TRIGGERS[value])
+    every_steps = int_in_range(
+        request.checkpoint_every_steps, "checkpoint_every_steps", default=0, low=1, high=MAX_STEPS
+    )
+    return AutomaticCheckpoints(every_steps=every_steps, on=frozenset(on))
+
+
+def _epoch_of(
+    request: env_pb2.StepRequest | env_pb2.ForkRequest | env_pb2.CreateCheckpointRequest | env_pb2.RollbackRequest,
+    prefix: str = "",
+) -> int:
+    return int_in_range(request.epoch, f"{prefix}epoch", low=0, high=(1 << 31) - 1)
 
 
 def _region(message: env_pb2.Rect, field: str) -> Region:

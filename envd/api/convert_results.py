@@ -10,7 +10,16 @@ from cuaenv.region import Region
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import wire_duration
 from envd.episodes.checkpoints.store import Checkpoint
-from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, StepResult
+from envd.episodes.types import (
+    CheckpointTrigger,
+    EpisodeInfo,
+    EpisodeState,
+    EvaluateResult,
+    GroupResult,
+    RollbackResult,
+    ScoreResult,
+    StepResult,
+)
 from envd.guest.observation import (
     Elements,
     EncodedFrame,
@@ -31,6 +40,12 @@ _STATES = {
     EpisodeState.TERMINATED: env_pb2.Episode.STATE_TERMINATED,
     EpisodeState.TRUNCATED: env_pb2.Episode.STATE_TRUNCATED,
     EpisodeState.FAILED: env_pb2.Episode.STATE_FAILED,
+}
+_TRIGGERS: Mapping[str, "env_pb2.CheckpointTrigger.ValueType"] = {
+    CheckpointTrigger.STEPS.value: env_pb2.CHECKPOINT_TRIGGER_STEPS,
+    CheckpointTrigger.BRANCH_POINT.value: env_pb2.CHECKPOINT_TRIGGER_BRANCH_POINT,
+    CheckpointTrigger.DONE.value: env_pb2.CHECKPOINT_TRIGGER_DONE,
+    CheckpointTrigger.FAILURE.value: env_pb2.CHECKPOINT_TRIGGER_FAILURE,
 }
 _ENCODINGS: Mapping[Encoding, "env_pb2.Encoding.ValueType"] = {
     Encoding.PNG: env_pb2.ENCODING_PNG,
@@ -81,10 +96,19 @@ def step_response(result: StepResult) -> env_pb2.StepResponse:
     )
 
 
-def evaluate_response(result: EvaluateResult) -> env_pb2.EvaluateResponse:
+def rollback_response(result: RollbackResult) -> env_pb2.RollbackResponse:
+    """Return the response to a rollback."""
+    return env_pb2.RollbackResponse(
+        episode=episode_message(result.episode),
+        observation=observation_message(result.observation),
+        timings_ms=result.timings_ms,
+    )
+
+
+def evaluate_response(result: ScoreResult) -> env_pb2.EvaluateResponse:
     """Return the response to an evaluation."""
     return env_pb2.EvaluateResponse(
-        episode=episode_message(result.episode),
+        episode=episode_message(result.episode) if isinstance(result, EvaluateResult) else None,
         score=result.score,
         checks=[
             env_pb2.Check(name=check.name, score=check.score, evidence=_text(check.evidence)) for check in result.checks
@@ -121,6 +145,7 @@ def episode_message(info: EpisodeInfo, *, with_origin: bool = False) -> env_pb2.
         origin=origin,
         checkpoint_id=info.origin.checkpoint_id,
         tools=info.tools,
+        epoch=info.epoch,
     )
 
 
@@ -141,6 +166,8 @@ def checkpoint_message(checkpoint: Checkpoint) -> env_pb2.Checkpoint:
         create_time=_timestamp(checkpoint.create_time),
         expire_time=_timestamp(checkpoint.expire_time),
         pinned=checkpoint.pinned,
+        trigger=_TRIGGERS.get(checkpoint.trigger, env_pb2.CHECKPOINT_TRIGGER_UNSPECIFIED),
+        epoch=checkpoint.epoch,
     )
 
 

@@ -20,6 +20,7 @@ from envd.api.convert_requests import (
     MAX_FILE_BYTES,
     argv_of,
     checkpoint_command,
+    checkpoint_id_of,
     command_timeout_s,
     episode_id_of,
     file_data_of,
@@ -31,6 +32,8 @@ from envd.api.convert_requests import (
     keep_alive_of,
     observation_options,
     reset_command,
+    rollback_command,
+    score_command,
     settle_policy,
     step_command,
     task_ids_of,
@@ -44,11 +47,12 @@ from envd.api.convert_results import (
     observation_message,
     pool_messages,
     reset_response,
+    rollback_response,
     step_response,
     suite_of,
     task_message,
 )
-from envd.api.fields import int_in_range, request_id_of, required
+from envd.api.fields import int_in_range, request_id_of
 from envd.api.flow_control import AckTracker, forwarded, paced
 from envd.api.pages import page_of
 from envd.api.security.access import Caller, current_caller
@@ -137,7 +141,10 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         return response
 
     async def Evaluate(self, request: env_pb2.EvaluateRequest, context: Context) -> env_pb2.EvaluateResponse:
-        """Score an episode."""
+        """Score an episode or a checkpoint."""
+        if request.checkpoint_id:
+            command = score_command(request, time_remaining_s=_remaining_s(context), caller=current_caller())
+            return evaluate_response(await self._episodes.score(command))
         result = await self._episodes.evaluate(
             episode_id_of(request.episode_id),
             request_id=request_id_of(request.request_id),
@@ -161,6 +168,12 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         return env_pb2.CreateCheckpointResponse(
             checkpoint=checkpoint_message(result.checkpoint), timings_ms=result.timings_ms
         )
+
+    async def Rollback(self, request: env_pb2.RollbackRequest, context: Context) -> env_pb2.RollbackResponse:
+        """Put an episode back into the state of a checkpoint."""
+        result = await self._episodes.rollback(rollback_command(request))
+        self._remember_screen(request.episode_id, result.observation.frame)
+        return rollback_response(result)
 
     async def ListCheckpoints(
         self, request: env_pb2.ListCheckpointsRequest, context: Context
@@ -188,7 +201,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         self, request: env_pb2.DeleteCheckpointRequest, context: Context
     ) -> env_pb2.DeleteCheckpointResponse:
         """Delete a checkpoint."""
-        checkpoint_id = required(request.checkpoint_id, "checkpoint_id", max_chars=64)
+        checkpoint_id = checkpoint_id_of(request.checkpoint_id)
         await self._episodes.checkpoints.delete(checkpoint_id, current_caller().may_use)
         return env_pb2.DeleteCheckpointResponse()
 
@@ -196,7 +209,7 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
         self, request: env_pb2.ExportCheckpointRequest, context: Context
     ) -> AsyncIterator[env_pb2.ExportCheckpointResponse]:
         """Stream the archive of a checkpoint."""
-        checkpoint_id = required(request.checkpoint_id, "checkpoint_id", max_chars=64)
+        checkpoint_id = checkpoint_id_of(request.checkpoint_id)
         async with aclosing(self._episodes.checkpoints.exported(checkpoint_id, current_caller().may_use)) as pieces:
             async for data in pieces:
                 yield env_pb2.ExportCheckpointResponse(data=data)

@@ -97,6 +97,10 @@ class StepIndexMismatch(EnvdError, reason="STEP_INDEX_MISMATCH"):
     """`step_index` is not the index of the episode's next step."""
 
 
+class StaleEpoch(EnvdError, reason="STALE_EPOCH"):
+    """The episode was rolled back, so the call is one of an earlier epoch; it did nothing to the present one."""
+
+
 class PoolExhausted(RetryableError, reason="POOL_EXHAUSTED"):
     """No machine became free in time. Retry after `retry_after_s` with the same `request_id`."""
 

@@ -1,24 +1,16 @@
-"""Measures checkpoints, next to branches of the same episodes, and checks that a copy shows what was stored."""
+"""Measures checkpoints, next to branches of the same episodes, and checks that copies show what was stored."""
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from cuaenv.client import AsyncEpisode, Checkpoint
 from envd.bench.branch_parents import STEP_TIMEOUT, BranchParent
-from envd.bench.report import (
-    BenchReport,
-    Check,
-    Figure,
-    Target,
-    exempt_without_guests,
-    figure,
-    figures_of,
-    from_samples,
-    mib,
-)
+from envd.bench.report import BenchReport, Check, Target, exempt_without_guests, figure, figures_of, from_samples, mib
 from envd.bench.session import BenchSession, Steps
 
 #: The first machines of a process take longer: libvirt queries QEMU's capabilities.
@@ -27,29 +19,34 @@ _WARM_UPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFigures:
-    """Figures of the checkpoints of one episode; the targets are for a fresh desktop."""
+    """Figures of the checkpoints of a fresh desktop (light) and of one with an editor that was typed into."""
 
-    create_ms_p50: float = figure("CreateCheckpoint over gRPC on loopback", Target("<=", 120))
-    create_ms_p95: float = figure("The same")
-    parent_pause_ms_p50: float = figure("How long the episode was paused for the copy", Target("<=", 25))
-    branch_ms_p50: float = figure("Fork of the same episode in the same run, one child, for comparison")
-    reset_ms_p50: float = figure(
-        "Reset of one episode from the checkpoint, until the client has its first frame as PNG; the files are in the"
-        " page cache",
+    create_light_ms_p50: float = figure("CreateCheckpoint of a fresh desktop, over gRPC on loopback", Target("<=", 120))
+    create_editor_ms_p50: float = figure("The same of a desktop with an editor", Target("<=", 250))
+    parent_pause_light_ms_p50: float = figure("How long the fresh desktop was paused for the copy", Target("<=", 25))
+    parent_pause_editor_ms_p50: float = figure("The same of the desktop with an editor")
+    branch_light_ms_p50: float = figure("Fork of the fresh desktop in the same run, one child, for comparison")
+    branch_editor_ms_p50: float = figure("The same of the desktop with an editor")
+    reset_cached_ms_p50: float = figure(
+        "Reset of one episode from the fresh desktop's checkpoint, until the client has its first frame as PNG; its"
+        " files are in the page cache",
         Target("<=", 150),
     )
-    reset_ms_p95: float = figure("The same")
-    size_mib_p50: float | None = figure("Size of the checkpoint on disk", Target("<=", 8))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DepthFigures:
-    """Figures of checkpoints of checkpoints."""
-
-    deep_reset_ms_p50: float = figure(
-        "Reset from the last checkpoint of a chain, each made in an episode of the one before"
+    reset_cold_ms_p50: float = figure("The same; its files are not in the page cache", Target("<=", 400))
+    reset_editor_cached_ms_p50: float = figure("As reset_cached, of the desktop with an editor")
+    reset_editor_cold_ms_p50: float = figure("As reset_cold, of the desktop with an editor")
+    rollback_ms_p50: float = figure(
+        "Rollback of the fresh desktop to its checkpoint, until the client has the frame; a machine is ready",
+        Target("<=", 150),
     )
-    deep_to_first_ratio: float = figure("The same, divided by a reset from the chain's first one", Target("<=", 1.3))
+    rollback_editor_ms_p50: float = figure("The same of the desktop with an editor")
+    light_mib: float = figure("Size of the fresh desktop's checkpoint on disk, median", Target("<=", 8))
+    editor_mib: float = figure("The same of the desktop with an editor", Target("<=", 32))
+    depth_32_over_1: float = figure(
+        "Reset from the last checkpoint of a chain of `depth`, each made in an episode of the one before, divided by"
+        " one from its first",
+        Target("<=", 1.3),
+    )
 
 
 def step_count(repetitions: int, depth: int) -> int:
@@ -75,13 +72,10 @@ async def measure_checkpoints(
         BenchFailed: A response was wrong.
     """
     conditions = bench.conditions(repetitions=repetitions, light_task=light_task_id, task=parent.task_id, depth=depth)
-    exempt = exempt_without_guests(conditions)
-    figures: list[Figure] = []
-    all_samples: dict[str, list[float]] = {}
+    samples: dict[str, list[float]] = defaultdict(list)
     checks: list[Check] = []
-    for prefix, who, task_id in (("light_", "a fresh desktop", light_task_id), ("", parent.who, parent.task_id)):
+    for kind, who, task_id in (("light", "a fresh desktop", light_task_id), ("editor", parent.who, parent.task_id)):
         steps.begin(f"storing {who}")
-        samples: dict[str, list[float]] = defaultdict(list)
         async with bench.reset(task_id) as episode:
             if task_id == parent.task_id:
                 await parent.begin(bench, episode)
@@ -90,54 +84,81 @@ async def measure_checkpoints(
                     await parent.advance(episode, f"{number} ")
                 else:
                     await episode.step(parent.nudge(number), timeout=STEP_TIMEOUT)
-                check = await _measure(bench, episode, parent, number, samples if number >= 0 else defaultdict(list))
+                kept = samples if number >= 0 else defaultdict(list)
+                check = await _measure(bench, episode, parent, number, kept, kind=kind)
                 steps.done(f"storing {who}")
-        checks.append(replace(check, name=f"{prefix}{check.name}"))
-        figures += figures_of(
-            from_samples(CheckpointFigures, samples),
-            name=f"{prefix}{{}}",
-            meaning=f"{who}: {{}}",
-            exempt=exempt,
-            has_targets=task_id == light_task_id,
-        )
-        all_samples |= {f"{prefix}{name}": values for name, values in samples.items()}
-    first_ms, deep_ms = await _measure_depth(
+        checks.append(replace(check, name=f"{kind}_{check.name}"))
+    samples["first_reset_ms"], samples["deep_reset_ms"] = await _measure_depth(
         bench, light_task_id, parent=parent, repetitions=repetitions, depth=depth, steps=steps
     )
-    deep = from_samples(
-        DepthFigures, {"deep_reset_ms": deep_ms}, deep_to_first_ratio=_median(deep_ms) / _median(first_ms)
+    figures = from_samples(
+        CheckpointFigures,
+        samples,
+        light_mib=_median(samples["light_mib"]),
+        editor_mib=_median(samples["editor_mib"]),
+        depth_32_over_1=_median(samples["deep_reset_ms"]) / _median(samples["first_reset_ms"]),
     )
-    figures += figures_of(deep, exempt=exempt)
-    all_samples |= {"first_reset_ms": first_ms, "deep_reset_ms": deep_ms}
     return BenchReport(
-        benchmark="checkpoint", conditions=conditions, figures=figures, checks=tuple(checks), samples=all_samples
+        benchmark="checkpoint",
+        conditions=conditions,
+        figures=figures_of(figures, exempt=exempt_without_guests(conditions)),
+        checks=tuple(checks),
+        samples=samples,
     )
 
 
 async def _measure(
-    bench: BenchSession, episode: AsyncEpisode, parent: BranchParent, number: int, samples: dict[str, list[float]]
+    bench: BenchSession,
+    episode: AsyncEpisode,
+    parent: BranchParent,
+    number: int,
+    samples: dict[str, list[float]],
+    *,
+    kind: str,
 ) -> Check:
-    """Measure one checkpoint and a branch, and check that a copy shows what the episode showed."""
+    """Measure one checkpoint and a branch, and check that a copy and a rollback show what the episode showed."""
+    infix = "" if kind == "light" else f"{kind}_"
     await bench.refilled(leased_count=1)
     begin_s = time.perf_counter()
     async with bench.client.fork(episode, count=1):
-        samples["branch_ms"].append((time.perf_counter() - begin_s) * 1000)
+        samples[f"branch_{kind}_ms"].append(_since_ms(begin_s))
     begin_s = time.perf_counter()
     checkpoint = await episode.checkpoint()
-    samples["create_ms"].append((time.perf_counter() - begin_s) * 1000)
-    samples["parent_pause_ms"].append(checkpoint.timings_ms["pause"])
-    samples["size_mib"].append(mib(checkpoint.size_bytes))
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(bench.client.delete_checkpoint, checkpoint)
-        copy, reset_ms = await _reset(bench, checkpoint, stack, leased_count=1)
-        samples["reset_ms"].append(reset_ms)
-        shown = copy.observation.frame_id
-        await copy.step(parent.nudge(number), timeout=STEP_TIMEOUT)
+    samples[f"create_{kind}_ms"].append(_since_ms(begin_s))
+    samples[f"parent_pause_{kind}_ms"].append(checkpoint.timings_ms["pause"])
+    samples[f"{kind}_mib"].append(mib(checkpoint.size_bytes))
+    shown: list[str] = []
+    async with AsyncExitStack() as kept:
+        kept.push_async_callback(bench.client.delete_checkpoint, checkpoint)
+        for name in ("cached", "cold"):
+            if name == "cold":
+                _drop_cache(bench.daemon.config.checkpoint_dir / checkpoint.checkpoint_id)
+            async with AsyncExitStack() as stack:
+                copy, reset_ms = await _reset(bench, checkpoint, stack, leased_count=1)
+                samples[f"reset_{infix}{name}_ms"].append(reset_ms)
+                shown.append(copy.observation.frame_id)
+                await copy.step(parent.nudge(number), timeout=STEP_TIMEOUT)
+        await bench.refilled(leased_count=1)
+        begin_s = time.perf_counter()
+        shown.append((await episode.rollback(checkpoint)).frame_id)
+        samples[f"rollback_{infix}ms"].append(_since_ms(begin_s))
     return Check(
-        name="copy_shows_the_same",
-        passed=shown == checkpoint.frame_id,
-        evidence=f"the first frame of a copy is {shown}, stored was {checkpoint.frame_id}; the copy took a step",
+        name="copies_show_the_same",
+        passed=set(shown) == {checkpoint.frame_id},
+        evidence=f"two copies, which took a step, and a rollback showed {', '.join(sorted(set(shown)))}; stored was"
+        f" {checkpoint.frame_id}",
     )
+
+
+def _drop_cache(directory: Path) -> None:
+    """Remove the files of a directory, which are on the disk, from the page cache."""
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _since_ms(begin_s: float) -> float:
+    return (time.perf_counter() - begin_s) * 1000
 
 
 async def _reset(
@@ -146,7 +167,7 @@ async def _reset(
     await bench.refilled(leased_count=leased_count)
     begin_s = time.perf_counter()
     copy = await stack.enter_async_context(bench.client.reset(checkpoint))
-    return copy, (time.perf_counter() - begin_s) * 1000
+    return copy, _since_ms(begin_s)
 
 
 async def _measure_depth(

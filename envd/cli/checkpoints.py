@@ -28,7 +28,8 @@ from envd.cli.remote import (
 )
 
 app = typer.Typer(
-    no_args_is_help=True, help="List, delete, export and import checkpoints: states of episodes that outlive them."
+    no_args_is_help=True,
+    help="List, open, delete, export and import checkpoints: states of episodes that outlive them.",
 )
 
 
@@ -53,6 +54,59 @@ def list_(
         out.print(table(found, now=datetime.now(UTC)))
     else:
         err.print("no checkpoints")
+
+
+@app.command("show")
+@reports_errors
+def show(
+    *,
+    checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
+    envd: Target = DEFAULT_TARGET,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: Json = False,
+) -> None:
+    """Show one checkpoint, and those that it descends from, the nearest first."""
+    found = asyncio.run(_list(envd, tls_ca, tls_cert, tls_key))
+    (checkpoint,) = _named([checkpoint_id], found)
+    fields = {**_fields(checkpoint), "ancestors": _ancestors(checkpoint, found)}
+    if as_json:
+        emit_json(fields)
+        return
+    for key, value in fields.items():
+        text = " ".join(value) if isinstance(value, list) else str(value)
+        out.print(f"{key:<21} {printable(text)}".rstrip(), markup=False, soft_wrap=True)
+
+
+@app.command("open")
+@reports_errors
+def open_(
+    *,
+    checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
+    envd: Target = DEFAULT_TARGET,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Open an episode in the state of a checkpoint until Ctrl-C, for the console or `envd forward`. Prints its id."""
+
+    async def hold() -> None:
+        async with open_client(envd, ca=tls_ca, cert=tls_cert, key=tls_key) as client:
+            (checkpoint,) = _named([checkpoint_id], await client.list_checkpoints(timeout=CALL_TIMEOUT))
+            async with client.reset(checkpoint) as episode:
+                out.print(episode.episode_id)
+                err.print(
+                    f"{episode.task_id} at step {episode.step_count}; the daemon's console shows it; Ctrl-C closes it",
+                    markup=False,
+                    soft_wrap=True,
+                )
+                await asyncio.Event().wait()
+
+    try:
+        asyncio.run(hold())
+    except KeyboardInterrupt:
+        err.print("closed")
 
 
 @app.command("delete")
@@ -156,6 +210,17 @@ async def _import(file: Path, target: str, **tls: Path | None) -> Checkpoint:
             raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
 
 
+def _ancestors(checkpoint: Checkpoint, found: Sequence[Checkpoint]) -> list[str]:
+    """Return the ids of the checkpoints that one descends from; the last one may have been removed."""
+    parents = {each.checkpoint_id: each.parent_checkpoint_id for each in found}
+    ids: list[str] = []
+    parent = checkpoint.parent_checkpoint_id
+    while parent and parent not in ids:
+        ids.append(parent)
+        parent = parents.get(parent, "")
+    return ids
+
+
 def _fields(checkpoint: Checkpoint) -> dict[str, Any]:
     times = {name: getattr(checkpoint, name).isoformat(timespec="seconds") for name in ("create_time", "expire_time")}
     fields = {name: value for name, value in asdict(checkpoint).items() if name != "timings_ms"}
@@ -177,7 +242,7 @@ def table(checkpoints: Sequence[Checkpoint], *, now: datetime) -> Table:
             f"{each.step_count}/{each.max_steps}",
             f"{each.size_bytes / (1 << 20):.1f}",
             since(each.create_time, now),
-            since(now, each.expire_time) + (" pinned" if each.pinned else ""),
+            since(now, each.expire_time) + (" pinned" if each.pinned else f" {each.trigger}" if each.trigger else ""),
         )
         shown.add_row(*(Text(printable(cell)) for cell in cells))
     return shown

@@ -128,9 +128,10 @@ def episode_fields(episode: EpisodeInfo) -> dict[str, object]:
 def episode_table(episodes: Sequence[EpisodeInfo], *, now: datetime) -> Table:
     """Return a table of episodes, with a column for hosts if there are several."""
     has_hosts = len({episode.host for episode in episodes}) > 1
-    columns = ("episode", "state", "task", "pool", "run", "step", "age", "lease", *(["host"] * has_hosts))
+    columns = ("episode", "state", "task", "pool", "run", "step", "epoch", "age", "lease", *(["host"] * has_hosts))
     table = Table(*columns, box=None, pad_edge=False)
-    table.columns[5].justify = table.columns[6].justify = table.columns[7].justify = "right"
+    for column in table.columns[5:9]:
+        column.justify = "right"
     table.columns[0].no_wrap = True
     for episode in episodes:
         row = (
@@ -140,6 +141,7 @@ def episode_table(episodes: Sequence[EpisodeInfo], *, now: datetime) -> Table:
             episode.pool,
             episode.run or "-",
             f"{episode.step_count}/{episode.max_steps}",
+            str(episode.epoch),
             since(episode.create_time, now),
             since(now, episode.expire_time),
             *([episode.host] * has_hosts),

@@ -50,6 +50,9 @@ class _Demonstration:
             self.steps.append(step.performed)
             self.stepped_now.set()
 
+    def rolled_back(self, episode: Episode) -> None:
+        """Do nothing."""
+
     def scored(self, episode: Episode) -> None:
         """Do nothing."""
 

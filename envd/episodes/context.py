@@ -6,13 +6,19 @@ from dataclasses import dataclass
 
 from envd.base.clock import Clock
 from envd.base.config import LimitsConfig, SettlePolicy
-from envd.base.errors import EnvdError
+from envd.base.errors import Draining, EnvdError
 from envd.base.telemetry import traces
 from envd.base.telemetry.metrics import Metrics
 from envd.episodes.episode import Episode
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.registry import EpisodeRegistry
+from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
+
+
+def draining_error() -> Draining:
+    """Return the error for calls that a stopping daemon no longer starts."""
+    return Draining("the daemon is draining and opens no more episodes; try another host", retry_after_s=1.0)
 
 
 class Stopwatch:
@@ -48,21 +54,23 @@ class EpisodeContext:
     metrics: Metrics
 
     @asynccontextmanager
-    async def awake(self, episode: Episode, watch: Stopwatch) -> AsyncIterator[None]:
-        """Keep the guest running during the block; if it was paused, `resume` is a phase of `watch`.
+    async def awake(self, episode: Episode, watch: Stopwatch) -> AsyncIterator[LeasedMachine]:
+        """Keep the guest running during the block; yields its machine. Resuming it is the phase `resume` of `watch`.
 
         A guest that does not resume voids the episode. Raises: MachineLost.
         """
+        machine = episode.machine
         async with AsyncExitStack() as stack:
             try:
-                resume_ms = await stack.enter_async_context(episode.machine.running())
+                resume_ms = await stack.enter_async_context(machine.running())
             except EnvdError as error:
-                await self.registry.lose(episode, error)
-                episode.require_machine()
+                if machine is episode.machine:  # it was not rolled back meanwhile
+                    await self.registry.lose(episode, error)
+                    episode.require_machine()
                 raise
             if resume_ms > 0:  # otherwise its time counts toward the next phase
                 watch.lap("resume")
-            yield
+            yield machine
 
     def settle_policy(self, episode: Episode, requested: SettlePolicy | None) -> SettlePolicy:
         """Return when the episode's screen counts as settled, with the regions that its pool ignores."""

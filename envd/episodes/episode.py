@@ -7,13 +7,31 @@ from datetime import datetime, timedelta
 from cuaenv.actions import Done, Fail, Tool
 from envd.base.clock import Clock
 from envd.base.config import SettlePolicy
-from envd.base.errors import EpisodeEnded, EvaluatorFailed, GuestEnded, LossUndecided, MachineLost, StepIndexMismatch
+from envd.base.errors import (
+    EpisodeEnded,
+    EvaluatorFailed,
+    GuestEnded,
+    LossUndecided,
+    MachineLost,
+    StaleEpoch,
+    StepIndexMismatch,
+)
 from envd.base.losses import ENDS_MACHINE
 from envd.episodes.checkpoints.store import CheckpointResult
 from envd.episodes.control import HumanControl
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
-from envd.episodes.types import EpisodeInfo, EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
+from envd.episodes.types import (
+    NO_CHECKPOINTS,
+    AutomaticCheckpoints,
+    EpisodeInfo,
+    EpisodeState,
+    EvaluateResult,
+    GroupResult,
+    Origin,
+    RollbackResult,
+    StepResult,
+)
 from envd.pool.leased import LeasedMachine
 from envd.tasks.model import Task, offered_tools
 from envd.tasks.user import Exchange
@@ -52,14 +70,20 @@ class Episode:
     """What its pool allows in any task."""
     asked: tuple[Exchange, ...] = ()
     """What the agent has asked the task's user."""
+    rollbacks: Ledger[RollbackResult]
+    automatic: AutomaticCheckpoints = NO_CHECKPOINTS
     step_count: int = 0
     """Number of steps performed, which is the index of the next step."""
+    epoch: int = 1
+    """Increases with each rollback, so that calls of an earlier attempt are recognised."""
+    last_checkpoint_id: str = ""
+    """The checkpoint that its present state descends from; empty if none."""
     verdict: EvaluateResult | EvaluatorFailed | None = None
     """The result of the checkers, which run once."""
     last_action: Done | Fail | None = None
     """The action with which the agent ended the episode."""
     state: EpisodeState = EpisodeState.ACTIVE
-    """Changed only by `end`."""
+    """Changed only by `end` and `go_back`."""
     end_reason: str = ""
     """Why it is no longer active, UPPER_SNAKE; empty while it is."""
     cause: str = ""
@@ -118,6 +142,26 @@ class Episode:
             self.end(EpisodeState.TRUNCATED, "MAX_STEPS")
         return self.state is not EpisodeState.ACTIVE
 
+    def go_back(self, machine: LeasedMachine, *, step_count: int, checkpoint_id: str) -> None:
+        """Continue in the state of a checkpoint, on a machine that has it. The caller releases the machine before."""
+        self.machine, self.step_count, self.last_checkpoint_id = machine, step_count, checkpoint_id
+        self.epoch += 1
+        self.verdict = self.last_action = None
+        self.human.actions.clear()
+        self.state, self.end_reason, self.cause = EpisodeState.ACTIVE, "", ""
+
+    def stale_error(self) -> StaleEpoch:
+        """Return the error for calls of an earlier epoch."""
+        return StaleEpoch(
+            f"episode {self.episode_id}: rolled back, and now in epoch {self.epoch} at step {self.step_count}; continue"
+            " from there, or abandon the episode"
+        )
+
+    def require_epoch(self, epoch: int) -> None:
+        """Check the epoch of a call; 0 fits any. Raises: StaleEpoch."""
+        if epoch not in (0, self.epoch):
+            raise self.stale_error()
+
     def require_machine(self) -> None:
         """Check that the episode still has its machine and guest. Raises: MachineLost, GuestEnded."""
         if self.guest_end_cause:
@@ -132,8 +176,13 @@ class Episode:
                 " void the sample, close the episode and reset a new one"
             )
 
-    def require_step(self, step_index: int) -> None:
-        """Check that the episode accepts this step. Raises: MachineLost, EpisodeEnded, StepIndexMismatch."""
+    def require_step(self, step_index: int, *, epoch: int = 0) -> None:
+        """Check that the episode accepts this step.
+
+        Raises:
+            StaleEpoch, MachineLost, EpisodeEnded, StepIndexMismatch: It does not.
+        """
+        self.require_epoch(epoch)
         self.require_machine()
         if self.state is not EpisodeState.ACTIVE:
             raise EpisodeEnded(
@@ -167,4 +216,5 @@ class Episode:
             origin=self.origin,
             owner=self.owner,
             tools=self.tools,
+            epoch=self.epoch,
         )

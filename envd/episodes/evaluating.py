@@ -6,6 +6,7 @@ from dataclasses import replace
 from envd.base.errors import EnvdError, EvaluatorFailed, MachineLost
 from envd.base.losses import ENDS_MACHINE, Owner
 from envd.base.telemetry import traces
+from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.losing import find_loss
@@ -21,8 +22,11 @@ logger = logging.getLogger(__name__)
 class Evaluating:
     """The `evaluate` call of an episode service."""
 
-    def __init__(self, context: EpisodeContext, *, run_checkers: RunCheckers) -> None:
+    def __init__(
+        self, context: EpisodeContext, automatic: AutomaticCheckpointing, *, run_checkers: RunCheckers
+    ) -> None:
         self._context = context
+        self._automatic = automatic
         self._run_checkers = run_checkers
 
     async def evaluate(self, episode_id: str, *, request_id: str, fingerprint: bytes) -> EvaluateResult:
@@ -55,8 +59,10 @@ class Evaluating:
             await context.journal.begin(request)
             if episode.state is EpisodeState.ACTIVE:
                 context.registry.end(episode, EpisodeState.TRUNCATED, "EVALUATED")
+            end_copy, score = await self._automatic.before_evaluation(episode), None
             try:
                 evaluation = await self._score_or_zero(episode, watch)
+                score = evaluation.score
                 watch.lap("evaluate")
             except EnvdError as error:
                 if isinstance(error, EvaluatorFailed):
@@ -66,6 +72,8 @@ class Evaluating:
                     context.journal.forget_answer(EVALUATE, episode.episode_id, request.request_id)
                 context.count_failure(episode, "evaluate", error)
                 raise
+            finally:
+                end_copy(score == 0)
             episode.lease.renew(context.clock.monotonic())
             episode.verdict = EvaluateResult(
                 episode=episode.info(context.clock),

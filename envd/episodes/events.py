@@ -31,6 +31,8 @@ class PerformedStep:
     """Result of each performed action that used a tool."""
     view: ScreenView | None
     """The screen after the step; None while its display is being connected again."""
+    is_rolled_back: bool = False
+    """Whether a later rollback took it back."""
     performed: tuple[Action, ...] = ()
     """The actions that were performed."""
     source: str = "agent"
@@ -45,6 +47,9 @@ class EpisodeObserver(Protocol):
 
     def stepped(self, episode: Episode, step: PerformedStep) -> None:
         """A step was performed; `episode` has its state after it."""
+
+    def rolled_back(self, episode: Episode) -> None:
+        """An episode was put back to its present step and epoch; steps from there on no longer count."""
 
     def scored(self, episode: Episode) -> None:
         """The checkers ran; `episode.verdict` is the result."""
@@ -122,6 +127,10 @@ class EpisodeEvents:
             source=source,
         )
         self._each(lambda observer: observer.stepped(episode, step))
+
+    def rolled_back(self, episode: Episode) -> None:
+        """Report a rollback."""
+        self._each(lambda observer: observer.rolled_back(episode))
 
     def scored(self, episode: Episode) -> None:
         """Report the checkers' result."""

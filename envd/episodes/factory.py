@@ -7,17 +7,17 @@ from typing import Self, TypedDict, TypeVar
 
 from envd.base.clock import Clock
 from envd.base.config import SettlePolicy
-from envd.base.errors import EpisodeEnded, HumanInControl, InvalidRequest, StepIndexMismatch, StoreError
+from envd.base.errors import EpisodeEnded, HumanInControl, InvalidRequest, StaleEpoch, StepIndexMismatch, StoreError
 from envd.base.store.statements import EpisodeRow
 from envd.episodes.checkpoints.store import CheckpointResult
 from envd.episodes.episode import Episode
 from envd.episodes.lease import Lease
 from envd.episodes.ledger import Ledger
 from envd.episodes.members import Group, Member
-from envd.episodes.persistence.journal import CHECKPOINT, EVALUATE, FORK, STEP, Journal
+from envd.episodes.persistence.journal import CHECKPOINT, EVALUATE, FORK, ROLLBACK, STEP, Journal
 from envd.episodes.persistence.records import EpisodeSnapshot
 from envd.episodes.registry import EpisodeRegistry
-from envd.episodes.types import EvaluateResult, GroupResult, StepResult
+from envd.episodes.types import AutomaticCheckpoints, EvaluateResult, GroupResult, RollbackResult, StepResult
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 from envd.tasks.model import Task
@@ -43,6 +43,9 @@ class EpisodeParams:
     asked: tuple[Exchange, ...] = ()
     settle: SettlePolicy
     lease_ttl_s: float
+    automatic: AutomaticCheckpoints
+    last_checkpoint_id: str = ""
+    """The checkpoint that their state descends from; empty if none."""
 
     @classmethod
     def of_fork(cls, parent: Episode, *, step_count: int, lease_ttl_s: float) -> Self:
@@ -58,6 +61,8 @@ class EpisodeParams:
             asked=parent.asked,
             settle=parent.settle,
             lease_ttl_s=lease_ttl_s,
+            automatic=parent.automatic,
+            last_checkpoint_id=parent.last_checkpoint_id,
         )
 
 
@@ -70,6 +75,7 @@ class _Ledgers(TypedDict):
     evaluations: Ledger[EvaluateResult]
     forks: Ledger[GroupResult]
     checkpoints: Ledger[CheckpointResult]
+    rollbacks: Ledger[RollbackResult]
 
 
 class EpisodeFactory:
@@ -107,6 +113,8 @@ class EpisodeFactory:
             pool_tools=pool.settings.tools,
             asked=params.asked,
             settle=params.settle,
+            automatic=params.automatic,
+            last_checkpoint_id=params.last_checkpoint_id,
             machine=member.machine,
             lease=Lease(ttl_s=params.lease_ttl_s, now_s=self._clock.monotonic()),
             create_time=self._clock.now(),
@@ -145,7 +153,10 @@ class EpisodeFactory:
             step_count=row.step_count,
             pool_tools=pool.settings.tools,
             asked=snapshot.asked,
+            epoch=row.epoch,
+            last_checkpoint_id=row.last_checkpoint_id,
             settle=snapshot.settle,
+            automatic=snapshot.automatic,
             machine=machine,
             lease=lease,
             create_time=snapshot.create_time,
@@ -162,12 +173,15 @@ class EpisodeFactory:
     def _new_ledgers(self, episode_id: str) -> _Ledgers:
         return {
             "steps": self._new_ledger(
-                episode_id, STEP, (StepIndexMismatch, EpisodeEnded, HumanInControl, InvalidRequest, StoreError)
+                episode_id,
+                STEP,
+                (StaleEpoch, StepIndexMismatch, EpisodeEnded, HumanInControl, InvalidRequest, StoreError),
             ),
-            "evaluations": self._new_ledger(episode_id, EVALUATE, (HumanInControl, StoreError)),
-            # A failed fork opened no episode, and a failed checkpoint left nothing: a retry may run them again.
+            "evaluations": self._new_ledger(episode_id, EVALUATE, (StaleEpoch, HumanInControl, StoreError)),
+            # If they failed, they opened, stored or changed nothing: a retry may run them again.
             "forks": self._new_ledger(episode_id, FORK, (Exception,)),
             "checkpoints": self._new_ledger(episode_id, CHECKPOINT, (Exception,)),
+            "rollbacks": self._new_ledger(episode_id, ROLLBACK, (Exception,)),
         }
 
     def _new_ledger(self, episode_id: str, kind: str, without_effect: tuple[type[Exception], ...]) -> Ledger[T]:

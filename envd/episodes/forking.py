@@ -14,14 +14,19 @@ from envd.episodes.episode import Episode
 from envd.episodes.members import Group, fork_all, observe_all
 from envd.episodes.perform import check_region
 from envd.episodes.registry import EpisodeRegistry
-from envd.episodes.task_states import TaskStates
 from envd.episodes.types import ForkCommand
 from envd.pool.leased import FrozenDesktop, Reservation
 from envd.pool.pool import Pool
 
 
 async def fork_group(
-    pool: Pool, parent: Episode, command: ForkCommand, *, registry: EpisodeRegistry, states: TaskStates, clock: Clock
+    pool: Pool,
+    parent: Episode,
+    command: ForkCommand,
+    *,
+    registry: EpisodeRegistry,
+    last_use: Callable[[FrozenDesktop], Callable[[], None]],
+    clock: Clock,
 ) -> Group:
     """Copy an episode's machine, all copies or none. The caller keeps the parent's lease from expiring.
 
@@ -34,7 +39,7 @@ async def fork_group(
         parent: The episode to fork.
         command: The request.
         registry: The parent's registry.
-        states: Discards the frozen state.
+        last_use: Gets the frozen state at once; returns what to call after the last fork, which discards it.
         clock: Source of time.
 
     Raises:
@@ -63,35 +68,42 @@ async def fork_group(
         frozen = await freeze_at(
             pool, parent, command.step_index, registry=registry, check=lambda: _check(parent, command)
         )
+        release = last_use(frozen)
         try:
             return await _start_copies(pool, command, granted.reservations, frozen, watch=watch, clock=clock)
         except MachineLost as error:
             # A copy died, which the caller does not know yet: do not blame the parent.
             raise SetupFailed(f"fork of episode {command.episode_id}: {error}") from error
         finally:
-            states.discard(frozen)
+            release()
     except BaseException:
         await pool.release(granted.reservations)
         raise
 
 
 def _check(parent: Episode, command: ForkCommand) -> None:
-    parent.require_step(command.step_index)
+    parent.require_step(command.step_index, epoch=command.epoch)
     check_region(command.observe, parent.machine.desktop.screen_size)
 
 
 async def freeze_at(
-    pool: Pool, episode: Episode, step_index: int, *, registry: EpisodeRegistry, check: Callable[[], None] | None = None
+    pool: Pool,
+    episode: Episode,
+    step_index: int,
+    *,
+    registry: EpisodeRegistry,
+    epoch: int = 0,
+    check: Callable[[], None] | None = None,
 ) -> FrozenDesktop:
     """Freeze an episode's machine when no other call uses it, if the episode is at this step; `check` may refuse.
 
     Raises:
-        EpisodeEnded, StepIndexMismatch: It is not at this step.
+        StaleEpoch, EpisodeEnded, StepIndexMismatch: It is not at this step.
         NotForkable, HypervisorError: Its state could not be copied.
         MachineLost, GuestUnresponsive, GuestError: Its machine or guest failed; the episode is void.
     """
     async with episode.turn:
-        episode.require_step(step_index)
+        episode.require_step(step_index, epoch=epoch)
         if check is not None:
             check()
         try:

@@ -93,11 +93,11 @@ class GuestAccess:
             # Only opening it is a call: a call keeps its lease for longer than a connection without bytes may.
             async with context.registry.call(episode, renews=True):
                 episode.require_machine()
-                await held.enter_async_context(context.awake(episode, Stopwatch(context.clock)))
-                streams = await episode.machine.desktop.open_port(port)
+                machine = await held.enter_async_context(context.awake(episode, Stopwatch(context.clock)))
+                streams = await machine.desktop.open_port(port)
             context.journal.save_lease(episode)
             async with PortConnection(
-                context, episode, streams, held=held, port=port, idle_timeout_s=idle_timeout_s
+                context, episode, machine, streams, held=held, port=port, idle_timeout_s=idle_timeout_s
             ) as connection:
                 yield connection
 
@@ -130,6 +130,6 @@ class GuestAccess:
         episode = self._accessible(episode_id)
         async with context.registry.call(episode, renews=True):
             episode.require_machine()
-            async with context.awake(episode, Stopwatch(context.clock)):
-                yield episode.machine.desktop
+            async with context.awake(episode, Stopwatch(context.clock)) as machine:
+                yield machine.desktop
         context.journal.save_lease(episode)

@@ -6,18 +6,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from envd.base.errors import (
-    Draining,
     EnvdError,
     EpisodeEnded,
     InvalidRequest,
     RequestIdReused,
     SetupFailed,
+    StaleEpoch,
     StepIndexMismatch,
     StoreError,
 )
+from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.checkpoints.calls import Checkpointing
 from envd.episodes.checkpoints.store import CheckpointStore
-from envd.episodes.context import EpisodeContext
+from envd.episodes.context import EpisodeContext, draining_error
 from envd.episodes.episode import Episode
 from envd.episodes.factory import EpisodeFactory, EpisodeParams
 from envd.episodes.forking import fork_group
@@ -28,7 +29,7 @@ from envd.episodes.persistence.journal import FORK, RESET, Request
 from envd.episodes.quotas import MachineQuotas
 from envd.episodes.resetting import RunSetup, choose_pool, reset_group
 from envd.episodes.task_states import TaskStates
-from envd.episodes.types import ForkCommand, GroupResult, ResetCommand
+from envd.episodes.types import CheckpointTrigger, ForkCommand, GroupResult, ResetCommand
 from envd.guest.observation import ObservationOptions
 from envd.pool.pool import Pool
 from envd.tasks.catalogue import TaskCatalogue
@@ -56,10 +57,13 @@ class Opening:
         self._factory = factory
         self._tasks = tasks
         self._run_setup = run_setup
-        self._quotas = MachineQuotas(context.registry.machine_count)
+        self.quotas = MachineQuotas(context.registry.machine_count)
+        """Limits the machines of each owner."""
         self._states = TaskStates()
         self.checkpoints = Checkpointing(context, checkpoints, tasks=tasks, states=self._states)
         """Creates and lists checkpoints, and brings machines to their states."""
+        self.automatic = AutomaticCheckpointing(context, self.checkpoints)
+        """Stores checkpoints that no request asks for."""
         self.draining = False
         """Whether new resets and forks are refused."""
         self.resetting_count = 0
@@ -70,12 +74,13 @@ class Opening:
             keep_count=_RESET_COUNT,
             # A failed reset opened no episode, so a retry may run it again.
             without_effect=(Exception,),
-            abandoned=_draining_error,
+            abandoned=draining_error,
             on_dropped=lambda request_id: context.journal.forget_answer(RESET, "", request_id),
         )
 
     async def aclose(self) -> None:
         """Discard every cached task state. No reset or fork may be running."""
+        await self.automatic.aclose()
         await self._states.aclose()
 
     async def reset(self, command: ResetCommand) -> GroupResult:
@@ -113,7 +118,7 @@ class Opening:
     async def _reset(self, command: ResetCommand, request: Request) -> GroupResult:
         context = self._context
         if self.draining:
-            raise _draining_error()
+            raise draining_error()
         ttl_s = context.limits.lease_ttl_for(command.lease_ttl_s)
         if command.group_size < 1:
             raise InvalidRequest("group_size", f"{command.group_size} is below 1")
@@ -141,11 +146,12 @@ class Opening:
             max_steps=max_steps,
             settle=command.settle or pool.settings.settle,
             lease_ttl_s=ttl_s,
+            automatic=command.automatic,
         )
         return await self._publish(request, group, pool, params, instruction=task.instruction)
 
     async def _reset_to_checkpoint(self, command: ResetCommand, request: Request, *, ttl_s: float) -> GroupResult:
-        checkpoint, task, pool = await self.checkpoints.find(command)
+        checkpoint, task, pool = await self.checkpoints.find_for(command)
         with self._resetting(command, task, pool):
             group = await self.checkpoints.restore(checkpoint, pool, command)
         params = EpisodeParams(
@@ -158,6 +164,8 @@ class Opening:
             asked=checkpoint.asked,
             settle=command.settle or checkpoint.settle,
             lease_ttl_s=ttl_s,
+            automatic=command.automatic,
+            last_checkpoint_id=checkpoint.checkpoint_id,
         )
         return await self._publish(request, group, pool, params, instruction=task.instruction)
 
@@ -167,7 +175,7 @@ class Opening:
         context = self._context
         self.resetting_count += 1
         try:
-            with self._quotas.reserve(command.owner, command.group_size, max_machines=command.max_machines):
+            with self.quotas.reserve(command.owner, command.group_size, max_machines=command.max_machines):
                 yield
         except EnvdError as error:
             logger.warning("reset %s: task %s: %s: %s", command.request_id, task.task_id, error.reason, error)
@@ -217,20 +225,27 @@ class Opening:
     async def _fork(self, episode: Episode, command: ForkCommand, request: Request) -> GroupResult:
         context = self._context
         if self.draining:
-            raise _draining_error()
+            raise draining_error()
         if command.fork_count < 1:
             raise InvalidRequest("fork_count", f"{command.fork_count} is below 1")
         ttl_s = context.limits.lease_ttl_for(command.lease_ttl_s)
         pool = context.pools[episode.pool]
         async with context.registry.call(episode, renews=True):
             try:
-                with self._quotas.reserve(episode.owner, command.fork_count, max_machines=command.max_machines):
+                with self.quotas.reserve(episode.owner, command.fork_count, max_machines=command.max_machines):
                     group = await fork_group(
-                        pool, episode, command, registry=context.registry, states=self._states, clock=context.clock
+                        pool,
+                        episode,
+                        command,
+                        registry=context.registry,
+                        last_use=lambda frozen: self.automatic.last_use(
+                            episode, frozen, CheckpointTrigger.BRANCH_POINT
+                        ),
+                        clock=context.clock,
                     )
             except EnvdError as error:
                 logger.warning("episode %s: fork failed: %s: %s", episode.episode_id, error.reason, error)
-                if not isinstance(error, StepIndexMismatch | EpisodeEnded | InvalidRequest):
+                if not isinstance(error, StaleEpoch | StepIndexMismatch | EpisodeEnded | InvalidRequest):
                     context.count_failure(episode, "fork", error)
                 raise
             if episode.closed.is_set():
@@ -280,7 +295,3 @@ class Opening:
             await with_pixels(seen, self._context.registry.find(i.episode_id), options) for i, seen in pairs
         ]
         return replace(result, observations=tuple(observations))
-
-
-def _draining_error() -> Draining:
-    return Draining("the daemon is draining and opens no more episodes; try another host", retry_after_s=1.0)

@@ -9,6 +9,7 @@ from envd.base.errors import GuestError, MachineLost
 from envd.base.streams import CHUNK_BYTES, close
 from envd.episodes.context import EpisodeContext
 from envd.episodes.episode import Episode
+from envd.pool.leased import LeasedMachine
 
 #: Shortest interval between renewals of the lease by bytes.
 _RENEWAL_INTERVAL_S = 1.0
@@ -28,6 +29,7 @@ class PortConnection:
         self,
         context: EpisodeContext,
         episode: Episode,
+        machine: LeasedMachine,
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         *,
         held: AsyncExitStack,
@@ -39,6 +41,7 @@ class PortConnection:
         Args:
             context: Of the episode.
             episode: Has the guest.
+            machine: The guest's, which the episode may have no longer after a rollback.
             streams: The connection.
             held: What the connection holds, such as the running guest; closed as soon as the connection has ended.
             port: For messages.
@@ -46,6 +49,7 @@ class PortConnection:
         """
         self._context = context
         self._episode = episode
+        self._machine = machine
         self._reader, self._writer = streams
         self._held = held
         self._name = f"episode {episode.episode_id}: port {port} of its guest"
@@ -128,11 +132,11 @@ class PortConnection:
 
     async def _end(self) -> Exception:
         episode, clock = self._episode, self._context.clock
-        while not episode.closed.is_set() and not episode.machine.lost.is_set():
+        while not episode.closed.is_set() and not self._machine.lost.is_set():
             left_s = self._used_s + self._idle_timeout_s - clock.monotonic()
             if left_s <= 0:
                 return GuestError(f"{self._name}: closed after {self._idle_timeout_s:g} s without bytes; connect again")
-            await race(episode.closed, episode.machine.lost, timeout_s=left_s)
+            await race(episode.closed, self._machine.lost, timeout_s=left_s)
         if episode.closed.is_set():
             return self._context.registry.not_found(episode.episode_id)
-        return MachineLost(f"{self._name}: its machine is gone: {episode.machine.machine.lost_reason}")
+        return MachineLost(f"{self._name}: its machine is gone: {self._machine.machine.lost_reason}")

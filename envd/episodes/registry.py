@@ -23,6 +23,7 @@ from envd.episodes.lease import next_expiry_s
 from envd.episodes.losing import find_loss
 from envd.episodes.persistence.journal import Journal
 from envd.episodes.types import EpisodeState
+from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 
 logger = logging.getLogger(__name__)
@@ -149,13 +150,17 @@ class EpisodeRegistry:
         """Keep the lease from expiring during the block; with `renews`, restart it at the end.
 
         A `MachineLost` ends the episode. It and `EpisodeEnded` become `EpisodeNotFound` if the episode was closed.
+        Every failure becomes `StaleEpoch` if the episode was rolled back during the call.
         """
         episode.lease.begin_call()
+        epoch = episode.epoch
         try:
             yield
-        except (MachineLost, EpisodeEnded) as error:
-            if episode.closed.is_set():
+        except EnvdError as error:
+            if episode.closed.is_set() and isinstance(error, MachineLost | EpisodeEnded):
                 raise self.not_found(episode.episode_id) from error
+            if episode.epoch != epoch:
+                raise episode.stale_error() from error
             if isinstance(error, MachineLost):
                 raise await self.lose(episode, error) from error
             raise
@@ -268,6 +273,7 @@ class EpisodeRegistry:
             await episode.evaluations.close()
             await episode.forks.close()
             await episode.checkpoints.close()
+            await episode.rollbacks.close()
         finally:
             try:
                 await self._release(episode)
@@ -279,13 +285,23 @@ class EpisodeRegistry:
     async def _release(self, episode: Episode) -> None:
         await self._pools[episode.episode_id].release([episode.machine])
 
+    def release_soon(self, episode: Episode, machine: LeasedMachine) -> None:
+        """Destroy a machine that an open episode no longer has."""
+        pool = self._pools[episode.episode_id]
+        self._tasks.spawn(pool.release([machine]), name=f"episode:{episode.episode_id}:release")
+
     async def _watch(self, episode: Episode) -> None:
         """Void an episode whose machine dies between calls."""
-        await race(episode.closed, episode.machine.lost)
-        if not episode.closed.is_set():
-            machine = episode.machine.machine
-            lost = MachineLost(f"machine {machine.machine_id}: lost: {machine.lost_reason}")
-            self.end_by(episode, lost, machine.loss)
+        while True:
+            leased = episode.machine
+            await race(episode.closed, leased.lost)
+            if episode.closed.is_set():
+                return
+            # After a rollback it has another one.
+            if leased is episode.machine:
+                break
+        lost = MachineLost(f"machine {leased.machine_id}: lost: {leased.machine.lost_reason}")
+        self.end_by(episode, lost, leased.machine.loss)
 
     def _extend_leases(self, lag_s: float) -> None:
         if lag_s < _MIN_LAG_S:

@@ -17,6 +17,8 @@ from envd.base.clock import Clock, LoopLag, SystemClock, wait_until
 from envd.base.config import LimitsConfig
 from envd.base.store.store import NullStore, Store
 from envd.base.telemetry.metrics import Metrics
+from envd.episodes.checkpoints.rollback import RollingBack
+from envd.episodes.checkpoints.scoring import Scoring
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.context import EpisodeContext
 from envd.episodes.controlling import Controlling
@@ -43,10 +45,10 @@ from envd.tasks.setup import run_setup as run_task_setup
 class EpisodeService:
     """Opens, steps, scores and closes episodes on machines of its pools; starts and closes the pools.
 
-    Its calls are those of its parts, which document them: `Opening.reset` and `fork`; `Checkpointing`; `Stepping.step`,
-    `observe`, `watch_frames` and `watch_screen`; `Evaluating.evaluate`; `GuestAccess.read_file`, `write_file`,
-    `run_command`, `connect_port` and `with_guest_service`; `Controlling.take`, `act` and `release`;
-    `EpisodeRegistry.find`, `owner_of` and `close`.
+    Its calls are those of its parts, which document them: `Opening.reset` and `fork`; `Checkpointing`;
+    `RollingBack.rollback`; `Scoring.score`; `Stepping.step`, `observe`, `watch_frames` and `watch_screen`;
+    `Evaluating.evaluate`; `GuestAccess.read_file`, `write_file`, `run_command`, `connect_port` and
+    `with_guest_service`; `Controlling.take`, `act` and `release`; `EpisodeRegistry.find`, `owner_of` and `close`.
     """
 
     def __init__(
@@ -100,11 +102,15 @@ class EpisodeService:
         self._opening = Opening(context, self._factory, tasks=tasks, run_setup=run_setup, checkpoints=checkpoints)
         self.checkpoints = self._opening.checkpoints
         """Creates, lists and deletes checkpoints."""
-        stepping, guest_access = Stepping(context), GuestAccess(context)
+        automatic = self._opening.automatic
+        stepping, guest_access = Stepping(context, automatic), GuestAccess(context)
+        self.rollback = RollingBack(context, self.checkpoints).rollback
+        self._scoring = Scoring(context, self.checkpoints, self._opening.quotas, run_checkers=run_checkers)
+        self.score = self._scoring.score
         self.reset, self.fork = self._opening.reset, self._opening.fork
         self.step, self.observe = stepping.step, stepping.observe
         self.watch_frames, self.watch_screen = stepping.watch_frames, stepping.watch_screen
-        self._evaluating = Evaluating(context, run_checkers=run_checkers)
+        self._evaluating = Evaluating(context, automatic, run_checkers=run_checkers)
         self.evaluate = self._evaluating.evaluate
         self.read_file, self.write_file = guest_access.read_file, guest_access.write_file
         self.run_command, self.connect_port = guest_access.run_command, guest_access.connect_port
@@ -167,6 +173,7 @@ class EpisodeService:
         while (self._registry.has_unfailed or self._opening.resetting_count) and self._clock.monotonic() < deadline_s:
             await wait_until(self._clock, deadline_s, or_event=self._registry.changes.next)
         await self._opening.resets.close()
+        await self._scoring.aclose()
         await self._registry.close_all("DRAINED")
 
     async def aclose(self) -> None:

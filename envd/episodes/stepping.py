@@ -10,6 +10,7 @@ from envd.base.aio import LoopThrottle
 from envd.base.config import SettlePolicy
 from envd.base.errors import GuestEnded, StoreError
 from envd.base.telemetry import traces
+from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
 from envd.episodes.perform import Performed, check_region, observe, perform, with_pixels
@@ -29,8 +30,9 @@ _STEPS_PER_ITERATION = 2
 class Stepping:
     """The `step`, `observe` and `watch_frames` calls of an episode service."""
 
-    def __init__(self, context: EpisodeContext) -> None:
+    def __init__(self, context: EpisodeContext, automatic: AutomaticCheckpointing) -> None:
         self._context = context
+        self._automatic = automatic
         self._throttle = LoopThrottle(_STEPS_PER_ITERATION)
 
     async def step(self, command: StepCommand) -> StepResult:
@@ -42,6 +44,7 @@ class Stepping:
         Raises:
             EpisodeNotFound: No such episode.
             RequestIdReused: The id came before with a different body.
+            StaleEpoch: The episode was rolled back.
             EpisodeEnded: The episode accepts no more steps.
             StepIndexMismatch: `step_index` is not the next one.
             InvalidRequest: The requested observation is impossible on this screen.
@@ -64,7 +67,7 @@ class Stepping:
         request = Request(STEP, episode.episode_id, command.request_id, command.fingerprint)
         async with context.registry.call(episode, renews=True), episode.turn:
             watch.lap("queue")
-            episode.require_step(command.step_index)
+            episode.require_step(command.step_index, epoch=command.epoch)
             check_region(command.observe, episode.machine.desktop.screen_size)
             try:
                 async with self._begun(episode, request) as resume_ms:
@@ -94,6 +97,11 @@ class Stepping:
             else:
                 if episode.count_step(performed.last_action):
                     context.registry.count_end(episode)
+                timings_ms = performed.timings_ms
+                began_ms = watch.total_ms
+                if await self._automatic.after_step(episode):
+                    timings_ms = {**timings_ms, "checkpoint": watch.total_ms - began_ms}
+                performed = replace(performed, timings_ms=timings_ms)
         timings_ms = {**watch.timings_ms, **performed.timings_ms, "total": watch.total_ms}
         context.metrics.step_done(pool=episode.pool, timings_ms=timings_ms)
         episode.human.actions.clear()

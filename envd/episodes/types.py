@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
+from typing import Final
 
 from cuaenv.actions import Action
 from envd.base.config import SettlePolicy
@@ -21,6 +22,40 @@ class EpisodeState(Enum):
     TRUNCATED = "truncated"
     #: Lost to a failure of envd or its guest; void for training.
     FAILED = "failed"
+
+
+class CheckpointTrigger(Enum):
+    """Occasion at which an episode stores a checkpoint by itself."""
+
+    #: A number of steps.
+    STEPS = "steps"
+    #: A fork, of the state that the copies begin in.
+    BRANCH_POINT = "branch_point"
+    #: The step in which the agent sent done or fail.
+    DONE = "done"
+    #: An evaluation that gave 0.
+    FAILURE = "failure"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutomaticCheckpoints:
+    """When an episode stores checkpoints by itself."""
+
+    every_steps: int = 0
+    """After every so many steps; 0 for never."""
+    on: frozenset[CheckpointTrigger] = frozenset()
+    """Further occasions."""
+
+    def after_step(self, step_count: int, *, is_done: bool) -> CheckpointTrigger | None:
+        """Return the occasion that a step is, if it is one."""
+        if is_done and CheckpointTrigger.DONE in self.on:
+            return CheckpointTrigger.DONE
+        if not is_done and self.every_steps and step_count % self.every_steps == 0:
+            return CheckpointTrigger.STEPS
+        return None
+
+
+NO_CHECKPOINTS: Final = AutomaticCheckpoints()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +99,8 @@ class EpisodeInfo:
     """Name of the token that opened it or its first ancestor; empty if the daemon uses no tokens."""
     tools: tuple[str, ...] = ()
     """Tools that the agent can use: `shell`, `files`, `ask_user`, and `mcp:NAME` for each MCP server."""
+    epoch: int = 1
+    """Increases with each rollback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +129,8 @@ class ResetCommand:
     observe: ObservationOptions = field(default_factory=ObservationOptions)
     timeout_s: float = 600.0
     """Limit for admission and setup."""
+    automatic: AutomaticCheckpoints = NO_CHECKPOINTS
+    """When the episodes store checkpoints by themselves."""
     fingerprint: bytes = b""
     """Digest of the whole request: same request_id, same fingerprint."""
 
@@ -122,6 +161,8 @@ class ForkCommand:
     observe: ObservationOptions = field(default_factory=ObservationOptions)
     timeout_s: float = 600.0
     """Limit for admission."""
+    epoch: int = 0
+    """The parent's; 0 for any."""
     fingerprint: bytes = b""
 
 
@@ -138,6 +179,46 @@ class CheckpointCommand:
     """How long it is kept; None for the daemon's default."""
     pinned: bool = False
     """Whether it is never removed to make space for others."""
+    epoch: int = 0
+    """The episode's; 0 for any."""
+    fingerprint: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackCommand:
+    """Put an episode back into the state of a checkpoint."""
+
+    request_id: str
+    episode_id: str
+    checkpoint_id: str
+    epoch: int = 0
+    """The episode's; 0 for any."""
+    observe: ObservationOptions = field(default_factory=ObservationOptions)
+    fingerprint: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackResult:
+    """An episode after its rollback, and what its agent sees."""
+
+    episode: EpisodeInfo
+    observation: Observation
+    timings_ms: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreCommand:
+    """Score the state of a checkpoint."""
+
+    request_id: str
+    checkpoint_id: str
+    owner: str = ""
+    """Name of the caller's token; empty if the daemon uses no tokens."""
+    sees_all_owners: bool = True
+    max_machines: int | None = None
+    """Maximum machines that the owner may hold; None for no limit."""
+    timeout_s: float = 600.0
+    """Limit for admission."""
     fingerprint: bytes = b""
 
 
@@ -151,6 +232,8 @@ class StepCommand:
     actions: tuple[Action, ...]
     settle: SettlePolicy | None = None
     observe: ObservationOptions = field(default_factory=ObservationOptions)
+    epoch: int = 0
+    """The episode's; 0 for any."""
     fingerprint: bytes = b""
 
 
@@ -168,10 +251,9 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluateResult:
-    """An episode's score."""
+class ScoreResult:
+    """The score of a state."""
 
-    episode: EpisodeInfo
     score: float
     """A value in [0, 1]."""
     checks: tuple[CheckResult, ...]
@@ -179,6 +261,13 @@ class EvaluateResult:
     basis_digest: str = ""
     """Digest of what the score depends on, see `envd.tasks.basis`."""
     cached: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateResult(ScoreResult):
+    """An episode's score."""
+
+    episode: EpisodeInfo
 
 
 def listing_key(create_time: datetime, episode_id: str) -> str:

@@ -22,17 +22,19 @@ async def views_of(
         MachineLost: The machine is gone; the episode is void.
         GuestUnresponsive, GuestError: The display does not answer, or answers incorrectly.
     """
-    desktop = episode.machine.desktop
     while not episode.closed.is_set():
         began_s = clock.monotonic()
-        changed = desktop.changed
+        machine = episode.machine
+        changed = machine.desktop.changed
         try:
-            view = await desktop.screen_view()
+            view = await machine.desktop.screen_view()
         except MachineLost as error:
             if episode.closed.is_set():
                 return
+            if machine is not episode.machine:  # rolled back
+                continue
             raise await registry.lose(episode, error) from error
         yield view
-        await race(changed, episode.closed, episode.machine.lost)
+        await race(changed, episode.closed, machine.lost)
         if not episode.closed.is_set():
             await wait_until(clock, began_s + 1 / max_rate_hz, or_event=episode.closed)

@@ -14,7 +14,8 @@ them.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 #: How often the machines' disk quotas are enforced: a stat of two files per machine.
 _QUOTA_INTERVAL_S = 2.0
+#: Machines that may exceed the capacity, for as long as loading a state takes.
+_MAX_REPLACING = 4
 
 
 class Pool:
@@ -87,6 +90,7 @@ class Pool:
         self._room = parts.room
         self._template = parts.template
         self._refusals = parts.refusals
+        self._replacing = asyncio.Semaphore(_MAX_REPLACING)
         self._leased_total = 0
         self._is_started = False
         self._draining = False
@@ -264,6 +268,22 @@ class Pool:
             await self._template.check()
             raise
         return self._hand_out(record, run=reservation.run)
+
+    @asynccontextmanager
+    async def replacing(self, *, run: str) -> AsyncIterator[Reservation]:
+        """Reserve a place for the successor of a leased machine, which its user releases after the block.
+
+        It does not queue, and may exceed the capacity until the predecessor is gone: that one is paused and grows no
+        more. A few at once, so that this stays small. If the block fails, the reservation is released.
+        """
+        async with self._replacing:
+            (reservation,) = self._machines.reserve(1, pool=self.name, run=run, is_urgent=True)
+            self._reconcile()
+            try:
+                yield reservation
+            except BaseException:
+                await self.release([reservation])
+                raise
 
     async def adopt(self, machine: Machine, state: ConnectionState, *, run: str) -> LeasedMachine:
         """Adopt a paused machine left by a previous daemon as a lease of `run`. Destroys it on failure.

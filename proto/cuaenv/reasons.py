@@ -32,6 +32,7 @@ CODE_BY_REASON: Final[Mapping[str, str]] = {
     "CHECKPOINT_STORE_FULL": "FAILED_PRECONDITION",
     # Abandon the episode.
     "STEP_INDEX_MISMATCH": "ABORTED",
+    "STALE_EPOCH": "ABORTED",
     # Wait, then retry with the same request_id.
     "POOL_EXHAUSTED": "RESOURCE_EXHAUSTED",
     "TOKEN_QUOTA": "RESOURCE_EXHAUSTED",

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +17,15 @@ from cuaenv.client import (
     EnvError,
     EpisodeEnded,
     PoolExhausted,
+    State,
     TaskNotFound,
     TypeText,
     Unauthenticated,
     View,
     Wait,
 )
+from envd.base.config import CheckpointsConfig
+from envd.episodes.checkpoints.store import CheckpointStore
 from tests.support.clock import until
 from tests.support.desktops import DrawnDesktops
 from tests.support.program import run_program
@@ -231,3 +235,26 @@ async def test_a_process_that_ends_closes_its_sessions(desktops: DrawnDesktops) 
 
 async def test_the_example_on_the_page_runs(run_example: Callable[..., Awaitable[str]]) -> None:
     assert "[1.0, 0.0]" in await run_example("The session")
+
+
+async def test_a_session_goes_back_and_others_continue_from_its_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, settings=CheckpointsConfig(), reserve_bytes=0)
+    desktops = await asyncio.to_thread(lambda: DrawnDesktops(checkpoints=store))
+    try:
+        settings = settings_of(desktops)
+        async with session(TASK, settings=settings) as one:
+            await one.step(Wait(timedelta(milliseconds=10)))
+            kept = await one.checkpoint("before")
+            await one.step(Done())
+            assert one.done
+            assert (await one.rollback(kept)).frame_id == kept.frame_id
+            assert one.episode.state is State.ACTIVE
+            await one.step(BOX)
+            assert (await one.score()).value == 1.0
+        async with session(kept, settings=settings) as other:
+            assert (other.observation.frame_id, other.episode.step_count) == (kept.frame_id, 1)
+            assert "Enabled" in other.instruction
+            assert (await other.score()).value == 0.0
+        await until(lambda: desktops.leased_count == 0)
+    finally:
+        await asyncio.to_thread(desktops.close)

@@ -591,6 +591,9 @@ class _Failing:
     def stepped(self, episode: Episode, step: PerformedStep) -> None:
         raise RuntimeError("stepped")
 
+    def rolled_back(self, episode: Episode) -> None:
+        raise RuntimeError("rolled_back")
+
     def scored(self, episode: Episode) -> None:
         raise RuntimeError("scored")
 

@@ -3,6 +3,10 @@
 import asyncio
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -286,8 +290,33 @@ async def test_the_command_lists_and_deletes(tmp_path: Path) -> None:
         status, out, _ = await envd("checkpoints", "list", "--json", "--episode", episode.episode_id)
         found = json.loads(out)["checkpoints"]
         assert [each["checkpoint_id"] for each in found] == [checkpoint.checkpoint_id, other.checkpoint_id]
+        _, shown, _ = await envd("checkpoints", "show", other.checkpoint_id)
+        assert f"ancestors             {checkpoint.checkpoint_id}\n" in shown
+        _, shown, _ = await envd("checkpoints", "show", other.checkpoint_id, "--json")
+        assert json.loads(shown)["ancestors"] == [checkpoint.checkpoint_id]
+        assert (await envd("checkpoints", "show", "ckpt-0"))[0] == 1
         status, _, err = await envd("checkpoints", "delete", other.checkpoint_id, "ckpt-0")
         assert (status, "checkpoint ckpt-0: not here" in err) == (1, True)
         status, out, _ = await envd("checkpoints", "delete", checkpoint.checkpoint_id, other.checkpoint_id)
         assert (status, out) == (0, f"deleted {checkpoint.checkpoint_id}, {other.checkpoint_id}\n")
         assert (await envd("checkpoints", "list"))[2] == "no checkpoints\n"
+
+
+async def test_the_command_opens_a_checkpoint_until_it_is_interrupted(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        await episode.step(EDITOR)
+        checkpoint = await episode.checkpoint()
+        command = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "envd", "checkpoints", "open", checkpoint.checkpoint_id),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "ENVD_TARGET": server.address},
+        )
+        assert command.stdout is not None
+        opened = (await command.stdout.readline()).decode().strip()
+        assert {each.episode_id for each in await client.list_episodes()} == {episode.episode_id, opened}
+        command.send_signal(signal.SIGINT)
+        _, err = await command.communicate()
+        assert "at step 1" in err.decode()
+        assert err.decode().endswith("closed\n")
+        assert [each.episode_id for each in await client.list_episodes()] == [episode.episode_id]

@@ -71,6 +71,11 @@ async def test_a_state_continues_under_a_later_daemon(
         async with client.reset(checkpoints[0]) as copy:
             await copy.run_command(["sh", "-c", "echo more >> /home/user/kept; sync"])
             checkpoints.append(await copy.checkpoint())
+        await episode.run_command(["sh", "-c", "rm /home/user/kept; sync"])
+        assert (await episode.rollback(checkpoints[0])).frame_id == checkpoints[0].frame_id
+        assert (episode.epoch, episode.step_count) == (2, 1)
+        assert await typed(episode) == frames
+        assert await episode.read_file("/home/user/kept") == b"kept\n"
     assert len(set(frames)) == len(TEXTS)
     async with served(cache_dir, template_dir, vm_state_dir, tmp_path) as client:
         kept = [replace(each, host=client.targets[0]) for each in checkpoints]

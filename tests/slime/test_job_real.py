@@ -277,7 +277,7 @@ def test_a_killed_trainer_is_resumed(
         time.sleep(0.5)  # The leases of the killed job end.
 
 
-def test_partial_rollouts_are_refused(
+def test_partial_rollouts_of_trees_are_refused(
     tmp_path: Path, checkpoint: Path, daemon: ServedDaemon, engines: list[SglangServer]
 ) -> None:
     job = Job(
@@ -285,10 +285,10 @@ def test_partial_rollouts_are_refused(
         checkpoint=checkpoint,
         hosts=address_of(daemon),
         engines=engines,
-        envd={"run": "a"},
+        envd={"run": "a", "group": "tree", "branch_every": 1},
     )
     assert job.wait() != 0
-    assert "--partial-rollout: a desktop cannot be resumed in a later rollout; remove the flag" in job.log
+    assert "--partial-rollout: members of a tree cannot be continued" in job.log
     assert not job.trained
     assert leased_count(daemon) == 0
 

@@ -18,6 +18,7 @@ from trainer.agent.grammars import grammar
 from trainer.learn.slime_job import write_tasks
 from trainer.slime.guard import Halted
 from trainer.slime.metrics import log_rollout
+from trainer.slime.partial import partial_of
 from trainer.slime.samples import facts_of, flatten, is_void
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(900)]
@@ -114,6 +115,34 @@ def test_slimes_abort_releases_every_machine(job_of: Any, fake_daemon: str) -> N
     check_train_data(job, output.samples)
     with EnvClient(fake_daemon) as client:
         (pool,) = client.list_pools()
+    assert pool.leased_count == 0
+
+
+def test_aborted_samples_continue_in_later_rollouts(job_of: Any, engine: SglangServer, fake_daemon: str) -> None:
+    job = job_of(
+        envd={"engine_timeout_s": 600.0},
+        over_sampling_batch_size=2,
+        partial_rollout=True,
+        data_source_path="trainer.slime.replay.data_source",
+    )
+    samples: list[Any] = []
+    for number in range(3):
+        output = job.rollout(number)
+        check_train_data(job, output.samples)
+        samples += flatten(output.samples)
+    continued = [facts_of(sample)["continued_turns"] for sample in samples]
+    assert any(continued), "slime aborted none that had a turn"
+    assert [sample.reward for sample in samples] == [1.0] * len(samples)
+    said = Counter(ids for sample in samples for ids, _ in sampled_turns(sample))
+    replies = Counter(tuple(token[1] for token in answer) for answer in engine.answers)
+    assert said <= replies, "trained tokens are sampled ones, and none is trained twice"
+    for sample in samples:
+        assert len(list(sampled_turns(sample))) == facts_of(sample)["turns"]
+    with EnvClient(fake_daemon) as client:
+        (pool,) = client.list_pools()
+        waiting = [partial_of(sample) for group in job.data_source.buffer for sample in group]
+        kept = {each.checkpoint.checkpoint_id for each in waiting if each is not None}
+        assert kept <= {each.checkpoint_id for each in client.list_checkpoints()}
     assert pool.leased_count == 0
 
 

@@ -23,6 +23,7 @@ from cuaenv.client import (
     AsyncEpisode,
     BadRequest,
     Check,
+    Checkpoint,
     ClientSettings,
     EnvError,
     EpisodeEnded,
@@ -218,6 +219,14 @@ class Session:
         async with self._call():
             return await work(self.episode)
 
+    async def checkpoint(self, label: str = "") -> Checkpoint:
+        """Store the present state, for `rollback` and `open_session`. Raises: those of `step`."""
+        return await self.call(lambda episode: episode.checkpoint(label))
+
+    async def rollback(self, checkpoint: Checkpoint) -> Observation:
+        """Go back to a checkpoint, also after the last step. Raises: those of `step`."""
+        return await self.call(lambda episode: episode.rollback(checkpoint))
+
     async def score(self) -> Score:
         """Score the episode once, end it and release its machine; without a value if the session is void.
 
@@ -317,12 +326,13 @@ class _Opened:
 
 
 async def open_session(
-    task: str | Mapping[str, Any], *, settings: SessionSettings, group: Hashable | None = None
+    task: str | Mapping[str, Any] | Checkpoint, *, settings: SessionSettings, group: Hashable | None = None
 ) -> Session:
     """Open an episode; the caller closes it.
 
     Args:
-        task: Id of the task, or a row with the columns `task_id` and, optionally, `group`.
+        task: Id of the task, or a row with the columns `task_id` and, optionally, `group`. Or a checkpoint to continue
+            from, alone and with its step limit.
         settings: Where and how.
         group: Key of the session's group; by default that of the row, or else the task's id.
 
@@ -334,8 +344,11 @@ async def open_session(
         group = task.get(GROUP_COLUMN) if group is None else group
         task = task_of_row(task)
     future: asyncio.Future[tuple[AsyncEpisode, _Opened]] = asyncio.get_running_loop().create_future()
-    opening = _opening(task, settings, task if group is None else group)
-    owner = asyncio.create_task(_own(opening, future, settings.idle_timeout), name=f"session:{task}")
+    if isinstance(task, Checkpoint):
+        opening, name = _continuing(task, settings), task.checkpoint_id
+    else:
+        opening, name = _opening(task, settings, task if group is None else group), task
+    owner = asyncio.create_task(_own(opening, future, settings.idle_timeout), name=f"session:{name}")
     # A loop references its tasks weakly.
     _owners.add(owner)
     owner.add_done_callback(_owners.discard)
@@ -349,7 +362,7 @@ async def open_session(
 
 @asynccontextmanager
 async def session(
-    task: str | Mapping[str, Any], *, settings: SessionSettings, group: Hashable | None = None
+    task: str | Mapping[str, Any] | Checkpoint, *, settings: SessionSettings, group: Hashable | None = None
 ) -> AsyncIterator[Session]:
     """Open an episode, and close it on exit. Arguments and errors are those of `open_session`."""
     opened = await open_session(task, settings=settings, group=group)
@@ -377,6 +390,16 @@ def _opening(task: str, settings: SessionSettings, group: Hashable) -> AbstractA
         wait_s=settings.group_wait.total_seconds(),
         pool=settings.pool,
         max_steps=settings.max_steps,
+        view=settings.view,
+        settle=settings.settle,
+        lease_ttl=settings.lease_ttl,
+        timeout=settings.reset_timeout,
+    )
+
+
+def _continuing(checkpoint: Checkpoint, settings: SessionSettings) -> AbstractAsyncContextManager[AsyncEpisode]:
+    return shared_client(settings.client).reset(
+        checkpoint,
         view=settings.view,
         settle=settings.settle,
         lease_ttl=settings.lease_ttl,

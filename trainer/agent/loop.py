@@ -59,6 +59,8 @@ class AgentEpisode(Protocol):
         """Score the episode's final state. Raises: EnvError."""
 
 
+Interrupted = Callable[[BranchPoint], Awaitable[None]]
+"""Takes the agent's state between two turns, in which its next reply was aborted."""
 OfferBranch = Callable[[int, Callable[[], BranchPoint]], Awaitable[None]]
 """Takes the number of turns so far, and a function that returns the agent's state after them."""
 
@@ -70,6 +72,7 @@ async def run_episode(
     settings: AgentSettings,
     branch_point: BranchPoint | None = None,
     offer_branch: OfferBranch | None = None,
+    interrupted: Interrupted | None = None,
 ) -> Trajectory:
     """Run an episode that was opened with `settings.view`, and evaluate it. The caller closes it.
 
@@ -83,8 +86,12 @@ async def run_episode(
         offer_branch: Awaited before each of its turns but the first is performed, when its reply is known, with a
             function that returns the state in which the reply was sampled. Its duration does not count towards
             `settings.timeout_s`.
+        interrupted: Awaited when a reply is aborted, before the trajectory is returned as ABORTED; the machine is
+            between two turns then. `run_episode` continues from the state that it gets.
     """
-    run = _Run(episode, conversation, settings, branch_point=branch_point, offer_branch=offer_branch)
+    run = _Run(
+        episode, conversation, settings, branch_point=branch_point, offer_branch=offer_branch, interrupted=interrupted
+    )
     with span("episode", episode_id=episode.episode_id, task_id=episode.task_id):
         return await _result_of(run, episode)
 
@@ -119,8 +126,11 @@ class _Run:
         *,
         branch_point: BranchPoint | None,
         offer_branch: OfferBranch | None,
+        interrupted: Interrupted | None,
     ) -> None:
         self._branch_point = branch_point
+        self._shared_count = branch_point.shared_turn_count if branch_point else 0
+        self._interrupted = interrupted
         self._offer_branch = offer_branch
         self._episode = episode
         self._conversation = conversation
@@ -143,7 +153,7 @@ class _Run:
             reason=reason,
             error=error,
             turns=tuple(self._turns),
-            shared_turn_count=len(self._branch_point.turns) if self._branch_point else 0,
+            shared_turn_count=self._shared_count,
             evaluation=evaluation,
             guest_end_cause=(evaluation.guest_end_cause if evaluation else "") or self._guest_end_cause,
             origin=self._origin,
@@ -154,7 +164,7 @@ class _Run:
     @property
     def _has_replied(self) -> bool:
         """Whether this episode has replies of its own, after those of the episode that it branched from."""
-        return len(self._turns) > (len(self._branch_point.turns) if self._branch_point else 0)
+        return len(self._turns) > self._shared_count
 
     @property
     def _origin(self) -> Origin:
@@ -198,8 +208,7 @@ class _Run:
             history, observed, space = point.history, point.observed, point.space
         for number in range(len(self._turns) + 1, settings.max_turns + 1):
             with span("turn", number=str(number)):
-                async with self._timed("model"):
-                    reply = await self._conversation.generate()
+                reply = await self._reply(history, observed, space)
                 await self._let_branch(history, observed, space)
                 history.reply(reply.text)
                 parsed = self._grammar.parse(reply.text, space.picture(self._pointer))
@@ -239,27 +248,41 @@ class _Run:
             )
         return history, observed, space
 
+    async def _reply(self, history: History, observed: ModelObservation, space: CoordinateSpace) -> Reply:
+        try:
+            async with self._timed("model"):
+                return await self._conversation.generate()
+        except GenerationAborted:
+            if self._interrupted is not None:
+                await self._interrupted(self._point(history, observed, space, left_s=self._left_s))
+            raise
+
+    @property
+    def _left_s(self) -> float:
+        ends_s = self._limit.when()
+        return 0.0 if ends_s is None else ends_s - asyncio.get_running_loop().time()
+
+    def _point(
+        self, history: History, observed: ModelObservation, space: CoordinateSpace, *, left_s: float
+    ) -> BranchPoint:
+        return BranchPoint(
+            turns=tuple(self._turns),
+            history=history.copy(),
+            observed=observed,
+            space=space,
+            pointer=self._pointer,
+            origin=self._origin,
+            spent_s=self._settings.timeout_s - left_s,
+        )
+
     async def _let_branch(self, history: History, observed: ModelObservation, space: CoordinateSpace) -> None:
         """Await `offer_branch` in the current state, and stop the episode's clock meanwhile."""
-        started_s, ends_s = asyncio.get_running_loop().time(), self._limit.when()
-        shared_count = len(self._branch_point.turns) if self._branch_point else 0
-        if self._offer_branch is None or ends_s is None or len(self._turns) == shared_count:
+        if self._offer_branch is None or len(self._turns) == self._shared_count:
             return
-
-        def branch_point() -> BranchPoint:
-            return BranchPoint(
-                turns=tuple(self._turns),
-                history=history.copy(),
-                observed=observed,
-                space=space,
-                pointer=self._pointer,
-                origin=self._origin,
-                spent_s=self._settings.timeout_s - (ends_s - started_s),
-            )
-
+        left_s = self._left_s
         self._limit.reschedule(None)
-        await self._offer_branch(len(self._turns), branch_point)
-        self._limit.reschedule(ends_s + asyncio.get_running_loop().time() - started_s)
+        await self._offer_branch(len(self._turns), lambda: self._point(history, observed, space, left_s=left_s))
+        self._limit.reschedule(asyncio.get_running_loop().time() + left_s)
 
     async def _observed(self, observation: Observation, space: CoordinateSpace) -> ModelObservation:
         # Assembling tiles and rendering a tree takes about 10 ms, which would block the other episodes.

@@ -31,6 +31,7 @@ from cuaenv.client import (
     NotSupported,
     SampleVoid,
     SetupFailed,
+    StaleEpoch,
     StepIndexMismatch,
     Unauthenticated,
     Unavailable,
@@ -77,6 +78,7 @@ _TABLE: Mapping[type[BaseException], tuple[Ruling, Ruling]] = {
     # The host's own evidence says that the agent is not the cause.
     MachineLost: (_REPEATED, _REPEATED),
     EpisodeNotFound: (_REPEATED, _REPEATED),
+    StaleEpoch: (_REPEATED, _REPEATED),
     StepIndexMismatch: (_REPEATED, _REPEATED),
     Unavailable: (_REPEATED, _REPEATED),
     SetupFailed: (_REPEATED, _REPEATED),

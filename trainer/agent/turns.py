@@ -32,6 +32,13 @@ class BranchPoint:
     """Origin of the episode's first state."""
     spent_s: float
     """Used part of the episode's time limit."""
+    is_resumed: bool = False
+    """Whether the episode itself continues, so that its turns are its own; else it branched from another one."""
+
+    @property
+    def shared_turn_count(self) -> int:
+        """Turns that another episode sampled."""
+        return 0 if self.is_resumed else len(self.turns)
 
 
 def new_turn(reply: Reply, parsed: Parsed, *, observed: ModelObservation, row: int) -> Turn:

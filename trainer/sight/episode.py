@@ -28,6 +28,7 @@ class PictureEpisode:
     episode_id = "sight"
     task_id = "sight"
     instruction = _INSTRUCTION
+    tools: tuple[str, ...] = ()
     origin = Origin(template_digest="", overlay_parent="", first_frame_id="")
 
     def __init__(self, pictures: Sequence[Image.Image]) -> None:

@@ -34,7 +34,13 @@ def check(args: Any, config: SlimeConfig) -> None:
 def refusals(args: Any, config: SlimeConfig) -> Iterator[str]:
     """Yield the reasons why the arguments cannot work."""
     if getattr(args, "partial_rollout", False):
-        yield "--partial-rollout: a desktop cannot be resumed in a later rollout; remove the flag"
+        if config.agent.images_per_row:
+            yield (
+                "--partial-rollout: slime continues samples of one row, but envd.agent.images_per_row makes several;"
+                " set it to 0, or remove the flag"
+            )
+        if config.group == "tree":
+            yield "--partial-rollout: members of a tree cannot be continued; set envd.group to fork, or remove the flag"
     ranks = getattr(args, "context_parallel_size", 1) or 1
     if ranks > 1 and not config.agent.text_only:
         yield (
@@ -110,6 +116,8 @@ def warnings(args: Any, config: SlimeConfig) -> Iterator[str]:
     """Yield the problems of arguments that work, but badly."""
     if config.replay and getattr(args, "data_source_path", _DATA_SOURCE) != _DATA_SOURCE:
         yield f"--data-source-path is not {_DATA_SOURCE}: the replay pool is lost when the job ends"
+    if getattr(args, "partial_rollout", False) and getattr(args, "data_source_path", _DATA_SOURCE) != _DATA_SOURCE:
+        yield f"--data-source-path is not {_DATA_SOURCE}: aborted samples are lost when the job ends"
     filter_path = getattr(args, "dynamic_sampling_filter_path", _FILTER)
     # Without a filter, the normaliser replays successes to members of one row.
     if config.replay and filter_path != _FILTER and (filter_path or config.agent.images_per_row):

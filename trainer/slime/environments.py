@@ -1,5 +1,6 @@
 """Open one sample's episodes: the first in its group, repeated attempts alone. Calls are traced for slime."""
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -7,15 +8,28 @@ from datetime import timedelta
 from math import ceil
 from typing import Any, Unpack
 
-from cuaenv.client import Action, AsyncEnvClient, AsyncEpisode, Evaluation, StepResult, View
+from cuaenv.client import (
+    Action,
+    AsyncEnvClient,
+    AsyncEpisode,
+    CheckpointNotFound,
+    CheckpointUnusable,
+    Evaluation,
+    StepResult,
+    Unavailable,
+    View,
+)
 from cuaenv.client.view import ResetOptions
 from trainer.agent.forks import group_member
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.pacing import pacer_of_loop
 from trainer.agent.turns import BranchPoint
+from trainer.slime.partial import Partial
 from trainer.slime.slime_compat import Sample, span
 from trainer.slime.tree import Tree, tree_of_loop
 from trainer.tokens.rows import Segment
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +56,7 @@ class SampleEnvironments:
         lease_ttl: timedelta = timedelta(minutes=5),
         branch_ways: int = 0,
         branch_roots: int = 1,
+        partial: Partial | None = None,
     ) -> None:
         """Prepare; opens nothing.
 
@@ -53,11 +68,15 @@ class SampleEnvironments:
             lease_ttl: How long machines outlive this process.
             branch_ways: Members that continue from a branch point; 0 for members that all start together.
             branch_roots: Members of a tree that start at the beginning of its task.
+            partial: Where the sample continues; None for the beginning of its task.
         """
         self.reset_count = 0
         """Number of resets."""
         self.context: BranchContext | None = None
         """The history with which the latest episode started; None at the beginning of its task."""
+        self.resumed: Partial | None = None
+        """Where the latest episode continues; None if it began."""
+        self._partial = partial
         self._branch_ways = branch_ways
         self._branch_roots = branch_roots
         self._tree: Tree[BranchContext] | None = None
@@ -71,14 +90,30 @@ class SampleEnvironments:
 
     @asynccontextmanager
     async def reset(self, task: str, **options: Unpack[ResetOptions]) -> AsyncIterator[AgentEpisode]:
-        """Open the sample's episode: in its group the first time, alone after that. Raises: EnvError."""
+        """Open the sample's episode: where it continues, in its group the first time, or alone. Raises: EnvError."""
         self.reset_count += 1
-        opening = self._opening(task, {**options, "lease_ttl": self._lease_ttl})
+        options = {**options, "lease_ttl": self._lease_ttl}
         async with AsyncExitStack() as stack:
             with span(self._sample, "env_reset", {"task": task, "attempt": self.reset_count}):
-                episode, self.context = await stack.enter_async_context(opening)
+                if (continued := await self._continued(stack, options)) is not None:
+                    episode, self.context = continued, None
+                else:
+                    episode, self.context = await stack.enter_async_context(self._opening(task, options))
+                self.resumed = self._partial
             self.episode = episode
             yield _Traced(episode, self._sample)
+
+    async def _continued(self, stack: AsyncExitStack, options: ResetOptions) -> AsyncEpisode | None:
+        """Open the episode where the sample continues; None if it has to begin. Raises: EnvError."""
+        if self._partial is None:
+            return None
+        kept: ResetOptions = {"view": options["view"], "timeout": options["timeout"], "lease_ttl": self._lease_ttl}
+        try:
+            return await stack.enter_async_context(self._client.reset(self._partial.checkpoint, **kept))
+        except (CheckpointNotFound, CheckpointUnusable, Unavailable) as error:
+            logger.warning("[envd] sample %s: starts over: %s", self._sample.index, error)
+            self._partial = None
+            return None
 
     async def branch(self, context: BranchContext) -> None:
         """Let waiting members of a tree continue from the current episode."""

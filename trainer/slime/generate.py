@@ -71,7 +71,9 @@ async def run_sample(
     try:
         async with asyncio.timeout(config.limit_s):
             rollout = rollout_type(args, sample, sampling_params, config=config)
+            rollout.keeps_partial = not evaluation and getattr(args, "partial_rollout", False)
             result = await run_rollout(args, rollout, task, group_size, multiple, evaluation=evaluation)
+            await rollout.keep(is_aborted=sample.status.name == "ABORTED")
     except Halted as error:
         monitor.halt(str(error))
         monitor.check(args)

@@ -22,6 +22,7 @@ from trainer.replay.reader import read_jsonl
 from trainer.replay.trajectory import StoredTrajectory, TokenRow, image_bytes
 from trainer.slime import slime_compat
 from trainer.slime.config import Replay, SlimeConfig
+from trainer.slime.partial import load_buffer, save_buffer
 from trainer.slime.samples import facts_of, flatten, is_void, make_void, note, reset_sample, row_samples, set_status
 from trainer.slime.slime_compat import Sample
 from trainer.tokens.chat import Chat
@@ -54,22 +55,27 @@ def _load_files(pool: ReplayPool, replay: Replay) -> None:
 
 
 def data_source(args: Any) -> Any:
-    """Return slime's data source, extended to save and resume the pool, for `--data-source-path`."""
+    """Return slime's data source, extended to save and resume pool and aborted samples, for `--data-source-path`."""
     source = slime_compat.data_source(args)
-    replay = SlimeConfig.from_args(args).replay
-    if replay is None:
-        return source
-    pool_of(replay)
+    replay, is_partial = SlimeConfig.from_args(args).replay, getattr(args, "partial_rollout", False)
+    if replay is not None:
+        pool_of(replay)
     save, load = source.save, source.load
 
     def save_both(rollout_id: int) -> None:
         save(rollout_id)
-        if args.save is not None:
+        if args.save is not None and replay is not None:
             pool_of(replay).save(Path(args.save) / "replay", name=str(rollout_id))
+        if args.save is not None and is_partial:
+            save_buffer(source, args.save, rollout_id)
 
     def load_both(rollout_id: int | None = None) -> None:
         load(rollout_id)
+        if args.load is not None and is_partial:
+            load_buffer(source, args.load, rollout_id)
         if args.load is None or not (Path(args.load) / "replay" / f"pool-{rollout_id}.json").exists():
+            return
+        if replay is None:
             return
         pool = ReplayPool.resume(Path(args.load) / "replay", replay, name=str(rollout_id))
         _load_files(pool, replay)

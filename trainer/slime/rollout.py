@@ -19,6 +19,7 @@ from trainer.slime.config import SlimeConfig
 from trainer.slime.environments import BranchContext, SampleEnvironments
 from trainer.slime.guard import Halted
 from trainer.slime.health import DaemonWatch, watch_of
+from trainer.slime.partial import Partial, partial_of, replace_partial, stored
 from trainer.slime.probe import warn_of_engine
 from trainer.slime.samples import fill, note, set_status
 from trainer.slime.slime_compat import GenerateState, Sample
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _ABORT_POLL_S = 0.5
 _ENGINE_PAUSE_S = 1.0
+#: For a step that is running when slime aborts, and the checkpoint after it.
+_KEEP_S = 60.0
 _SERVER_ERROR_ATTEMPTS = 3
 _TRANSIENT = {408, 409, 425, 429}
 _QUOTED_CHARS = 300
@@ -50,13 +53,18 @@ class Rollout:
         options = getattr(args, "apply_chat_template_kwargs", None)
         self._chat = Chat(self._state.tokenizer, self._state.processor, template_options=options)
         self._conversation = self._new_conversation()
+        self._client = shared_client(config.client)
+        self.keeps_partial = False
+        """Whether the sample continues in a later rollout if slime aborts it."""
+        self._partial: Partial | None = None
         self._attempt_count = 0
+        self._continued_count = 0
         self._parent_id = ""
 
     async def run(self, task: str, *, group_size: int) -> Trajectory | None:
         """Run the task. Returns None if slime aborted the rollout. Raises: Halted: no daemon answers."""
         config = self.config
-        client = shared_client(config.client)
+        client = self._client
         await warn_of_capacity(self.args, config, client)
         await warn_of_engine(self._call_engine, self._engine_url, self._chat)
         environments = SampleEnvironments(
@@ -67,6 +75,7 @@ class Rollout:
             lease_ttl=config.lease_ttl,
             branch_ways=config.branch_ways if config.group == "tree" else 0,
             branch_roots=config.branch_roots,
+            partial=partial_of(self.sample),
         )
         episode = run_task(
             environments,
@@ -78,8 +87,11 @@ class Rollout:
             run=lambda episode, _: self._run_episode(environments, episode),
         )
         async with watch_of(client, config.daemon_timeout_s).use() as watch:
-            trajectory = await _until_aborted(self._state, watch, episode)
+            trajectory = await _until_aborted(
+                self._state, watch, episode, has_state=lambda: self.keeps_partial and environments.episode is not None
+            )
         self._attempt_count = environments.reset_count
+        self._continued_count = len(environments.resumed.point.turns) if environments.resumed else 0
         self._parent_id = environments.context.episode_id if environments.context else ""
         return trajectory
 
@@ -100,15 +112,30 @@ class Rollout:
             prefix = row.as_prompt(without_last_reply=True)
             await environments.branch(BranchContext(episode_id=episode.episode_id, point=branch_point(), prefix=prefix))
 
+        async def interrupted(point: BranchPoint) -> None:
+            if environments.episode is not None and (resumed is None or len(point.turns) > len(resumed.point.turns)):
+                self._partial = await stored(self.sample, environments.episode, point, conversation.rows[-1])
+
+        resumed = environments.resumed
+        origin = context or resumed
         if context is not None:
             await conversation.continue_from(context.prefix)
+        elif resumed is not None:
+            is_masked = getattr(self.args, "mask_offpolicy_in_partial_rollout", False)
+            await conversation.resume(resumed.row.copy(masked=is_masked))
         return await run_episode(
             self.wrap(environments, episode),
             conversation,
             settings=self.config.agent,
-            branch_point=None if context is None else replace(context.point, history=context.point.history.copy()),
+            branch_point=None if origin is None else replace(origin.point, history=origin.point.history.copy()),
             offer_branch=offer_branch if self.config.group == "tree" else None,
+            interrupted=interrupted if self.keeps_partial else None,
         )
+
+    async def keep(self, *, is_aborted: bool) -> None:
+        """Note where an aborted sample continues, or delete what an ended one no longer needs."""
+        partial = self._partial or partial_of(self.sample) if is_aborted and self.keeps_partial else None
+        await replace_partial(self._client, self.sample, partial)
 
     def _is_unsure(self, row: Row) -> bool:
         """Whether the reply with which a row ends surprised the policy that sampled it."""
@@ -141,6 +168,7 @@ class Rollout:
             "reward_parts": dict(breakdown.parts),
             "rows": len(rows),
             "attempts": self._attempt_count,
+            "continued_turns": self._continued_count,
             "parent_episode_id": self._parent_id,
             "prompt_hash": prompt_hash(config.agent),
         }
@@ -264,14 +292,19 @@ def summary_of(trajectory: Trajectory, task_score: float) -> dict[str, Any]:
 
 
 async def _until_aborted(
-    state: GenerateState, watch: DaemonWatch, work: Coroutine[Any, Any, Trajectory]
+    state: GenerateState, watch: DaemonWatch, work: Coroutine[Any, Any, Trajectory], *, has_state: Callable[[], bool]
 ) -> Trajectory | None:
-    """Wait for work; on slime's abort, which waits for its samples, cancel it and return None. Raises: Halted."""
+    """Wait for work; on slime's abort, which waits for its samples, cancel it and return None. Raises: Halted.
+
+    If it has a state to keep, it has some time to end by itself first.
+    """
     task = asyncio.create_task(work)
     try:
         while not task.done():
             if state.aborted:
-                return None
+                if not has_state() or not (await asyncio.wait({task}, timeout=_KEEP_S))[0]:
+                    return None
+                break
             if watch.failure:
                 raise Halted(watch.failure)
             await asyncio.wait({task}, timeout=_ABORT_POLL_S)

@@ -76,8 +76,8 @@ def fill(sample: Sample, row: Row, args: Any) -> None:
         sample.append_response_tokens(
             args,
             tokens=list(piece.train_ids),
-            log_probs=list(piece.log_probs) if piece.sampled else None,
-            trainable=piece.sampled,
+            log_probs=list(piece.log_probs) if piece.sampled and not piece.is_masked else None,
+            trainable=piece.sampled and not piece.is_masked,
             meta_info=dict(piece.meta_info) if piece.meta_info is not None else None,
             text=piece.text,
         )

@@ -5,7 +5,8 @@ go into both unchanged; no ids are ever computed from decoded text.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,9 @@ class Piece:
     log_probs: tuple[float, ...] = ()
     """The engine's log-probabilities, one per id, if sampled."""
     sampled: bool
-    """Whether the model sampled it, so that it is trained."""
+    """Whether the model sampled it."""
+    is_masked: bool = False
+    """Whether it is not trained, although the model sampled it."""
     text: str = ""
     image_count: int = 0
     meta_info: Mapping[str, Any] | None = field(default=None, repr=False)
@@ -84,6 +87,13 @@ class Row:
     def _add(self, piece: Piece) -> None:
         self._pieces.append(piece)
         self.token_count += len(piece.train_ids)
+
+    def copy(self, *, masked: bool = False) -> "Row":
+        """Return an independent copy; with `masked`, no reply so far is trained in it."""
+        row = copy(self)
+        row.engine_ids, row.images = list(self.engine_ids), list(self.images)
+        row._pieces = [replace(piece, is_masked=piece.is_masked or masked) for piece in self._pieces]
+        return row
 
     def as_prompt(self, *, without_last_reply: bool = False) -> Segment:
         """Return the complete row as the prompt of another row, where none of it is trained.

@@ -85,8 +85,7 @@ class SglangConversation:
         self._encode_image = encode_image or data_uri
 
     async def begin(self, messages: Sequence[Message]) -> None:
-        """Start a new row. Raises: BudgetExhausted, GenerationAborted, ModelFailed."""
-        self._check_abort()
+        """Start a new row. Raises: BudgetExhausted, ModelFailed."""
         segment = await asyncio.to_thread(self._with_images, lambda: self._chat.opening(messages))
         # A later row starts with all earlier messages, so only the limit of the complete row applies.
         limit = self._budget.total if self.rows else self._budget.prompt
@@ -101,9 +100,13 @@ class SglangConversation:
         """Start with the row of another conversation, see `Row.as_prompt`; it is trained there and not here."""
         self.rows.append(Row(await asyncio.to_thread(self._with_images, lambda: prefix)))
 
+    async def resume(self, row: Row) -> None:
+        """Continue a row of an earlier conversation of this episode."""
+        await asyncio.to_thread(self._with_images, row.as_prompt)
+        self.rows.append(row)
+
     async def append(self, message: Message) -> None:
-        """Add an observation to the row. Raises: BudgetExhausted, GenerationAborted, ModelFailed."""
-        self._check_abort()
+        """Add an observation to the row. Raises: BudgetExhausted, ModelFailed."""
         row = self.rows[-1]
         segment = await asyncio.to_thread(self._with_images, lambda: self._chat.following(message, last_id=row.last_id))
         # An observation that leaves no tokens for a reply is not added.

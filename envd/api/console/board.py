@@ -62,7 +62,7 @@ class EpisodeHistory:
         else:
             parent.branch_count += 1
             label = f"{parent.label}.{parent.branch_count}"
-            steps.extend(step for step in parent.steps if step.index < episode.step_count)
+            steps.extend(step for step in parent.steps if step.index < episode.step_count and not step.is_rolled_back)
         open_ids.add(episode.episode_id)
         self._labels[episode.group_id] = member_count, open_ids
         self._timelines[episode.episode_id] = Timeline(label, episode.step_count, steps)
@@ -71,6 +71,13 @@ class EpisodeHistory:
         """Add a step, without its pixels."""
         if (timeline := self._timelines.get(episode.episode_id)) is not None:
             timeline.steps.append(replace(step, view=None))
+
+    def rolled_back(self, episode: Episode) -> None:
+        """Mark the steps that were taken back."""
+        if (timeline := self._timelines.get(episode.episode_id)) is not None:
+            for at, step in enumerate(timeline.steps):
+                if step.index >= episode.step_count:
+                    timeline.steps[at] = replace(step, is_rolled_back=True)
 
     def scored(self, episode: Episode) -> None:
         """Do nothing: the episode has its score."""
@@ -205,6 +212,7 @@ def episode_detail(episode: Episode, facts: Facts, timeline: Timeline) -> Facts:
                 "source": step.source,
                 "actions": list(step.actions),
                 "settled": step.is_settled,
+                "rolled_back": step.is_rolled_back,
                 "ms": round(step.total_ms),
             }
             for step in timeline.steps

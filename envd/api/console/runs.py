@@ -59,6 +59,9 @@ class Runs:
             run.steps_by_second.append([second, 0])
         run.steps_by_second[-1][1] += 1
 
+    def rolled_back(self, episode: Episode) -> None:
+        """Do nothing: its steps took their time."""
+
     def scored(self, episode: Episode) -> None:
         """Count a score."""
         if isinstance(episode.verdict, EvaluateResult):

@@ -65,6 +65,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "Evaluate": Rule(Scope.RUN),
     "Fork": Rule(Scope.RUN),
     "CreateCheckpoint": Rule(Scope.RUN),
+    "Rollback": Rule(Scope.RUN),
     "ListCheckpoints": Rule(Scope.READ),
     "DeleteCheckpoint": Rule(Scope.RUN),
     "ExportCheckpoint": Rule(Scope.RUN),

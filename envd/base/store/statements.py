@@ -11,8 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 SCHEMA_VERSION = 2
 
 SCHEMA = (files("envd.base.store") / "schema.sql").read_text(encoding="ascii")
-#: Statements that upgrade the schema of a version to the next one.
-UPGRADES = {1: "ALTER TABLE episodes ADD COLUMN asked TEXT NOT NULL DEFAULT '[]';"}
+#: Statements that upgrade a database of each earlier version to the next one.
+UPGRADES = {
+    1: "ALTER TABLE episodes ADD COLUMN epoch INTEGER NOT NULL DEFAULT 1;"
+    " ALTER TABLE episodes ADD COLUMN last_checkpoint_id TEXT NOT NULL DEFAULT '';"
+    " ALTER TABLE episodes ADD COLUMN automatic TEXT NOT NULL DEFAULT '{}';"
+    " ALTER TABLE episodes ADD COLUMN asked TEXT NOT NULL DEFAULT '[]';"
+}
 
 
 class Statement(NamedTuple):
@@ -44,6 +49,10 @@ class EpisodeRow:
     cause: str
     """Error message of a failed episode."""
     step_count: int
+    epoch: int
+    last_checkpoint_id: str
+    automatic: str
+    """When it stores checkpoints by itself."""
     last_action: str
     """The agent's final action; empty if there was none."""
     verdict: str
@@ -61,7 +70,7 @@ class AnswerRow:
     """One request that changes something, written before it does."""
 
     kind: str
-    """reset, step, evaluate or fork."""
+    """reset, step, evaluate, fork or rollback."""
     scope: str
     """The episode id; empty for a reset."""
     request_id: str

@@ -351,8 +351,8 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA wal_autocheckpoint = 0")
     if version < SCHEMA_VERSION:
-        changes = " ".join(UPGRADES[each] for each in range(version, SCHEMA_VERSION)) if version else SCHEMA
+        statements = " ".join(UPGRADES[each] for each in range(version, SCHEMA_VERSION)) if version else SCHEMA
         connection.executescript(
-            f"BEGIN IMMEDIATE; PRAGMA application_id = {_APPLICATION_ID}; {changes}"
+            f"BEGIN IMMEDIATE; PRAGMA application_id = {_APPLICATION_ID}; {statements}"
             f" PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
         )

@@ -124,6 +124,9 @@ class Metrics:
         self.checkpoints_created = self._counter(
             "envd_checkpoints_created_total", "Checkpoints stored by this daemon.", "pool"
         )
+        self.rollbacks = self._counter(
+            "envd_rollbacks_total", "Episodes put back into the state of a checkpoint.", "pool"
+        )
         self.checkpoints = self._gauge("envd_checkpoints", "Checkpoints of this host.")
         self.checkpoint_bytes = self._gauge("envd_checkpoint_bytes", "Disk space of the checkpoints of this host.")
         self.leftovers = self._counter("envd_leftovers_total", "Leftovers found by the audit, by kind.", "kind")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from envd.base.aio import shielded
-from envd.base.clock import Clock
+from envd.base.clock import Clock, wait_until
 from envd.base.errors import (
     CheckpointNotFound,
     CheckpointUnusable,
@@ -25,7 +25,7 @@ from envd.base.errors import (
     Unimplemented,
 )
 from envd.episodes.checkpoints.archive import ArchiveReader, archived
-from envd.episodes.checkpoints.store import Checkpoint, CheckpointResult, CheckpointStore, Draft, not_found, store_error
+from envd.episodes.checkpoints.store import Checkpoint, CheckpointResult, CheckpointStore, not_found, store_error
 from envd.episodes.checkpoints.views import read_view, write_view
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
@@ -33,7 +33,7 @@ from envd.episodes.forking import freeze_at
 from envd.episodes.members import Group, Member, fork_all, observe_all
 from envd.episodes.perform import check_region
 from envd.episodes.task_states import TaskStates
-from envd.episodes.types import CheckpointCommand, ResetCommand
+from envd.episodes.types import CheckpointCommand, CheckpointTrigger, ResetCommand
 from envd.pool.leased import FrozenDesktop
 from envd.pool.pool import Pool
 from envd.tasks.basis import task_digest
@@ -43,6 +43,8 @@ from envd.tasks.model import Task
 logger = logging.getLogger(__name__)
 
 _SWEEP_S = 60.0
+#: How long a checkpoint waits for its pool's template.
+_TEMPLATE_S = 30.0
 
 
 class Checkpointing:
@@ -168,24 +170,30 @@ class Checkpointing:
                 logger.warning("checkpoints: not swept: %s", error)
             await clock.sleep(_SWEEP_S)
 
-    async def find(self, command: ResetCommand) -> tuple[Checkpoint, Task, Pool]:
-        """Return the checkpoint that a reset names, with its task and pool.
+    async def find(self, checkpoint_id: str, is_own: Callable[[str], bool]) -> tuple[Checkpoint, Task, Pool]:
+        """Return a checkpoint of a caller, with its task and pool.
 
         Raises:
             CheckpointNotFound: It does not exist, or is another owner's.
             CheckpointCorrupt: It is damaged.
             CheckpointUnusable: This daemon has not its pool, template or task.
-            InvalidRequest: A field of the request contradicts it.
         """
-        found = await asyncio.to_thread(self._store.find, command.checkpoint_id)
-        if not command.sees_all_owners and found.owner != command.owner:
-            raise not_found(command.checkpoint_id)
+        found = await asyncio.to_thread(self._store.find, checkpoint_id)
+        if not is_own(found.owner):
+            raise not_found(checkpoint_id)
+        task, pool = self._usable(found)
+        return found, task, pool
+
+    async def find_for(self, command: ResetCommand) -> tuple[Checkpoint, Task, Pool]:
+        """Return the checkpoint that a reset names. Raises: as `find`; InvalidRequest: a field contradicts it."""
+        found, task, pool = await self.find(
+            command.checkpoint_id, lambda owner: command.sees_all_owners or owner == command.owner
+        )
         for field, asked, stored in (("task_id", command.task_id, found.task_id), ("pool", command.pool, found.pool)):
             if asked not in ("", stored):
                 raise InvalidRequest(field, f"{asked} is not that of checkpoint {found.checkpoint_id}: {stored}")
         if command.max_steps is not None:
             raise InvalidRequest("max_steps", "cannot be set: it is that of the checkpoint")
-        task, pool = self._usable(found)
         return found, task, pool
 
     def _usable(self, found: Checkpoint) -> tuple[Task, Pool]:
@@ -224,7 +232,7 @@ class Checkpointing:
         )
         watch.lap("acquire")
         try:
-            frozen = await self._read(checkpoint, pool)
+            frozen = await self.read(checkpoint, pool)
             watch.lap("restore")
             try:
                 check_region(command.observe, frozen.view.size_px)
@@ -243,7 +251,7 @@ class Checkpointing:
             except MachineLost as error:
                 raise SetupFailed(f"checkpoint {checkpoint.checkpoint_id}: {error}") from error
             finally:
-                self._states.discard(frozen)
+                self.discard(frozen)
         except BaseException:
             await pool.release(granted.reservations)
             raise
@@ -252,10 +260,15 @@ class Checkpointing:
             timings_ms={**watch.timings_ms, "total": watch.total_ms},
         )
 
-    async def _read(self, checkpoint: Checkpoint, pool: Pool) -> FrozenDesktop:
-        template = pool.template
-        if template is None:
-            raise CheckpointUnusable(f"checkpoint {checkpoint.checkpoint_id}: pool {pool.name} has no template now")
+    async def read(self, checkpoint: Checkpoint, pool: Pool) -> FrozenDesktop:
+        """Return the state of a checkpoint; `discard` it after its last fork. Raises: as `restore`."""
+        clock = self._context.clock
+        deadline_s = clock.monotonic() + _TEMPLATE_S
+        while (template := pool.template) is None:
+            # As after the start of the daemon.
+            if clock.monotonic() >= deadline_s:
+                raise CheckpointUnusable(f"checkpoint {checkpoint.checkpoint_id}: pool {pool.name} has no template now")
+            await wait_until(clock, deadline_s, or_event=pool.changes.next)
         _require_template(checkpoint, template)
         await asyncio.to_thread(self._store.verify, checkpoint)
         path = self._store.path(checkpoint.checkpoint_id)
@@ -263,38 +276,63 @@ class Checkpointing:
         return FrozenDesktop(snapshot=await pool.hypervisor.restore(template.snapshot, path), view=view)
 
     async def _create(self, episode: Episode, command: CheckpointCommand) -> CheckpointResult:
-        context, store = self._context, self._store
-        name = f"{episode.episode_id}/{command.request_id}"
-        checkpoint_id = f"ckpt-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
+        context = self._context
+        checkpoint_id = _id_of(episode, command.request_id)
         if (known := await self._known(checkpoint_id, command)) is not None:
             return CheckpointResult(checkpoint=known, timings_ms={})
         watch = Stopwatch(context.clock)
         pool = context.pools[episode.pool]
         async with context.registry.call(episode, renews=True):
             try:
-                frozen = await freeze_at(pool, episode, command.step_index, registry=context.registry)
+                frozen = await freeze_at(
+                    pool, episode, command.step_index, registry=context.registry, epoch=command.epoch
+                )
                 watch.lap("copy")
                 try:
-                    described = await self._describe(episode, command, frozen, checkpoint_id)
-                    draft = await asyncio.to_thread(store.begin, checkpoint_id)
-                    stored = await self._write(draft, described, frozen, pool)
+                    stored = await self._write(self._describe(episode, command, frozen, checkpoint_id), frozen, pool)
                 finally:
-                    self._states.discard(frozen)
+                    self.discard(frozen)
             except EnvdError as error:
                 context.count_failure(episode, "checkpoint", error)
                 raise
         watch.lap("store")
-        context.metrics.checkpoints_created.labels(pool=pool.name).inc()
+        await self._stored(episode, stored)
+        timings_ms = {"pause": frozen.snapshot.report.paused_ms, **watch.timings_ms, "total": watch.total_ms}
+        return CheckpointResult(checkpoint=stored, timings_ms=timings_ms)
+
+    def describe(self, episode: Episode, frozen: FrozenDesktop, trigger: CheckpointTrigger) -> Checkpoint:
+        """Return the description of an episode's present state, for `store`."""
+        name = f"{trigger.value}/{episode.epoch}/{episode.step_count}"
+        command = CheckpointCommand(request_id=name, episode_id=episode.episode_id, step_index=episode.step_count)
+        described = self._describe(episode, command, frozen, _id_of(episode, name))
+        return described.model_copy(update={"trigger": trigger.value})
+
+    async def store(self, episode: Episode, described: Checkpoint, frozen: FrozenDesktop) -> None:
+        """Store a state of an episode that no request asked for.
+
+        Raises:
+            CheckpointStoreFull, HypervisorError, StoreError: As for `create`.
+        """
+        await self._stored(episode, await self._write(described, frozen, self._context.pools[episode.pool]))
+
+    def discard(self, frozen: FrozenDesktop) -> None:
+        """Discard a state that has no more users; returns before that is done."""
+        self._states.discard(frozen)
+
+    async def _stored(self, episode: Episode, stored: Checkpoint) -> None:
+        """Report a new checkpoint; later ones of the same epoch descend from it."""
+        if stored.epoch == episode.epoch:
+            episode.last_checkpoint_id = stored.checkpoint_id
+            self._context.journal.save(episode)
+        self._context.metrics.checkpoints_created.labels(pool=episode.pool).inc()
         await self._report()
         logger.info(
             "episode %s: checkpoint %s at step %d, %.1f MiB",
             episode.episode_id,
-            checkpoint_id,
+            stored.checkpoint_id,
             stored.step_count,
             stored.size_bytes / (1 << 20),
         )
-        timings_ms = {"pause": frozen.snapshot.report.paused_ms, **watch.timings_ms, "total": watch.total_ms}
-        return CheckpointResult(checkpoint=stored, timings_ms=timings_ms)
 
     async def _known(self, checkpoint_id: str, command: CheckpointCommand) -> Checkpoint | None:
         """Return what the same request stored under a previous daemon. Raises: RequestIdReused."""
@@ -306,18 +344,16 @@ class Checkpointing:
             raise RequestIdReused(command.request_id)
         return known
 
-    async def _describe(
+    def _describe(
         self, episode: Episode, command: CheckpointCommand, frozen: FrozenDesktop, checkpoint_id: str
     ) -> Checkpoint:
-        known = await asyncio.to_thread(self._store.list)
-        earlier = [each.checkpoint_id for each in known if each.episode_id == episode.episode_id]
         now = self._context.clock.now()
         ttl_s = self._store.settings.ttl_s if command.ttl_s is None else command.ttl_s
         return Checkpoint(
             checkpoint_id=checkpoint_id,
             label=command.label,
             episode_id=episode.episode_id,
-            parent_checkpoint_id=earlier[-1] if earlier else episode.origin.checkpoint_id,
+            parent_checkpoint_id=episode.last_checkpoint_id,
             task_id=episode.task.task_id,
             task_digest=task_digest(episode.task),
             template_digest=frozen.snapshot.template_digest,
@@ -326,6 +362,7 @@ class Checkpointing:
             owner=episode.owner,
             step_count=command.step_index,
             asked=episode.asked,
+            epoch=episode.epoch,
             max_steps=episode.max_steps,
             frame_id=frozen.view.frame.frame_id,
             settle=episode.settle,
@@ -335,7 +372,8 @@ class Checkpointing:
             fingerprint=command.fingerprint.hex(),
         )
 
-    async def _write(self, draft: Draft, described: Checkpoint, frozen: FrozenDesktop, pool: Pool) -> Checkpoint:
+    async def _write(self, described: Checkpoint, frozen: FrozenDesktop, pool: Pool) -> Checkpoint:
+        draft = await asyncio.to_thread(self._store.begin, described.checkpoint_id)
         try:
             await asyncio.to_thread(write_view, frozen.view, draft.directory)
             await pool.hypervisor.save(frozen.snapshot, draft.directory)
@@ -350,6 +388,11 @@ class Checkpointing:
         usage = await asyncio.to_thread(self._store.usage)
         self._context.metrics.checkpoints.set(usage.count)
         self._context.metrics.checkpoint_bytes.set(usage.size_bytes)
+
+
+def _id_of(episode: Episode, name: str) -> str:
+    """Return the id of an episode's checkpoint, the same for the same request."""
+    return f"ckpt-{hashlib.blake2b(f'{episode.episode_id}/{name}'.encode(), digest_size=8).hexdigest()}"
 
 
 def _require_template(checkpoint: Checkpoint, template: FrozenDesktop) -> None:

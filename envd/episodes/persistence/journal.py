@@ -18,11 +18,12 @@ from envd.base.store.statements import AnswerRow, delete_answer, delete_episode,
 from envd.base.store.store import Store
 from envd.episodes.episode import Episode
 from envd.episodes.persistence.records import dump, row_of, without_pixels
-from envd.episodes.types import EvaluateResult, GroupResult, StepResult
+from envd.episodes.types import EvaluateResult, GroupResult, RollbackResult, StepResult
 
 logger = logging.getLogger(__name__)
 
-RESET, STEP, EVALUATE, FORK, CHECKPOINT = "reset", "step", "evaluate", "fork", "checkpoint"
+RESET, STEP, EVALUATE, FORK = "reset", "step", "evaluate", "fork"
+CHECKPOINT, ROLLBACK = "checkpoint", "rollback"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,9 @@ class Journal:
         answer = self._answer_row(request, dump(without_pixels(result)))
         await self._store.commit(*(upsert(row_of(episode, self._clock)) for episode in episodes), upsert(answer))
 
-    async def answered(self, request: Request, episode: Episode, result: StepResult | EvaluateResult) -> None:
+    async def answered(
+        self, request: Request, episode: Episode, result: StepResult | EvaluateResult | RollbackResult
+    ) -> None:
         """Persist a response and the episode's state after it.
 
         On failure the request remains recorded as begun, so it is never repeated; the response may be sent.

@@ -19,7 +19,15 @@ from envd.base.config import SettlePolicy
 from envd.base.errors import EvaluatorFailed
 from envd.base.store.statements import EpisodeRow
 from envd.episodes.episode import Episode
-from envd.episodes.types import EpisodeState, EvaluateResult, GroupResult, Origin, StepResult
+from envd.episodes.types import (
+    AutomaticCheckpoints,
+    EpisodeState,
+    EvaluateResult,
+    GroupResult,
+    Origin,
+    RollbackResult,
+    StepResult,
+)
 from envd.guest.observation import Observation
 from envd.guest.view import ConnectionState
 from envd.tasks.user import Exchange
@@ -51,7 +59,7 @@ def dump(value: object) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _dump_constant(value: SettlePolicy | Origin) -> str:
+def _dump_constant(value: SettlePolicy | Origin | AutomaticCheckpoints) -> str:
     """Return what never changes in an episode's row, which is written after each step."""
     return dump(value)
 
@@ -69,7 +77,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def without_pixels(result: T) -> T:
     """Return a result as it is persisted."""
-    if isinstance(result, StepResult):
+    if isinstance(result, StepResult | RollbackResult):
         return replace(result, observation=_stripped(result.observation))
     if isinstance(result, GroupResult):
         return replace(result, observations=tuple(_stripped(observation) for observation in result.observations))
@@ -110,6 +118,9 @@ def row_of(episode: Episode, clock: Clock) -> EpisodeRow:
         end_reason=episode.end_reason,
         cause=episode.cause,
         step_count=episode.step_count,
+        epoch=episode.epoch,
+        last_checkpoint_id=episode.last_checkpoint_id,
+        automatic=_dump_constant(episode.automatic),
         last_action=_dump_action(episode.last_action),
         verdict=_dump_verdict(episode.verdict),
         asked=json.dumps(episode.asked),
@@ -124,6 +135,7 @@ class EpisodeSnapshot:
     """The parsed columns of an episode's row."""
 
     settle: SettlePolicy
+    automatic: AutomaticCheckpoints
     origin: Origin
     create_time: datetime
     state: EpisodeState
@@ -137,6 +149,7 @@ def snapshot_of(row: EpisodeRow) -> EpisodeSnapshot:
     """Parse a row. Raises: ValueError, TypeError, KeyError: not in this release's format."""
     return EpisodeSnapshot(
         settle=load(SettlePolicy, row.settle),
+        automatic=load(AutomaticCheckpoints, row.automatic),
         origin=load(Origin, row.origin),
         create_time=datetime.fromtimestamp(row.create_time_s, UTC),
         state=EpisodeState(row.state),

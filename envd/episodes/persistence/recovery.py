@@ -18,10 +18,10 @@ from envd.base.store.statements import AnswerRow, EpisodeRow, is_well_typed
 from envd.base.store.store import Store
 from envd.episodes.factory import EpisodeFactory
 from envd.episodes.ledger import Ledger
-from envd.episodes.persistence.journal import EVALUATE, FORK, RESET, STEP, Journal
+from envd.episodes.persistence.journal import EVALUATE, FORK, RESET, ROLLBACK, STEP, Journal
 from envd.episodes.persistence.records import EpisodeSnapshot, load, snapshot_of
 from envd.episodes.registry import EpisodeRegistry
-from envd.episodes.types import EpisodeState, EvaluateResult, GroupResult, StepResult
+from envd.episodes.types import EpisodeState, EvaluateResult, GroupResult, RollbackResult, StepResult
 from envd.hypervisor.machine import Machine
 from envd.pool.pool import Pool
 from envd.tasks.catalogue import TaskCatalogue
@@ -202,6 +202,9 @@ class Recovery:
         elif row.kind == EVALUATE:
             result = load(EvaluateResult, row.answer)
             episode.evaluations.restore(row.request_id, row.fingerprint, result, age_s=age_s)
+        elif row.kind == ROLLBACK:
+            rolled_back = load(RollbackResult, row.answer)
+            episode.rollbacks.restore(row.request_id, row.fingerprint, rolled_back, age_s=age_s)
         elif row.kind == FORK:
             self._restore_group(episode.forks, row, age_s=age_s)
 

@@ -74,6 +74,10 @@ class Recording:
                         self.frames.append(RecordedFrame(time_s=record.time_s, head=head, position=record.position))
                     case Kind.STEP:
                         self.steps.append({**record.json(), "time": record.time_s})
+                    case Kind.ROLLBACK:
+                        step_count, self.score = record.json()["step_count"], None
+                        for step in self.steps:
+                            step["rolled_back"] = step.get("rolled_back", False) or step["index"] >= step_count
                     case Kind.SCORE:
                         self.score = record.json()
                     case Kind.END:

@@ -103,6 +103,11 @@ class Recorder:
         time_s = step.time.timestamp()
         self._add(episode, _Item(time_s, step.view, packed_json(Kind.STEP, time_s, value)))
 
+    def rolled_back(self, episode: Episode) -> None:
+        """Record a rollback; the steps that it took back stay."""
+        time_s, value = self.now_s, {"step_count": episode.step_count, "epoch": episode.epoch}
+        self._add(episode, _Item(time_s, record=packed_json(Kind.ROLLBACK, time_s, value)))
+
     def scored(self, episode: Episode) -> None:
         """Record the checkers' result."""
         time_s = self.now_s

@@ -48,6 +48,8 @@ class Kind(IntEnum):
     SCORE = 4
     #: How the episode ended, as JSON. Last.
     END = 5
+    #: The step and epoch that the episode was put back to, as JSON.
+    ROLLBACK = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

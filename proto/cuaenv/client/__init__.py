@@ -43,6 +43,7 @@ EnvError
 ├── NotForkable           the episode's machine cannot be copied now; the episode is unharmed
 ├── HumanInControl        a person controls the episode in the console; call handed_back()
 ├── StepIndexMismatch     someone else stepped; abandon the episode
+├── StaleEpoch            someone else rolled the episode back; abandon it
 ├── Unauthenticated       the daemon requires a valid token
 ├── AccessDenied          not allowed in this pool
 │   └── ScopeTooSmall     the token's scope does not cover this call
@@ -100,6 +101,7 @@ from cuaenv.client.errors import (
     ScopeTooSmall,
     ServiceFault,
     SetupFailed,
+    StaleEpoch,
     StepIndexMismatch,
     TaskNotFound,
     Unauthenticated,
@@ -187,6 +189,7 @@ __all__ = [
     "ServiceFault",
     "Settle",
     "SetupFailed",
+    "StaleEpoch",
     "State",
     "StepIndexMismatch",
     "StepResult",

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +21,29 @@ from cuaenv.client.limiter import EpisodeLimiter
 from cuaenv.client.observation import Observation
 from cuaenv.client.place import OpenRequest, Place
 from cuaenv.client.placement import RetryPolicy
-from cuaenv.client.results import Checkpoint, EpisodeInfo, Pool, Task, read_checkpoint, read_episode, read_pool
+from cuaenv.client.results import (
+    Checkpoint,
+    EpisodeInfo,
+    Evaluation,
+    Pool,
+    Task,
+    read_checkpoint,
+    read_episode,
+    read_evaluation,
+    read_pool,
+)
 from cuaenv.client.signatures import takes_options_of
 from cuaenv.client.targets import is_ray, parse_targets
-from cuaenv.client.view import ResetOptions, Settle, StepOptions, View, wire_settle, wire_view
+from cuaenv.client.view import (
+    CheckpointTrigger,
+    ResetOptions,
+    Settle,
+    StepOptions,
+    View,
+    wire_settle,
+    wire_triggers,
+    wire_view,
+)
 from cuaenv.v1 import env_pb2
 from cuaenv.wire import new_id, require_durations, wire_duration
 
@@ -146,6 +165,8 @@ class AsyncEnvClient:
         settle: Settle | None = None,
         view: View | None = None,
         coordinate_space: tuple[int, int] | None = None,
+        checkpoint_every: int = 0,
+        checkpoint_on: Collection[CheckpointTrigger] = (),
         timeout: timedelta = timedelta(minutes=10),
     ) -> AsyncIterator[Sequence[AsyncEpisode]]:
         """Open episodes of one task or checkpoint, all or none; renew their leases, and close them on exit.
@@ -163,13 +184,17 @@ class AsyncEnvClient:
             settle: When a screen counts as settled, for the first observation and as the steps' default.
             view: Contents of observations, for the first one and as the steps' default; None for `View()`.
             coordinate_space: (width, height) that positions of actions refer to; None for pixels of the screen.
+            checkpoint_every: Store a checkpoint after every so many steps; 0 for never.
+            checkpoint_on: Further occasions: `branch_point` (a fork), `done` (the agent ended), `failure` (scored 0).
             timeout: Longest admission and setup.
 
         Raises:
             EnvError: See the module's tree.
+            ValueError: An occasion is unknown.
         """
         require_durations(timeout=timeout, lease_ttl=lease_ttl)
         hosts = self._host_pool
+        triggers = wire_triggers(checkpoint_on)
         checkpoint = task if isinstance(task, Checkpoint) else None
         task_id = task.task_id if isinstance(task, Checkpoint) else task
         # Shorter than our own deadline, so that the service can still report the reason, also on a busy host.
@@ -190,6 +215,8 @@ class AsyncEnvClient:
                 ready_timeout=wire_duration(
                     min(ready_timeout, self._retry.patience) if hosts.may_choose else ready_timeout
                 ),
+                checkpoint_every_steps=checkpoint_every,
+                checkpoint_on=triggers,
             )
 
         async with hosts.limiter.acquired(size):
@@ -262,6 +289,7 @@ class AsyncEnvClient:
             fork_count=count,
             lease_ttl=wire_duration(lease_ttl),
             observation=wire_view(parent.chosen_view(view), known=parent.observation),
+            epoch=parent.epoch,
         )
         opening = OpenRequest(
             make_request=lambda: request,
@@ -400,6 +428,18 @@ class AsyncEnvClient:
 
         lists = await self._host_pool.call_all(list_on, timeout=timeout)
         return sorted(itertools.chain.from_iterable(lists), key=lambda checkpoint: checkpoint.create_time)
+
+    async def evaluate(self, checkpoint: Checkpoint, *, timeout: timedelta = timedelta(minutes=10)) -> Evaluation:
+        """Score the state of a checkpoint on a machine of its own; no episode ends, and its own may have ended.
+
+        Raises:
+            CheckpointNotFound, CheckpointUnusable: The host has it not, or it is damaged or of another template.
+            EvaluatorFailed: There is no score.
+            EnvError: See the module's tree.
+        """
+        request = env_pb2.EvaluateRequest(request_id=new_id(), checkpoint_id=checkpoint.checkpoint_id)
+        host = await self._host_pool.host(checkpoint.host, timeout=timeout)
+        return read_evaluation(await host.connection.call("Evaluate", request, timeout))
 
     async def delete_checkpoint(self, checkpoint: Checkpoint, *, timeout: timedelta = timedelta(seconds=30)) -> None:
         """Delete a checkpoint. Episodes that were opened from it continue. Idempotent. Raises: EnvError."""

@@ -18,7 +18,6 @@ from cuaenv.client.observation import Observation, read_frame
 from cuaenv.client.place import Place
 from cuaenv.client.results import (
     STATES,
-    Check,
     Checkpoint,
     CommandResult,
     Evaluation,
@@ -26,6 +25,7 @@ from cuaenv.client.results import (
     Origin,
     StepResult,
     read_checkpoint,
+    read_evaluation,
     read_screen_change,
     read_tool_result,
 )
@@ -96,6 +96,8 @@ class AsyncEpisode:
         """Cause of the end, such as POWER_OFF; empty unless `end_reason` is GUEST_ENDED."""
         self.step_count = info.step_count
         """Steps performed, as of the last response."""
+        self.epoch = info.epoch
+        """1 at first; increases with each rollback, as of the last response. 0 if the daemon cannot roll back."""
 
     async def step(
         self,
@@ -107,8 +109,8 @@ class AsyncEpisode:
     ) -> StepResult:
         """Perform actions in order, wait for the screen to settle, and observe.
 
-        After `DeadlineExceeded` or `Unavailable` the actions may or may not have been performed. Abandon the episode:
-        another step may raise `StepIndexMismatch`.
+        After `DeadlineExceeded` or `Unavailable` the actions may or may not have been performed. Abandon the episode
+        or roll it back: another step may raise `StepIndexMismatch`.
 
         Args:
             actions: At least one. `Done` and `Fail` end the episode.
@@ -129,6 +131,7 @@ class AsyncEpisode:
             coordinate_space=None if space is None else env_pb2.Size(width_px=space[0], height_px=space[1]),
             settle=wire_settle(settle or self.defaults["settle"]),
             observation=wire_view(self.chosen_view(view), known=self.observation, of_step=True),
+            epoch=self.epoch,
         )
         base = self.observation
         response = await self._call("Step", request, timeout)
@@ -235,15 +238,7 @@ class AsyncEpisode:
         request = env_pb2.EvaluateRequest(request_id=new_id(), episode_id=self.episode_id)
         response = await self._call("Evaluate", request, timeout)
         self._note(response.episode)
-        return Evaluation(
-            score=response.score,
-            checks=tuple(
-                Check(name=check.name, score=check.score, evidence=check.evidence) for check in response.checks
-            ),
-            timings_ms=dict(response.timings_ms),
-            guest_end_cause=self.guest_end_cause,
-            basis_digest=response.basis_digest,
-        )
+        return read_evaluation(response)
 
     async def close(self) -> None:
         """Release the machine. Idempotent, completed even if the caller is cancelled; never fails.
@@ -290,9 +285,42 @@ class AsyncEpisode:
             label=label,
             ttl=None if ttl is None else wire_duration(ttl),
             pinned=pinned,
+            epoch=self.epoch,
         )
         response = await self._call("CreateCheckpoint", request, timeout)
         return read_checkpoint(response.checkpoint, self.host.target, response.timings_ms)
+
+    async def rollback(
+        self, checkpoint: Checkpoint, *, view: View | None = None, timeout: timedelta = timedelta(minutes=2)
+    ) -> Observation:
+        """Go back to the state of a checkpoint of the same task, on the episode's host; returns what it shows.
+
+        The episode keeps its id and lease and is active again, also if it had ended or was scored. A running step is
+        waited for. On failure the episode is unchanged.
+
+        Args:
+            checkpoint: The state; also one of another episode.
+            view: Contents of the observation; by default that of the reset.
+            timeout: Of all attempts together.
+
+        Raises:
+            CheckpointNotFound, CheckpointUnusable: The host has it not, or it is damaged or of another template.
+            BadRequest: It is of another task or pool.
+            StaleEpoch: Someone else rolled the episode back.
+            EnvError: See the module's tree.
+        """
+        request = env_pb2.RollbackRequest(
+            request_id=new_id(),
+            episode_id=self.episode_id,
+            checkpoint_id=checkpoint.checkpoint_id,
+            epoch=self.epoch,
+            observation=wire_view(self.chosen_view(view), known=self.observation),
+        )
+        base = self.observation
+        response = await self._call("Rollback", request, timeout)
+        self._note(response.episode)
+        self.observation = await self.host.decode(response.observation, base)
+        return self.observation
 
     async def read_file(self, path: str, *, timeout: timedelta = timedelta(minutes=1)) -> bytes:
         """Return a guest file's bytes, if the pool allows it. Raises: EnvError."""

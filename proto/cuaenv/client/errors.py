@@ -109,6 +109,10 @@ class StepIndexMismatch(EnvError, causes=["ABORTED"]):
     """The episode is at another step than this client assumes; abandon it."""
 
 
+class StaleEpoch(EnvError, causes=["STALE_EPOCH"]):
+    """The episode was rolled back by someone else; the call did nothing to its present state."""
+
+
 class Unauthenticated(EnvError, causes=["UNAUTHENTICATED"]):
     """The daemon requires a token and got none, or an unknown one."""
 

@@ -231,6 +231,8 @@ class EpisodeInfo:
     """End of its lease, by its host's clock."""
     host: str
     """Its host."""
+    epoch: int = 1
+    """1 at first; increases with each rollback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +259,10 @@ class Checkpoint:
     pinned: bool
     host: str
     """The host that has it."""
+    trigger: str = ""
+    """Why its episode stored it by itself: steps, branch_point, done or failure; empty if a client asked for it."""
+    epoch: int = 1
+    """`AsyncEpisode.epoch` of the state."""
     timings_ms: Mapping[str, float] = field(default_factory=dict, compare=False)
     """Duration of the phases of its creation; empty in listings."""
 
@@ -277,6 +283,25 @@ class QueuedGroup:
     """Why it waits, for people."""
 
 
+_TRIGGERS = {
+    env_pb2.CHECKPOINT_TRIGGER_STEPS: "steps",
+    env_pb2.CHECKPOINT_TRIGGER_BRANCH_POINT: "branch_point",
+    env_pb2.CHECKPOINT_TRIGGER_DONE: "done",
+    env_pb2.CHECKPOINT_TRIGGER_FAILURE: "failure",
+}
+
+
+def read_evaluation(response: env_pb2.EvaluateResponse) -> Evaluation:
+    """Return a score from a host's message."""
+    return Evaluation(
+        score=response.score,
+        checks=tuple(Check(name=check.name, score=check.score, evidence=check.evidence) for check in response.checks),
+        timings_ms=dict(response.timings_ms),
+        guest_end_cause=response.episode.guest_end_cause,
+        basis_digest=response.basis_digest,
+    )
+
+
 def read_episode(message: env_pb2.Episode, host: str) -> EpisodeInfo:
     """Return an episode from a host's message. A state newer than this client counts as FAILED."""
     return EpisodeInfo(
@@ -293,6 +318,7 @@ def read_episode(message: env_pb2.Episode, host: str) -> EpisodeInfo:
         create_time=message.create_time.ToDatetime(UTC),
         expire_time=message.expire_time.ToDatetime(UTC),
         host=host,
+        epoch=message.epoch,
     )
 
 
@@ -316,6 +342,8 @@ def read_checkpoint(
         expire_time=message.expire_time.ToDatetime(UTC),
         pinned=message.pinned,
         host=host,
+        trigger=_TRIGGERS.get(message.trigger, ""),
+        epoch=message.epoch,
         timings_ms=dict(timings_ms or {}),
     )
 

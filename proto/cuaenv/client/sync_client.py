@@ -138,6 +138,7 @@ class EnvClient(_Blocking[AsyncEnvClient]):
     list_pools = _blocking(AsyncEnvClient.list_pools)
     list_episodes = _blocking(AsyncEnvClient.list_episodes)
     list_checkpoints = _blocking(AsyncEnvClient.list_checkpoints)
+    evaluate = _blocking(AsyncEnvClient.evaluate)
     delete_checkpoint = _blocking(AsyncEnvClient.delete_checkpoint)
     export_checkpoint = _blocking(AsyncEnvClient.export_checkpoint)
     import_checkpoint = _blocking(AsyncEnvClient.import_checkpoint)
@@ -204,11 +205,17 @@ class Episode(_Blocking[AsyncEpisode]):
         """Steps performed, as of the last response."""
         return self._inner.step_count
 
+    @property
+    def epoch(self) -> int:
+        """1 at first; increases with each rollback, as of the last response."""
+        return self._inner.epoch
+
     step = _blocking(AsyncEpisode.step)
     observe = _blocking(AsyncEpisode.observe)
     handed_back = _blocking(AsyncEpisode.handed_back)
     evaluate = _blocking(AsyncEpisode.evaluate)
     checkpoint = _blocking(AsyncEpisode.checkpoint)
+    rollback = _blocking(AsyncEpisode.rollback)
     close = _blocking(AsyncEpisode.close)
     read_file = _blocking(AsyncEpisode.read_file)
     write_file = _blocking(AsyncEpisode.write_file)

@@ -1,6 +1,6 @@
 """Options of observations, and when a screen counts as settled."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypedDict
@@ -114,6 +114,21 @@ def wire_view(view: View, *, known: Observation | None = None, of_step: bool = F
     )
 
 
+CheckpointTrigger = Literal["branch_point", "done", "failure"]
+_TRIGGERS: Mapping[CheckpointTrigger, "env_pb2.CheckpointTrigger.ValueType"] = {
+    "branch_point": env_pb2.CHECKPOINT_TRIGGER_BRANCH_POINT,
+    "done": env_pb2.CHECKPOINT_TRIGGER_DONE,
+    "failure": env_pb2.CHECKPOINT_TRIGGER_FAILURE,
+}
+
+
+def wire_triggers(triggers: Collection[CheckpointTrigger]) -> list["env_pb2.CheckpointTrigger.ValueType"]:
+    """Return the messages of occasions. Raises: ValueError: one is unknown."""
+    if unknown := set(triggers) - set(_TRIGGERS):
+        raise ValueError(f"checkpoint_on: {sorted(unknown)} is not one of {', '.join(_TRIGGERS)}")
+    return [_TRIGGERS[each] for each in triggers]
+
+
 class StepOptions(TypedDict, total=False):
     coordinate_space: tuple[int, int] | None
     settle: Settle | None
@@ -129,6 +144,8 @@ class ResetOptions(TypedDict, total=False):
     settle: Settle | None
     view: View | None
     coordinate_space: tuple[int, int] | None
+    checkpoint_every: int
+    checkpoint_on: Collection[CheckpointTrigger]
     timeout: timedelta
 
 

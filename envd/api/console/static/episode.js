@@ -134,6 +134,10 @@ function renderSteps(list, steps, { onClick = null, first = 0 } = {}) {
       item.addEventListener("keydown", (event) => { if (event.key === "Enter") onClick(step); });
     }
     item.append(element("span", "n", step.index), element("span", "what", (step.source === "human" ? "by a person:\n" : "") + step.actions.join("\n")));
+    if (step.rolled_back) {
+      item.classList.add("rolled-back");
+      item.title = "A later rollback took this step back.";
+    }
     const ms = element("span", step.settled ? "ms" : "ms moving", `${step.ms} ms`);
     if (!step.settled) ms.title = "The screen still moved when the step ended.";
     item.append(ms);

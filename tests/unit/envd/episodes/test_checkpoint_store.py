@@ -216,6 +216,78 @@ def test_a_failed_write_is_a_typed_error(
     assert home.names == []
 
 
+def test_everything_is_on_the_disk_before_a_checkpoint_has_its_name(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    flush, rename = os.fsync, Path.rename
+
+    def noted_flush(descriptor: int) -> None:
+        events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        flush(descriptor)
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        events.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_flush)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    home.add("a")
+    at = events.index("rename")
+    assert set(events[:at]) == {"memory", "screen", "checkpoint.json", f"part-ckpt-a-{os.getpid()}"}
+    assert events[at + 1 :] == [home.directory.name]
+
+
+def test_those_that_no_client_asked_for_make_room_first(tmp_path: Path) -> None:
+    home = Home(tmp_path, limits_mib=(3.5, 3.5))
+    home.add("a")
+    home.add("b", trigger="steps")
+    home.add("c", trigger="failure")
+    home.add("d")
+    assert home.names == ["ckpt-a", "ckpt-c", "ckpt-d"]
+
+
+def test_a_sweep_removes_an_unreadable_checkpoint_when_it_would_have_expired(home: Home) -> None:
+    home.add("a")
+    directory = home.store.path("ckpt-a")
+    (directory / "checkpoint.json").write_text('{"format": 2}')
+    os.utime(directory, (BEGIN.timestamp(), BEGIN.timestamp()))
+    home.now += timedelta(seconds=home.store.settings.ttl_s - 1)
+    home.store.sweep()
+    assert home.names == ["ckpt-a"]
+    home.now += timedelta(seconds=1)
+    home.store.sweep()
+    assert home.names == []
+
+
+ENDLESS = """
+import os, sys
+from pathlib import Path
+from tests.unit.envd.episodes.test_checkpoint_store import Home
+home = Home(Path(sys.argv[1]))
+for number in range(10**6):
+    home.add(f"{os.getpid()}x{number}", mib=0.3)
+    print(number, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_complete_checkpoints_only(home: Home) -> None:
+    for count in (1, 2, 3, 2, 1):
+        command = [sys.executable, "-c", ENDLESS, str(home.directory)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path.cwd()) as writer:
+            assert writer.stdout is not None
+            for _ in range(count):
+                assert writer.stdout.readline()
+            writer.send_signal(signal.SIGKILL)
+    home.store.sweep()
+    assert not [name for name in home.names if name.startswith("part-")]
+    found = home.store.list()
+    assert len(found) >= 9
+    assert [each.checkpoint_id for each in sorted(found, key=lambda each: each.checkpoint_id)] == home.names
+    for each in found:
+        home.store.verify(each)
+
+
 WRITER = """
 import sys, time
 from pathlib import Path

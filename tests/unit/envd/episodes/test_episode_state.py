@@ -55,6 +55,7 @@ def make_episode(clock: ManualClock, *, max_steps: int = 3, step_count: int = 0,
         evaluations=new_ledger(),
         forks=new_ledger(),
         checkpoints=new_ledger(),
+        rollbacks=new_ledger(),
         step_count=step_count,
     )
 

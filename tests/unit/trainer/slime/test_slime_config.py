@@ -100,7 +100,8 @@ def test_equal_args_share_one_configuration() -> None:
 @pytest.mark.parametrize(
     ("args", "mapping", "message"),
     [
-        ({"partial_rollout": True}, {}, "cannot be resumed"),
+        ({"partial_rollout": True}, {"agent": {"images_per_row": 4}}, "continues samples of one row"),
+        ({"partial_rollout": True}, {"group": "tree"}, "members of a tree cannot be continued"),
         ({"n_samples_per_prompt": 8}, {"max_episodes": 4}, "a group of 8"),
         ({}, {"group": "tree", "max_episodes": 4}, "does not count the forks"),
         ({"context_parallel_size": 2}, {}, "not split over context-parallel ranks"),

@@ -1,6 +1,7 @@
 """The database: commits are durable, ordered and atomic, and foreign files are refused."""
 
 import asyncio
+import re
 import sqlite3
 import stat
 import subprocess
@@ -16,7 +17,9 @@ from envd.base.errors import ConfigError, StoreError
 from envd.base.store.statements import (
     SCHEMA,
     SCHEMA_VERSION,
+    UPGRADES,
     AnswerRow,
+    EpisodeRow,
     MachineRow,
     Statement,
     delete_episode,
@@ -260,9 +263,9 @@ async def test_the_database_shrinks_when_its_rows_are_deleted(path: Path, clock:
 
 async def test_the_database_of_an_earlier_release_shrinks_too(path: Path) -> None:
     connection = sqlite3.connect(path)
-    earlier = SCHEMA.replace("    asked TEXT NOT NULL,\n", "")
     connection.executescript(
-        f"PRAGMA application_id = {0x656E7664}; {earlier} PRAGMA user_version = 1; PRAGMA journal_mode = WAL;"
+        f"PRAGMA application_id = {0x656E7664}; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION};"
+        " PRAGMA journal_mode = WAL;"
     )
     connection.execute("INSERT INTO answers VALUES ('step', 'ep', 'r', x'00', hex(zeroblob(4000000)), 1)")
     connection.execute("INSERT INTO machines VALUES ('m1', 'desktop', 1.5)")
@@ -275,6 +278,23 @@ async def test_the_database_of_an_earlier_release_shrinks_too(path: Path) -> Non
     assert store._connection.execute("PRAGMA auto_vacuum").fetchone() == (2,)
     await store.aclose()
     assert path.stat().st_size < 1_000_000
+
+
+async def test_a_database_of_the_first_schema_is_upgraded(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    new = re.findall(r"ADD COLUMN (\w+) ", UPGRADES[1])
+    first = "\n".join(line for line in SCHEMA.splitlines() if not line.strip().startswith(tuple(f"{n} " for n in new)))
+    connection.executescript(f"PRAGMA application_id = {0x656E7664}; {first} PRAGMA user_version = 1;")
+    names = [row[1] for row in connection.execute("PRAGMA table_info(episodes)")]
+    assert (new, set(new) & set(names)) == (["epoch", "last_checkpoint_id", "automatic", "asked"], set())
+    connection.execute(f"INSERT INTO episodes VALUES ({', '.join('1' for _ in names)})")  # noqa: S608 -- ones
+    connection.commit()
+    connection.close()
+    for _ in range(2):  # the second start finds it upgraded
+        store = SqliteStore(path)
+        (row,) = await store.rows(EpisodeRow)
+        assert (row.epoch, row.last_checkpoint_id, row.automatic, row.asked) == (1, "", "{}", "[]")
+        await store.aclose()
 
 
 async def test_a_database_of_a_newer_envd_is_refused_and_unchanged(path: Path) -> None:

@@ -1,0 +1,140 @@
+"""Put an episode back into the state of a checkpoint, on another machine.
+
+Always true, whenever the daemon dies: the database has the episode with its old machine, which nothing has touched, or
+with the new one and the response. So a retry repeats a rollback that was not done, or gets the recorded response.
+"""
+
+import logging
+
+from envd.base.errors import EnvdError, InvalidRequest, MachineLost, SetupFailed
+from envd.episodes.checkpoints.calls import Checkpointing
+from envd.episodes.checkpoints.store import Checkpoint
+from envd.episodes.context import EpisodeContext, Stopwatch
+from envd.episodes.episode import Episode
+from envd.episodes.members import Member, observe_all
+from envd.episodes.perform import check_region, with_pixels
+from envd.episodes.persistence.journal import ROLLBACK, Request
+from envd.episodes.types import RollbackCommand, RollbackResult
+from envd.pool.pool import Pool
+
+logger = logging.getLogger(__name__)
+
+
+class RollingBack:
+    """The `rollback` call of an episode service."""
+
+    def __init__(self, context: EpisodeContext, checkpoints: Checkpointing) -> None:
+        self._context = context
+        self._checkpoints = checkpoints
+
+    async def rollback(self, command: RollbackCommand) -> RollbackResult:
+        """Put an open episode back into the state of a checkpoint. Idempotent on `request_id`, also after a restart.
+
+        It waits for a running step. The episode is active afterwards, also if it had ended, and calls of its earlier
+        epoch fail. On failure it is unchanged. Timings: `queue`, `restore`, `fork`, `observe` and `total`.
+
+        Raises:
+            EpisodeNotFound, RequestIdReused, StaleEpoch, HumanInControl, GuestEnded, MachineLost: See `Stepping.step`.
+            CheckpointNotFound, CheckpointCorrupt, CheckpointUnusable: See `Checkpointing.find`.
+            InvalidRequest: It is of another task or pool, or the observation is impossible on this screen.
+            SetupFailed: The new machine did not start, or a requested part of the observation is unavailable.
+            HypervisorError: The state could not be read or forked.
+        """
+        context = self._context
+        episode = context.registry.get(command.episode_id)
+        episode.lease.renew(context.clock.monotonic())
+        answer = await episode.rollbacks.answer(
+            command.request_id, command.fingerprint, lambda: self._rollback(episode, command)
+        )
+        result = answer.value
+        if not answer.restored:
+            return result
+        return RollbackResult(
+            episode=result.episode,
+            observation=await with_pixels(result.observation, episode, command.observe),
+            timings_ms=result.timings_ms,
+        )
+
+    async def _rollback(self, episode: Episode, command: RollbackCommand) -> RollbackResult:
+        context, watch = self._context, Stopwatch(self._context.clock)
+        async with context.registry.call(episode, renews=True):
+            try:
+                checkpoint, task, pool = await self._checkpoints.find(
+                    command.checkpoint_id, lambda owner: owner == episode.owner
+                )
+                if (task.task_id, pool.name) != (episode.task.task_id, episode.pool):
+                    raise InvalidRequest(
+                        "checkpoint_id",
+                        f"{checkpoint.checkpoint_id} is of task {task.task_id} in pool {pool.name}, but episode"
+                        f" {episode.episode_id} is of task {episode.task.task_id} in pool {episode.pool}",
+                    )
+                async with episode.turn:
+                    watch.lap("queue")
+                    episode.require_epoch(command.epoch)
+                    episode.require_machine()
+                    episode.human.require_agent(episode.episode_id)
+                    member = await self._copy(episode, command, checkpoint, pool, watch)
+                    return await self._swap(episode, command, checkpoint, member, watch)
+            except EnvdError as error:
+                context.count_failure(episode, "rollback", error)
+                raise
+
+    async def _copy(
+        self, episode: Episode, command: RollbackCommand, checkpoint: Checkpoint, pool: Pool, watch: Stopwatch
+    ) -> Member:
+        """Return a machine with the checkpoint's state. On failure and on cancellation there is none."""
+        subject = f"rollback of episode {episode.episode_id}"
+        async with pool.replacing(run=episode.run) as reservation:
+            frozen = await self._checkpoints.read(checkpoint, pool)
+            watch.lap("restore")
+            try:
+                check_region(command.observe, frozen.view.size_px)
+                machine = await pool.fork(reservation, frozen)
+                watch.lap("fork")
+                (member,) = await observe_all(
+                    [machine],
+                    frozen=frozen,
+                    view=frozen.view,
+                    settle=None,
+                    options=command.observe,
+                    always_running=pool.settings.always_running,
+                    subject=subject,
+                )
+                watch.lap("observe")
+            except MachineLost as error:
+                # The new machine died: do not blame the episode.
+                raise SetupFailed(f"{subject}: {error}") from error
+            finally:
+                self._checkpoints.discard(frozen)
+            # Without an await from here on, so that a machine is always released by one of the two.
+            if episode.closed.is_set() or episode.machine.lost.is_set():
+                raise MachineLost(f"{subject}: its machine was lost meanwhile")
+            return member
+
+    async def _swap(
+        self, episode: Episode, command: RollbackCommand, checkpoint: Checkpoint, member: Member, watch: Stopwatch
+    ) -> RollbackResult:
+        context, old = self._context, episode.machine
+        episode.go_back(member.machine, step_count=checkpoint.step_count, checkpoint_id=checkpoint.checkpoint_id)
+        context.registry.events.rolled_back(episode)
+        result = RollbackResult(
+            episode=episode.info(context.clock),
+            observation=member.observation,
+            timings_ms={**watch.timings_ms, "total": watch.total_ms},
+        )
+        request = Request(ROLLBACK, episode.episode_id, command.request_id, command.fingerprint)
+        try:
+            await context.journal.answered(request, episode, result)
+        finally:
+            # Not before: a daemon that was killed by now would continue with it.
+            context.registry.release_soon(episode, old)
+        context.metrics.rollbacks.labels(pool=episode.pool).inc()
+        logger.info(
+            "episode %s: rolled back to checkpoint %s at step %d, epoch %d, machine %s",
+            episode.episode_id,
+            checkpoint.checkpoint_id,
+            episode.step_count,
+            episode.epoch,
+            episode.machine.machine_id,
+        )
+        return result

@@ -1,0 +1,474 @@
+"""Rollbacks, scores and automatic checkpoints through the service, on drawn desktops."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuaenv.client import (
+    AsyncEnvClient,
+    BadRequest,
+    Checkpoint,
+    CheckpointNotFound,
+    CheckpointUnusable,
+    Click,
+    Done,
+    EvaluatorFailed,
+    KeyDown,
+    KeyUp,
+    MachineLost,
+    ServiceFault,
+    StaleEpoch,
+    State,
+    StepIndexMismatch,
+    TypeText,
+    View,
+)
+from envd.base.config import CheckpointsConfig
+from envd.base.errors import RequestIdReused
+from envd.episodes.checkpoints.store import CheckpointStore
+from envd.episodes.recording.library import Library
+from envd.episodes.recording.recorder import Recorder
+from envd.episodes.recording.writer import RecordingDirectory
+from envd.episodes.types import RollbackCommand, ScoreCommand, StepCommand
+from envd.hypervisor.fake import FakeHost, Faults
+from tests.support.callers import Tokens
+from tests.support.server import FakeServer, served_client
+
+TASK = "fake/save-note"
+EDITOR, SAVE = Click(379, 311), Click(82, 86)
+LINE = TypeText("Hello, fake desktop!")
+
+
+@asynccontextmanager
+async def served(directory: Path, **options: Any) -> AsyncIterator[tuple[FakeServer, AsyncEnvClient]]:
+    """Serve with checkpoints in a directory; afterwards no state and no unfinished checkpoint is left."""
+    store = CheckpointStore(
+        directory / "checkpoints", settings=options.pop("settings", CheckpointsConfig()), reserve_bytes=0
+    )
+    async with served_client(**{"checkpoints": store, "size": 1, "capacity": 3, **options}) as (server, client):
+        yield server, client
+    assert server.hypervisor.host.captures == {}
+    assert not list(directory.glob("checkpoints/part-*"))
+
+
+def machines_of(server: FakeServer) -> set[str]:
+    return set(server.service.machine_ids().values())
+
+
+async def stored(client: AsyncEnvClient, *, count: int) -> list[Checkpoint]:
+    """Return the checkpoints when there are as many: automatic ones are stored in the background."""
+    async with asyncio.timeout(30):
+        while len(found := await client.list_checkpoints()) < count:
+            await asyncio.sleep(0.01)
+    return found
+
+
+async def test_an_episode_goes_back_and_does_otherwise(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        await episode.step(EDITOR)
+        checkpoint = await episode.checkpoint()
+        frames = [(await episode.step(TypeText(text))).observation.frame_id for text in ("one", "two")]
+        (before,) = machines_of(server)
+        seen = await episode.rollback(checkpoint)
+        assert seen.frame_id == checkpoint.frame_id
+        assert (episode.epoch, episode.step_count, episode.state) == (2, 1, State.ACTIVE)
+        (after,) = machines_of(server)
+        assert after != before
+        assert (await episode.step(TypeText("one"))).observation.frame_id == frames[0]
+        assert (await episode.step(TypeText("2"))).observation.frame_id != frames[1]
+        assert (await episode.rollback(checkpoint)).frame_id == checkpoint.frame_id
+        (listed,) = await client.list_episodes()
+        assert (listed.episode_id, listed.epoch, listed.step_count) == (episode.episode_id, 3, 1)
+        await episode.step(LINE, SAVE, Done())
+        assert (await episode.evaluate()).score == 1
+
+
+async def test_an_episode_that_ended_or_was_scored_is_active_again(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client), client.reset(TASK, max_steps=2) as episode:
+        await episode.step(EDITOR, LINE)
+        checkpoint = await episode.checkpoint()
+        await episode.step(Done())
+        assert (await episode.evaluate()).score == 0
+        await episode.rollback(checkpoint)
+        assert (episode.state, episode.end_reason) == (State.ACTIVE, "")
+        result = await episode.step(SAVE)
+        assert (result.state, result.end_reason) == (State.TRUNCATED, "MAX_STEPS")
+        assert (await episode.evaluate()).score == 1
+        await episode.rollback(checkpoint)
+        assert (await episode.evaluate()).score == 0
+
+
+async def test_held_keys_are_held_again(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client), client.reset(TASK) as episode:
+        await episode.step(EDITOR, KeyDown("shift"))
+        checkpoint = await episode.checkpoint()
+        await episode.step(KeyUp("shift"), TypeText("x"))
+        await episode.rollback(checkpoint)
+        await episode.step(TypeText("a"), KeyUp("shift"), SAVE)
+        assert await episode.read_file("/home/user/note.txt") == b"A"
+
+
+async def test_checkpoints_after_a_rollback_descend_from_where_it_went(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client), client.reset(TASK) as episode:
+        first = await episode.checkpoint()
+        await episode.step(EDITOR)
+        second = await episode.checkpoint()
+        await episode.rollback(first)
+        third = await episode.checkpoint()
+        async with client.fork(episode, count=1) as (copy,):
+            fourth = await copy.checkpoint()
+        assert [each.parent_checkpoint_id for each in (first, second, third, fourth)] == [
+            "",
+            first.checkpoint_id,
+            first.checkpoint_id,
+            third.checkpoint_id,
+        ]
+        assert [each.epoch for each in (first, second, third, fourth)] == [1, 1, 2, 1]
+
+
+async def test_calls_of_an_old_epoch_do_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+        await episode.rollback(checkpoint)
+        episode.epoch = 1
+        for refused in (
+            episode.step(EDITOR),
+            episode.checkpoint(),
+            episode.rollback(checkpoint),
+            client.fork(episode, count=1).__aenter__(),
+        ):
+            with pytest.raises(StaleEpoch, match="now in epoch 2 at step 0"):
+                await refused
+        episode.epoch = 3
+        with pytest.raises(StaleEpoch):
+            await episode.step(EDITOR)
+        # 0 is a client that does not know epochs.
+        episode.epoch = 0
+        assert (await episode.step(EDITOR)).step_count == 1
+        assert episode.epoch == 2
+
+
+async def test_of_two_rollbacks_at_once_one_is_refused(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        await episode.step(EDITOR)
+        checkpoint = await episode.checkpoint()
+        results = await asyncio.gather(*(episode.rollback(checkpoint) for _ in range(2)), return_exceptions=True)
+        assert sorted(type(result).__name__ for result in results) == ["Observation", "StaleEpoch"]
+        assert episode.epoch == 2
+        assert len(machines_of(server)) == 1
+
+
+async def test_a_rollback_waits_for_a_step_and_refuses_those_behind_it(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+        (found,) = server.service.episodes
+        async with found.turn:
+            step = asyncio.create_task(episode.step(EDITOR))
+            while not found.steps:
+                await asyncio.sleep(0)
+            rollback = asyncio.create_task(episode.rollback(checkpoint))
+            while not found.rollbacks:
+                await asyncio.sleep(0)
+            late = asyncio.create_task(episode.step(EDITOR))
+            while len(found.steps) < 2:
+                await asyncio.sleep(0)
+        assert (await step).step_count == 1
+        assert (await rollback).frame_id == checkpoint.frame_id
+        with pytest.raises((StaleEpoch, StepIndexMismatch)):
+            await late
+        assert (found.epoch, found.step_count) == (2, 0)
+
+
+async def test_calls_that_are_overtaken_fail_and_harm_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+        shown: list[str] = []
+
+        async def watch() -> None:
+            async with aclosing(episode.frames(max_rate_hz=60)) as frames:
+                async for frame in frames:
+                    shown.append(frame.frame_id)
+
+        async def until(condition: Callable[[], bool]) -> None:
+            async with asyncio.timeout(30):
+                while not condition():
+                    await asyncio.sleep(0.01)
+
+        watching = asyncio.create_task(watch())
+        (found,) = server.service.episodes
+        old = found.machine
+        old.machine.faults = replace(server.hypervisor.faults, agent_silent=True)  # type: ignore[attr-defined]
+        command = asyncio.create_task(episode.run_command(["sleep", "60"], as_root=True))
+        await until(lambda: old._user_count == 1 and bool(shown))
+        await episode.rollback(checkpoint)
+        with pytest.raises(StaleEpoch):
+            await command
+        await episode.step(EDITOR)
+        assert (found.epoch, found.step_count, found.state.value) == (2, 1, "active")
+        await until(lambda: episode.observation.frame_id in shown)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_a_repeated_request_rolls_back_once(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+        command = RollbackCommand(
+            request_id="r",
+            episode_id=episode.episode_id,
+            checkpoint_id=checkpoint.checkpoint_id,
+            epoch=1,
+            fingerprint=b"1",
+        )
+        rollback = server.service.rollback
+        first, again = await asyncio.gather(rollback(command), rollback(command))
+        assert first == again
+        assert await rollback(command) == first
+        assert first.episode.epoch == 2
+        with pytest.raises(RequestIdReused):
+            await rollback(replace(command, fingerprint=b"2"))
+
+
+async def test_a_full_pool_rolls_all_its_episodes_back(tmp_path: Path) -> None:
+    async with served(tmp_path, capacity=6, size=1) as (server, client), client.reset_group(TASK, size=6) as episodes:
+        checkpoints = await asyncio.gather(*(episode.checkpoint() for episode in episodes))
+        seen = await asyncio.gather(
+            *(episode.rollback(each) for episode, each in zip(episodes, checkpoints, strict=True))
+        )
+        assert {each.frame_id for each in seen} == {checkpoints[0].frame_id}
+        assert len(machines_of(server)) == 6
+        await asyncio.gather(*(episode.step(EDITOR) for episode in episodes))
+
+
+async def test_a_rollback_that_fails_changes_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+        await episode.step(EDITOR)
+        async with client.reset("fake/count-to-five") as other:
+            foreign = await other.checkpoint()
+        with pytest.raises(BadRequest, match="fake/count-to-five"):
+            await episode.rollback(foreign)
+        with pytest.raises(CheckpointNotFound):
+            await episode.rollback(replace(checkpoint, checkpoint_id="ckpt-0"))
+        with pytest.raises(BadRequest, match="checkpoint_id"):
+            await episode.rollback(replace(checkpoint, checkpoint_id=""))
+        path = tmp_path / "checkpoints" / checkpoint.checkpoint_id / "screen.zst"
+        data = path.read_bytes()
+        path.write_bytes(data[:-1])
+        with pytest.raises(CheckpointUnusable, match="is damaged"):
+            await episode.rollback(checkpoint)
+        path.write_bytes(data)
+        with pytest.raises(BadRequest, match="region"):
+            await episode.rollback(checkpoint, view=View(region=(0, 0, 9000, 1)))
+        assert (episode.epoch, episode.step_count) == (1, 1)
+        assert (await episode.step(LINE)).step_count == 2
+        assert (await episode.rollback(checkpoint)).frame_id == checkpoint.frame_id
+
+
+async def test_without_another_machine_the_episode_continues(tmp_path: Path) -> None:
+    async with served(tmp_path, size=1, capacity=1) as (server, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+        server.hypervisor.faults = replace(server.hypervisor.faults, fork_error="no memory")
+        with pytest.raises(ServiceFault, match="no memory"):
+            await episode.rollback(checkpoint)
+        server.hypervisor.faults = Faults()
+        assert (await episode.step(EDITOR)).step_count == 1
+        assert (await episode.rollback(checkpoint)).frame_id == checkpoint.frame_id
+        assert server.pool.statistics().leased_count == 1
+
+
+async def test_a_void_episode_and_one_without_guest_are_not_rolled_back(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+        (found,) = server.service.episodes
+        found.machine.machine.kill("killed by a test")  # type: ignore[attr-defined]
+        with pytest.raises(MachineLost):
+            await episode.rollback(checkpoint)
+        async with client.reset(checkpoint) as copy:
+            assert copy.observation.frame_id == checkpoint.frame_id
+
+
+@asynccontextmanager
+async def killed_daemons(directory: Path) -> AsyncIterator[Callable[[], Any]]:
+    """Yield a function that serves on one host and database, as after each kill."""
+    host = FakeHost()
+    yield lambda: served_client(
+        host=host,
+        database=directory / "envd.sqlite",
+        checkpoints=CheckpointStore(directory / "checkpoints", settings=CheckpointsConfig(), reserve_bytes=0),
+        size=1,
+        capacity=3,
+    )
+    assert host.machines == {}
+
+
+async def test_a_rollback_is_done_once_over_a_kill_of_the_daemon(tmp_path: Path) -> None:
+    async with killed_daemons(tmp_path) as serve:
+        async with serve() as (server, client):
+            episode = await client.open(TASK)
+            await episode.step(EDITOR)
+            checkpoint = await episode.checkpoint()
+            await episode.step(LINE)
+            done = RollbackCommand(
+                request_id="done", episode_id=episode.episode_id, checkpoint_id=checkpoint.checkpoint_id, epoch=1
+            )
+            result = await server.service.rollback(done)
+            machines = machines_of(server)
+            await server.kill()
+        async with serve() as (server, _):
+            (info,) = server.service.list_episodes()
+            assert (info.epoch, info.step_count, info.state.value) == (2, 1, "active")
+            assert machines_of(server) == machines
+            again = await server.service.rollback(done)
+            assert (again.episode.epoch, again.observation.frame.frame_id) == (2, checkpoint.frame_id)
+            assert again.timings_ms == result.timings_ms
+            # Killed before the response was stored: the episode is where it was, and a retry rolls it back.
+            step = StepCommand(
+                request_id="s", episode_id=info.episode_id, step_index=1, actions=(LINE,), epoch=2, fingerprint=b""
+            )
+            await server.service.step(step)
+            entered = asyncio.Event()
+
+            async def never(*_: object) -> None:
+                entered.set()
+                await asyncio.Event().wait()
+
+            server.service.journal.answered = never
+            undone = replace(done, request_id="undone", epoch=2)
+            rollback = asyncio.create_task(server.service.rollback(undone))
+            await entered.wait()
+            await server.kill()
+            rollback.cancel()
+        async with serve() as (server, _):
+            (info,) = server.service.list_episodes()
+            assert (info.epoch, info.step_count, info.state.value) == (2, 2, "active")
+            assert (await server.service.rollback(undone)).episode.epoch == 3
+            assert len(machines_of(server)) == 1
+            await server.service.close(info.episode_id)
+
+
+async def test_a_recording_marks_the_steps_that_were_taken_back(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client):
+        directory = RecordingDirectory(tmp_path / "recordings", limit_bytes=1 << 30, min_free_bytes=0)
+        recorder = Recorder(server.service, directory, max_rate_hz=10, on_failed=lambda _: None)
+        async with client.reset(TASK) as episode:
+            await episode.step(EDITOR)
+            checkpoint = await episode.checkpoint()
+            await episode.step(TypeText("a mistake"))
+            await episode.rollback(checkpoint)
+            await episode.step(LINE)
+        await recorder.aclose()
+    recording = Library(tmp_path / "recordings").read(episode.episode_id)
+    assert [(step["index"], step.get("rolled_back", False)) for step in recording.steps] == [
+        (0, False),
+        (1, True),
+        (1, False),
+    ]
+
+
+async def test_a_checkpoint_is_scored_while_its_episode_continues(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client):
+        async with client.reset(TASK) as episode:
+            await episode.step(EDITOR, LINE)
+            before = await episode.checkpoint()
+            await episode.step(SAVE)
+            after = await episode.checkpoint()
+            scores = [(await client.evaluate(each)).score for each in (before, after, before)]
+            assert scores == [0, 1, 0]
+            assert not (await episode.step(EDITOR)).done
+        assert (await client.evaluate(after)).score == 1
+        assert machines_of(server) == set()
+        with pytest.raises(CheckpointNotFound):
+            await client.evaluate(replace(after, checkpoint_id="ckpt-0"))
+
+
+async def test_a_score_is_computed_once_per_request_and_never_from_a_lost_machine(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client), client.reset(TASK) as episode:
+        checkpoint = await episode.checkpoint()
+        command = ScoreCommand(request_id="r", checkpoint_id=checkpoint.checkpoint_id, fingerprint=b"1")
+        first, joined = await asyncio.gather(server.service.score(command), server.service.score(command))
+        again = await server.service.score(command)
+        assert (first.score, joined, again.cached) == (0, first, True)
+        with pytest.raises(RequestIdReused):
+            await server.service.score(replace(command, fingerprint=b"2"))
+        server.hypervisor.faults = replace(server.hypervisor.faults, die_after_commands=0)
+        async with client.reset("fake/count-to-five"):
+            pass  # takes the ready machine, which has no such fault
+        with pytest.raises(EvaluatorFailed):
+            await client.evaluate(checkpoint)
+
+
+async def test_checkpoints_are_stored_by_themselves(tmp_path: Path) -> None:
+    async with (
+        served(tmp_path, capacity=6) as (_, client),
+        client.reset(
+            TASK, checkpoint_every=2, checkpoint_on=["branch_point", "done", "failure"], max_steps=20
+        ) as episode,
+    ):
+        for _ in range(4):
+            result = await episode.step(EDITOR)
+        assert "checkpoint" in result.timings_ms
+        found = await stored(client, count=2)
+        assert [(each.step_count, each.trigger) for each in found] == [(2, "steps"), (4, "steps")]
+        async with client.fork(episode, count=1) as (copy,):
+            (branch,) = [each for each in await stored(client, count=3) if each.trigger == "branch_point"]
+            assert (branch.step_count, branch.frame_id) == (4, copy.observation.frame_id)
+            # Forks inherit it.
+            await copy.step(Done())
+            (done,) = [each for each in await stored(client, count=4) if each.trigger == "done"]
+            assert (done.episode_id, done.step_count) == (copy.episode_id, 5)
+        await episode.step(TypeText("a mistake"))
+        shown = episode.observation.frame_id
+        assert (await episode.evaluate()).score == 0
+        (failure,) = [each for each in await stored(client, count=5) if each.trigger == "failure"]
+        assert failure.frame_id == shown
+        async with client.reset(failure) as again:
+            assert again.observation.frame_id == shown
+
+
+async def test_a_success_is_not_stored_as_a_failure(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client), client.reset(TASK, checkpoint_on=["failure"]) as episode:
+        await episode.step(EDITOR, LINE, SAVE)
+        assert (await episode.evaluate()).score == 1
+    async with served(tmp_path) as (_, client):
+        assert await client.list_checkpoints() == []
+
+
+async def test_a_store_without_space_fails_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = CheckpointsConfig(limit_gib=1e-6)
+    async with served(tmp_path, settings=settings) as (_, client), client.reset(TASK, checkpoint_every=1) as episode:
+        assert not (await episode.step(EDITOR)).done
+        async with asyncio.timeout(30):
+            while "no automatic checkpoint" not in caplog.text:
+                await asyncio.sleep(0.01)
+        assert not (await episode.step(EDITOR)).done
+        assert await client.list_checkpoints() == []
+
+
+async def test_unknown_occasions_are_refused(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client):
+        with pytest.raises(ValueError, match="later"):
+            await client.open(TASK, checkpoint_on=["later"])  # type: ignore[list-item]
+        with pytest.raises(BadRequest, match="checkpoint_every_steps"):
+            await client.open(TASK, checkpoint_every=-1)
+
+
+async def test_other_tokens_cannot_roll_back_to_or_score_a_checkpoint(tmp_path: Path) -> None:
+    tokens = Tokens.create(tmp_path / "tokens")
+    async with served(tmp_path, security=tokens.security()) as (server, _):
+        alice, bob, admin = (
+            AsyncEnvClient(server.address, token=each.secret) for each in (tokens.alice, tokens.bob, tokens.admin)
+        )
+        async with alice, bob, admin, alice.reset(TASK) as episode, bob.reset(TASK) as other:
+            checkpoint = await episode.checkpoint()
+            with pytest.raises(CheckpointNotFound):
+                await other.rollback(checkpoint)
+            with pytest.raises(CheckpointNotFound):
+                await bob.evaluate(checkpoint)
+            assert (await admin.evaluate(checkpoint)).score == 0
+            assert (await episode.rollback(checkpoint)).frame_id == checkpoint.frame_id
