@@ -37,6 +37,7 @@ _DATA = {
         client.Observation,
         client.Element,
         client.StepResult,
+        client.Handover,
         client.ScreenChange,
         client.ToolResult,
         client.State,

@@ -32,7 +32,7 @@ _COMMANDS = {
     ),
     "checkpoints": (
         "envd.cli.checkpoints:app",
-        "List, delete, export and import checkpoints: states of episodes that outlive them.",
+        "List, open, delete, export and import checkpoints: states of episodes that outlive them.",
     ),
     "forward": ("envd.cli.forward:forward", "Forward a local port to a port of an episode's guest."),
     "osworld": ("envd.cli.osworld:app", "OSWorld's tasks, with its own setup and evaluators."),

@@ -24,7 +24,10 @@ _COMMANDS = {
     "recipe": ("trainer.cli.recipe:app", "List the training recipes and show their configuration."),
     "data": ("trainer.cli.data:app", "Create training data: prompts, demonstrations, data sets."),
     "bench": ("trainer.cli.bench:app", "Measure the trainer's own cost: a turn of a rollout."),
-    "sight": ("trainer.cli.sight:sight_command", "Check that engine and learner see the pixels of every turn."),
+    "sight": (
+        "trainer.cli.sight:sight_command",
+        "Check by drawn code words that engine and learner see the pixels of every turn. Exits with 1 if they do not.",
+    ),
     "hosts": ("trainer.cli.hosts:app", "Start, show and drain the KVM hosts of a Ray cluster."),
     "learn": (
         "trainer.cli.learn:learn_command",

@@ -42,7 +42,9 @@ def named_in(tree: ast.AST) -> Iterator[str]:
 
 @pytest.mark.parametrize("package", EXPOSED)
 def test_the_api_cannot_start_programs_on_the_host(package: str) -> None:
-    modules = sorted((SOURCE / package).rglob("*.py"))
+    # Runs in guests, in the rights of the desktop's user.
+    program = SOURCE / "guest/toolbox/program.py"
+    modules = sorted(set((SOURCE / package).rglob("*.py")) - {program})
     assert modules
     for module in modules:
         found = STARTERS & set(named_in(ast.parse(module.read_text(encoding="utf-8"))))

@@ -33,6 +33,8 @@ TABLE: list[tuple[errors.EnvdError, Code, str]] = [
     (errors.Unauthenticated("x"), Code.UNAUTHENTICATED, "UNAUTHENTICATED"),
     (errors.TokenQuotaReached("x", retry_after_s=5.0), Code.RESOURCE_EXHAUSTED, "TOKEN_QUOTA"),
     (errors.RateLimited("x", retry_after_s=0.5), Code.RESOURCE_EXHAUSTED, "RATE_LIMITED"),
+    (errors.StaleEpoch("x"), Code.ABORTED, "STALE_EPOCH"),
+    (errors.TooLarge("x"), Code.DATA_LOSS, "GUEST_ERROR"),
     (errors.HumanInControl("x", retry_after_s=1.0), Code.FAILED_PRECONDITION, "HUMAN_IN_CONTROL"),
     (errors.Unimplemented("x"), Code.UNIMPLEMENTED, "UNIMPLEMENTED"),
     (errors.MachineLost("x"), Code.DATA_LOSS, "MACHINE_LOST"),

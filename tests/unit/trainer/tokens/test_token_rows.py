@@ -150,8 +150,11 @@ async def test_a_different_token_count_of_the_engine_voids_the_sample() -> None:
 
 
 async def test_an_abort_is_checked_before_each_call() -> None:
+    talk = conversation(ScriptedEngine(str), aborted=[True])
+    # What it has so far can be continued later.
+    await talk.begin([Message("user", ("go",))])
     with pytest.raises(GenerationAborted):
-        await conversation(ScriptedEngine(str), aborted=[True]).begin([Message("user", ("go",))])
+        await talk.generate()
 
 
 async def test_encoding_images_does_not_block_the_loop() -> None:
