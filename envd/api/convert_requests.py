@@ -28,6 +28,8 @@ from envd.episodes.types import (
     StepCommand,
 )
 from envd.guest.observation import A11yFormat, CursorMode, Encoding, ObservationOptions
+from envd.tasks.perturbations import MAX_COUNT, Perturb
+from envd.tasks.templates import MAX_SEED
 
 MAX_GROUP_SIZE = 64
 MAX_FORK_COUNT = 64
@@ -130,9 +132,23 @@ def reset_command(
         max_machines=caller.max_machines,
         settle=settle_policy(request.settle, "settle") if request.HasField("settle") else None,
         observe=observation_options(request.observation, "observation"),
+        perturb=_perturb(request),
         timeout_s=ready_timeout_s(request, time_remaining_s=time_remaining_s),
         automatic=_automatic_checkpoints(request),
         fingerprint=fingerprint_of(request),
+    )
+
+
+def _perturb(request: env_pb2.ResetRequest) -> Perturb | None:
+    if not request.HasField("perturb"):
+        return None
+    if request.checkpoint_id:
+        raise InvalidRequest("perturb", "not supported with a checkpoint; remove it")
+    asked = request.perturb
+    return Perturb(
+        seed=int_in_range(asked.seed, "perturb.seed", low=0, high=MAX_SEED),
+        kinds=tuple(asked.kinds),
+        count=int_in_range(asked.count, "perturb.count", default=1, low=1, high=MAX_COUNT),
     )
 
 

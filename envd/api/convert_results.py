@@ -146,6 +146,7 @@ def episode_message(info: EpisodeInfo, *, with_origin: bool = False) -> env_pb2.
         checkpoint_id=info.origin.checkpoint_id,
         tools=info.tools,
         epoch=info.epoch,
+        perturbations=info.origin.perturbations,
     )
 
 

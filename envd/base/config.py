@@ -264,7 +264,8 @@ class TasksConfig(_Section):
     suites: Annotated[tuple[TaskFile, ...], PathList] = ()
     """Task files to load in addition to the built-in suite, each `PATH`, or `SUITE=PATH` if the file's format has no
     suites; or `builtin:windows`, a suite for Windows; or `builtin:tools`, a suite with tools; or `cua-gym:DIR`, a
-    directory of CUA-Gym bundles. In the environment, separated by `:`."""
+    directory of CUA-Gym bundles; or `opencomputer:DIR`, a checkout of OpenComputer. In the environment, separated by
+    `:`."""
     allow_download: bool = False
     """Whether files of tasks that `envd tasks fetch` did not fetch are fetched while an episode waits."""
     check_obstacles: bool = True

@@ -19,6 +19,8 @@ from cuaenv.region import Region
 BUILTIN_TASKS = "builtin:"
 #: Prefix of a directory of CUA-Gym bundles.
 CUA_GYM_TASKS = "cua-gym:"
+#: Prefix of a checkout of OpenComputer.
+OPENCOMPUTER_TASKS = "opencomputer:"
 
 
 #: The protocols of `compat`, and their ports on loopback, which are those of the servers that they replace.
@@ -26,8 +28,8 @@ COMPAT_PORTS: Mapping[str, int] = {"slime-osworld": 8100, "areal": 8000, "areal-
 
 _LOOPBACK = re.compile(r"(127(?:\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5})")
 _ADDRESS = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
-#: The colons of `builtin:` and `cua-gym:` are not separators.
-_PATH_SEPARATOR = re.compile(r"(?<!\bbuiltin)(?<!\bcua-gym):")
+#: The colons of `builtin:`, `cua-gym:` and `opencomputer:` are not separators.
+_PATH_SEPARATOR = re.compile(r"(?<!\bbuiltin)(?<!\bcua-gym)(?<!\bopencomputer):")
 #: Prefix of a task file that assigns its tasks to a suite.
 _SUITE_PREFIX = re.compile(r"[a-z0-9][a-z0-9_-]*=")
 _SCREEN = re.compile(r"(\d{3,5})x(\d{3,5})")
@@ -79,8 +81,9 @@ def _expanded(value: Path) -> Path:
 def _task_file(value: str) -> str:
     if value.startswith(BUILTIN_TASKS):
         return value
-    if value.startswith(CUA_GYM_TASKS):
-        return f"{CUA_GYM_TASKS}{_expanded(Path(value.removeprefix(CUA_GYM_TASKS)))}"
+    for prefix in (CUA_GYM_TASKS, OPENCOMPUTER_TASKS):
+        if value.startswith(prefix):
+            return f"{prefix}{_expanded(Path(value.removeprefix(prefix)))}"
     suite, equals, path = value.partition("=") if _SUITE_PREFIX.match(value) else ("", "", value)
     return f"{suite}{equals}{_expanded(Path(path))}"
 

@@ -1,19 +1,22 @@
 """`envd image build`: builds guest images, one command for each recipe."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cuaenv.cli.lazy import lazy_group
 from cuaenv.cli.terminal import Json, progress
-from envd.base.config import Config
+from envd.base.config import Config, check_image_name
 from envd.base.errors import ConfigError
 from envd.base.terminal import reports_errors, stop_on_sigterm
 from envd.cli.image_output import give_to_sudo_user, print_image
 from envd.cli.options import with_settings
+from envd.images.additions import Additions
 from envd.images.build import build_image
 from envd.images.catalogue import ImageCatalogue
-from envd.images.recipe import Recipe, desktop_recipe, osworld_recipe, wine_recipe
+from envd.images.recipe import Recipe, desktop_recipe, office_recipe, osworld_recipe, wine_recipe
 
 _COMMANDS = {
     "windows": (
@@ -30,6 +33,17 @@ app = typer.Typer(
 
 Mirror = Annotated[str, typer.Option(help="Package archive to install from.", show_default="the host's own")]
 Rebuild = Annotated[bool, typer.Option("--rebuild", help="Build even if the image exists.")]
+Name = Annotated[str, typer.Option(help="Name of the image.", show_default="the recipe's")]
+Packages = Annotated[str, typer.Option(metavar="A,B", help="Packages to install in addition.")]
+Files = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Files to add: a directory that is laid out as the guest's root.")
+]
+Script = Annotated[
+    Path | None, typer.Option("--run", metavar="SCRIPT", help="Script to run in the new system as root, at the end.")
+]
+
+#: Names that only their own recipes give to images.
+_RESERVED = frozenset({"desktop", "desktop-ubuntu", "office", "osworld", "wine"})
 
 
 @app.command("desktop")
@@ -40,16 +54,40 @@ def desktop(
     *,
     distribution: Annotated[str, typer.Option(help="debian or ubuntu.")] = "debian",
     suite: Annotated[str, typer.Option(help="Release of the distribution.", show_default="bookworm or noble")] = "",
+    name: Name = "",
+    packages: Packages = "",
+    files: Files = None,
+    run: Script = None,
     mirror: Mirror = "",
     rebuild: Rebuild = False,
     as_json: Json = False,
 ) -> None:
-    """Build the desktop of the built-in tasks: Debian or Ubuntu with Openbox."""
+    """Build the desktop of the built-in tasks: Debian or Ubuntu with Openbox, and what you add."""
     try:
         recipe = desktop_recipe(distribution=distribution, suite=suite, mirror=mirror)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    _build(settings, recipe, rebuild=rebuild, as_json=as_json)
+    recipe, additions = _extended(recipe, name=name, packages=packages, files=files, run=run)
+    _build(settings, recipe, additions, rebuild=rebuild, as_json=as_json)
+
+
+@app.command("office")
+@reports_errors
+@with_settings("cache_dir")
+def office(
+    settings: Config,
+    *,
+    name: Name = "",
+    packages: Packages = "",
+    files: Files = None,
+    run: Script = None,
+    mirror: Mirror = "",
+    rebuild: Rebuild = False,
+    as_json: Json = False,
+) -> None:
+    """Build the desktop with large applications: LibreOffice, GIMP, Inkscape, browsers, Blender and others."""
+    recipe, additions = _extended(office_recipe(mirror=mirror), name=name, packages=packages, files=files, run=run)
+    _build(settings, recipe, additions, rebuild=rebuild, as_json=as_json)
 
 
 @app.command("osworld")
@@ -57,7 +95,7 @@ def desktop(
 @with_settings("cache_dir")
 def osworld(settings: Config, *, mirror: Mirror = "", rebuild: Rebuild = False, as_json: Json = False) -> None:
     """Build the desktop of OSWorld's tasks: Debian with LibreOffice, Chromium, GIMP and VLC."""
-    _build(settings, osworld_recipe(mirror=mirror), rebuild=rebuild, as_json=as_json)
+    _build(settings, osworld_recipe(mirror=mirror), Additions(), rebuild=rebuild, as_json=as_json)
 
 
 @app.command("wine")
@@ -65,12 +103,33 @@ def osworld(settings: Config, *, mirror: Mirror = "", rebuild: Rebuild = False, 
 @with_settings("cache_dir")
 def wine(settings: Config, *, mirror: Mirror = "", rebuild: Rebuild = False, as_json: Json = False) -> None:
     """Build a free stand-in for Windows: Debian with Wine, for tasks that need no Microsoft program."""
-    _build(settings, wine_recipe(mirror=mirror), rebuild=rebuild, as_json=as_json)
+    _build(settings, wine_recipe(mirror=mirror), Additions(), rebuild=rebuild, as_json=as_json)
 
 
-def _build(settings: Config, recipe: Recipe, *, rebuild: bool, as_json: bool) -> None:
+def _extended(
+    recipe: Recipe, *, name: str, packages: str, files: Path | None, run: Path | None
+) -> tuple[Recipe, Additions]:
+    """Return a recipe under its own name, and what is added to it. Raises: ConfigError."""
+    names = tuple(filter(None, (each.strip() for each in packages.split(","))))
+    additions = Additions(packages=names, directory=files, script=run)
+    if not name and (names or files or run):
+        raise ConfigError("--name: missing; an image with --packages, --files or --run needs a name of its own")
+    if not name:
+        return recipe, additions
+    try:
+        check_image_name(name)
+    except ValueError as error:
+        raise ConfigError(f"--name {error}") from error
+    if name in _RESERVED:
+        raise ConfigError(f"--name {name}: the name of a recipe of envd; choose another")
+    return replace(recipe, name=name), additions
+
+
+def _build(settings: Config, recipe: Recipe, additions: Additions, *, rebuild: bool, as_json: bool) -> None:
     stop_on_sigterm()
     with progress(f"image {recipe.name}") as report:
-        image = build_image(recipe, ImageCatalogue(settings.cache_dir), progress=report, rebuild=rebuild)
+        image = build_image(
+            recipe, ImageCatalogue(settings.cache_dir), additions=additions, progress=report, rebuild=rebuild
+        )
     give_to_sudo_user(settings.cache_dir)
     print_image(image, as_json=as_json)

@@ -1,7 +1,7 @@
 """The commands of `envd tasks`, for the tasks that a daemon with this configuration serves."""
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Annotated
 
@@ -20,11 +20,14 @@ from envd.cli.remote import CALL_TIMEOUT, TlsCa, TlsCert, TlsKey, open_client, r
 from envd.cli.tasks_fetch import fetch_all, print_fetched
 from envd.cli.tasks_oracles import oracles
 from envd.daemon.suites import inspect_tasks, load_tasks, with_suites
+from envd.images.catalogue import Image, ImageCatalogue
+from envd.images.recipe import OFFICE_APPLICATIONS
 from envd.tasks.assets import AssetCache, AssetMissing, assets_of
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.formats.cua_gym import SUITE as CUA_GYM_SUITE
 from envd.tasks.formats.entries import Problem
-from envd.tasks.model import Task
+from envd.tasks.formats.open_computer import SUITE as OPENCOMPUTER_SUITE
+from envd.tasks.model import Task, missing_needs, split_by_needs
 from envd.tasks.templates import split_of, template_id_of
 
 # Playing tasks starts a daemon, which is slow to import.
@@ -133,16 +136,21 @@ def lint(settings: Config, *, as_json: Json = False) -> None:
     checked = [each for each in found if isinstance(each, Task)]
     problems = [each for each in found if isinstance(each, Problem)]
     problems += missing_assets(checked, AssetCache(settings.asset_dir))
-    problems += unmet_needs(checked)
+    images = ImageCatalogue(settings.cache_dir).list()
+    problems += unmet_needs(checked, images)
+    runnable = images_that_run([task for task in checked if task.needs], images)
     count = len(checked)
     if as_json:
-        emit_json({"tasks": count, "problems": [asdict(problem) for problem in problems]})
+        by_image = {name: [task.task_id for task in tasks] for name, tasks in runnable.items()}
+        emit_json({"tasks": count, "runnable": by_image, "problems": [asdict(problem) for problem in problems]})
     elif problems:
         table = Table("where", "task", "field", "problem", box=None, pad_edge=False)
         for problem in problems:
             table.add_row(*map(escape, (problem.where, problem.task_id, problem.field, problem.message)))
         out.print(table)
     if not as_json:
+        for name, tasks in runnable.items():
+            out.print(f"image {name} has what {len(tasks)} tasks need", markup=False)
         out.print(f"{count} tasks, {len(problems)} problems", markup=False)
     if problems:
         raise typer.Exit(EXIT_FAILED)
@@ -181,12 +189,24 @@ def missing_assets(tasks: Iterable[Task], cache: AssetCache) -> Iterator[Problem
                 yield Problem(where=str(cache.directory), task_id=task.task_id, message=str(error))
 
 
-def unmet_needs(tasks: Iterable[Task]) -> Iterator[Problem]:
-    """Yield a problem for every CUA-Gym bundle that needs what no guest has."""
+def unmet_needs(tasks: Iterable[Task], images: Sequence[Image]) -> Iterator[Problem]:
+    """Yield a problem for every task of a foreign suite that needs what no image of this host provides."""
+    provided = frozenset(name for image in images for name in image.provides)
     for task in tasks:
-        if task.task_id.startswith(f"{CUA_GYM_SUITE}/") and task.needs:
-            message = f"cannot run: it needs {', '.join(task.needs)}, and no image provides that; resets refuse it"
-            yield Problem(where=CUA_GYM_SUITE, task_id=task.task_id, message=message)
+        suite = task.task_id.partition("/")[0]
+        if suite not in {CUA_GYM_SUITE, OPENCOMPUTER_SUITE} or not (lacking := missing_needs(task, provided)):
+            continue
+        # An image that is not built yet provides as much as one that has nothing.
+        buildable = not missing_needs(task, provided | frozenset(OFFICE_APPLICATIONS))
+        remedy = "build it with `envd image build office`" if buildable else "resets refuse it"
+        message = f"cannot run: it needs {lacking}, and no image here provides that; {remedy}"
+        yield Problem(where=suite, task_id=task.task_id, message=message)
+
+
+def images_that_run(tasks: Sequence[Task], images: Sequence[Image]) -> dict[str, list[Task]]:
+    """Return the tasks that each image provides everything for, by its name; an image without any is left out."""
+    by_name = {image.name: split_by_needs(tasks, frozenset(image.provides))[0] for image in images}
+    return {name: runnable for name, runnable in by_name.items() if runnable}
 
 
 def _summary(task: Task, catalogue: TaskCatalogue) -> dict[str, object]:

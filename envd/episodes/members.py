@@ -37,6 +37,11 @@ class Group:
     members: tuple[Member, ...]
     timings_ms: dict[str, float]
 
+    def perturbed(self, kinds: tuple[str, ...]) -> "Group":
+        """Return the group with the perturbations of its world."""
+        members = (replace(each, origin=replace(each.origin, perturbations=kinds)) for each in self.members)
+        return replace(self, members=tuple(members)) if kinds else self
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forks:

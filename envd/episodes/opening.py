@@ -34,6 +34,7 @@ from envd.guest.observation import ObservationOptions
 from envd.pool.pool import Pool
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
+from envd.tasks.perturbations import perturb
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +128,12 @@ class Opening:
         task = self._tasks.get(command.task_id)
         pool = choose_pool(task, command.pool, context.pools)
         max_steps = context.limits.max_steps_for(command.max_steps, task_max_steps=task.max_steps)
+        start, perturbations = perturb(task, command.perturb) if command.perturb else (task, ())
         with self._resetting(command, task, pool):
             self._require_runnable(task)
             group = await reset_group(
                 pool,
-                task,
+                start,
                 command,
                 run_setup=self._run_setup,
                 setup_timeout_s=context.limits.setup_timeout_s,
@@ -148,7 +150,7 @@ class Opening:
             lease_ttl_s=ttl_s,
             automatic=command.automatic,
         )
-        return await self._publish(request, group, pool, params, instruction=task.instruction)
+        return await self._publish(request, group.perturbed(perturbations), pool, params, instruction=task.instruction)
 
     async def _reset_to_checkpoint(self, command: ResetCommand, request: Request, *, ttl_s: float) -> GroupResult:
         checkpoint, task, pool = await self.checkpoints.find_for(command)
@@ -253,7 +255,7 @@ class Opening:
                 raise context.registry.not_found(episode.episode_id)
         context.journal.save_lease(episode)
         params = EpisodeParams.of_fork(episode, step_count=command.step_index, lease_ttl_s=ttl_s)
-        return await self._publish(request, group, pool, params)
+        return await self._publish(request, group.perturbed(episode.origin.perturbations), pool, params)
 
     async def _publish(
         self, request: Request, group: Group, pool: Pool, params: EpisodeParams, *, instruction: str = ""

@@ -9,6 +9,7 @@ from cuaenv.actions import Action
 from envd.base.config import SettlePolicy
 from envd.guest.observation import ActionOutcome, Observation, ObservationOptions
 from envd.tasks.checkers.evaluate import CheckResult
+from envd.tasks.perturbations import Perturb
 
 
 class EpisodeState(Enum):
@@ -70,6 +71,8 @@ class Origin:
     """The agent's first frame."""
     checkpoint_id: str = ""
     """The checkpoint in whose state it began; empty if none."""
+    perturbations: tuple[str, ...] = ()
+    """Kinds of the perturbations of its world."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +130,7 @@ class ResetCommand:
     """Maximum machines that the owner may hold; None for no limit."""
     settle: SettlePolicy | None = None
     observe: ObservationOptions = field(default_factory=ObservationOptions)
+    perturb: Perturb | None = None
     timeout_s: float = 600.0
     """Limit for admission and setup."""
     automatic: AutomaticCheckpoints = NO_CHECKPOINTS

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from importlib.resources import files
@@ -17,6 +18,7 @@ from pathlib import Path
 from envd.base.errors import ImageError
 from envd.base.tools import run_tool
 from envd.hypervisor.machine import Firmware, GuestOs
+from envd.images.additions import Additions
 from envd.images.catalogue import PACKAGES_FILE, Image, ImageCatalogue, file_sha256
 from envd.images.guestd import VERSION as GUESTD_VERSION
 from envd.images.recipe import PYTHON_PACKAGES, WINDOWS_PROGRAMS, WINDOWS_SOURCES, Recipe, overlay_files, recipe_digest
@@ -45,22 +47,31 @@ _EXCLUDED_PATHS = (files("envd.images") / "packages" / "excluded-paths.txt").rea
 _MINGW = "x86_64-w64-mingw32-"
 _COMPILER_FLAGS = ("-O2", "-s", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-municode", "-mwindows")
 
+_NO_ADDITIONS = Additions()
+
 Progress = Callable[[str, float], None]
 """Called with the current stage in words, and the fraction of the whole build that is done, in [0, 1]."""
 
 
 def build_image(
-    recipe: Recipe, catalogue: ImageCatalogue, *, progress: Progress | None = None, rebuild: bool = False
+    recipe: Recipe,
+    catalogue: ImageCatalogue,
+    *,
+    additions: Additions = _NO_ADDITIONS,
+    progress: Progress | None = None,
+    rebuild: bool = False,
 ) -> Image:
     """Return the recipe's image, built unless the catalogue has it, and make it current under its name.
 
     An interrupted or failed build leaves nothing behind.
 
     Raises:
-        ImageError: A tool is missing or failed; the message has the end of its output.
+        ImageError: A tool is missing or failed; the message has the end of its output. An addition is invalid, its
+            script failed, or a package does not exist.
     """
     report = progress or (lambda _stage, _fraction: None)
-    overlay = overlay_files(recipe)
+    recipe = additions.extend(recipe)
+    overlay = overlay_files(recipe) | additions.files()
     digest = recipe_digest(recipe, overlay)
     if not rebuild and (image := catalogue.find(recipe.name, digest)):
         # Another recipe or version of envd may have built a newer image under this name.
@@ -68,6 +79,7 @@ def build_image(
         report("cached", 1.0)
         return image
     _require_tools(recipe)
+    began_s = time.monotonic()
     with catalogue.staging(recipe.name) as directory, catalogue.staging(recipe.name) as scratch:
         root = scratch / "root"
         _bootstrap(recipe, overlay, root, scratch, report)
@@ -88,6 +100,7 @@ def build_image(
                 os=recipe.os.value,
                 has_guestd=recipe.os is GuestOs.LINUX,
                 guestd_version=GUESTD_VERSION if recipe.os is GuestOs.LINUX else "",
+                provides=recipe.provides,
                 firmware=Firmware.DIRECT_KERNEL.value,
                 kernel="vmlinuz",
                 initrd="initrd.img",
@@ -97,6 +110,7 @@ def build_image(
                     "suite": recipe.suite,
                     "mirror": recipe.mirror or "default",
                     "packages": str(len(packages)),
+                    "build_s": f"{time.monotonic() - began_s:.0f}",
                 },
             ),
         )
@@ -127,8 +141,8 @@ def _bootstrap(recipe: Recipe, overlay: dict[str, bytes], root: Path, scratch: P
         target = extras / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
-        # Package data has no file modes, so scripts are recognised by their first line.
-        target.chmod(0o755 if data.startswith(b"#!") else 0o644)
+        # Package data has no file modes, so programs are recognised by how they begin.
+        target.chmod(0o755 if data.startswith((b"#!", b"\x7fELF")) else 0o644)
     if PYTHON_PACKAGES in overlay:
         report("fetching Python packages", 0.005)
         _fetch_python_packages(extras)
@@ -167,7 +181,11 @@ def _bootstrap(recipe: Recipe, overlay: dict[str, bytes], root: Path, scratch: P
     if recipe.mirror:
         command.append(recipe.mirror)
     report("installing packages", 0.01)
-    _run(command, on_line=_InstallProgress(report), what=f"mmdebstrap of {recipe.suite}")
+    output = _InstallOutput(report)
+    try:
+        _run(command, on_line=output, what=f"mmdebstrap of {recipe.suite}")
+    except ImageError as error:
+        raise output.explain(recipe, error) from error
 
 
 def _fetch_python_packages(extras: Path) -> None:
@@ -191,24 +209,60 @@ def _compile_windows_programs(extras: Path) -> None:
         )  # fmt: skip
 
 
-class _InstallProgress:
-    """Converts mmdebstrap's output to progress."""
+#: Lines with `Unpacking` or `Setting up` in the smallest build. Affects only the progress bar.
+_FEWEST_LINES = 900
 
-    _EXPECTED_LINES = 900
-    """Lines with `Unpacking` or `Setting up` in a desktop build. Affects only the progress bar."""
+
+class _InstallOutput:
+    """Converts mmdebstrap's output to progress, and finds the cause of a failure in it."""
+
+    _SCRIPT = "envd: script: "
+    _TAIL_LINES = 25
 
     def __init__(self, report: Progress) -> None:
         self._report = report
         self._count = 0
+        #: Lines with `Unpacking` or `Setting up` to expect. The system itself comes first and is small; then apt says
+        #: how many packages it installs.
+        self._expected = _FEWEST_LINES
+        self._missing: list[str] = []
+        self._script_lines: list[str] | None = None
 
     def __call__(self, line: str) -> None:
-        match = re.match(r"(?:Unpacking|Setting up) (\S+)", line)
-        if match:
+        if self._script_lines is not None:
+            self._script_lines.append(line.rstrip())
+        if match := re.search(r"(\d+) newly installed", line):
+            self._expected = max(self._expected, self._count + 2 * int(match[1]))
+        elif match := re.search(r"E: Unable to locate package (\S+)|E: (?:Package|Version) '(\S+?)'", line):
+            self._missing.append(match[1] or match[2])
+        elif match := re.match(r"(?:Unpacking|Setting up) (\S+)", line):
             self._count += 1
-            fraction = 0.1 + 0.7 * min(1.0, self._count / self._EXPECTED_LINES)
-            self._report(f"installing {match[1].partition(':')[0]}", fraction)
+            self._report(f"installing {match[1].partition(':')[0]}", self._fraction)
+        elif line.startswith(f"{self._SCRIPT}started"):
+            self._script_lines = []
+            self._report("running the script", self._fraction)
         elif line.startswith("I: "):
-            self._report(line[3:].strip(), 0.1 + 0.7 * min(1.0, self._count / self._EXPECTED_LINES))
+            self._report(line[3:].strip(), self._fraction)
+
+    @property
+    def _fraction(self) -> float:
+        return 0.1 + 0.7 * min(1.0, self._count / self._expected)
+
+    def explain(self, recipe: Recipe, error: ImageError) -> ImageError:
+        """Return the error of a failed installation that names its cause, if the output has it."""
+        if self._missing:
+            named = ", ".join(dict.fromkeys(self._missing))
+            archive = recipe.mirror or f"the archive of {recipe.distribution} {recipe.suite}"
+            components = ", ".join(recipe.components)
+            return ImageError(
+                f"package {named}: not in {archive} ({components}); check the name with `apt-cache policy`"
+            )
+        lines = self._script_lines or []
+        for index, line in enumerate(lines):
+            if line.startswith(self._SCRIPT):
+                tail = "\n".join(lines[max(0, index - self._TAIL_LINES) : index])
+                return ImageError(f"--run: the script {line.removeprefix(self._SCRIPT)}:\n{tail or 'no output'}")
+        return error
 
 
 def _copy_kernel(root: Path, directory: Path) -> None:

@@ -22,4 +22,11 @@ run systemctl set-default multi-user.target
 run systemctl mask __MASKED__ >/dev/null 2>&1
 run update-initramfs -u
 if [ -e "$root/usr/lib/envd/customize" ]; then run /usr/lib/envd/customize; fi
+script=/usr/lib/envd/user-script
+if [ -e "$root$script" ]; then
+	echo 'envd: script: started'
+	run $script || { echo "envd: script: failed with status $?"; exit 1; }
+	rm "$root$script"
+	run chown -R user:user /home/user
+fi
 rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/* "$root"/tmp/*

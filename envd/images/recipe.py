@@ -21,12 +21,22 @@ DESKTOP_PACKAGES = _packages("desktop")
 #: Needed by OSWorld's tasks in addition to the desktop: their applications, if Debian has them, and GNOME's settings
 #: schemas without GNOME.
 OSWORLD_PACKAGES = _packages("osworld")
+#: The applications of Debian that OpenComputer's tasks use, and what its verifiers need of the guest.
+OFFICE_PACKAGES = _packages("office")
 #: A kernel, an X server and Wine, but no desktop of Linux.
 WINE_PACKAGES = _packages("wine")
+
+#: Names of OpenComputer's applications that the office image has.
+OFFICE_APPLICATIONS = _packages("office-applications")
 
 #: Sources of the Windows programs of an image, compiled when it is built; each program's files by its name.
 WINDOWS_SOURCES = "usr/src/envd/"
 WINDOWS_PROGRAMS = {"envdshell.exe": ("queries.c", "requests.c", "shell.c"), "envdlink.exe": ("link.c",)}
+
+#: Program of the recipe that runs in the new root file system after its packages are installed.
+CUSTOMIZE = "usr/lib/envd/customize"
+#: The same for the program that a user adds. It is removed after it has run.
+USER_SCRIPT = "usr/lib/envd/user-script"
 
 #: Python packages to install in addition to Debian's, in pip's format. The file is also part of the guest.
 PYTHON_PACKAGES = "usr/lib/envd/python-packages.txt"
@@ -49,6 +59,10 @@ class Recipe:
     """Size of the guest's disk; the image file is sparse."""
     os: GuestOs = GuestOs.LINUX
     """The system that tasks find in it."""
+    layer: str = ""
+    """Directory of this package whose files it has in addition to the desktop's; empty for none."""
+    provides: tuple[str, ...] = ()
+    """What tasks may need of it."""
 
     @property
     def keyring(self) -> str:
@@ -79,7 +93,23 @@ def desktop_recipe(*, distribution: str = "debian", suite: str = "", mirror: str
 def osworld_recipe(*, mirror: str = "") -> Recipe:
     """Return the recipe of the desktop with all that OSWorld's tasks expect of a guest."""
     packages = tuple(sorted({*DESKTOP_PACKAGES, *OSWORLD_PACKAGES}))
-    return Recipe(name="osworld", distribution="debian", suite="bookworm", mirror=mirror, packages=packages)
+    return Recipe(
+        name="osworld", distribution="debian", suite="bookworm", mirror=mirror, packages=packages, layer="osworld"
+    )
+
+
+def office_recipe(*, mirror: str = "") -> Recipe:
+    """Return the recipe of the desktop with Debian's large applications, for OpenComputer's tasks."""
+    return Recipe(
+        name="office",
+        distribution="debian",
+        suite="bookworm",
+        mirror=mirror,
+        packages=tuple(sorted({*DESKTOP_PACKAGES, *OFFICE_PACKAGES})),
+        disk_mib=16384,
+        layer="office",
+        provides=OFFICE_APPLICATIONS,
+    )
 
 
 def wine_recipe(*, mirror: str = "") -> Recipe:
@@ -98,10 +128,10 @@ def overlay_files(recipe: Recipe) -> dict[str, bytes]:
     tree.update(_walk(images / "guestd", "usr/lib/envd/guestd/"))
     for path, data in _walk(images / "desktop", ""):
         tree[_desktop_destination(path)] = data
-    if recipe.name == "osworld":
-        # Includes an Xauthority with an entry for no display: without any entry pyautogui prints a warning, which
-        # OSWorld's getters take for part of the output.
-        tree.update(_walk(images / "osworld", ""))
+    if recipe.layer:
+        # OSWorld's includes an Xauthority with an entry for no display: without any entry pyautogui prints a warning,
+        # which OSWorld's getters take for part of the output.
+        tree.update(_walk(images / recipe.layer, ""))
     return tree
 
 
@@ -138,6 +168,8 @@ def recipe_digest(recipe: Recipe, overlay: dict[str, bytes]) -> str:
     """
     digest = hashlib.sha256()
     settings = asdict(recipe) | {"os": recipe.os.value}
+    # The overlay has the files of a layer, and what an image provides does not change it.
+    del settings["layer"], settings["provides"]
     if recipe.os is GuestOs.LINUX:
         # The digest of earlier recipes, which had no such field, stays.
         del settings["os"]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from envd.base.errors import ConfigError, TaskNotFound
-from envd.tasks.formats.cua_gym import read_bundles
 from envd.tasks.formats.entries import Found, Problem
 from envd.tasks.formats.files import DEFAULT_SUITE, files_in, read_tasks
 from envd.tasks.model import Offer, Task, needs_obstacle
@@ -41,8 +40,8 @@ class TaskFile(NamedTuple):
     path: Path
     suite: str = DEFAULT_SUITE
     """Suite of the tasks whose format has no suites."""
-    has_bundles: bool = False
-    """Whether it is a directory of CUA-Gym bundles."""
+    read: Callable[[Path], Found] | None = None
+    """Reads a directory of another format; None for task files."""
 
 
 class TaskCatalogue:
@@ -205,9 +204,9 @@ def read_all(
 
     The arguments are those of `TaskCatalogue.load`.
     """
-    paths: list[tuple[Traversable, str, bool]] = []
+    paths: list[tuple[Traversable, str, Callable[[Path], Found] | None]] = []
     if include_builtin:
-        paths.append((files("envd.tasks") / "suites", DEFAULT_SUITE, False))
+        paths.append((files("envd.tasks") / "suites", DEFAULT_SUITE, None))
     paths += [source if isinstance(source, TaskFile) else TaskFile(source) for source in sources]
     seen: dict[str, str] = {}
     templates = templates or (DESKTOP if include_builtin else None)
@@ -225,11 +224,13 @@ def read_all(
             yield found
 
 
-def _read_each(paths: Iterable[tuple[Traversable, str, bool]]) -> Iterator[tuple[Traversable, Found]]:
+def _read_each(
+    paths: Iterable[tuple[Traversable, str, Callable[[Path], Found] | None]],
+) -> Iterator[tuple[Traversable, Found]]:
     """Yield each file, or directory of bundles, with its tasks and problems."""
-    for path, suite, has_bundles in paths:
-        if has_bundles:
-            yield path, read_bundles(Path(str(path)))
+    for path, suite, read in paths:
+        if read is not None:
+            yield path, read(Path(str(path)))
             continue
         for file in files_in(path):
             yield file, read_tasks(file, suite=suite)

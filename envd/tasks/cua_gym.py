@@ -38,6 +38,7 @@ _CHECK_ENVIRONMENT: Final = {name: ENVIRONMENT[name] for name in ("HOME", "UDA_G
 
 # The agent's user can neither enter nor replace it.
 _PRIVATE = "/root/.uda_private"
+_NOTHING: Mapping[str, bytes] = {}
 _SETUP, _CHECK = "setup.sh", "check.sh"
 _BASH = ("bash", "-c")
 # Every step replaces what an earlier attempt left.
@@ -80,12 +81,16 @@ RUN_CHECK: Final = (
 )
 
 
-def archive(bundle: Path, parts: Sequence[tuple[str, str]]) -> bytes:
-    """Return a tar archive of a bundle's parts. Raises: see `entries`."""
+def archive(bundle: Path, parts: Sequence[tuple[str, str]], *, extra: Mapping[str, bytes] = _NOTHING) -> bytes:
+    """Return a tar archive of a bundle's parts, and of `extra` files. Raises: see `entries`."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for path, name in entries(bundle, parts):
             tar.add(path, arcname=name, recursive=False, filter=_owned_by_root)
+        for name, data in extra.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(data), 0o644
+            tar.addfile(entry, io.BytesIO(data))
     return buffer.getvalue()
 
 

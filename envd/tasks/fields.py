@@ -31,7 +31,8 @@ class Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def _checked_path(path: str) -> str:
+def checked_path(path: str) -> str:
+    """Return a guest path. Raises: ValueError: It is not absolute, or leads out of the root."""
     is_windows = re.match(r"[A-Za-z]:[\\/]", path) is not None
     if not (path.startswith("/") or is_windows):
         raise ValueError(f"{path!r} is not absolute; write a path such as /home/user/notes.txt")
@@ -66,7 +67,7 @@ def _checked_base64(text: str) -> str:
     return text
 
 
-GuestPath = Annotated[str, AfterValidator(_checked_path)]
+GuestPath = Annotated[str, AfterValidator(checked_path)]
 Regex = Annotated[str, AfterValidator(_checked_regex)]
 Base64 = Annotated[str, AfterValidator(_checked_base64)]
 Encoding = Annotated[str, AfterValidator(_checked_encoding)]

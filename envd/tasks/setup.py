@@ -13,6 +13,7 @@ from envd.base.errors import GuestError, GuestUnresponsive, SetupFailed
 from envd.guest.desktop import Desktop
 from envd.guest.powershell import Script, powershell
 from envd.hypervisor.machine import GuestOs
+from envd.tasks import open_computer
 from envd.tasks.checkers.evaluate import remember_start, require_unsolved
 from envd.tasks.cua_gym import ENVIRONMENT, RUN_SETUP, SETUP_COMMANDS, archive
 from envd.tasks.fields import AssetRef, WindowMatch
@@ -31,6 +32,7 @@ from envd.tasks.verbs import (
     Launch,
     MakeDirectory,
     Open,
+    OpenComputerSetup,
     OsworldSetup,
     Remove,
     SetClipboard,
@@ -156,6 +158,8 @@ class _VerbRunner:
 
             case CuaGymSetup():
                 await self._set_up_bundle(verb)
+            case OpenComputerSetup():
+                await open_computer.set_up(self.desktop, verb.task, root=Path(verb.root), timeout_s=self.limit_s)
 
     async def _set_up_bundle(self, verb: CuaGymSetup) -> None:
         bundle = Path(verb.bundle)

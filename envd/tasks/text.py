@@ -24,12 +24,23 @@ _MARKS = (
 )
 
 
+class CheckPart(NamedTuple):
+    """The result of one of the checks that a checker consists of."""
+
+    name: str
+    score: float
+    """A value in [0, 1]."""
+    evidence: str
+
+
 class CheckOutcome(NamedTuple):
     """A score and the reason for it."""
 
     score: float
     """A value in [0, 1]."""
     evidence: str
+    parts: tuple[CheckPart, ...] = ()
+    """The checks that the score is made of, to report in its place; empty if it is one check."""
 
 
 class TextExpectation(Model):

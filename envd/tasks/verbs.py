@@ -251,6 +251,17 @@ class CuaGymSetup(SetupBase):
     timeout_s: Timeout = 300.0
 
 
+class OpenComputerSetup(SetupBase):
+    """Set up a task of OpenComputer by its own code, and wait for its application. Made by the loader of its tasks."""
+
+    systems: ClassVar[frozenset[GuestOs]] = frozenset({GuestOs.LINUX})
+
+    kind: Literal["opencomputer"]
+    root: str
+    """The repository on the host."""
+    task: str
+
+
 SetupVerb = Annotated[
     WriteFile
     | MakeDirectory
@@ -269,6 +280,7 @@ SetupVerb = Annotated[
     | ChangeWallpaper
     | SetClipboard
     | OsworldSetup
-    | CuaGymSetup,
+    | CuaGymSetup
+    | OpenComputerSetup,
     Field(discriminator="kind"),
 ]

@@ -9,6 +9,7 @@ import pytest_asyncio
 from cuaenv.client import AsyncEnvClient, EvaluatorFailed, View
 from envd.images.catalogue import Image
 from envd.tasks.catalogue import TaskCatalogue, TaskFile
+from envd.tasks.formats.cua_gym import read_bundles
 from tests.support.real_desktops import real_desktops
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
@@ -33,7 +34,7 @@ async def client(
         file = tmp_path / "report" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
-    tasks = TaskCatalogue.load([TaskFile(tmp_path, has_bundles=True)], include_builtin=False)
+    tasks = TaskCatalogue.load([TaskFile(tmp_path, read=read_bundles)], include_builtin=False)
     async with real_desktops(
         desktop_image, tasks, cache_dir=cache_dir, template_dir=template_dir, state_dir=vm_state_dir
     ) as client:

@@ -4,7 +4,7 @@ import asyncio
 import re
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -47,6 +47,8 @@ class _Candidate:
     label: str
     url: str
     model: str
+    is_perturbed: bool = False
+    """Whether its attempts are made in perturbed worlds, each drawn from its seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,9 @@ def eval_command(
     ] = "",
     before: Annotated[str, typer.Option(help="Base URL of the checkpoint before training; requires --after.")] = "",
     after: Annotated[str, typer.Option(help="Base URL of the checkpoint after training.")] = "",
+    perturb: Annotated[
+        bool, typer.Option("--perturb", help="Compare clean desktops with perturbed ones: pop-ups, themes, windows.")
+    ] = False,
     envd: Target = "",
     task: Annotated[list[str], typer.Option(help="Only this task; may be repeated.")] = [],  # noqa: B006 -- typer's way
     split: Annotated[SplitName | None, typer.Option(help="Side of the split of `trainer data`; default: all.")] = None,
@@ -83,13 +88,22 @@ def eval_command(
 ) -> None:
     """Evaluate a model on a daemon's tasks, or compare two: trainer eval --before URL --after URL.
 
+    With --perturb the same model is evaluated on clean and on perturbed desktops, and both are compared.
+
     docs/evaluation.md lists the keys of RUN.toml; flags override them.
 
     Repeat the same command to continue; attempts that were lost to errors are repeated. Exit status: 0 if every
     attempt has a score, 3 if some were lost to errors, 1 if all were lost or the evaluation stopped, 2 for wrong
     arguments.
     """
-    flags = {"endpoint": endpoint, "before": before, "after": after, "envd": envd, "split": split}
+    flags = {
+        "endpoint": endpoint,
+        "before": before,
+        "after": after,
+        "envd": envd,
+        "split": split,
+        "perturb": perturb or None,
+    }
     config = read_run(words or [], flags, command="trainer eval")
     candidates, settings = _candidates(config), config.settings()
     plan = _Plan(
@@ -145,7 +159,10 @@ async def _evaluate_one(
         path = plan.directory / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', label).strip('-.') or 'run'}.jsonl"
         run = Run(
             label=label,
-            settings=_settings_json(plan, url=server.url, model=model, tasks=tasks),
+            settings={
+                **_settings_json(plan, url=server.url, model=model, tasks=tasks),
+                **({"perturbed": True} if candidate.is_perturbed else {}),
+            },
             prompt_hash=prompt_hash(plan.settings),
         )
         file = stack.enter_context(ResultsFile(path, run))
@@ -167,6 +184,7 @@ async def _evaluate_one(
             concurrency=concurrency,
             pool=config.pool,
             replays=config.replays,
+            is_perturbed=candidate.is_perturbed,
             report=stack.enter_context(progress(f"eval {label}")),
         )
     return path
@@ -228,6 +246,11 @@ def _report(results: list[Results], files: list[Path], *, with_pages: bool, as_j
 
 def _candidates(config: RunConfig) -> list[_Candidate]:
     """Return the models to evaluate. Raises: UsageError."""
+    if config.perturb:
+        if not config.endpoint or config.before or config.after:
+            raise UsageError("perturb compares one model with itself; use it with --endpoint URL alone")
+        clean = _Candidate(label="clean", url=config.endpoint, model=config.model)
+        return [clean, replace(clean, label="perturbed", is_perturbed=True)]
     if config.endpoint and not (config.before or config.after):
         return [_Candidate(label=config.label, url=config.endpoint, model=config.model)]
     if config.before and config.after and not config.endpoint:

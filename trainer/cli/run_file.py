@@ -42,6 +42,8 @@ class RunConfig:
     """Base URL of the checkpoint before training; requires `after`."""
     after: str = ""
     """Base URL of the checkpoint after training."""
+    perturb: bool = False
+    """Whether to evaluate the model at `endpoint` on clean and on perturbed desktops, and compare both."""
     model: str = ""
     """The model's name; empty for the only served one."""
     before_model: str = ""

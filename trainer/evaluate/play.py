@@ -2,13 +2,14 @@
 
 import asyncio
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cuaenv.client import Task
+from cuaenv.client import Perturb, Task
 from trainer.agent.attempts import Environments, run_task
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.ownership import ruling_on
@@ -20,6 +21,8 @@ from trainer.evaluate.selection import domain_of, is_infeasible
 
 #: Consecutive errors after which an evaluation stops, or twice its concurrency if that is more.
 _MAX_CONSECUTIVE_ERRORS = 8
+#: Perturbations of a perturbed attempt.
+_PERTURBATION_COUNT = 2
 _OUTCOMES: Mapping[Outcome, Literal["terminated", "truncated"]] = {
     Outcome.TERMINATED: "terminated",
     Outcome.TRUNCATED: "truncated",
@@ -51,6 +54,7 @@ async def play_task(
     seed: int = 0,
     pool: str = "",
     replay: Path | None = None,
+    is_perturbed: bool = False,
 ) -> PlayedAttempt:
     """Make one attempt; repeat it once on a new machine if its machine is lost. Raises only cancellation.
 
@@ -62,6 +66,7 @@ async def play_task(
         seed: Seed of the sampling.
         pool: The daemon's pool; empty for the task's own.
         replay: Directory for pictures and turns; None to keep none.
+        is_perturbed: Whether the world is perturbed, by the seed.
     """
     recorded: list[RecordedConversation] = []
 
@@ -73,12 +78,17 @@ async def play_task(
         return recorded[-1]
 
     began = time.monotonic()
-    opener = _Opener(environments)
+    opener = _Opener(environments, _perturb(task, seed) if is_perturbed else None)
     trajectory = await run_task(opener, task.task_id, conversation, settings=settings, pool=pool)
     if replay is not None and recorded:
         await _write_replay(recorded[-1], trajectory, opener.episode, settings, replay)
     attempt = attempt_of(trajectory, task, seed=seed, seconds=time.monotonic() - began)
     return PlayedAttempt(attempt=attempt, trajectory=trajectory)
+
+
+def _perturb(task: Task, seed: int) -> Perturb:
+    # Tasks differ with the same seed, and a repeated attempt has the world of the first.
+    return Perturb(seed=zlib.crc32(f"{task.task_id}?{seed}".encode()) >> 1, count=_PERTURBATION_COUNT)
 
 
 async def evaluate(
@@ -92,6 +102,7 @@ async def evaluate(
     concurrency: int,
     pool: str = "",
     replays: bool = True,
+    is_perturbed: bool = False,
     report: Callable[[str, int, int], None],
 ) -> None:
     """Make the attempts that the results file lacks; record each when it ends.
@@ -108,6 +119,7 @@ async def evaluate(
         concurrency: Concurrent attempts.
         pool: The daemon's pool; empty for each task's own.
         replays: Keep pictures and turns next to the file.
+        is_perturbed: Whether worlds are perturbed, each by its attempt's seed.
         report: Receives the current stage, the number of finished attempts, and their total.
 
     Raises:
@@ -127,7 +139,14 @@ async def evaluate(
             name = f"{file.path.stem}.replays/{directory_name(task.task_id, seed)}" if replays else ""
             replay = file.path.parent / name if replays else None
             played = await play_task(
-                environments, task, new_conversation, settings=settings, seed=seed, pool=pool, replay=replay
+                environments,
+                task,
+                new_conversation,
+                settings=settings,
+                seed=seed,
+                pool=pool,
+                replay=replay,
+                is_perturbed=is_perturbed,
             )
             file.add(played.attempt.model_copy(update={"replay": name}))
             done += 1
@@ -206,11 +225,12 @@ class _ConsecutiveErrors:
 class _Opener:
     """Environments that remember the last opened episode, for its final observation."""
 
-    def __init__(self, environments: Environments) -> None:
+    def __init__(self, environments: Environments, perturb: Perturb | None) -> None:
         self._environments = environments
+        self._options: dict[str, Any] = {} if perturb is None else {"perturb": perturb}
         self.episode: AgentEpisode | None = None
 
     @asynccontextmanager
     async def reset(self, task: str, **options: Any) -> AsyncIterator[AgentEpisode]:
-        async with self._environments.reset(task, **options) as self.episode:
+        async with self._environments.reset(task, **options, **self._options) as self.episode:
             yield self.episode

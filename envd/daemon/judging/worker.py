@@ -105,7 +105,8 @@ def _answer(job: bytes, statm: int) -> dict[str, object]:
     # Not ru_maxrss: that of a child starts at the memory of the process that started it.
     resident_mib = int(os.pread(statm, 256, 0).split()[1]) * resource.getpagesize() >> 20
     evidence = outcome.evidence[:_EVIDENCE_CHARS]
-    return {"score": outcome.score, "evidence": evidence, "retire": resident_mib > _RETIRE_MIB}
+    parts = [(part.name, part.score, part.evidence[:_EVIDENCE_CHARS]) for part in outcome.parts]
+    return {"score": outcome.score, "evidence": evidence, "parts": parts, "retire": resident_mib > _RETIRE_MIB}
 
 
 def _limit(memory_mib: int) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import envd
 from envd.base.errors import GuestError
 from envd.daemon.judging.worker import EXCEEDED_CPU, HEADER
-from envd.tasks.text import CheckOutcome
+from envd.tasks.text import CheckOutcome, CheckPart
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,8 @@ class JudgeWorkers:
             return CheckOutcome(0.0, str(answer["excess"]))
         if "guest_error" in answer:
             raise GuestError(str(answer["guest_error"]))
-        return CheckOutcome(float(answer["score"]), str(answer["evidence"]))
+        parts = (CheckPart(str(name), float(score), str(evidence)) for name, score, evidence in answer["parts"])
+        return CheckOutcome(float(answer["score"]), str(answer["evidence"]), tuple(parts))
 
     async def aclose(self) -> None:
         """End the idle workers. Those that judge end with their callers."""

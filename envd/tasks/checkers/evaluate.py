@@ -18,7 +18,7 @@ from envd.tasks.checkers.programs import PoweredOff
 from envd.tasks.checkers.union import AllOf, AnyChecker, AnyLeafChecker, AnyOf, Weighted, combine, leaves, parts_of
 from envd.tasks.model import Task
 from envd.tasks.osworld import OsworldBridge
-from envd.tasks.text import CheckOutcome
+from envd.tasks.text import CheckOutcome, CheckPart
 
 logger = logging.getLogger(__name__)
 
@@ -189,5 +189,6 @@ def describe(checker: AnyLeafChecker) -> str:
 
 
 def _single(name: str, outcome: CheckOutcome) -> Evaluation:
-    check = CheckResult(name=name, score=outcome.score, evidence=outcome.evidence[:_EVIDENCE_CHARS])
-    return Evaluation(score=outcome.score, checks=(check,))
+    parts = outcome.parts or (CheckPart(name, outcome.score, outcome.evidence),)
+    checks = (CheckResult(name=part.name, score=part.score, evidence=part.evidence[:_EVIDENCE_CHARS]) for part in parts)
+    return Evaluation(score=outcome.score, checks=tuple(checks))

@@ -16,6 +16,7 @@ from envd.tasks.checkers.session import AgentAnswer, Clipboard, OnScreen
 from envd.tasks.checkers.unchanged import Unchanged
 from envd.tasks.cua_gym import CuaGymCheck
 from envd.tasks.fields import Model
+from envd.tasks.open_computer import OpenComputerCheck
 
 
 class AllOf(CheckBase):
@@ -68,6 +69,7 @@ AnyLeafChecker = (
     | GradedText
     | OsworldEvaluator
     | CuaGymCheck
+    | OpenComputerCheck
 )
 AnyChecker = AnyLeafChecker | AllOf | AnyOf | Weighted
 Checker = Annotated[AnyChecker, Field(discriminator="kind")]

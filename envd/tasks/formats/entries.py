@@ -12,6 +12,9 @@ from envd.tasks.formats.documents import Location
 from envd.tasks.model import Task
 from envd.tasks.verbs import HostFile, UploadFile
 
+#: Verbs and checkers that name directories of the host.
+_OF_LOADERS = frozenset({"cua_gym", "opencomputer"})
+
 
 class TaskFormatError(ValueError):
     """An entry is not a valid or supported task; `location` is the faulty part."""
@@ -60,7 +63,7 @@ class Source:
     """The base directory of `local_path` in uploads; None if uploads are not supported."""
     suite: str
     makes_bundles: bool = False
-    """Whether it is the loader of CUA-Gym bundles, whose tasks name directories of the host."""
+    """Whether it is a loader of bundles, whose tasks name directories of the host."""
 
 
 def make_task(source: Source, read: Callable[[], NamedFields], *, locate: Callable[[Location], str]) -> Found:
@@ -77,8 +80,11 @@ def make_task(source: Source, read: Callable[[], NamedFields], *, locate: Callab
         task_id = f"{source.suite}/{named.name}"
         task = Task.model_validate({**named.fields(), "task_id": task_id})
         parts = (*task.setup, *(leaves(task.checker) if task.checker else ()))
-        if not source.makes_bundles and any(part.kind == "cua_gym" for part in parts):
-            raise TaskFormatError("cua_gym is for bundles alone; load them by `--tasks cua-gym:DIR`")  # noqa: TRY301
+        if not source.makes_bundles and (kinds := _OF_LOADERS & {part.kind for part in parts}):
+            message = (
+                f"{min(kinds)} is for a loader alone; load its tasks by `--tasks cua-gym:DIR` or `opencomputer:DIR`"
+            )
+            raise TaskFormatError(message)  # noqa: TRY301
         yield _with_host_files(task, source.directory)
     except RecursionError:
         yield Problem(where=locate(()), task_id=task_id, message="nested too deeply")

@@ -131,7 +131,7 @@ from cuaenv.client.results import (
 )
 from cuaenv.client.shared import ClientSettings, close_shared_clients, shared_client
 from cuaenv.client.sync_client import EnvClient, Episode
-from cuaenv.client.view import Settle, View
+from cuaenv.client.view import Perturb, Settle, View
 
 __all__ = [
     "AccessDenied",
@@ -175,6 +175,7 @@ __all__ = [
     "NotSupported",
     "Observation",
     "Origin",
+    "Perturb",
     "Pool",
     "PoolExhausted",
     "PoolFailing",

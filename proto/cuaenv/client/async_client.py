@@ -36,10 +36,12 @@ from cuaenv.client.signatures import takes_options_of
 from cuaenv.client.targets import is_ray, parse_targets
 from cuaenv.client.view import (
     CheckpointTrigger,
+    Perturb,
     ResetOptions,
     Settle,
     StepOptions,
     View,
+    wire_perturb,
     wire_settle,
     wire_triggers,
     wire_view,
@@ -167,6 +169,7 @@ class AsyncEnvClient:
         coordinate_space: tuple[int, int] | None = None,
         checkpoint_every: int = 0,
         checkpoint_on: Collection[CheckpointTrigger] = (),
+        perturb: Perturb | None = None,
         timeout: timedelta = timedelta(minutes=10),
     ) -> AsyncIterator[Sequence[AsyncEpisode]]:
         """Open episodes of one task or checkpoint, all or none; renew their leases, and close them on exit.
@@ -186,6 +189,7 @@ class AsyncEnvClient:
             coordinate_space: (width, height) that positions of actions refer to; None for pixels of the screen.
             checkpoint_every: Store a checkpoint after every so many steps; 0 for never.
             checkpoint_on: Further occasions: `branch_point` (a fork), `done` (the agent ended), `failure` (scored 0).
+            perturb: Perturbations of the world of all episodes; None for none. Not with a checkpoint.
             timeout: Longest admission and setup.
 
         Raises:
@@ -212,6 +216,7 @@ class AsyncEnvClient:
                 run=self._run,
                 settle=wire_settle(settle),
                 observation=wire_view(view or View()),
+                perturb=wire_perturb(perturb),
                 ready_timeout=wire_duration(
                     min(ready_timeout, self._retry.patience) if hosts.may_choose else ready_timeout
                 ),

@@ -65,6 +65,8 @@ class AsyncEpisode:
         """The episode that it was forked from; empty if none."""
         self.checkpoint_id = info.checkpoint_id
         """The checkpoint that it was opened from; empty if none."""
+        self.perturbations = tuple(info.perturbations)
+        """Kinds of the perturbations of its world."""
         self.origin = Origin(
             template_digest=info.origin.template_digest,
             overlay_parent=info.origin.overlay_parent,

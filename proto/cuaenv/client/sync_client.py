@@ -178,6 +178,8 @@ class Episode(_Blocking[AsyncEpisode]):
         """The episode that it was forked from; empty if none."""
         self.checkpoint_id = episode.checkpoint_id
         """The checkpoint that it was opened from; empty if none."""
+        self.perturbations = episode.perturbations
+        """Kinds of the perturbations of its world."""
         self.origin = episode.origin
         """Origin of its first state."""
         self.task_id = episode.task_id

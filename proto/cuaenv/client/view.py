@@ -129,6 +129,25 @@ def wire_triggers(triggers: Collection[CheckpointTrigger]) -> list["env_pb2.Chec
     return [_TRIGGERS[each] for each in triggers]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Perturb:
+    """What a desktop in use has and a clean one does not: pop-ups, another theme, windows in other places."""
+
+    seed: int
+    """Equal seeds give equal worlds."""
+    kinds: Sequence[str] = ()
+    """Kinds to draw from, such as `update`; empty for all."""
+    count: int = 1
+    """How many kinds to draw."""
+
+
+def wire_perturb(perturb: Perturb | None) -> env_pb2.Perturb | None:
+    """Return the message of perturbations; None for None."""
+    if perturb is None:
+        return None
+    return env_pb2.Perturb(seed=perturb.seed, kinds=perturb.kinds, count=perturb.count)
+
+
 class StepOptions(TypedDict, total=False):
     coordinate_space: tuple[int, int] | None
     settle: Settle | None
@@ -146,6 +165,7 @@ class ResetOptions(TypedDict, total=False):
     coordinate_space: tuple[int, int] | None
     checkpoint_every: int
     checkpoint_on: Collection[CheckpointTrigger]
+    perturb: Perturb | None
     timeout: timedelta
 
 

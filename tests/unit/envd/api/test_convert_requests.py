@@ -30,6 +30,7 @@ from envd.base.config import SettlePolicy
 from envd.base.errors import InvalidRequest, Unimplemented
 from envd.episodes.types import ForkCommand, ResetCommand
 from envd.guest.observation import A11yFormat, CursorMode, Encoding, ObservationOptions
+from envd.tasks.perturbations import Perturb
 
 
 def seconds(length_s: float) -> Duration:
@@ -79,6 +80,7 @@ def test_every_field_of_a_reset_is_converted() -> None:
             known_image_id="ab",
         ),
         ready_timeout=seconds(90),
+        perturb=env_pb2.Perturb(seed=7, kinds=["update", "theme"], count=2),
     )
     assert reset_command(request, time_remaining_s=30.0) == ResetCommand(
         request_id="r-1",
@@ -100,6 +102,7 @@ def test_every_field_of_a_reset_is_converted() -> None:
             cursor=CursorMode.HIDDEN,
             known_image_id="ab",
         ),
+        perturb=Perturb(seed=7, kinds=("update", "theme"), count=2),
         timeout_s=90.0,
         fingerprint=fingerprint_of(request),
     )
@@ -159,6 +162,10 @@ def convert_fork(request: env_pb2.ForkRequest) -> ForkCommand:
         (command, reset(max_steps=-1), "max_steps"),
         (command, reset(run="a/b"), "run"),
         (command, reset(ready_timeout=seconds(0)), "ready_timeout"),
+        (command, reset(perturb=env_pb2.Perturb(seed=-1)), "perturb.seed"),
+        (command, reset(perturb=env_pb2.Perturb(seed=1 << 31)), "perturb.seed"),
+        (command, reset(perturb=env_pb2.Perturb(count=9)), "perturb.count"),
+        (command, reset(checkpoint_id="c", perturb=env_pb2.Perturb()), "perturb"),
         (command, reset(settle=env_pb2.SettlePolicy(quiet=seconds(-1))), "settle.quiet"),
         (command, reset(settle=env_pb2.SettlePolicy(max=seconds(301))), "settle.max"),
         (command, reset(settle=env_pb2.SettlePolicy(min=seconds(2), max=seconds(1))), "settle.max"),

@@ -145,3 +145,22 @@ def test_under_sudo_an_image_belongs_to_the_invoking_user(
     owners = {path.lstat().st_uid for path in (images.cache_dir, *images.cache_dir.rglob("*"))}
     assert owners == {1234}
     assert disk.stat().st_uid == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "problem"),
+    [
+        (["--packages", "gedit"], 2, "--name: missing"),
+        (["--name", "wine"], 2, "the name of a recipe of envd"),
+        (["--name", "My Image"], 2, "is not 1 to 63 of"),
+        (["--name", "mine", "--packages", "a b"], 1, "not a package name"),
+        (["--name", "mine", "--files", "/nonexistent"], 1, "not a directory"),
+        (["--name", "mine", "--run", "/nonexistent"], 1, "/nonexistent: cannot be read"),
+    ],
+)
+def test_additions_that_cannot_be_built_are_refused_before_the_build(
+    images: Images, options: list[str], status: int, problem: str
+) -> None:
+    for recipe in ("desktop", "office"):
+        assert problem in images.run("build", recipe, *options, status=status)
+    assert images.run_json("list") == {"images": []}

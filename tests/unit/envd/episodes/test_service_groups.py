@@ -20,6 +20,7 @@ from envd.episodes.types import GroupResult
 from envd.guest.observation import A11yFormat, Encoding, Keyframe, ObservationOptions, SettleResult
 from envd.hypervisor.machine import MachineState
 from envd.tasks.model import Task
+from envd.tasks.perturbations import Perturb
 from tests.support.clock import begun, run_ready, run_turns
 from tests.support.episode_world import FROZEN, NO_PIXELS, PLAIN, TASK, World, running_world
 from tests.support.stubs import StubDesktop
@@ -284,3 +285,31 @@ async def test_a_group_cancelled_at_any_await_keeps_nothing(task_id: str) -> Non
             assert world.pool.statistics().reserved_count == 0
             assert len([s for s in world.captured() if not s.discarded]) == len(world.service._opening._states)
     assert outcomes == {Draining, GroupResult}, "some resets were cancelled, some completed"
+
+
+# -- perturbed worlds ------------------------------------------------------------------------------------
+
+
+async def test_a_perturbed_reset_runs_its_own_setup_and_says_what_was_perturbed(world: World) -> None:
+    task_id = FROZEN[0].task_id
+    clean = await world.reset(task_id=task_id)
+    await world.service.close(clean.episodes[0].episode_id)
+    perturbed = await world.reset(task_id=task_id, group_size=2, perturb=Perturb(seed=4, kinds=("update", "theme")))
+    check_that_all_began_alike(perturbed)
+    assert world.tasks.setups == 2, "the cached state is that of the clean world"
+    assert [info.origin.perturbations for info in perturbed.episodes] == [("update",)] * 2
+    assert clean.episodes[0].origin.perturbations == ()
+    fork = await world.fork(perturbed.episodes[0].episode_id, 0)
+    assert fork.episodes[0].origin.perturbations == ("update",)
+
+
+async def test_a_task_without_setup_gets_one_if_its_world_is_perturbed(world: World) -> None:
+    result = await world.reset(task_id=PLAIN.task_id, perturb=Perturb(seed=4))
+    assert world.tasks.setups == 1
+    assert len(result.episodes[0].origin.perturbations) == 1
+
+
+async def test_an_unknown_perturbation_takes_no_machine(world: World) -> None:
+    with pytest.raises(InvalidRequest, match="tornado: unknown"):
+        await world.reset(perturb=Perturb(seed=4, kinds=("tornado",)))
+    assert world.tasks.setups == 0

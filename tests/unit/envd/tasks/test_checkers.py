@@ -378,7 +378,7 @@ async def test_evidence_never_exceeds_its_limit(desktop: MemoryDesktop) -> None:
 
 def test_checkers_that_are_slow_or_change_or_reveal_something_do_not_run_before_the_start() -> None:
     skipped = {kind.__name__ for kind in get_args(AnyLeafChecker) if not kind.runs_before_start}
-    assert skipped == {"AgentAnswer", "Command", "CuaGymCheck", "OnScreen", "OsworldEvaluator"}
+    assert skipped == {"AgentAnswer", "Command", "CuaGymCheck", "OnScreen", "OpenComputerCheck", "OsworldEvaluator"}
 
 
 def test_a_checker_must_say_whether_it_runs_before_the_start() -> None:

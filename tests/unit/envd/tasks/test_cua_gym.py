@@ -46,7 +46,7 @@ def test_a_directory_of_bundles_is_a_suite(tmp_path: Path) -> None:
     make_bundle(tmp_path)
     make_bundle(tmp_path, "second")
     (tmp_path / "notes").mkdir()
-    tasks = TaskCatalogue.load([TaskFile(tmp_path, has_bundles=True)], include_builtin=False)
+    tasks = TaskCatalogue.load([TaskFile(tmp_path, read=read_bundles)], include_builtin=False)
     assert [task.task_id for task in tasks.list()] == ["cua-gym/report_001", "cua-gym/second"]
     task = tasks.get("cua-gym/report_001")
     bundle = str(tmp_path / "Report_001")
@@ -128,7 +128,7 @@ def test_only_the_loader_of_bundles_may_name_a_directory_of_the_host(tmp_path: P
     )
     (problem,) = read_tasks(file)
     assert isinstance(problem, Problem)
-    assert "load them by `--tasks cua-gym:DIR`" in problem.message
+    assert "load its tasks by `--tasks cua-gym:DIR`" in problem.message
 
 
 def test_the_last_object_is_the_score() -> None:

@@ -107,6 +107,8 @@ def test_compare_of_a_missing_file_names_the_command_that_writes_it(tmp_path: Pa
         (["eval"], 2, "use --endpoint URL"),
         (["eval", "--endpoint", "localhost:8000"], 1, "is not an endpoint"),
         (["eval", "--before", "http://127.0.0.1:9/v1"], 2, "--before URL and --after URL"),
+        (["eval", "--perturb"], 2, "use it with --endpoint URL alone"),
+        (["eval", "--perturb", "--before", "http://127.0.0.1:9/v1"], 2, "use it with --endpoint URL alone"),
         (["eval", "--suite", "desktop"], 2, "--suite is not a flag; set the key select.suites in a file"),
         (["eval", "--tasks=FILE"], 2, "--tasks is not a flag; set the key tasks_file in a file"),
         (["eval", "--key-variable", "X"], 2, "--key-variable is not a flag; set the key key_variable in a file"),

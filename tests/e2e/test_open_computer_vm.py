@@ -1,0 +1,81 @@
+"""A task in OpenComputer's format on real guests: its own set-up and verifier, and agents that try to mislead it."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from cuaenv.actions import PressKeys, TypeText
+from cuaenv.client import AsyncEnvClient, EvaluatorFailed, View
+from envd.images.catalogue import Image
+from envd.tasks.catalogue import TaskCatalogue, TaskFile
+from envd.tasks.formats.open_computer import read_repository
+from tests.support.open_computer import make_repository
+from tests.support.real_desktops import real_desktops
+
+pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.timeout(900)]
+
+TASK = "opencomputer/notes_total"
+NO_PIXELS = View(encoding="none")
+WRITE = "printf %s > ~/Documents/total.txt"
+
+
+@pytest_asyncio.fixture
+async def client(
+    desktop_image: Image, cache_dir: Path, template_dir: Path, vm_state_dir: Path, tmp_path: Path
+) -> AsyncIterator[AsyncEnvClient]:
+    found = TaskCatalogue.load([TaskFile(make_repository(tmp_path), read=read_repository)], include_builtin=False)
+    # Its application is one of the desktop image, under a name of the test.
+    tasks = TaskCatalogue(task.model_copy(update={"needs": ()}) for task in found.list())
+    async with real_desktops(
+        desktop_image, tasks, cache_dir=cache_dir, template_dir=template_dir, state_dir=vm_state_dir
+    ) as client:
+        yield client
+
+
+async def test_its_own_code_sets_up_saves_and_checks_and_leaves_nothing_to_the_agent(client: AsyncEnvClient) -> None:
+    async with client.reset_group(TASK, size=3, view=NO_PIXELS) as (idle, solved, broken):
+        listed = await idle.run_command(["sh", "-c", "ls -a /tmp; wmctrl -l"])
+        assert b"report.csv" in listed.stdout
+        assert b".opencomputer" not in listed.stdout
+        nothing = await idle.evaluate()
+        assert [check.score for check in nothing.checks] == [0, 0, 0]
+        # The save shortcut is sent before the check, so what was typed is in the file.
+        await solved.step(PressKeys(("ctrl", "End")), TypeText("c,5"))
+        await solved.run_command(["sh", "-c", WRITE % "7"])
+        right = await solved.evaluate()
+        assert right.score == 1.0
+        assert '"rows": 3' in right.checks[1].evidence
+        # The verifier fails on what is not a number, and prints no JSON.
+        await broken.run_command(["sh", "-c", WRITE % "seven"])
+        with pytest.raises(EvaluatorFailed, match="printed no JSON"):
+            await broken.evaluate()
+
+
+# Each runs as the agent's user and remains until the check begins.
+FORGERIES = {
+    "a total that is written when the verifier appears": (
+        "nohup python3 -c \"import glob, time\nwhile not glob.glob('/root/.open*/verifiers/*'): time.sleep(0.01)\n"
+        "open('/home/user/Documents/total.txt', 'w').write('7')\" >/dev/null 2>&1 &"
+    ),
+    "a shell that corrects the total all the time, once its parent is stopped": (
+        "nohup sh -c 'while :; do [ -d /root/.opencomputer ] && echo 7 > ~/Documents/total.txt; sleep 0.01; done' "
+        ">/dev/null 2>&1 &"
+    ),
+    "modules of the agent in place of Python's": (
+        "mkdir -p ~/.local/lib/python3.11/site-packages ~/Documents;"
+        " for place in ~/.local/lib/python3.11/site-packages ~/Documents ~;"
+        ' do echo \'print("{\\"exists\\": true, \\"total\\": 7}"); raise SystemExit\' > $place/json.py; done'
+    ),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+async def test_the_agents_programs_neither_see_the_verifier_nor_replace_what_it_uses(
+    client: AsyncEnvClient, forgery: str
+) -> None:
+    async with client.reset(TASK, view=NO_PIXELS) as episode:
+        started = await episode.run_command(["sh", "-c", FORGERIES[forgery]])
+        assert started.exit_code == 0, started
+        assert (await episode.evaluate()).score == 0.0
