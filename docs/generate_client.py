@@ -32,7 +32,7 @@ The methods are those of `AsyncEnvClient` and `AsyncEpisode`. `EnvClient` and `E
 """
 _CLASSES = {"Clients": [client.AsyncEnvClient, client.Tls, client.RetryPolicy], "Episodes": [client.AsyncEpisode]}
 _DATA = {
-    "Options": [client.View, client.Settle],
+    "Options": [client.View, client.Settle, client.Perturb],
     "Results": [
         client.Observation,
         client.Element,
