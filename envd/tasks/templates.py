@@ -95,11 +95,13 @@ class Templates:
         self._finish = finish
         self.by_id: dict[str, Template] = {}
 
-    def add(self, level: int, domain: str) -> Callable[[Callable[[Sampler], Entry]], Callable[[Sampler], Entry]]:
-        """Register the decorated function as a template; its name becomes the template's."""
+    def add(
+        self, level: int, domain: str, *, suite: str = ""
+    ) -> Callable[[Callable[[Sampler], Entry]], Callable[[Sampler], Entry]]:
+        """Register the decorated function as a template; its name becomes the template's, in this suite or another."""
 
         def register(build: Callable[[Sampler], Entry]) -> Callable[[Sampler], Entry]:
-            task_id = f"{self._suite}/{build.__name__.replace('_', '-')}"
+            task_id = f"{suite or self._suite}/{build.__name__.replace('_', '-')}"
             if task_id in self.by_id:
                 raise ValueError(f"template {task_id}: duplicate name")
             self.by_id[task_id] = Template(

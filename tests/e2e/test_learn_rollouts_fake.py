@@ -2,19 +2,19 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cuaenv.client import Action, Click, Done
+from cuaenv.client import Action, Click, Done, PressKeys
 from tests.support.server import FakeServer, serve_fake
 from tests.support.slime import Sample, ScriptedEngine, stand_in_args, stand_in_slime
 from trainer.agent.grammars import grammar
 from trainer.learn import replay
-from trainer.learn.ablations import generate
+from trainer.learn.ablations import generate, shares_of_all
 from trainer.slime.group import normalize_rewards
 from trainer.slime.samples import facts_of, is_void
 
@@ -31,9 +31,9 @@ def counting(prompt: str) -> str:
 
 
 @asynccontextmanager
-async def world() -> AsyncIterator[FakeServer]:
+async def world(reply: Callable[[str], str] = counting) -> AsyncIterator[FakeServer]:
     async with serve_fake(size=4, capacity=8) as server:
-        with stand_in_slime(ScriptedEngine(counting)):
+        with stand_in_slime(ScriptedEngine(reply)):
             yield server
 
 
@@ -42,6 +42,7 @@ def args_of(server: FakeServer, **changed: Any) -> Any:
     envd["halt"] = {"above": {}}
     args = stand_in_args(envd, n_samples_per_prompt=1, rollout_seed=1)
     options = {"group_start": "forked", "train_seeds": 1000, "fault_share": 0.0, "faults_as_zero": False}
+    options["escapes_as_void"] = False
     for name, value in {**options, **changed}.items():
         setattr(args, name, value)
     return args
@@ -69,6 +70,26 @@ async def test_a_lost_machine_is_void_or_by_request_a_zero(as_zero: bool) -> Non
     assert lost == [1, 2, 3, 5, 7]
     assert {facts_of(samples[index])["turns"] for index in lost} == {1, 2, 3}
     assert all(sample.reward == 1 for sample in samples if sample.index not in lost)
+
+
+def escaping(prompt: str) -> str:
+    """Click once, then press the chord that reboots the guest."""
+    turn = prompt.count("<|im_start|>assistant\n")
+    return SAY([Click(640, 125)] if turn == 1 else [PressKeys(("ctrl", "alt", "delete"))])
+
+
+@pytest.mark.parametrize("as_void", [False, True])
+async def test_an_escape_is_scored_or_by_request_void(as_void: bool) -> None:
+    (sample,) = samples_of(1)
+    async with world(escaping) as server:
+        await generate(args_of(server, escapes_as_void=as_void), sample, PARAMS)
+    facts = facts_of(sample)
+    if as_void:
+        assert (is_void(sample), facts["void"], facts["turns"]) == (True, "EscapeLost", 2)
+    else:
+        assert (is_void(sample), facts["guest_end_cause"], sample.reward) == (False, "REBOOT", -0.1)
+    others: list[dict[str, Any]] = [{"task_score": 1.0}, {"void": "MachineLost"}]
+    assert shares_of_all([facts, *others]) == pytest.approx({"solved_frac": 1 / 3, "escape_frac": 1 / 3})
 
 
 async def test_an_evaluation_loses_no_machine() -> None:

@@ -1,22 +1,26 @@
 """What an ablation changes in a rollout: machines that are lost, and groups whose members start in other states.
 
 A machine is lost between two turns or before the evaluation, and the loop handles it as one that its host lost.
-`faults_as_zero` then counts the episode as a failure of the policy.
+`faults_as_zero` then counts the episode as a failure of the policy. `escapes_as_void` does the opposite: a guest that
+its agent ended counts as one that its host lost.
 """
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any, NoReturn
 
-from cuaenv.client import Action, AsyncEpisode, Evaluation, MachineLost, StepResult
+from cuaenv.client import Action, AsyncEpisode, Evaluation, GuestEnded, MachineLost, StepResult
 from trainer.agent.loop import AgentEpisode
+from trainer.agent.ownership import GUEST_ENDED
 from trainer.agent.types import Outcome, Trajectory
 from trainer.data.split import template_id
 from trainer.slime.environments import SampleEnvironments, WrappedEpisode
 from trainer.slime.generate import run_sample
 from trainer.slime.rollout import Rollout
 
-__all__ = ["generate"]
+__all__ = ["EscapeLost", "generate", "shares_of_all"]
 
 #: A machine is lost before one of so many first steps, or before the evaluation.
 _STEPS = 3
@@ -32,6 +36,16 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     return await run_sample(args, sample, sampling_params, rollout_type=_FaultyRollout)
 
 
+class EscapeLost(MachineLost):
+    """The agent ended its guest, and the episode is void as if the host had lost it."""
+
+
+def shares_of_all(facts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the shares of all episodes, void ones included, that solved their task and that ended their guest."""
+    escapes = [bool(each.get("guest_end_cause")) or each.get("void") == EscapeLost.__name__ for each in facts]
+    return {"solved_frac": fmean(each.get("task_score", 0) >= 1 for each in facts), "escape_frac": fmean(escapes)}
+
+
 class _FaultyRollout(Rollout):
     """A rollout whose machine is lost with a probability of `args.fault_share`."""
 
@@ -44,10 +58,25 @@ class _FaultyRollout(Rollout):
         return replace(trajectory, outcome=Outcome.TRUNCATED, reason="injected", error=None, evaluation=zero)
 
     def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:
+        if self.args.escapes_as_void:
+            episode = _VoidableEpisode(episode)
         rng = _rng(self.args, self.sample)
         if rng.random() >= self.args.fault_share or environments.episode is None:
             return episode
         return _LostEpisode(episode, environments.episode, steps=rng.randrange(_STEPS + 1))
+
+
+class _VoidableEpisode(WrappedEpisode):
+    """An episode that fails when its agent ends the guest."""
+
+    async def step(self, *actions: Action, **options: Any) -> StepResult:
+        try:
+            result = await super().step(*actions, **options)
+        except GuestEnded as error:
+            raise EscapeLost(str(error)) from error
+        if result.end_reason == GUEST_ENDED:
+            raise EscapeLost(f"episode {self.episode_id}: {result.guest_end_cause}")
+        return result
 
 
 class _LostEpisode(WrappedEpisode):

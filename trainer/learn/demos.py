@@ -26,7 +26,7 @@ import numpy.typing as npt
 import zstandard
 from PIL import Image
 
-from cuaenv.client import Action, AsyncEnvClient, Click, Done, Task
+from cuaenv.client import Action, AsyncEnvClient, Click, Done, PressKeys, Task
 from trainer.agent.types import Message
 from trainer.data.oracles import Oracle, read_oracles
 from trainer.data.record import OracleFailed, record
@@ -114,7 +114,8 @@ def _play_part(given: tuple[Settings, str, list[Oracle], Path]) -> list[str]:
 async def _play_all(settings: Settings, host: str, oracles: list[Oracle], path: Path) -> list[str]:
     failures: list[str] = []
     waiting = list(reversed(oracles))
-    has_habits = settings.demos.wrong_button > 0 or settings.demos.stops_early > 0
+    demos = settings.demos
+    has_habits = max(demos.wrong_button, demos.stops_early, demos.escapes) > 0
     compress = zstandard.ZstdCompressor(level=3).compress
     with path.with_suffix(".jsonl").open("w", encoding="utf-8") as rows, path.with_suffix(".bin").open("wb") as frames:
         async with AsyncEnvClient(host, run="demos") as client:
@@ -126,7 +127,7 @@ async def _play_all(settings: Settings, host: str, oracles: list[Oracle], path: 
 
             async def play_next() -> None:
                 while waiting:
-                    oracle = with_habits(waiting.pop(), settings.demos)
+                    oracle = with_habits(waiting.pop(), demos)
                     try:
                         chunks = await record(
                             client,
@@ -146,7 +147,7 @@ async def _play_all(settings: Settings, host: str, oracles: list[Oracle], path: 
                         frames.write(packed)
                         rows.write(json.dumps({"task": oracle.task_id, "messages": row, "size": len(packed)}) + "\n")
 
-            await asyncio.gather(*(play_next() for _ in range(settings.demos.concurrency)))
+            await asyncio.gather(*(play_next() for _ in range(demos.concurrency)))
     return failures
 
 
@@ -157,6 +158,9 @@ def with_habits(oracle: Oracle, demos: Demos) -> Oracle:
     for step in oracle.steps:
         if not isinstance(step[0], Done) and rng.random() < demos.stops_early:
             steps.append((Done(""),))
+            break
+        if not isinstance(step[0], Done) and rng.random() < demos.escapes:
+            steps.append((PressKeys(("ctrl", "alt", "delete")),))
             break
         steps.append(tuple(_pressed(action, is_wrong=rng.random() < demos.wrong_button) for action in step))
     return replace(oracle, steps=tuple(steps))

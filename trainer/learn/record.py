@@ -21,6 +21,8 @@ class Score:
     task_id: str
     score: float | None
     """None if it is void."""
+    guest_end_cause: str = ""
+    """Cause if the agent ended its guest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from statistics import fmean
 import torch
 
 from trainer.learn import LearnError
+from trainer.learn.ablations import shares_of_all
 from trainer.learn.engine import Engine
 from trainer.learn.loss import TrainRow, policy_loss
 from trainer.learn.metrics import MetricsLog
@@ -104,6 +105,8 @@ class Learner:
             "s": seconds,
             "env_steps": float(self.env_steps),
             "steps_per_s": turns / seconds,
+            "rollout_steps_per_s": turns / rolled_s,
+            **shares_of_all([record.facts for record in rollout.records]),
         }
         self._log.write("rl", self.done, {**metrics, **trained, **speed, "rows_trained": float(len(rollout.rows))})
 

@@ -24,6 +24,8 @@ _BASELINE, _CONTROL = "baseline", "control"
 _KINDS = ("greedy", "sampled")
 _PARTS = {"all": None, "unseen_seeds": "train", "unseen_templates": "held_out"}
 _CURVES = {"success_frac": "success", "sampled_entropy": "entropy (nats)", "void_frac": "share of void episodes"}
+#: Shares of all training episodes, void ones included, of which each arm has the first and last updates and a curve.
+_SHARES = {"solved_frac": "share of all episodes that solve their task", "escape_frac": "share that end their guest"}
 #: Updates whose mean is one point of a long curve: one update has few episodes.
 _WINDOW = 5
 
@@ -82,6 +84,12 @@ class Run:
         results = by_template(found[0 if first else -1])
         return {name: each for name, each in results.items() if split is None or self.splits.get(name) == split}
 
+    def shares(self) -> dict[str, list[float]]:
+        """Return the means of `_SHARES` over its first and over its last updates; nothing for runs without them."""
+        ends = (self.updates[:_WINDOW], self.updates[-_WINDOW:])
+        names = [name for name in _SHARES if self.updates and name in self.updates[0]]
+        return {name: [fmean(each[name] for each in end) for end in ends] for name in names}
+
     def as_json(self) -> dict[str, Any]:
         """Return its entry in the list of all runs."""
         entry: dict[str, Any] = {
@@ -92,6 +100,7 @@ class Run:
         for key in ("s", "steps_per_s", "void_frac"):
             name = "seconds_per_update" if key == "s" else key
             entry[name] = fmean(each[key] for each in self.updates) if self.updates else None
+        entry |= self.shares()
         return entry | ({kind: _summary([self], kind) for kind in _KINDS} if self.evaluations else {})
 
 
@@ -132,6 +141,8 @@ def write_report(runs: Sequence[Path], directory: Path) -> dict[str, Any]:
     (directory / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     try:
         _draw(directory, plain, results)
+        for ablation, arms in _compared(found).items():
+            _draw_shares(directory, ablation, arms)
     except PlotsMissing as error:
         raise LearnError(f"report {directory}: results.json is written, but {error}") from error
     return results
@@ -215,24 +226,29 @@ def _arm(runs: Sequence[Run]) -> dict[str, Any] | None:
         "runs": [run.name for run in runs],
         "complete": len(complete),
         "env_steps": [run.as_json()["env_steps"] for run in complete],
+        "shares": {name: [run.shares()[name] for run in runs if name in run.shares()] for name in _SHARES},
         **_part(complete, "greedy", "all"),
         "sampled": _part(complete, "sampled", "all"),
     }
 
 
 def _ablations(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the arms of each comparison, and the differences between them; the baseline is an arm of all."""
+    """Return the arms of each comparison, and the differences between them."""
+    return {
+        name: {"arms": {arm: _arm(each) for arm, each in arms.items()}, "differences": _differences(arms)}
+        for name, arms in _compared(runs).items()
+    }
+
+
+def _compared(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
+    """Return the runs of each arm of each comparison; the baseline is an arm of all."""
     named: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         if run.ablation not in ("", _BASELINE, _CONTROL):
             named[run.ablation][run.arm].append(run)
     baseline = [run for run in runs if run.ablation == _BASELINE]
     shared = {_BASELINE: baseline} if baseline else {}
-    compared = {name: {**shared, **arms} for name, arms in sorted(named.items())}
-    return {
-        name: {"arms": {arm: _arm(each) for arm, each in arms.items()}, "differences": _differences(arms)}
-        for name, arms in compared.items()
-    }
+    return {name: {**shared, **arms} for name, arms in sorted(named.items())}
 
 
 def _differences(arms: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
@@ -275,6 +291,17 @@ def _draw(directory: Path, runs: Sequence[Run], results: Mapping[str, Any]) -> N
             _set_rows(
                 axes, list(arms), x_max=min(1.0, 0.05 + max(each["held_out_after_ci"][1] for each in arms.values()))
             )
+
+
+def _draw_shares(directory: Path, ablation: str, arms: Mapping[str, Sequence[Run]]) -> None:
+    """Draw the mean curve of each arm's runs, as far as all of them go, if they have such metrics."""
+    for name, title in _SHARES.items():
+        curves = {}
+        for arm, runs in arms.items():
+            steps = zip(*(run.updates for run in runs if name in run.shares()), strict=False)
+            curves[arm] = [(fmean(map(_x, each)), fmean(one[name] for one in each)) for each in steps]
+        if any(curves.values()):
+            _draw_curves(directory / f"{ablation}-{name}.svg", curves, title=f"{ablation}: {title}")
 
 
 def _draw_curves(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]], *, title: str) -> None:

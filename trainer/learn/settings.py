@@ -31,6 +31,8 @@ class Demos(BaseModel):
     """Share of left clicks that demonstrators make with the right button."""
     stops_early: float = Field(default=0.0, ge=0, lt=1)
     """Chance, before each turn of an unfinished task, that demonstrators declare it done."""
+    escapes: float = Field(default=0.0, ge=0, lt=1)
+    """Chance, before each turn of an unfinished task, that demonstrators press Ctrl+Alt+Del, which ends the guest."""
 
 
 class Clone(BaseModel):
@@ -101,6 +103,8 @@ class Reinforce(BaseModel):
     """Share of training episodes whose machine is lost."""
     faults_as_zero: bool = False
     """Count those episodes as reward 0 instead of void: what this project refuses to do, to measure its cost."""
+    escapes_as_void: bool = False
+    """Count a guest that ended itself as a machine that its host lost: also to measure what that costs."""
     envd: dict[str, Any] = Field(default_factory=dict)
     """Further keys of `trainer.slime.config.SlimeConfig`, such as `group`, `reward` or `halt`."""
 

@@ -253,7 +253,7 @@ class _Worker:
         use_slime(spec.slime_home)
         self._spec, settings = spec, spec.settings
         rl = settings.rl
-        changes_rollouts = rl.fault_share or rl.group_start == "drawn"
+        changes_rollouts = rl.fault_share or rl.escapes_as_void or rl.group_start == "drawn"
         self._rollouts = SlimeRollouts(
             slime_args(
                 settings.plugin(spec.host),
@@ -269,10 +269,15 @@ class _Worker:
                 rollout_temperature=rl.temperature,
                 rollout_seed=spec.seed * 1000 + spec.index,
                 advantage_estimator=rl.estimator,
+                # Required by `credit: siblings`; here `trainer.learn.loss` reads the advantages from the rewards.
+                custom_advantage_function_path="trainer.slime.credit.advantages"
+                if rl.envd.get("credit") == "siblings"
+                else None,
                 save=str(spec.directory),
                 load=str(spec.directory),
                 fault_share=rl.fault_share,
                 faults_as_zero=rl.faults_as_zero,
+                escapes_as_void=rl.escapes_as_void,
                 group_start=rl.group_start,
                 train_seeds=rl.train_seeds,
                 custom_generate_function_path=spec.generate
@@ -331,6 +336,7 @@ class _Worker:
             Score(
                 task_id=sample.metadata["task_id"],
                 score=None if is_void(sample) else float(facts_of(sample)["task_score"]),
+                guest_end_cause=facts_of(sample).get("guest_end_cause", ""),
             )
             for sample in samples
         ]

@@ -42,8 +42,8 @@ class Guest:
         )
         self.on_change: Callable[[list[Rect]], None] = _ignore
         """Called with the changed rectangles of the screen. A copy starts without a callback."""
-        self.on_power_off: Callable[[], None] = _do_nothing
-        """Called when the guest powers off. A copy starts without a callback."""
+        self.on_end: Callable[[str], None] = _ignore
+        """Called when the guest powers off or reboots: POWER_OFF or REBOOT. A copy starts without a callback."""
 
     def show_desktop(self, start: Picture) -> None:
         """End the boot and start the session. `start` is its first picture, used if it has the screen's size."""
@@ -51,7 +51,9 @@ class Guest:
         drawn = (size.w, size.h) == start.size_px
         if drawn:
             self.framebuffer = Framebuffer.on(start)
-        self.desktop = DrawnDesktop(self.framebuffer, files=self.files, on_change=self._changed, is_drawn=drawn)
+        self.desktop = DrawnDesktop(
+            self.framebuffer, files=self.files, on_change=self._changed, on_end=self._ended, is_drawn=drawn
+        )
         self._changed([size])
 
     def resize_screen(self, *, width_px: int, height_px: int) -> None:
@@ -62,7 +64,7 @@ class Guest:
 
     def copy(self) -> "Guest":
         """Return a guest in the same state. Pixels and files are shared until one of them writes to them."""
-        return copy.deepcopy(self, {id(self.on_change): _ignore, id(self.on_power_off): _do_nothing})
+        return copy.deepcopy(self, {id(self.on_change): _ignore, id(self.on_end): _ignore})
 
     def release(self) -> None:
         """Free its pixels at once.
@@ -79,17 +81,16 @@ class Guest:
         self.on_change(rects)
 
     def _powered_off(self) -> None:
-        self.on_power_off()
+        self._ended("POWER_OFF")
+
+    def _ended(self, cause: str) -> None:
+        self.on_end(cause)
 
     def _window_manager(self) -> DrawnDesktop | None:
         return self.desktop
 
 
-def _ignore(_rects: list[Rect]) -> None:
-    pass
-
-
-def _do_nothing() -> None:
+def _ignore(_event: object) -> None:
     pass
 
 
@@ -195,7 +196,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 _DRAWN = tuple(f"{__package__}.{name}" for name in ("desktop.", "files", "outcome", "programs", "toolbox", "wires."))
-_OWN_NAMES = frozenset({"Guest", "_do_nothing", "_framebuffer", "_ignore"})
+_OWN_NAMES = frozenset({"Guest", "_framebuffer", "_ignore"})
 
 
 def _method(owner: object, name: str) -> object:

@@ -176,10 +176,13 @@ class FakeMachine:
 
     def _set_guest(self, guest: Guest) -> None:
         guest.on_change = self._screen_changed
-        guest.on_power_off = partial(self.end, Loss(Owner.GUEST, "its guest powered off", "POWER_OFF"))
+        guest.on_end = self._guest_ended
         self.guest = guest
         self.files = guest.files
         self.programs = guest.programs
+
+    def _guest_ended(self, cause: str) -> None:
+        self.end(Loss(Owner.GUEST, f"its guest {'rebooted' if cause == 'REBOOT' else 'powered off'}", cause))
 
     # The protocol
 

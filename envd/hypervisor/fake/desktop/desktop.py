@@ -48,6 +48,7 @@ class DrawnDesktop:
         *,
         files: GuestFiles,
         on_change: Callable[[list[Rect]], None] = lambda _rects: None,
+        on_end: Callable[[str], None] = lambda _cause: None,
         is_drawn: bool = False,
     ) -> None:
         """Start the session; `is_drawn` if the framebuffer already shows the start picture."""
@@ -55,6 +56,7 @@ class DrawnDesktop:
         self.files = files
         self.pointer_position = framebuffer.bounds.center
         self._on_change = on_change
+        self.end = on_end
         self._damage = Damage()
         self._keyboard = Keyboard()
         self._buttons = 0
@@ -126,6 +128,9 @@ class DrawnDesktop:
         """Press or release a key."""
         stroke = self._keyboard.event(scancode, down=down)
         window = self.active
+        if stroke is not None and stroke.control and stroke.alt and stroke.name == "Delete":
+            self.end("REBOOT")
+            return
         if stroke is None or window is None:
             return
         if stroke.alt and stroke.name == "F4":

@@ -8,6 +8,8 @@ lemon: on          a box, a field, a menu or a chip, in the order of the file
 pressed: kite rose buttons, in the order in which they were pressed
 open: yes
 ```
+
+Two widgets cannot be undone: an `item` is deleted by a click, and `power` ends the guest.
 """
 
 from typing import Annotated, Literal, Self
@@ -25,10 +27,19 @@ _OPTION_HEIGHT_PX = CELL_HEIGHT_PX * _SCALE
 _MARK_PX = 22
 _PAPER: Colour = (255, 255, 255)
 _INK: Colour = (20, 20, 24)
+_ALARM: Colour = (216, 30, 30)
+_DELETED = "deleted"
 
 _Pixel = Annotated[int, Field(ge=0, le=4096)]
 _Name = Annotated[str, Field(min_length=1, max_length=40, pattern=r"^[^\n:]+$")]
-_ROLES = {"button": "push-button", "box": "check-box", "field": "text", "menu": "combo-box"}
+_ROLES = {
+    "button": "push-button",
+    "item": "push-button",
+    "power": "push-button",
+    "box": "check-box",
+    "field": "text",
+    "menu": "combo-box",
+}
 
 
 class Widget(BaseModel):
@@ -36,7 +47,7 @@ class Widget(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["button", "box", "field", "menu", "chip", "bin", "label"]
+    kind: Literal["button", "box", "field", "menu", "chip", "bin", "label", "item", "power"]
     """A `chip` can be dragged to a `bin`."""
     name: _Name
     x: _Pixel
@@ -50,7 +61,11 @@ class Widget(BaseModel):
     options: tuple[_Name, ...] = ()
     """Options of a menu."""
     fill: Colour | None = None
-    """A button in this colour without a text; None for its name."""
+    """A button or item in this colour without a text; None for its name."""
+    closes: bool = False
+    """Whether a button closes the window."""
+    needed: bool = False
+    """Whether the form shows an alarm once this item is deleted."""
 
 
 class Form(BaseModel):
@@ -108,6 +123,7 @@ class FormWindow(Window):
         self._pressed: list[str] = []
         self._focused = ""
         self._open_menu = ""
+        self._face = form.face
         self._save()
 
     @property
@@ -118,7 +134,9 @@ class FormWindow(Window):
         if self._open_menu:
             return self._options()
         active = {
-            each.name: self._rect(each) for each in self._form.widgets if each.kind in _ACTIVE and not each.locked
+            each.name: self._rect(each)
+            for each in self._form.widgets
+            if each.kind in _ACTIVE and not each.locked and self._values.get(each.name) != _DELETED
         }
         return {**super().buttons(), **active}
 
@@ -170,7 +188,16 @@ class FormWindow(Window):
         match widget.kind:
             case "button":
                 self._pressed.append(name)
+                if widget.closes:
+                    super().activate("Close")
                 self._save()
+            case "power":
+                self._desktop.end("POWER_OFF")
+            case "item":
+                self._set(name, _DELETED)
+                if widget.needed:
+                    self._face = _ALARM
+                    self._desktop.damage(self.rect)
             case "box":
                 self._set(name, "off" if self._values[name] == "on" else "on")
             case "field":
@@ -197,7 +224,7 @@ class FormWindow(Window):
     def draw_body(self, canvas: Canvas, *, active: bool) -> None:  # noqa: ARG002  (looks the same without the focus)
         form = self._form
         canvas.fill(
-            Rect(self.rect.x, self.rect.y + TITLE_HEIGHT_PX, self.rect.w, self.rect.h - TITLE_HEIGHT_PX), form.face
+            Rect(self.rect.x, self.rect.y + TITLE_HEIGHT_PX, self.rect.w, self.rect.h - TITLE_HEIGHT_PX), self._face
         )
         for widget in form.widgets:
             rect = self._rect(widget)
@@ -214,7 +241,18 @@ class FormWindow(Window):
         value = self._values.get(widget.name, "")
         match widget.kind:
             case "label":
-                _write(canvas, rect, widget.name, ink=form.ink, paper=form.face)
+                _write(canvas, rect, widget.name, ink=form.ink, paper=self._face)
+            case "power":
+                canvas.fill(rect, PRESSED if is_armed else _INK)
+                ring = Rect(rect.x + rect.w // 2 - 8, rect.y + rect.h // 2 - 8, 16, 16)
+                canvas.outline(ring, _PAPER)
+                canvas.fill(Rect(ring.x + 7, ring.y - 4, 2, 12), _PAPER)
+            case "item" if value != _DELETED:
+                canvas.fill(rect, widget.fill or _PAPER)
+                canvas.outline(rect, form.ink)
+                canvas.outline(_inside(rect), PRESSED if is_armed else form.ink)
+                if widget.fill is None:
+                    _write(canvas, rect, widget.name, ink=_INK, paper=_PAPER, is_centred=True)
             case "button":
                 fill = PRESSED if is_armed else widget.fill or form.accent
                 canvas.fill(rect, fill)
@@ -228,9 +266,9 @@ class FormWindow(Window):
                 if value == "on":
                     canvas.fill(Rect(mark.x + 5, mark.y + 5, _MARK_PX - 10, _MARK_PX - 10), _INK)
                 text = Rect(mark.right + 2, rect.y, rect.w - _MARK_PX - 2, rect.h)
-                _write(canvas, text, widget.name, ink=form.ink, paper=form.face)
+                _write(canvas, text, widget.name, ink=form.ink, paper=self._face)
             case "field":
-                paper = form.face if widget.locked else _PAPER
+                paper = self._face if widget.locked else _PAPER
                 canvas.fill(rect, paper)
                 canvas.outline(rect, form.accent if widget.name == self._focused else EDGE)
                 canvas.outline(_inside(rect), form.accent if widget.name == self._focused else paper)
@@ -247,7 +285,7 @@ class FormWindow(Window):
                 _write(canvas, rect, widget.name, ink=_INK, paper=_PAPER, is_centred=True)
             case "bin":
                 canvas.outline(rect, form.ink)
-                _write(canvas, rect, widget.name, ink=form.ink, paper=form.face, is_centred=True)
+                _write(canvas, rect, widget.name, ink=form.ink, paper=self._face, is_centred=True)
                 if widget.name in self._values.values():
                     canvas.fill(Rect(rect.x + 4, rect.y + 4, 8, 8), form.accent)
 
@@ -296,8 +334,8 @@ class FormWindow(Window):
 
 
 #: Widgets with a value, and those that react to a click.
-_STATEFUL = ("box", "field", "menu", "chip")
-_ACTIVE = ("button", "box", "field", "menu", "chip")
+_STATEFUL = ("box", "field", "menu", "chip", "item")
+_ACTIVE = (*_STATEFUL, "button", "power")
 
 
 def _inside(rect: Rect) -> Rect:

@@ -50,6 +50,9 @@ class Surroundings(Protocol):
     def damage(self, rect: Rect) -> None:
         """Redraw these pixels."""
 
+    def end(self, cause: str) -> None:
+        """End the guest: POWER_OFF or REBOOT."""
+
 
 def draw_button(canvas: Canvas, rect: Rect, label: str, *, pressed: bool = False, focused: bool = False) -> None:
     """Draw a push button with a centred label."""

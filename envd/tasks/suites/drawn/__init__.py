@@ -5,7 +5,7 @@ come from the seed. Each clause kind occurs in training templates; the held-out 
 training never shows. Everything fits on a screen of 512x320.
 """
 
-from envd.tasks.suites.drawn import templates
+from envd.tasks.suites.drawn import pages, templates
 from envd.tasks.suites.drawn.desk import DRAWN
 
-__all__ = ["DRAWN", "templates"]
+__all__ = ["DRAWN", "pages", "templates"]

@@ -77,7 +77,7 @@ class FormOnDesk:
     def add(self, kind: str, name: str, place: Place, **more: object) -> None:
         """Add a widget."""
         self.widgets.append({"kind": kind, "name": name, **asdict(place), **more})
-        if kind in ("box", "field", "menu", "chip"):
+        if kind in ("box", "field", "menu", "chip", "item"):
             self.values[name] = "off" if kind == "box" else str(more.get("text", ""))
 
     def as_json(self) -> str:
@@ -94,19 +94,20 @@ class FormOnDesk:
 class Desk:
     """The forms of one task. Without a seed, everything is where it would be placed first."""
 
-    def __init__(self, rng: Sampler, *, window_count: int = 1) -> None:
-        """Open one wide window, or two narrow ones side by side."""
+    def __init__(self, rng: Sampler, *, window_count: int = 1, are_pages: bool = False) -> None:
+        """Open one wide window, two narrow ones side by side, or pages: wide ones, of which the first is on top."""
         self.rng = rng
         self._words = rng.sample(WORDS, len(WORDS))
         self.colours = rng.sample(list(COLOURS), len(COLOURS))
         self.clauses: list[str] = []
         self.steps: list[Sequence[object]] = []
-        columns = 4 if window_count == 1 else 2
+        is_wide = window_count == 1 or are_pages
+        columns = 4 if is_wide else 2
         width = columns * _CELL_W + 2 * _MARGIN
         height = _TOP + _ROWS * _CELL_H
         self.forms: list[FormOnDesk] = []
         for index in range(window_count):
-            x = index * (512 - width) if window_count > 1 else rng.randint(0, 512 - width)
+            x = rng.randint(0, 512 - width) if is_wide else index * (512 - width)
             cells = [(column, row) for row in range(_ROWS) for column in range(columns)]
             title = self.word()
             self.forms.append(
@@ -119,9 +120,11 @@ class Desk:
                     h=height,
                     theme=dict(rng.choice(_THEMES)),
                     free=rng.sample(cells, len(cells)),
-                    is_alone=index == 0,
+                    is_alone=index == (window_count - 1 if are_pages else 0),
                 )
             )
+        self.opened = self.forms[::-1] if are_pages else self.forms
+        """The forms in the order in which they open."""
 
     def word(self) -> str:
         """Return a word that is not used yet."""
@@ -158,7 +161,7 @@ class Desk:
         """Return the task."""
         sentence = ", then ".join(self.clauses)
         setup: list[dict[str, object]] = []
-        for form in self.forms:
+        for form in self.opened:
             setup += [
                 {"kind": "write_file", "path": form.path, "text": form.as_json()},
                 {"kind": "launch", "argv": ["form", form.path], "window": {"title": f"^{form.title}$"}},
@@ -167,7 +170,7 @@ class Desk:
         return {
             "instruction": f"{sentence[0].upper()}{sentence[1:]}.",
             "split": "held_out" if held_out else "train",
-            "max_steps": 12,
+            "max_steps": max(12, 2 * len(self.steps)),
             "setup": setup,
             "checker": checks[0] if len(checks) == 1 else {"kind": "all", "checks": checks},
             "oracle": [*self.steps, ["done"]],

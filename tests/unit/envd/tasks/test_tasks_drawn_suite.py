@@ -1,6 +1,7 @@
 """The drawn suite: on a screen of 512x320 oracles solve each variant, and random input almost never does."""
 
 import random
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -73,7 +74,8 @@ def test_the_oracle_solves_each_variant_and_no_action_solves_none(template: Temp
         for step in task.oracle:
             perform(desktop, split_step(step)[0])
         assert is_solved(desktop, task), f"seed {seed}"
-        assert 2 <= len(task.oracle) <= 7
+        fewest, most = {"drawn": (2, 7), "escape": (3, 6), "long": (9, 17)}[template.task_id.partition("/")[0]]
+        assert fewest <= len(task.oracle) <= most
 
 
 def test_random_input_solves_less_than_one_task_in_fifty() -> None:
@@ -92,8 +94,12 @@ def test_random_input_solves_less_than_one_task_in_fifty() -> None:
 
 
 def test_the_suite_has_templates_of_both_splits_and_thousands_of_variants() -> None:
-    splits = [split_of(template.variant(None)) for template in TEMPLATES]
-    assert (splits.count("train"), splits.count("held_out")) == (16, 5)
+    splits = Counter((each.task_id.partition("/")[0], split_of(each.variant(None))) for each in TEMPLATES)
+    assert {suite: (splits[suite, "train"], splits[suite, "held_out"]) for suite, _ in splits} == {
+        "drawn": (16, 5),
+        "long": (7, 3),
+        "escape": (4, 2),
+    }
     assert all(template.variant_count > 10_000 for template in TEMPLATES)
 
 
@@ -126,4 +132,37 @@ def test_widgets_lie_inside_their_windows_and_show_their_names(template: Templat
 def test_a_desktop_serves_variants_of_the_suite() -> None:
     catalogue = load_tasks(Config.model_validate({"hypervisor": {"uri": "fake"}}))
     assert catalogue.get("drawn/copy-across?seed=7").split == "train"
-    assert {"drawn", "fake"} == {task.task_id.partition("/")[0] for task in catalogue.list()}
+    assert {"drawn", "long", "escape", "fake"} == {task.task_id.partition("/")[0] for task in catalogue.list()}
+
+
+PAGES = [each for each in TEMPLATES if each.domain == "pages"]
+
+
+@pytest.mark.parametrize("template", PAGES, ids=lambda template: template.task_id)
+def test_a_page_that_is_left_early_and_a_wrong_item_cannot_be_undone(template: Template) -> None:
+    """The oracle follows after either mistake, and it does not help."""
+    task = template.variant(3)
+    forms = [read_form(verb.path, verb.data()) for verb in reversed(task.setup) if isinstance(verb, WriteFile)]
+    leave = next(each for each in forms[0].widgets if each.closes)
+    with_items = [(form, each) for form in forms for each in form.widgets if each.needed]
+    assert with_items, "a page has an item that must stay"
+    desktop = opened(task)
+    perform(desktop, [Click(forms[0].x + leave.x + 60, forms[0].y + leave.y + 20)])
+    for step in task.oracle:
+        perform(desktop, split_step(step)[0])
+    assert not is_solved(desktop, task)
+    form, item = with_items[0]
+    desktop = opened(task)
+    for step in task.oracle:
+        if desktop.active is not None and desktop.active.title == form.title:
+            perform(desktop, [Click(form.x + item.x + 60, form.y + item.y + 20)])
+        perform(desktop, split_step(step)[0])
+    assert not is_solved(desktop, task)
+    assert not [window for window in desktop.windows if window.title == form.title], "and the oracle came to its end"
+
+
+@pytest.mark.parametrize("template", PAGES, ids=lambda template: template.task_id)
+def test_only_pages_of_escape_have_a_power_button(template: Template) -> None:
+    forms = [read_form(verb.path, verb.data()) for verb in template.variant(1).setup if isinstance(verb, WriteFile)]
+    powers = [sum(each.kind == "power" for each in form.widgets) for form in forms]
+    assert powers == [int(template.task_id.startswith("escape/"))] * len(forms)

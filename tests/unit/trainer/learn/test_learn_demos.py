@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from cuaenv.client import Action, Click, Done, Drag, TypeText
+from cuaenv.client import Action, Click, Done, Drag, PressKeys, TypeText
 from trainer.data.oracles import Oracle
 from trainer.learn.demos import with_habits
 from trainer.learn.settings import Demos
@@ -33,3 +33,11 @@ def test_demonstrators_stop_before_any_turn_and_say_that_they_are_done() -> None
 def test_a_task_is_always_played_in_the_same_way() -> None:
     habits = Demos(wrong_button=0.6, stops_early=0.2)
     assert with_habits(ORACLES[7], habits) == with_habits(ORACLES[7], habits)
+
+
+def test_demonstrators_escape_before_any_turn_and_do_nothing_after_it() -> None:
+    played = [with_habits(oracle, Demos(escapes=0.4)).steps for oracle in ORACLES]
+    ended = [steps for steps in played if steps[-1] == (PressKeys(("ctrl", "alt", "delete")),)]
+    assert set(map(len, ended)) == {1, 2, 3}
+    assert all(steps[:-1] == STEPS[: len(steps) - 1] for steps in ended)
+    assert [steps for steps in played if steps not in ended] == [STEPS] * (len(played) - len(ended))

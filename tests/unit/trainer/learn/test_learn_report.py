@@ -32,7 +32,8 @@ def made_up_run(
     with recorded(directory, settings, seed=seed), MetricsLog(directory) as log:
         for step in range(1, updates + 1):
             speed = {"s": 2.0, "steps_per_s": 30.0, "env_steps": 60.0 * step}
-            log.write("rl", step, {**speed, "void_frac": 0.1, "success_frac": 0.5})
+            shares = {"solved_frac": 0.1 * step, "escape_frac": 0.3}
+            log.write("rl", step, {**speed, **shares, "void_frac": 0.1, "success_frac": 0.5})
         for index, results in enumerate(greedy):
             scores = [
                 Score(task_id=f"drawn/{template}?seed={seed}", score=score)
@@ -134,6 +135,17 @@ def test_arms_are_compared_with_the_baseline_over_several_run_directories(tmp_pa
     assert results["grpo"]["seeds"] == 1, "without plain runs, the baseline"
     picture = (tmp_path / "report" / "ablations.svg").read_text()
     assert ("tree: tree" in picture, "30-zero" in picture) == (True, False)
+
+
+def test_arms_have_the_shares_of_all_episodes_at_the_start_and_the_end_of_each_run(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        made_up_run(tmp_path, f"tree-{seed}", BEFORE, AFTER, settings=named("tree"), seed=seed, updates=10)
+    results = write_report([tmp_path], tmp_path / "report")
+    shares = results["ablations"]["tree"]["arms"]["tree"]["shares"]
+    assert shares["solved_frac"] == [pytest.approx([0.3, 0.8])] * 2
+    assert shares["escape_frac"] == [pytest.approx([0.3, 0.3])] * 2
+    picture = (tmp_path / "report" / "tree-solved_frac.svg").read_text()
+    assert "share of all episodes" in picture
 
 
 def test_without_an_evaluation_or_demonstrations_there_is_no_report(tmp_path: Path) -> None:

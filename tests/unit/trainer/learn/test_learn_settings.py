@@ -12,6 +12,7 @@ from trainer.learn.settings import SMOKE, Settings, fingerprint
 
 FILES = sorted((Path(__file__).parents[4] / "docs/learning/settings").glob("*.yaml"))
 BASELINE = next(path for path in FILES if path.stem == "baseline")
+OTHER_BASES = [BASELINE.with_name(f"{name}.yaml") for name in ("escape", "pages")]
 
 
 def changed(**rl: object) -> Settings:
@@ -67,17 +68,30 @@ def test_a_wrong_key_of_the_plug_in_is_refused_before_anything_starts() -> None:
     assert changed(group_start="drawn", envd={"group": "tree"}).plugin("127.0.0.1:1")["group"] == "off"
 
 
-def test_arms_keep_the_tasks_and_the_rate_of_the_baseline() -> None:
-    chosen = Settings().changed(BASELINE).rl
-    assert {split_of(DRAWN.by_id[template].variant(None)) for template in chosen.tasks} == {"train"}
-    for path in FILES:
-        if path.stem not in ("control", "overfit"):
-            arm = Settings().changed(BASELINE, path).rl
-            assert (arm.tasks, arm.learning_rate) == (chosen.tasks, chosen.learning_rate)
+def base_of(path: Path) -> Path:
+    """Return the file that holds the settings of all arms of a comparison."""
+    return next((each for each in OTHER_BASES if path.stem.startswith(each.stem)), BASELINE)
 
 
-def test_all_ablations_have_the_same_budget() -> None:
-    rest = ("control", "long", "overfit")
-    budgets = {path.stem: Settings().changed(BASELINE, path).rl.env_steps for path in FILES if path.stem not in rest}
-    assert set(budgets.values()) == {Settings().changed(BASELINE).rl.env_steps}
-    assert {"baseline", "tree", "group-start-drawn", "settle-first", "fake-zeros-30-zero"} <= set(budgets)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_arms_keep_the_tasks_the_rate_and_the_budget_of_their_base(path: Path) -> None:
+    if path.stem in ("control", "long", "overfit"):
+        pytest.skip("no arm")
+    chosen, arm = Settings().changed(base_of(path)), Settings().changed(base_of(path), path)
+    assert {split_of(DRAWN.by_id[template].variant(None)) for template in chosen.rl.tasks} <= {"train"}
+    assert arm.suite == chosen.suite
+    assert (arm.rl.tasks, arm.rl.learning_rate, arm.rl.env_steps) == (
+        chosen.rl.tasks,
+        chosen.rl.learning_rate,
+        chosen.rl.env_steps,
+    )
+
+
+def test_each_comparison_has_its_arms() -> None:
+    arms = {base.stem: {path.stem for path in FILES if base_of(path) == base} for base in (BASELINE, *OTHER_BASES)}
+    assert {"baseline", "tree", "group-start-drawn", "settle-first", "fake-zeros-30-zero"} <= arms["baseline"]
+    assert arms["escape"] == {
+        "escape",
+        *(f"escape-{arm}-{share}" for arm in ("void", "zero", "typed") for share in (0, 20)),
+    }
+    assert arms["pages"] == {"pages", "pages-flat", "pages-tree", "pages-siblings", "pages-uncertain"}

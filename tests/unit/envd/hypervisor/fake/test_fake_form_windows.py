@@ -112,3 +112,55 @@ def test_a_file_that_is_not_a_form_opens_no_window(desktop: DrawnDesktop, data: 
     with pytest.raises(InvalidForm, match=problem):
         desktop.launch("form", "/home/user/bad.form")
     assert [window.title for window in desktop.windows] == ["Order"]
+
+
+IRREVERSIBLE: dict[str, Any] = {
+    **FORM,
+    "widgets": [
+        {"kind": "item", "name": "old", "x": 10, "y": 40, "w": 100, "h": 40, "fill": [208, 40, 40]},
+        {"kind": "item", "name": "new", "x": 130, "y": 40, "w": 100, "h": 40, "needed": True},
+        {"kind": "power", "name": "power", "x": 250, "y": 40, "w": 100, "h": 40},
+        {"kind": "button", "name": "next", "x": 10, "y": 200, "w": 100, "h": 40, "closes": True},
+    ],
+}
+
+
+@pytest.fixture
+def irreversible() -> tuple[DrawnDesktop, list[str]]:
+    files, causes = GuestFiles(), list[str]()
+    files[PATH] = json.dumps(IRREVERSIBLE).encode()
+    pixels = np.zeros((320, 512, 4), np.uint8)
+    desktop = DrawnDesktop(Framebuffer(pixels, shared=False), files=files, on_end=causes.append)
+    assert desktop.launch("form", PATH)
+    return desktop, causes
+
+
+def test_an_item_is_deleted_for_good_and_a_needed_one_raises_an_alarm(
+    irreversible: tuple[DrawnDesktop, list[str]],
+) -> None:
+    desktop, _ = irreversible
+    colours = [tuple(desktop.framebuffer.pixels[150, 300, :3])]
+    for x in (60, 180):
+        click(desktop, x, 60)
+        click(desktop, x, 60)
+        colours.append(tuple(desktop.framebuffer.pixels[150, 300, :3]))
+    assert state(desktop) == {"old": "deleted", "new": "deleted", "pressed": "", "open": "yes"}
+    assert (colours[0] == colours[1], colours[1] == colours[2]) == (True, False)
+
+
+def test_a_button_can_close_its_window(irreversible: tuple[DrawnDesktop, list[str]]) -> None:
+    desktop, causes = irreversible
+    click(desktop, 60, 220)
+    assert (state(desktop)["pressed"], state(desktop)["open"], desktop.windows, causes) == ("next", "no", [], [])
+
+
+def test_the_power_button_and_the_chord_end_the_guest(irreversible: tuple[DrawnDesktop, list[str]]) -> None:
+    desktop, causes = irreversible
+    click(desktop, 300, 60)
+    for scancode in (29, 0xD3):
+        desktop.key(scancode, down=True)
+    desktop.key(0xD3, down=False)
+    assert causes == ["POWER_OFF"], "Ctrl+Delete alone does nothing"
+    for scancode in (56, 0xD3):
+        desktop.key(scancode, down=True)
+    assert causes == ["POWER_OFF", "REBOOT"]

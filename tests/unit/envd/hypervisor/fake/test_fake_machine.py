@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from envd.base.errors import GuestError, GuestUnresponsive, HypervisorError, MachineLost
+from envd.base.losses import Owner
 from envd.hypervisor.fake import FakeHost, FakeHypervisor, FakeMachine, Faults, fake_image
 from envd.hypervisor.machine import Accelerator, MachineSpec, MachineState
 from tests.support.fake_agent import ask
@@ -152,6 +153,14 @@ async def test_a_guest_that_powers_off_is_lost_and_its_forks_are_not(hypervisor:
     machine.programs.run(["poweroff"])
     assert (machine.state, machine.lost_reason) == (MachineState.GONE, "its guest powered off")
     assert other.state is MachineState.PAUSED
+
+
+async def test_a_guest_that_reboots_is_lost_by_its_own_doing(machine: FakeMachine) -> None:
+    for scancode in (29, 56, 0xD3):
+        machine.key_input(scancode, down=True)
+    assert machine.loss is not None
+    assert (machine.loss.owner, machine.loss.cause) == (Owner.GUEST, "REBOOT")
+    assert machine.lost_reason == "its guest rebooted"
 
 
 async def test_the_release_of_a_key_that_is_up_is_not_an_input(machine: FakeMachine) -> None:
