@@ -56,14 +56,15 @@ for address in ("0.0.0.0", "10.0.2.15", "127.0.0.1"):
 
 #: Rewrites the file without end. A timer sends it SIGCONT, which would wake it from SIGSTOP.
 WRITER = f"""
-import ctypes, itertools, struct
+import ctypes, itertools, os, struct
 libc, timer = ctypes.CDLL(None), ctypes.c_void_p()
 event = struct.pack("=Qii48x", 0, 18, 0)
 assert libc.timer_create(1, event, ctypes.byref(timer)) == 0
 assert libc.timer_settime(timer, 0, struct.pack("=4q", 0, 10_000_000, 0, 10_000_000), None) == 0
 for count in itertools.count():
-    with open("{REPLY}", "w") as file:
+    with open("{REPLY}." + str(os.getpid()), "w") as file:
         file.write(str(count))
+    os.replace(file.name, "{REPLY}")
 """
 
 

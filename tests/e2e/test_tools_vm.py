@@ -75,7 +75,7 @@ def test_a_shell_of_the_desktops_user_lives_in_the_guest_and_is_copied_by_a_fork
     client: EnvClient, episode: Episode
 ) -> None:
     began_s = time.monotonic()
-    assert shell(episode, "cd ~/Documents; id -un; X=5; echo $DISPLAY") == "user\n:0\n"
+    assert shell(episode, "mkdir -p ~/Documents; cd ~/Documents; id -un; X=5; echo $DISPLAY") == "user\n:0\n"
     print(f"first command: {time.monotonic() - began_s:.2f} s")
     began_s = time.monotonic()
     assert shell(episode, "echo $X; pwd") == "5\n/home/user/Documents\n"

@@ -89,6 +89,6 @@ def test_one_model_is_compared_with_itself() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"before": "http://x/v1", "after": "http://y/v1"}])
-def test_two_models_cannot_be_perturbed(fields: dict[str, str]) -> None:
+def test_two_models_cannot_be_perturbed(fields: dict[str, Any]) -> None:
     with pytest.raises(Exception, match="--endpoint URL alone"):
         _candidates(RunConfig(**fields, perturb=True))
