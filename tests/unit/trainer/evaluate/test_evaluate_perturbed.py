@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -53,7 +53,7 @@ def task(name: str) -> Task:
 
 
 def no_conversation(_seed: int) -> Conversation:
-    raise AssertionError("without a machine there is no conversation")
+    return cast(Conversation, None)  # never used without a machine
 
 
 async def worlds(*attempts: tuple[str, int], is_perturbed: bool) -> list[Perturb | None]:
