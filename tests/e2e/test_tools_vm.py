@@ -142,8 +142,7 @@ def test_a_command_during_which_the_daemon_is_killed_is_never_run_again(module_d
         thread = threading.Thread(target=step)
         thread.start()
         until_written(episode)
-        served.process.send_signal(signal.SIGKILL)
-        served.process.wait()
+        served.end(signal.SIGKILL)
         with ServedDaemon(state_dir, config, listen=address) as again:
             again.wait_for(r"listening on (\S+)")
             thread.join()
