@@ -1,9 +1,8 @@
 """Tools of an agent, from the client to a drawn desktop: results, refusals, exactly once, forks, the task's user."""
 
 import asyncio
-import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,6 @@ from cuaenv.client import (
 from cuaenv.v1 import env_pb2
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import MachineLost
-from envd.base.store.statements import SCHEMA
-from envd.base.store.store import _APPLICATION_ID
 from envd.episodes.checkpoints.store import CheckpointStore
 from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.records import Kind, read_records
@@ -248,19 +245,6 @@ async def test_a_command_during_which_the_daemon_is_killed_is_never_run_again(tm
         with pytest.raises(MachineLost, match="the daemon restarted during step step-0"):
             await server.service.step(_step(episode_id, 0, command))
         assert files["/home/user/count.txt"] == b"x\n"
-
-
-async def test_a_database_of_the_release_before_is_upgraded(tmp_path: Path) -> None:
-    path = tmp_path / "envd.db"
-    with closing(sqlite3.connect(path)) as connection:
-        old = SCHEMA.replace("    asked TEXT NOT NULL,\n", "")
-        connection.executescript(f"PRAGMA application_id = {_APPLICATION_ID}; {old} PRAGMA user_version = 1;")
-    options: dict[str, Any] = {"database": path, "extra_tasks": _TASKS}
-    async with serve_fake(**options) as server:
-        episode_id = await _open(server, "with-user")
-        await server.service.step(_step(episode_id, 0, AskUser("when?")))
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (2,)
 
 
 async def test_a_recording_has_the_results(tmp_path: Path) -> None:

@@ -34,7 +34,17 @@ def suite(tmp_path: Path) -> Path:
 
 
 def attack(suite: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    places = ["--tasks", str(suite), "--cache-dir", str(suite.parent / "cache"), "--out", str(suite.parent / "out")]
+    inside = {name: str(suite.parent / name) for name in ("cache", "out", "state")}
+    places = [
+        "--tasks",
+        str(suite),
+        "--cache-dir",
+        inside["cache"],
+        "--out",
+        inside["out"],
+        "--state-dir",
+        inside["state"],
+    ]
     verdicts = ["--verdicts", str(suite.parent / "verdicts.yaml")]
     command = ["tasks", "attack", "mine/note", "--hypervisor", "fake", "--jobs", "8", "--json"]
     done = run_envd(*command, *places, *verdicts, *arguments)

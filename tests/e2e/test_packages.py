@@ -29,7 +29,7 @@ def artefacts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_a_wheel_is_built_from_the_source_distribution(artefacts: list[Path]) -> None:
-    assert [path.name.partition("-")[2].partition("-")[0] for path in artefacts] == ["0.1.0", "0.1.0.tar.gz"]
+    assert [path.name.partition("-")[2].partition("-")[0] for path in artefacts] == ["0.2.0", "0.2.0.tar.gz"]
 
 
 @pytest.mark.parametrize("kind", [".whl", ".tar.gz"])
