@@ -52,8 +52,9 @@ class SlimeConfig(TrainingConfig):
     """Time for which machines outlive a trainer that was killed. A trainer that runs renews their leases."""
     engine_retries: int = Field(default=60, ge=1)
     """Attempts of one engine call, a second apart."""
-    max_lost_groups: int = Field(default=32, ge=0)
-    """The run halts after this many consecutive groups with too few valid members; 0 for never."""
+    max_lost_groups: int | None = Field(default=None, ge=0)
+    """The run halts after this many consecutive groups with too few valid members; 0 for never. None for 32, in fully
+    asynchronous jobs for those of two rollouts, at least 4 and at most 32."""
     daemon_timeout_s: float = Field(default=60.0, gt=0)
     """The run halts if no daemon answers for this time."""
     record_dir: str = ""

@@ -14,6 +14,8 @@ from trainer.slime.records import EpisodeRecord, metrics_of, records_of
 from trainer.slime.samples import flatten
 from trainer.slime.slime_compat import log_metrics
 
+_LEAST_LOST_GROUPS, _MOST_LOST_GROUPS = 4, 32
+
 
 class RunMonitor:
     """Episodes since the last rollout, consecutive lost groups, and the bounds of `envd.halt`.
@@ -45,9 +47,14 @@ class RunMonitor:
             if key is None or len(group) >= size:
                 del self._unfinished[key]
                 self._finished.append(list(group.values()))
-                self._count_lost(self._finished[-1])
-                if not is_fully_async(args):
-                    self._check_halt(int(args.rollout_batch_size))
+                batch_size, is_async = int(args.rollout_batch_size), is_fully_async(args)
+                # Fully asynchronous loops pass batches without a valid sample on to the learner: two are enough.
+                most = (
+                    min(_MOST_LOST_GROUPS, max(_LEAST_LOST_GROUPS, 2 * batch_size)) if is_async else _MOST_LOST_GROUPS
+                )
+                self._count_lost(self._finished[-1], most)
+                if not is_async:
+                    self._check_halt(batch_size)
         self.check(args)
 
     def take(self, args: Any) -> list[EpisodeRecord]:
@@ -96,8 +103,8 @@ class RunMonitor:
         self.check(args, is_logging=True)
         self._guard.check(rollout_id, metrics, count=_batches(group_count, getattr(args, "rollout_batch_size", 0)))
 
-    def _count_lost(self, group: list[EpisodeRecord]) -> None:
-        limit = self._config.max_lost_groups
+    def _count_lost(self, group: list[EpisodeRecord], most: int) -> None:
+        limit = most if self._config.max_lost_groups is None else self._config.max_lost_groups
         if sum(record.reward is not None for record in group) >= min(self._config.min_valid_members, len(group)):
             self._lost_count = 0
             self._lost_reasons.clear()

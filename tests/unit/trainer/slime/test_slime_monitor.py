@@ -1,6 +1,7 @@
 """The monitor records all episodes of a run and halts it; slime's filter and log function see only kept samples."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,6 +132,18 @@ def test_consecutive_lost_groups_halt_the_run_with_the_last_error() -> None:
 def test_zero_never_halts_for_lost_groups() -> None:
     args = args_of(envd={"max_lost_groups": 0, **NO_BOUNDS})
     record(args, *(group_of(index, None, None) for index in range(100)))
+
+
+@pytest.mark.parametrize(("function", "limit"), [({"rollout_function_path": FULLY_ASYNC}, 4), ({}, 32)])
+def test_few_lost_groups_are_enough_where_empty_batches_reach_the_learner(function: dict[str, str], limit: int) -> None:
+    args = args_of(envd=NO_BOUNDS, **function)
+    args.rollout_batch_size = 2
+    for index in range(limit - 1):
+        record(args, group_of(index, None, None))
+    assert not monitor_of(SlimeConfig.from_args(args)).is_halted
+    with suppress(Halted):
+        record(args, group_of(limit, None, None))
+    assert monitor_of(SlimeConfig.from_args(args)).is_halted
 
 
 def test_in_the_fully_asynchronous_loop_only_the_log_function_raises() -> None:
