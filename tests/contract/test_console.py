@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import re
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -610,3 +611,15 @@ async def test_an_observer_that_fails_does_not_affect_an_episode(tmp_path: Path)
         assert result.score == 0.0
         await served.daemon.service.close(episode_id)
         assert served.daemon.service.find(episode_id) is None
+
+
+def test_no_two_scripts_of_the_page_define_the_same_name() -> None:
+    """They share one global scope: the later definition would replace the earlier one."""
+    names = [
+        name
+        for script in (Path(server.__file__).parent / "static").glob("*.js")
+        for name in re.findall(r"^(?:async )?function (\w+)|^(?:let|const) (\w+)", script.read_text(), re.MULTILINE)
+    ]
+    flat = [first or second for first, second in names]
+    assert len(flat) > 50
+    assert sorted(name for name in set(flat) if flat.count(name) > 1) == []
