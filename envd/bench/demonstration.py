@@ -15,11 +15,11 @@ from typing import Any
 
 import yaml
 
-from cuaenv.actions import Action, Done
+from cuaenv.actions import Done
 from cuaenv.client import AsyncEpisode, EnvError
 from envd.base.errors import GuestError
 from envd.hypervisor.machine import GuestOs
-from envd.tasks.oracle import write_action
+from envd.tasks.oracle import OracleAction, write_action
 from envd.tasks.queries import parse_windows, window_query
 
 HOME = "/home/user"
@@ -159,7 +159,7 @@ def task_text(
     name: str,
     instruction: str,
     setup: Sequence[Mapping[str, Any]],
-    steps: Sequence[Sequence[Action]],
+    steps: Sequence[Sequence[OracleAction]],
     proposals: Sequence[Proposal],
     chosen: Sequence[int],
 ) -> str:

@@ -28,7 +28,7 @@ from envd.daemon.suites import load_tasks
 from envd.episodes.episode import Episode
 from envd.episodes.events import PerformedStep
 from envd.tasks.model import Task
-from envd.tasks.oracle import OracleSteps, parse_action
+from envd.tasks.oracle import OracleAction, OracleSteps, parse_action
 
 _POLL_S = 0.3
 _RESET_TIMEOUT = timedelta(minutes=20)
@@ -126,7 +126,9 @@ def _start_file(directory: Path, suite: str, name: str, instruction: str, setup:
         path.unlink(missing_ok=True)
 
 
-async def _record(config: Config, task: Task, script: OracleSteps) -> tuple[list[tuple[Action, ...]], list[Proposal]]:
+async def _record(
+    config: Config, task: Task, script: OracleSteps
+) -> tuple[list[tuple[OracleAction, ...]], list[Proposal]]:
     async with open_daemon(config) as daemon:
         demonstration = _Demonstration()
         async with AsyncEnvClient(daemon.address, token="") as client:
@@ -137,7 +139,8 @@ async def _record(config: Config, task: Task, script: OracleSteps) -> tuple[list
                         await play(shown, script, os=task.os, runs_guests=True, on_step=lambda _actions, _result: None)
                     else:
                         await _watch(daemon, shown, demonstration)
-                    return demonstration.steps, await propose(witness, shown)
+                    steps = list(script) or [tuple(step) for step in demonstration.steps]
+                    return steps, await propose(witness, shown)
 
 
 async def _watch(daemon: Daemon, shown: AsyncEpisode, demonstration: _Demonstration) -> None:
