@@ -157,6 +157,8 @@ async def test_only_episodes_of_the_console_are_scored_and_closed_there(
         ({"actions": []}, "actions"),
         ({"actions": [CLICK] * 101}, "actions"),
         ({"actions": [{"action": "done"}]}, "actions"),
+        ({"actions": [{"action": "run_shell", "command": "id"}]}, "actions"),
+        ({"actions": [{"action": "read_file", "path": "/etc/passwd"}]}, "actions"),
         ({"actions": [{"action": "clck"}]}, "unknown action"),
         ({"actions": [CLICK], "control": 7}, "control"),
         ({"actions": [CLICK], "control": "x" * 201}, "control"),

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from cuaenv.action_codec import BadAction, from_json
-from cuaenv.actions import Action, Done, Fail, Wait
+from cuaenv.actions import Action, Done, Fail, ToolAction, Wait
 from envd.api.security.access import Caller, Scope
 from envd.base.errors import EnvdError, EpisodeNotFound, HumanInControl, InvalidRequest, RetryableError
 from envd.episodes.service import EpisodeService
@@ -167,6 +167,7 @@ def _actions(body: dict[str, Any]) -> list[Action]:
         actions = [from_json(value) for value in values]
     except BadAction as error:
         raise InvalidRequest("actions", str(error)) from error
-    if any(isinstance(action, Done | Fail | Wait) for action in actions):
-        raise InvalidRequest("actions", "a person does not wait or end the episode by an action")
+    # Tools are the agent's: what the task and the pool allow is checked in its steps.
+    if any(isinstance(action, Done | Fail | Wait | ToolAction) for action in actions):
+        raise InvalidRequest("actions", "a person uses no tools, and does not wait or end the episode by an action")
     return actions
