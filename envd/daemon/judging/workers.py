@@ -152,9 +152,11 @@ class JudgeWorkers:
         except BaseException:
             await _end(worker)
             raise
-        if ready["warning"] and not self._is_warned:
+        if not self._is_warned:
             self._is_warned = True
-            logger.warning("judge workers: %s", ready["warning"])
+            for level, text in ((logging.WARNING, ready["warning"]), (logging.INFO, ready["note"])):
+                if text:
+                    logger.log(level, "judge workers: %s", text)
         return worker
 
 
