@@ -30,7 +30,7 @@ def artefacts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     directory = tmp_path_factory.mktemp("dist")
     here = ["--no-isolation", "--skip-dependency-check"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = [sys.executable, "-m", "build", *here, "--outdir", directory, ROOT]
+    command = [sys.executable, "-m", "build", *here, "--outdir", str(directory), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PATH": path})
     return sorted(directory.iterdir())
 
