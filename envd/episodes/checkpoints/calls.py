@@ -192,8 +192,8 @@ class Checkpointing:
         for field, asked, stored in (("task_id", command.task_id, found.task_id), ("pool", command.pool, found.pool)):
             if asked not in ("", stored):
                 raise InvalidRequest(field, f"{asked} is not that of checkpoint {found.checkpoint_id}: {stored}")
-        if command.max_steps is not None:
-            raise InvalidRequest("max_steps", "cannot be set: it is that of the checkpoint")
+        if command.max_steps is not None and command.max_steps <= found.step_count:
+            raise InvalidRequest("max_steps", f"must be above the step count of the checkpoint, {found.step_count}")
         return found, task, pool
 
     def _usable(self, found: Checkpoint) -> tuple[Task, Pool]:
