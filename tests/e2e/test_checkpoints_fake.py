@@ -218,6 +218,11 @@ async def test_a_request_that_contradicts_the_checkpoint_is_refused(tmp_path: Pa
             await client.reset_group(checkpoint, size=64).__aenter__()
         with pytest.raises(BadRequest, match="ttl"):
             await episode.checkpoint(ttl=timedelta(seconds=1))
+        with pytest.raises(BadRequest, match="label"):
+            await episode.checkpoint("x" * 257)
+        with pytest.raises(BadRequest, match="takes at most"):
+            await episode.checkpoint("x" * (10 << 20))
+        assert await client.list_checkpoints() == [checkpoint]
 
 
 async def test_a_copy_may_have_another_step_limit(tmp_path: Path) -> None:
