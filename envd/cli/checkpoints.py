@@ -1,18 +1,18 @@
 """The commands of `envd checkpoints`: list, delete, export and import the checkpoints of running daemons."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from cuaenv.cli.terminal import Json, emit_json, err, out
-from cuaenv.client import Checkpoint
+from cuaenv.client import AsyncEnvClient, Checkpoint
 from envd.base.errors import CheckpointNotFound, ConfigError
 from envd.cli.remote import (
     CALL_TIMEOUT,
@@ -26,6 +26,8 @@ from envd.cli.remote import (
     reports_errors,
     since,
 )
+
+T = TypeVar("T")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -47,7 +49,10 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List checkpoints, oldest first; with a token, those that it may see."""
-    found = asyncio.run(_list(envd, tls_ca, tls_cert, tls_key, run=run, task=task, episode_id=episode))
+    found = _call(
+        lambda client: client.list_checkpoints(run=run, task=task, episode_id=episode, timeout=CALL_TIMEOUT),
+        *(envd, tls_ca, tls_cert, tls_key),
+    )
     if as_json:
         emit_json({"checkpoints": [_fields(checkpoint) for checkpoint in found]})
     elif found:
@@ -68,7 +73,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show one checkpoint, and those that it descends from, the nearest first."""
-    found = asyncio.run(_list(envd, tls_ca, tls_cert, tls_key))
+    found = _call(lambda client: client.list_checkpoints(timeout=CALL_TIMEOUT), envd, tls_ca, tls_cert, tls_key)
     (checkpoint,) = _named([checkpoint_id], found)
     fields = {**_fields(checkpoint), "ancestors": _ancestors(checkpoint, found)}
     if as_json:
@@ -91,20 +96,19 @@ def open_(
 ) -> None:
     """Open an episode in the state of a checkpoint until Ctrl-C, for the console or `envd forward`. Prints its id."""
 
-    async def hold() -> None:
-        async with open_client(envd, ca=tls_ca, cert=tls_cert, key=tls_key) as client:
-            (checkpoint,) = _named([checkpoint_id], await client.list_checkpoints(timeout=CALL_TIMEOUT))
-            async with client.reset(checkpoint) as episode:
-                out.print(episode.episode_id)
-                err.print(
-                    f"{episode.task_id} at step {episode.step_count}; the daemon's console shows it; Ctrl-C closes it",
-                    markup=False,
-                    soft_wrap=True,
-                )
-                await asyncio.Event().wait()
+    async def hold(client: AsyncEnvClient) -> None:
+        (checkpoint,) = await _find(client, checkpoint_id)
+        async with client.reset(checkpoint) as episode:
+            out.print(episode.episode_id)
+            err.print(
+                f"{episode.task_id} at step {episode.step_count}; the daemon's console shows it; Ctrl-C closes it",
+                markup=False,
+                soft_wrap=True,
+            )
+            await asyncio.Event().wait()
 
     try:
-        asyncio.run(hold())
+        _call(hold, envd, tls_ca, tls_cert, tls_key)
     except KeyboardInterrupt:
         err.print("closed")
 
@@ -122,8 +126,12 @@ def delete(
 ) -> None:
     """Delete checkpoints; nothing if one of the ids is unknown. Episodes that were opened from them continue."""
     wanted = list(dict.fromkeys(checkpoint_ids))
-    found = _named(wanted, asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
-    asyncio.run(_delete(found, envd, tls_ca, tls_cert, tls_key))
+
+    async def delete_all(client: AsyncEnvClient) -> None:
+        for checkpoint in await _find(client, *wanted):
+            await client.delete_checkpoint(checkpoint, timeout=CALL_TIMEOUT)
+
+    _call(delete_all, envd, tls_ca, tls_cert, tls_key)
     if as_json:
         emit_json({"deleted": wanted})
     else:
@@ -143,8 +151,15 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint to a file, for `envd checkpoints import` on another host. It contains the guest's memory."""
-    (found,) = _named([checkpoint_id], asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
-    size_bytes = asyncio.run(_export(found, file, envd, ca=tls_ca, cert=tls_cert, key=tls_key))
+
+    async def write(client: AsyncEnvClient) -> int:
+        (found,) = await _find(client, checkpoint_id)
+        return await client.export_checkpoint(found, file)
+
+    try:
+        size_bytes = _call(write, envd, tls_ca, tls_cert, tls_key)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
     if as_json:
         emit_json({"checkpoint_id": checkpoint_id, "file": str(file), "size_bytes": size_bytes})
     else:
@@ -163,7 +178,10 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Store the checkpoint of a file, from a host that you trust. With tokens, this needs one of scope `admin`."""
-    stored = asyncio.run(_import(file, envd, ca=tls_ca, cert=tls_cert, key=tls_key))
+    try:
+        stored = _call(lambda client: client.import_checkpoint(file), envd, tls_ca, tls_cert, tls_key)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
     if as_json:
         emit_json(_fields(stored))
     else:
@@ -181,33 +199,20 @@ def _named(checkpoint_ids: Sequence[str], found: Sequence[Checkpoint]) -> list[C
     return [by_id[checkpoint_id] for checkpoint_id in checkpoint_ids]
 
 
-async def _list(target: str, ca: Path | None, cert: Path | None, key: Path | None, **filters: str) -> list[Checkpoint]:
-    async with open_client(target, ca=ca, cert=cert, key=key) as client:
-        return await client.list_checkpoints(**filters, timeout=CALL_TIMEOUT)
+def _call(work: Callable[[AsyncEnvClient], Coroutine[Any, Any, T]], target: str, *tls: Path | None) -> T:
+    """Return the result of work with a client; `tls` are the files of its authority, certificate and key."""
+
+    async def run() -> T:
+        ca, cert, key = tls
+        async with open_client(target, ca=ca, cert=cert, key=key) as client:
+            return await work(client)
+
+    return asyncio.run(run())
 
 
-async def _delete(
-    checkpoints: Sequence[Checkpoint], target: str, ca: Path | None, cert: Path | None, key: Path | None
-) -> None:
-    async with open_client(target, ca=ca, cert=cert, key=key) as client:
-        for checkpoint in checkpoints:
-            await client.delete_checkpoint(checkpoint, timeout=CALL_TIMEOUT)
-
-
-async def _export(checkpoint: Checkpoint, file: Path, target: str, **tls: Path | None) -> int:
-    async with open_client(target, **tls) as client:
-        try:
-            return await client.export_checkpoint(checkpoint, file)
-        except OSError as error:
-            raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
-
-
-async def _import(file: Path, target: str, **tls: Path | None) -> Checkpoint:
-    async with open_client(target, **tls) as client:
-        try:
-            return await client.import_checkpoint(file)
-        except OSError as error:
-            raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+async def _find(client: AsyncEnvClient, *checkpoint_ids: str) -> list[Checkpoint]:
+    """Return the named checkpoints. Raises: CheckpointNotFound."""
+    return _named(checkpoint_ids, await client.list_checkpoints(timeout=CALL_TIMEOUT))
 
 
 def _ancestors(checkpoint: Checkpoint, found: Sequence[Checkpoint]) -> list[str]:

@@ -14,7 +14,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -349,9 +349,8 @@ async def open_session(
         start = task
     future: asyncio.Future[tuple[AsyncEpisode, _Opened]] = asyncio.get_running_loop().create_future()
     if isinstance(task, Checkpoint):
-        opening = _continuing(task, settings)
-    else:
-        opening = _opening(start, settings, start if group is None else group)
+        settings = replace(settings, group_size=1, pool="", max_steps=0)
+    opening = _opening(start, settings, start if group is None else group)
     owner = asyncio.create_task(_own(opening, future, settings.idle_timeout), name=f"session:{task_id_of(start)}")
     # A loop references its tasks weakly.
     _owners.add(owner)
@@ -396,16 +395,6 @@ def _opening(
         wait_s=settings.group_wait.total_seconds(),
         pool=settings.pool,
         max_steps=step_limit(start, settings.max_steps),
-        view=settings.view,
-        settle=settings.settle,
-        lease_ttl=settings.lease_ttl,
-        timeout=settings.reset_timeout,
-    )
-
-
-def _continuing(checkpoint: Checkpoint, settings: SessionSettings) -> AbstractAsyncContextManager[AsyncEpisode]:
-    return shared_client(settings.client).reset(
-        checkpoint,
         view=settings.view,
         settle=settings.settle,
         lease_ttl=settings.lease_ttl,
