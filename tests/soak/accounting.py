@@ -64,7 +64,7 @@ def faults_of(
         faults: All faults.
         lineage: The machine and its ancestors, youngest first.
         by_s: On the host's monotonic clock.
-        former: Machines that the episode had before rollbacks.
+        former: Other machines that the episode had.
     """
     return [
         fault
@@ -92,7 +92,7 @@ def is_explained(
         faults: All faults.
         lineage: The machine of the call's episode and its ancestors; empty if there is none.
         runs_guests: Whether guests run. They can have state that cannot be forked.
-        former: Machines that the episode had before rollbacks.
+        former: Other machines that the episode had.
     """
     if status.key in status.allowed:
         return True
@@ -138,7 +138,7 @@ class EpisodeAccount:
     lineage: tuple[str, ...] = ()
     """Its machine and the ancestors of the machine, youngest first."""
     former: tuple[str, ...] = ()
-    """The machines that it had before rollbacks."""
+    """Other machines that it had: before rollbacks, and since one whose response is late."""
     pending: dict[str, Pending] = field(default_factory=dict)
     """Requests without an outcome, by id."""
     unknown_count: int = 0
@@ -222,6 +222,12 @@ class Accounting:
         if account is not None and event["event"] != "status":
             account.last_contact_s = float(event["at_s"])
 
+    def note_machine(self, machine_id: str) -> None:
+        """Note whose machine one is now: the response to a rollback may be late."""
+        for account in self.episodes.values():
+            if machine_id and self._machine_of(account.episode_id) == machine_id:
+                account.former += (machine_id,)
+
     def client_died(self, client: int) -> tuple[list[Orphan], list[Pending]]:
         """Process the death of a client; return its episodes and resets, for other clients to continue."""
         self.client_kill_count += 1
@@ -304,7 +310,7 @@ class Accounting:
             last_contact_s=float(event["at_s"]),
             lineage=(
                 self._machine_of(episode_id),
-                *(parent.lineage if parent else self._stored.get(event["checkpoint"], ())),
+                *(parent.lineage if parent else self._stored.get(event.get("checkpoint", ""), ())),
             ),
         )
 

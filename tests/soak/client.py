@@ -358,7 +358,7 @@ class SoakClient:
                 self._report_wrong(pending.call, "", f"responses to duplicates differ: {difference}")
             return max(outcomes, key=lambda outcome: outcome.key == OK)
         if behaviour == "cancel":
-            await self._cancelled_call(pending.call, request, episode)
+            await self._cancelled_call(pending.call, request, episode, allowed=allowed)
         elif behaviour == "short_deadline":
             early_s = self._random.uniform(0.001, self._plan.early_s)
             await self._call(pending.call, request, episode, timeout_s=early_s, allowed=(*allowed, TIMED_OUT))
@@ -517,7 +517,9 @@ class SoakClient:
             episode.last_contact_s = sent_s  # the lease was renewed at this time at the earliest
         return Outcome(OK, response)
 
-    async def _cancelled_call(self, call: str, request: Any, episode: _Episode | None) -> None:
+    async def _cancelled_call(
+        self, call: str, request: Any, episode: _Episode | None, *, allowed: Sequence[str]
+    ) -> None:
         calling = asyncio.create_task(self._attempt(call, request))
         await asyncio.sleep(self._random.uniform(0, self._plan.early_s))
         calling.cancel()
@@ -528,7 +530,7 @@ class SoakClient:
             return
         except EnvError as error:
             name = "" if episode is None else episode.episode_id
-            expected = self._allowed(episode, (OK, CANCELLED))
+            expected = self._allowed(episode, (*allowed, CANCELLED))
             self._report_status(call, name, sent_s=sent_s, key=_key_of(error), text=str(error), allowed=expected)
 
     async def _attempt(self, call: str, request: Any, timeout_s: float | None = None) -> Any:

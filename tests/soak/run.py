@@ -37,7 +37,7 @@ _LEASE_TTL_S = 10
 _MAX_CLIENTS = 6
 _ADOPTED_SHARE = 0.6
 #: So small that checkpoints are removed for others, and refused: about ten of drawn desktops, of real ones five.
-_FAKE_STORE_GIB, _STORE_GIB = 0.001, 0.03
+_FAKE_STORE_GIB, _STORE_GIB = 0.00015, 0.03
 #: How long the pool may take to refill after the last episode.
 _RECOVERY_S = 120.0
 _REPORT_INTERVAL_S = 1.0
