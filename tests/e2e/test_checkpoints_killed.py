@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -40,6 +40,17 @@ class Host:
             (self.cache_dir / "images").symlink_to(images)
         self._config = CONFIG.format(hypervisor=hypervisor)
         self.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Check that nothing is left; after a failure only end the daemon."""
+        status = self.daemon.end()
+        if kind is None:
+            assert status == 0
+            assert list((self.cache_dir / "checkpoints").iterdir()) == []
+            assert machine_leftovers(self.state_dir) == []
 
     def start(self) -> None:
         self.daemon = ServedDaemon(
@@ -109,17 +120,10 @@ def play(host: Host, task: str, *, seed: int, points: int, settle: Settle | None
         assert client.list_episodes() == []
 
 
-def check_nothing_is_left(host: Host) -> None:
-    assert host.daemon.end() == 0
-    assert list((host.cache_dir / "checkpoints").iterdir()) == []
-    assert machine_leftovers(host.state_dir) == []
-
-
 @pytest.mark.timeout(600)
 def test_drawn_desktops_continue_after_kills(tmp_path: Path) -> None:
-    host = Host(tmp_path, hypervisor='uri = "fake"', images=None)
-    play(host, "fake/save-note", seed=1, points=2)
-    check_nothing_is_left(host)
+    with Host(tmp_path, hypervisor='uri = "fake"', images=None) as host:
+        play(host, "fake/save-note", seed=1, points=2)
 
 
 @pytest.mark.vm
@@ -129,13 +133,7 @@ def test_drawn_desktops_continue_after_kills(tmp_path: Path) -> None:
 def test_five_points_of_each_of_twenty_episodes_continue_after_kills(
     short_dir: Path, template_dir: Path, cache_dir: Path, seed: int
 ) -> None:
-    host = Host(short_dir, hypervisor=f'template_dir = "{template_dir}"', images=cache_dir / "images")
     # On a busy host a guest may draw late.
-    play(
-        host,
-        "desktop/type-greeting",
-        seed=seed,
-        points=5,
-        settle=Settle(quiet=timedelta(seconds=1), max=timedelta(minutes=1)),
-    )
-    check_nothing_is_left(host)
+    settle = Settle(quiet=timedelta(seconds=1), max=timedelta(minutes=1))
+    with Host(short_dir, hypervisor=f'template_dir = "{template_dir}"', images=cache_dir / "images") as host:
+        play(host, "desktop/type-greeting", seed=seed, points=5, settle=settle)

@@ -5,6 +5,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -90,32 +91,33 @@ def test_a_checkpoint_has_tpm_and_uefi_variables_in_a_rollback_and_under_a_later
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         listen = f"127.0.0.1:{free.getsockname()[1]}"
-    first = ServedDaemon(state_dir, config, listen=listen)
-    first.wait_for(r"listening on (\S+)")
-    with (
-        EnvClient(listen) as client,
-        client.reset("uefi/set-up", pool="uefi", view=NO_PIXELS, timeout=LONG_TIMEOUT) as episode,
-    ):
-        change(episode, "first")
-        before = state_of(episode)
-        assert (before[0].startswith("first "), before[1]) == (True, "value-of-first\n")
-        checkpoint = episode.checkpoint(timeout=LONG_TIMEOUT)
-        change(episode, "second")
-        after = state_of(episode)
-        assert (after[0] != before[0], after[1]) == (True, "value-of-first\nvalue-of-second\n")
-        episode.rollback(checkpoint, timeout=LONG_TIMEOUT)
-        assert state_of(episode) == before
-        change(episode, "second")
-        assert state_of(episode) == after
-        first.end(signal.SIGKILL)
-        second = ServedDaemon(state_dir, config, listen=listen)
-        second.wait_for(r"listening on (\S+)", timeout_s=300)
-        with client.reset_group(checkpoint, size=2, view=NO_PIXELS, timeout=LONG_TIMEOUT) as copies:
-            assert [state_of(copy) for copy in copies] == [before, before]
-            change(copies[0], "second")
-            assert [state_of(copy) for copy in copies] == [after, before]
-        client.delete_checkpoint(checkpoint)
-    assert second.end() == 0
+    with ExitStack() as daemons:
+        first = daemons.enter_context(ServedDaemon(state_dir, config, listen=listen))
+        first.wait_for(r"listening on (\S+)")
+        with (
+            EnvClient(listen) as client,
+            client.reset("uefi/set-up", pool="uefi", view=NO_PIXELS, timeout=LONG_TIMEOUT) as episode,
+        ):
+            change(episode, "first")
+            before = state_of(episode)
+            assert (before[0].startswith("first "), before[1]) == (True, "value-of-first\n")
+            checkpoint = episode.checkpoint(timeout=LONG_TIMEOUT)
+            change(episode, "second")
+            after = state_of(episode)
+            assert (after[0] != before[0], after[1]) == (True, "value-of-first\nvalue-of-second\n")
+            episode.rollback(checkpoint, timeout=LONG_TIMEOUT)
+            assert state_of(episode) == before
+            change(episode, "second")
+            assert state_of(episode) == after
+            first.end(signal.SIGKILL)
+            second = daemons.enter_context(ServedDaemon(state_dir, config, listen=listen))
+            second.wait_for(r"listening on (\S+)", timeout_s=300)
+            with client.reset_group(checkpoint, size=2, view=NO_PIXELS, timeout=LONG_TIMEOUT) as copies:
+                assert [state_of(copy) for copy in copies] == [before, before]
+                change(copies[0], "second")
+                assert [state_of(copy) for copy in copies] == [after, before]
+            client.delete_checkpoint(checkpoint)
+        assert second.end() == 0
     assert machine_leftovers(state_dir) == []
 
 
