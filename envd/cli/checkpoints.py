@@ -1,33 +1,20 @@
 """The commands of `envd checkpoints`: list, delete, export and import the checkpoints of running daemons."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from cuaenv.cli.terminal import Json, emit_json, err, out
+from cuaenv.cli.terminal import Json, emit, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, Checkpoint
 from envd.base.errors import CheckpointNotFound, ConfigError
-from envd.cli.remote import (
-    CALL_TIMEOUT,
-    DEFAULT_TARGET,
-    Target,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    open_client,
-    printable,
-    reports_errors,
-    since,
-)
-
-T = TypeVar("T")
+from envd.cli.remote import CALL_TIMEOUT, Daemon, calls_daemon, printable, reports_errors, since
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,22 +24,17 @@ app = typer.Typer(
 
 @app.command("list")
 @reports_errors
+@calls_daemon
 def list_(
+    daemon: Daemon,
     *,
     run: Annotated[str, typer.Option(metavar="RUN", help="Only those of this run.")] = "",
     task: Annotated[str, typer.Option(metavar="TASK", help="Only those of this task.")] = "",
     episode: Annotated[str, typer.Option(metavar="EPISODE", help="Only those of this episode.")] = "",
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """List checkpoints, oldest first; with a token, those that it may see."""
-    found = _call(
-        lambda client: client.list_checkpoints(run=run, task=task, episode_id=episode, timeout=CALL_TIMEOUT),
-        *(envd, tls_ca, tls_cert, tls_key),
-    )
+    found = _list(daemon, run=run, task=task, episode_id=episode)
     if as_json:
         emit_json({"checkpoints": [_fields(checkpoint) for checkpoint in found]})
     elif found:
@@ -63,17 +45,15 @@ def list_(
 
 @app.command("show")
 @reports_errors
+@calls_daemon
 def show(
+    daemon: Daemon,
     *,
     checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Show one checkpoint, and those that it descends from, the nearest first."""
-    found = _call(lambda client: client.list_checkpoints(timeout=CALL_TIMEOUT), envd, tls_ca, tls_cert, tls_key)
+    found = _list(daemon)
     (checkpoint,) = _named([checkpoint_id], found)
     fields = {**_fields(checkpoint), "ancestors": _ancestors(checkpoint, found)}
     if as_json:
@@ -86,106 +66,85 @@ def show(
 
 @app.command("open")
 @reports_errors
+@calls_daemon
 def open_(
-    *,
-    checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    daemon: Daemon, *, checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")]
 ) -> None:
     """Open an episode in the state of a checkpoint until Ctrl-C, for the console or `envd forward`. Prints its id."""
 
-    async def hold(client: AsyncEnvClient) -> None:
-        (checkpoint,) = await _find(client, checkpoint_id)
-        async with client.reset(checkpoint) as episode:
-            out.print(episode.episode_id)
-            err.print(
-                f"{episode.task_id} at step {episode.step_count}; the daemon's console shows it; Ctrl-C closes it",
-                markup=False,
-                soft_wrap=True,
-            )
-            await asyncio.Event().wait()
+    async def hold() -> None:
+        async with daemon.client() as client:
+            (checkpoint,) = _named([checkpoint_id], await client.list_checkpoints(timeout=CALL_TIMEOUT))
+            async with client.reset(checkpoint) as episode:
+                out.print(episode.episode_id)
+                err.print(
+                    f"{episode.task_id} at step {episode.step_count}; the daemon's console shows it; Ctrl-C closes it",
+                    markup=False,
+                    soft_wrap=True,
+                )
+                await asyncio.Event().wait()
 
     try:
-        _call(hold, envd, tls_ca, tls_cert, tls_key)
+        asyncio.run(hold())
     except KeyboardInterrupt:
         err.print("closed")
 
 
 @app.command("delete")
 @reports_errors
+@calls_daemon
 def delete(
+    daemon: Daemon,
     *,
     checkpoint_ids: Annotated[list[str], typer.Argument(metavar="CHECKPOINT...", help="Ids of checkpoints.")],
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Delete checkpoints; nothing if one of the ids is unknown. Episodes that were opened from them continue."""
     wanted = list(dict.fromkeys(checkpoint_ids))
 
     async def delete_all(client: AsyncEnvClient) -> None:
-        for checkpoint in await _find(client, *wanted):
+        for checkpoint in _named(wanted, await client.list_checkpoints(timeout=CALL_TIMEOUT)):
             await client.delete_checkpoint(checkpoint, timeout=CALL_TIMEOUT)
 
-    _call(delete_all, envd, tls_ca, tls_cert, tls_key)
-    if as_json:
-        emit_json({"deleted": wanted})
-    else:
-        out.print(f"deleted {', '.join(wanted)}", markup=False, soft_wrap=True)
+    daemon.call(delete_all)
+    emit({"deleted": wanted}, f"deleted {', '.join(wanted)}", as_json=as_json)
 
 
 @app.command("export")
 @reports_errors
+@calls_daemon
 def export(
+    daemon: Daemon,
     *,
     checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; one that exists is replaced.")],
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint to a file, for `envd checkpoints import` on another host. It contains the guest's memory."""
-
-    async def write(client: AsyncEnvClient) -> int:
-        (found,) = await _find(client, checkpoint_id)
-        return await client.export_checkpoint(found, file)
-
+    (found,) = _named([checkpoint_id], _list(daemon))
     try:
-        size_bytes = _call(write, envd, tls_ca, tls_cert, tls_key)
+        size_bytes = daemon.call(lambda client: client.export_checkpoint(found, file))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
-    if as_json:
-        emit_json({"checkpoint_id": checkpoint_id, "file": str(file), "size_bytes": size_bytes})
-    else:
-        out.print(f"wrote {file}, {size_bytes / (1 << 20):.1f} MiB", markup=False, soft_wrap=True)
+    written = {"checkpoint_id": checkpoint_id, "file": str(file), "size_bytes": size_bytes}
+    emit(written, f"wrote {file}, {size_bytes / (1 << 20):.1f} MiB", as_json=as_json)
 
 
 @app.command("import")
 @reports_errors
+@calls_daemon
 def import_(
+    daemon: Daemon,
     *,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File of `envd checkpoints export`.")],
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Store the checkpoint of a file, from a host that you trust. With tokens, this needs one of scope `admin`."""
     try:
-        stored = _call(lambda client: client.import_checkpoint(file), envd, tls_ca, tls_cert, tls_key)
+        stored = daemon.call(lambda client: client.import_checkpoint(file))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
-    if as_json:
-        emit_json(_fields(stored))
-    else:
-        out.print(f"imported {stored.checkpoint_id}", markup=False, soft_wrap=True)
+    emit(_fields(stored), f"imported {stored.checkpoint_id}", as_json=as_json)
 
 
 def _named(checkpoint_ids: Sequence[str], found: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -199,20 +158,8 @@ def _named(checkpoint_ids: Sequence[str], found: Sequence[Checkpoint]) -> list[C
     return [by_id[checkpoint_id] for checkpoint_id in checkpoint_ids]
 
 
-def _call(work: Callable[[AsyncEnvClient], Coroutine[Any, Any, T]], target: str, *tls: Path | None) -> T:
-    """Return the result of work with a client; `tls` are the files of its authority, certificate and key."""
-
-    async def run() -> T:
-        ca, cert, key = tls
-        async with open_client(target, ca=ca, cert=cert, key=key) as client:
-            return await work(client)
-
-    return asyncio.run(run())
-
-
-async def _find(client: AsyncEnvClient, *checkpoint_ids: str) -> list[Checkpoint]:
-    """Return the named checkpoints. Raises: CheckpointNotFound."""
-    return _named(checkpoint_ids, await client.list_checkpoints(timeout=CALL_TIMEOUT))
+def _list(daemon: Daemon, **filters: str) -> list[Checkpoint]:
+    return daemon.call(lambda client: client.list_checkpoints(**filters, timeout=CALL_TIMEOUT))
 
 
 def _ancestors(checkpoint: Checkpoint, found: Sequence[Checkpoint]) -> list[str]:
