@@ -84,6 +84,10 @@ async def test_states_are_selected_by_run_task_label_reason_and_score(tmp_path: 
             await episode.step(COUNT, COUNT, COUNT, COUNT, COUNT)
             await episode.checkpoint("solved")
         assert await steps("--max-score", "0.5") == [1, 2, 3]
+        (labelled,) = await states(server, file, "--label", "before *")
+        damaged = tmp_path / "checkpoints" / labelled["metadata"]["checkpoint"]["checkpoint_id"] / "screen.zst"
+        damaged.write_bytes(b"")
+        assert await steps("--max-score", "0.5") == [1, 3]
         (row,) = await states(server, file, "--min-score", "0.5", "--label", "*")
         assert (row["metadata"]["state_score"], row["metadata"]["checkpoint"]["label"]) == (1.0, "solved")
         table = tmp_path / "states.parquet"

@@ -1,14 +1,17 @@
 """Checkpoints as rows for slime's `--prompt-data`, next to tasks of `trainer.data.prompts`: groups start in states."""
 
 import asyncio
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
-from cuaenv.client import AsyncEnvClient, Checkpoint, EvaluatorFailed, Task
+from cuaenv.client import AsyncEnvClient, Checkpoint, CheckpointNotFound, CheckpointUnusable, EvaluatorFailed, Task
 from trainer.agent.starts import STATE_COLUMN, state_of
-from trainer.data.prompts import task_metadata
+from trainer.data.prompts import prompt_row
+
+logger = logging.getLogger(__name__)
 
 ASKED: Final = "request"
 """Reason of checkpoints that a client asked for."""
@@ -38,9 +41,9 @@ class Selection:
 async def scores_of(
     client: AsyncEnvClient, checkpoints: Sequence[Checkpoint], *, concurrency: int
 ) -> dict[Checkpoint, float]:
-    """Return scores, each computed on a machine of its own; states that cannot be scored are left out.
+    """Return scores, each computed on a machine of its own; states that cannot be scored are left out, and logged.
 
-    Raises: EnvError: No machine, or the checkpoint is gone.
+    Raises: EnvError: No machine, or no daemon.
     """
     limit, scores = asyncio.Semaphore(concurrency), {}
 
@@ -48,12 +51,10 @@ async def scores_of(
         async with limit:
             try:
                 scores[checkpoint] = (await client.evaluate(checkpoint)).score
-            except EvaluatorFailed:
-                return
+            except (EvaluatorFailed, CheckpointNotFound, CheckpointUnusable) as error:
+                logger.warning("checkpoint %s: left out: %s", checkpoint.checkpoint_id, error)
 
-    async with asyncio.TaskGroup() as scoring:
-        for each in checkpoints:
-            scoring.create_task(score(each))
+    await asyncio.gather(*map(score, checkpoints))
     return scores
 
 
@@ -66,9 +67,6 @@ def state_rows(
         task = tasks.get(checkpoint.task_id)
         if task is None or (scores is not None and checkpoint not in scores):
             continue
-        metadata = {"task_id": task.task_id, **task_metadata(task), STATE_COLUMN: state_of(checkpoint)}
-        if scores is not None:
-            metadata["state_score"] = scores[checkpoint]
-        prompt = [{"role": "user", "content": task.instruction}]
-        rows.append({"prompt": prompt, "label": task.task_id, "metadata": metadata})
+        score = {} if scores is None else {"state_score": scores[checkpoint]}
+        rows.append(prompt_row(task, **{STATE_COLUMN: state_of(checkpoint)}, **score))
     return rows

@@ -258,7 +258,7 @@ def test_faults_of_all_its_machines_explain_the_errors_of_an_episode(machine: st
     events = Events()
     rolled_back(events, "a")
     events.accounting.faults.append(fault(machine, 50.0, 50.0))
-    status = {"call": "step", "sent_s": 100.0, "key": LOST, "text": "", "allowed": [OK]}
+    status: dict[str, Any] = {"call": "step", "sent_s": 100.0, "key": LOST, "text": "", "allowed": [OK]}
     events.emit("status", episode="a", **status)
     assert len(events.accounting.unexplained()) == count
 
@@ -270,7 +270,7 @@ def test_the_machine_of_a_rollback_whose_response_is_late_is_known_from_its_faul
     events.accounting.faults.append(fault("second", 50.0, 50.0))
     events.accounting.note_machine("second")
     events.machines["a"] = ""
-    status = {"call": "read", "sent_s": 100.0, "key": LOST, "text": "", "allowed": [OK]}
+    status: dict[str, Any] = {"call": "read", "sent_s": 100.0, "key": LOST, "text": "", "allowed": [OK]}
     events.emit("status", episode="a", **status)
     assert events.accounting.unexplained() == []
 
