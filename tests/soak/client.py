@@ -114,7 +114,7 @@ class SoakClient:
         self._plan = plan
         self._random = random.Random(plan.seed)
         self._checkpoints: deque[Pending] = deque(maxlen=_KNOWN_CHECKPOINTS)
-        """As those of an episode."""
+        """The newest checkpoints, in the form of `_Episode.checkpoints`."""
         self.stop = asyncio.Event()
 
     async def play(self) -> None:

@@ -41,7 +41,7 @@ class Pending:
     epoch: int = 0
     """The episode's; 0 if unknown."""
     checkpoint_id: str = ""
-    """Of a rollback, or of a reset that starts there."""
+    """Checkpoint of a rollback, or of a reset that starts there."""
     performed_count: int = 0
     """Clicks performed before that checkpoint."""
 
