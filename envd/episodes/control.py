@@ -46,6 +46,13 @@ class HumanControl:
             f"episode {episode_id}: {why}; observe until it is handed back", retry_after_s=_RETRY_AFTER_S
         )
 
+    def require_holder(self, episode_id: str, control_id: str) -> None:
+        """Check that a person controls the episode. Raises: HumanInControl: not this one, or no longer."""
+        if not control_id or self.control_id != control_id:
+            raise HumanInControl(
+                f"episode {episode_id}: you do not control it; take control first", retry_after_s=_RETRY_AFTER_S
+            )
+
     def acted(self, actions: Iterable[Action]) -> None:
         """Note what a person did."""
         self.actions = [*self.actions, *actions][-_MAX_REPORTED:]

@@ -179,6 +179,7 @@ class Opening:
 
     async def _reset_to_checkpoint(self, command: ResetCommand, request: Request, *, ttl_s: float) -> GroupResult:
         checkpoint, task, pool = await self.checkpoints.find_for(command)
+        max_steps = self._context.limits.max_steps_for(command.max_steps, task_max_steps=checkpoint.max_steps)
         with self._resetting(command, task, pool):
             group = await self.checkpoints.restore(checkpoint, pool, command)
         params = EpisodeParams(
@@ -186,7 +187,7 @@ class Opening:
             task=task,
             run=command.run or checkpoint.run,
             owner=command.owner,
-            max_steps=checkpoint.max_steps,
+            max_steps=max_steps,
             step_count=checkpoint.step_count,
             asked=checkpoint.asked,
             settle=command.settle or checkpoint.settle,

@@ -104,7 +104,8 @@ class EpisodeService:
         """Creates, lists and deletes checkpoints."""
         automatic = self._opening.automatic
         stepping, guest_access = Stepping(context, automatic), GuestAccess(context)
-        self.rollback = RollingBack(context, self.checkpoints).rollback
+        self._controlling = Controlling(context)
+        self.rollback = RollingBack(context, self.checkpoints, self._controlling).rollback
         self._scoring = Scoring(context, self.checkpoints, self._opening.quotas, run_checkers=run_checkers)
         self.score = self._scoring.score
         self.reset, self.fork = self._opening.reset, self._opening.fork
@@ -115,7 +116,6 @@ class EpisodeService:
         self.read_file, self.write_file = guest_access.read_file, guest_access.write_file
         self.run_command, self.connect_port = guest_access.run_command, guest_access.connect_port
         self.with_guest_service = guest_access.with_guest_service
-        self._controlling = Controlling(context)
         self.take_control, self.act = self._controlling.take, self._controlling.act
         self.release_control = self._controlling.release
         self.find, self.owner_of, self.close = self._registry.find, self._registry.owner_of, self._registry.close

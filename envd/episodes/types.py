@@ -195,6 +195,8 @@ class RollbackCommand:
     request_id: str
     episode_id: str
     checkpoint_id: str
+    control_id: str = ""
+    """Identifies the control of the person who asks; empty for the agent."""
     epoch: int = 0
     """The episode's; 0 for any."""
     observe: ObservationOptions = field(default_factory=ObservationOptions)

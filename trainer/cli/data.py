@@ -13,6 +13,7 @@ from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, Task
 from trainer.agent.grammars import GRAMMARS, Grammar, grammar
 from trainer.agent.settings import AgentSettings
+from trainer.agent.starts import STATE_COLUMN
 from trainer.cli.choice import served_tasks
 from trainer.cli.options import (
     DEFAULT_SCREEN,
@@ -35,6 +36,7 @@ from trainer.data.prompts import describe_unrunnable, is_runnable, prompt_rows, 
 from trainer.data.record import PATIENCE_S, OracleFailed, record
 from trainer.data.sft import sft_row
 from trainer.data.split import CannotSplit
+from trainer.data.states import REASONS, Selection, scores_of, state_rows
 from trainer.replay.pool import write_atomically
 from trainer.replay.reader import read_jsonl
 from trainer.replay.trajectory import StoredTrajectory, canonical
@@ -100,6 +102,50 @@ def prompts_command(
         return
     for name, path in written.items():
         out.print(f"{len(rows[name]):>6} {name:<9} {path}", markup=False, soft_wrap=True)
+
+
+@app.command("states")
+@reports_errors(CannotWrite, OSError)
+def states_command(
+    *,
+    envd: Target = DEFAULT_TARGET,
+    tls_ca: TlsCa = None,
+    file: Annotated[Path, typer.Option("--out", help="File to write: .parquet or .jsonl.")] = Path("out/states.jsonl"),
+    run: Annotated[str, typer.Option(metavar="RUN", help="Only those of this run.")] = "",
+    task: Annotated[str, typer.Option(metavar="TASK", help="Only those of this task.")] = "",
+    label: Annotated[str, typer.Option(metavar="PATTERN", help="Only those with such a label; * is any text.")] = "",
+    reason: Annotated[
+        list[str] | None, typer.Option(metavar="REASON", help=f"Only those stored for it: {', '.join(REASONS)}.")
+    ] = None,
+    min_score: Annotated[float, typer.Option(min=0, max=1, help="Score each state, and leave out lower ones.")] = 0,
+    max_score: Annotated[float, typer.Option(min=0, max=1, help="Score each state, and leave out higher ones.")] = 1,
+    concurrency: Annotated[int, typer.Option(min=1, help="States scored at once, each on a machine.")] = 4,
+    as_json: Json = False,
+) -> None:
+    """Write checkpoints as rows for slime's --prompt-data: each group starts in the state of one."""
+    if unknown := sorted(set(reason or ()) - set(REASONS)):
+        raise UsageError(f"--reason: {unknown[0]} is not one of {', '.join(REASONS)}")
+    selection = Selection(run=run, task=task, label=label, reasons=reason or ())
+
+    async def rows_of_states() -> tuple[list[dict[str, Any]], int]:
+        async with make_client(envd, tls_ca, run="data") as client:
+            if not (found := await selection.of(client)):
+                raise UsageError("no checkpoint fits; `envd checkpoints list` shows those of a daemon")
+            ids = sorted({each.task_id for each in found})
+            tasks = {each.task_id: each for each in await client.list_tasks(task_ids=ids, timeout=LIST_TIMEOUT)}
+            if (min_score, max_score) == (0, 1):
+                return state_rows(found, tasks), len(found)
+            scores = await scores_of(client, found, concurrency=concurrency)
+            fitting = {each: score for each, score in scores.items() if min_score <= score <= max_score}
+            return state_rows(found, tasks, scores=fitting), len(found)
+
+    rows, found_count = asyncio.run(rows_of_states())
+    if not rows:
+        raise UsageError(f"{found_count} checkpoints fit, but none has that score and a task that the daemon serves")
+    write_rows(file, rows)
+    first_end = min(row["metadata"][STATE_COLUMN]["expire_time"] for row in rows)
+    counts = {"written": str(file), "rows": len(rows), "left out": found_count - len(rows), "first expires": first_end}
+    _print(counts, as_json=as_json)
 
 
 def _write_parts(parts: Mapping[Path, Sequence[dict[str, Any]]]) -> None:
