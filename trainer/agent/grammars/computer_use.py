@@ -8,8 +8,10 @@ modifier keys, as Qwen3.5-VL writes them.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
+from cuaenv.actions import Button
 from cuaenv.agent_text import values
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action, Click, Done, Drag, Fail, Move, PressKeys, Scroll, TypeText, Wait
@@ -18,7 +20,7 @@ from trainer.agent.grammars.grammar import Intent, UnsupportedAction, intent
 
 TOOL = "computer_use"
 
-_CLICKS: Mapping[str, tuple[str, int]] = {
+CLICKS: Mapping[str, tuple[Button, int]] = {
     "left_click": ("left", 1),
     "right_click": ("right", 1),
     "middle_click": ("middle", 1),
@@ -26,12 +28,17 @@ _CLICKS: Mapping[str, tuple[str, int]] = {
     "triple_click": ("left", 3),
 }
 
+#: (dx, dy) of one click of the wheel.
+DIRECTIONS = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
+#: Of grammars with an action that only looks at the screen again.
+LOOK = Wait(timedelta(milliseconds=1))
+
 #: Arguments of each action, without `action`.
 ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "key": ("keys",),
     "type": ("text",),
     "mouse_move": ("coordinate",),
-    **dict.fromkeys(_CLICKS, ("coordinate", "text")),
+    **dict.fromkeys(CLICKS, ("coordinate", "text")),
     "left_click_drag": ("coordinate", "start_coordinate", "text"),
     "scroll": ("pixels", "coordinate", "text"),
     "hscroll": ("pixels", "coordinate", "text"),
@@ -85,9 +92,9 @@ def _action(kind: str, given: Mapping[str, object]) -> Action:
         case "answer":
             return Done(values.text_value(given.get("text"), "text"))
         case _:
-            button, count = _CLICKS[kind]
+            button, count = CLICKS[kind]
             x, y = optional_point(given, "coordinate")
-            return Click(x, y, button, count, _modifiers(given))  # type: ignore[arg-type]
+            return Click(x, y, button, count, _modifiers(given))
 
 
 def ending(status: object) -> Action:
@@ -119,7 +126,7 @@ def arguments_of(action: Action) -> dict[str, object]:
         case Move():
             return {"action": "mouse_move", "coordinate": [action.x, action.y]}
         case Click():
-            for kind, (button, count) in _CLICKS.items():
+            for kind, (button, count) in CLICKS.items():
                 if (button, count) == (action.button, action.count):
                     return {"action": kind, **_point_argument(action.x, action.y), **_modifier_argument(action)}
         case Drag() if action.button == "left":

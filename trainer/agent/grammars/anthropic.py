@@ -1,0 +1,242 @@
+"""Anthropic's tools `computer` (version 20250124), `bash` and `str_replace_based_edit_tool`, as `tool_use` blocks.
+
+`screenshot` only looks again. The editor's `insert` has no action here. A path that ends with a slash is a directory.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from cuaenv.actions import EditFile, ListDirectory, ReadFile, RunShell, ToolAction, WriteFile
+from cuaenv.agent_text import values
+from cuaenv.agent_text.values import ParseError
+from cuaenv.client import Action, Click, Drag, MouseDown, MouseUp, Move, PressKeys, Scroll, TypeText, Wait
+from trainer.agent.coordinates import Picture
+from trainer.agent.grammars.blocks import Blocks
+from trainer.agent.grammars.computer_use import CLICKS, DIRECTIONS, LOOK, optional_point
+from trainer.agent.grammars.functions import function_call, function_intent
+from trainer.agent.grammars.grammar import Intent, UnsupportedAction, intent
+
+COMPUTER, BASH, EDITOR = "computer", "bash", "str_replace_based_edit_tool"
+
+#: Arguments of the computer's actions, without `action`.
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "screenshot": (),
+    **dict.fromkeys(CLICKS, ("coordinate", "text")),
+    "mouse_move": ("coordinate",),
+    "left_click_drag": ("start_coordinate", "coordinate"),
+    "left_mouse_down": ("coordinate",),
+    "left_mouse_up": ("coordinate",),
+    "scroll": ("coordinate", "scroll_direction", "scroll_amount", "text"),
+    "type": ("text",),
+    "key": ("text",),
+    "hold_key": ("text", "duration"),
+    "wait": ("duration",),
+}
+#: Arguments of the editor's commands, without `command`.
+_EDITS: Mapping[str, tuple[str, ...]] = {
+    "view": ("path", "view_range"),
+    "create": ("path", "file_text"),
+    "str_replace": ("path", "old_str", "new_str"),
+}
+_COMPUTER_TEXT = """\
+Calls of the tool computer have the form
+{{"type": "tool_use", "name": "computer", "input": {{"action": "left_click", "coordinate": [200, 150]}}}}
+with one of these actions:
+- screenshot: only look again
+- left_click, right_click, middle_click, double_click, triple_click: coordinate; text names keys to hold, such as "ctrl"
+- mouse_move, left_mouse_down, left_mouse_up: coordinate
+- left_click_drag: start_coordinate, coordinate
+- scroll: coordinate, scroll_direction (up, down, left, right), scroll_amount in wheel clicks, text as in a click
+- type: text; a newline in it is Enter
+- key: text, keys such as "Return" or "ctrl+s"; several one after another with spaces between them
+- hold_key: text as in key, duration in seconds
+- wait: duration in seconds
+A coordinate is [x, y] in pixels of the screenshot, which is {width} wide and {height} high."""
+_BASH_TEXT = """\
+The tool bash runs {"command": "ls -l"} in a shell that stays; {"restart": true} starts it again."""
+_EDITOR_TEXT = """\
+The tool str_replace_based_edit_tool has these commands:
+- {"command": "view", "path": "/home/user/a.txt", "view_range": [1, 20]}: the text,
+  or these lines of it, -1 for the last; with a slash at the end of the path, a directory
+- {"command": "create", "path": ..., "file_text": ...}: write a file
+- {"command": "str_replace", "path": ..., "old_str": ..., "new_str": ...}: replace a text that occurs exactly once"""
+
+
+class Anthropic(Blocks):
+    """`{"type": "tool_use", "name": ..., "input": {...}}`, one or more."""
+
+    name = "anthropic"
+    own_tools = ("shell", "files")
+
+    def explained(self, picture: Picture) -> str:
+        """Return the tools."""
+        parts = [_COMPUTER_TEXT.format(width=picture.width, height=picture.height)]
+        parts += [text for tool, text in (("shell", _BASH_TEXT), ("files", _EDITOR_TEXT)) if tool in self._tools]
+        return "\n".join(parts)
+
+    def intents_of(self, call: Mapping[str, object]) -> Sequence[Intent]:
+        """Return the actions of a block. Raises: ParseError."""
+        values.check_arguments(call, ("type", "id", "name", "input"), "a call")
+        name, given = call.get("name"), call.get("input")
+        if call.get("type") != "tool_use":
+            raise ParseError(f'the type of a call is "tool_use", not {values.quoted(call.get("type"))}')
+        own = {COMPUTER: True, BASH: "shell" in self._tools, EDITOR: "files" in self._tools}
+        if not own.get(str(name)):
+            return [function_intent(name, given, self._functions, tool=" or ".join(each for each in own if own[each]))]
+        if not isinstance(given, dict):
+            raise ParseError(f"input must be a JSON object, not {values.quoted(given)}")
+        if name == BASH:
+            return [intent(_shell_action(given), BASH, given)]
+        kind, rest = _chosen(given, *((_ARGUMENTS, "action") if name == COMPUTER else (_EDITS, "command")), str(name))
+        if name == EDITOR:
+            return [intent(_edit_action(kind, rest), kind, rest)]
+        return [intent(action, kind, rest) for action in computer_actions(kind, rest)]
+
+    def calls_of(self, actions: Sequence[Action]) -> Sequence[Mapping[str, object]]:
+        """Return a block for each action. Raises: UnsupportedAction."""
+        return [{"type": "tool_use", "name": name, "input": given} for name, given in map(self._call, actions)]
+
+    def _call(self, action: Action) -> tuple[str, Mapping[str, object]]:
+        match action:
+            case RunShell(command=command) if "shell" in self._tools:
+                return BASH, {"command": command}
+            case ReadFile(path=path, first_line=first, line_count=count) if "files" in self._tools:
+                lines = [first, first + count - 1 if count else -1]
+                return EDITOR, {"command": "view", "path": path, **({} if lines == [1, -1] else {"view_range": lines})}
+            case ListDirectory(path=path) if "files" in self._tools:
+                return EDITOR, {"command": "view", "path": f"{path.removesuffix('/')}/"}
+            case WriteFile(path=path, content=content) if "files" in self._tools:
+                return EDITOR, {"command": "create", "path": path, "file_text": content}
+            case EditFile(path=path, old=old, new=new) if "files" in self._tools:
+                return EDITOR, {"command": "str_replace", "path": path, "old_str": old, "new_str": new}
+            case ToolAction():
+                return function_call(action, self._functions)
+        return COMPUTER, _computer_arguments(action)
+
+
+def _chosen(
+    given: Mapping[str, object], allowed: Mapping[str, Sequence[str]], key: str, tool: str
+) -> tuple[str, Mapping[str, object]]:
+    """Return the action or command of a call, and its arguments. Raises: ParseError."""
+    kind = given.get(key)
+    if not isinstance(kind, str) or kind not in allowed:
+        raise ParseError(f"{tool} has no {key} {values.quoted(kind)}; it has {', '.join(allowed)}")
+    rest = {name: value for name, value in given.items() if name != key}
+    values.check_arguments(rest, allowed[kind], kind)
+    return kind, rest
+
+
+def computer_actions(kind: str, given: Mapping[str, object]) -> list[Action]:
+    """Return the actions of a call of `computer`. Raises: ParseError."""
+    if kind in CLICKS:
+        button, count = CLICKS[kind]
+        x, y = optional_point(given, "coordinate")
+        return [Click(x, y, button, count, _modifiers(given))]
+    match kind:
+        case "screenshot":
+            return [LOOK]
+        case "mouse_move":
+            return [Move(*values.point(given.get("coordinate")))]
+        case "left_mouse_down":
+            return [MouseDown("left", *optional_point(given, "coordinate"))]
+        case "left_mouse_up":
+            return [MouseUp("left", *optional_point(given, "coordinate"))]
+        case "left_click_drag":
+            return [Drag(*values.point(given.get("coordinate")), *optional_point(given, "start_coordinate"))]
+        case "scroll":
+            direction = given.get("scroll_direction")
+            if not isinstance(direction, str) or direction not in DIRECTIONS:
+                raise ParseError(f"scroll_direction must be up, down, left or right, not {values.quoted(direction)}")
+            amount = given.get("scroll_amount")
+            if values.number(amount, "scroll_amount") < 0:
+                raise ParseError("scroll_amount must be positive; use the direction")
+            clicks, (dx, dy) = values.wheel_clicks(amount, "scroll_amount"), DIRECTIONS[direction]
+            x, y = optional_point(given, "coordinate")
+            return [Scroll(dy * clicks, dx * clicks, x, y, _modifiers(given))]
+        case "key":
+            return [*_chords(given.get("text"))]
+        case "hold_key":
+            hold = values.wait_action(given.get("duration"), "duration").duration
+            return [PressKeys(chord.keys, hold) for chord in _chords(given.get("text"))]
+        case "type":
+            return [values.type_action(given.get("text"))]
+        case "wait":
+            return [values.wait_action(given.get("duration"), "duration")]
+    raise ParseError(f"action {kind} is not available on this desktop; use mouse and keyboard")
+
+
+def _modifiers(given: Mapping[str, object]) -> Sequence[str]:
+    return [key for chord in _chords(given["text"]) for key in chord.keys] if given.get("text") else ()
+
+
+def _chords(text: object) -> Sequence[PressKeys]:
+    """Return the chords of a text such as `ctrl+s` or `Tab Tab Return`. Raises: ParseError."""
+    chords = values.text_value(text, "text").split()
+    if not chords:
+        raise ParseError("text must name a key")
+    # A plus sign that follows a plus sign is a key: "ctrl++".
+    return [values.key_chord(re.split(r"(?<=[^+])\+", chord), "text") for chord in chords]
+
+
+def _shell_action(given: Mapping[str, object]) -> Action:
+    values.check_arguments(given, ("command", "restart"), BASH)
+    if given.get("restart") is True and "command" not in given:
+        return RunShell("exit")  # the next command has a new shell
+    command = values.text_value(given.get("command"), "command")
+    if not command or given.get("restart"):
+        raise ParseError("bash needs either a command or restart")
+    return RunShell(command)
+
+
+def _edit_action(kind: str, given: Mapping[str, object]) -> Action:
+    path = values.text_value(given.get("path"), "path")
+    if not path:
+        raise ParseError("path is empty")
+    match kind:
+        case "view" if path.endswith("/"):
+            return ListDirectory(path.rstrip("/") or "/")
+        case "view":
+            first, last = values.point(given.get("view_range", [1, -1]), "view_range")
+            if first < 1 or (last != -1 and last < first):
+                raise ParseError(f"view_range must be [first, last] with lines from 1, not [{first}, {last}]")
+            return ReadFile(path, first, 0 if last == -1 else last - first + 1)
+        case "create":
+            return WriteFile(path, values.text_value(given.get("file_text"), "file_text"))
+        case _:
+            old = values.text_value(given.get("old_str"), "old_str")
+            if not old:
+                raise ParseError("old_str is empty")
+            return EditFile(path, old, values.text_value(given.get("new_str", ""), "new_str"))
+
+
+def _computer_arguments(action: Action) -> Mapping[str, object]:
+    """Return the arguments of `computer` for an action, unchecked. Raises: UnsupportedAction."""
+    at = {} if getattr(action, "x", None) is None else {"coordinate": [action.x, action.y]}  # type: ignore[union-attr]
+    held = {"text": "+".join(getattr(action, "modifiers", ()))} if getattr(action, "modifiers", ()) else {}
+    match action:
+        case Click():
+            kind = next((name for name, each in CLICKS.items() if each == (action.button, action.count)), "")
+            if kind:
+                return {"action": kind, **at, **held}
+        case Move():
+            return {"action": "mouse_move", **at}
+        case MouseDown():
+            return {"action": "left_mouse_down", **at}
+        case MouseUp():
+            return {"action": "left_mouse_up", **at}
+        case Drag():
+            start = {} if action.start_x is None else {"start_coordinate": [action.start_x, action.start_y]}
+            return {"action": "left_click_drag", **start, "coordinate": [action.end_x, action.end_y]}
+        case Scroll():
+            amount = abs(action.dx + action.dy) or 1
+            sign = (action.dx // amount, action.dy // amount)
+            direction = next((name for name, each in DIRECTIONS.items() if each == sign), "")
+            return {"action": "scroll", **at, "scroll_direction": direction, "scroll_amount": amount, **held}
+        case TypeText(text=text):
+            return {"action": "type", "text": text}
+        case PressKeys(keys=keys, hold=hold):
+            kind, more = ("hold_key", {"duration": hold.total_seconds()}) if hold else ("key", {})
+            return {"action": kind, "text": "+".join(keys), **more}
+        case Wait(duration=duration):
+            return {"action": "wait", "duration": duration.total_seconds()}
+    raise UnsupportedAction(f"{COMPUTER} cannot express {action}")
