@@ -90,12 +90,7 @@ async def record(
         StoredTrajectory(
             task_id=task.task_id if len(rows) == 1 else f"{task.task_id}_chunk{number}",
             messages=tuple(row.as_json()),
-            images=tuple(
-                data_uri(part, compress_level=6)
-                for message in row.messages
-                for part in message.parts
-                if not isinstance(part, str)
-            ),
+            images=row.images(),
             reward=trajectory.evaluation.score,
             metadata=metadata,
         )
@@ -104,11 +99,16 @@ async def record(
 
 
 @dataclass(slots=True)
-class _Row:
+class Row:
     """One context, and the indices of its trained turns."""
 
     messages: list[Message]
     trained: set[int] = field(default_factory=set)
+
+    def images(self) -> tuple[str, ...]:
+        """Return the images as data URIs."""
+        parts = (part for message in self.messages for part in message.parts)
+        return tuple(data_uri(part, compress_level=6) for part in parts if not isinstance(part, str))
 
     def as_json(self) -> Iterator[dict[str, Any]]:
         """Yield the messages, with a placeholder for each image."""
@@ -142,12 +142,12 @@ class OracleConversation:
         self._is_waiting = False
         self._screen: object = None
         self._has_changed = True
-        self.rows: list[_Row] = []
+        self.rows: list[Row] = []
         """The messages so far."""
 
     async def begin(self, messages: Sequence[Message]) -> None:
         """Start a row."""
-        self.rows.append(_Row(list(messages)))
+        self.rows.append(Row(list(messages)))
         self._observe(messages[-1])
 
     async def append(self, message: Message) -> None:

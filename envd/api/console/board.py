@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from envd.api.console.runs import Facts, Runs
 from envd.base.clock import Clock
 from envd.base.errors import EvaluatorFailed
+from envd.episodes.checkpoints.store import Checkpoint
 from envd.episodes.episode import Episode
 from envd.episodes.events import PerformedStep
 from envd.episodes.service import EpisodeService
@@ -182,6 +183,7 @@ def episode_facts(episode: Episode, timeline: Timeline, *, clock: Clock) -> Fact
         "reason": info.end_reason,
         "step": info.step_count,
         "max_steps": info.max_steps,
+        "checkpoint": episode.last_checkpoint_id,
         "created": round(info.create_time.timestamp()),
         # Whole seconds: the exact value differs with every reading.
         "expires": round(info.expire_time.timestamp()),
@@ -192,11 +194,21 @@ def episode_facts(episode: Episode, timeline: Timeline, *, clock: Clock) -> Fact
     }
 
 
-def episode_detail(episode: Episode, facts: Facts, timeline: Timeline) -> Facts:
-    """Return what the full view shows."""
+def episode_detail(episode: Episode, facts: Facts, timeline: Timeline, checkpoints: Iterable[Checkpoint]) -> Facts:
+    """Return what the full view shows, with the checkpoints of its tree."""
     verdict = episode.verdict
     return {
         **facts,
+        "checkpoints": [
+            {
+                "id": each.checkpoint_id,
+                "parent": each.parent_checkpoint_id,
+                "episode": each.episode_id,
+                "step": each.step_count,
+                "label": each.label or each.trigger.replace("_", " "),
+            }
+            for each in checkpoints
+        ],
         "instruction": episode.task.instruction,
         "machine": episode.machine.machine_id,
         "cause": episode.cause,

@@ -277,7 +277,9 @@ def _meta(episode: Episode) -> dict[str, Any]:
         "run": episode.run,
         "owner": episode.owner,
         "max_steps": episode.max_steps,
+        "tools": list(episode.tools),
         "first_step": episode.step_count,
+        "checkpoint_episode_id": episode.origin.checkpoint_episode_id,
         "create_time": episode.create_time.timestamp(),
     }
 

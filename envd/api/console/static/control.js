@@ -201,19 +201,25 @@ async function showStart() {
   $("start").showModal();
 }
 
-async function start(event) {
-  event.preventDefault();
-  $("start-note").textContent = "Opening …";
+// Opens an episode of a task or from a checkpoint, and takes control of it.
+async function openForPerson(what, note) {
+  note.textContent = "Opening …";
   try {
-    const { id } = await post("api/episodes", { task: $("start-task").value });
+    await releaseControl();
+    const { id } = await post("api/episodes", what);
     $("start").close();
     while (!episodes.has(id)) await new Promise((done) => setTimeout(done, 50));
     openFull(id);
     await takeControl();
     $("control-score").hidden = $("control-close").hidden = false;
   } catch (error) {
-    $("start-note").textContent = error.message;
+    note.textContent = error.message;
   }
+}
+
+function start(event) {
+  event.preventDefault();
+  openForPerson({ task: $("start-task").value }, $("start-note"));
 }
 
 async function score() {

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cuaenv.frames import TiledImage
+from cuaenv.frames.size import fit
 from cuaenv.region import Region
 from envd.base.errors import InvalidRequest
-from envd.guest.display.frames import Frame, PointerImage, compress, draw, fit, picture_of
+from envd.guest.display.frames import Frame, PointerImage, compress, draw, picture_of
 from envd.guest.display.rfb import CursorShape
 from envd.guest.observation import CursorMode, Encoding, ObservationOptions, Point
 
