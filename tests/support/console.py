@@ -86,26 +86,46 @@ async def wall(tmp_path: Path, size: int, flags: Mapping[str, object] | None = N
             **(flags or {}),
         }
     )
+    async with open_daemon(config) as daemon, browser_page() as page:
+        yield Wall(daemon, page)
+
+
+@asynccontextmanager
+async def browser_page() -> AsyncIterator[Page]:
+    """Open an empty page in a browser of its own; fails if a script of the page fails."""
     problems: list[str] = []
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-    async with open_daemon(config) as daemon, async_playwright() as playwright:
+    async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path="/usr/bin/chromium", args=arguments)
         try:
             page = await browser.new_page(viewport={"width": 1600, "height": 1000})
             page.set_default_timeout(PATIENCE_MS)
             expect.set_options(timeout=PATIENCE_MS)
             page.on("pageerror", lambda error: problems.append(str(error)))
-            yield Wall(daemon, page)
+            yield page
         finally:
             await browser.close()
     assert problems == []
 
 
-async def click_screen(shown: Wall, x: int, y: int, *, screen: tuple[int, int] = (1280, 800)) -> None:
+async def place_of(page: Page, x: int, y: int, *, screen: tuple[int, int] = (1280, 800)) -> tuple[float, float]:
+    """Return where a place of the guest's screen is in the full view."""
+    box = await page.locator("#full-image").bounding_box()
+    assert box is not None
+    return box["x"] + (x + 0.5) * box["width"] / screen[0], box["y"] + (y + 0.5) * box["height"] / screen[1]
+
+
+async def click_screen(page: Page, x: int, y: int) -> None:
     """Click at a place of the guest's screen."""
-    box = await shown.box("#full-image")
-    at = (box["x"] + (x + 0.5) * box["width"] / screen[0], box["y"] + (y + 0.5) * box["height"] / screen[1])
-    await shown.page.mouse.click(*at)
+    await page.mouse.click(*await place_of(page, x, y))
+
+
+async def drag_screen(page: Page, start: tuple[int, int], end: tuple[int, int]) -> None:
+    """Drag from a place of the guest's screen to another."""
+    await page.mouse.move(*await place_of(page, *start))
+    await page.mouse.down()
+    await page.mouse.move(*await place_of(page, *end), steps=8)
+    await page.mouse.up()
 
 
 async def paste(page: Page, text: str) -> None:

@@ -53,7 +53,7 @@ class EpisodeHistory:
         return self._timelines.get(episode_id) or Timeline("", 0, deque())
 
     def opened(self, episode: Episode) -> None:
-        """Start a timeline; that of a fork begins with its parent's steps, if the parent is open."""
+        """Start a timeline; it begins with the steps before a fork or a checkpoint, if their episode is open."""
         member_count, open_ids = self._labels.get(episode.group_id, (0, set()))
         parent = self._timelines.get(episode.parent_episode_id)
         steps: deque[PerformedStep] = deque(maxlen=_MAX_STEPS)
@@ -63,7 +63,8 @@ class EpisodeHistory:
         else:
             parent.branch_count += 1
             label = f"{parent.label}.{parent.branch_count}"
-            steps.extend(step for step in parent.steps if step.index < episode.step_count and not step.is_rolled_back)
+        if (source := parent or self._timelines.get(episode.origin.checkpoint_episode_id)) is not None:
+            steps.extend(step for step in source.steps if step.index < episode.step_count and not step.is_rolled_back)
         open_ids.add(episode.episode_id)
         self._labels[episode.group_id] = member_count, open_ids
         self._timelines[episode.episode_id] = Timeline(label, episode.step_count, steps)
@@ -172,7 +173,7 @@ def episode_facts(episode: Episode, timeline: Timeline, *, clock: Clock) -> Fact
     return {
         "id": info.episode_id,
         "group": info.group_id,
-        "parent": info.parent_episode_id,
+        "parent": info.parent_episode_id or info.origin.checkpoint_episode_id,
         "label": timeline.label,
         "first": timeline.first_index,
         "task": info.task_id,

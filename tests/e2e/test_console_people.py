@@ -1,0 +1,125 @@
+"""People at the console's page in Chromium: they drive from checkpoints, and show tasks that become task files.
+
+Writes pictures to out/console/. Needs Debian's package `chromium`.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from playwright.async_api import Page, expect
+
+from cuaenv.actions import Click, TypeText
+from envd.episodes.types import CheckpointCommand
+from tests.support.console import browser_page, click_screen, wall
+from tests.support.program import Program, run_program
+
+ENVD = (sys.executable, "-m", "envd")
+Act = Callable[[Page], Awaitable[None]]
+
+
+async def test_a_person_drives_from_a_checkpoint_to_a_score(tmp_path: Path) -> None:
+    async with wall(tmp_path, 2) as shown:
+        page, service = shown.page, shown.daemon.service
+        (episode_id,) = await shown.reset(1, run="agent")
+        await shown.play(episode_id, Click(379, 311))
+        command = CheckpointCommand(request_id="c", episode_id=episode_id, step_index=1, label="before typing")
+        await service.checkpoints.create(command)
+        await shown.play(episode_id, TypeText("a mistake"), first=1)
+        await page.set_viewport_size({"width": 1440, "height": 900})
+        await page.goto(f"{shown.url}#episode={episode_id}")
+        state = page.locator("#full-checkpoints button")
+        await expect(state).to_have_text("step 1before typingdrive from here")
+        await shown.picture("checkpoints-wide")
+        await state.click()
+        await expect(page.locator("#full.controlled")).to_be_visible()
+        await expect(page.locator("#full-id")).not_to_have_text(episode_id)
+        await page.keyboard.type("Hello, fake desktop!")
+        await click_screen(page, 82, 86)
+        await expect(page.locator("#full-steps .what").first).to_contain_text("by a person:")
+        await shown.picture("drive-wide")
+        await page.set_viewport_size({"width": 390, "height": 844})
+        await shown.picture("drive-narrow")
+        await page.click("#control-score")
+        await expect(page.locator("#control-note")).to_have_text("Score 1")
+        found = service.find(episode_id)
+        assert found is not None
+        assert found.step_count == 2
+
+
+async def recorded(words: Sequence[str], tmp_path: Path, name: str, act: Act, *, setup: Sequence[Any] = ()) -> Path:
+    """Show a task in the page of `envd tasks record`; return the file that it writes."""
+    setup_file = tmp_path / f"{name}-setup.yaml"
+    setup_file.write_text(yaml.safe_dump(list(setup)))
+    command = ("tasks", "record", f"shown/{name}", "--instruction", f"Do {name}.", "--setup", str(setup_file))
+    with Program(*ENVD, *command, "--out", str(tmp_path), *words) as program:
+        url = await asyncio.to_thread(program.wait_for, r"open (http://\S+)", timeout_s=400)
+        async with browser_page() as page:
+            await page.goto(url)
+            await expect(page.locator("#full-image")).to_have_js_property("naturalWidth", 1280)
+            await page.click("#control-take")
+            await expect(page.locator("#full.controlled")).to_be_visible()
+            await act(page)
+            await page.click("#control-release")
+            await expect(page.locator("#control-note")).to_have_text("Handed back.")
+            assert await asyncio.to_thread(program.wait) == 0, program.output
+        assert "next: envd tasks verify" in program.output
+    return tmp_path / f"shown-{name}.yaml"
+
+
+async def verified(words: Sequence[str], files: Sequence[Path]) -> str:
+    """Return the report of `envd tasks verify`: oracles score 1, doing nothing scores 0."""
+    tasks = [word for file in files for word in ("--tasks", str(file))]
+    done = await run_program(*ENVD, "tasks", "verify", "shown/", *tasks, *words)
+    assert done.status == 0, done.out + done.err
+    return done.out
+
+
+async def _write_a_note(page: Page) -> None:
+    await click_screen(page, 379, 311)
+    await page.keyboard.type("Buy tea")
+    await click_screen(page, 82, 86)
+
+
+async def _append_a_line(page: Page) -> None:
+    await page.keyboard.press("Control+End")
+    await page.keyboard.type("eggs")
+    await page.keyboard.press("Control+s")
+
+
+async def _enable(page: Page) -> None:
+    await click_screen(page, 822, 167)
+
+
+LIST = (
+    {"kind": "write_file", "path": "/home/user/list.txt", "text": "milk\nbread\n"},
+    {"kind": "open", "path": "/home/user/list.txt", "program": "editor"},
+)
+ITEMS = [
+    *("eggs", "butter", "cheese", "flour", "sugar", "salt", "pepper", "rice", "beans", "lentils"),
+    *("oats", "honey", "jam", "coffee", "cocoa", "apples", "pears", "plums", "leeks", "onions"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_tasks_are_shown_in_the_page_verified_and_given_variants(tmp_path: Path) -> None:
+    words = ("--hypervisor", "fake", "--state-dir", str(tmp_path / "state"))
+    files = [
+        await recorded(words, tmp_path, "note", _write_a_note),
+        await recorded(words, tmp_path, "append", _append_a_line, setup=LIST),
+        await recorded(words, tmp_path, "enable", _enable),
+    ]
+    assert "3 tasks" in await verified(words, files)
+    # By hand: the word becomes a parameter.
+    text = files[1].read_text()
+    assert text.count("eggs") == 2
+    marked = json.loads(json.dumps(yaml.safe_load(text)).replace("eggs", "{{item}}"))
+    marked["tasks"][0]["parameters"] = {"item": ITEMS}
+    files[1].write_text(yaml.safe_dump(marked))
+    assert "20 tasks" in await verified(words, files[1:2])
