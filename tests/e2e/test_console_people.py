@@ -7,16 +7,23 @@ import asyncio
 import json
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from playwright.async_api import Error as PlaywrightError
 from playwright.async_api import Page, expect
 
-from cuaenv.actions import Click, TypeText
+from cuaenv.client import AsyncEnvClient, Click, Done, Drag, HumanInControl, Move, TypeText
+from envd.api.security.tokens import new_token
+from envd.base.config import HypervisorConfig, load
 from envd.episodes.types import CheckpointCommand
-from tests.support.console import browser_page, click_screen, wall
+from envd.images.catalogue import Image as GuestImage
+from tests.support.console import browser_page, click_screen, drag_screen, paste, wall
+from tests.support.leftovers import machine_leftovers
 from tests.support.program import Program, run_program
 
 ENVD = (sys.executable, "-m", "envd")
@@ -123,3 +130,133 @@ async def test_tasks_are_shown_in_the_page_verified_and_given_variants(tmp_path:
     marked["tasks"][0]["parameters"] = {"item": ITEMS}
     files[1].write_text(yaml.safe_dump(marked))
     assert "20 tasks" in await verified(words, files[1:2])
+
+
+DRAFT = "/home/user/Documents/draft.txt"
+TASK = {
+    "name": "rewrite",
+    "level": 2,
+    "instruction": "Replace the first line by: new Wörter here",
+    "setup": [
+        {"kind": "write_file", "path": DRAFT, "text": "old words\nsecond line\n"},
+        {"kind": "open", "path": DRAFT},
+    ],
+    "checker": {"kind": "file_text", "path": DRAFT, "equals": "new Wörter here\nsecond line\n"},
+}
+#: Of the first line in the editor.
+LINE_Y, LINE_END_X = 121, 120
+
+
+def real_flags(state_dir: Path, image: GuestImage, template_dir: Path) -> dict[str, object]:
+    """Return the settings of a daemon with a real machine."""
+    return {
+        "hypervisor.uri": HypervisorConfig().uri,
+        "hypervisor.template_dir": template_dir,
+        "state_dir": state_dir,
+        "cache_dir": load().cache_dir,
+        "pools.desktop.image": image.name,
+    }
+
+
+@pytest.mark.vm
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+async def test_people_and_an_agent_take_turns_on_a_real_machine(
+    tmp_path: Path, vm_state_dir: Path, desktop_image: GuestImage, template_dir: Path
+) -> None:
+    made = {name: new_token(name, scope) for name, scope in (("person", "run"), ("viewer", "read"))}
+    tokens, suite = tmp_path / "tokens", tmp_path / "suite.yaml"
+    tokens.touch(mode=0o600)
+    tokens.write_text("".join(f"{each.line}\n" for each in made.values()))
+    suite.write_text(yaml.safe_dump({"suite": "real", "tasks": [TASK]}, allow_unicode=True))
+    more = {"security.tokens_file": str(tokens), "tasks.suites": [str(suite)]}
+    async with (
+        wall(tmp_path, 1, {**real_flags(vm_state_dir, desktop_image, template_dir), **more}) as shown,
+        AsyncEnvClient(shown.daemon.address, token=made["person"].secret) as client,
+        client.reset("real/rewrite", timeout=timedelta(minutes=10)) as agent,
+    ):
+        page, browser = shown.page, shown.page.context.browser
+        assert browser is not None
+        other, viewer = [await (await browser.new_context()).new_page() for _ in range(2)]
+        for each, name in ((page, "person"), (other, "person"), (viewer, "viewer")):
+            await each.set_viewport_size({"width": 1440, "height": 900})
+            await each.goto(f"{shown.url}#episode={agent.episode_id}&token={made[name].secret}")
+            await expect(each.locator("#full-image")).to_have_js_property("naturalWidth", 1280)
+        # A page without rights watches only.
+        await viewer.click("#control-take")
+        await expect(viewer.locator("#control-note")).to_contain_text("your token may not control it")
+        # Of two pages one controls.
+        await page.click("#control-take")
+        await expect(page.locator("#full.controlled")).to_be_visible()
+        await other.click("#control-take")
+        await expect(other.locator("#control-note")).to_contain_text("person controls it")
+        # It clicks, drags over the first line, types, pastes and saves.
+        await click_screen(page, 640, 400)
+        await drag_screen(page, (6, LINE_Y), (LINE_END_X, LINE_Y))
+        await shown.picture("real-dragged")
+        await page.keyboard.type("new ")
+        await paste(page, "Wörter")
+        await page.keyboard.type(" here")
+        with pytest.raises(HumanInControl):
+            await agent.step(Click(1, 1))
+        await page.keyboard.press("Control+s")
+        await expect(page.locator("#full-steps .what").first).to_contain_text("by a person:")
+        await shown.picture("real-wide")
+        await page.set_viewport_size({"width": 390, "height": 844})
+        await shown.picture("real-narrow")
+        await page.click("#control-release")
+        await expect(page.locator("#control-note")).to_have_text("Handed back.")
+        handover = await agent.handed_back()
+        assert Drag(LINE_END_X, LINE_Y, 6, LINE_Y) in handover.actions
+        assert (await agent.step(Move(600, 500))).step_count == 1
+        # A page whose process dies loses control when its lease expires, not before.
+        await other.click("#control-take")
+        await expect(other.locator("#full.controlled")).to_be_visible()
+        with suppress(PlaywrightError):
+            await other.goto("chrome://crash")
+        await page.click("#control-take")
+        await expect(page.locator("#control-note")).to_contain_text("person controls it")
+        while not await page.locator("#full.controlled").count():
+            await page.click("#control-take")
+            await asyncio.sleep(1)
+        await page.click("#control-release")
+        await expect(page.locator("#control-note")).to_have_text("Handed back.")
+        await agent.observe()
+        assert (await agent.step(Done())).done
+        assert (await agent.evaluate()).score == 1.0
+    assert machine_leftovers(vm_state_dir) == []
+
+
+async def _add_eggs(page: Page) -> None:
+    await page.keyboard.press("Control+End")
+    await page.keyboard.type("eggs\n")
+    await page.keyboard.press("Control+s")
+    await _saved(page)
+
+
+async def _rewrite(page: Page) -> None:
+    await drag_screen(page, (6, LINE_Y), (LINE_END_X, LINE_Y))
+    await paste(page, "new Wörter here")
+    await page.keyboard.press("Control+s")
+    await _saved(page)
+
+
+async def _saved(page: Page) -> None:
+    """Wait until the steps are recorded, which is after the screen has settled."""
+    await expect(page.locator("#full-steps .what").first).to_contain_text("press ctrl+s")
+
+
+@pytest.mark.vm
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+async def test_tasks_are_shown_on_a_real_machine_and_verified(
+    tmp_path: Path, vm_state_dir: Path, desktop_image: GuestImage
+) -> None:
+    words = ("--image", desktop_image.name, "--state-dir", str(vm_state_dir))
+    setup: Any = TASK["setup"]
+    files = [
+        await recorded(words, tmp_path, "eggs", _add_eggs, setup=setup),
+        await recorded(words, tmp_path, "rewrite", _rewrite, setup=setup),
+    ]
+    assert "2 tasks" in await verified(words, files)
+    assert machine_leftovers(vm_state_dir) == []
