@@ -198,7 +198,9 @@ def _with_sources(row: Row, sources: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _result(turn: Turn, settings: AgentSettings) -> str:
-    results = [None if output is None else ToolResult(output=output) for output in turn.outputs]
+    # Results are those of all actions; actions that were refused were not performed.
+    outputs = turn.outputs if len(turn.outputs) == len(turn.actions) else ()
+    results = [None if output is None else ToolResult(output=output) for output in outputs]
     tools = prompts.tool_text(turn.actions, results, max_chars=settings.tool_chars)
     text = prompts.result_text()
     return f"{text}\n\n{tools}\n\n" if tools else text

@@ -13,7 +13,7 @@ from envd.base.clock import Clock
 from envd.base.errors import EvaluatorFailed
 from envd.episodes.checkpoints.store import Checkpoint
 from envd.episodes.episode import Episode
-from envd.episodes.events import PerformedStep
+from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EvaluateResult
 from envd.pool.queue_report import QueuedGroup
@@ -37,8 +37,8 @@ class Timeline:
     branch_count: int = 0
 
 
-class EpisodeHistory:
-    """The timelines of all open episodes, in memory: a restart of the daemon empties it. An `EpisodeObserver`."""
+class EpisodeHistory(EpisodeObserver):
+    """The timelines of all open episodes, in memory: a restart of the daemon empties it."""
 
     def __init__(self) -> None:
         self._timelines: dict[str, Timeline] = {}
@@ -80,9 +80,6 @@ class EpisodeHistory:
             for at, step in enumerate(timeline.steps):
                 if step.index >= episode.step_count:
                     timeline.steps[at] = replace(step, is_rolled_back=True)
-
-    def scored(self, episode: Episode) -> None:
-        """Do nothing: the episode has its score."""
 
     def closed(self, episode: Episode) -> None:
         """Forget the timeline, and the group with its last episode."""

@@ -12,7 +12,7 @@ from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action, Click, Drag, MouseDown, MouseUp, Move, PressKeys, Scroll, TypeText, Wait
 from trainer.agent.coordinates import Picture
 from trainer.agent.grammars.blocks import Blocks
-from trainer.agent.grammars.computer_use import CLICKS, DIRECTIONS, LOOK, optional_point
+from trainer.agent.grammars.computer_use import CLICKS, DIRECTIONS, LOOK, chosen, optional_point
 from trainer.agent.grammars.functions import function_call, function_intent
 from trainer.agent.grammars.grammar import Intent, UnsupportedAction, intent
 
@@ -87,7 +87,7 @@ class Anthropic(Blocks):
             raise ParseError(f"input must be a JSON object, not {values.quoted(given)}")
         if name == BASH:
             return [intent(_shell_action(given), BASH, given)]
-        kind, rest = _chosen(given, *((_ARGUMENTS, "action") if name == COMPUTER else (_EDITS, "command")), str(name))
+        kind, rest = chosen(given, *((_ARGUMENTS, "action") if name == COMPUTER else (_EDITS, "command")), str(name))
         if name == EDITOR:
             return [intent(_edit_action(kind, rest), kind, rest)]
         return [intent(action, kind, rest) for action in computer_actions(kind, rest)]
@@ -112,18 +112,6 @@ class Anthropic(Blocks):
             case ToolAction():
                 return function_call(action, self._functions)
         return COMPUTER, _computer_arguments(action)
-
-
-def _chosen(
-    given: Mapping[str, object], allowed: Mapping[str, Sequence[str]], key: str, tool: str
-) -> tuple[str, Mapping[str, object]]:
-    """Return the action or command of a call, and its arguments. Raises: ParseError."""
-    kind = given.get(key)
-    if not isinstance(kind, str) or kind not in allowed:
-        raise ParseError(f"{tool} has no {key} {values.quoted(kind)}; it has {', '.join(allowed)}")
-    rest = {name: value for name, value in given.items() if name != key}
-    values.check_arguments(rest, allowed[kind], kind)
-    return kind, rest
 
 
 def computer_actions(kind: str, given: Mapping[str, object]) -> list[Action]:

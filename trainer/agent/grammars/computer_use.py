@@ -59,12 +59,20 @@ def call_intent(
     parse: Callable[[str, Mapping[str, object]], Action],
 ) -> Intent:
     """Return the action of a call whose arguments, without `action`, are among those allowed. Raises: ParseError."""
-    kind = arguments.get("action")
-    if not isinstance(kind, str) or kind not in allowed:
-        raise ParseError(f"{TOOL} has no action {values.quoted(kind)}; its actions are {', '.join(allowed)}")
-    rest = {name: value for name, value in arguments.items() if name != "action"}
-    values.check_arguments(rest, allowed[kind], kind)
+    kind, rest = chosen(arguments, allowed, "action", TOOL)
     return intent(parse(kind, rest), kind, rest)
+
+
+def chosen(
+    given: Mapping[str, object], allowed: Mapping[str, Sequence[str]], key: str, tool: str
+) -> tuple[str, dict[str, object]]:
+    """Return what a call of a tool chooses by the argument `key`, and its other arguments. Raises: ParseError."""
+    kind = given.get(key)
+    if not isinstance(kind, str) or kind not in allowed:
+        raise ParseError(f"{tool} has no {key} {values.quoted(kind)}; it has {', '.join(allowed)}")
+    rest = {name: value for name, value in given.items() if name != key}
+    values.check_arguments(rest, allowed[kind], kind)
+    return kind, rest
 
 
 def _action(kind: str, given: Mapping[str, object]) -> Action:

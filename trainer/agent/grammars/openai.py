@@ -16,7 +16,7 @@ from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action, Click, Drag, MouseDown, MouseUp, Move, PressKeys, Scroll, TypeText, Wait
 from trainer.agent.coordinates import Picture
 from trainer.agent.grammars.blocks import Blocks
-from trainer.agent.grammars.computer_use import LOOK
+from trainer.agent.grammars.computer_use import LOOK, chosen
 from trainer.agent.grammars.functions import function_call, function_intent
 from trainer.agent.grammars.grammar import Intent, UnsupportedAction, intent
 from trainer.agent.grammars.tool_calls import json_value
@@ -99,11 +99,7 @@ class OpenAI(Blocks):
 
 
 def _intents(given: object) -> Sequence[Intent]:
-    kind = given.get("type") if isinstance(given, dict) else None
-    if not isinstance(given, dict) or not isinstance(kind, str) or kind not in _ARGUMENTS:
-        raise ParseError(f"{_CALL} has no action {values.quoted(kind)}; its actions are {', '.join(_ARGUMENTS)}")
-    rest = {name: value for name, value in given.items() if name != "type"}
-    values.check_arguments(rest, _ARGUMENTS[kind], kind)
+    kind, rest = chosen(given if isinstance(given, dict) else {}, _ARGUMENTS, "type", _CALL)
     return [intent(action, kind, rest) for action in _actions(kind, rest)]
 
 
