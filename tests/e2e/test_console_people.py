@@ -143,8 +143,8 @@ TASK = {
     ],
     "checker": {"kind": "file_text", "path": DRAFT, "equals": "new Wörter here\nsecond line\n"},
 }
-#: Of the first line in the editor.
-LINE_Y, LINE_END_X = 121, 120
+#: Before and behind the first line in the editor.
+LINE = ((64, 97), (220, 97))
 
 
 def real_flags(state_dir: Path, image: GuestImage, template_dir: Path) -> dict[str, object]:
@@ -192,7 +192,7 @@ async def test_people_and_an_agent_take_turns_on_a_real_machine(
         await expect(other.locator("#control-note")).to_contain_text("person controls it")
         # It clicks, drags over the first line, types, pastes and saves.
         await click_screen(page, 640, 400)
-        await drag_screen(page, (6, LINE_Y), (LINE_END_X, LINE_Y))
+        await drag_screen(page, *LINE)
         await shown.picture("real-dragged")
         await page.keyboard.type("new ")
         await paste(page, "Wörter")
@@ -207,7 +207,7 @@ async def test_people_and_an_agent_take_turns_on_a_real_machine(
         await page.click("#control-release")
         await expect(page.locator("#control-note")).to_have_text("Handed back.")
         handover = await agent.handed_back()
-        assert Drag(LINE_END_X, LINE_Y, 6, LINE_Y) in handover.actions
+        assert Drag(*LINE[1], *LINE[0]) in handover.actions
         assert (await agent.step(Move(600, 500))).step_count == 1
         # A page whose process dies loses control when its lease expires, not before.
         await other.click("#control-take")
@@ -235,7 +235,7 @@ async def _add_eggs(page: Page) -> None:
 
 
 async def _rewrite(page: Page) -> None:
-    await drag_screen(page, (6, LINE_Y), (LINE_END_X, LINE_Y))
+    await drag_screen(page, *LINE)
     await paste(page, "new Wörter here")
     await page.keyboard.press("Control+s")
     await _saved(page)

@@ -101,7 +101,7 @@ async function drained() {
 function pointOf(event) {
   const box = $("full-image").getBoundingClientRect();
   const [width, height] = fullScreen;
-  const x = Math.round((event.clientX - box.left) / box.width * width), y = Math.round((event.clientY - box.top) / box.height * height);
+  const x = Math.floor((event.clientX - box.left) / box.width * width), y = Math.floor((event.clientY - box.top) / box.height * height);
   return { x: Math.max(0, Math.min(width - 1, x)), y: Math.max(0, Math.min(height - 1, y)) };
 }
 
