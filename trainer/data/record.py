@@ -7,7 +7,7 @@ An oracle replaces the model in the agent's own loop, so prompts and screenshots
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cuaenv.client import Action, Done, Fail, Task, Wait
 from trainer.agent.attempts import Environments, run_task
@@ -19,9 +19,6 @@ from trainer.agent.types import Message, ModelFailed, Outcome, Reply, data_uri
 from trainer.data.oracles import Oracle
 from trainer.data.prompts import task_metadata
 from trainer.replay.trajectory import IMAGE_PLACEHOLDER, StoredTrajectory
-
-if TYPE_CHECKING:
-    pass
 
 #: Successive waits, in seconds, while an input has not changed the screen: an emulated guest may take 30 s to open a
 #: window, and the next keys would go to the wrong one.

@@ -9,12 +9,23 @@ from collections.abc import Mapping, Sequence
 from cuaenv.actions import EditFile, ListDirectory, ReadFile, RunShell, ToolAction, WriteFile
 from cuaenv.agent_text import values
 from cuaenv.agent_text.values import ParseError
-from cuaenv.client import Action, Click, Drag, MouseDown, MouseUp, Move, PressKeys, Scroll, TypeText, Wait
+from cuaenv.client import Action, MouseDown, MouseUp, PressKeys, Scroll, Wait
 from trainer.agent.coordinates import Picture
 from trainer.agent.grammars.blocks import Blocks
-from trainer.agent.grammars.computer_use import CLICKS, DIRECTIONS, LOOK, chosen, optional_point
+from trainer.agent.grammars.computer_use import (
+    CLICKS,
+    LOOK,
+    action_of,
+    arguments_of,
+    chosen,
+    directed_scroll,
+    direction_and_amount,
+    modifier_argument,
+    optional_point,
+    point_argument,
+)
 from trainer.agent.grammars.functions import function_call, function_intent
-from trainer.agent.grammars.grammar import Intent, UnsupportedAction, intent
+from trainer.agent.grammars.grammar import Intent, intent
 
 COMPUTER, BASH, EDITOR = "computer", "bash", "str_replace_based_edit_tool"
 
@@ -116,45 +127,25 @@ class Anthropic(Blocks):
 
 def computer_actions(kind: str, given: Mapping[str, object]) -> list[Action]:
     """Return the actions of a call of `computer`. Raises: ParseError."""
-    if kind in CLICKS:
-        button, count = CLICKS[kind]
-        x, y = optional_point(given, "coordinate")
-        return [Click(x, y, button, count, _modifiers(given))]
     match kind:
         case "screenshot":
             return [LOOK]
-        case "mouse_move":
-            return [Move(*values.point(given.get("coordinate")))]
         case "left_mouse_down":
             return [MouseDown("left", *optional_point(given, "coordinate"))]
         case "left_mouse_up":
             return [MouseUp("left", *optional_point(given, "coordinate"))]
-        case "left_click_drag":
-            return [Drag(*values.point(given.get("coordinate")), *optional_point(given, "start_coordinate"))]
         case "scroll":
-            direction = given.get("scroll_direction")
-            if not isinstance(direction, str) or direction not in DIRECTIONS:
-                raise ParseError(f"scroll_direction must be up, down, left or right, not {values.quoted(direction)}")
-            amount = given.get("scroll_amount")
-            if values.number(amount, "scroll_amount") < 0:
-                raise ParseError("scroll_amount must be positive; use the direction")
-            clicks, (dx, dy) = values.wheel_clicks(amount, "scroll_amount"), DIRECTIONS[direction]
-            x, y = optional_point(given, "coordinate")
-            return [Scroll(dy * clicks, dx * clicks, x, y, _modifiers(given))]
+            return [directed_scroll(given, given.get("scroll_amount"), prefix="scroll_")]
         case "key":
             return [*_chords(given.get("text"))]
         case "hold_key":
             hold = values.wait_action(given.get("duration"), "duration").duration
             return [PressKeys(chord.keys, hold) for chord in _chords(given.get("text"))]
-        case "type":
-            return [values.type_action(given.get("text"))]
         case "wait":
             return [values.wait_action(given.get("duration"), "duration")]
-    raise ParseError(f"action {kind} is not available on this desktop; use mouse and keyboard")
-
-
-def _modifiers(given: Mapping[str, object]) -> Sequence[str]:
-    return [key for chord in _chords(given["text"]) for key in chord.keys] if given.get("text") else ()
+    if kind not in _ARGUMENTS:
+        raise ParseError(f"action {kind} is not available on this desktop; use mouse and keyboard")
+    return [action_of(kind, given)]
 
 
 def _chords(text: object) -> Sequence[PressKeys]:
@@ -199,32 +190,17 @@ def _edit_action(kind: str, given: Mapping[str, object]) -> Action:
 
 def _computer_arguments(action: Action) -> Mapping[str, object]:
     """Return the arguments of `computer` for an action, unchecked. Raises: UnsupportedAction."""
-    at = {} if getattr(action, "x", None) is None else {"coordinate": [action.x, action.y]}  # type: ignore[union-attr]
-    held = {"text": "+".join(getattr(action, "modifiers", ()))} if getattr(action, "modifiers", ()) else {}
     match action:
-        case Click():
-            kind = next((name for name, each in CLICKS.items() if each == (action.button, action.count)), "")
-            if kind:
-                return {"action": kind, **at, **held}
-        case Move():
-            return {"action": "mouse_move", **at}
-        case MouseDown():
-            return {"action": "left_mouse_down", **at}
-        case MouseUp():
-            return {"action": "left_mouse_up", **at}
-        case Drag():
-            start = {} if action.start_x is None else {"start_coordinate": [action.start_x, action.start_y]}
-            return {"action": "left_click_drag", **start, "coordinate": [action.end_x, action.end_y]}
+        case MouseDown() | MouseUp():
+            kind = "left_mouse_down" if isinstance(action, MouseDown) else "left_mouse_up"
+            return {"action": kind, **point_argument(action.x, action.y)}
         case Scroll():
-            amount = abs(action.dx + action.dy) or 1
-            sign = (action.dx // amount, action.dy // amount)
-            direction = next((name for name, each in DIRECTIONS.items() if each == sign), "")
-            return {"action": "scroll", **at, "scroll_direction": direction, "scroll_amount": amount, **held}
-        case TypeText(text=text):
-            return {"action": "type", "text": text}
+            way, amount = direction_and_amount(action)
+            more = {**point_argument(action.x, action.y), **modifier_argument(action)}
+            return {"action": "scroll", "scroll_direction": way, "scroll_amount": amount, **more}
         case PressKeys(keys=keys, hold=hold):
             kind, more = ("hold_key", {"duration": hold.total_seconds()}) if hold else ("key", {})
             return {"action": kind, "text": "+".join(keys), **more}
         case Wait(duration=duration):
             return {"action": "wait", "duration": duration.total_seconds()}
-    raise UnsupportedAction(f"{COMPUTER} cannot express {action}")
+    return arguments_of(action)
