@@ -41,7 +41,7 @@ class Endpoint:
         if callable(answer):
             return await answer()  # type: ignore[no-any-return]
         if isinstance(answer, int):
-            return web.Response(status=answer, text="overloaded")
+            return web.Response(status=answer, text="overloaded", headers={"Location": request.path})
         if isinstance(answer, bytes):
             return web.Response(body=answer)
         return web.json_response({"choices": [{"message": {"role": "assistant", "content": answer}}]})

@@ -158,6 +158,11 @@ def real_flags(state_dir: Path, image: GuestImage, template_dir: Path) -> dict[s
     }
 
 
+async def noted(page: Page, text: str) -> None:
+    """Wait until the newest step has an action: then the screen has settled, so the guest has taken the input."""
+    await expect(page.locator("#full-steps .what").first).to_contain_text(text)
+
+
 @pytest.mark.vm
 @pytest.mark.long
 @pytest.mark.timeout(1800)
@@ -192,7 +197,9 @@ async def test_people_and_an_agent_take_turns_on_a_real_machine(
         await expect(other.locator("#control-note")).to_contain_text("person controls it")
         # It clicks, drags over the first line, types, pastes and saves.
         await click_screen(page, 640, 400)
+        await noted(page, "click 640,400")
         await drag_screen(page, *LINE)
+        await noted(page, "drag 64,97 to 220,97")
         await shown.picture("real-dragged")
         await page.keyboard.type("new ")
         await paste(page, "Wörter")
@@ -200,7 +207,7 @@ async def test_people_and_an_agent_take_turns_on_a_real_machine(
         with pytest.raises(HumanInControl):
             await agent.step(Click(1, 1))
         await page.keyboard.press("Control+s")
-        await expect(page.locator("#full-steps .what").first).to_contain_text("by a person:")
+        await noted(page, "press ctrl+s")
         await shown.picture("real-wide")
         await page.set_viewport_size({"width": 390, "height": 844})
         await shown.picture("real-narrow")
@@ -231,19 +238,15 @@ async def _add_eggs(page: Page) -> None:
     await page.keyboard.press("Control+End")
     await page.keyboard.type("eggs\n")
     await page.keyboard.press("Control+s")
-    await _saved(page)
+    await noted(page, "press ctrl+s")
 
 
 async def _rewrite(page: Page) -> None:
     await drag_screen(page, *LINE)
+    await noted(page, "drag 64,97 to 220,97")
     await paste(page, "new Wörter here")
     await page.keyboard.press("Control+s")
-    await _saved(page)
-
-
-async def _saved(page: Page) -> None:
-    """Wait until the steps are recorded, which is after the screen has settled."""
-    await expect(page.locator("#full-steps .what").first).to_contain_text("press ctrl+s")
+    await noted(page, "press ctrl+s")
 
 
 @pytest.mark.vm
