@@ -8,6 +8,7 @@ from cuaenv.actions import TypeText
 from envd.tasks.catalogue import TaskCatalogue, TaskFile, read_all
 from envd.tasks.formats.entries import Problem
 from envd.tasks.templates import split_of
+from envd.tasks.verbs import WriteFile
 
 TASK = """
 suite: shop
@@ -35,7 +36,9 @@ def test_each_row_of_the_parameters_is_a_task(tmp_path: Path) -> None:
     assert [task.task_id for task in tasks] == ["shop/add-item", "shop/add-item-2", "shop/add-item-3"]
     assert [task.instruction for task in tasks] == ["Add eggs to a.txt.", "Add 7 to b.txt.", "Add tea to c.txt."]
     assert [task.oracle[0] for task in tasks] == [(TypeText("eggs"),), (TypeText("7"),), (TypeText("tea"),)]
-    assert tasks[1].setup[0].path == "/home/user/b.txt"
+    (verb,) = tasks[1].setup
+    assert isinstance(verb, WriteFile)
+    assert verb.path == "/home/user/b.txt"
     assert len({split_of(task) for task in tasks}) == 1
 
 
