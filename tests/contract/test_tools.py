@@ -275,7 +275,7 @@ async def test_the_model_reads_the_result_in_its_next_turn(name: str, tool: str)
     assert "ask_user" not in str(system.parts)
     assert reply.role == "assistant"
     assert result.role == "user"
-    assert "Result of run_shell (exit code 1):\n42\ncat: /home/user/nothing: No such file" in str(result.parts[-1])
+    assert f"Result of {tool} (exit code 1):\n42\ncat: /home/user/nothing: No such file" in str(result.parts[-1])
 
 
 async def test_an_mcp_client_reads_the_results_of_tools() -> None:

@@ -17,7 +17,7 @@ from cuaenv.client import Action, Done, ToolResult
 from cuaenv.frames.size import fit
 from trainer.agent import prompts
 from trainer.agent.coordinates import CoordinateSpace, to_model_points
-from trainer.agent.grammars import UnsupportedAction, split_actions
+from trainer.agent.grammars import Parsed, UnsupportedAction, split_actions
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Message
 from trainer.data.record import Row
@@ -159,9 +159,9 @@ class Corrections:
         sources: list[str] = []
         for number, turn in enumerate(turns):
             if number:
-                row.messages.append(
-                    prompts.observation_message(_result(turns[number - 1], settings), _observed(screens[number][0]))
-                )
+                reply = self._grammar.parse(str(row.messages[-1].parts[0]), space.picture())
+                result, (picture, _) = _result(turns[number - 1], reply, settings), screens[number]
+                row.messages.append(prompts.observation_message(result, _observed(picture)))
             if turn.source in trained and number >= first:
                 row.trained.add(len(row.messages))
             sources.append(turn.source)
@@ -197,11 +197,11 @@ def _with_sources(row: Row, sources: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield {**message, "source": next(left)} if message["role"] == "assistant" else message
 
 
-def _result(turn: Turn, settings: AgentSettings) -> str:
+def _result(turn: Turn, reply: Parsed, settings: AgentSettings) -> str:
     # Results are those of all actions; actions that were refused were not performed.
     outputs = turn.outputs if len(turn.outputs) == len(turn.actions) else ()
     results = [None if output is None else ToolResult(output=output) for output in outputs]
-    tools = prompts.tool_text(turn.actions, results, max_chars=settings.tool_chars)
+    tools = prompts.tool_text([each.facts.kind for each in reply.intents], results, max_chars=settings.tool_chars)
     text = prompts.result_text()
     return f"{text}\n\n{tools}\n\n" if tools else text
 
