@@ -203,12 +203,13 @@ async def test_people_and_an_agent_take_turns_on_a_real_machine(
         await expect(page.locator("#full.controlled")).to_be_visible()
         await other.click("#control-take")
         await expect(other.locator("#control-note")).to_contain_text("person controls it")
-        # It clicks, drags over the first line, types, pastes and saves.
+        # It clicks, drags over the first line, replaces all by typing and pasting, and saves.
         await _select_line(page)
         await shown.picture("real-dragged")
+        await page.keyboard.press("Control+a")
         await page.keyboard.type("new ")
         await paste(page, "Wörter")
-        await page.keyboard.type(" here")
+        await page.keyboard.type(" here\nsecond line\n")
         with pytest.raises(HumanInControl):
             await agent.step(Click(1, 1))
         await page.keyboard.press("Control+s")
