@@ -30,7 +30,7 @@ class HumanControl:
     expire_s: float = 0.0
     """Monotonic time."""
     actions: list[Action] = field(default_factory=list)
-    """What people did since the agent's last step, oldest first."""
+    """What people did since the agent's last step, oldest first, as an agent would do it."""
     was_observed: bool = True
     """Whether the agent has observed since a person last acted."""
 
@@ -55,7 +55,7 @@ class HumanControl:
 
     def acted(self, actions: Iterable[Action]) -> None:
         """Note what a person did."""
-        self.actions = [*self.actions, *actions][-_MAX_REPORTED:]
+        self.actions = merged([*self.actions, *actions])[-_MAX_REPORTED:]
         self.was_observed = False
 
     def reported(self) -> tuple[Action, ...]:

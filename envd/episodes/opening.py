@@ -221,6 +221,8 @@ class Opening:
                 f"task {task.task_id}: cannot run on this host: {'; '.join(obstacles)}; choose a task that ListTasks"
                 " shows as runnable, or set tasks.check_obstacles = false to run it anyway"
             )
+        if task.user is not None and task.user.persona and self._context.user_model is None:
+            raise SetupFailed(f"task {task.task_id}: a model plays its user, but tasks.user_url is not set")
 
     async def fork(self, command: ForkCommand) -> GroupResult:
         """Fork an active episode: copies start in its present state, all or none, and it continues.

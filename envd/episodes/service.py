@@ -40,6 +40,7 @@ from envd.pool.status import PoolStatus
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import evaluate as run_task_checkers
 from envd.tasks.setup import run_setup as run_task_setup
+from envd.tasks.user_model import UserModel
 
 
 class EpisodeService:
@@ -63,6 +64,7 @@ class EpisodeService:
         clock: Clock | None = None,
         store: Store | None = None,
         checkpoints: CheckpointStore | None = None,
+        user_model: UserModel | None = None,
         make_id: Callable[[], str] = lambda: secrets.token_hex(8),
     ) -> None:
         """Set up a service; nothing runs before `start`.
@@ -77,6 +79,7 @@ class EpisodeService:
             clock: Source of time; by default the host's.
             store: Persists episodes and responses, so that they survive the daemon; by default nothing is persisted.
             checkpoints: Where checkpoints are stored; None for nowhere.
+            user_model: Answers for users of tasks that have a persona; None for none.
             make_id: Makes the unique part of episode and group ids: at most 32 of [a-z0-9].
         """
         self._pools = {pool.name: pool for pool in sorted(pools, key=lambda pool: pool.name)}
@@ -97,6 +100,7 @@ class EpisodeService:
             limits=self._limits,
             clock=self._clock,
             metrics=self._metrics,
+            user_model=user_model,
         )
         self._factory = EpisodeFactory(self._registry, journal=self.journal, clock=self._clock, make_id=make_id)
         self._opening = Opening(context, self._factory, tasks=tasks, run_setup=run_setup, checkpoints=checkpoints)

@@ -71,6 +71,8 @@ class Origin:
     """The agent's first frame."""
     checkpoint_id: str = ""
     """The checkpoint in whose state it began; empty if none."""
+    checkpoint_episode_id: str = ""
+    """The episode of that checkpoint."""
     perturbations: tuple[str, ...] = ()
     """Kinds of the perturbations of its world."""
 

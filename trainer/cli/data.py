@@ -30,6 +30,7 @@ from trainer.cli.options import (
     read_settings,
 )
 from trainer.cli.output import UsageError, reports_errors
+from trainer.data.corrections import Corrections, Unusable, read_episode
 from trainer.data.dataset import CannotWrite, Dataset, Source, join, statistics, write_rows
 from trainer.data.oracles import BadOracle, Oracle, read_oracles
 from trainer.data.prompts import describe_unrunnable, is_runnable, prompt_rows, variant_ids
@@ -39,7 +40,7 @@ from trainer.data.split import CannotSplit
 from trainer.data.states import REASONS, Selection, scores_of, state_rows
 from trainer.replay.pool import write_atomically
 from trainer.replay.reader import read_jsonl
-from trainer.replay.trajectory import StoredTrajectory, canonical
+from trainer.replay.trajectory import MalformedRow, StoredTrajectory, canonical
 
 app = typer.Typer(no_args_is_help=True, help="Create training data: prompts, demonstrations, data sets.")
 
@@ -242,6 +243,43 @@ class _Recording:
             pool=self.pool,
             patience_s=PATIENCE_S if self.is_patient else (),
         )
+
+
+@app.command("corrections")
+@reports_errors(CannotWrite, MalformedRow, OSError)
+def corrections_command(
+    *,
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Episodes of `envd episodes export --format jsonl`.")
+    ],
+    agent: AgentFile = None,
+    file: Annotated[Path, typer.Option("--out", help="JSON lines of demonstrations.")] = Path("out/people.jsonl"),
+    preferences: Annotated[Path | None, typer.Option(help="Also write JSON lines of preferences.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write what people did in episodes: demonstrations, and their halves preferred to the agent's.
+
+    A demonstration needs a person's turn and a score. A preference needs the agent's episode among the files too.
+    """
+    episodes = [read_episode(each) for each in files]
+    corrections = Corrections(episodes, read_settings(agent))
+    rows: dict[str, list[dict[str, Any]]] = {"demonstrations": [], "preferences": []}
+    left_out: list[str] = []
+    for episode in episodes:
+        for kind, make in (
+            ("demonstrations", lambda each: corrections.demonstration(each).as_row()),
+            ("preferences", corrections.preference),
+        ):
+            try:
+                rows[kind].append(make(episode))
+            except Unusable as reason:
+                left_out.append(f"{episode.facts['episode_id']}: not in {kind}: {reason}")
+    write_rows(file, rows["demonstrations"])
+    if preferences is not None:
+        write_rows(preferences, rows["preferences"])
+    for line in left_out:
+        err.print(f"[yellow]note:[/] {line}", soft_wrap=True)
+    _print({**{kind: len(each) for kind, each in rows.items()}, "left out": left_out}, as_json=as_json)
 
 
 @app.command("build")

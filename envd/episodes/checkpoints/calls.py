@@ -7,7 +7,7 @@ capture that is read back. So what holds for forks holds here.
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -406,4 +406,15 @@ def _require_template(checkpoint: Checkpoint, template: FrozenDesktop) -> None:
 
 
 def _opened_from(checkpoint: Checkpoint, member: Member) -> Member:
-    return replace(member, origin=replace(member.origin, checkpoint_id=checkpoint.checkpoint_id))
+    origin = replace(member.origin, checkpoint_id=checkpoint.checkpoint_id, checkpoint_episode_id=checkpoint.episode_id)
+    return replace(member, origin=origin)
+
+
+def tree_of(episode: Episode, found: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints that are connected with an episode's by their parents, in their order."""
+    links = [{each.checkpoint_id, each.parent_checkpoint_id} - {""} for each in found]
+    connected = {episode.origin.checkpoint_id, episode.last_checkpoint_id}
+    connected |= {each.checkpoint_id for each in found if each.episode_id == episode.episode_id}
+    while more := set().union(*(link for link in links if link & connected)) - connected:
+        connected |= more
+    return [each for each in found if each.checkpoint_id in connected]

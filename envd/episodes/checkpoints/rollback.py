@@ -112,6 +112,7 @@ class RollingBack:
             # Without an await from here on, so that a machine is always released by one of the two.
             if episode.closed.is_set() or episode.machine.lost.is_set():
                 raise MachineLost(f"{subject}: its machine was lost meanwhile")
+            episode.human.require_agent(episode.episode_id)  # a person may have taken control meanwhile
             return member
 
     async def _swap(
