@@ -11,6 +11,7 @@ from cuaenv.client import AsyncEnvClient, Tls
 from cuaenv.problems import without_path
 from trainer.agent.settings import AgentSettings
 from trainer.cli.output import UsageError
+from trainer.learn.setup import default_home, is_checkout
 
 Target = Annotated[
     str, typer.Option("--envd", metavar="HOST:PORT", envvar="ENVD_TARGET", help="The daemon that serves desktops.")
@@ -27,6 +28,9 @@ AgentFile = Annotated[
     typer.Option("--agent", help="YAML file with the agent's settings, as for training; default: all defaults."),
 ]
 Screen = Annotated[str, typer.Option(help="Size of the guest's screen in pixels, for the coordinates of oracles.")]
+SlimeHome = Annotated[
+    Path | None, typer.Option(envvar="SLIME_HOME", help="Checkout of slime; default: that of `trainer learn setup`.")
+]
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_RUN = "evaluation"
 DEFAULT_SCREEN = "1280x800"
@@ -64,6 +68,14 @@ def read_settings(file: Path | None, **changes: Any) -> AgentSettings:
         return AgentSettings.from_mapping({**held, **given})
     except ValueError as error:
         raise UsageError(f"agent settings: {error}") from error
+
+
+def read_slime_home(given: Path | None) -> Path:
+    """Return the checkout of slime. Raises: UsageError: There is none."""
+    home = (given or default_home()).expanduser().resolve()
+    if not is_checkout(home):
+        raise UsageError(f"slime {home}: not a checkout of slime; run `trainer learn setup`, or give --slime-home")
+    return home
 
 
 def read_screen(text: str) -> tuple[int, int]:
