@@ -209,7 +209,7 @@ async def older_release(capabilities: set[str]) -> AsyncIterator[str]:
         yield env_pb2.WatchPoolsResponse()
         await asyncio.Event().wait()
 
-    handlers = {
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "ListPools": grpc.unary_unary_rpc_method_handler(
             list_pools, env_pb2.ListPoolsRequest.FromString, env_pb2.ListPoolsResponse.SerializeToString
         ),

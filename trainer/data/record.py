@@ -7,11 +7,11 @@ An oracle replaces the model in the agent's own loop, so prompts and screenshots
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cuaenv.client import Action, Done, Fail, Task, Wait
 from trainer.agent.attempts import Environments, run_task
-from trainer.agent.coordinates import CoordinateSpace, to_model_points
+from trainer.agent.coordinates import NORMALISED, CoordinateSpace, Picture, to_model_points
 from trainer.agent.grammars import UnsupportedAction, split_actions
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
@@ -19,9 +19,6 @@ from trainer.agent.types import Message, ModelFailed, Outcome, Reply, data_uri
 from trainer.data.oracles import Oracle
 from trainer.data.prompts import task_metadata
 from trainer.replay.trajectory import IMAGE_PLACEHOLDER, StoredTrajectory
-
-if TYPE_CHECKING:
-    pass
 
 #: Successive waits, in seconds, while an input has not changed the screen: an emulated guest may take 30 s to open a
 #: window, and the next keys would go to the wrong one.
@@ -134,6 +131,7 @@ class OracleConversation:
         """See `record` for the arguments."""
         self._steps = [(step, index in oracle.slow_steps) for index, step in enumerate(oracle.steps)]
         self._settings = settings
+        self._thoughts = list(oracle.thoughts)
         self._grammar = settings.make_grammar()
         self._screen_px = screen_px
         self._patience_s = patience_s
@@ -175,10 +173,11 @@ class OracleConversation:
             parts = [part for action in actions for part in split_actions(action)]
             self._steps[:1] = [((part,), is_slow and part is parts[-1]) for part in parts]
         actions, is_slow = self._steps.pop(0)
+        thought = self._thoughts.pop(0) if self._thoughts else ""
         is_input = not all(isinstance(action, Wait | Done | Fail) for action in actions)
         self._waits = list(self._patience_s) if is_input else []
         self._still_waits, self._is_waiting = list(_STILL_S) if is_slow and self._patience_s else [], False
-        return self._reply(actions, is_trained=True)
+        return self._reply(actions, is_trained=True, thought=thought)
 
     def _observe(self, message: Message) -> None:
         images = [part.tobytes() for part in message.parts if not isinstance(part, str)]
@@ -186,16 +185,24 @@ class OracleConversation:
         screen = images or (message.parts if self._settings.text_only else self._screen)
         self._has_changed, self._screen = screen != self._screen, screen
 
-    def _reply(self, actions: Sequence[Action], *, is_trained: bool) -> Reply:
+    def _reply(self, actions: Sequence[Action], *, is_trained: bool, thought: str = "") -> Reply:
         row = self.rows[-1]
         try:
-            text = self._render(actions)
+            text = self._with_thought(thought, self._render(actions))
         except UnsupportedAction as error:
             raise ModelFailed(f"{self._settings.grammar}: {error}") from error
         if is_trained:
             row.trained.add(len(row.messages))
         row.messages.append(Message("assistant", (text,)))
         return Reply(text=text)
+
+    def _with_thought(self, thought: str, reply: str) -> str:
+        """Return a reply with text before it, where the grammar still reads the same actions."""
+        if not thought:
+            return reply
+        picture, text = Picture(NORMALISED + 1, NORMALISED + 1, pointer=(0, 0)), f"{thought}\n{reply}"
+        parsed, alone = self._grammar.parse(text, picture), self._grammar.parse(reply, picture)
+        return text if parsed.parsed and parsed.actions == alone.actions else reply
 
     def _can_render(self, actions: Sequence[Action]) -> bool:
         try:

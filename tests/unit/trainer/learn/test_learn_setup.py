@@ -5,8 +5,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from cuaenv.cli import terminal
 from trainer.cli import learn
