@@ -21,7 +21,7 @@ from trainer.learn.setup import is_checkout
 from trainer.slime.samples import flatten
 
 #: Packages that slime imports and a rollout does not use.
-ABSENT = ("megatron", "pylatexenc", "ray", "sglang", "sglang_router", "wandb")
+ABSENT = ("megatron", "pylatexenc", "ray", "requests", "sglang", "sglang_router", "urllib3", "wandb")
 
 
 class _NothingType(type):
