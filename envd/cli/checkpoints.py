@@ -14,18 +14,7 @@ from rich.text import Text
 from cuaenv.cli.terminal import Json, emit_json, err, out
 from cuaenv.client import Checkpoint
 from envd.base.errors import CheckpointNotFound, ConfigError
-from envd.cli.remote import (
-    CALL_TIMEOUT,
-    DEFAULT_TARGET,
-    Target,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    open_client,
-    printable,
-    reports_errors,
-    since,
-)
+from envd.cli.remote import CALL_TIMEOUT, Daemons, calls_daemons, printable, reports_errors, since
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,19 +24,17 @@ app = typer.Typer(
 
 @app.command("list")
 @reports_errors
+@calls_daemons
 def list_(
+    daemons: Daemons,
     *,
     run: Annotated[str, typer.Option(metavar="RUN", help="Only those of this run.")] = "",
     task: Annotated[str, typer.Option(metavar="TASK", help="Only those of this task.")] = "",
     episode: Annotated[str, typer.Option(metavar="EPISODE", help="Only those of this episode.")] = "",
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """List checkpoints, oldest first; with a token, those that it may see."""
-    found = asyncio.run(_list(envd, tls_ca, tls_cert, tls_key, run=run, task=task, episode_id=episode))
+    found = asyncio.run(_list(daemons, run=run, task=task, episode_id=episode))
     if as_json:
         emit_json({"checkpoints": [_fields(checkpoint) for checkpoint in found]})
     elif found:
@@ -58,17 +45,15 @@ def list_(
 
 @app.command("show")
 @reports_errors
+@calls_daemons
 def show(
+    daemons: Daemons,
     *,
     checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Show one checkpoint, and those that it descends from, the nearest first."""
-    found = asyncio.run(_list(envd, tls_ca, tls_cert, tls_key))
+    found = asyncio.run(_list(daemons))
     (checkpoint,) = _named([checkpoint_id], found)
     fields = {**_fields(checkpoint), "ancestors": _ancestors(checkpoint, found)}
     if as_json:
@@ -81,18 +66,14 @@ def show(
 
 @app.command("open")
 @reports_errors
+@calls_daemons
 def open_(
-    *,
-    checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    daemons: Daemons, *, checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")]
 ) -> None:
     """Open an episode in the state of a checkpoint until Ctrl-C, for the console or `envd forward`. Prints its id."""
 
     async def hold() -> None:
-        async with open_client(envd, ca=tls_ca, cert=tls_cert, key=tls_key) as client:
+        async with daemons.open() as client:
             (checkpoint,) = _named([checkpoint_id], await client.list_checkpoints(timeout=CALL_TIMEOUT))
             async with client.reset(checkpoint) as episode:
                 out.print(episode.episode_id)
@@ -111,19 +92,17 @@ def open_(
 
 @app.command("delete")
 @reports_errors
+@calls_daemons
 def delete(
+    daemons: Daemons,
     *,
     checkpoint_ids: Annotated[list[str], typer.Argument(metavar="CHECKPOINT...", help="Ids of checkpoints.")],
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Delete checkpoints; nothing if one of the ids is unknown. Episodes that were opened from them continue."""
     wanted = list(dict.fromkeys(checkpoint_ids))
-    found = _named(wanted, asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
-    asyncio.run(_delete(found, envd, tls_ca, tls_cert, tls_key))
+    found = _named(wanted, asyncio.run(_list(daemons)))
+    asyncio.run(_delete(found, daemons))
     if as_json:
         emit_json({"deleted": wanted})
     else:
@@ -132,19 +111,17 @@ def delete(
 
 @app.command("export")
 @reports_errors
+@calls_daemons
 def export(
+    daemons: Daemons,
     *,
     checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; one that exists is replaced.")],
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint to a file, for `envd checkpoints import` on another host. It contains the guest's memory."""
-    (found,) = _named([checkpoint_id], asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
-    size_bytes = asyncio.run(_export(found, file, envd, ca=tls_ca, cert=tls_cert, key=tls_key))
+    (found,) = _named([checkpoint_id], asyncio.run(_list(daemons)))
+    size_bytes = asyncio.run(_export(found, file, daemons))
     if as_json:
         emit_json({"checkpoint_id": checkpoint_id, "file": str(file), "size_bytes": size_bytes})
     else:
@@ -153,17 +130,15 @@ def export(
 
 @app.command("import")
 @reports_errors
+@calls_daemons
 def import_(
+    daemons: Daemons,
     *,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File of `envd checkpoints export`.")],
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Store the checkpoint of a file, from a host that you trust. With tokens, this needs one of scope `admin`."""
-    stored = asyncio.run(_import(file, envd, ca=tls_ca, cert=tls_cert, key=tls_key))
+    stored = asyncio.run(_import(file, daemons))
     if as_json:
         emit_json(_fields(stored))
     else:
@@ -181,29 +156,27 @@ def _named(checkpoint_ids: Sequence[str], found: Sequence[Checkpoint]) -> list[C
     return [by_id[checkpoint_id] for checkpoint_id in checkpoint_ids]
 
 
-async def _list(target: str, ca: Path | None, cert: Path | None, key: Path | None, **filters: str) -> list[Checkpoint]:
-    async with open_client(target, ca=ca, cert=cert, key=key) as client:
+async def _list(daemons: Daemons, **filters: str) -> list[Checkpoint]:
+    async with daemons.open() as client:
         return await client.list_checkpoints(**filters, timeout=CALL_TIMEOUT)
 
 
-async def _delete(
-    checkpoints: Sequence[Checkpoint], target: str, ca: Path | None, cert: Path | None, key: Path | None
-) -> None:
-    async with open_client(target, ca=ca, cert=cert, key=key) as client:
+async def _delete(checkpoints: Sequence[Checkpoint], daemons: Daemons) -> None:
+    async with daemons.open() as client:
         for checkpoint in checkpoints:
             await client.delete_checkpoint(checkpoint, timeout=CALL_TIMEOUT)
 
 
-async def _export(checkpoint: Checkpoint, file: Path, target: str, **tls: Path | None) -> int:
-    async with open_client(target, **tls) as client:
+async def _export(checkpoint: Checkpoint, file: Path, daemons: Daemons) -> int:
+    async with daemons.open() as client:
         try:
             return await client.export_checkpoint(checkpoint, file)
         except OSError as error:
             raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
 
 
-async def _import(file: Path, target: str, **tls: Path | None) -> Checkpoint:
-    async with open_client(target, **tls) as client:
+async def _import(file: Path, daemons: Daemons) -> Checkpoint:
+    async with daemons.open() as client:
         try:
             return await client.import_checkpoint(file)
         except OSError as error:

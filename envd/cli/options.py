@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cuaenv.cli.parameters import add_parameters
 from envd.base.config import Config, load, parse_pool_flags
 from envd.base.config_values import COMPAT_PORTS
 from envd.base.telemetry import logs
@@ -91,13 +92,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
             settings = load_config(file, {name: arguments.pop(name) for name in names})
             command(settings, **arguments)
 
-        own = [p for p in inspect.signature(command).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        # A stable sort: `as_json` is last.
-        parameters = sorted([*own, *shared], key=lambda parameter: parameter.name == "as_json")
-        # typer reads both.
-        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return wrapper
+        return add_parameters(wrapper, command, shared)
 
     return decorate
 

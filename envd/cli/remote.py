@@ -1,11 +1,13 @@
 """What the commands that call a running daemon share: its address, TLS and token, errors, and columns of episodes."""
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from enum import StrEnum
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 from rich.table import Table
@@ -13,6 +15,7 @@ from rich.text import Text
 
 from cuaenv.cli import terminal
 from cuaenv.cli.messages import message_of
+from cuaenv.cli.parameters import add_parameters
 from cuaenv.client import AsyncEnvClient, EnvError, EpisodeInfo, Tls
 from envd.base.errors import ConfigError, EnvdError
 
@@ -54,6 +57,56 @@ reports_errors = terminal.reports_errors(
 )
 
 
+class Daemons(NamedTuple):
+    """The daemons that a command calls."""
+
+    target: str
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    def open(self) -> AsyncEnvClient:
+        """Return a client; the token comes from `ENVD_TOKEN`. Raises: ConfigError."""
+        try:
+            if self.ca is None:
+                if self.cert is not None or self.key is not None:
+                    raise ConfigError("--tls-cert and --tls-key: no TLS without an authority; add --tls-ca FILE")
+                tls = None
+            else:
+                tls = Tls(ca=self.ca, cert=self.cert, key=self.key)
+                tls.credentials()
+            return AsyncEnvClient(self.target, tls=tls)
+        except ValueError as error:
+            raise ConfigError(f"--envd {self.target}: {error}") from error
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename}: cannot be read: {error.strerror}; check --tls-ca and --tls-cert"
+            ) from error
+
+
+_DAEMONS: Final = {
+    "envd": (Target, DEFAULT_TARGET),
+    "tls_ca": (TlsCa, None),
+    "tls_cert": (TlsCert, None),
+    "tls_key": (TlsKey, None),
+}
+
+
+def calls_daemons(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command that takes `Daemons` as its only positional argument: it has `--envd` and `--tls-*`."""
+
+    @functools.wraps(command)
+    def wrapper(**arguments: Any) -> None:
+        daemons = Daemons(*(arguments.pop(name) for name in _DAEMONS))
+        command(daemons, **arguments)
+
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in _DAEMONS.items()
+    ]
+    return add_parameters(wrapper, command, shared)
+
+
 class SortKey(StrEnum):
     """A column of episodes to sort by."""
 
@@ -77,25 +130,6 @@ _SORT_VALUES: Final[Mapping[SortKey, Callable[[EpisodeInfo], Any]]] = {
 }
 Sort = Annotated[SortKey, typer.Option("--sort", metavar="COLUMN", help=f"Sort episodes by {', '.join(SortKey)}.")]
 Reverse = Annotated[bool, typer.Option("--reverse", help="Sort in descending order.")]
-
-
-def open_client(target: str, *, ca: Path | None, cert: Path | None, key: Path | None) -> AsyncEnvClient:
-    """Return a client of the daemons; their token comes from `ENVD_TOKEN`. Raises: ConfigError."""
-    try:
-        if ca is None:
-            if cert is not None or key is not None:
-                raise ConfigError("--tls-cert and --tls-key: no TLS without an authority; add --tls-ca FILE")
-            tls = None
-        else:
-            tls = Tls(ca=ca, cert=cert, key=key)
-            tls.credentials()
-        return AsyncEnvClient(target, tls=tls)
-    except ValueError as error:
-        raise ConfigError(f"--envd {target}: {error}") from error
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename}: cannot be read: {error.strerror}; check --tls-ca and --tls-cert"
-        ) from error
 
 
 def selected(

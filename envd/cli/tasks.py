@@ -16,7 +16,7 @@ from cuaenv.client import AsyncEnvClient
 from cuaenv.client import Task as ServedTask
 from envd.base.config import Config
 from envd.cli.options import with_settings
-from envd.cli.remote import CALL_TIMEOUT, TlsCa, TlsCert, TlsKey, open_client, reports_errors
+from envd.cli.remote import CALL_TIMEOUT, Daemons, TlsCa, TlsCert, TlsKey, reports_errors
 from envd.cli.tasks_fetch import fetch_all, print_fetched
 from envd.cli.tasks_oracles import oracles
 from envd.daemon.suites import inspect_tasks, load_tasks, with_suites
@@ -73,7 +73,7 @@ def list_(
     the beginning of each instruction.
     """
     if envd:
-        served = asyncio.run(_served(open_client(envd, ca=tls_ca, cert=tls_cert, key=tls_key)))
+        served = asyncio.run(_served(Daemons(envd, tls_ca, tls_cert, tls_key).open()))
         # The fields of `_summary` that a daemon reports.
         names = ("task_id", "level", "domain", "split", "variant_count", "instruction", "max_steps", "runnable")
         summaries = [

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +42,7 @@ from trainer.data.prompts import describe_unrunnable, is_runnable, prompt_rows, 
 from trainer.data.record import PATIENCE_S, OracleFailed, record
 from trainer.data.sft import sft_row
 from trainer.data.split import CannotSplit
+from trainer.data.tables import DEMONSTRATION, PREFERENCE, demonstration, preferences
 from trainer.replay.pool import write_atomically
 from trainer.replay.reader import read_jsonl
 from trainer.replay.trajectory import MalformedRow, StoredTrajectory, canonical
@@ -263,6 +266,40 @@ def export_command(
         "replies trained": sum(message["step_loss_mask"] for message in messages),
         "images": sum(len(row["images"]) for row in kept),
     }
+    _print(counts, as_json=as_json)
+
+
+class Table(StrEnum):
+    """What the rows of a table are."""
+
+    DEMONSTRATIONS = "demonstrations"
+    PREFERENCES = "preferences"
+
+
+@app.command("export-parquet")
+@reports_errors(CannotWrite, MalformedRow, OSError)
+def export_parquet_command(
+    *,
+    files: Sources,
+    table: Annotated[
+        Table, typer.Option(help="Whole successes, or states in which a success and a failure of a task part.")
+    ] = Table.DEMONSTRATIONS,
+    file: Annotated[Path | None, typer.Option("--out", help="File to write; default: out/TABLE.parquet.")] = None,
+    success_at: SuccessAt = 0.5,
+    as_json: Json = False,
+) -> None:
+    """Write a table that `datasets` and TRL read: load_dataset("parquet", data_files=FILE), with images as bytes."""
+    is_pairs = table is Table.PREFERENCES
+    sources = _read(files, -math.inf if is_pairs else success_at)
+    trajectories = [each for source in sources for each in source.read.trajectories]
+    rows = (
+        list(preferences(trajectories, success_at=success_at)) if is_pairs else [demonstration(t) for t in trajectories]
+    )
+    path = file or Path(f"out/{table.value}.parquet")
+    if path.suffix != ".parquet":
+        raise CannotWrite(f"{path}: not a table; use a name that ends in .parquet")
+    write_rows(path, rows, PREFERENCE if is_pairs else DEMONSTRATION)
+    counts = {"written": str(path), "rows": len(rows), "images": sum(len(row["images"]) for row in rows)}
     _print(counts, as_json=as_json)
 
 
