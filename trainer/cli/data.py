@@ -352,9 +352,7 @@ def import_atif_command(
     rows, failures = [], []
     for each in files:
         try:
-            rows += [
-                one.as_row() for one in asyncio.run(from_atif(each, settings=settings, first_picture=first_picture))
-            ]
+            rows.append(from_atif(each, settings=settings, first_picture=first_picture).as_row())
         except AtifError as error:
             failures.append(str(error))
             err.print(f"[red]failed:[/] {escape(str(error))}", soft_wrap=True)

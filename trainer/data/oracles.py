@@ -30,8 +30,6 @@ class Oracle:
     """The actions of each step."""
     slow_steps: frozenset[int] = frozenset()
     """Indices of the steps that end with a condition: the guest works on after the screen has changed."""
-    thoughts: tuple[str, ...] = ()
-    """Text before the actions of each step; empty for none."""
 
 
 def read_oracles(path: Path) -> list[Oracle]:

@@ -4,14 +4,14 @@ An oracle replaces the model in the agent's own loop, so prompts and screenshots
 `render` writes its replies, so they parse by construction.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from cuaenv.client import Action, Done, Fail, Task, Wait
 from trainer.agent.attempts import Environments, run_task
-from trainer.agent.coordinates import NORMALISED, CoordinateSpace, Picture, to_model_points
+from trainer.agent.coordinates import CoordinateSpace, to_model_points
 from trainer.agent.grammars import UnsupportedAction, split_actions
 from trainer.agent.prompts import prompt_hash
 from trainer.agent.settings import AgentSettings
@@ -84,15 +84,8 @@ async def record(
     }
     rows = conversations[-1].rows
     return [
-        StoredTrajectory(
-            task_id=task.task_id if len(rows) == 1 else f"{task.task_id}_chunk{number}",
-            messages=tuple(row.as_json()),
-            images=tuple(
-                data_uri(part, compress_level=6)
-                for message in row.messages
-                for part in message.parts
-                if not isinstance(part, str)
-            ),
+        row.stored(
+            task.task_id if len(rows) == 1 else f"{task.task_id}_chunk{number}",
             reward=trajectory.evaluation.score,
             metadata=metadata,
         )
@@ -101,13 +94,21 @@ async def record(
 
 
 @dataclass(slots=True)
-class _Row:
+class Row:
     """One context, and the indices of its trained turns."""
 
     messages: list[Message]
     trained: set[int] = field(default_factory=set)
 
-    def as_json(self) -> Iterator[dict[str, Any]]:
+    def stored(self, task_id: str, *, reward: float, metadata: Mapping[str, Any]) -> StoredTrajectory:
+        """Return it as a demonstration."""
+        parts = [part for message in self.messages for part in message.parts]
+        images = tuple(data_uri(part, compress_level=6) for part in parts if not isinstance(part, str))
+        return StoredTrajectory(
+            task_id=task_id, messages=tuple(self._as_json()), images=images, reward=reward, metadata=metadata
+        )
+
+    def _as_json(self) -> Iterator[dict[str, Any]]:
         """Yield the messages, with a placeholder for each image."""
         for index, message in enumerate(self.messages):
             content = "".join(part if isinstance(part, str) else IMAGE_PLACEHOLDER for part in message.parts)
@@ -131,7 +132,6 @@ class OracleConversation:
         """See `record` for the arguments."""
         self._steps = [(step, index in oracle.slow_steps) for index, step in enumerate(oracle.steps)]
         self._settings = settings
-        self._thoughts = list(oracle.thoughts)
         self._grammar = settings.make_grammar()
         self._screen_px = screen_px
         self._patience_s = patience_s
@@ -140,12 +140,12 @@ class OracleConversation:
         self._is_waiting = False
         self._screen: object = None
         self._has_changed = True
-        self.rows: list[_Row] = []
+        self.rows: list[Row] = []
         """The messages so far."""
 
     async def begin(self, messages: Sequence[Message]) -> None:
         """Start a row."""
-        self.rows.append(_Row(list(messages)))
+        self.rows.append(Row(list(messages)))
         self._observe(messages[-1])
 
     async def append(self, message: Message) -> None:
@@ -173,11 +173,10 @@ class OracleConversation:
             parts = [part for action in actions for part in split_actions(action)]
             self._steps[:1] = [((part,), is_slow and part is parts[-1]) for part in parts]
         actions, is_slow = self._steps.pop(0)
-        thought = self._thoughts.pop(0) if self._thoughts else ""
         is_input = not all(isinstance(action, Wait | Done | Fail) for action in actions)
         self._waits = list(self._patience_s) if is_input else []
         self._still_waits, self._is_waiting = list(_STILL_S) if is_slow and self._patience_s else [], False
-        return self._reply(actions, is_trained=True, thought=thought)
+        return self._reply(actions, is_trained=True)
 
     def _observe(self, message: Message) -> None:
         images = [part.tobytes() for part in message.parts if not isinstance(part, str)]
@@ -185,24 +184,16 @@ class OracleConversation:
         screen = images or (message.parts if self._settings.text_only else self._screen)
         self._has_changed, self._screen = screen != self._screen, screen
 
-    def _reply(self, actions: Sequence[Action], *, is_trained: bool, thought: str = "") -> Reply:
+    def _reply(self, actions: Sequence[Action], *, is_trained: bool) -> Reply:
         row = self.rows[-1]
         try:
-            text = self._with_thought(thought, self._render(actions))
+            text = self._render(actions)
         except UnsupportedAction as error:
             raise ModelFailed(f"{self._settings.grammar}: {error}") from error
         if is_trained:
             row.trained.add(len(row.messages))
         row.messages.append(Message("assistant", (text,)))
         return Reply(text=text)
-
-    def _with_thought(self, thought: str, reply: str) -> str:
-        """Return a reply with text before it, where the grammar still reads the same actions."""
-        if not thought:
-            return reply
-        picture, text = Picture(NORMALISED + 1, NORMALISED + 1, pointer=(0, 0)), f"{thought}\n{reply}"
-        parsed, alone = self._grammar.parse(text, picture), self._grammar.parse(reply, picture)
-        return text if parsed.parsed and parsed.actions == alone.actions else reply
 
     def _can_render(self, actions: Sequence[Action]) -> bool:
         try:

@@ -61,7 +61,7 @@ def test_harbor_accepts_what_we_export(tmp_path: Path) -> None:
     assert not validator.validate(document)
 
 
-async def test_we_read_what_computer_1_records(tmp_path: Path) -> None:
+def test_we_read_what_computer_1_records(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     for name, colour in (("first", "red"), ("second", "blue")):
         (tmp_path / "images" / f"{name}.png").write_bytes(png(colour))
@@ -95,7 +95,7 @@ async def test_we_read_what_computer_1_records(tmp_path: Path) -> None:
     trajectory = Trajectory(session_id="s", agent=Agent(name="computer-1", version="1"), steps=steps)
     path = tmp_path / "trajectory.json"
     path.write_text(json.dumps(trajectory.to_json_dict()))
-    [read] = await from_atif(path, settings=AgentSettings(), first_picture="images/first.png")
+    read = from_atif(path, settings=AgentSettings(), first_picture="images/first.png")
     assert [message["role"] for message in read.messages] == ["system", "user", "assistant", "user", "assistant"]
     assert read.messages[2]["content"].startswith("Analysis: a note.\nPlan: click.\n<tool_call>")
     assert "saved" in read.messages[4]["content"]

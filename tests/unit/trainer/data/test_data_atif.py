@@ -147,8 +147,8 @@ COMPLETE = {
 }
 
 
-async def test_a_document_of_another_agent_becomes_a_demonstration_in_our_prompts(tmp_path: Path) -> None:
-    [read] = await from_atif(foreign(tmp_path, USER, CLICKED, COMPLETE), settings=AgentSettings())
+def test_a_document_of_another_agent_becomes_a_demonstration_in_our_prompts(tmp_path: Path) -> None:
+    read = from_atif(foreign(tmp_path, USER, CLICKED, COMPLETE), settings=AgentSettings())
     roles = [message["role"] for message in read.messages]
     assert roles == ["system", "user", "assistant", "user", "assistant"]
     assert "Task: Save the note." in read.messages[1]["content"]
@@ -158,14 +158,14 @@ async def test_a_document_of_another_agent_becomes_a_demonstration_in_our_prompt
     assert (read.task_id, read.reward, len(read.images), read.metadata["source"]) == ("s-1", 1.0, 2, "atif:other")
 
 
-async def test_an_episode_that_did_not_end_keeps_its_last_action(tmp_path: Path) -> None:
+def test_an_episode_that_did_not_end_keeps_its_last_action(tmp_path: Path) -> None:
     path = foreign(tmp_path, USER, CLICKED, extra={"task_id": "t", "reward": 0.25})
-    [read] = await from_atif(path, settings=AgentSettings(grammar="code"))
+    read = from_atif(path, settings=AgentSettings(grammar="code"))
     assert (read.task_id, read.reward, read.messages[-1]["role"]) == ("t", 0.25, "assistant")
     assert "320, 80" in read.messages[-1]["content"]
 
 
-async def test_steps_that_were_copied_or_only_look_are_not_replies(tmp_path: Path) -> None:
+def test_steps_that_were_copied_or_only_look_are_not_replies(tmp_path: Path) -> None:
     looking = {
         "source": "agent",
         "message": "",
@@ -180,20 +180,24 @@ async def test_steps_that_were_copied_or_only_look_are_not_replies(tmp_path: Pat
         CLICKED,
         COMPLETE,
     )
-    [read] = await from_atif(path, settings=AgentSettings())
+    read = from_atif(path, settings=AgentSettings())
     assert sum(message["role"] == "assistant" for message in read.messages) == 2
 
 
-async def test_the_first_picture_can_be_named(tmp_path: Path) -> None:
+def test_the_first_picture_can_be_named(tmp_path: Path) -> None:
     path = foreign(tmp_path, {"source": "user", "message": "Go."}, CLICKED, COMPLETE)
     with pytest.raises(AtifError, match="step 2: no picture before it; name it by --first-picture"):
-        await from_atif(path, settings=AgentSettings())
-    [read] = await from_atif(path, settings=AgentSettings(), first_picture="images/first.png")
+        from_atif(path, settings=AgentSettings())
+    read = from_atif(path, settings=AgentSettings(), first_picture="images/first.png")
     assert len(read.images) == 2
 
 
 def with_call(function: str, **arguments: Any) -> dict[str, Any]:
     return {**CLICKED, "tool_calls": [call(1, function, **arguments)]}
+
+
+def with_picture(name: str) -> dict[str, Any]:
+    return {**CLICKED, "observation": {"results": [{"content": [image(name)]}]}}
 
 
 def with_image(path: str) -> dict[str, Any]:
@@ -209,7 +213,7 @@ def with_image(path: str) -> dict[str, Any]:
         ([USER, with_call("computer", action="warp")], "step 2: action: unknown action 'warp'"),
         ([USER, with_call("computer_action", type="key", keys="a")], "step 2: keys: 'a' is not a list"),
         ([USER, {"source": "agent", "message": "Hm."}, CLICKED], "step 2: a reply without an action"),
-        ([USER], "no step has an action"),
+        ([USER], "0 steps act; it must be 1 to max_turns"),
         ([with_image("../secret.png"), CLICKED], "image ../secret.png: not in the document's directory"),
         ([with_image("https://127.0.0.1/x.png"), CLICKED], "not in the document's directory; copy it there"),
         ([with_image("images/none.png"), CLICKED], "image images/none.png: cannot be read"),
@@ -218,35 +222,33 @@ def with_image(path: str) -> dict[str, Any]:
         ([{"source": "agent"}], "steps.0.message: "),
         (
             [USER, with_call("computer_action", type="click", x=9999, y=2), COMPLETE],
-            "reply 1: (9999, 2) is outside its picture of 640x320",
+            "step 2: (9999, 2) is outside its picture of 640x320",
         ),
-        ([with_image("images/small.png"), CLICKED], "pictures of 2 sizes"),
+        ([USER, with_picture("small"), COMPLETE], "step 2: a picture of another size"),
     ],
 )
-async def test_what_cannot_be_a_demonstration_is_refused(
-    tmp_path: Path, steps: list[dict[str, Any]], message: str
-) -> None:
+def test_what_cannot_be_a_demonstration_is_refused(tmp_path: Path, steps: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(AtifError) as caught:
-        await from_atif(foreign(tmp_path, *steps), settings=AgentSettings())
+        from_atif(foreign(tmp_path, *steps), settings=AgentSettings())
     assert message in str(caught.value)
     assert str(tmp_path) in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema_version": "ATIF-v2.0", "agent": {"name": "a"}, "steps": []}'])
-async def test_what_is_not_a_document_is_refused(tmp_path: Path, text: str) -> None:
+def test_what_is_not_a_document_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trajectory.json"
     path.write_text(text)
     with pytest.raises(AtifError, match=str(path)):
-        await from_atif(path, settings=AgentSettings())
+        from_atif(path, settings=AgentSettings())
 
 
-async def test_limits_and_rewards_are_checked(tmp_path: Path) -> None:
+def test_limits_and_rewards_are_checked(tmp_path: Path) -> None:
     path = foreign(tmp_path, USER, CLICKED, COMPLETE)
-    with pytest.raises(AtifError, match=r"2 steps that act, but max_turns is 1; raise it \(--agent\)"):
-        await from_atif(path, settings=AgentSettings(max_turns=1))
+    with pytest.raises(AtifError, match=r"2 steps act; it must be 1 to max_turns \(--agent\), 1"):
+        from_atif(path, settings=AgentSettings(max_turns=1))
     path = foreign(tmp_path, USER, CLICKED, extra={"reward": "high"})
     with pytest.raises(AtifError, match=r"extra.reward: 'high' is not a number"):
-        await from_atif(path, settings=AgentSettings())
+        from_atif(path, settings=AgentSettings())
 
 
 def test_a_refused_document_is_reported_and_the_others_are_written(tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def test_a_refused_document_is_reported_and_the_others_are_written(tmp_path: Pat
     paths = [foreign(bad, USER), foreign(good, USER, CLICKED, COMPLETE)]
     result = CliRunner().invoke(app, ["data", "import-atif", *map(str, paths), "--out", str(tmp_path / "out.jsonl")])
     assert result.exit_code == terminal.EXIT_FAILED
-    assert "no step has an action" in result.output
+    assert "0 steps act" in result.output
     assert len(read_jsonl(tmp_path / "out.jsonl").trajectories) == 1
 
 
