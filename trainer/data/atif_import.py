@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from PIL import Image
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from cuaenv.action_codec import BadAction
 from cuaenv.client import Action, Done, Fail
@@ -36,7 +36,12 @@ from trainer.replay.trajectory import IMAGE_PLACEHOLDER, MalformedRow, StoredTra
 
 
 class _Model(BaseModel):
-    """Later versions may add fields, so unknown ones are ignored."""
+    """Later versions may add fields, so unknown ones are ignored; null is the same as absent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
 
 
 class _Source(_Model):
@@ -59,32 +64,27 @@ class _Call(_Model):
 
 
 class _Result(_Model):
-    content: _Content | None = None
+    content: _Content = ""
 
 
 class _Observation(_Model):
-    results: list[_Result]
+    results: list[_Result] = []
 
 
 class _Step(_Model):
     step_id: int
     source: Literal["system", "user", "agent"]
     message: _Content
-    tool_calls: list[_Call] | None = None
-    observation: _Observation | None = None
-    is_copied_context: bool | None = None
-    extra: dict[str, Any] | None = None
+    tool_calls: list[_Call] = []
+    observation: _Observation = _Observation()
+    is_copied_context: bool = False
+    extra: dict[str, Any] = {}
 
     @property
     def images(self) -> list[_Source]:
         """All pictures, in order."""
-        return [source for content in (self.message, *self.results) for source in _images(content)]
-
-    @property
-    def results(self) -> list[_Content]:
-        """What the agent saw afterwards."""
-        results = self.observation.results if self.observation else []
-        return [result.content for result in results if result.content is not None]
+        contents = [self.message, *(result.content for result in self.observation.results)]
+        return [source for content in contents for source in _images(content)]
 
 
 class _Agent(_Model):
@@ -93,10 +93,10 @@ class _Agent(_Model):
 
 class _Trajectory(_Model):
     schema_version: Annotated[str, Field(pattern=r"^ATIF-v1\.\d+$")]
-    session_id: str | None = None
+    session_id: str = ""
     agent: _Agent
     steps: Annotated[list[_Step], Field(min_length=1)]
-    extra: dict[str, Any] = Field(default_factory=dict)
+    extra: dict[str, Any] = {}
 
 
 def from_atif(path: Path, *, settings: AgentSettings, first_picture: str = "") -> StoredTrajectory:
@@ -139,9 +139,9 @@ def _own(document: _Trajectory, folder: Path) -> StoredTrajectory:
         messages.append({"role": role, "content": content if isinstance(content, str) else "".join(parts), **mask})
 
     for step in document.steps:
-        add("assistant" if step.source == "agent" else step.source, step.message, step.extra or {})
-        for content in step.results:
-            add("user", content, {})
+        add("assistant" if step.source == "agent" else step.source, step.message, step.extra)
+        for result in step.observation.results:
+            add("user", result.content, {})
     fields = {name: document.extra.get(name) for name in ("task_id", "reward", "metadata")}
     return StoredTrajectory.from_row({**fields, "messages": messages, "images": images})
 

@@ -126,7 +126,7 @@ def foreign(folder: Path, *steps: Mapping[str, Any], **more: Any) -> Path:
 
 
 def image(name: str) -> dict[str, Any]:
-    return {"type": "image", "source": {"media_type": "image/png", "path": f"images/{name}.png"}}
+    return {"type": "image", "text": None, "source": {"media_type": "image/png", "path": f"images/{name}.png"}}
 
 
 def call(number: int, function: str, **arguments: Any) -> dict[str, Any]:
