@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -269,37 +268,29 @@ def export_command(
     _print(counts, as_json=as_json)
 
 
-class Table(StrEnum):
-    """What the rows of a table are."""
-
-    DEMONSTRATIONS = "demonstrations"
-    PREFERENCES = "preferences"
-
-
 @app.command("export-parquet")
 @reports_errors(CannotWrite, MalformedRow, OSError)
 def export_parquet_command(
     *,
     files: Sources,
-    table: Annotated[
-        Table, typer.Option(help="Whole successes, or states in which a success and a failure of a task part.")
-    ] = Table.DEMONSTRATIONS,
-    file: Annotated[Path | None, typer.Option("--out", help="File to write; default: out/TABLE.parquet.")] = None,
+    pairs: Annotated[
+        bool, typer.Option("--preferences", help="States in which a success and a failure of a task part.")
+    ] = False,
+    file: Annotated[Path, typer.Option("--out", help="File to write, .parquet.")] = Path("out/episodes.parquet"),
     success_at: SuccessAt = 0.5,
     as_json: Json = False,
 ) -> None:
-    """Write a table that `datasets` and TRL read: load_dataset("parquet", data_files=FILE), with images as bytes."""
-    is_pairs = table is Table.PREFERENCES
-    sources = _read(files, -math.inf if is_pairs else success_at)
+    """Write successes as a table that `datasets` and TRL read by load_dataset("parquet", ...), images as bytes."""
+    if file.suffix != ".parquet":
+        raise CannotWrite(f"{file}: not a table; use a name that ends in .parquet")
+    sources = _read(files, -math.inf if pairs else success_at)
     trajectories = [each for source in sources for each in source.read.trajectories]
-    rows = (
-        list(preferences(trajectories, success_at=success_at)) if is_pairs else [demonstration(t) for t in trajectories]
-    )
-    path = file or Path(f"out/{table.value}.parquet")
-    if path.suffix != ".parquet":
-        raise CannotWrite(f"{path}: not a table; use a name that ends in .parquet")
-    write_rows(path, rows, PREFERENCE if is_pairs else DEMONSTRATION)
-    counts = {"written": str(path), "rows": len(rows), "images": sum(len(row["images"]) for row in rows)}
+    if pairs:
+        rows, features = list(preferences(trajectories, success_at=success_at)), PREFERENCE
+    else:
+        rows, features = list(map(demonstration, trajectories)), DEMONSTRATION
+    write_rows(file, rows, features)
+    counts = {"written": str(file), "rows": len(rows), "images": sum(len(row["images"]) for row in rows)}
     _print(counts, as_json=as_json)
 
 

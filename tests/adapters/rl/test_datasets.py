@@ -16,11 +16,9 @@ from trainer.cli.app import app
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-@pytest.mark.parametrize(
-    ("table", "columns"), [("demonstrations", ["messages"]), ("preferences", ["chosen", "prompt"])]
-)
+@pytest.mark.parametrize(("options", "columns"), [([], ["messages"]), (["--preferences"], ["chosen", "prompt"])])
 def test_a_table_is_loaded_with_its_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, columns: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], columns: list[str]
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     buffer = io.BytesIO()
@@ -38,7 +36,7 @@ def test_a_table_is_loaded_with_its_images(
     ]
     source, file = tmp_path / "rows.jsonl", tmp_path / "table.parquet"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["data", "export-parquet", str(source), "--table", table, "--out", str(file)]
+    words = ["data", "export-parquet", str(source), *options, "--out", str(file)]
     assert CliRunner().invoke(app, words).exit_code == 0
     loaded = load_dataset("parquet", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
     assert isinstance(loaded.features, Features)

@@ -65,7 +65,7 @@ def test_successes_are_demonstrations_with_their_images_as_bytes(tmp_path: Path)
 
 
 def test_a_preference_is_the_state_in_which_a_success_and_a_failure_part(tmp_path: Path) -> None:
-    features, rows = export(tmp_path, "--table", "preferences")
+    features, rows = export(tmp_path, "--preferences")
     assert features.keys() == {"prompt", "chosen", "rejected", "images", "task_id", "chosen_reward", "rejected_reward"}
     by_reply = {row["rejected"][0]["content"][0]["text"]: row for row in rows}
     assert by_reply.keys() == {"quit", "wait"}, "ELSEWHERE began in another state, and OTHER_TASK has no success"
