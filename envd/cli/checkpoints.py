@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cuaenv.cli.terminal import Json, emit_json, err, out
-from cuaenv.client import Checkpoint
+from cuaenv.client import AsyncEnvClient, Checkpoint
 from envd.base.errors import CheckpointNotFound, ConfigError
 from envd.cli.remote import CALL_TIMEOUT, Daemons, calls_daemons, printable, reports_errors, since
 
@@ -34,7 +34,7 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List checkpoints, oldest first; with a token, those that it may see."""
-    found = asyncio.run(_list(daemons, run=run, task=task, episode_id=episode))
+    found = _list(daemons, run=run, task=task, episode_id=episode)
     if as_json:
         emit_json({"checkpoints": [_fields(checkpoint) for checkpoint in found]})
     elif found:
@@ -53,7 +53,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show one checkpoint, and those that it descends from, the nearest first."""
-    found = asyncio.run(_list(daemons))
+    found = _list(daemons)
     (checkpoint,) = _named([checkpoint_id], found)
     fields = {**_fields(checkpoint), "ancestors": _ancestors(checkpoint, found)}
     if as_json:
@@ -101,8 +101,13 @@ def delete(
 ) -> None:
     """Delete checkpoints; nothing if one of the ids is unknown. Episodes that were opened from them continue."""
     wanted = list(dict.fromkeys(checkpoint_ids))
-    found = _named(wanted, asyncio.run(_list(daemons)))
-    asyncio.run(_delete(found, daemons))
+    found = _named(wanted, _list(daemons))
+
+    async def delete_all(client: AsyncEnvClient) -> None:
+        for checkpoint in found:
+            await client.delete_checkpoint(checkpoint, timeout=CALL_TIMEOUT)
+
+    daemons.call(delete_all)
     if as_json:
         emit_json({"deleted": wanted})
     else:
@@ -120,8 +125,11 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint to a file, for `envd checkpoints import` on another host. It contains the guest's memory."""
-    (found,) = _named([checkpoint_id], asyncio.run(_list(daemons)))
-    size_bytes = asyncio.run(_export(found, file, daemons))
+    (found,) = _named([checkpoint_id], _list(daemons))
+    try:
+        size_bytes = daemons.call(lambda client: client.export_checkpoint(found, file))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
     if as_json:
         emit_json({"checkpoint_id": checkpoint_id, "file": str(file), "size_bytes": size_bytes})
     else:
@@ -138,7 +146,10 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Store the checkpoint of a file, from a host that you trust. With tokens, this needs one of scope `admin`."""
-    stored = asyncio.run(_import(file, daemons))
+    try:
+        stored = daemons.call(lambda client: client.import_checkpoint(file))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
     if as_json:
         emit_json(_fields(stored))
     else:
@@ -156,31 +167,8 @@ def _named(checkpoint_ids: Sequence[str], found: Sequence[Checkpoint]) -> list[C
     return [by_id[checkpoint_id] for checkpoint_id in checkpoint_ids]
 
 
-async def _list(daemons: Daemons, **filters: str) -> list[Checkpoint]:
-    async with daemons.open() as client:
-        return await client.list_checkpoints(**filters, timeout=CALL_TIMEOUT)
-
-
-async def _delete(checkpoints: Sequence[Checkpoint], daemons: Daemons) -> None:
-    async with daemons.open() as client:
-        for checkpoint in checkpoints:
-            await client.delete_checkpoint(checkpoint, timeout=CALL_TIMEOUT)
-
-
-async def _export(checkpoint: Checkpoint, file: Path, daemons: Daemons) -> int:
-    async with daemons.open() as client:
-        try:
-            return await client.export_checkpoint(checkpoint, file)
-        except OSError as error:
-            raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
-
-
-async def _import(file: Path, daemons: Daemons) -> Checkpoint:
-    async with daemons.open() as client:
-        try:
-            return await client.import_checkpoint(file)
-        except OSError as error:
-            raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+def _list(daemons: Daemons, **filters: str) -> list[Checkpoint]:
+    return daemons.call(lambda client: client.list_checkpoints(**filters, timeout=CALL_TIMEOUT))
 
 
 def _ancestors(checkpoint: Checkpoint, found: Sequence[Checkpoint]) -> list[str]:

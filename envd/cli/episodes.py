@@ -1,6 +1,5 @@
 """The commands of `envd episodes`: list, show and close the episodes of a running daemon."""
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -10,7 +9,7 @@ import typer
 
 from cuaenv.cli.lazy import lazy_group
 from cuaenv.cli.terminal import Json, emit_json, err, out
-from cuaenv.client import EpisodeInfo
+from cuaenv.client import AsyncEnvClient, EpisodeInfo
 from envd.base.errors import ConfigError, EpisodeNotFound
 from envd.cli.remote import (
     CALL_TIMEOUT,
@@ -51,7 +50,7 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List the open episodes, oldest first; with a token, those that it may see."""
-    found = asyncio.run(_list(daemons))
+    found = _list(daemons)
     episodes = selected(found, pool=pool, run=run, sort=sort, reverse=reverse)
     if as_json:
         emit_json({"episodes": [episode_fields(episode) for episode in episodes]})
@@ -72,7 +71,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show one open episode."""
-    (episode,) = find_episodes([episode_id], asyncio.run(_list(daemons)))
+    (episode,) = find_episodes([episode_id], _list(daemons))
     if as_json:
         emit_json(episode_fields(episode))
         return
@@ -99,28 +98,26 @@ def close(
     Closes nothing if one of the ids is unknown.
     """
     wanted = list(dict.fromkeys(episode_ids))
-    episodes = find_episodes(wanted, asyncio.run(_list(daemons)))
+    episodes = find_episodes(wanted, _list(daemons))
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError("close: not confirmed, and standard input is not a terminal; add --yes")
         err.print(episode_table(episodes, now=datetime.now(UTC)))
         typer.confirm(f"Close {len(episodes)} episode{'s' * (len(episodes) > 1)}?", abort=True, err=True)
-    asyncio.run(_close(episodes, daemons))
+
+    async def close_all(client: AsyncEnvClient) -> None:
+        for episode in episodes:
+            await client.close_episode(episode, timeout=CALL_TIMEOUT)
+
+    daemons.call(close_all)
     if as_json:
         emit_json({"closed": wanted})
     else:
         out.print(f"closed {', '.join(wanted)}", markup=False, soft_wrap=True)
 
 
-async def _list(daemons: Daemons) -> list[EpisodeInfo]:
-    async with daemons.open() as client:
-        return await client.list_episodes(timeout=CALL_TIMEOUT)
-
-
-async def _close(episodes: Sequence[EpisodeInfo], daemons: Daemons) -> None:
-    async with daemons.open() as client:
-        for episode in episodes:
-            await client.close_episode(episode, timeout=CALL_TIMEOUT)
+def _list(daemons: Daemons) -> list[EpisodeInfo]:
+    return daemons.call(lambda client: client.list_episodes(timeout=CALL_TIMEOUT))
 
 
 def find_episodes(episode_ids: Sequence[str], episodes: Sequence[EpisodeInfo]) -> list[EpisodeInfo]:

@@ -1,13 +1,14 @@
 """What the commands that call a running daemon share: its address, TLS and token, errors, and columns of episodes."""
 
+import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from enum import StrEnum
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import typer
 from rich.table import Table
@@ -19,6 +20,7 @@ from cuaenv.cli.parameters import add_parameters
 from cuaenv.client import AsyncEnvClient, EnvError, EpisodeInfo, Tls
 from envd.base.errors import ConfigError, EnvdError
 
+T = TypeVar("T")
 Target = Annotated[
     str,
     typer.Option(
@@ -83,6 +85,15 @@ class Daemons(NamedTuple):
                 f"{error.filename}: cannot be read: {error.strerror}; check --tls-ca and --tls-cert"
             ) from error
 
+    def call(self, work: Callable[[AsyncEnvClient], Awaitable[T]]) -> T:
+        """Return the result of calls. Raises: ConfigError, EnvError."""
+
+        async def calling() -> T:
+            async with self.open() as client:
+                return await work(client)
+
+        return asyncio.run(calling())
+
 
 _DAEMONS: Final = {
     "envd": (Target, DEFAULT_TARGET),
@@ -119,6 +130,10 @@ class SortKey(StrEnum):
     STATE = "state"
 
 
+_FIELDS: Final = (
+    *("episode_id", "state", "end_reason", "task_id", "pool", "run", "step_count", "max_steps", "group_id"),
+    *("parent_episode_id", "create_time", "expire_time", "host"),
+)
 _SORT_VALUES: Final[Mapping[SortKey, Callable[[EpisodeInfo], Any]]] = {
     SortKey.AGE: attrgetter("create_time"),
     SortKey.LEASE: attrgetter("expire_time"),
@@ -142,21 +157,9 @@ def selected(
 
 def episode_fields(episode: EpisodeInfo) -> dict[str, object]:
     """Return an episode as plain data."""
-    return {
-        "episode_id": episode.episode_id,
-        "state": episode.state.value,
-        "end_reason": episode.end_reason,
-        "task_id": episode.task_id,
-        "pool": episode.pool,
-        "run": episode.run,
-        "step_count": episode.step_count,
-        "max_steps": episode.max_steps,
-        "group_id": episode.group_id,
-        "parent_episode_id": episode.parent_episode_id,
-        "create_time": episode.create_time.isoformat(timespec="seconds"),
-        "expire_time": episode.expire_time.isoformat(timespec="seconds"),
-        "host": episode.host,
-    }
+    times = {name: getattr(episode, name).isoformat(timespec="seconds") for name in ("create_time", "expire_time")}
+    fields = {name: getattr(episode, name) for name in _FIELDS}
+    return {**fields, "state": episode.state.value, **times}
 
 
 def episode_table(episodes: Sequence[EpisodeInfo], *, now: datetime) -> Table:

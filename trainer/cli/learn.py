@@ -88,7 +88,7 @@ def learn_command(
     # Bars of slime and transformers would hide the lines of progress.
     os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
     default = f"{'-'.join(filter(None, (settings.ablation, settings.arm))) or 'rl'}-{seed}"
-    work = _Work(settings, run, seed=seed, name=name or default, resume=resume)
+    work = _Work(settings, run.expanduser().resolve(), seed=seed, name=name or default, resume=resume)
     wanted = _ALL if stage is Stage.ALL else (stage,)
     with ExitStack() as running:
         # As Ctrl-C: a process that is killed at once would leave its daemons.
@@ -135,10 +135,6 @@ class _Work:
     seed: int
     name: str
     resume: bool
-
-    def __init__(self, settings: Settings, run: Path, *, seed: int, name: str, resume: bool) -> None:
-        self.settings, self.run = settings, run.expanduser().resolve()
-        self.seed, self.name, self.resume = seed, name, resume
 
     @contextmanager
     def hosts(self, given: list[str]) -> Iterator[list[str]]:
