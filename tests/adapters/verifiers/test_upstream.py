@@ -68,7 +68,8 @@ async def test_it_starts_a_daemon_and_scores_what_is_on_the_desktop(
             episodes = await asyncio.gather(*(env.run_slot(slot, context) for slot in env.slots(task, 2)))
             daemon = env._daemon
     assert [episode.errors for episode in episodes] == [[], []]
-    assert [episode.traces[0].reward for episode in episodes] == [reward, reward]
+    played = [(episode.traces[0].reward, episode.traces[0].metrics["turns"]) for episode in episodes]
+    assert played == [(reward, len(replies))] * 2
     assert daemon.returncode is not None
 
 
