@@ -11,10 +11,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from cuaenv.cli.terminal import Json, emit_json, err, out
+from cuaenv.cli.terminal import Json, emit, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, Checkpoint
 from envd.base.errors import CheckpointNotFound, ConfigError
-from envd.cli.remote import CALL_TIMEOUT, Daemons, calls_daemons, printable, reports_errors, since
+from envd.cli.remote import CALL_TIMEOUT, Daemon, calls_daemon, printable, reports_errors, since
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,9 +24,9 @@ app = typer.Typer(
 
 @app.command("list")
 @reports_errors
-@calls_daemons
+@calls_daemon
 def list_(
-    daemons: Daemons,
+    daemon: Daemon,
     *,
     run: Annotated[str, typer.Option(metavar="RUN", help="Only those of this run.")] = "",
     task: Annotated[str, typer.Option(metavar="TASK", help="Only those of this task.")] = "",
@@ -34,7 +34,7 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List checkpoints, oldest first; with a token, those that it may see."""
-    found = _list(daemons, run=run, task=task, episode_id=episode)
+    found = _list(daemon, run=run, task=task, episode_id=episode)
     if as_json:
         emit_json({"checkpoints": [_fields(checkpoint) for checkpoint in found]})
     elif found:
@@ -45,15 +45,15 @@ def list_(
 
 @app.command("show")
 @reports_errors
-@calls_daemons
+@calls_daemon
 def show(
-    daemons: Daemons,
+    daemon: Daemon,
     *,
     checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
     as_json: Json = False,
 ) -> None:
     """Show one checkpoint, and those that it descends from, the nearest first."""
-    found = _list(daemons)
+    found = _list(daemon)
     (checkpoint,) = _named([checkpoint_id], found)
     fields = {**_fields(checkpoint), "ancestors": _ancestors(checkpoint, found)}
     if as_json:
@@ -66,14 +66,14 @@ def show(
 
 @app.command("open")
 @reports_errors
-@calls_daemons
+@calls_daemon
 def open_(
-    daemons: Daemons, *, checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")]
+    daemon: Daemon, *, checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")]
 ) -> None:
     """Open an episode in the state of a checkpoint until Ctrl-C, for the console or `envd forward`. Prints its id."""
 
     async def hold() -> None:
-        async with daemons.open() as client:
+        async with daemon.client() as client:
             (checkpoint,) = _named([checkpoint_id], await client.list_checkpoints(timeout=CALL_TIMEOUT))
             async with client.reset(checkpoint) as episode:
                 out.print(episode.episode_id)
@@ -92,68 +92,59 @@ def open_(
 
 @app.command("delete")
 @reports_errors
-@calls_daemons
+@calls_daemon
 def delete(
-    daemons: Daemons,
+    daemon: Daemon,
     *,
     checkpoint_ids: Annotated[list[str], typer.Argument(metavar="CHECKPOINT...", help="Ids of checkpoints.")],
     as_json: Json = False,
 ) -> None:
     """Delete checkpoints; nothing if one of the ids is unknown. Episodes that were opened from them continue."""
     wanted = list(dict.fromkeys(checkpoint_ids))
-    found = _named(wanted, _list(daemons))
 
     async def delete_all(client: AsyncEnvClient) -> None:
-        for checkpoint in found:
+        for checkpoint in _named(wanted, await client.list_checkpoints(timeout=CALL_TIMEOUT)):
             await client.delete_checkpoint(checkpoint, timeout=CALL_TIMEOUT)
 
-    daemons.call(delete_all)
-    if as_json:
-        emit_json({"deleted": wanted})
-    else:
-        out.print(f"deleted {', '.join(wanted)}", markup=False, soft_wrap=True)
+    daemon.call(delete_all)
+    emit({"deleted": wanted}, f"deleted {', '.join(wanted)}", as_json=as_json)
 
 
 @app.command("export")
 @reports_errors
-@calls_daemons
+@calls_daemon
 def export(
-    daemons: Daemons,
+    daemon: Daemon,
     *,
     checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; one that exists is replaced.")],
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint to a file, for `envd checkpoints import` on another host. It contains the guest's memory."""
-    (found,) = _named([checkpoint_id], _list(daemons))
+    (found,) = _named([checkpoint_id], _list(daemon))
     try:
-        size_bytes = daemons.call(lambda client: client.export_checkpoint(found, file))
+        size_bytes = daemon.call(lambda client: client.export_checkpoint(found, file))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
-    if as_json:
-        emit_json({"checkpoint_id": checkpoint_id, "file": str(file), "size_bytes": size_bytes})
-    else:
-        out.print(f"wrote {file}, {size_bytes / (1 << 20):.1f} MiB", markup=False, soft_wrap=True)
+    written = {"checkpoint_id": checkpoint_id, "file": str(file), "size_bytes": size_bytes}
+    emit(written, f"wrote {file}, {size_bytes / (1 << 20):.1f} MiB", as_json=as_json)
 
 
 @app.command("import")
 @reports_errors
-@calls_daemons
+@calls_daemon
 def import_(
-    daemons: Daemons,
+    daemon: Daemon,
     *,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File of `envd checkpoints export`.")],
     as_json: Json = False,
 ) -> None:
     """Store the checkpoint of a file, from a host that you trust. With tokens, this needs one of scope `admin`."""
     try:
-        stored = daemons.call(lambda client: client.import_checkpoint(file))
+        stored = daemon.call(lambda client: client.import_checkpoint(file))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
-    if as_json:
-        emit_json(_fields(stored))
-    else:
-        out.print(f"imported {stored.checkpoint_id}", markup=False, soft_wrap=True)
+    emit(_fields(stored), f"imported {stored.checkpoint_id}", as_json=as_json)
 
 
 def _named(checkpoint_ids: Sequence[str], found: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -167,8 +158,8 @@ def _named(checkpoint_ids: Sequence[str], found: Sequence[Checkpoint]) -> list[C
     return [by_id[checkpoint_id] for checkpoint_id in checkpoint_ids]
 
 
-def _list(daemons: Daemons, **filters: str) -> list[Checkpoint]:
-    return daemons.call(lambda client: client.list_checkpoints(**filters, timeout=CALL_TIMEOUT))
+def _list(daemon: Daemon, **filters: str) -> list[Checkpoint]:
+    return daemon.call(lambda client: client.list_checkpoints(**filters, timeout=CALL_TIMEOUT))
 
 
 def _ancestors(checkpoint: Checkpoint, found: Sequence[Checkpoint]) -> list[str]:

@@ -8,18 +8,18 @@ from typing import Annotated
 import typer
 
 from cuaenv.cli.lazy import lazy_group
-from cuaenv.cli.terminal import Json, emit_json, err, out
+from cuaenv.cli.terminal import Json, emit, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, EpisodeInfo
 from envd.base.errors import ConfigError, EpisodeNotFound
 from envd.cli.remote import (
     CALL_TIMEOUT,
-    Daemons,
+    Daemon,
     PoolFilter,
     Reverse,
     RunFilter,
     Sort,
     SortKey,
-    calls_daemons,
+    calls_daemon,
     episode_fields,
     episode_table,
     printable,
@@ -39,9 +39,9 @@ app = typer.Typer(
 
 @app.command("list")
 @reports_errors
-@calls_daemons
+@calls_daemon
 def list_(
-    daemons: Daemons,
+    daemon: Daemon,
     *,
     pool: PoolFilter = None,
     run: RunFilter = None,
@@ -50,7 +50,7 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List the open episodes, oldest first; with a token, those that it may see."""
-    found = _list(daemons)
+    found = _list(daemon)
     episodes = selected(found, pool=pool, run=run, sort=sort, reverse=reverse)
     if as_json:
         emit_json({"episodes": [episode_fields(episode) for episode in episodes]})
@@ -63,15 +63,15 @@ def list_(
 
 @app.command("show")
 @reports_errors
-@calls_daemons
+@calls_daemon
 def show(
-    daemons: Daemons,
+    daemon: Daemon,
     *,
     episode_id: Annotated[str, typer.Argument(metavar="EPISODE", help="An episode's id.")],
     as_json: Json = False,
 ) -> None:
     """Show one open episode."""
-    (episode,) = find_episodes([episode_id], _list(daemons))
+    (episode,) = find_episodes([episode_id], _list(daemon))
     if as_json:
         emit_json(episode_fields(episode))
         return
@@ -85,9 +85,9 @@ def show(
 
 @app.command("close")
 @reports_errors
-@calls_daemons
+@calls_daemon
 def close(
-    daemons: Daemons,
+    daemon: Daemon,
     *,
     episode_ids: Annotated[list[str], typer.Argument(metavar="EPISODE...", help="Ids of episodes.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
@@ -98,7 +98,7 @@ def close(
     Closes nothing if one of the ids is unknown.
     """
     wanted = list(dict.fromkeys(episode_ids))
-    episodes = find_episodes(wanted, _list(daemons))
+    episodes = find_episodes(wanted, _list(daemon))
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError("close: not confirmed, and standard input is not a terminal; add --yes")
@@ -109,15 +109,12 @@ def close(
         for episode in episodes:
             await client.close_episode(episode, timeout=CALL_TIMEOUT)
 
-    daemons.call(close_all)
-    if as_json:
-        emit_json({"closed": wanted})
-    else:
-        out.print(f"closed {', '.join(wanted)}", markup=False, soft_wrap=True)
+    daemon.call(close_all)
+    emit({"closed": wanted}, f"closed {', '.join(wanted)}", as_json=as_json)
 
 
-def _list(daemons: Daemons) -> list[EpisodeInfo]:
-    return daemons.call(lambda client: client.list_episodes(timeout=CALL_TIMEOUT))
+def _list(daemon: Daemon) -> list[EpisodeInfo]:
+    return daemon.call(lambda client: client.list_episodes(timeout=CALL_TIMEOUT))
 
 
 def find_episodes(episode_ids: Sequence[str], episodes: Sequence[EpisodeInfo]) -> list[EpisodeInfo]:

@@ -1,14 +1,13 @@
 """What the commands that call a running daemon share: its address, TLS and token, errors, and columns of episodes."""
 
 import asyncio
-import functools
-import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
 from rich.table import Table
@@ -16,17 +15,20 @@ from rich.text import Text
 
 from cuaenv.cli import terminal
 from cuaenv.cli.messages import message_of
-from cuaenv.cli.parameters import add_parameters
 from cuaenv.client import AsyncEnvClient, EnvError, EpisodeInfo, Tls
 from envd.base.errors import ConfigError, EnvdError
+from envd.cli.options import with_options
 
 T = TypeVar("T")
+
+DEFAULT_TARGET: Final = "127.0.0.1:50051"
 Target = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--envd",
         metavar="HOST:PORT",
         envvar="ENVD_TARGET",
+        show_default=DEFAULT_TARGET,
         help="The daemon, or several with commas. The variable ENVD_TOKEN has the token, if it requires one.",
     ),
 ]
@@ -45,7 +47,6 @@ TlsKey = Annotated[
 ]
 PoolFilter = Annotated[str | None, typer.Option("--pool", help="Only episodes of this pool.")]
 RunFilter = Annotated[str | None, typer.Option("--run", help="Only episodes of this training run.")]
-DEFAULT_TARGET: Final = "127.0.0.1:50051"
 #: Timeout of calls: short, so that a missing daemon is reported soon.
 CALL_TIMEOUT: Final = timedelta(seconds=10)
 
@@ -57,65 +58,6 @@ reports_errors = terminal.reports_errors(
     reason_of=lambda error: str(getattr(error, "reason", "") or getattr(error, "code", "")),
     message_of=message_of,
 )
-
-
-class Daemons(NamedTuple):
-    """The daemons that a command calls."""
-
-    target: str
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
-
-    def open(self) -> AsyncEnvClient:
-        """Return a client; the token comes from `ENVD_TOKEN`. Raises: ConfigError."""
-        try:
-            if self.ca is None:
-                if self.cert is not None or self.key is not None:
-                    raise ConfigError("--tls-cert and --tls-key: no TLS without an authority; add --tls-ca FILE")
-                tls = None
-            else:
-                tls = Tls(ca=self.ca, cert=self.cert, key=self.key)
-                tls.credentials()
-            return AsyncEnvClient(self.target, tls=tls)
-        except ValueError as error:
-            raise ConfigError(f"--envd {self.target}: {error}") from error
-        except OSError as error:
-            raise ConfigError(
-                f"{error.filename}: cannot be read: {error.strerror}; check --tls-ca and --tls-cert"
-            ) from error
-
-    def call(self, work: Callable[[AsyncEnvClient], Awaitable[T]]) -> T:
-        """Return the result of calls. Raises: ConfigError, EnvError."""
-
-        async def calling() -> T:
-            async with self.open() as client:
-                return await work(client)
-
-        return asyncio.run(calling())
-
-
-_DAEMONS: Final = {
-    "envd": (Target, DEFAULT_TARGET),
-    "tls_ca": (TlsCa, None),
-    "tls_cert": (TlsCert, None),
-    "tls_key": (TlsKey, None),
-}
-
-
-def calls_daemons(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command that takes `Daemons` as its only positional argument: it has `--envd` and `--tls-*`."""
-
-    @functools.wraps(command)
-    def wrapper(**arguments: Any) -> None:
-        daemons = Daemons(*(arguments.pop(name) for name in _DAEMONS))
-        command(daemons, **arguments)
-
-    shared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        for name, (kind, default) in _DAEMONS.items()
-    ]
-    return add_parameters(wrapper, command, shared)
 
 
 class SortKey(StrEnum):
@@ -130,10 +72,6 @@ class SortKey(StrEnum):
     STATE = "state"
 
 
-_FIELDS: Final = (
-    *("episode_id", "state", "end_reason", "task_id", "pool", "run", "step_count", "max_steps", "group_id"),
-    *("parent_episode_id", "create_time", "expire_time", "host"),
-)
 _SORT_VALUES: Final[Mapping[SortKey, Callable[[EpisodeInfo], Any]]] = {
     SortKey.AGE: attrgetter("create_time"),
     SortKey.LEASE: attrgetter("expire_time"),
@@ -147,6 +85,51 @@ Sort = Annotated[SortKey, typer.Option("--sort", metavar="COLUMN", help=f"Sort e
 Reverse = Annotated[bool, typer.Option("--reverse", help="Sort in descending order.")]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Daemon:
+    """The daemon that a command calls, or several. Their token comes from `ENVD_TOKEN`."""
+
+    envd: str
+    """Addresses, separated by commas."""
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    def client(self) -> AsyncEnvClient:
+        """Return a client. Raises: ConfigError."""
+        try:
+            if self.tls_ca is None:
+                if self.tls_cert is not None or self.tls_key is not None:
+                    raise ConfigError("--tls-cert and --tls-key: no TLS without an authority; add --tls-ca FILE")
+                tls = None
+            else:
+                tls = Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
+                tls.credentials()
+            return AsyncEnvClient(self.envd, tls=tls)
+        except ValueError as error:
+            raise ConfigError(f"--envd {self.envd}: {error}") from error
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename}: cannot be read: {error.strerror}; check --tls-ca and --tls-cert"
+            ) from error
+
+    def call(self, use: Callable[[AsyncEnvClient], Awaitable[T]]) -> T:
+        """Use a client and close it. Raises: ConfigError, and what `use` raises."""
+
+        async def run() -> T:
+            async with self.client() as client:
+                return await use(client)
+
+        return asyncio.run(run())
+
+
+#: Decorator for commands whose positional argument is a `Daemon`; on the command line they have its options.
+calls_daemon = with_options(
+    {"envd": Target, "tls_ca": TlsCa, "tls_cert": TlsCert, "tls_key": TlsKey},
+    lambda given: Daemon(**{**given, "envd": given["envd"] or DEFAULT_TARGET}),
+)
+
+
 def selected(
     episodes: Iterable[EpisodeInfo], *, pool: str | None, run: str | None, sort: SortKey, reverse: bool
 ) -> list[EpisodeInfo]:
@@ -157,9 +140,21 @@ def selected(
 
 def episode_fields(episode: EpisodeInfo) -> dict[str, object]:
     """Return an episode as plain data."""
-    times = {name: getattr(episode, name).isoformat(timespec="seconds") for name in ("create_time", "expire_time")}
-    fields = {name: getattr(episode, name) for name in _FIELDS}
-    return {**fields, "state": episode.state.value, **times}
+    return {
+        "episode_id": episode.episode_id,
+        "state": episode.state.value,
+        "end_reason": episode.end_reason,
+        "task_id": episode.task_id,
+        "pool": episode.pool,
+        "run": episode.run,
+        "step_count": episode.step_count,
+        "max_steps": episode.max_steps,
+        "group_id": episode.group_id,
+        "parent_episode_id": episode.parent_episode_id,
+        "create_time": episode.create_time.isoformat(timespec="seconds"),
+        "expire_time": episode.expire_time.isoformat(timespec="seconds"),
+        "host": episode.host,
+    }
 
 
 def episode_table(episodes: Sequence[EpisodeInfo], *, now: datetime) -> Table:

@@ -19,13 +19,13 @@ from cuaenv.cli.terminal import Json, emit_json, out
 from cuaenv.client import AsyncEnvClient, EnvError
 from envd.cli.remote import (
     CALL_TIMEOUT,
-    Daemons,
+    Daemon,
     PoolFilter,
     Reverse,
     RunFilter,
     Sort,
     SortKey,
-    calls_daemons,
+    calls_daemon,
     reports_errors,
 )
 from envd.cli.top_view import Facts, Options, fitted, render
@@ -34,9 +34,9 @@ _KEYS = "q quit   s sort   r reverse"
 
 
 @reports_errors
-@calls_daemons
+@calls_daemon
 def top(
-    daemons: Daemons,
+    daemon: Daemon,
     *,
     pool: PoolFilter = None,
     run: RunFilter = None,
@@ -53,15 +53,15 @@ def top(
     options = Options(pool=pool, run=run, sort=sort, reverse=reverse)
 
     async def show() -> None:
-        async with daemons.open() as client:
+        async with daemon.client() as client:
             if once or as_json or not out.is_terminal:
                 facts = (await read_facts(client)).filtered(options)
                 if as_json:
                     emit_json(facts.as_json())
                 else:
-                    out.print(render(facts, options=options, targets=daemons.target))
+                    out.print(render(facts, options=options, targets=daemon.envd))
             else:
-                await Top(client, daemons.target, options).run(interval_s)
+                await Top(client, daemon.envd, options).run(interval_s)
 
     try:
         asyncio.run(show())

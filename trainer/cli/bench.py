@@ -1,13 +1,12 @@
 """`trainer bench`: measure the trainer's own cost."""
 
 import json
-import os
 from typing import Annotated
 
 import typer
 
 from cuaenv.cli.terminal import out
-from trainer.cli.options import SlimeHome, read_slime_home
+from trainer.cli.options import SlimeHome, slime_checkout
 from trainer.cli.output import reports_errors
 from trainer.learn import LearnError
 
@@ -29,8 +28,7 @@ def rollout(
     slime_home: SlimeHome = None,
 ) -> None:
     """Measure CPU time, bytes and memory of a turn: slime's rollout code, drawn desktops, an engine without a model."""
-    home = read_slime_home(slime_home)
-    os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
+    home = slime_checkout(slime_home)
     from trainer.learn.rollout_bench import measure  # noqa: PLC0415 -- torch: seconds
 
     report = measure(home, episodes=episodes, turns=turns)

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from cuaenv.cli.terminal import err, out, progress
-from trainer.cli.options import SlimeHome, read_slime_home
+from trainer.cli.options import SlimeHome, slime_checkout
 from trainer.cli.output import UsageError, reports_errors
 from trainer.config import ConfigError
 from trainer.learn import LearnError
@@ -84,7 +84,7 @@ def learn_command(
         settings = settings.model_copy(update={"workers": 1, "machines": 2})
     if envd and settings.desktops.model_fields_set:
         raise UsageError("--envd: `desktops` is for daemons that this command starts; leave out one of them")
-    slime = read_slime_home(slime_home) if stage in (Stage.RL, Stage.ALL, Stage.REPLAY) else Path()
+    slime = slime_checkout(slime_home) if stage in (Stage.RL, Stage.ALL, Stage.REPLAY) else Path()
     # Bars of slime and transformers would hide the lines of progress.
     os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
     default = f"{'-'.join(filter(None, (settings.ablation, settings.arm))) or 'rl'}-{seed}"

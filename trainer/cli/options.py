@@ -1,5 +1,6 @@
 """Options that several commands share, and their parsing."""
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,11 +71,12 @@ def read_settings(file: Path | None, **changes: Any) -> AgentSettings:
         raise UsageError(f"agent settings: {error}") from error
 
 
-def read_slime_home(given: Path | None) -> Path:
-    """Return the checkout of slime. Raises: UsageError: There is none."""
-    home = (given or default_home()).expanduser().resolve()
+def slime_checkout(home: Path | None) -> Path:
+    """Return the directory of slime, and prepare this process for it: no downloads, no bars. Raises: UsageError."""
+    home = (home or default_home()).expanduser().resolve()
     if not is_checkout(home):
         raise UsageError(f"slime {home}: not a checkout of slime; run `trainer learn setup`, or give --slime-home")
+    os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
     return home
 
 

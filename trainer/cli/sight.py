@@ -1,7 +1,6 @@
 """`trainer sight`: check that the policy sees its pixels."""
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cuaenv.cli.terminal import out
-from trainer.cli.options import AgentFile, SlimeHome, read_settings, read_slime_home
+from trainer.cli.options import AgentFile, SlimeHome, read_settings, slime_checkout
 from trainer.cli.output import UsageError, reports_errors
 from trainer.learn import LearnError
 from trainer.slime.sight import SightError
@@ -33,11 +32,10 @@ def sight_command(
     slime_home: SlimeHome = None,
 ) -> None:
     """Check by drawn code words that engine and learner see the pixels of every turn. Exits with 1 if they do not."""
+    home = slime_checkout(slime_home)
     host, _, port = engine.rpartition(":")
     if engine and not (host and port.isdigit()):
         raise UsageError(f"--engine {engine}: not an address; use HOST:PORT")
-    home = read_slime_home(slime_home)
-    os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
     from trainer.learn.sight import examine  # noqa: PLC0415 -- torch: seconds
 
     report = examine(
