@@ -1,6 +1,6 @@
 """Read documents of ATIF as demonstrations.
 
-A document of our own is read back unchanged. One of another agent is written anew in the prompts and the grammar of
+A document of our own is read back unchanged. One of another agent is written in the prompts and the grammar of
 training, with its recorded pictures. What cannot be expressed is an `AtifError` that names the step.
 """
 
@@ -205,7 +205,7 @@ class _Screen(NamedTuple):
 
     seen: ModelObservation
     space: CoordinateSpace
-    """Of points in the recorded picture."""
+    """The space of points in the recorded picture."""
 
     def reply(self, actions: Sequence[Action], thought: str, grammar: Grammar) -> str:
         """Return actions as a reply, with text before it if the grammar then still reads the same actions.
