@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, Task
@@ -30,6 +33,9 @@ from trainer.cli.options import (
     read_settings,
 )
 from trainer.cli.output import UsageError, reports_errors
+from trainer.data.atif import to_atif
+from trainer.data.atif_actions import AtifError
+from trainer.data.atif_import import from_atif
 from trainer.data.corrections import Corrections, Unusable, read_episode
 from trainer.data.dataset import CannotWrite, Dataset, Source, join, statistics, write_rows
 from trainer.data.oracles import BadOracle, Oracle, read_oracles
@@ -38,6 +44,7 @@ from trainer.data.record import PATIENCE_S, OracleFailed, record
 from trainer.data.sft import sft_row
 from trainer.data.split import CannotSplit
 from trainer.data.states import REASONS, Selection, scores_of, state_rows
+from trainer.data.tables import DEMONSTRATION, PREFERENCE, demonstration, preferences
 from trainer.replay.pool import write_atomically
 from trainer.replay.reader import read_jsonl
 from trainer.replay.trajectory import MalformedRow, StoredTrajectory, canonical
@@ -343,6 +350,91 @@ def export_command(
         "images": sum(len(row["images"]) for row in kept),
     }
     _print(counts, as_json=as_json)
+
+
+@app.command("export-parquet")
+@reports_errors(CannotWrite, MalformedRow, OSError)
+def export_parquet_command(
+    *,
+    files: Sources,
+    pairs: Annotated[
+        bool, typer.Option("--preferences", help="States in which a success and a failure of a task part.")
+    ] = False,
+    file: Annotated[Path, typer.Option("--out", help="File to write, .parquet.")] = Path("out/episodes.parquet"),
+    success_at: SuccessAt = 0.5,
+    as_json: Json = False,
+) -> None:
+    """Write successes as a table that `datasets` and TRL read by load_dataset("parquet", ...), images as bytes."""
+    if file.suffix != ".parquet":
+        raise CannotWrite(f"{file}: not a table; use a name that ends in .parquet")
+    sources = _read(files, -math.inf if pairs else success_at)
+    trajectories = [each for source in sources for each in source.read.trajectories]
+    if pairs:
+        rows, features = list(preferences(trajectories, success_at=success_at)), PREFERENCE
+    else:
+        rows, features = list(map(demonstration, trajectories)), DEMONSTRATION
+    write_rows(file, rows, features)
+    counts = {"written": str(file), "rows": len(rows), "images": sum(len(row["images"]) for row in rows)}
+    _print(counts, as_json=as_json)
+
+
+@app.command("export-atif")
+@reports_errors(MalformedRow, OSError)
+def export_atif_command(
+    *,
+    files: Sources,
+    directory: Annotated[Path, typer.Option("--out", help="Directory for one directory per trajectory.")] = Path(
+        "out/atif"
+    ),
+    grammar_name: GrammarName = GRAMMARS[0],
+    success_at: SuccessAt = 0.5,
+    as_json: Json = False,
+) -> None:
+    """Write trajectories in Harbor's format (ATIF): trajectory.json, and its pictures in images/."""
+    parsing = _grammar(grammar_name)
+    trajectories = [each for source in _read(files, success_at) for each in source.read.trajectories]
+    images = 0
+    for number, trajectory in enumerate(trajectories, 1):
+        document = to_atif(trajectory, grammar=parsing)
+        folder = directory / f"{number:04}-{re.sub(r'[^A-Za-z0-9_-]+', '-', trajectory.task_id)[:80]}"
+        (folder / "images").mkdir(parents=True, exist_ok=True)
+        for name, data in document.images.items():
+            write_atomically(folder / name, data)
+        text = json.dumps(document.trajectory, indent=1, ensure_ascii=False) + "\n"
+        write_atomically(folder / "trajectory.json", text.encode())
+        images += len(document.images)
+    counts = {"written": str(directory), "trajectories": len(trajectories), "images": images}
+    _print(counts, as_json=as_json)
+
+
+@app.command("import-atif")
+@reports_errors(CannotWrite, OSError)
+def import_atif_command(
+    *,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Documents: trajectory.json of an agent.")],
+    agent: AgentFile = None,
+    first_picture: Annotated[
+        str, typer.Option(metavar="NAME", help="Picture before the first step, if documents do not name it.")
+    ] = "",
+    file: Annotated[Path, typer.Option("--out", help="JSON lines to write.")] = Path("out/atif.jsonl"),
+    as_json: Json = False,
+) -> None:
+    """Read trajectories in Harbor's format (ATIF) as demonstrations, in the prompts and the grammar of --agent.
+
+    Documents that a demonstration cannot express are reported and left out; the command then exits with 1.
+    """
+    settings = read_settings(agent)
+    rows, failures = [], []
+    for each in files:
+        try:
+            rows.append(from_atif(each, settings=settings, first_picture=first_picture).as_row())
+        except AtifError as error:
+            failures.append(str(error))
+            err.print(f"[red]failed:[/] {escape(str(error))}", soft_wrap=True)
+    write_rows(file, rows)
+    _print({"written": str(file), "trajectories": len(rows), "failures": failures}, as_json=as_json)
+    if failures:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command("stats")
