@@ -16,6 +16,7 @@ from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, Task
 from trainer.agent.grammars import GRAMMARS, Grammar, grammar
 from trainer.agent.settings import AgentSettings
+from trainer.agent.starts import STATE_COLUMN
 from trainer.cli.choice import served_tasks
 from trainer.cli.options import (
     DEFAULT_SCREEN,
@@ -35,12 +36,14 @@ from trainer.cli.output import UsageError, reports_errors
 from trainer.data.atif import to_atif
 from trainer.data.atif_actions import AtifError
 from trainer.data.atif_import import from_atif
+from trainer.data.corrections import Corrections, Unusable, read_episode
 from trainer.data.dataset import CannotWrite, Dataset, Source, join, statistics, write_rows
 from trainer.data.oracles import BadOracle, Oracle, read_oracles
 from trainer.data.prompts import describe_unrunnable, is_runnable, prompt_rows, variant_ids
 from trainer.data.record import PATIENCE_S, OracleFailed, record
 from trainer.data.sft import sft_row
 from trainer.data.split import CannotSplit
+from trainer.data.states import REASONS, Selection, scores_of, state_rows
 from trainer.data.tables import DEMONSTRATION, PREFERENCE, demonstration, preferences
 from trainer.replay.pool import write_atomically
 from trainer.replay.reader import read_jsonl
@@ -107,6 +110,50 @@ def prompts_command(
         return
     for name, path in written.items():
         out.print(f"{len(rows[name]):>6} {name:<9} {path}", markup=False, soft_wrap=True)
+
+
+@app.command("states")
+@reports_errors(CannotWrite, OSError)
+def states_command(
+    *,
+    envd: Target = DEFAULT_TARGET,
+    tls_ca: TlsCa = None,
+    file: Annotated[Path, typer.Option("--out", help="File to write: .parquet or .jsonl.")] = Path("out/states.jsonl"),
+    run: Annotated[str, typer.Option(metavar="RUN", help="Only those of this run.")] = "",
+    task: Annotated[str, typer.Option(metavar="TASK", help="Only those of this task.")] = "",
+    label: Annotated[str, typer.Option(metavar="PATTERN", help="Only those with such a label; * is any text.")] = "",
+    reason: Annotated[
+        list[str] | None, typer.Option(metavar="REASON", help=f"Only those stored for it: {', '.join(REASONS)}.")
+    ] = None,
+    min_score: Annotated[float, typer.Option(min=0, max=1, help="Score each state, and leave out lower ones.")] = 0,
+    max_score: Annotated[float, typer.Option(min=0, max=1, help="Score each state, and leave out higher ones.")] = 1,
+    concurrency: Annotated[int, typer.Option(min=1, help="States scored at once, each on a machine.")] = 4,
+    as_json: Json = False,
+) -> None:
+    """Write checkpoints as rows for slime's --prompt-data: each group starts in the state of one."""
+    if unknown := sorted(set(reason or ()) - set(REASONS)):
+        raise UsageError(f"--reason: {unknown[0]} is not one of {', '.join(REASONS)}")
+    selection = Selection(run=run, task=task, label=label, reasons=reason or ())
+
+    async def rows_of_states() -> tuple[list[dict[str, Any]], int]:
+        async with make_client(envd, tls_ca, run="data") as client:
+            if not (found := await selection.of(client)):
+                raise UsageError("no checkpoint fits; `envd checkpoints list` shows those of a daemon")
+            ids = sorted({each.task_id for each in found})
+            tasks = {each.task_id: each for each in await client.list_tasks(task_ids=ids, timeout=LIST_TIMEOUT)}
+            if (min_score, max_score) == (0, 1):
+                return state_rows(found, tasks), len(found)
+            scores = await scores_of(client, found, concurrency=concurrency)
+            fitting = {each: score for each, score in scores.items() if min_score <= score <= max_score}
+            return state_rows(found, tasks, scores=fitting), len(found)
+
+    rows, found_count = asyncio.run(rows_of_states())
+    if not rows:
+        raise UsageError(f"{found_count} checkpoints fit, but none has that score and a task that the daemon serves")
+    write_rows(file, rows)
+    first_end = min(row["metadata"][STATE_COLUMN]["expire_time"] for row in rows)
+    counts = {"written": str(file), "rows": len(rows), "left out": found_count - len(rows), "first expires": first_end}
+    _print(counts, as_json=as_json)
 
 
 def _write_parts(parts: Mapping[Path, Sequence[dict[str, Any]]]) -> None:
@@ -203,6 +250,43 @@ class _Recording:
             pool=self.pool,
             patience_s=PATIENCE_S if self.is_patient else (),
         )
+
+
+@app.command("corrections")
+@reports_errors(CannotWrite, MalformedRow, OSError)
+def corrections_command(
+    *,
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Episodes of `envd episodes export --format jsonl`.")
+    ],
+    agent: AgentFile = None,
+    file: Annotated[Path, typer.Option("--out", help="JSON lines of demonstrations.")] = Path("out/people.jsonl"),
+    preferences: Annotated[Path | None, typer.Option(help="Also write JSON lines of preferences.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write what people did in episodes: demonstrations, and their halves preferred to the agent's.
+
+    A demonstration needs a person's turn and a score. A preference needs the agent's episode among the files too.
+    """
+    episodes = [read_episode(each) for each in files]
+    corrections = Corrections(episodes, read_settings(agent))
+    rows: dict[str, list[dict[str, Any]]] = {"demonstrations": [], "preferences": []}
+    left_out: list[str] = []
+    for episode in episodes:
+        for kind, make in (
+            ("demonstrations", lambda each: corrections.demonstration(each).as_row()),
+            ("preferences", corrections.preference),
+        ):
+            try:
+                rows[kind].append(make(episode))
+            except Unusable as reason:
+                left_out.append(f"{episode.facts['episode_id']}: not in {kind}: {reason}")
+    write_rows(file, rows["demonstrations"])
+    if preferences is not None:
+        write_rows(preferences, rows["preferences"])
+    for line in left_out:
+        err.print(f"[yellow]note:[/] {line}", soft_wrap=True)
+    _print({**{kind: len(each) for kind, each in rows.items()}, "left out": left_out}, as_json=as_json)
 
 
 @app.command("build")

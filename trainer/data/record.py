@@ -4,7 +4,7 @@ An oracle replaces the model in the agent's own loop, so prompts and screenshots
 `render` writes its replies, so they parse by construction.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -84,8 +84,10 @@ async def record(
     }
     rows = conversations[-1].rows
     return [
-        row.stored(
-            task.task_id if len(rows) == 1 else f"{task.task_id}_chunk{number}",
+        StoredTrajectory(
+            task_id=task.task_id if len(rows) == 1 else f"{task.task_id}_chunk{number}",
+            messages=tuple(row.as_json()),
+            images=row.images(),
             reward=trajectory.evaluation.score,
             metadata=metadata,
         )
@@ -100,15 +102,12 @@ class Row:
     messages: list[Message]
     trained: set[int] = field(default_factory=set)
 
-    def stored(self, task_id: str, *, reward: float, metadata: Mapping[str, Any]) -> StoredTrajectory:
-        """Return it as a demonstration."""
-        parts = [part for message in self.messages for part in message.parts]
-        images = tuple(data_uri(part, compress_level=6) for part in parts if not isinstance(part, str))
-        return StoredTrajectory(
-            task_id=task_id, messages=tuple(self._as_json()), images=images, reward=reward, metadata=metadata
-        )
+    def images(self) -> tuple[str, ...]:
+        """Return the images as data URIs."""
+        parts = (part for message in self.messages for part in message.parts)
+        return tuple(data_uri(part, compress_level=6) for part in parts if not isinstance(part, str))
 
-    def _as_json(self) -> Iterator[dict[str, Any]]:
+    def as_json(self) -> Iterator[dict[str, Any]]:
         """Yield the messages, with a placeholder for each image."""
         for index, message in enumerate(self.messages):
             content = "".join(part if isinstance(part, str) else IMAGE_PLACEHOLDER for part in message.parts)

@@ -10,7 +10,9 @@ import asyncio
 import logging
 from typing import Any
 
+from cuaenv.client import Checkpoint
 from trainer.agent.ownership import ruling_of, ruling_on
+from trainer.agent.starts import start_of
 from trainer.agent.types import Outcome
 from trainer.config import ConfigError
 from trainer.slime.checks import check
@@ -50,7 +52,7 @@ async def run_sample(
     """Do as `generate`, with another type of rollout."""
     config = SlimeConfig.from_args(args)
     check(args, config)
-    task = task_of(sample, config.task_key)
+    start = start_of(sample.metadata or {}, task_of(sample, config.task_key))
     monitor = monitor_of(config)
     monitor.check(args)
     # With rows, always a list: slime infers the shape of a batch from its first member.
@@ -72,7 +74,7 @@ async def run_sample(
         async with asyncio.timeout(config.limit_s):
             rollout = rollout_type(args, sample, sampling_params, config=config)
             rollout.keeps_partial = not evaluation and getattr(args, "partial_rollout", False)
-            result = await run_rollout(args, rollout, task, group_size, multiple, evaluation=evaluation)
+            result = await run_rollout(args, rollout, start, group_size, multiple, evaluation=evaluation)
             await rollout.keep(is_aborted=sample.status.name == "ABORTED")
     except Halted as error:
         monitor.halt(str(error))
@@ -88,11 +90,11 @@ async def run_sample(
 
 
 async def run_rollout(
-    args: Any, rollout: Rollout, task: str, group_size: int, multiple: int | None, *, evaluation: bool
+    args: Any, rollout: Rollout, start: str | Checkpoint, group_size: int, multiple: int | None, *, evaluation: bool
 ) -> Sample | list[Sample]:
     """Run a rollout and write its rows into samples: one, or with `multiple` a list padded to a multiple of it."""
     sample, config = rollout.sample, rollout.config
-    trajectory = await rollout.run(task, group_size=group_size)
+    trajectory = await rollout.run(start, group_size=group_size)
     if trajectory is None or trajectory.outcome is Outcome.ABORTED:
         return _void(args, sample, multiple, status="ABORTED", reason="aborted")
     if trajectory.outcome is Outcome.FAILED:

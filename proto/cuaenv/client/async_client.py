@@ -182,7 +182,8 @@ class AsyncEnvClient:
             branches: Most machines that forks of the episodes will take at once: the host is chosen with room for them,
                 and a Ray cluster reserves them.
             pool: Name of the pool; empty for the task's own.
-            max_steps: Steps after which an episode is truncated; 0 for the task's own limit.
+            max_steps: Steps after which an episode is truncated, those before a checkpoint included; 0 for the limit of
+                the task or checkpoint.
             lease_ttl: How long machines outlive this process, 10 s to 1 h.
             settle: When a screen counts as settled, for the first observation and as the steps' default.
             view: Contents of observations, for the first one and as the steps' default; None for `View()`.
