@@ -182,7 +182,13 @@ def _played(document: _Trajectory, path: Path, settings: AgentSettings, first_pi
         raise AtifError(f"{len(row.trained)} steps act; it must be 1 to max_turns (--agent), {settings.max_turns}")
     metadata = {"instruction": instruction, "source": f"atif:{document.agent.name}", "grammar": settings.grammar}
     task_id = str(document.extra.get("task_id") or document.session_id or path.resolve().parent.name)
-    return row.stored(task_id, reward=float(reward), metadata={**metadata, "prompt_hash": prompt_hash(settings)})
+    return StoredTrajectory(
+        task_id=task_id,
+        messages=tuple(row.as_json()),
+        images=row.images(),
+        reward=float(reward),
+        metadata={**metadata, "prompt_hash": prompt_hash(settings)},
+    )
 
 
 def _actions(step: _Step, *, is_last: bool) -> tuple[Action, ...]:

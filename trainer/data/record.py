@@ -4,7 +4,7 @@ An oracle replaces the model in the agent's own loop, so prompts and screenshots
 `render` writes its replies, so they parse by construction.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -84,8 +84,10 @@ async def record(
     }
     rows = conversations[-1].rows
     return [
-        row.stored(
-            task.task_id if len(rows) == 1 else f"{task.task_id}_chunk{number}",
+        StoredTrajectory(
+            task_id=task.task_id if len(rows) == 1 else f"{task.task_id}_chunk{number}",
+            messages=tuple(row.as_json()),
+            images=row.images(),
             reward=trajectory.evaluation.score,
             metadata=metadata,
         )
@@ -99,12 +101,6 @@ class Row:
 
     messages: list[Message]
     trained: set[int] = field(default_factory=set)
-
-    def stored(self, task_id: str, *, reward: float, metadata: Mapping[str, Any]) -> StoredTrajectory:
-        """Return it as a demonstration."""
-        return StoredTrajectory(
-            task_id=task_id, messages=tuple(self.as_json()), images=self.images(), reward=reward, metadata=metadata
-        )
 
     def images(self) -> tuple[str, ...]:
         """Return the images as data URIs."""
