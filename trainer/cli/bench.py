@@ -25,6 +25,7 @@ def rollout(
     *,
     episodes: Annotated[int, typer.Option(min=1, max=256, help="Concurrent episodes.")] = 16,
     turns: Annotated[int, typer.Option(min=6, help="Turns of each episode.")] = 30,
+    picture_dir: Annotated[str, typer.Option(help="Send pictures as files in this directory.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     slime_home: Annotated[Path | None, typer.Option(envvar="SLIME_HOME", help="Checkout of slime.")] = None,
 ) -> None:
@@ -34,7 +35,7 @@ def rollout(
     os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
     from trainer.learn.rollout_bench import measure  # noqa: PLC0415 -- torch: seconds
 
-    report = measure(slime_home.expanduser().resolve(), episodes=episodes, turns=turns)
+    report = measure(slime_home.expanduser().resolve(), episodes=episodes, turns=turns, picture_dir=picture_dir)
     if as_json:
         out.print_json(json.dumps(report))
         return

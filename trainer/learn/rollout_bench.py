@@ -29,7 +29,7 @@ from trainer.agent.loop import AgentEpisode
 from trainer.learn import LearnError
 from trainer.learn.checkpoint import write_checkpoint
 from trainer.learn.daemons import started_daemons
-from trainer.learn.server import GenerateServer, answer_of
+from trainer.learn.server import GenerateServer, answer_of, file_of
 from trainer.learn.settings import Settings
 from trainer.learn.slime_job import SlimeRollouts, slime_args, use_slime, write_tasks
 from trainer.slime.environments import SampleEnvironments, WrappedEpisode
@@ -50,6 +50,8 @@ class _Measured:
 
     is_busy: bool = False
     """Whether screens get a photograph as background."""
+    is_single: bool = False
+    """Whether one episode runs, whose replies are recorded."""
     cpu_s: list[float] = field(default_factory=list)
     """CPU time of the process at each reply."""
     resident_bytes: list[int] = field(default_factory=list)
@@ -61,7 +63,7 @@ class _Measured:
 _measured = _Measured()
 
 
-def measure(slime_home: Path, *, episodes: int, turns: int) -> dict[str, Any]:
+def measure(slime_home: Path, *, episodes: int, turns: int, picture_dir: str = "") -> dict[str, Any]:
     """Return the report of `trainer bench rollout --json`. Raises: LearnError."""
     use_slime(slime_home)
     settings = Settings(screen_px=_SCREEN_PX, workers=1, machines=episodes)
@@ -70,8 +72,9 @@ def measure(slime_home: Path, *, episodes: int, turns: int) -> dict[str, Any]:
         checkpoint = write_checkpoint(root / "model", vocabulary=[_reply(number) for number in range(64)] * 8)
         with started_daemons(root / "daemons", settings) as hosts, _engine(checkpoint) as (port, sent):
             agent = {"max_turns": turns, "image_max_pixels": _PIXELS, "reply_tokens": 96, "prompt_tokens": 4096}
+            agent["context_tokens"] = 8192 + turns * 2048
             args = slime_args(
-                {"hosts": hosts, "group": "off", "agent": {**agent, "context_tokens": 8192 + turns * 2048}},
+                {"hosts": hosts, "group": "off", "picture_dir": picture_dir, "agent": agent},
                 hf_checkpoint=str(checkpoint),
                 prompt_data=str(write_tasks(root / "tasks.jsonl", [_TASK] * episodes)),
                 n_samples_per_prompt=1,
@@ -116,7 +119,7 @@ def _figures(job: SlimeRollouts, sent: Any, *, episodes: int, turns: int, is_bus
 def _roll_out(job: SlimeRollouts, episodes: int, *, is_busy: bool) -> tuple[float, float, float]:
     """Return CPU times: of the process, its part in the kernel, of the event loop. Raises: LearnError."""
     global _measured  # noqa: PLW0603 -- slime calls `generate` by its path, so it finds this here
-    _measured = _Measured(is_busy)
+    _measured = _Measured(is_busy, episodes == 1)
     # Otherwise memory that an earlier episode freed would hide the growth of this one.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -150,9 +153,10 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
 
 class _MeasuredRollout(Rollout):
     async def _call_engine(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        _measured.cpu_s.append(time.process_time() - _measured.composing_s)
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        _measured.resident_bytes.append(pages * resource.getpagesize())
+        if _measured.is_single:
+            _measured.cpu_s.append(time.process_time() - _measured.composing_s)
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+            _measured.resident_bytes.append(pages * resource.getpagesize())
         return await super()._call_engine(payload)
 
     def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002
@@ -214,12 +218,13 @@ class _Engine(GenerateServer):
         """Answer with a click."""
         images, prompt = payload["image_data"], payload["input_ids"]
         # A PNG's header; a token has 32x32 pixels.
-        headers = [base64.b64decode(uri.partition(",")[2][:32]) for uri in images]
-        sizes = [struct.unpack(">II", header[16:24]) for header in headers]
+        sizes = [struct.unpack(">II", _start(uri)[16:24]) for uri in images]
         tokens = sum(width // 32 * (height // 32) for width, height in sizes)
         ids = self._tokenizer.encode(_reply(len(images)) + "<|im_end|>", add_special_tokens=False)
         if payload["sampling_params"]["max_new_tokens"] > 1:  # one token: the plug-in checks the engine
-            for index, count in enumerate((sum(map(len, images)) + 6 * len(prompt), len(images[-1]), 1)):
+            written = path.stat().st_size if (path := file_of(images[-1])) else 0
+            sent = sum(map(len, images)) + written + 6 * len(prompt)
+            for index, count in enumerate((sent, written or len(images[-1]), 1)):
                 self._sent[index] += count
         return answer_of(
             self._tokenizer.decode(ids),
@@ -229,6 +234,14 @@ class _Engine(GenerateServer):
             prompt_tokens=len(prompt) - len(images) + tokens,
             weight_version="1",
         )
+
+
+def _start(uri: str) -> bytes:
+    """Return the first bytes of a picture."""
+    if (path := file_of(uri)) is None:
+        return base64.b64decode(uri.partition(",")[2][:32])
+    with path.open("rb") as file:
+        return file.read(24)
 
 
 @contextmanager

@@ -4,16 +4,37 @@ The server has an event loop in a thread of its own. Each port has its own abort
 """
 
 import asyncio
+import base64
+import io
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
+from urllib.parse import unquote, urlsplit
 
 from aiohttp import web
 
 from trainer.learn import LearnError
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 _MAX_REQUEST_BYTES: Final = 256 << 20
+_FILE: Final = "file://"
+
+
+def picture_of(uri: str) -> "Image.Image":
+    """Return a picture of a request for Pillow: a file, a data URI or bare base64. Raises: OSError, ValueError."""
+    from PIL import Image  # noqa: PLC0415
+
+    path = file_of(uri)
+    return Image.open(io.BytesIO(path.read_bytes() if path else base64.b64decode(uri.rpartition(",")[2])))
+
+
+def file_of(uri: str) -> Path | None:
+    """Return the file that a picture of a request names; None if it carries its bytes."""
+    return Path(unquote(urlsplit(uri).path)) if uri.startswith(_FILE) else None
 
 
 def answer_of(

@@ -57,6 +57,9 @@ class SlimeConfig(TrainingConfig):
     asynchronous jobs for those of two rollouts, at least 4 and at most 32."""
     daemon_timeout_s: float = Field(default=60.0, gt=0)
     """The run halts if no daemon answers for this time."""
+    picture_dir: str = ""
+    """Directory that this process and all engines read at the same path, such as one in /dev/shm if they share a host:
+    requests name the files of pictures, see `trainer.slime.pictures`. Empty: requests carry all pictures of a row."""
     record_dir: str = ""
     """Directory of the files that `trainer.slime.hooks.record_sample` writes; empty for none."""
     sight: Literal["off", "warn", "refuse"] = "off"

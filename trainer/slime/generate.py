@@ -92,7 +92,10 @@ async def run_rollout(
 ) -> Sample | list[Sample]:
     """Run a rollout and write its rows into samples: one, or with `multiple` a list padded to a multiple of it."""
     sample, config = rollout.sample, rollout.config
-    trajectory = await rollout.run(task, group_size=group_size)
+    try:
+        trajectory = await rollout.run(task, group_size=group_size)
+    finally:
+        await rollout.close()
     if trajectory is None or trajectory.outcome is Outcome.ABORTED:
         return _void(args, sample, multiple, status="ABORTED", reason="aborted")
     if trajectory.outcome is Outcome.FAILED:
