@@ -57,11 +57,17 @@ def answer_of(
 class GenerateServer:
     """Serves `generate` of a subclass on free loopback ports. Use as a context manager."""
 
-    def __init__(self, *, port_count: int = 1) -> None:
-        """Entering starts the server."""
+    def __init__(self, *, port_count: int = 1, shared_port: int | None = None) -> None:
+        """Entering starts the server.
+
+        Args:
+            port_count: Ports.
+            shared_port: The port, which other processes may listen on too; 0 for a free one. None: not shared.
+        """
         self.host = "127.0.0.1"
         self.ports: list[int] = []
         self._port_count = port_count
+        self._shared_port = shared_port
         self._runners: list[web.AppRunner] = []
 
     def __enter__(self) -> Self:
@@ -92,7 +98,8 @@ class GenerateServer:
             runner = web.AppRunner(self.make_app(), access_log=None, shutdown_timeout=0.1)
             await runner.setup()
             self._runners.append(runner)
-            await web.TCPSite(runner, self.host, 0, backlog=1024).start()
+            is_shared = self._shared_port is not None
+            await web.TCPSite(runner, self.host, self._shared_port or 0, backlog=1024, reuse_port=is_shared).start()
             self.ports.append(runner.addresses[0][1])
 
     async def _end(self) -> None:

@@ -43,6 +43,8 @@ class SlimeConfig(TrainingConfig):
     credit: Literal["returns", "siblings"] = "returns"
     """`returns`: a member's reward is compared with its group's. `siblings`: each turn is compared with what other
     members did in the same state, see `trainer.rewards.credit` (`tree`)."""
+    workers: int = Field(default=0, ge=0, le=64)
+    """Processes that run the samples, see `trainer.slime.workers`; 0 for slime's own process."""
     min_valid_members: int = Field(default=2, ge=1)
     """Groups with fewer valid members are dropped as `env_failure`."""
     pad_rows_to: int = Field(default=1, ge=1)

@@ -5,6 +5,8 @@ size of image, one picture of noise is given to the processor, and its output yi
 bfloat16. Unless table and layout reproduce that output to the bit, the processor makes all tensors of that size.
 """
 
+import mmap
+import os
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -51,8 +53,41 @@ def image_tensors(processor: Any, images: "Sequence[Image.Image]") -> dict[str, 
 class _Block:
     """Memory for tensors."""
 
-    def __init__(self, values: "npt.NDArray[np.int16]") -> None:
-        self.values = values
+    def __init__(self, count: int) -> None:
+        import numpy as np  # noqa: PLC0415
+
+        if not _is_shared:
+            # numpy asks for huge pages, which saves half the time of filling so large an array.
+            self.values = np.empty(count, np.int16)
+            return
+        fd = os.memfd_create("pictures")
+        os.ftruncate(fd, 2 * count)
+        self.values = np.frombuffer(mmap.mmap(fd, 0), np.int16)
+        address = self.values.ctypes.data
+        _shared[address] = fd
+        weakref.finalize(self, _close, address).atexit = False
+
+
+_is_shared = False
+#: Files of the blocks that other processes may map, by address.
+_shared: dict[int, int] = {}
+
+
+def share_memory() -> None:
+    """Build all tensors of this process in memory that other processes may map."""
+    global _is_shared  # noqa: PLW0603 -- once, when a process starts
+    _is_shared = True
+
+
+def shared_by(value: Any) -> int | None:
+    """Return the descriptor of the file that has a tensor's memory; None if the value has no such memory."""
+    import torch  # noqa: PLC0415
+
+    return _shared.get(value.data_ptr()) if isinstance(value, torch.Tensor) else None
+
+
+def _close(address: int) -> None:
+    os.close(_shared.pop(address))
 
 
 #: Blocks that no tensor uses, for new tensors: the kernel takes 10 to 33 ms to clear the pages of a picture. A process
@@ -62,8 +97,6 @@ _free: list[_Block] = []
 
 def _array(rows: int, columns: int) -> "npt.NDArray[np.int16]":
     """Return an array with any content. Its memory is used again when nothing refers to the array, as tensors do."""
-    import numpy as np  # noqa: PLC0415
-
     count, block = rows * columns, None
     for each in sorted(_free.copy(), key=lambda each: each.values.size):
         # Another thread may take it first.
@@ -77,8 +110,7 @@ def _array(rows: int, columns: int) -> "npt.NDArray[np.int16]":
         with suppress(IndexError):
             while dropped < count:
                 dropped += _free.pop().values.size
-    # numpy asks for huge pages, which saves half the time of filling so large an array.
-    block = block or _Block(np.empty(count, np.int16))
+    block = block or _Block(count)
     values = block.values[:count].reshape(rows, columns)
     weakref.finalize(values, _free.append, block).atexit = False
     return values
