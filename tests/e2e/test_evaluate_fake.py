@@ -122,7 +122,7 @@ async def test_an_evaluation_scores_and_reports_what_the_model_did(tmp_path: Pat
     assert rates["infeasible"] == 1.0
     write_report(results, tmp_path / "run.html")
     page = html.parse(str(tmp_path / "run.html")).getroot()
-    assert [heading.text for heading in page.iter("h1")] == ["scripted <b>model</b>"]
+    assert [heading.text for heading in page.iter("h1")] == ["Evaluation of scripted <b>model</b>"]
     assert not list(page.iter("script"))
     pictures = [image.get("src") for image in page.iter("img")]
     assert len(pictures) >= 2 * len(SOLUTIONS)
@@ -254,7 +254,12 @@ async def test_a_killed_daemon_loses_no_result_and_the_next_one_finishes_the_eva
                 def step_timeout(self) -> timedelta:
                     return timedelta(seconds=1 if server.is_killed else 60)
 
-                reset_timeout = evaluate_timeout = step_timeout
+                evaluate_timeout = step_timeout
+
+                @property
+                def reset_timeout(self) -> timedelta:
+                    # Of both attempts at a task, also if the daemon is gone at the second.
+                    return timedelta(seconds=1 if server.is_killed else 15 if model.asked_count else 60)
 
             model.before_reply = kill
             cut = await run_evaluation(client, url, tasks, path, concurrency=1, settings=Hasty(max_turns=4))

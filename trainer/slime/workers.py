@@ -147,6 +147,8 @@ class _Worker:
             while True:
                 number, answer = pickle.loads(self._pipe.recv_bytes())  # noqa: S301 -- from our own process
                 self._calls.pop(number).set_result(answer)
+                # It would be kept until the next one arrives.
+                del answer
         except Exception as error:
             if not isinstance(error, EOFError | ConnectionError):
                 logger.exception("[envd] worker %d: its answer cannot be read", self.pid)
@@ -212,6 +214,7 @@ class _Server:
             while True:
                 message = pickle.loads(self._pipe.recv_bytes())  # noqa: S301 -- from our own process
                 loop.call_soon_threadsafe(partial(self._handle, *message))
+                del message
         except (EOFError, OSError):
             loop.call_soon_threadsafe(closed.set)
 
