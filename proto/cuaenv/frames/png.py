@@ -5,6 +5,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -47,9 +48,7 @@ def encode_png(image: npt.NDArray[np.uint8] | TiledImage) -> bytes:
         bands = [
             band
             for number, digest in enumerate(image.row_digests())
-            for band in _kept(
-                _tile_rows, shape + digest, _TILE_ROWS_KEPT, lambda number=number: _bands_of(image.row_HWC(number))
-            )
+            for band in _kept(_tile_rows, shape + digest, _TILE_ROWS_KEPT, partial(_bands_of_row, image, number))
         ]
     else:
         height, width, _ = image.shape
@@ -64,12 +63,16 @@ def encode_png(image: npt.NDArray[np.uint8] | TiledImage) -> bytes:
     return b"".join((b"\x89PNG\r\n\x1a\n", header, begin, *(band.chunk for band in bands), end, _chunk(b"IEND", b"")))
 
 
+def _bands_of_row(image: TiledImage, number: int) -> list[_Band]:
+    return _bands_of(image.row_HWC(number))
+
+
 def _bands_of(rgb_HWC: npt.NDArray[np.uint8]) -> list[_Band]:
     found = []
     for top in range(0, rgb_HWC.shape[0], _BAND_ROWS):
         rows_HWC = rgb_HWC[top : top + _BAND_ROWS]
         key = xxhash.xxh3_128_digest(rows_HWC.data) + rows_HWC.shape[1].to_bytes(4, "big")
-        found.append(_kept(_bands, key, _BANDS_KEPT, lambda rows_HWC=rows_HWC: _compressed(rows_HWC)))
+        found.append(_kept(_bands, key, _BANDS_KEPT, partial(_compressed, rows_HWC)))
     return found
 
 
