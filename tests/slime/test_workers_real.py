@@ -37,7 +37,7 @@ def engine(checkpoint: Path) -> Iterator[SglangServer]:
 
 @pytest.fixture
 def job_of(checkpoint: Path, engine: SglangServer, fake_daemon: str, tmp_path: Path) -> Iterator[Any]:
-    stack = ExitStack()
+    stack, jobs = ExitStack(), list[SlimeJob]()
     # The test's process has slime on its path; a worker starts with the same one.
     envd = {"hosts": [fake_daemon], "engine_timeout_s": 600.0, "workers": COUNT, "lease_s": 10.0, "agent": AGENT}
 
@@ -49,11 +49,13 @@ def job_of(checkpoint: Path, engine: SglangServer, fake_daemon: str, tmp_path: P
             "sglang_router_port": engine.port,
         }
         job = stack.enter_context(SlimeJob(slime_args(envd, **{**given, **changed})))
-        stack.callback(lambda: [os.kill(pid, signal.SIGKILL) for pid in workers_of(job.args, COUNT).pids()])
+        jobs.append(job)
         return job
 
     with stack:
         yield make
+        for pid in [pid for job in jobs for pid in workers_of(job.args, COUNT).pids()]:
+            os.kill(pid, signal.SIGKILL)
 
 
 def pictures_in(pid: int) -> int:

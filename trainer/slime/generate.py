@@ -115,7 +115,7 @@ async def play(
 
 
 def _multiple(config: SlimeConfig, *, evaluation: bool) -> int | None:
-    """Return what the number of a rollout's rows must be a multiple of; None for a sample that is no list of rows."""
+    """Return the divisor of the number of a rollout's rows; None if the result is one sample, not a list of rows."""
     # With rows, always a list: slime infers the shape of a batch from its first member.
     return config.pad_rows_to if config.agent.images_per_row and not evaluation else None
 
