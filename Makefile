@@ -35,6 +35,8 @@ AGENTS_STAMP := $(AGENTS_VENV)/.installed
 # The tools that examine .venv have their own environment, so that they do not appear in it.
 AUDIT_VENV := .venv-audit
 AUDIT_STAMP := $(AUDIT_VENV)/.installed
+# Notes that a proof passed on this commit: docs/proofs.md.
+RECORD = $(PYTHON) docs/proofs.py record
 # No prompts and no version checks, for people and .ci/run.
 export DEBIAN_FRONTEND := noninteractive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -54,7 +56,7 @@ APT_BROWSER := chromium
 # boots by UEFI.
 APT_TEST := xvfb xauth openbox xterm wmctrl libxcb1 binutils fdisk mtools wimtools xorriso
 
-.PHONY: help deps venv image wine osworld demo serve test check lint types imports proto unit fuzz soak simulate vm-test test-full \
+.PHONY: help deps venv image wine osworld demo serve test check lint types imports proto unit fuzz soak simulate vm-test test-long test-full release \
 	slime-proof sglang-proof areal-proof hosts-proof adapters-proof compat-proof osworld-agents-proof container-proof docs dist site format sbom audit clean
 
 help: ## List the tasks
@@ -127,9 +129,12 @@ test: deps $(STAMP) $(PROMTOOL) lint imports proto image ## Run static checks, t
 	status=0; $(BIN)/python -m pytest $(BY_TWO) -m vm tests || status=$$?; \
 	wait $$others || status=$$?; cat "$$log"; exit $$status
 
-test-full: APT_MORE := $(APT_WINE) $(APT_BROWSER)
-test-full: deps $(STAMP) $(PROMTOOL) lint types imports proto image osworld wine ## Run `test` with every task, the soak and the faults on real machines
+test-long: APT_MORE := $(APT_WINE) $(APT_BROWSER)
+test-long: deps $(STAMP) $(PROMTOOL) lint types imports proto image osworld wine ## Run `test` with every task, the soak and the faults on real machines
 	@ENVD_TEST_TASKS=all $(BIN)/python -m pytest --long -m "not container" tests
+	@$(RECORD) $@
+
+test-full: test-long ## Run `test-long` and the proofs
 	@$(MAKE) hosts-proof container-proof adapters-proof
 	@if [[ -n "$${SLIME_HOME:-}" ]]; then $(MAKE) slime-proof SLIME_TESTS=slime && $(MAKE) sglang-proof; \
 	else echo "test-full: NOT RUN: slime-proof, sglang-proof; set SLIME_HOME to a checkout of slime"; fi
@@ -144,6 +149,7 @@ slime-proof: deps $(SLIME_STAMP) ## Test the trainer with slime's rollout code o
 	@[[ -d "$${SLIME_HOME:-}/slime/rollout" ]] \
 		|| { echo "slime-proof: set SLIME_HOME to a checkout of slime; see docs/train.md" >&2; exit 1; }
 	@$(SLIME_VENV)/bin/python -m pytest --long -m "$(SLIME_TESTS)" tests/slime
+	@case "$(SLIME_TESTS)" in slime|"slime and not vm") $(RECORD) $@;; *) echo "$@: a part of it; not recorded";; esac
 
 $(SLIME_STAMP): tests/slime/requirements.txt pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
 	@[[ -x $(SLIME_VENV)/bin/python ]] || $(PYTHON) -m venv $(SLIME_VENV)
@@ -155,6 +161,7 @@ sglang-proof: deps $(SGLANG_STAMP) ## Test the trainer with SGLang's own server 
 	@[[ -d "$${SLIME_HOME:-}/slime/rollout" ]] \
 		|| { echo "sglang-proof: set SLIME_HOME to a checkout of slime; see docs/train.md" >&2; exit 1; }
 	@$(SGLANG_VENV)/bin/python -m pytest --long -m sglang tests/sglang
+	@$(RECORD) $@
 
 $(SGLANG_STAMP): tests/sglang/requirements.txt pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
 	@[[ -x $(SGLANG_VENV)/bin/python ]] || $(PYTHON) -m venv $(SGLANG_VENV)
@@ -167,9 +174,11 @@ container-proof: deps $(STAMP) image ## Build the daemon's container image with 
 	@command -v podman kubectl >/dev/null \
 		|| apt-get install -y -q --no-install-recommends podman buildah runc conmon kubernetes-client >/dev/null
 	@$(BIN)/python -m pytest --long -m container tests/container
+	@$(RECORD) $@
 
 areal-proof: deps $(AREAL_STAMP) ## Test the trainer with AReaL's rollout code on this CPU
 	@$(AREAL_VENV)/bin/python -m pytest -m areal tests/areal
+	@$(RECORD) $@
 
 $(AREAL_STAMP): tests/areal/requirements.txt pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
 	@[[ -x $(AREAL_VENV)/bin/python ]] || $(PYTHON) -m venv $(AREAL_VENV)
@@ -181,7 +190,8 @@ $(AREAL_STAMP): tests/areal/requirements.txt pyproject.toml hatch_build.py $(wil
 adapters-proof: $(RUN_ADAPTERS:%=.venv-adapters-%/.installed) ## Test the adapters with the frameworks' own packages (ADAPTERS: some of them)
 	@$(if $(filter-out $(RUN_ADAPTERS),$(ADAPTERS)),echo "adapters-proof: NOT RUN: harbor; install Python 3.12 or set PYTHON312 to its path")
 	@for name in $(RUN_ADAPTERS); do echo "adapters-proof: $$name"; \
-		PATH="$$PWD/.venv-adapters-$$name/bin:$$PATH" python -m pytest --long tests/adapters/$$name; done
+		PATH="$$PWD/.venv-adapters-$$name/bin:$$PATH" python -m pytest --long tests/adapters/$$name; \
+		$(RECORD) $@/$$name; done
 
 .venv-adapters-%/.installed: tests/adapters/requirements/%.txt tests/adapters/common.txt pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
 	@[[ -x .venv-adapters-$*/bin/python ]] || $(if $(filter harbor,$*),$(PYTHON312),$(PYTHON)) -m venv .venv-adapters-$*
@@ -192,6 +202,7 @@ adapters-proof: $(RUN_ADAPTERS:%=.venv-adapters-%/.installed) ## Test the adapte
 compat-proof: deps $(STAMP) ## Test the compatibility protocols with other systems' own clients (SEEDS: a directory of checkouts)
 	@[[ -d "$${SEEDS:-}" ]] || { echo "compat-proof: set SEEDS to a directory of checkouts; see docs/compat.md" >&2; exit 1; }
 	@$(BIN)/python -m pytest --long -m seeds tests/seeds
+	@$(RECORD) $@
 
 osworld-agents-proof: deps $(STAMP) ## Test OSWorld's own runner and agent on a real machine (OSWORLD: a checkout; needs root; installs 1.5 GB)
 	@[[ -f "$(OSWORLD)/run.py" && -d "$(OSWORLD)/mm_agents" ]] || { echo "osworld-agents-proof: OSWORLD '$(OSWORLD)': no checkout" \
@@ -200,6 +211,7 @@ osworld-agents-proof: deps $(STAMP) ## Test OSWorld's own runner and agent on a 
 	@$(BIN)/envd image build osworld
 	@OSWORLD="$(abspath $(OSWORLD))" OSWORLD_AGENTS_PYTHON="$$PWD/$(AGENTS_VENV)/bin/python" \
 		$(BIN)/python -m pytest --long -m osworld_agents tests/osworld_agents
+	@$(RECORD) $@
 
 $(AGENTS_STAMP): tests/osworld_agents/requirements.txt envd/integrations/osworld/requirements.txt pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
 	@[[ -x $(AGENTS_VENV)/bin/python ]] || $(PYTHON) -m venv $(AGENTS_VENV)
@@ -210,6 +222,7 @@ $(AGENTS_STAMP): tests/osworld_agents/requirements.txt envd/integrations/osworld
 hosts-proof: deps $(RAY_STAMP) image ## Test many hosts in a Ray cluster on this machine, and a short simulation
 	@$(RAY_VENV)/bin/python -m pytest --long -m ray tests/ray
 	@$(RAY_VENV)/bin/python -m pytest tests/unit/simulation tests/contract/test_placement.py
+	@$(RECORD) $@
 
 $(RAY_STAMP): pyproject.toml hatch_build.py $(wildcard proto/cuaenv/v1/*.proto) | deps
 	@[[ -x $(RAY_VENV)/bin/python ]] || $(PYTHON) -m venv $(RAY_VENV)
@@ -272,6 +285,13 @@ dist: $(STAMP) sbom ## Build the wheel and the source distribution, with SBOM, c
 		awk -v want="## $$version" 'index($$0, want) == 1 {on = 1; next} /^## / {on = 0} on' CHANGELOG.md >out/dist/NOTES.md; \
 		[[ -s out/dist/NOTES.md ]] || { echo "dist: CHANGELOG.md has no section for $$version" >&2; exit 1; }
 	@ls -l out/dist
+
+release: $(STAMP) ## Run the tests and proofs that have not passed on this commit, then build the site and out/dist/
+	@todo=$$($(PYTHON) docs/proofs.py missing); for target in $$todo; do $(MAKE) $$target; done
+	@left=$$($(PYTHON) docs/proofs.py missing); [[ -z "$$left" ]] \
+		|| { echo "release: not passed on this commit: $$left; see what they need by make help" >&2; exit 1; }
+	@$(MAKE) site dist
+	@echo "release: commit docs/proofs.json and docs/proofs.md, then tag v$$($(BIN)/envd --version | cut -d' ' -f2) and push the tag"
 
 site: $(STAMP) ## Build the documentation as a searchable site: out/site/index.html
 	@log=$$(NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build 2>&1) || { echo "$$log" >&2; exit 1; }; echo "site: out/site/index.html"

@@ -19,6 +19,8 @@ from google.protobuf.descriptor_pb2 import (
 )
 from grpc_tools import protoc  # type: ignore[import-untyped]
 
+from cuaenv.capabilities import CAPABILITIES
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "cuaenv/v1/env.proto"
 PAGE = ROOT / "docs" / "api.md"
@@ -28,6 +30,12 @@ _HEADER = f"""# API
 <!-- Made by `python docs/generate_api.py` from proto/{SOURCE}. Edit that file, not this one. -->
 
 """
+
+_CAPABILITIES = (
+    "`ListPoolsResponse.capabilities` names the additions to the contract that a release of the daemon has. It ignores",
+    "fields that it does not know, so ask for the name before you rely on one. `client.capabilities()` returns the",
+    "names that all hosts have.",
+)
 
 # Field numbers in descriptor.proto: the path of a comment consists of them and of indexes.
 _FILE_PACKAGE, _FILE_MESSAGE, _FILE_ENUM, _FILE_SERVICE = 2, 4, 5, 6
@@ -87,6 +95,7 @@ class _Page:
         yield ""
         for index, service in enumerate(self._file.service):
             yield from self._service(service, (_FILE_SERVICE, index))
+        yield from _capabilities()
         yield from ("## Messages", "")
         for index, message in enumerate(self._file.message_type):
             yield from self._message(message, (_FILE_MESSAGE, index))
@@ -146,6 +155,13 @@ class _Page:
             return f"`{type_name.removeprefix('.')}`"
         name = type_name.removeprefix(self._prefix)
         return f"[{name}](#{name.lower().replace('.', '')})"
+
+
+def _capabilities() -> Iterator[str]:
+    yield from ("## Capabilities", "", *_CAPABILITIES, "", "| name | use | |", "|---|---|---|")
+    for name, capability in CAPABILITIES.items():
+        yield f"| `{name}` | {', '.join(f'`{element}`' for element in capability.elements)} | {capability.text} |"
+    yield ""
 
 
 def _one_line(comment: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import grpc
 
 from cuaenv.action_codec import to_proto
+from cuaenv.capabilities import CAPABILITIES
 from cuaenv.v1 import env_pb2, env_pb2_grpc
 from envd.api.call_report import ids_of
 from envd.api.convert_actions import Size
@@ -258,12 +259,10 @@ class CUAEnvServicer(env_pb2_grpc.CUAEnvServicer):
 
     async def ListPools(self, request: env_pb2.ListPoolsRequest, context: Context) -> env_pb2.ListPoolsResponse:
         """List pools."""
-        pools = self._episodes.list_pools()
-        if not request.include_queue:
-            return env_pb2.ListPoolsResponse(pools=pool_messages(pools))
-        caller, queues = current_caller(), self._episodes.list_queues()
+        caller, queues = current_caller(), self._episodes.list_queues() if request.include_queue else {}
         visible = {name: [group for group in queues[name] if caller.may_list(group.owner)] for name in queues}
-        return env_pb2.ListPoolsResponse(pools=pool_messages(pools, visible))
+        pools = pool_messages(self._episodes.list_pools(), visible)
+        return env_pb2.ListPoolsResponse(pools=pools, capabilities=sorted(CAPABILITIES))
 
     async def WatchPools(
         self, request: env_pb2.WatchPoolsRequest, context: Context

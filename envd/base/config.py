@@ -273,6 +273,15 @@ class TasksConfig(_Section):
     client_password_file: Directory | None = None
     """File with the password of the guests' user, for setups with `{CLIENT_PASSWORD}`; only its owner may have read
     access."""
+    user_url: Annotated[str, Field(pattern=r"^$|^https?://[^\s@?#]+$")] = ""
+    """Base URL of OpenAI-compatible chat completions, such as `http://127.0.0.1:8000/v1`, that play the users of tasks
+    with a `persona`."""
+    user_model: str = ""
+    """Name of the model at `user_url`."""
+    user_key_file: Directory | None = None
+    """File with the key of `user_url`."""
+    user_timeout_s: Annotated[float, Field(gt=0, le=600)] = 60.0
+    """How long an answer may take, attempts included; after that the episode is void."""
 
 
 class RecordingConfig(_Section):

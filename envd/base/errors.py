@@ -177,6 +177,10 @@ class SetupFailed(EnvdError, reason="SETUP_FAILED"):
     """A task's setup did not complete, so no episode was opened."""
 
 
+class UserUnavailable(EnvdError, reason="USER_UNAVAILABLE"):
+    """The model that plays a task's user gave no answer; the episode is void."""
+
+
 class EvaluatorFailed(EnvdError, reason="EVALUATOR_FAILED"):
     """A checker failed and gave no score; never read it as 0."""
 

@@ -3,10 +3,10 @@
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median_high
 
 from cuaenv.client import AsyncEpisode, Checkpoint
 from envd.bench.branch_parents import STEP_TIMEOUT, BranchParent
@@ -94,9 +94,9 @@ async def measure_checkpoints(
     figures = from_samples(
         CheckpointFigures,
         samples,
-        light_mib=_median(samples["light_mib"]),
-        editor_mib=_median(samples["editor_mib"]),
-        depth_32_over_1=_median(samples["deep_reset_ms"]) / _median(samples["first_reset_ms"]),
+        light_mib=median_high(samples["light_mib"]),
+        editor_mib=median_high(samples["editor_mib"]),
+        depth_32_over_1=median_high(samples["deep_reset_ms"]) / median_high(samples["first_reset_ms"]),
     )
     return BenchReport(
         benchmark="checkpoint",
@@ -192,7 +192,3 @@ async def _measure_depth(
                     times[checkpoint.checkpoint_id].append(reset_ms)
                 steps.done("opening both ends")
     return times[first.checkpoint_id], times[last.checkpoint_id]
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]

@@ -64,7 +64,7 @@ async def read_state(episode: AsyncEpisode) -> GuestState:
         EnvError: The guest did not answer.
     """
     pruned = [word for path in _VOLATILE for word in ("-path", path, "-prune", "-o")]
-    listed = await episode.run_command(["sh", "-c", _LIST, "list", HOME, *pruned])
+    listed = await episode.run_command(["sh", "-c", _LIST, "list-files", HOME, *pruned])
     if len(listed.stdout) > _MAX_LIST_BYTES:
         raise GuestError(f"{HOME}: too many files for a demonstration")
     files = {}

@@ -1,4 +1,4 @@
-"""`envd episodes export`: write a recorded episode as a video or a page. Reads the recordings, not the daemon."""
+"""`envd episodes export`: write a recorded episode as a video, a page or JSON lines. Needs no daemon."""
 
 from enum import Enum
 from pathlib import Path
@@ -13,16 +13,21 @@ from envd.cli.options import with_settings
 from envd.cli.remote import reports_errors
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.page import write_page
+from envd.episodes.recording.steps import write_steps
 from envd.episodes.recording.video import VideoFormat, export_video
 
 
 class ExportFormat(Enum):
-    """Videos, and a page with the screen after each step."""
+    """Videos, and the screen after each step as a page or as JSON lines."""
 
     MP4 = VideoFormat.MP4.value
     WEBM = VideoFormat.WEBM.value
     GIF = VideoFormat.GIF.value
     HTML = "html"
+    JSONL = "jsonl"
+
+
+_WRITERS = {ExportFormat.HTML: write_page, ExportFormat.JSONL: write_steps}
 
 
 @reports_errors
@@ -32,7 +37,7 @@ def export(
     *,
     episode_id: Annotated[str, typer.Argument(metavar="EPISODE", help="Id of a recorded episode.")],
     export_format: Annotated[
-        ExportFormat, typer.Option("--format", help="A video, or one page with the screen after each step.")
+        ExportFormat, typer.Option("--format", help="A video, or the screen after each step: one page, or JSON lines.")
     ] = ExportFormat.MP4,
     to: Annotated[
         Path | None, typer.Option("--out", metavar="PATH", help="The file; by default EPISODE.FORMAT here.")
@@ -44,7 +49,7 @@ def export(
     speed: Annotated[float, typer.Option(metavar="X", min=0.1, max=100, help="2 for twice as fast.")] = 1.0,
     as_json: Json = False,
 ) -> None:
-    """Write a recorded episode as a video or as a page, on the host that has the recordings."""
+    """Write a recorded episode as a video, a page or JSON lines, on the host that has the recordings."""
     source = directory or settings.recording.directory
     if source is None:
         raise ConfigError("export: no directory of recordings; pass --directory, or --config with recording.directory")
@@ -52,8 +57,8 @@ def export(
     recording = Library(source).read(episode_id)
     try:
         with progress(f"exporting {episode_id}") as report:
-            if export_format is ExportFormat.HTML:
-                write_page(recording, path, progress=lambda fraction: report("steps", fraction))
+            if (write := _WRITERS.get(export_format)) is not None:
+                write(recording, path, progress=lambda fraction: report("steps", fraction))
             else:
                 export_video(
                     recording,

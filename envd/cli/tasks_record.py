@@ -26,7 +26,7 @@ from envd.daemon.composition import Daemon, open_daemon
 from envd.daemon.ephemeral import ensure_image, ephemeral_config, run_until_signal
 from envd.daemon.suites import load_tasks
 from envd.episodes.episode import Episode
-from envd.episodes.events import PerformedStep
+from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.tasks.model import Task
 from envd.tasks.oracle import OracleAction, OracleSteps, parse_action
 
@@ -35,29 +35,17 @@ _RESET_TIMEOUT = timedelta(minutes=20)
 
 
 @dataclass(eq=False)
-class _Demonstration:
-    """The steps of one episode. An `EpisodeObserver`."""
+class _Demonstration(EpisodeObserver):
+    """The steps of one episode."""
 
     steps: list[tuple[Action, ...]] = field(default_factory=list)
     stepped_now: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def opened(self, episode: Episode) -> None:
-        """Do nothing."""
 
     def stepped(self, episode: Episode, step: PerformedStep) -> None:  # noqa: ARG002 -- the protocol's signature
         """Keep a step's actions."""
         if step.performed:
             self.steps.append(step.performed)
             self.stepped_now.set()
-
-    def rolled_back(self, episode: Episode) -> None:
-        """Do nothing."""
-
-    def scored(self, episode: Episode) -> None:
-        """Do nothing."""
-
-    def closed(self, episode: Episode) -> None:
-        """Do nothing."""
 
 
 @reports_errors

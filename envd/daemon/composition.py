@@ -77,6 +77,7 @@ from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import evaluate
 from envd.tasks.setup import run_setup
 from envd.tasks.setup_resources import SetupResources
+from envd.tasks.user_model import UserModel
 
 logger = logging.getLogger(__name__)
 
@@ -315,6 +316,7 @@ async def open_episodes(
             limits=config.limits,
             metrics=metrics,
             store=store,
+            user_model=UserModel(config.tasks) if config.tasks.user_url else None,
             checkpoints=CheckpointStore(
                 config.checkpoint_dir, settings=config.checkpoints, reserve_bytes=config.limits.disk_reserve_mib << 20
             ),

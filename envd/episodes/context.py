@@ -14,6 +14,7 @@ from envd.episodes.persistence.journal import Journal
 from envd.episodes.registry import EpisodeRegistry
 from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
+from envd.tasks.user_model import UserModel
 
 
 def draining_error() -> Draining:
@@ -52,6 +53,8 @@ class EpisodeContext:
     limits: LimitsConfig
     clock: Clock
     metrics: Metrics
+    user_model: UserModel | None = None
+    """Answers for users of tasks that have a persona; None if no endpoint is set."""
 
     @asynccontextmanager
     async def awake(self, episode: Episode, watch: Stopwatch) -> AsyncIterator[LeasedMachine]:

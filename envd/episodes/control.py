@@ -30,7 +30,7 @@ class HumanControl:
     expire_s: float = 0.0
     """Monotonic time."""
     actions: list[Action] = field(default_factory=list)
-    """What people did since the agent's last step, oldest first."""
+    """What people did since the agent's last step, oldest first, as an agent would do it."""
     was_observed: bool = True
     """Whether the agent has observed since a person last acted."""
 
@@ -46,9 +46,16 @@ class HumanControl:
             f"episode {episode_id}: {why}; observe until it is handed back", retry_after_s=_RETRY_AFTER_S
         )
 
+    def require_holder(self, episode_id: str, control_id: str) -> None:
+        """Check that a person controls the episode. Raises: HumanInControl: not this one, or no longer."""
+        if not control_id or self.control_id != control_id:
+            raise HumanInControl(
+                f"episode {episode_id}: you do not control it; take control first", retry_after_s=_RETRY_AFTER_S
+            )
+
     def acted(self, actions: Iterable[Action]) -> None:
         """Note what a person did."""
-        self.actions = [*self.actions, *actions][-_MAX_REPORTED:]
+        self.actions = merged([*self.actions, *actions])[-_MAX_REPORTED:]
         self.was_observed = False
 
     def reported(self) -> tuple[Action, ...]:

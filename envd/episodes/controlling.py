@@ -81,10 +81,7 @@ class Controlling:
         context = self._context
         episode = context.registry.get(episode_id)
         async with context.registry.call(episode, renews=True), episode.turn:
-            if not control_id or episode.human.control_id != control_id:
-                raise HumanInControl(
-                    f"episode {episode_id}: you do not control it; take control first", retry_after_s=1.0
-                )
+            episode.human.require_holder(episode_id, control_id)
             episode.require_machine()
             session = self._sessions[episode_id]
             try:
@@ -109,6 +106,17 @@ class Controlling:
             finally:
                 self._end(episode, session)
 
+    async def before_rollback(self, episode: Episode, control_id: str) -> None:
+        """Check that a caller may roll an episode back, and record what the person did until now. Hold the turn.
+
+        An empty `control_id` is the agent's. Raises: HumanInControl.
+        """
+        if not control_id:
+            episode.human.require_agent(episode.episode_id)
+            return
+        episode.human.require_holder(episode.episode_id, control_id)
+        await self._record(episode, self._sessions[episode.episode_id])
+
     async def aclose(self) -> None:
         """End all control."""
         await self._tasks.cancel()
@@ -121,26 +129,28 @@ class Controlling:
 
     async def _hold(self, episode: Episode, session: _Session) -> None:
         """Keep the guest running and record steps, until control is handed back, expires, or the episode ends."""
-        human, clock = episode.human, self._context.clock
+        clock = self._context.clock
         try:
-            async with self._context.awake(episode, Stopwatch(clock)):
-                while (
-                    self._sessions.get(episode.episode_id) is session
-                    and not episode.closed.is_set()
-                    and clock.monotonic() < human.expire_s
-                ):
-                    session.changed.clear()
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(_PAUSE_S):
-                            await session.changed.wait()
-                        if len(session.pending) < _MAX_PENDING:
-                            continue
+            while self._holds(episode, session):
+                async with self._context.awake(episode, Stopwatch(clock)) as machine:
+                    # After a rollback the episode has another machine.
+                    while self._holds(episode, session) and machine is episode.machine:
+                        session.changed.clear()
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(_PAUSE_S):
+                                await session.changed.wait()
+                            if len(session.pending) < _MAX_PENDING:
+                                continue
+                        await self._record_in_turn(episode, session)
                     await self._record_in_turn(episode, session)
-                await self._record_in_turn(episode, session)
         except EnvdError as error:
             logger.info("episode %s: control ends: %s", episode.episode_id, error)
         finally:
             self._end(episode, session)
+
+    def _holds(self, episode: Episode, session: _Session) -> bool:
+        is_present = self._sessions.get(episode.episode_id) is session and not episode.closed.is_set()
+        return is_present and self._context.clock.monotonic() < episode.human.expire_s
 
     async def _record_in_turn(self, episode: Episode, session: _Session) -> None:
         if session.pending and not episode.closed.is_set():

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
 
 from cuaenv.actions import Action, action_text, shortened
 from envd.episodes.episode import Episode
@@ -39,8 +38,8 @@ class PerformedStep:
     """`human` if a person acted in the page."""
 
 
-class EpisodeObserver(Protocol):
-    """Sees what happens to episodes. Its methods run on the event loop and must not wait."""
+class EpisodeObserver:
+    """Sees what happens to episodes; the default is to do nothing. Methods run on the event loop and must not wait."""
 
     def opened(self, episode: Episode) -> None:
         """An episode was opened, or restored after a restart."""

@@ -179,6 +179,7 @@ class Opening:
 
     async def _reset_to_checkpoint(self, command: ResetCommand, request: Request, *, ttl_s: float) -> GroupResult:
         checkpoint, task, pool = await self.checkpoints.find_for(command)
+        max_steps = self._context.limits.max_steps_for(command.max_steps, task_max_steps=checkpoint.max_steps)
         with self._resetting(command, task, pool):
             group = await self.checkpoints.restore(checkpoint, pool, command)
         params = EpisodeParams(
@@ -186,7 +187,7 @@ class Opening:
             task=task,
             run=command.run or checkpoint.run,
             owner=command.owner,
-            max_steps=checkpoint.max_steps,
+            max_steps=max_steps,
             step_count=checkpoint.step_count,
             asked=checkpoint.asked,
             settle=command.settle or checkpoint.settle,
@@ -220,6 +221,8 @@ class Opening:
                 f"task {task.task_id}: cannot run on this host: {'; '.join(obstacles)}; choose a task that ListTasks"
                 " shows as runnable, or set tasks.check_obstacles = false to run it anyway"
             )
+        if task.user is not None and task.user.persona and self._context.user_model is None:
+            raise SetupFailed(f"task {task.task_id}: a model plays its user, but tasks.user_url is not set")
 
     async def fork(self, command: ForkCommand) -> GroupResult:
         """Fork an active episode: copies start in its present state, all or none, and it continues.

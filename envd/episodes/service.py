@@ -40,6 +40,7 @@ from envd.pool.status import PoolStatus
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.checkers.evaluate import evaluate as run_task_checkers
 from envd.tasks.setup import run_setup as run_task_setup
+from envd.tasks.user_model import UserModel
 
 
 class EpisodeService:
@@ -63,6 +64,7 @@ class EpisodeService:
         clock: Clock | None = None,
         store: Store | None = None,
         checkpoints: CheckpointStore | None = None,
+        user_model: UserModel | None = None,
         make_id: Callable[[], str] = lambda: secrets.token_hex(8),
     ) -> None:
         """Set up a service; nothing runs before `start`.
@@ -77,6 +79,7 @@ class EpisodeService:
             clock: Source of time; by default the host's.
             store: Persists episodes and responses, so that they survive the daemon; by default nothing is persisted.
             checkpoints: Where checkpoints are stored; None for nowhere.
+            user_model: Answers for users of tasks that have a persona; None for none.
             make_id: Makes the unique part of episode and group ids: at most 32 of [a-z0-9].
         """
         self._pools = {pool.name: pool for pool in sorted(pools, key=lambda pool: pool.name)}
@@ -97,6 +100,7 @@ class EpisodeService:
             limits=self._limits,
             clock=self._clock,
             metrics=self._metrics,
+            user_model=user_model,
         )
         self._factory = EpisodeFactory(self._registry, journal=self.journal, clock=self._clock, make_id=make_id)
         self._opening = Opening(context, self._factory, tasks=tasks, run_setup=run_setup, checkpoints=checkpoints)
@@ -104,7 +108,8 @@ class EpisodeService:
         """Creates, lists and deletes checkpoints."""
         automatic = self._opening.automatic
         stepping, guest_access = Stepping(context, automatic), GuestAccess(context)
-        self.rollback = RollingBack(context, self.checkpoints).rollback
+        self._controlling = Controlling(context)
+        self.rollback = RollingBack(context, self.checkpoints, self._controlling).rollback
         self._scoring = Scoring(context, self.checkpoints, self._opening.quotas, run_checkers=run_checkers)
         self.score = self._scoring.score
         self.reset, self.fork = self._opening.reset, self._opening.fork
@@ -115,7 +120,6 @@ class EpisodeService:
         self.read_file, self.write_file = guest_access.read_file, guest_access.write_file
         self.run_command, self.connect_port = guest_access.run_command, guest_access.connect_port
         self.with_guest_service = guest_access.with_guest_service
-        self._controlling = Controlling(context)
         self.take_control, self.act = self._controlling.take, self._controlling.act
         self.release_control = self._controlling.release
         self.find, self.owner_of, self.close = self._registry.find, self._registry.owner_of, self._registry.close

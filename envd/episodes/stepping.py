@@ -81,7 +81,7 @@ class Stepping:
                         clock=context.clock,
                         limits=context.limits,
                         throttle=self._throttle,
-                        use_tool=partial(use_tool, episode),
+                        use_tool=partial(use_tool, episode, user_model=context.user_model),
                     )
                 # The machine may have died at the very end of a step that succeeded.
                 episode.require_machine()

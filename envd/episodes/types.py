@@ -71,6 +71,8 @@ class Origin:
     """The agent's first frame."""
     checkpoint_id: str = ""
     """The checkpoint in whose state it began; empty if none."""
+    checkpoint_episode_id: str = ""
+    """The episode of that checkpoint."""
     perturbations: tuple[str, ...] = ()
     """Kinds of the perturbations of its world."""
 
@@ -195,6 +197,8 @@ class RollbackCommand:
     request_id: str
     episode_id: str
     checkpoint_id: str
+    control_id: str = ""
+    """Identifies the control of the person who asks; empty for the agent."""
     epoch: int = 0
     """The episode's; 0 for any."""
     observe: ObservationOptions = field(default_factory=ObservationOptions)

@@ -139,5 +139,10 @@ def split_of(task: Task) -> Split:
     """Return whether a task is for training or held out: its own `split`, otherwise by its template's id."""
     if task.split is not None:
         return task.split
-    digest = hashlib.sha256(f"{_SPLIT_SEED}:{template_id_of(task.task_id)}".encode()).digest()
+    return split_of_id(template_id_of(task.task_id))
+
+
+def split_of_id(template_id: str) -> Split:
+    """Return whether the tasks of a template are for training or held out."""
+    digest = hashlib.sha256(f"{_SPLIT_SEED}:{template_id}".encode()).digest()
     return "held_out" if int.from_bytes(digest[:8]) < _HELD_OUT_SHARE * 2**64 else "train"

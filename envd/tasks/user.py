@@ -1,14 +1,18 @@
-"""The user of a task, whom the agent may ask: what the user knows, and how the user answers. Pure."""
+"""The user of a task, whom the agent may ask: what the user knows, and how the user answers. Pure.
+
+A user has a script, or a persona that a model plays (`envd.tasks.user_model`).
+"""
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from envd.tasks.fields import Model, Regex
 
-Answer = Annotated[str, Field(min_length=1, max_length=8192)]
+MAX_ANSWER_CHARS = 8192
+Answer = Annotated[str, Field(min_length=1, max_length=MAX_ANSWER_CHARS)]
 
 
 class Exchange(NamedTuple):
@@ -27,9 +31,11 @@ class Fact(Model):
 
 
 class TaskUser(Model):
-    """A user with a script."""
+    """A user with either facts or a persona."""
 
-    facts: Annotated[tuple[Fact, ...], Field(min_length=1, max_length=50)]
+    facts: Annotated[tuple[Fact, ...], Field(max_length=50)] = ()
+    persona: Annotated[str, Field(max_length=MAX_ANSWER_CHARS)] = ""
+    """What the user is like, knows and wants, for the model that answers."""
     in_order: bool = False
     """Whether the user says a fact only after all facts before it."""
     not_yet: Answer = "Let us talk about something else first."
@@ -39,8 +45,14 @@ class TaskUser(Model):
     max_questions: Annotated[int, Field(ge=1, le=100)] = 10
     """Further questions are not answered."""
 
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if bool(self.facts) == bool(self.persona):
+            raise ValueError("give either facts or a persona")
+        return self
+
     def answer(self, question: str, asked: Sequence[Exchange]) -> str:
-        """Return the answer to a question after earlier ones. Equal questions in equal order have equal answers."""
+        """Return the scripted answer to a question after earlier ones, the same for equal questions in equal order."""
         known: set[int] = set()
         for earlier in asked:
             known.update(self._said(earlier.question, known))

@@ -53,6 +53,7 @@ CODE_BY_REASON: Final[Mapping[str, str]] = {
     "LOSS_UNDECIDED": "DATA_LOSS",
     "GUEST_UNRESPONSIVE": "DATA_LOSS",
     "GUEST_ERROR": "DATA_LOSS",
+    "USER_UNAVAILABLE": "DATA_LOSS",
     # Report it, and void the sample.
     "SETUP_FAILED": "INTERNAL",
     "EVALUATOR_FAILED": "INTERNAL",

@@ -6,16 +6,21 @@ import time
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from cuaenv import client as trainer
+from cuaenv.capabilities import CAPABILITIES
 from cuaenv.client import (
     AsyncEnvClient,
     Click,
     Done,
     EnvClient,
     EnvError,
+    NotSupported,
+    Perturb,
     PressKeys,
     RetryPolicy,
     Settle,
@@ -23,6 +28,8 @@ from cuaenv.client import (
     TypeText,
     View,
 )
+from cuaenv.v1 import env_pb2
+from envd.api import convert_requests
 from envd.api.server import ApiServer
 from envd.base import errors
 from envd.base.telemetry.metrics import Metrics
@@ -160,6 +167,62 @@ async def test_tasks_and_pools_are_listed(client: AsyncEnvClient, episodes: Stub
     assert [task.task_id for task in named] == ["desktop/menu", "desktop/note"]
     [pool] = await client.list_pools()
     assert (pool.name, pool.capacity, pool.idle_count, pool.leased_count) == ("debian", 4, 3, 1)
+
+
+async def test_the_capabilities_are_those_that_all_hosts_have(client: AsyncEnvClient, server: ApiServer) -> None:
+    assert await client.capabilities() == set(CAPABILITIES)
+    async with older_release({"queue"}) as older, AsyncEnvClient(f"{server.address},{older}") as both:
+        assert await both.capabilities() == {"queue"}
+    with EnvClient(server.address) as blocking:
+        assert "rollback" in await asyncio.to_thread(blocking.capabilities)
+
+
+async def test_a_call_that_an_older_release_does_not_have_says_so() -> None:
+    async with older_release(set()) as older, AsyncEnvClient(older) as client:
+        assert await client.capabilities() == frozenset()
+        with pytest.raises(NotSupported, match=f"{older}: its release does not know this call; update envd there"):
+            await client.list_checkpoints()
+
+
+async def test_perturbations_that_an_older_release_ignores_are_refused(
+    client: AsyncEnvClient, episodes: StubEpisodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with client.reset(TASK, perturb=Perturb(seed=1)) as episode:
+        assert episode.perturbations
+    monkeypatch.setattr(convert_requests, "_perturb", lambda _: None)
+    with pytest.raises(NotSupported, match="its release does not know `perturb`"):
+        async with client.reset(TASK, perturb=Perturb(seed=1)):
+            pytest.fail("the desktop is clean")
+    assert len(episodes.closed) == 2
+
+
+@contextlib.asynccontextmanager
+async def older_release(capabilities: set[str]) -> AsyncIterator[str]:
+    """Serve a daemon that has only the listings of pools."""
+
+    async def list_pools(request: env_pb2.ListPoolsRequest, context: Any) -> env_pb2.ListPoolsResponse:
+        return env_pb2.ListPoolsResponse(capabilities=sorted(capabilities))
+
+    async def watch_pools(
+        request: env_pb2.WatchPoolsRequest, context: Any
+    ) -> AsyncIterator[env_pb2.WatchPoolsResponse]:
+        yield env_pb2.WatchPoolsResponse()
+        await asyncio.Event().wait()
+
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "ListPools": grpc.unary_unary_rpc_method_handler(
+            list_pools, env_pb2.ListPoolsRequest.FromString, env_pb2.ListPoolsResponse.SerializeToString
+        ),
+        "WatchPools": grpc.unary_stream_rpc_method_handler(
+            watch_pools, env_pb2.WatchPoolsRequest.FromString, env_pb2.WatchPoolsResponse.SerializeToString
+        ),
+    }
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("cuaenv.v1.CUAEnv", handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
 
 
 async def test_a_task_lists_its_obstacles_and_cannot_be_reset_and_a_hidden_task_can() -> None:

@@ -25,7 +25,7 @@ from envd.base.config import SettlePolicy, load
 from envd.base.errors import ConfigError
 from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes.episode import Episode
-from envd.episodes.events import PerformedStep
+from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.episodes.lease import Lease
 from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
 from envd.guest.display.frames import Frame
@@ -583,7 +583,7 @@ async def test_the_console_is_not_served_to_other_hosts_without_tokens() -> None
         load(flags={"console_listen": "0.0.0.0:8080"})
 
 
-class _Failing:
+class _Failing(EpisodeObserver):
     """An observer that fails."""
 
     def opened(self, episode: Episode) -> None:

@@ -1,19 +1,23 @@
 """People in the console: they take control of drawn desktops, act, hand back, and play tasks."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from typer.testing import CliRunner
 
-from cuaenv.client import AsyncEnvClient, Click, HumanInControl, TypeText
+from cuaenv.client import AsyncEnvClient, Click, Done, HumanInControl, TypeText
 from envd.api.security.tokens import new_token
 from envd.base.config import load
 from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes import controlling
 from envd.episodes.recording.library import Library
+from envd.episodes.recording.steps import write_steps
+from trainer.cli.app import app
 
 CLICK = {"action": "click", "x": 379, "y": 311}
 
@@ -80,7 +84,7 @@ async def test_a_person_acts_while_the_agent_is_refused_and_hands_back(
         waiting = asyncio.create_task(episode.handed_back())
         await page.post(f"{path}/release")
         handover = await waiting
-        assert handover.actions == (Click(379, 311), *(TypeText(letter) for letter in "Hello, fake desktop!"))
+        assert handover.actions == (Click(379, 311), TypeText("Hello, fake desktop!"))
         assert (await episode.step(Click(82, 86))).step_count == 1
         assert (await episode.evaluate()).score == 1.0
         episode_id = episode.episode_id
@@ -208,8 +212,108 @@ async def test_a_token_controls_its_own_episodes_only(tmp_path: Path) -> None:
         AsyncEnvClient(daemon.address, token=made["alice"].secret) as client,
         client.reset("fake/save-note") as episode,
     ):
+        checkpoint = await episode.checkpoint()
         for name in ("bob", "eve", "alice"):
             headers = {"Authorization": f"Bearer {made[name].secret}"}
             async with aiohttp.ClientSession(headers=headers) as session:
                 statuses[name], _ = await Page(daemon, session).post(f"episodes/{episode.episode_id}/control")
+        for name, code in (("bob", 422), ("eve", 403)):
+            headers = {"Authorization": f"Bearer {made[name].secret}"}
+            async with aiohttp.ClientSession(headers=headers) as session:
+                answer = await Page(daemon, session).post("episodes", checkpoint=checkpoint.checkpoint_id)
+            assert answer[0] == code, answer
     assert statuses == {"bob": 404, "eve": 404, "alice": 200}
+
+
+NOTE, SAVE = {"action": "type", "text": "Hello, fake desktop!"}, {"action": "click", "x": 82, "y": 86}
+
+
+async def test_a_person_drives_from_a_checkpoint_and_both_halves_are_training_data(
+    daemon: Daemon, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    page = Page(daemon, session)
+    async with AsyncEnvClient(daemon.address) as client, client.reset("fake/save-note") as episode:
+        await episode.step(Click(379, 311))
+        first = await episode.checkpoint("before typing")
+        await episode.step(TypeText("a mistake"))
+        second = await episode.checkpoint()
+        async with client.reset("fake/save-note") as other:
+            await other.checkpoint("of another tree")
+        async with session.get(f"http://{daemon.console_address}/api/episodes/{episode.episode_id}") as response:
+            shown = (await response.json())["checkpoints"]
+        assert [(each["id"], each["parent"], each["step"], each["label"]) for each in shown] == [
+            (first.checkpoint_id, "", 1, "before typing"),
+            (second.checkpoint_id, first.checkpoint_id, 2, ""),
+        ]
+        status, opened = await page.post("episodes", checkpoint=first.checkpoint_id)
+        assert status == 200
+        path = f"episodes/{opened['id']}"
+        await page.post(f"{path}/control")
+        await page.post(f"{path}/actions", actions=[NOTE, SAVE])
+        assert (await page.post(f"{path}/evaluate"))[1]["score"] == 1.0
+        async with session.get(f"http://{daemon.console_address}/api/{path}") as response:
+            assert [each["id"] for each in (await response.json())["checkpoints"]] == [each["id"] for each in shown]
+        await page.post(f"{path}/close")
+        # The agent's half continues, untouched.
+        assert (await episode.step(Done())).step_count == 3
+        assert (await episode.evaluate()).score == 0.0
+        agents_id = episode.episode_id
+    files = []
+    for episode_id in (agents_id, opened["id"]):
+        recording = await recorded(daemon, episode_id)
+        files.append(tmp_path / f"{episode_id}.jsonl")
+        write_steps(recording, files[-1], progress=lambda _: None)
+    demonstrations, preferences = tmp_path / "demonstrations.jsonl", tmp_path / "preferences.jsonl"
+    words = ["data", "corrections", *map(str, files), "--out", str(demonstrations), "--preferences", str(preferences)]
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    (row,) = map(json.loads, demonstrations.read_text().splitlines())
+    turns = [message for message in row["messages"] if message["role"] == "assistant"]
+    assert [(turn["source"], turn.get("step_loss_mask", 1)) for turn in turns] == [
+        ("agent", 0),
+        ("human", 1),
+        ("human", 1),
+    ]
+    assert (row["reward"], len(row["images"])) == (1.0, 3)
+    assert "Hello, fake desktop!" in turns[1]["content"]
+    assert '"terminate"' in turns[2]["content"]
+    (pair,) = map(json.loads, preferences.read_text().splitlines())
+    chosen, rejected = pair["chosen"]["messages"], pair["rejected"]["messages"]
+    shared = pair["shared_messages"]
+    assert (chosen[:shared], shared) == (rejected[:shared], 4)
+    assert chosen[shared - 1]["role"] == "user"
+    assert [(turn["source"], turn.get("step_loss_mask", 1)) for turn in rejected if turn["role"] == "assistant"] == [
+        ("agent", 0),
+        ("agent", 1),
+        ("agent", 1),
+    ]
+    assert (pair["chosen"]["reward"], pair["rejected"]["reward"]) == (1.0, 0.0)
+
+
+async def test_an_episode_that_a_person_controls_is_not_rolled_back(
+    daemon: Daemon, session: aiohttp.ClientSession
+) -> None:
+    page = Page(daemon, session)
+    async with AsyncEnvClient(daemon.address) as client, client.reset("fake/save-note") as episode:
+        path = f"episodes/{episode.episode_id}"
+        checkpoint = await episode.checkpoint()
+        await episode.step(Click(379, 311))
+        # Control that is taken while a rollback copies the machine is kept.
+        running = asyncio.create_task(episode.rollback(checkpoint))
+        inner = daemon.service.find(episode.episode_id)
+        assert inner is not None
+        while not inner.turn.locked():
+            await asyncio.sleep(0)
+        daemon.service.take_control(episode.episode_id, control_id=page.control, holder="")
+        with pytest.raises(HumanInControl):
+            await running
+        with pytest.raises(HumanInControl, match="controls it"):
+            await episode.rollback(checkpoint)
+        assert (await page.post(f"{path}/actions", actions=[NOTE, SAVE]))[0] == 200
+        await page.post(f"{path}/release")
+        with pytest.raises(HumanInControl, match="has acted since"):
+            await episode.rollback(checkpoint)
+        await episode.observe()
+        assert (episode.epoch, episode.step_count) == (1, 1)
+        assert (await episode.rollback(checkpoint)).frame_id == checkpoint.frame_id
+        assert (episode.epoch, episode.step_count) == (2, 0)

@@ -20,6 +20,7 @@ from cuaenv.actions import Click, Done, Move, TypeText
 from envd.base.config import SettlePolicy
 from envd.base.errors import ConfigError
 from envd.episodes.episode import Episode
+from envd.episodes.events import EpisodeObserver
 from envd.episodes.recording.library import Library, Recording
 from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.records import Kind, RecordingUnreadable, open_file, packed_json, read_records
@@ -83,18 +84,13 @@ def directory(tmp_path: Path) -> Path:
 async def test_a_recording_has_the_screen_after_every_step_the_score_and_the_end(directory: Path) -> None:
     screens: list[tuple[str, tuple[int, int] | None]] = []
 
-    class Screens:
+    class Screens(EpisodeObserver):
         """Remembers what the screen showed after each step."""
 
         def stepped(self, episode: Episode, step: Any) -> None:
             assert step.view is not None
             at = step.view.pointer and (step.view.pointer.at.x_px, step.view.pointer.at.y_px)
             screens.append((step.view.frame.frame_id, at))
-
-        def opened(self, episode: Episode) -> None: ...
-        def rolled_back(self, episode: Episode) -> None: ...
-        def scored(self, episode: Episode) -> None: ...
-        def closed(self, episode: Episode) -> None: ...
 
     async with recorded(directory) as running:
         running.server.service.events.add(Screens())

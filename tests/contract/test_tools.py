@@ -261,20 +261,21 @@ async def test_a_recording_has_the_results(tmp_path: Path) -> None:
     assert step["outputs"] == ["hi\n", "", None]
 
 
-async def test_the_model_reads_the_result_in_its_next_turn() -> None:
-    form = grammar("qwen3-vl", tools=("shell",))
+@pytest.mark.parametrize(("name", "tool"), [("qwen3-vl", "run_shell"), ("anthropic", "bash"), ("openai", "run_shell")])
+async def test_the_model_reads_the_result_in_its_next_turn(name: str, tool: str) -> None:
+    form = grammar(name, tools=("shell",))
     model = ScriptedReplies([form.render([RunShell("echo 42; cat nothing")]), form.render([Done()])])
-    settings = AgentSettings(max_turns=3, tools=("shell", "ask_user"))
+    settings = AgentSettings(grammar=name, max_turns=3, tools=("shell", "ask_user"))
     async with served_client(extra_tasks=_TASKS, size=1) as (_, client):
         trajectory = await run_task(client, "fake/with-tools", lambda: model, settings=settings)
     assert trajectory.error is None
     (row,) = model.rows
     system, _, reply, result = row[:4]
-    assert "run_shell" in str(system.parts)
+    assert tool in str(system.parts)
     assert "ask_user" not in str(system.parts)
     assert reply.role == "assistant"
     assert result.role == "user"
-    assert "Result of run_shell (exit code 1):\n42\ncat: /home/user/nothing: No such file" in str(result.parts[-1])
+    assert f"Result of {tool} (exit code 1):\n42\ncat: /home/user/nothing: No such file" in str(result.parts[-1])
 
 
 async def test_an_mcp_client_reads_the_results_of_tools() -> None:

@@ -33,6 +33,7 @@ from cuaenv.client import (
     KeyUp,
     NotForkable,
     NotSupported,
+    State,
     StepIndexMismatch,
     TypeText,
 )
@@ -204,10 +205,11 @@ async def test_a_full_store_harms_no_episode(tmp_path: Path) -> None:
 
 async def test_a_request_that_contradicts_the_checkpoint_is_refused(tmp_path: Path) -> None:
     async with served(tmp_path) as (_, client), client.reset(TASK) as episode:
+        await episode.step(EDITOR)
         checkpoint = await episode.checkpoint()
         for changed, options in (
             (replace(checkpoint, task_id="fake/count-to-five"), {}),
-            (checkpoint, {"max_steps": 5}),
+            (checkpoint, {"max_steps": 1}),
             (checkpoint, {"pool": "other"}),
         ):
             with pytest.raises(BadRequest, match=f"{checkpoint.checkpoint_id}|of the checkpoint"):
@@ -216,6 +218,22 @@ async def test_a_request_that_contradicts_the_checkpoint_is_refused(tmp_path: Pa
             await client.reset_group(checkpoint, size=64).__aenter__()
         with pytest.raises(BadRequest, match="ttl"):
             await episode.checkpoint(ttl=timedelta(seconds=1))
+        with pytest.raises(BadRequest, match="label"):
+            await episode.checkpoint("x" * 257)
+        with pytest.raises(BadRequest, match="takes at most"):
+            await episode.checkpoint("x" * (10 << 20))
+        assert await client.list_checkpoints() == [checkpoint]
+
+
+async def test_a_copy_may_have_another_step_limit(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client), client.reset(TASK, max_steps=2) as episode:
+        await episode.step(EDITOR)
+        checkpoint = await episode.checkpoint()
+        async with client.reset(checkpoint, max_steps=3) as copy:
+            states = [(await copy.step(TypeText(text))).state for text in ("a", "b")]
+        assert states == [State.ACTIVE, State.TRUNCATED]
+        async with client.reset(checkpoint) as copy:
+            assert (await copy.step(TypeText("a"))).state == State.TRUNCATED
 
 
 async def test_another_template_or_task_is_refused(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 
-from cuaenv.client import Action, Click, EnvClient, EnvError, EpisodeNotFound, PressKeys, SampleVoid, TypeText
+from cuaenv.client import Action, Click, EnvClient, EnvError, EpisodeNotFound, PressKeys, SampleVoid, Settle, TypeText
 from tests.support.leftovers import machine_leftovers
 from tests.support.served import ServedDaemon
 
@@ -39,6 +40,17 @@ class Host:
             (self.cache_dir / "images").symlink_to(images)
         self._config = CONFIG.format(hypervisor=hypervisor)
         self.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Check that nothing is left; after a failure only end the daemon."""
+        status = self.daemon.end()
+        if kind is None:
+            assert status == 0
+            assert list((self.cache_dir / "checkpoints").iterdir()) == []
+            assert machine_leftovers(self.state_dir) == []
 
     def start(self) -> None:
         self.daemon = ServedDaemon(
@@ -68,15 +80,16 @@ def running(step: threading.Thread) -> Iterator[None]:
     step.join()
 
 
-def play(host: Host, task: str, *, seed: int, points: int) -> None:
+def play(host: Host, task: str, *, seed: int, points: int, settle: Settle | None = None) -> None:
     """Play an episode with a kill of the daemon at each of some random points, and compare it with a twin."""
     rng = random.Random(seed)
     length = 2 * points + _NEXT
     plan, stops = plan_of(rng, length), sorted(rng.sample(range(1, 2 * points), points))
+    options: dict[str, Any] = {"settle": settle, "timeout": _START, "max_steps": 100}
     with EnvClient(host.address) as client:
-        with client.reset(task, timeout=_START, max_steps=100) as twin:
+        with client.reset(task, **options) as twin:
             frames = [twin.step(action).observation.frame_id for action in plan]
-        episode = client.open(task, timeout=_START, max_steps=100)
+        episode = client.open(task, **options)
         for stop in stops:
             while episode.step_count < stop:
                 at = episode.step_count
@@ -94,7 +107,7 @@ def play(host: Host, task: str, *, seed: int, points: int) -> None:
             with pytest.raises((EpisodeNotFound, SampleVoid)):
                 lost.step(plan[0], timeout=timedelta(minutes=1))
             lost.close()
-            episode = client.open(checkpoint, timeout=_START)
+            episode = client.open(checkpoint, settle=settle, timeout=_START)
             assert (episode.step_count, episode.observation.frame_id) == (stop, checkpoint.frame_id)
             for at in range(stop, stop + _NEXT):
                 assert episode.step(plan[at]).observation.frame_id == frames[at], f"seed {seed}, step {at}"
@@ -107,26 +120,20 @@ def play(host: Host, task: str, *, seed: int, points: int) -> None:
         assert client.list_episodes() == []
 
 
-def check_nothing_is_left(host: Host) -> None:
-    assert host.daemon.end() == 0
-    assert list((host.cache_dir / "checkpoints").iterdir()) == []
-    assert machine_leftovers(host.state_dir) == []
-
-
 @pytest.mark.timeout(600)
 def test_drawn_desktops_continue_after_kills(tmp_path: Path) -> None:
-    host = Host(tmp_path, hypervisor='uri = "fake"', images=None)
-    play(host, "fake/save-note", seed=1, points=2)
-    check_nothing_is_left(host)
+    with Host(tmp_path, hypervisor='uri = "fake"', images=None) as host:
+        play(host, "fake/save-note", seed=1, points=2)
 
 
 @pytest.mark.vm
 @pytest.mark.long
-@pytest.mark.timeout(7200)
-def test_a_hundred_points_of_twenty_episodes_continue_after_kills(
-    short_dir: Path, template_dir: Path, cache_dir: Path
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(20))
+def test_five_points_of_each_of_twenty_episodes_continue_after_kills(
+    short_dir: Path, template_dir: Path, cache_dir: Path, seed: int
 ) -> None:
-    host = Host(short_dir, hypervisor=f'template_dir = "{template_dir}"', images=cache_dir / "images")
-    for seed in range(20):
-        play(host, "desktop/type-greeting", seed=seed, points=5)
-    check_nothing_is_left(host)
+    # On a busy host a guest may draw late.
+    settle = Settle(quiet=timedelta(seconds=1), max=timedelta(minutes=1))
+    with Host(short_dir, hypervisor=f'template_dir = "{template_dir}"', images=cache_dir / "images") as host:
+        play(host, "desktop/type-greeting", seed=seed, points=5, settle=settle)

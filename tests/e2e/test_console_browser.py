@@ -4,115 +4,23 @@ Needs Debian's package `chromium`.
 """
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Page, async_playwright, expect
+from playwright.async_api import expect
 
 from cuaenv.actions import Click, Move, TypeText
 from envd.api.security.tokens import new_token
-from envd.base.config import HypervisorConfig, SettlePolicy, load
+from envd.base.config import HypervisorConfig, load
 from envd.base.errors import HumanInControl
-from envd.daemon.composition import Daemon, open_daemon
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.video import VideoFormat, export_video
-from envd.episodes.types import ForkCommand, ResetCommand, StepCommand
-from envd.guest.observation import Encoding, ObservationOptions
 from envd.images.catalogue import Image as GuestImage
+from tests.support.console import PICTURES, TASKS, click_screen, paste, wall
 from tests.support.leftovers import machine_leftovers
 
 pytestmark = pytest.mark.long
-
-PICTURES = Path(__file__).parents[2] / "out" / "console"
-NO_PIXELS = ObservationOptions(encoding=Encoding.NONE)
-#: A page that waits for longer hangs.
-PATIENCE_MS = 120_000
-TASKS = ("fake/save-note", "fake/count-to-five", "fake/enable", "fake/close-controls")
-
-
-class Wall:
-    """A daemon with a console, and a page that shows it."""
-
-    def __init__(self, daemon: Daemon, page: Page) -> None:
-        self.daemon = daemon
-        self.page = page
-        self.url = f"http://{daemon.console_address}/"
-
-    async def reset(self, size: int, *, run: str, task: str = TASKS[0]) -> list[str]:
-        """Open a group; return its episodes' ids."""
-        command = ResetCommand(
-            request_id=f"reset-{run}-{task}-{size}".replace("/", "-"),
-            task_id=task,
-            group_size=size,
-            run=run,
-            settle=SettlePolicy(quiet_ms=20, max_ms=2000),
-            observe=NO_PIXELS,
-        )
-        return [info.episode_id for info in (await self.daemon.service.reset(command)).episodes]
-
-    async def play(self, episode_id: str, *actions: Any, first: int = 0) -> None:
-        """Perform each action as a step."""
-        for index, action in enumerate(actions, first):
-            step = StepCommand(
-                request_id=f"step-{index}",
-                episode_id=episode_id,
-                step_index=index,
-                actions=(action,),
-                observe=NO_PIXELS,
-            )
-            await self.daemon.service.step(step)
-
-    async def fork(self, episode_id: str, index: int, *, count: int = 1) -> list[str]:
-        """Branch an episode; return the branches' ids."""
-        command = ForkCommand(
-            request_id=f"fork-{index}", episode_id=episode_id, step_index=index, fork_count=count, observe=NO_PIXELS
-        )
-        return [info.episode_id for info in (await self.daemon.service.fork(command)).episodes]
-
-    async def box(self, selector: str) -> Any:
-        """Return the place of an element on the page."""
-        box = await self.page.locator(selector).bounding_box()
-        assert box is not None, selector
-        return box
-
-    async def picture(self, name: str) -> None:
-        """Write a picture of the page."""
-        PICTURES.mkdir(parents=True, exist_ok=True)
-        await self.page.screenshot(path=PICTURES / f"{name}.png")
-
-
-@asynccontextmanager
-async def wall(tmp_path: Path, size: int, flags: Mapping[str, object] | None = None) -> AsyncIterator[Wall]:
-    """Serve drawn desktops with a console and open an empty page; fails if the page logs an error."""
-    config = load(
-        flags={
-            "listen": "127.0.0.1:0",
-            "metrics_listen": "127.0.0.1:0",
-            "console_listen": "127.0.0.1:0",
-            "state_dir": tmp_path / "state",
-            "cache_dir": tmp_path / "cache",
-            "hypervisor.uri": "fake",
-            "pools": {"desktop": {"size": size, "capacity": size}},
-            **(flags or {}),
-        }
-    )
-    problems: list[str] = []
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-    async with open_daemon(config) as daemon, async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path="/usr/bin/chromium", args=arguments)
-        try:
-            page = await browser.new_page(viewport={"width": 1600, "height": 1000})
-            page.set_default_timeout(PATIENCE_MS)
-            expect.set_options(timeout=PATIENCE_MS)
-            page.on("pageerror", lambda error: problems.append(str(error)))
-            yield Wall(daemon, page)
-        finally:
-            await browser.close()
-    assert problems == []
 
 
 async def test_the_wall_the_full_view_and_the_keys(tmp_path: Path) -> None:
@@ -299,25 +207,6 @@ async def test_a_recorded_episode_is_replayed(tmp_path: Path) -> None:
         await expect(page.locator("#full-score b")).to_have_text("Score 1.00")
 
 
-async def click_screen(shown: Wall, x: int, y: int, *, screen: tuple[int, int] = (1280, 800)) -> None:
-    """Click at a place of the guest's screen."""
-    box = await shown.box("#full-image")
-    at = (box["x"] + (x + 0.5) * box["width"] / screen[0], box["y"] + (y + 0.5) * box["height"] / screen[1])
-    await shown.page.mouse.click(*at)
-
-
-async def paste(page: Page, text: str) -> None:
-    """Paste a text into the field that receives the keyboard."""
-    await page.evaluate(
-        """text => {
-            const data = new DataTransfer();
-            data.setData("text/plain", text);
-            document.activeElement.dispatchEvent(new ClipboardEvent("paste", {clipboardData: data, cancelable: true}));
-        }""",
-        text,
-    )
-
-
 async def test_a_person_plays_a_task_to_its_score(tmp_path: Path) -> None:
     async with wall(tmp_path, 2) as shown:
         page = shown.page
@@ -329,12 +218,12 @@ async def test_a_person_plays_a_task_to_its_score(tmp_path: Path) -> None:
         await expect(page.locator("#full.controlled")).to_be_visible()
         await expect(page.locator("#full-image[src]")).to_be_visible()
         await expect(page.locator("#full-pointer")).to_be_attached()
-        await click_screen(shown, 379, 311)
+        await click_screen(page, 379, 311)
         await page.keyboard.type("Hello, fake")
         await page.keyboard.press("Enter")
         await page.keyboard.press("Backspace")
         await paste(page, " desktop!")
-        await click_screen(shown, 82, 86)
+        await click_screen(page, 82, 86)
         await shown.picture("control-wide")
         await expect(page.locator("#full-steps .what").first).to_contain_text("by a person:")
         await page.set_viewport_size({"width": 390, "height": 844})

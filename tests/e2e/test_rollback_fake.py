@@ -18,6 +18,7 @@ from cuaenv.client import (
     Click,
     Done,
     EvaluatorFailed,
+    HumanInControl,
     KeyDown,
     KeyUp,
     MachineLost,
@@ -28,6 +29,7 @@ from cuaenv.client import (
     TypeText,
     View,
 )
+from envd.base import errors
 from envd.base.config import CheckpointsConfig
 from envd.base.errors import RequestIdReused
 from envd.episodes.checkpoints.store import CheckpointStore
@@ -36,6 +38,7 @@ from envd.episodes.recording.recorder import Recorder
 from envd.episodes.recording.writer import RecordingDirectory
 from envd.episodes.types import RollbackCommand, ScoreCommand, StepCommand
 from envd.hypervisor.fake import FakeHost, Faults
+from envd.hypervisor.machine import MachineState
 from tests.support.callers import Tokens
 from tests.support.server import FakeServer, served_client
 
@@ -101,6 +104,40 @@ async def test_an_episode_that_ended_or_was_scored_is_active_again(tmp_path: Pat
         assert (await episode.evaluate()).score == 1
         await episode.rollback(checkpoint)
         assert (await episode.evaluate()).score == 0
+
+
+async def test_while_a_person_controls_an_episode_only_that_person_rolls_it_back(tmp_path: Path) -> None:
+    async with served(tmp_path) as (server, client):
+        service = server.service
+        directory = RecordingDirectory(tmp_path / "recordings", limit_bytes=1 << 30, min_free_bytes=0)
+        recorder = Recorder(service, directory, max_rate_hz=10, on_failed=lambda _: None)
+        async with client.reset(TASK) as episode:
+            id_ = episode.episode_id
+            checkpoint = await episode.checkpoint()
+            service.take_control(id_, control_id="page-1", holder="")
+            await service.act(id_, control_id="page-1", actions=[EDITOR, TypeText("gone")])
+            with pytest.raises(HumanInControl, match="a person controls it"):
+                await episode.rollback(checkpoint)
+            back = RollbackCommand(request_id="back", episode_id=id_, checkpoint_id=checkpoint.checkpoint_id)
+            with pytest.raises(errors.HumanInControl, match="you do not control it"):
+                await service.rollback(replace(back, control_id="page-2"))
+            assert (await service.rollback(replace(back, control_id="page-1"))).episode.epoch == 2
+            # It is still controlled, so its guest runs.
+            (machine,) = machines_of(server)
+            async with asyncio.timeout(30):
+                while server.hypervisor.machines[machine].state is not MachineState.RUNNING:
+                    await asyncio.sleep(0.01)
+            await service.act(id_, control_id="page-1", actions=[EDITOR, TypeText("kept"), SAVE])
+            await service.release_control(id_, control_id="page-1")
+            with pytest.raises(StaleEpoch):
+                await episode.step(LINE)
+            assert await episode.read_file("/home/user/note.txt") == b"kept"
+        await recorder.aclose()
+    recording = Library(tmp_path / "recordings").read(id_)
+    assert [(len(step["performed"]), step.get("rolled_back", False)) for step in recording.steps] == [
+        (2, True),
+        (3, False),
+    ]
 
 
 async def test_held_keys_are_held_again(tmp_path: Path) -> None:

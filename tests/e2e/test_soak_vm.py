@@ -15,7 +15,7 @@ ZEROS = ("duplicated_actions", "lost_actions", "fake_zero_rewards", "leftovers",
 def test_two_minutes_on_real_machines_pass(short_dir: Path, template_dir: Path) -> None:
     config = short_dir / "soak.toml"
     config.write_text(f'[hypervisor]\ntemplate_dir = "{template_dir}"\n', encoding="utf-8")
-    command = [sys.executable, "-m", "envd", "soak", "--config", str(config), "--state-dir", str(short_dir / "s")]
+    command = [sys.executable, "-m", "tests.soak", "--config", str(config), "--state-dir", str(short_dir / "s")]
     flags = ["--minutes", "2", "--machines", "3", "--seed", "ci", "--json"]
     done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
     report = json.loads(done.stdout)
@@ -23,3 +23,4 @@ def test_two_minutes_on_real_machines_pass(short_dir: Path, template_dir: Path) 
     assert {name: report[name] for name in ZEROS} == dict.fromkeys(ZEROS, 0)
     assert done.returncode == 0
     assert min(report["episodes"], report["steps"], report["counters_read"], report["faults"]["total"]) > 0
+    assert min(report["checkpoints"], report["rollbacks"]) > 0

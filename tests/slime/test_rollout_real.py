@@ -118,11 +118,15 @@ def test_slimes_abort_releases_every_machine(job_of: Any, fake_daemon: str) -> N
     assert pool.leased_count == 0
 
 
-def test_aborted_samples_continue_in_later_rollouts(job_of: Any, engine: SglangServer, fake_daemon: str) -> None:
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_aborted_samples_continue_in_later_rollouts(
+    job_of: Any, engine: SglangServer, fake_daemon: str, is_masked: bool
+) -> None:
     job = job_of(
         envd={"engine_timeout_s": 600.0},
         over_sampling_batch_size=2,
         partial_rollout=True,
+        mask_offpolicy_in_partial_rollout=is_masked,
         data_source_path="trainer.slime.replay.data_source",
     )
     samples: list[Any] = []
@@ -132,12 +136,16 @@ def test_aborted_samples_continue_in_later_rollouts(job_of: Any, engine: SglangS
         samples += flatten(output.samples)
     continued = [facts_of(sample)["continued_turns"] for sample in samples]
     assert any(continued), "slime aborted none that had a turn"
+    assert any(any(sample.loss_mask) for sample in samples if facts_of(sample)["continued_turns"])
     assert [sample.reward for sample in samples] == [1.0] * len(samples)
     said = Counter(ids for sample in samples for ids, _ in sampled_turns(sample))
     replies = Counter(tuple(token[1] for token in answer) for answer in engine.answers)
     assert said <= replies, "trained tokens are sampled ones, and none is trained twice"
     for sample in samples:
-        assert len(list(sampled_turns(sample))) == facts_of(sample)["turns"]
+        facts, trained = facts_of(sample), len(list(sampled_turns(sample)))
+        assert trained or is_masked
+        # slime itself masks a sample that was complete before.
+        assert trained in (0, facts["turns"] - is_masked * facts["continued_turns"])
     with EnvClient(fake_daemon) as client:
         (pool,) = client.list_pools()
         waiting = [partial_of(sample) for group in job.data_source.buffer for sample in group]

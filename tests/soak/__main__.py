@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import signal
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,6 +37,7 @@ def soak_command(
     ensure_image(settings)
     playing = _run(
         soak_config(settings, machine_count=machines),
+        images=settings.cache_dir / "images",
         seed=seed or secrets.token_hex(4),
         machine_count=machines,
         duration_s=minutes * 60,
@@ -47,7 +49,7 @@ def soak_command(
     print_result(report, as_json=as_json)
 
 
-async def _run(config: Config, *, seed: str, machine_count: int, duration_s: float) -> SoakReport:
+async def _run(config: Config, *, images: Path, seed: str, machine_count: int, duration_s: float) -> SoakReport:
     """Run a soak. SIGTERM or Ctrl-C ends it early, with a report; a second signal cancels it.
 
     Raises:
@@ -67,7 +69,13 @@ async def _run(config: Config, *, seed: str, machine_count: int, duration_s: flo
     try:
         with progress("soak") as report:
             return await soak(
-                config, seed=seed, machine_count=machine_count, duration_s=duration_s, stop=stop, report=report
+                config,
+                images=images,
+                seed=seed,
+                machine_count=machine_count,
+                duration_s=duration_s,
+                stop=stop,
+                report=report,
             )
     finally:
         for number in _SIGNALS:

@@ -6,7 +6,7 @@ client arrive in order. Errors are judged at the end, when all faults are known.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ _AFTERMATH_S = 15.0
 #: How long the daemon may wait for a guest that does not respond.
 _HANG_S = 150.0
 _OPENING = frozenset({"reset", "fork"})
+#: These copy the state of a machine, or make a machine of a state.
+_COPYING = _OPENING | {"checkpoint", "rollback"}
 #: Faults that a fork inherits: the guest itself is damaged, or has processed its input late.
 _INHERITED = frozenset({Fault.GUESTD_KILLED, Fault.MACHINE_STOPPED, Fault.FILE_BOMB})
 
@@ -53,24 +55,36 @@ class Status:
         return f"{self.call} of {self.episode_id or 'no episode'}: {self.key}{wanted}: {self.text}"
 
 
-def faults_of(faults: Iterable[InjectedFault], lineage: Sequence[str], *, by_s: float) -> list[InjectedFault]:
+def faults_of(
+    faults: Iterable[InjectedFault], lineage: Sequence[str], *, by_s: float, former: Collection[str] = ()
+) -> list[InjectedFault]:
     """Return the faults of a machine until a time: its own, and those inherited from the guests of its ancestors.
 
     Args:
         faults: All faults.
         lineage: The machine and its ancestors, youngest first.
         by_s: On the host's monotonic clock.
+        former: Other machines that the episode had.
     """
     return [
         fault
         for fault in faults
         if fault.begin_s <= by_s
-        and fault.machine_id in lineage
-        and (fault.machine_id == lineage[0] or fault.kind in _INHERITED)
+        and (
+            fault.machine_id in former
+            or (fault.machine_id in lineage and (fault.machine_id == lineage[0] or fault.kind in _INHERITED))
+        )
     ]
 
 
-def is_explained(status: Status, faults: Iterable[InjectedFault], *, lineage: Sequence[str], runs_guests: bool) -> bool:
+def is_explained(
+    status: Status,
+    faults: Iterable[InjectedFault],
+    *,
+    lineage: Sequence[str],
+    runs_guests: bool,
+    former: Collection[str] = (),
+) -> bool:
     """Return whether the service's contract explains a call's outcome, given the injected faults.
 
     Args:
@@ -78,36 +92,37 @@ def is_explained(status: Status, faults: Iterable[InjectedFault], *, lineage: Se
         faults: All faults.
         lineage: The machine of the call's episode and its ancestors; empty if there is none.
         runs_guests: Whether guests run. They can have state that cannot be forked.
+        former: Other machines that the episode had.
     """
     if status.key in status.allowed:
         return True
     begun = [fault for fault in faults if fault.begin_s <= status.end_s]
-    own = faults_of(begun, lineage, by_s=status.end_s)
+    own = faults_of(begun, lineage, by_s=status.end_s, former=former)
     # Hostile files affect the evaluation of their own episode alone.
     damaging = [fault for fault in own if fault.kind is not Fault.FILE_BOMB]
     # A hostile guest must not affect other machines.
     concurrent = [
         fault for fault in begun if fault.kind not in HOSTILE_GUESTS and fault.end_s + _AFTERMATH_S >= status.sent_s
     ]
-    opens = status.call in _OPENING
+    copies = status.call in _COPYING
     code, _, reason = status.key.partition("/")
     match code, reason:
         case "DATA_LOSS", "MACHINE_LOST" | "LOSS_UNDECIDED" | "GUEST_UNRESPONSIVE" | "GUEST_ERROR":
-            return bool(damaging) or (opens and bool(concurrent))
+            return bool(damaging) or (copies and bool(concurrent))
         case "RESOURCE_EXHAUSTED", "POOL_EXHAUSTED":
-            return opens
+            return status.call in _OPENING
         case "INTERNAL", "SETUP_FAILED" | "HYPERVISOR_ERROR":
-            return opens and bool(concurrent)
+            return copies and bool(concurrent)
         case "INTERNAL", "EVALUATOR_FAILED":
             return status.call == "evaluate" and bool(own)
         case "FAILED_PRECONDITION", "NOT_FORKABLE":
-            return status.call == "fork" and (runs_guests or bool(concurrent))
+            return status.call in ("fork", "checkpoint") and (runs_guests or bool(concurrent))
         case "FAILED_PRECONDITION", "GUEST_REFUSED" | "GUEST_ENDED":
             return bool(damaging)
         case (code, "") if code in {TIMED_OUT, CANCELLED}:
             # A hanging guest delays its callers beyond their deadlines. The daemon waits for its response as long as
             # for a task's checkers, and calls queue behind that.
-            return any(fault.end_s + _HANG_S >= status.sent_s for fault in own) or (opens and bool(concurrent))
+            return any(fault.end_s + _HANG_S >= status.sent_s for fault in own) or (copies and bool(concurrent))
     return False
 
 
@@ -122,6 +137,8 @@ class EpisodeAccount:
     last_contact_s: float
     lineage: tuple[str, ...] = ()
     """Its machine and the ancestors of the machine, youngest first."""
+    former: tuple[str, ...] = ()
+    """Other machines that it had: before rollbacks, and since one whose response is late."""
     pending: dict[str, Pending] = field(default_factory=dict)
     """Requests without an outcome, by id."""
     unknown_count: int = 0
@@ -158,9 +175,12 @@ class Accounting:
         self.episodes: dict[str, EpisodeAccount] = {}
         self.faults: list[InjectedFault] = []
         self._resets: dict[str, tuple[int, Pending]] = {}
+        self._stored: dict[str, tuple[str, ...]] = {}
+        """Lineage of the machine of each checkpoint."""
         self._statuses: list[Status] = []
         self.step_count = 0
         self.fork_count = 0
+        self.rollback_count = 0
         self.client_kill_count = 0
         self.duplicated_count = 0
         self.lost_count = 0
@@ -184,6 +204,10 @@ class Accounting:
                 self._note_sent(client, account, Pending(**event["pending"]))
             case "ended":
                 self._note_ended(account, event)
+            case "stored" if account is not None:
+                self._stored[event["checkpoint"]] = account.lineage
+            case "rolled_back" if account is not None:
+                self._note_rolled_back(account, event)
             case "counted" if account is not None:
                 self._note_counted(account, int(event["count"]), settled=bool(event["settled"]))
             case "scored" if account is not None:
@@ -197,6 +221,12 @@ class Accounting:
                 self._note_status(account, event)
         if account is not None and event["event"] != "status":
             account.last_contact_s = float(event["at_s"])
+
+    def note_machine(self, machine_id: str) -> None:
+        """Note whose machine one is now: the response to a rollback may be late."""
+        for account in self.episodes.values():
+            if machine_id and self._machine_of(account.episode_id) == machine_id:
+                account.former += (machine_id,)
 
     def client_died(self, client: int) -> tuple[list[Orphan], list[Pending]]:
         """Process the death of a client; return its episodes and resets, for other clients to continue."""
@@ -243,13 +273,19 @@ class Accounting:
         for status in self._statuses:
             account = self.episodes.get(status.episode_id)
             lineage = () if account is None else account.lineage
-            if not is_explained(status, self.faults, lineage=lineage, runs_guests=self._runs_guests):
+            former = () if account is None else account.former
+            if not is_explained(status, self.faults, lineage=lineage, runs_guests=self._runs_guests, former=former):
                 found.append(str(status) + ("" if account is None else self._faults_text(account)))
         return found
 
     def fault_counts(self) -> dict[str, int]:
         """Return the number of faults by kind."""
         return dict(sorted(Counter(fault.kind.value for fault in self.faults).items()))
+
+    @property
+    def checkpoint_count(self) -> int:
+        """Number of checkpoints that clients stored."""
+        return len(self._stored)
 
     @property
     def hostile_count(self) -> int:
@@ -272,7 +308,10 @@ class Accounting:
             performed_count=int(event["performed"]),
             step_count=int(event["step_count"]),
             last_contact_s=float(event["at_s"]),
-            lineage=(self._machine_of(episode_id), *(parent.lineage if parent else ())),
+            lineage=(
+                self._machine_of(episode_id),
+                *(parent.lineage if parent else self._stored.get(event.get("checkpoint", ""), ())),
+            ),
         )
 
     def _note_sent(self, client: int, account: EpisodeAccount | None, pending: Pending) -> None:
@@ -292,6 +331,15 @@ class Accounting:
         self.step_count += 1
         account.performed_count += int(event["performed"])
         account.step_count = pending.step_index + 1
+
+    def _note_rolled_back(self, account: EpisodeAccount, event: Mapping[str, Any]) -> None:
+        pending = account.pending.pop(event["id"])
+        self.rollback_count += 1
+        account.former += account.lineage[:1]
+        ancestors = self._stored.get(pending.checkpoint_id, account.lineage)
+        account.lineage = (self._machine_of(account.episode_id), *ancestors)
+        account.performed_count, account.step_count = pending.performed_count, pending.step_index
+        account.unknown_count, account.is_scored = 0, False
 
     def _note_counted(self, account: EpisodeAccount, count: int, *, settled: bool) -> None:
         self.counted_count += settled

@@ -15,6 +15,7 @@ import random
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -37,9 +38,12 @@ from tests.soak.messages import (
     ENDED,
     GONE,
     MISMATCH,
+    NO_CHECKPOINT,
     NO_FILE,
     OK,
     REUSED,
+    STALE,
+    STORE_FULL,
     TIMED_OUT,
     WRONG_RESPONSE,
     Pending,
@@ -50,13 +54,21 @@ from tests.soak.messages import (
 #: After this share of the shortest lease without contact, the lease may have expired by either side's clock.
 _EXPIRY_SHARE = 0.7
 _MAX_STEPS = 1000
+#: Pinned checkpoints give their space back when they expire.
+_CHECKPOINT_TTL_S = 20
 #: Weights of the ways to make a call, and of what a client does next in an episode.
 _BEHAVIOURS = {"plain": 9, "duplicate": 3, "cancel": 3, "short_deadline": 3, "other_body": 1, "late_retry": 1}
-_MOVES = {"step": 24, "observe": 4, "fork": 2, "keep_alive": 2}
+_MOVES = {"step": 24, "observe": 4, "fork": 2, "keep_alive": 2, "checkpoint": 5, "rollback": 4}
+#: Checkpoints in which a client opens episodes: the newest.
+_KNOWN_CHECKPOINTS = 8
+#: Outcomes of calls in a store that is full, from which checkpoints are removed for others.
+_IN_FULL_STORE = {"checkpoint": (OK, STORE_FULL), "rollback": (OK, NO_CHECKPOINT), "reset": (OK, NO_CHECKPOINT)}
 _METHODS = {
     "reset": "Reset",
     "step": "Step",
     "fork": "Fork",
+    "checkpoint": "CreateCheckpoint",
+    "rollback": "Rollback",
     "observe": "Observe",
     "evaluate": "Evaluate",
     "keep_alive": "KeepAlive",
@@ -88,6 +100,10 @@ class _Episode:
     is_void: bool = False
     """Ended by a fault: it must not get a score, unless it already has one."""
     is_scored: bool = False
+    epoch: int = 0
+    """0 until a response has it."""
+    checkpoints: list[Pending] = field(default_factory=list)
+    """Rollbacks to its checkpoints, without a request id."""
 
 
 class SoakClient:
@@ -97,6 +113,8 @@ class SoakClient:
         self._connection = connection
         self._plan = plan
         self._random = random.Random(plan.seed)
+        self._checkpoints: deque[Pending] = deque(maxlen=_KNOWN_CHECKPOINTS)
+        """The newest checkpoints, in the form of `_Episode.checkpoints`."""
         self.stop = asyncio.Event()
 
     async def play(self) -> None:
@@ -115,7 +133,11 @@ class SoakClient:
                 tasks.create_task(self._play_group(reset))
         while not self.stop.is_set():
             size = 1 if self._random.random() < 0.6 else self._random.randint(1, plan.max_group)
-            await self._play_group(Pending(call="reset", request_id=self._new_id(), count=size))
+            reset = Pending(call="reset", request_id=self._new_id(), count=size)
+            if self._checkpoints and self._random.random() < 0.3:
+                stored = self._random.choice(self._checkpoints)
+                reset = replace(stored, call="reset", request_id=reset.request_id, count=size)
+            await self._play_group(reset)
 
     async def _play_group(self, reset: Pending) -> None:
         episodes = await self._reset(reset)
@@ -138,6 +160,10 @@ class SoakClient:
             async with asyncio.TaskGroup() as tasks:
                 for child in await self._fork(episode, pending):
                     tasks.create_task(self._play_episode(child))
+        elif pending.call == "checkpoint" and not episode.is_over:
+            await self._checkpoint(episode, pending)
+        elif pending.call == "rollback" and not episode.is_over:
+            await self._roll_back(episode, pending)
         await self._play_episode(episode)
 
     async def _play_episode(self, episode: _Episode) -> None:
@@ -153,6 +179,11 @@ class SoakClient:
                     await self._observe(episode)
                 elif move == "keep_alive":
                     await self._keep_alive(episode)
+                elif move == "checkpoint":
+                    step_index, epoch = episode.step_count, episode.epoch
+                    await self._checkpoint(episode, self._pending("checkpoint", step_index=step_index, epoch=epoch))
+                elif move == "rollback":
+                    await self._roll_back_somewhere(episode)
                 else:
                     count = self._random.randint(1, max(1, self._plan.max_group - 1))
                     pending = Pending(
@@ -171,6 +202,8 @@ class SoakClient:
             await self._report_count(episode, settled=True)
         if not episode.is_over and self._random.random() < 0.7:
             await self._evaluate(episode)
+            if episode.is_scored and not episode.is_over and self._random.random() < 0.3:
+                await self._continue_after_score(episode)
             if self._random.random() < 0.2 and episode.is_scored and not episode.is_over:
                 await self._refused_step(episode, ENDED)
         if not self.stop.is_set() and self._random.random() < 0.06:
@@ -181,12 +214,78 @@ class SoakClient:
         if outcome.key == OK and self._random.random() < 0.2:
             await self._refused_step(episode, GONE)
 
+    async def _continue_after_score(self, episode: _Episode) -> None:
+        """Go back to a checkpoint, if there is one, and be scored again."""
+        await self._roll_back_somewhere(episode)
+        if not episode.is_scored and not episode.is_over:
+            await self._step(episode)
+        if not episode.is_scored and not episode.is_over:
+            await self._report_count(episode, settled=True)
+        if not episode.is_scored and not episode.is_over:
+            await self._evaluate(episode)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    async def _checkpoint(self, episode: _Episode, pending: Pending) -> None:
+        request = env_pb2.CreateCheckpointRequest(
+            request_id=pending.request_id,
+            episode_id=episode.episode_id,
+            step_index=pending.step_index,
+            epoch=pending.epoch,
+            # Some fill the store.
+            pinned=pending.request_id < "8",
+            ttl=_duration(_CHECKPOINT_TTL_S),
+        )
+        outcome = await self._make(pending, request, episode)
+        if outcome.key == OK:
+            stored = Pending(
+                call="rollback",
+                request_id="",
+                step_index=episode.step_count,
+                checkpoint_id=outcome.response.checkpoint.checkpoint_id,
+                performed_count=episode.performed_count,
+            )
+            episode.checkpoints.append(stored)
+            self._checkpoints.append(stored)
+            self._emit("stored", episode=episode.episode_id, checkpoint=stored.checkpoint_id)
+        self._emit("ended", id=pending.request_id, episode=episode.episode_id, performed=0)
+
+    async def _roll_back_somewhere(self, episode: _Episode) -> None:
+        if episode.checkpoints:
+            stored = self._random.choice(episode.checkpoints)
+            await self._roll_back(episode, replace(stored, request_id=self._new_id(), epoch=episode.epoch))
+
+    async def _roll_back(self, episode: _Episode, pending: Pending) -> None:
+        request = env_pb2.RollbackRequest(
+            request_id=pending.request_id,
+            episode_id=episode.episode_id,
+            checkpoint_id=pending.checkpoint_id,
+            epoch=pending.epoch,
+            observation=_VIEW,
+        )
+        outcome = await self._make(pending, request, episode)
+        if outcome.key != OK:
+            # It is unchanged, unless there is no response.
+            episode.is_over = episode.is_over or outcome.key in (TIMED_OUT, CANCELLED)
+            self._emit("ended", id=pending.request_id, episode=episode.episode_id, performed=0)
+            return
+        info, before = outcome.response.episode, episode.epoch
+        if info.step_count != pending.step_index or (before and info.epoch != before + 1):
+            self._report_wrong("rollback", episode.episode_id, f"requested {pending}, got {info!r}")
+        episode.performed_count, episode.step_count = pending.performed_count, pending.step_index
+        episode.epoch, episode.is_scored = info.epoch, False
+        self._emit("rolled_back", id=pending.request_id, episode=episode.episode_id)
+        if before and self._random.random() < 0.3:
+            late = replace(self._pending_step(episode, 1), epoch=before)
+            await self._call("step", self._step_request(episode, late), episode, allowed=(STALE,))
+
     # -- calls that open episodes ------------------------------------------------------------------------------------
 
     async def _reset(self, pending: Pending) -> list[_Episode]:
         request = env_pb2.ResetRequest(
             request_id=pending.request_id,
-            task_id=self._plan.task_id,
+            task_id="" if pending.checkpoint_id else self._plan.task_id,
+            checkpoint_id=pending.checkpoint_id,
             pool=self._plan.pool,
             group_size=pending.count,
             lease_ttl=_duration(self._plan.lease_ttl_s),
@@ -194,9 +293,12 @@ class SoakClient:
             max_steps=_MAX_STEPS,
             observation=_VIEW,
             ready_timeout=_duration(int(self._plan.opening_timeout_s)),
+            checkpoint_on=[env_pb2.CHECKPOINT_TRIGGER_FAILURE],
         )
         outcome = await self._make(pending, request, None)
-        return self._opened(outcome, pending, performed_count=0, step_count=0, parent="")
+        return self._opened(
+            outcome, pending, performed_count=pending.performed_count, step_count=pending.step_index, parent=""
+        )
 
     async def _fork(self, episode: _Episode, pending: Pending) -> list[_Episode]:
         request = env_pb2.ForkRequest(
@@ -228,9 +330,18 @@ class SoakClient:
             self._report_wrong(pending.call, parent, f"requested {count} at step {step_count}, got {infos!r}")
         for info in infos:
             episode = info.episode_id
-            self._emit("opened", episode=episode, performed=performed_count, step_count=step_count, parent=parent)
+            self._emit(
+                "opened",
+                episode=episode,
+                performed=performed_count,
+                step_count=step_count,
+                parent=parent,
+                checkpoint=pending.checkpoint_id,
+            )
         return [
-            _Episode(episode_id=info.episode_id, performed_count=performed_count, step_count=step_count)
+            _Episode(
+                episode_id=info.episode_id, performed_count=performed_count, step_count=step_count, epoch=info.epoch
+            )
             for info in infos
         ]
 
@@ -238,20 +349,22 @@ class SoakClient:
         """Announce a call and make it, with a random behaviour, until it has an outcome."""
         self._emit("sent", episode="" if episode is None else episode.episode_id, pending=asdict(pending))
         (behaviour,) = self._random.choices(list(_BEHAVIOURS), list(_BEHAVIOURS.values()))
+        allowed = _IN_FULL_STORE.get(pending.call, (OK,))
         if behaviour == "duplicate":
-            outcomes = await asyncio.gather(*(self._call(pending.call, request, episode) for _ in range(2)))
+            calls = (self._call(pending.call, request, episode, allowed=allowed) for _ in range(2))
+            outcomes = await asyncio.gather(*calls)
             if outcomes[0].key == outcomes[1].key == OK and _identity(outcomes[0]) != _identity(outcomes[1]):
                 difference = f"{_identity(outcomes[0])} and {_identity(outcomes[1])}"
                 self._report_wrong(pending.call, "", f"responses to duplicates differ: {difference}")
             return max(outcomes, key=lambda outcome: outcome.key == OK)
         if behaviour == "cancel":
-            await self._cancelled_call(pending.call, request, episode)
+            await self._cancelled_call(pending.call, request, episode, allowed=allowed)
         elif behaviour == "short_deadline":
             early_s = self._random.uniform(0.001, self._plan.early_s)
-            await self._call(pending.call, request, episode, timeout_s=early_s, allowed=(OK, TIMED_OUT))
+            await self._call(pending.call, request, episode, timeout_s=early_s, allowed=(*allowed, TIMED_OUT))
         # A branch waits for machines until its call times out.
         timeout_s = self._plan.opening_timeout_s if pending.call == "fork" else None
-        allowed = (OK, TIMED_OUT) if timeout_s else (OK,)
+        allowed = (OK, TIMED_OUT) if timeout_s else allowed
         outcome = await self._call(pending.call, request, episode, timeout_s=timeout_s, allowed=allowed)
         if outcome.key != OK:
             return outcome
@@ -404,7 +517,9 @@ class SoakClient:
             episode.last_contact_s = sent_s  # the lease was renewed at this time at the earliest
         return Outcome(OK, response)
 
-    async def _cancelled_call(self, call: str, request: Any, episode: _Episode | None) -> None:
+    async def _cancelled_call(
+        self, call: str, request: Any, episode: _Episode | None, *, allowed: Sequence[str]
+    ) -> None:
         calling = asyncio.create_task(self._attempt(call, request))
         await asyncio.sleep(self._random.uniform(0, self._plan.early_s))
         calling.cancel()
@@ -415,7 +530,7 @@ class SoakClient:
             return
         except EnvError as error:
             name = "" if episode is None else episode.episode_id
-            expected = self._allowed(episode, (OK, CANCELLED))
+            expected = self._allowed(episode, (*allowed, CANCELLED))
             self._report_status(call, name, sent_s=sent_s, key=_key_of(error), text=str(error), allowed=expected)
 
     async def _attempt(self, call: str, request: Any, timeout_s: float | None = None) -> Any:
@@ -449,13 +564,17 @@ class SoakClient:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def _pending_step(self, episode: _Episode, clicks: int) -> Pending:
-        return Pending(call="step", request_id=self._new_id(), step_index=episode.step_count, count=clicks)
+        return self._pending("step", step_index=episode.step_count, count=clicks, epoch=episode.epoch)
+
+    def _pending(self, call: str, **fields: Any) -> Pending:
+        return Pending(call=call, request_id=self._new_id(), **fields)
 
     def _step_request(self, episode: _Episode, pending: Pending) -> Any:
         return env_pb2.StepRequest(
             request_id=pending.request_id,
             episode_id=episode.episode_id,
             step_index=pending.step_index,
+            epoch=pending.epoch,
             actions=[to_proto(Click(*self._plan.click_px))] * pending.count,
             settle=env_pb2.SettlePolicy(quiet=_duration(self._plan.quiet_s)),
             observation=_VIEW,
@@ -476,6 +595,10 @@ def _altered(request: Any) -> Any:
         other.actions.append(env_pb2.Action(click=env_pb2.Click()))
     elif isinstance(other, env_pb2.ForkRequest):
         other.fork_count += 1
+    elif isinstance(other, env_pb2.CreateCheckpointRequest):
+        other.label += "other"
+    elif isinstance(other, env_pb2.RollbackRequest):
+        other.checkpoint_id += "0"
     else:
         other.max_steps -= 1
     return other
@@ -486,6 +609,10 @@ def _identity(outcome: Outcome) -> object:
     response = outcome.response
     if isinstance(response, env_pb2.StepResponse):
         return response.episode.step_count, response.observation.frame.frame_id
+    if isinstance(response, env_pb2.CreateCheckpointResponse):
+        return response.checkpoint.checkpoint_id
+    if isinstance(response, env_pb2.RollbackResponse):
+        return response.episode.epoch, response.episode.step_count
     return [episode.episode_id for episode in response.episodes]
 
 

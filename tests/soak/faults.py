@@ -42,6 +42,7 @@ class Injector(Protocol):
 async def _recorded(planned: PlannedFault, accounting: Accounting, machine_id: str = "") -> AsyncIterator[None]:
     fault = InjectedFault(kind=planned.kind, machine_id=machine_id, begin_s=time.monotonic())
     accounting.faults.append(fault)
+    accounting.note_machine(machine_id)
     try:
         yield
         await asyncio.sleep(planned.length_s)

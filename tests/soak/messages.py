@@ -13,6 +13,9 @@ MISMATCH = "ABORTED/STEP_INDEX_MISMATCH"
 ENDED = "FAILED_PRECONDITION/EPISODE_ENDED"
 GONE = "NOT_FOUND/EPISODE_NOT_FOUND"
 NO_FILE = "NOT_FOUND/NOT_FOUND"
+STALE = "ABORTED/STALE_EPOCH"
+STORE_FULL = "FAILED_PRECONDITION/CHECKPOINT_STORE_FULL"
+NO_CHECKPOINT = "NOT_FOUND/CHECKPOINT_NOT_FOUND"
 TIMED_OUT = "DEADLINE_EXCEEDED"
 CANCELLED = "CANCELLED"
 
@@ -29,11 +32,18 @@ class Pending:
     """A request without an outcome yet."""
 
     call: str
-    """`reset`, `step` or `fork`."""
+    """`reset`, `step`, `fork`, `checkpoint` or `rollback`."""
     request_id: str
     step_index: int = 0
+    """Steps of the episode before it; of a rollback and of a reset to a checkpoint, those of the checkpoint."""
     count: int = 1
     """Episodes of a reset, children of a fork, clicks of a step."""
+    epoch: int = 0
+    """The episode's; 0 if unknown."""
+    checkpoint_id: str = ""
+    """Checkpoint of a rollback, or of a reset that starts there."""
+    performed_count: int = 0
+    """Clicks performed before that checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

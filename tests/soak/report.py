@@ -32,6 +32,8 @@ class SoakReport:
             "episodes": len(self.accounting.episodes),
             "steps": self.accounting.step_count,
             "forks": self.accounting.fork_count,
+            "checkpoints": self.accounting.checkpoint_count,
+            "rollbacks": self.accounting.rollback_count,
             "counters_read": self.accounting.counted_count,
             "scores": self.accounting.scored_count,
             "client_kills": self.accounting.client_kill_count,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,11 +12,12 @@ from pathlib import Path
 
 from cuaenv.cli.terminal import ProgressReport
 from envd.base.clock import LoopLag
-from envd.base.config import Config
+from envd.base.config import CheckpointsConfig, Config
 from envd.base.errors import EnvdError, GuestUnresponsive
 from envd.bench.child import Child, run_module
 from envd.bench.session import BenchSession, Steps, open_bench
 from envd.daemon.ephemeral import ephemeral_config
+from envd.episodes.checkpoints.store import CheckpointStore
 from envd.hypervisor.backends import backend_of
 from envd.hypervisor.fake import FakeHypervisor
 from envd.hypervisor.machine import Accelerator
@@ -34,6 +36,8 @@ _TARGET = 5
 _LEASE_TTL_S = 10
 _MAX_CLIENTS = 6
 _ADOPTED_SHARE = 0.6
+#: So small that checkpoints are removed for others, and refused: about ten of drawn desktops, of real ones five.
+_FAKE_STORE_GIB, _STORE_GIB = 0.00015, 0.03
 #: How long the pool may take to refill after the last episode.
 _RECOVERY_S = 120.0
 _REPORT_INTERVAL_S = 1.0
@@ -58,7 +62,12 @@ def soak_config(settings: Config, *, machine_count: int) -> Config:
     config = ephemeral_config(settings, name="soak", pool=own)
     own_hypervisor = {"template_dir": settings.hypervisor.template_dir}
     update: dict[str, object] = {"hypervisor": config.hypervisor.model_copy(update=own_hypervisor)}
-    suite = SUITE if backend_of(settings.hypervisor.uri).capabilities.runs_guests else FAKE_SUITE
+    runs_guests = backend_of(settings.hypervisor.uri).capabilities.runs_guests
+    suite = SUITE if runs_guests else FAKE_SUITE
+    limit_gib = _STORE_GIB if runs_guests else _FAKE_STORE_GIB
+    update["checkpoints"] = CheckpointsConfig(limit_gib=limit_gib)
+    # Its store is not the operator's.
+    update["cache_dir"] = config.state_dir / "cache"
     update["tasks"] = config.tasks.model_copy(update={"suites": (*config.tasks.suites, str(suite))})
     return config.model_copy(update=update)
 
@@ -192,12 +201,20 @@ class _Soak:
 
 
 async def soak(
-    config: Config, *, seed: str, machine_count: int, duration_s: float, stop: asyncio.Event, report: ProgressReport
+    config: Config,
+    *,
+    images: Path,
+    seed: str,
+    machine_count: int,
+    duration_s: float,
+    stop: asyncio.Event,
+    report: ProgressReport,
 ) -> SoakReport:
     """Soak a daemon of its own until the time is over or `stop` is set; afterwards nothing of it may be left.
 
     Args:
         config: See `soak_config`.
+        images: Directory of the machines' images.
         seed: Of all randomness.
         machine_count: The pool's capacity.
         duration_s: How long clients play, without start and shutdown.
@@ -210,6 +227,9 @@ async def soak(
     """
     before = asyncio.all_tasks()
     begin_s = time.monotonic()
+    config.cache_dir.mkdir(parents=True, exist_ok=True)
+    if not (config.cache_dir / "images").exists():
+        (config.cache_dir / "images").symlink_to(images)
     async with open_bench(config, steps=Steps(report, 1)) as bench:
         accounting = Accounting(
             target=_TARGET, runs_guests=bench.runs_guests, machine_of=machine_finder(bench.daemon.service)
@@ -242,6 +262,7 @@ async def soak(
             played_s=round(played_s, 1),
         )
     leftovers += await asyncio.to_thread(daemon_leftovers, config.state_dir)
+    leftovers += await asyncio.to_thread(_damaged_checkpoints, config)
     if isinstance(hypervisor, FakeHypervisor):
         leftovers += [f"machine {machine_id}" for machine_id in sorted(hypervisor.machines)]
         leftovers += [f"capture {name}" for name in sorted(hypervisor.host.captures)]
@@ -249,6 +270,22 @@ async def soak(
     return SoakReport(
         conditions=conditions, accounting=accounting, longest_stall_s=longest_stall_s, leftovers=leftovers
     )
+
+
+def _damaged_checkpoints(config: Config) -> list[str]:
+    """Return what the store has besides complete checkpoints within its limit, and empty it."""
+    store = CheckpointStore(config.checkpoint_dir, settings=config.checkpoints, reserve_bytes=0)
+    found = []
+    for checkpoint in store.list():
+        try:
+            store.verify(checkpoint)
+        except EnvdError as error:
+            found.append(str(error))
+    if store.usage().size_bytes > config.checkpoints.limit_gib * (1 << 30):
+        found.append(f"the store has {store.usage()}")
+    found += [str(path) for path in config.checkpoint_dir.glob("part-*")]
+    shutil.rmtree(config.cache_dir)
+    return found
 
 
 def _plan(bench: BenchSession, *, seed: str, machine_count: int) -> SoakPlan:

@@ -61,8 +61,10 @@ class ScriptedModel:
         if self.context_full_from_turn is not None and turn >= self.context_full_from_turn:
             error = {"code": "context_length_exceeded", "message": "This model's maximum context length is 8 tokens."}
             return aiohttp.web.json_response({"error": error}, status=400)
-        choice = {"message": {"content": replies[min(turn, len(replies) - 1)]}, "finish_reason": "stop"}
-        return aiohttp.web.json_response({"choices": [choice]})
+        message = {"role": "assistant", "content": replies[min(turn, len(replies) - 1)]}
+        completion = {"id": "1", "created": 1, "model": "scripted", "object": "chat.completion"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return aiohttp.web.json_response({**completion, "choices": [choice]})
 
     async def models(self, _request: aiohttp.web.Request) -> aiohttp.web.Response:
         """Handle `/v1/models`."""

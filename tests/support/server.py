@@ -31,6 +31,7 @@ from envd.pool.pool import Pool
 from envd.pool.settings import PoolSettings
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
+from envd.tasks.user_model import UserModel
 
 #: A drawn desktop reacts before its input call returns, so a short quiet time suffices.
 QUICK_SETTLE = SettlePolicy(quiet_ms=20, max_ms=2000)
@@ -105,6 +106,8 @@ class FakeOptions:
     """File of the episode database; None for no database."""
     checkpoints: CheckpointStore | None = None
     """Where checkpoints are stored; None for nowhere."""
+    user_model: UserModel | None = None
+    """Plays the users of tasks with a persona."""
     listen: str = "127.0.0.1:0"
 
     def pool_settings(self) -> PoolSettings:
@@ -150,6 +153,7 @@ async def serve_fake(**options: Any) -> AsyncIterator[FakeServer]:
             clock=clock,
             store=store,
             checkpoints=chosen.checkpoints,
+            user_model=chosen.user_model,
         )
         stack.push_async_callback(service.aclose)
         server = ApiServer(service, listen=chosen.listen, metrics=metrics, security=chosen.security)

@@ -85,16 +85,20 @@ def _closing_its_connections(run_loop: Callable[[Any], Awaitable[None]], http: A
     return run_and_close
 
 
-def check_sample(sample: Any, *, image_id: int) -> None:
+def check_sample(sample: Any, *, image_id: int, may_be_masked: bool = False) -> None:
     """Assert the invariants that slime's training relies on.
 
     Args:
         sample: One of slime's.
         image_id: Id of the image placeholder.
+        may_be_masked: Whether slime masks samples that were complete in an earlier rollout. It keeps their
+            log-probabilities.
     """
     assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length >= 1
     assert len(sample.tokens) - sample.response_length >= 1
     assert sample.reward is not None
+    if may_be_masked and not is_void(sample) and not any(sample.loss_mask):
+        return
     for mask, log_prob in zip(sample.loss_mask, sample.rollout_log_probs, strict=True):
         assert mask in (0, 1)
         assert mask or log_prob == 0
@@ -115,7 +119,8 @@ def check_train_data(job: SlimeJob, groups: Sequence[Any]) -> dict[str, Any]:
     """Check each sample and column of groups; return slime's train data."""
     samples = flatten(groups)
     for sample in samples:
-        check_sample(sample, image_id=job.image_id)
+        masks = getattr(job.args, "mask_offpolicy_in_partial_rollout", False)
+        check_sample(sample, image_id=job.image_id, may_be_masked=masks)
     data = job.train_data(groups)
     assert {len(column) for column in data.values()} == {len(samples)}
     assert all(math.isfinite(reward) for reward in data["rewards"])

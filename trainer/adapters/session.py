@@ -14,7 +14,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -38,6 +38,7 @@ from cuaenv.client import (
 )
 from trainer.agent.forks import group_member
 from trainer.agent.ownership import GUEST_ENDED, failure_of, is_fault, reward_of
+from trainer.agent.starts import start_of, step_limit, task_id_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -331,24 +332,26 @@ async def open_session(
     """Open an episode; the caller closes it.
 
     Args:
-        task: Id of the task, or a row with the columns `task_id` and, optionally, `group`. Or a checkpoint to continue
-            from, alone and with its step limit.
+        task: Id of the task, or a row with the columns `task_id` and, optionally, `group`, or one of `trainer data
+            states`, to start in its state. Or a checkpoint to continue from, alone and with its step limit.
         settings: Where and how.
         group: Key of the session's group; by default that of the row, or else the task's id.
 
     Raises:
         EnvError: It could not be opened; see `is_fault`.
-        ValueError: The row has no task id.
+        ValueError: The row has no task id, or a malformed checkpoint.
     """
+    start: str | Checkpoint
     if isinstance(task, Mapping):
         group = task.get(GROUP_COLUMN) if group is None else group
-        task = task_of_row(task)
+        start = start_of({**(task.get("metadata") or {}), **task}, task_of_row(task))
+    else:
+        start = task
     future: asyncio.Future[tuple[AsyncEpisode, _Opened]] = asyncio.get_running_loop().create_future()
     if isinstance(task, Checkpoint):
-        opening, name = _continuing(task, settings), task.checkpoint_id
-    else:
-        opening, name = _opening(task, settings, task if group is None else group), task
-    owner = asyncio.create_task(_own(opening, future, settings.idle_timeout), name=f"session:{name}")
+        settings = replace(settings, group_size=1, pool="", max_steps=0)
+    opening = _opening(start, settings, start if group is None else group)
+    owner = asyncio.create_task(_own(opening, future, settings.idle_timeout), name=f"session:{task_id_of(start)}")
     # A loop references its tasks weakly.
     _owners.add(owner)
     owner.add_done_callback(_owners.discard)
@@ -381,25 +384,17 @@ def task_of_row(row: Mapping[str, Any]) -> str:
     return task
 
 
-def _opening(task: str, settings: SessionSettings, group: Hashable) -> AbstractAsyncContextManager[AsyncEpisode]:
+def _opening(
+    start: str | Checkpoint, settings: SessionSettings, group: Hashable
+) -> AbstractAsyncContextManager[AsyncEpisode]:
     return group_member(
         shared_client(settings.client),
-        task,
-        group=(group, task, settings.client),
+        start,
+        group=(group, start, settings.client),
         size=settings.group_size,
         wait_s=settings.group_wait.total_seconds(),
         pool=settings.pool,
-        max_steps=settings.max_steps,
-        view=settings.view,
-        settle=settings.settle,
-        lease_ttl=settings.lease_ttl,
-        timeout=settings.reset_timeout,
-    )
-
-
-def _continuing(checkpoint: Checkpoint, settings: SessionSettings) -> AbstractAsyncContextManager[AsyncEpisode]:
-    return shared_client(settings.client).reset(
-        checkpoint,
+        max_steps=step_limit(start, settings.max_steps),
         view=settings.view,
         settle=settings.settle,
         lease_ttl=settings.lease_ttl,

@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Unpack
 
-from cuaenv.client import AsyncEnvClient, AsyncEpisode, GroupTooLarge
+from cuaenv.client import AsyncEnvClient, AsyncEpisode, Checkpoint, GroupTooLarge
 from cuaenv.client.view import ResetOptions
 from trainer.agent.pacing import pacer_of_loop
+from trainer.agent.starts import task_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -162,12 +163,23 @@ def forks_of_loop() -> Forks:
 
 
 def group_member(
-    client: AsyncEnvClient, task: str, *, group: Hashable, size: int, wait_s: float, **options: Unpack[ResetOptions]
+    client: AsyncEnvClient,
+    start: str | Checkpoint,
+    *,
+    group: Hashable,
+    size: int,
+    wait_s: float,
+    **options: Unpack[ResetOptions],
 ) -> AbstractAsyncContextManager[AsyncEpisode]:
-    """Open an episode of a client in the running loop's group of that key; see `Forks.member`. Failing resets pause."""
+    """Open an episode of a task or checkpoint in the running loop's group of that key; see `Forks.member`.
+
+    Failing resets pause.
+    """
     return forks_of_loop().member(
         group,
         size=size,
-        open_group=lambda count: pacer_of_loop().open(task, lambda: client.reset_group(task, size=count, **options)),
+        open_group=lambda count: pacer_of_loop().open(
+            task_id_of(start), lambda: client.reset_group(start, size=count, **options)
+        ),
         wait_s=wait_s,
     )

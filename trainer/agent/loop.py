@@ -334,8 +334,8 @@ class _Run:
             cut_off_at=self._settings.reply_tokens if reply.finish == "length" else 0,
         )
         if step is not None:
-            actions = self._turns[-1].actions
-            tools = prompts.tool_text(actions, step.tool_results, max_chars=self._settings.tool_chars)
+            names = [fact.kind for fact in self._turns[-1].facts.actions]
+            tools = prompts.tool_text(names, step.tool_results, max_chars=self._settings.tool_chars)
             result = f"{result}\n\n{tools}\n\n" if tools else result
         async with self._timed("model"):
             if not self._settings.repeat_images and after.is_same_as(before):

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cuaenv.action_codec import to_json
-from cuaenv.client import Action, Element, Observation, ToolResult
+from cuaenv.client import Element, Observation, ToolResult
 from trainer.agent.coordinates import CoordinateSpace
 from trainer.agent.grammars import Picture
 from trainer.agent.settings import AgentSettings
@@ -183,21 +182,21 @@ def result_text(*, mistake: str = "", errors: tuple[str, ...] = (), cut_off_at: 
     return RESULT_MISTAKE.format(mistake=mistakes[:MAX_MISTAKE_CHARS]) if mistakes else RESULT_OK
 
 
-def tool_text(actions: Sequence[Action], results: Sequence[ToolResult | None], *, max_chars: int) -> str:
+def tool_text(names: Sequence[str], results: Sequence[ToolResult | None], *, max_chars: int) -> str:
     """Return the results of a reply's tools as text; empty if it used none. What is left out is counted.
 
     Args:
-        actions: The actions of the reply.
+        names: What the model called for each action of the reply.
         results: The result of each performed one.
         max_chars: Of all results together, without their headings.
     """
-    shown = [(action, result) for action, result in zip(actions, results, strict=False) if result is not None]
+    shown = [(name, result) for name, result in zip(names, results, strict=False) if result is not None]
     parts = []
-    for action, result in shown:
+    for name, result in shown:
         status = TOOL_STATUS_CODE.format(code=result.exit_code) if result.exit_code else ""
         if result.timed_out:
             status = TOOL_STATUS_TIMED_OUT
-        heading = TOOL_RESULT.format(action=to_json(action)["action"], status=status)
+        heading = TOOL_RESULT.format(action=name, status=status)
         parts.append(f"{heading}\n{_middle_cut(_neutral(result.output), max_chars // len(shown)) or TOOL_NOTHING}")
     return "\n\n".join(parts)
 

@@ -2,17 +2,21 @@
 
 import asyncio
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, err, out
 from cuaenv.client import AsyncEnvClient, Task
 from trainer.agent.grammars import GRAMMARS, Grammar, grammar
 from trainer.agent.settings import AgentSettings
+from trainer.agent.starts import STATE_COLUMN
 from trainer.cli.choice import served_tasks
 from trainer.cli.options import (
     DEFAULT_SCREEN,
@@ -29,15 +33,21 @@ from trainer.cli.options import (
     read_settings,
 )
 from trainer.cli.output import UsageError, reports_errors
+from trainer.data.atif import to_atif
+from trainer.data.atif_actions import AtifError
+from trainer.data.atif_import import from_atif
+from trainer.data.corrections import Corrections, Unusable, read_episode
 from trainer.data.dataset import CannotWrite, Dataset, Source, join, statistics, write_rows
 from trainer.data.oracles import BadOracle, Oracle, read_oracles
 from trainer.data.prompts import describe_unrunnable, is_runnable, prompt_rows, variant_ids
 from trainer.data.record import PATIENCE_S, OracleFailed, record
 from trainer.data.sft import sft_row
 from trainer.data.split import CannotSplit
+from trainer.data.states import REASONS, Selection, scores_of, state_rows
+from trainer.data.tables import DEMONSTRATION, PREFERENCE, demonstration, preferences
 from trainer.replay.pool import write_atomically
 from trainer.replay.reader import read_jsonl
-from trainer.replay.trajectory import StoredTrajectory, canonical
+from trainer.replay.trajectory import MalformedRow, StoredTrajectory, canonical
 
 app = typer.Typer(no_args_is_help=True, help="Create training data: prompts, demonstrations, data sets.")
 
@@ -100,6 +110,50 @@ def prompts_command(
         return
     for name, path in written.items():
         out.print(f"{len(rows[name]):>6} {name:<9} {path}", markup=False, soft_wrap=True)
+
+
+@app.command("states")
+@reports_errors(CannotWrite, OSError)
+def states_command(
+    *,
+    envd: Target = DEFAULT_TARGET,
+    tls_ca: TlsCa = None,
+    file: Annotated[Path, typer.Option("--out", help="File to write: .parquet or .jsonl.")] = Path("out/states.jsonl"),
+    run: Annotated[str, typer.Option(metavar="RUN", help="Only those of this run.")] = "",
+    task: Annotated[str, typer.Option(metavar="TASK", help="Only those of this task.")] = "",
+    label: Annotated[str, typer.Option(metavar="PATTERN", help="Only those with such a label; * is any text.")] = "",
+    reason: Annotated[
+        list[str] | None, typer.Option(metavar="REASON", help=f"Only those stored for it: {', '.join(REASONS)}.")
+    ] = None,
+    min_score: Annotated[float, typer.Option(min=0, max=1, help="Score each state, and leave out lower ones.")] = 0,
+    max_score: Annotated[float, typer.Option(min=0, max=1, help="Score each state, and leave out higher ones.")] = 1,
+    concurrency: Annotated[int, typer.Option(min=1, help="States scored at once, each on a machine.")] = 4,
+    as_json: Json = False,
+) -> None:
+    """Write checkpoints as rows for slime's --prompt-data: each group starts in the state of one."""
+    if unknown := sorted(set(reason or ()) - set(REASONS)):
+        raise UsageError(f"--reason: {unknown[0]} is not one of {', '.join(REASONS)}")
+    selection = Selection(run=run, task=task, label=label, reasons=reason or ())
+
+    async def rows_of_states() -> tuple[list[dict[str, Any]], int]:
+        async with make_client(envd, tls_ca, run="data") as client:
+            if not (found := await selection.of(client)):
+                raise UsageError("no checkpoint fits; `envd checkpoints list` shows those of a daemon")
+            ids = sorted({each.task_id for each in found})
+            tasks = {each.task_id: each for each in await client.list_tasks(task_ids=ids, timeout=LIST_TIMEOUT)}
+            if (min_score, max_score) == (0, 1):
+                return state_rows(found, tasks), len(found)
+            scores = await scores_of(client, found, concurrency=concurrency)
+            fitting = {each: score for each, score in scores.items() if min_score <= score <= max_score}
+            return state_rows(found, tasks, scores=fitting), len(found)
+
+    rows, found_count = asyncio.run(rows_of_states())
+    if not rows:
+        raise UsageError(f"{found_count} checkpoints fit, but none has that score and a task that the daemon serves")
+    write_rows(file, rows)
+    first_end = min(row["metadata"][STATE_COLUMN]["expire_time"] for row in rows)
+    counts = {"written": str(file), "rows": len(rows), "left out": found_count - len(rows), "first expires": first_end}
+    _print(counts, as_json=as_json)
 
 
 def _write_parts(parts: Mapping[Path, Sequence[dict[str, Any]]]) -> None:
@@ -198,6 +252,43 @@ class _Recording:
         )
 
 
+@app.command("corrections")
+@reports_errors(CannotWrite, MalformedRow, OSError)
+def corrections_command(
+    *,
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Episodes of `envd episodes export --format jsonl`.")
+    ],
+    agent: AgentFile = None,
+    file: Annotated[Path, typer.Option("--out", help="JSON lines of demonstrations.")] = Path("out/people.jsonl"),
+    preferences: Annotated[Path | None, typer.Option(help="Also write JSON lines of preferences.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write what people did in episodes: demonstrations, and their halves preferred to the agent's.
+
+    A demonstration needs a person's turn and a score. A preference needs the agent's episode among the files too.
+    """
+    episodes = [read_episode(each) for each in files]
+    corrections = Corrections(episodes, read_settings(agent))
+    rows: dict[str, list[dict[str, Any]]] = {"demonstrations": [], "preferences": []}
+    left_out: list[str] = []
+    for episode in episodes:
+        for kind, make in (
+            ("demonstrations", lambda each: corrections.demonstration(each).as_row()),
+            ("preferences", corrections.preference),
+        ):
+            try:
+                rows[kind].append(make(episode))
+            except Unusable as reason:
+                left_out.append(f"{episode.facts['episode_id']}: not in {kind}: {reason}")
+    write_rows(file, rows["demonstrations"])
+    if preferences is not None:
+        write_rows(preferences, rows["preferences"])
+    for line in left_out:
+        err.print(f"[yellow]note:[/] {line}", soft_wrap=True)
+    _print({**{kind: len(each) for kind, each in rows.items()}, "left out": left_out}, as_json=as_json)
+
+
 @app.command("build")
 @reports_errors(CannotSplit, CannotWrite, OSError)
 def build_command(
@@ -259,6 +350,91 @@ def export_command(
         "images": sum(len(row["images"]) for row in kept),
     }
     _print(counts, as_json=as_json)
+
+
+@app.command("export-parquet")
+@reports_errors(CannotWrite, MalformedRow, OSError)
+def export_parquet_command(
+    *,
+    files: Sources,
+    pairs: Annotated[
+        bool, typer.Option("--preferences", help="States in which a success and a failure of a task part.")
+    ] = False,
+    file: Annotated[Path, typer.Option("--out", help="File to write, .parquet.")] = Path("out/episodes.parquet"),
+    success_at: SuccessAt = 0.5,
+    as_json: Json = False,
+) -> None:
+    """Write successes as a table that `datasets` and TRL read by load_dataset("parquet", ...), images as bytes."""
+    if file.suffix != ".parquet":
+        raise CannotWrite(f"{file}: not a table; use a name that ends in .parquet")
+    sources = _read(files, -math.inf if pairs else success_at)
+    trajectories = [each for source in sources for each in source.read.trajectories]
+    if pairs:
+        rows, features = list(preferences(trajectories, success_at=success_at)), PREFERENCE
+    else:
+        rows, features = list(map(demonstration, trajectories)), DEMONSTRATION
+    write_rows(file, rows, features)
+    counts = {"written": str(file), "rows": len(rows), "images": sum(len(row["images"]) for row in rows)}
+    _print(counts, as_json=as_json)
+
+
+@app.command("export-atif")
+@reports_errors(MalformedRow, OSError)
+def export_atif_command(
+    *,
+    files: Sources,
+    directory: Annotated[Path, typer.Option("--out", help="Directory for one directory per trajectory.")] = Path(
+        "out/atif"
+    ),
+    grammar_name: GrammarName = GRAMMARS[0],
+    success_at: SuccessAt = 0.5,
+    as_json: Json = False,
+) -> None:
+    """Write trajectories in Harbor's format (ATIF): trajectory.json, and its pictures in images/."""
+    parsing = _grammar(grammar_name)
+    trajectories = [each for source in _read(files, success_at) for each in source.read.trajectories]
+    images = 0
+    for number, trajectory in enumerate(trajectories, 1):
+        document = to_atif(trajectory, grammar=parsing)
+        folder = directory / f"{number:04}-{re.sub(r'[^A-Za-z0-9_-]+', '-', trajectory.task_id)[:80]}"
+        (folder / "images").mkdir(parents=True, exist_ok=True)
+        for name, data in document.images.items():
+            write_atomically(folder / name, data)
+        text = json.dumps(document.trajectory, indent=1, ensure_ascii=False) + "\n"
+        write_atomically(folder / "trajectory.json", text.encode())
+        images += len(document.images)
+    counts = {"written": str(directory), "trajectories": len(trajectories), "images": images}
+    _print(counts, as_json=as_json)
+
+
+@app.command("import-atif")
+@reports_errors(CannotWrite, OSError)
+def import_atif_command(
+    *,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Documents: trajectory.json of an agent.")],
+    agent: AgentFile = None,
+    first_picture: Annotated[
+        str, typer.Option(metavar="NAME", help="Picture before the first step, if documents do not name it.")
+    ] = "",
+    file: Annotated[Path, typer.Option("--out", help="JSON lines to write.")] = Path("out/atif.jsonl"),
+    as_json: Json = False,
+) -> None:
+    """Read trajectories in Harbor's format (ATIF) as demonstrations, in the prompts and the grammar of --agent.
+
+    Documents that a demonstration cannot express are reported and left out; the command then exits with 1.
+    """
+    settings = read_settings(agent)
+    rows, failures = [], []
+    for each in files:
+        try:
+            rows.append(from_atif(each, settings=settings, first_picture=first_picture).as_row())
+        except AtifError as error:
+            failures.append(str(error))
+            err.print(f"[red]failed:[/] {escape(str(error))}", soft_wrap=True)
+    write_rows(file, rows)
+    _print({"written": str(file), "trajectories": len(rows), "failures": failures}, as_json=as_json)
+    if failures:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command("stats")

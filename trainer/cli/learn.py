@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,18 +14,21 @@ from typing import Annotated
 
 import typer
 
-from cuaenv.cli.terminal import err, out
+from cuaenv.cli.terminal import err, out, progress
+from trainer.cli.options import SlimeHome, slime_checkout
 from trainer.cli.output import UsageError, reports_errors
 from trainer.config import ConfigError
 from trainer.learn import LearnError
 from trainer.learn.daemons import print_oracles, started_daemons
 from trainer.learn.settings import SMOKE, Settings
+from trainer.learn.setup import COMMIT, URL, default_home, fetch_slime, is_checkout, missing_packages
 from trainer.slime.guard import Halted
 
 
 class Stage(StrEnum):
-    """The stages; `replay` is not part of `all`."""
+    """The stages; `setup` and `replay` are not part of `all`."""
 
+    SETUP = "setup"
     DEMOS = "demos"
     CLONE = "clone"
     RL = "rl"
@@ -41,7 +45,7 @@ def learn_command(
     *,
     stage: Annotated[
         Stage,
-        typer.Argument(metavar="STAGE", show_choices=False, help="demos, clone, rl, report, all of them, or replay."),
+        typer.Argument(metavar="STAGE", show_choices=False, help="setup, demos, clone, rl, report, all, or replay."),
     ],
     run: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("out/learn"),
     config: Annotated[
@@ -65,23 +69,26 @@ def learn_command(
     task: Annotated[
         str, typer.Option(help="Task of the stage replay; default: one that the run failed first and solved last.")
     ] = "",
-    slime_home: Annotated[
-        Path | None, typer.Option(envvar="SLIME_HOME", help="Checkout of slime, for the stages rl and replay.")
-    ] = None,
+    slime_home: SlimeHome = None,
+    slime_source: Annotated[
+        str, typer.Option(metavar="URL|DIR", help="Repository from which the stage setup takes slime's code.")
+    ] = URL,
 ) -> None:
     """Learn on one GPU from drawn desktops: demonstrations, cloning, reinforcement, report."""
+    if stage is Stage.SETUP:
+        _setup(slime_source, (slime_home or default_home()).expanduser().resolve())
+        return
     settings = (SMOKE if smoke else Settings()).changed(*config or [])
     settings.plugin("127.0.0.1:1")
     if stage is Stage.REPLAY:
         settings = settings.model_copy(update={"workers": 1, "machines": 2})
     if envd and settings.desktops.model_fields_set:
         raise UsageError("--envd: `desktops` is for daemons that this command starts; leave out one of them")
-    if slime_home is None and stage in (Stage.RL, Stage.ALL, Stage.REPLAY):
-        raise UsageError("--slime-home: give a checkout of slime, or set SLIME_HOME; docs/train.md names the commit")
+    slime = slime_checkout(slime_home) if stage in (Stage.RL, Stage.ALL, Stage.REPLAY) else Path()
     # Bars of slime and transformers would hide the lines of progress.
     os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
     default = f"{'-'.join(filter(None, (settings.ablation, settings.arm))) or 'rl'}-{seed}"
-    work = _Work(settings, run, seed=seed, name=name or default, resume=resume)
+    work = _Work(settings, run.expanduser().resolve(), seed=seed, name=name or default, resume=resume)
     wanted = _ALL if stage is Stage.ALL else (stage,)
     with ExitStack() as running:
         # As Ctrl-C: a process that is killed at once would leave its daemons.
@@ -96,11 +103,27 @@ def learn_command(
                 case Stage.CLONE:
                     work.clone()
                 case Stage.RL:
-                    work.reinforce(hosts, (slime_home or Path()).expanduser().resolve())
+                    work.reinforce(hosts, slime)
                 case Stage.REPORT:
                     work.report(runs or [])
                 case Stage.REPLAY:
-                    work.replay(hosts[0], (slime_home or Path()).expanduser().resolve(), task)
+                    work.replay(hosts[0], slime, task)
+
+
+def _setup(source: str, home: Path) -> None:
+    """Fetch slime's code unless it is there, and name the packages that are missing."""
+    if is_checkout(home):
+        err.print(f"slime is in {home}", markup=False, soft_wrap=True)
+    else:
+        with progress("fetching slime") as report:
+            fetch_slime(source, home, report=report)
+        err.print(f"fetched slime {COMMIT[:9]} into {home}", markup=False, soft_wrap=True)
+    if missing := missing_packages():
+        raise LearnError(
+            f"packages {', '.join(missing)}: not installed; run {sys.executable} -m pip install 'envd-trainer[learn]',"
+            " or '.[learn]' in a checkout"
+        )
+    out.print("ready: trainer learn all --smoke", markup=False)
 
 
 @dataclass(slots=True)
@@ -112,10 +135,6 @@ class _Work:
     seed: int
     name: str
     resume: bool
-
-    def __init__(self, settings: Settings, run: Path, *, seed: int, name: str, resume: bool) -> None:
-        self.settings, self.run = settings, run.expanduser().resolve()
-        self.seed, self.name, self.resume = seed, name, resume
 
     @contextmanager
     def hosts(self, given: list[str]) -> Iterator[list[str]]:

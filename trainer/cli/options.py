@@ -12,6 +12,7 @@ from cuaenv.client import AsyncEnvClient, Tls
 from cuaenv.problems import without_path
 from trainer.agent.settings import AgentSettings
 from trainer.cli.output import UsageError
+from trainer.learn.setup import default_home, is_checkout
 
 Target = Annotated[
     str, typer.Option("--envd", metavar="HOST:PORT", envvar="ENVD_TARGET", help="The daemon that serves desktops.")
@@ -28,7 +29,9 @@ AgentFile = Annotated[
     typer.Option("--agent", help="YAML file with the agent's settings, as for training; default: all defaults."),
 ]
 Screen = Annotated[str, typer.Option(help="Size of the guest's screen in pixels, for the coordinates of oracles.")]
-SlimeHome = Annotated[Path | None, typer.Option(envvar="SLIME_HOME", help="Checkout of slime.")]
+SlimeHome = Annotated[
+    Path | None, typer.Option(envvar="SLIME_HOME", help="Checkout of slime; default: that of `trainer learn setup`.")
+]
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_RUN = "evaluation"
 DEFAULT_SCREEN = "1280x800"
@@ -70,10 +73,11 @@ def read_settings(file: Path | None, **changes: Any) -> AgentSettings:
 
 def slime_checkout(home: Path | None) -> Path:
     """Return the directory of slime, and prepare this process for it: no downloads, no bars. Raises: UsageError."""
-    if home is None:
-        raise UsageError("--slime-home: give a checkout of slime, or set SLIME_HOME; docs/train.md names the commit")
+    home = (home or default_home()).expanduser().resolve()
+    if not is_checkout(home):
+        raise UsageError(f"slime {home}: not a checkout of slime; run `trainer learn setup`, or give --slime-home")
     os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
-    return home.expanduser().resolve()
+    return home
 
 
 def read_screen(text: str) -> tuple[int, int]:

@@ -68,14 +68,17 @@ def prompt_rows(
     rows: dict[Split, list[dict[str, Any]]] = {"train": [], "held_out": []}
     for task in sorted(tasks, key=lambda task: task.task_id):
         if include_unrunnable or is_runnable(task):
-            rows[splits[task.task_id]].append(
-                {
-                    "prompt": [{"role": "user", "content": task.instruction}],
-                    "label": task.task_id,
-                    "metadata": {"task_id": task.task_id, **task_metadata(task), "split": splits[task.task_id]},
-                }
-            )
+            rows[splits[task.task_id]].append(prompt_row(task, split=splits[task.task_id]))
     return rows
+
+
+def prompt_row(task: Task, **metadata: Any) -> dict[str, Any]:
+    """Return the row of a task, with further metadata."""
+    return {
+        "prompt": [{"role": "user", "content": task.instruction}],
+        "label": task.task_id,
+        "metadata": {"task_id": task.task_id, **task_metadata(task), **metadata},
+    }
 
 
 def task_metadata(task: Task) -> dict[str, Any]:

@@ -4,10 +4,10 @@ An oracle replaces the model in the agent's own loop, so prompts and screenshots
 `render` writes its replies, so they parse by construction.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cuaenv.client import Action, Done, Fail, Task, Wait
 from trainer.agent.attempts import Environments, run_task
@@ -19,9 +19,6 @@ from trainer.agent.types import Message, ModelFailed, Outcome, Reply, data_uri
 from trainer.data.oracles import Oracle
 from trainer.data.prompts import task_metadata
 from trainer.replay.trajectory import IMAGE_PLACEHOLDER, StoredTrajectory
-
-if TYPE_CHECKING:
-    pass
 
 #: Successive waits, in seconds, while an input has not changed the screen: an emulated guest may take 30 s to open a
 #: window, and the next keys would go to the wrong one.
@@ -87,15 +84,8 @@ async def record(
     }
     rows = conversations[-1].rows
     return [
-        StoredTrajectory(
-            task_id=task.task_id if len(rows) == 1 else f"{task.task_id}_chunk{number}",
-            messages=tuple(row.as_json()),
-            images=tuple(
-                data_uri(part, compress_level=6)
-                for message in row.messages
-                for part in message.parts
-                if not isinstance(part, str)
-            ),
+        row.stored(
+            task.task_id if len(rows) == 1 else f"{task.task_id}_chunk{number}",
             reward=trajectory.evaluation.score,
             metadata=metadata,
         )
@@ -104,11 +94,22 @@ async def record(
 
 
 @dataclass(slots=True)
-class _Row:
+class Row:
     """One context, and the indices of its trained turns."""
 
     messages: list[Message]
     trained: set[int] = field(default_factory=set)
+
+    def stored(self, task_id: str, *, reward: float, metadata: Mapping[str, Any]) -> StoredTrajectory:
+        """Return it as a demonstration."""
+        return StoredTrajectory(
+            task_id=task_id, messages=tuple(self.as_json()), images=self.images(), reward=reward, metadata=metadata
+        )
+
+    def images(self) -> tuple[str, ...]:
+        """Return the images as data URIs."""
+        parts = (part for message in self.messages for part in message.parts)
+        return tuple(data_uri(part, compress_level=6) for part in parts if not isinstance(part, str))
 
     def as_json(self) -> Iterator[dict[str, Any]]:
         """Yield the messages, with a placeholder for each image."""
@@ -142,12 +143,12 @@ class OracleConversation:
         self._is_waiting = False
         self._screen: object = None
         self._has_changed = True
-        self.rows: list[_Row] = []
+        self.rows: list[Row] = []
         """The messages so far."""
 
     async def begin(self, messages: Sequence[Message]) -> None:
         """Start a row."""
-        self.rows.append(_Row(list(messages)))
+        self.rows.append(Row(list(messages)))
         self._observe(messages[-1])
 
     async def append(self, message: Message) -> None:

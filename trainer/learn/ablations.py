@@ -11,7 +11,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any, NoReturn
 
-from cuaenv.client import Action, AsyncEpisode, Evaluation, GuestEnded, MachineLost, StepResult
+from cuaenv.client import Action, AsyncEpisode, Checkpoint, Evaluation, GuestEnded, MachineLost, StepResult
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.ownership import GUEST_ENDED
 from trainer.agent.types import Outcome, Trajectory
@@ -49,8 +49,8 @@ def shares_of_all(facts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 class _FaultyRollout(Rollout):
     """A rollout whose machine is lost with a probability of `args.fault_share`."""
 
-    async def run(self, task: str, *, group_size: int) -> Trajectory | None:
-        trajectory = await super().run(task, group_size=group_size)
+    async def run(self, start: str | Checkpoint, *, group_size: int) -> Trajectory | None:
+        trajectory = await super().run(start, group_size=group_size)
         is_lost = trajectory is not None and isinstance(trajectory.error, MachineLost)
         if trajectory is None or not is_lost or not self.args.faults_as_zero or not self.rows:
             return trajectory

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from cuaenv.client import Action, Observation, StepResult
+from cuaenv.client import Action, Checkpoint, Observation, StepResult
 from trainer.agent.coordinates import points_of
 from trainer.agent.loop import AgentEpisode
 from trainer.agent.types import Outcome, Trajectory
@@ -61,8 +61,8 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
 class _RecordedRollout(Rollout):
     _recorder: "_Recorder | None" = None
 
-    async def run(self, task: str, *, group_size: int) -> Trajectory | None:
-        trajectory = await super().run(task, group_size=group_size)
+    async def run(self, start: str | Checkpoint, *, group_size: int) -> Trajectory | None:
+        trajectory = await super().run(start, group_size=group_size)
         if trajectory is not None:
             observations = self._recorder.observations if self._recorder else []
             _write(Path(self.args.save) / _DIRECTORY, trajectory, observations)

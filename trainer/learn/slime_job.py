@@ -17,10 +17,11 @@ from types import ModuleType
 from typing import Any
 
 from trainer.learn import LearnError
+from trainer.learn.setup import is_checkout
 from trainer.slime.samples import flatten
 
 #: Packages that slime imports and a rollout does not use.
-ABSENT = ("megatron", "pylatexenc", "ray", "sglang", "sglang_router", "wandb")
+ABSENT = ("megatron", "pylatexenc", "ray", "requests", "sglang", "sglang_router", "urllib3", "wandb")
 
 
 class _NothingType(type):
@@ -74,8 +75,8 @@ class StandIns(MetaPathFinder, Loader):
 
 def use_slime(home: Path) -> None:
     """Make `import slime` find a checkout. Raises: LearnError: There is none."""
-    if not (home / "slime" / "rollout").is_dir():
-        raise LearnError(f"slime {home}: not a checkout of slime; set SLIME_HOME (docs/train.md names the commit)")
+    if not is_checkout(home):
+        raise LearnError(f"slime {home}: not a checkout of slime; run `trainer learn setup`")
     if str(home) not in sys.path:
         sys.path.insert(0, str(home))
     if not any(isinstance(finder, StandIns) for finder in sys.meta_path):

@@ -178,6 +178,8 @@ class _Message(BaseModel):
     content: str | list[Any]
     step_loss_mask: Any = None
     """slime's mark of a turn that is not trained."""
+    source: Any = None
+    """Who acted in a turn of an assistant, `agent` or `human`, if people did."""
 
     model_config = ConfigDict(strict=True)
 

@@ -11,7 +11,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from cuaenv.client import Checkpoint
 from trainer.agent.ownership import Owner, ruling_of, ruling_on
+from trainer.agent.starts import start_of
 from trainer.agent.types import Outcome
 from trainer.config import ConfigError
 from trainer.slime.checks import check
@@ -52,7 +54,7 @@ async def run_sample(
     """Do as `generate`, with another type of rollout."""
     config = SlimeConfig.from_args(args)
     check(args, config)
-    task_of(sample, config.task_key)
+    start_of(sample.metadata or {}, task_of(sample, config.task_key))
     multiple, monitor = _multiple(config, evaluation=evaluation), monitor_of(config)
     monitor.check(args)
     if config.sight != "off" and not evaluation:
@@ -92,7 +94,7 @@ async def play(
 ) -> Any:
     """Run a sample in this process, in its group unless `is_alone`; return it filled, or its rows. Raises: Halted."""
     config = SlimeConfig.from_args(args)
-    task = task_of(sample, config.task_key)
+    start = start_of(sample.metadata or {}, task_of(sample, config.task_key))
     # A repeated sample was aborted or failed; its group's machines no longer exist.
     is_alone |= evaluation or sample.status.name != "PENDING" or config.group == "off" or sample.group_index is None
     group_size = 1 if is_alone else int(args.n_samples_per_prompt)
@@ -102,7 +104,7 @@ async def play(
         async with asyncio.timeout(config.limit_s):
             rollout = rollout_type(args, sample, sampling_params, config=config)
             rollout.keeps_partial = not evaluation and getattr(args, "partial_rollout", False)
-            result = await run_rollout(args, rollout, task, group_size, multiple, evaluation=evaluation)
+            result = await run_rollout(args, rollout, start, group_size, multiple, evaluation=evaluation)
             await rollout.keep(is_aborted=sample.status.name == "ABORTED")
             return result
     except Halted:
@@ -121,12 +123,12 @@ def _multiple(config: SlimeConfig, *, evaluation: bool) -> int | None:
 
 
 async def run_rollout(
-    args: Any, rollout: Rollout, task: str, group_size: int, multiple: int | None, *, evaluation: bool
+    args: Any, rollout: Rollout, start: str | Checkpoint, group_size: int, multiple: int | None, *, evaluation: bool
 ) -> Sample | list[Sample]:
     """Run a rollout and write its rows into samples: one, or with `multiple` a list padded to a multiple of it."""
     sample, config = rollout.sample, rollout.config
     try:
-        trajectory = await rollout.run(task, group_size=group_size)
+        trajectory = await rollout.run(start, group_size=group_size)
     finally:
         await rollout.close()
     if trajectory is None or trajectory.outcome is Outcome.ABORTED:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from cuaenv.client import shared_client
+from cuaenv.client import Checkpoint, shared_client
 from trainer.agent.attempts import run_task
 from trainer.agent.loop import AgentEpisode, run_episode
 from trainer.agent.prompts import prompt_hash
+from trainer.agent.starts import task_id_of
 from trainer.agent.turns import BranchPoint
 from trainer.agent.types import BudgetExhausted, ModelFailed, Trajectory, data_uri
 from trainer.slime import slime_compat
@@ -63,8 +64,11 @@ class Rollout:
         self._continued_count = 0
         self._parent_id = ""
 
-    async def run(self, task: str, *, group_size: int) -> Trajectory | None:
-        """Run the task. Returns None if slime aborted the rollout. Raises: Halted: no daemon answers."""
+    async def run(self, start: str | Checkpoint, *, group_size: int) -> Trajectory | None:
+        """Run a task, also from a checkpoint of it. Returns None if slime aborted the rollout.
+
+        Raises: Halted: No daemon answers.
+        """
         config = self.config
         client = self._client
         await warn_of_capacity(self.args, config, client)
@@ -79,10 +83,11 @@ class Rollout:
             branch_ways=config.branch_ways if config.group == "tree" else 0,
             branch_roots=config.branch_roots,
             partial=partial_of(self.sample),
+            start=start,
         )
         episode = run_task(
             environments,
-            task,
+            task_id_of(start),
             self._new_conversation,
             settings=config.agent,
             pool=config.pool,

@@ -57,7 +57,7 @@ class _PictureRollout(Rollout):
         own = {"agent": settings_of(config.agent), "replay": None}
         super().__init__(args, sample, params, config=config.model_copy(update=own))
 
-    async def run(self, task: str, *, group_size: int) -> Trajectory:  # noqa: ARG002 -- it has one task
+    async def run(self, start: object, *, group_size: int) -> Trajectory:  # noqa: ARG002 -- it has one task
         agent = self.config.agent
         conversation = ActingConversation(self._conversation, agent)
         return await run_episode(PictureEpisode(self._pictures), conversation, settings=agent)

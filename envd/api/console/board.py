@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from envd.api.console.runs import Facts, Runs
 from envd.base.clock import Clock
 from envd.base.errors import EvaluatorFailed
+from envd.episodes.checkpoints.store import Checkpoint
 from envd.episodes.episode import Episode
-from envd.episodes.events import PerformedStep
+from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.episodes.service import EpisodeService
 from envd.episodes.types import EvaluateResult
 from envd.pool.queue_report import QueuedGroup
@@ -36,8 +37,8 @@ class Timeline:
     branch_count: int = 0
 
 
-class EpisodeHistory:
-    """The timelines of all open episodes, in memory: a restart of the daemon empties it. An `EpisodeObserver`."""
+class EpisodeHistory(EpisodeObserver):
+    """The timelines of all open episodes, in memory: a restart of the daemon empties it."""
 
     def __init__(self) -> None:
         self._timelines: dict[str, Timeline] = {}
@@ -52,7 +53,7 @@ class EpisodeHistory:
         return self._timelines.get(episode_id) or Timeline("", 0, deque())
 
     def opened(self, episode: Episode) -> None:
-        """Start a timeline; that of a fork begins with its parent's steps, if the parent is open."""
+        """Start a timeline; it begins with the steps before a fork or a checkpoint, if their episode is open."""
         member_count, open_ids = self._labels.get(episode.group_id, (0, set()))
         parent = self._timelines.get(episode.parent_episode_id)
         steps: deque[PerformedStep] = deque(maxlen=_MAX_STEPS)
@@ -62,7 +63,8 @@ class EpisodeHistory:
         else:
             parent.branch_count += 1
             label = f"{parent.label}.{parent.branch_count}"
-            steps.extend(step for step in parent.steps if step.index < episode.step_count and not step.is_rolled_back)
+        if (source := parent or self._timelines.get(episode.origin.checkpoint_episode_id)) is not None:
+            steps.extend(step for step in source.steps if step.index < episode.step_count and not step.is_rolled_back)
         open_ids.add(episode.episode_id)
         self._labels[episode.group_id] = member_count, open_ids
         self._timelines[episode.episode_id] = Timeline(label, episode.step_count, steps)
@@ -78,9 +80,6 @@ class EpisodeHistory:
             for at, step in enumerate(timeline.steps):
                 if step.index >= episode.step_count:
                     timeline.steps[at] = replace(step, is_rolled_back=True)
-
-    def scored(self, episode: Episode) -> None:
-        """Do nothing: the episode has its score."""
 
     def closed(self, episode: Episode) -> None:
         """Forget the timeline, and the group with its last episode."""
@@ -171,7 +170,7 @@ def episode_facts(episode: Episode, timeline: Timeline, *, clock: Clock) -> Fact
     return {
         "id": info.episode_id,
         "group": info.group_id,
-        "parent": info.parent_episode_id,
+        "parent": info.parent_episode_id or info.origin.checkpoint_episode_id,
         "label": timeline.label,
         "first": timeline.first_index,
         "task": info.task_id,
@@ -182,6 +181,7 @@ def episode_facts(episode: Episode, timeline: Timeline, *, clock: Clock) -> Fact
         "reason": info.end_reason,
         "step": info.step_count,
         "max_steps": info.max_steps,
+        "checkpoint": episode.last_checkpoint_id,
         "created": round(info.create_time.timestamp()),
         # Whole seconds: the exact value differs with every reading.
         "expires": round(info.expire_time.timestamp()),
@@ -192,11 +192,21 @@ def episode_facts(episode: Episode, timeline: Timeline, *, clock: Clock) -> Fact
     }
 
 
-def episode_detail(episode: Episode, facts: Facts, timeline: Timeline) -> Facts:
-    """Return what the full view shows."""
+def episode_detail(episode: Episode, facts: Facts, timeline: Timeline, checkpoints: Iterable[Checkpoint]) -> Facts:
+    """Return what the full view shows, with the checkpoints of its tree."""
     verdict = episode.verdict
     return {
         **facts,
+        "checkpoints": [
+            {
+                "id": each.checkpoint_id,
+                "parent": each.parent_checkpoint_id,
+                "episode": each.episode_id,
+                "step": each.step_count,
+                "label": each.label or each.trigger.replace("_", " "),
+            }
+            for each in checkpoints
+        ],
         "instruction": episode.task.instruction,
         "machine": episode.machine.machine_id,
         "cause": episode.cause,

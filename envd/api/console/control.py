@@ -51,19 +51,22 @@ class ControlRoutes:
         return {"tasks": [{"id": task.task_id, "instruction": task.instruction} for task in tasks[:_MAX_TASKS]]}
 
     async def _open(self, request: web.Request) -> dict[str, Any]:
-        """Open an episode of a task for a person."""
+        """Open an episode of a task, or in the state of a checkpoint, for a person."""
         caller, body = self._caller_of(request), await _body(request)
         if caller.scope < Scope.RUN:
             raise web.HTTPForbidden(text=f"token {caller.name}: scope run is needed to open episodes\n")
+        from_checkpoint = "checkpoint" in body
         result = await self._episodes.reset(
             ResetCommand(
                 request_id=secrets.token_hex(16),
-                task_id=_text(body, "task"),
+                task_id="" if from_checkpoint else _text(body, "task"),
+                checkpoint_id=_text(body, "checkpoint") if from_checkpoint else "",
+                sees_all_owners=caller.scope is Scope.ADMIN,
                 pool=str(body.get("pool", "")),
                 run=RUN,
                 owner=caller.name,
                 max_machines=caller.max_machines,
-                max_steps=_MAX_STEPS,
+                max_steps=None if from_checkpoint else _MAX_STEPS,
                 observe=ObservationOptions(encoding=Encoding.NONE),
                 timeout_s=120.0,
             )

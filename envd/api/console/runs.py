@@ -7,7 +7,7 @@ from typing import Any
 from envd.base.clock import Clock
 from envd.base.errors import EvaluatorFailed
 from envd.episodes.episode import Episode
-from envd.episodes.events import PerformedStep
+from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.episodes.types import EpisodeState, EvaluateResult
 
 Facts = dict[str, Any]
@@ -35,8 +35,8 @@ class _Run:
     steps_by_second: deque[list[int]] = field(default_factory=lambda: deque(maxlen=_RATE_S))
 
 
-class Runs:
-    """Counts of each run of each owner, since the daemon started. An `EpisodeObserver`."""
+class Runs(EpisodeObserver):
+    """Counts of each run of each owner, since the daemon started."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -58,9 +58,6 @@ class Runs:
         if not run.steps_by_second or run.steps_by_second[-1][0] != second:
             run.steps_by_second.append([second, 0])
         run.steps_by_second[-1][1] += 1
-
-    def rolled_back(self, episode: Episode) -> None:
-        """Do nothing: its steps took their time."""
 
     def scored(self, episode: Episode) -> None:
         """Count a score."""

@@ -9,6 +9,7 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,9 +26,10 @@ from envd.api.console.runs import Runs
 from envd.api.console.viewer import Viewer, event
 from envd.api.security.access import TRUSTED, Caller
 from envd.base.clock import Clock, SystemClock
-from envd.base.errors import ConfigError
+from envd.base.errors import ConfigError, Unimplemented
 from envd.base.telemetry.endpoint import serve_app
 from envd.base.version import envd_version
+from envd.episodes.checkpoints.calls import tree_of
 from envd.episodes.recording.library import Library
 from envd.episodes.recording.records import RecordingUnreadable
 from envd.episodes.service import EpisodeService
@@ -259,7 +261,12 @@ class Console:
         episode = self._episodes.find(episode_id)
         if facts is None or episode is None or not self._may_see(request, facts["owner"]):
             raise _not_found(f"episode {episode_id}: not found; it was closed, or never opened here")
-        return web.json_response(episode_detail(episode, facts, self._history.timeline_of(episode_id)))
+        try:
+            checkpoints = tree_of(episode, await self._episodes.checkpoints.list(partial(self._may_see, request)))
+        except Unimplemented:
+            checkpoints = []
+        timeline = self._history.timeline_of(episode_id)
+        return web.json_response(episode_detail(episode, facts, timeline, checkpoints))
 
     async def _recordings(self, request: web.Request) -> web.Response:
         """Return a page of the recordings that the caller may see."""

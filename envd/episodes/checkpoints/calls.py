@@ -7,7 +7,8 @@ capture that is read back. So what holds for forks holds here.
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 
@@ -25,7 +26,7 @@ from envd.base.errors import (
     Unimplemented,
 )
 from envd.episodes.checkpoints.archive import ArchiveReader, archived
-from envd.episodes.checkpoints.store import Checkpoint, CheckpointResult, CheckpointStore, not_found, store_error
+from envd.episodes.checkpoints.store import Checkpoint, CheckpointResult, CheckpointStore, Draft, not_found, store_error
 from envd.episodes.checkpoints.views import read_view, write_view
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
@@ -143,19 +144,13 @@ class Checkpointing:
                     f"checkpoint {manifest.checkpoint_id}: this host has another one with this id; delete it first"
                 )
             return same
-        draft = await asyncio.to_thread(self._store.begin, manifest.checkpoint_id, manifest.size_bytes, manifest.run)
-        try:
+        async with self._draft(manifest.checkpoint_id, manifest.size_bytes, manifest.run) as draft:
             for name, expected in manifest.files.items():
                 await archive.read_file(draft.directory / name, expected)
             await archive.require_end()
             expire_time = self._context.clock.now() + (manifest.expire_time - manifest.create_time)
             imported = manifest.model_copy(update={"expire_time": expire_time})
             stored = await asyncio.to_thread(self._store.complete, draft, imported)
-        except BaseException as error:
-            await asyncio.to_thread(self._store.abandon, draft)
-            if isinstance(error, OSError):
-                raise store_error(manifest.checkpoint_id, error) from error
-            raise
         await self._report()
         logger.info("checkpoint %s: imported, %.1f MiB", stored.checkpoint_id, stored.size_bytes / (1 << 20))
         return stored
@@ -192,8 +187,8 @@ class Checkpointing:
         for field, asked, stored in (("task_id", command.task_id, found.task_id), ("pool", command.pool, found.pool)):
             if asked not in ("", stored):
                 raise InvalidRequest(field, f"{asked} is not that of checkpoint {found.checkpoint_id}: {stored}")
-        if command.max_steps is not None:
-            raise InvalidRequest("max_steps", "cannot be set: it is that of the checkpoint")
+        if command.max_steps is not None and command.max_steps <= found.step_count:
+            raise InvalidRequest("max_steps", f"must be above the step count of the checkpoint, {found.step_count}")
         return found, task, pool
 
     def _usable(self, found: Checkpoint) -> tuple[Task, Pool]:
@@ -373,15 +368,21 @@ class Checkpointing:
         )
 
     async def _write(self, described: Checkpoint, frozen: FrozenDesktop, pool: Pool) -> Checkpoint:
-        draft = await asyncio.to_thread(self._store.begin, described.checkpoint_id)
-        try:
+        async with self._draft(described.checkpoint_id) as draft:
             await asyncio.to_thread(write_view, frozen.view, draft.directory)
             await pool.hypervisor.save(frozen.snapshot, draft.directory)
             return await asyncio.to_thread(self._store.complete, draft, described)
+
+    @asynccontextmanager
+    async def _draft(self, checkpoint_id: str, size_bytes: int = 0, run: str = "") -> AsyncIterator[Draft]:
+        """Yield a checkpoint to write and complete. On failure it is abandoned."""
+        draft = await asyncio.to_thread(self._store.begin, checkpoint_id, size_bytes, run)
+        try:
+            yield draft
         except BaseException as error:
             await asyncio.to_thread(self._store.abandon, draft)
             if isinstance(error, OSError):
-                raise store_error(described.checkpoint_id, error) from error
+                raise store_error(checkpoint_id, error) from error
             raise
 
     async def _report(self) -> None:
@@ -405,4 +406,15 @@ def _require_template(checkpoint: Checkpoint, template: FrozenDesktop) -> None:
 
 
 def _opened_from(checkpoint: Checkpoint, member: Member) -> Member:
-    return replace(member, origin=replace(member.origin, checkpoint_id=checkpoint.checkpoint_id))
+    origin = replace(member.origin, checkpoint_id=checkpoint.checkpoint_id, checkpoint_episode_id=checkpoint.episode_id)
+    return replace(member, origin=origin)
+
+
+def tree_of(episode: Episode, found: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints that are connected with an episode's by their parents, in their order."""
+    links = [{each.checkpoint_id, each.parent_checkpoint_id} - {""} for each in found]
+    connected = {episode.origin.checkpoint_id, episode.last_checkpoint_id}
+    connected |= {each.checkpoint_id for each in found if each.episode_id == episode.episode_id}
+    while more := set().union(*(link for link in links if link & connected)) - connected:
+        connected |= more
+    return [each for each in found if each.checkpoint_id in connected]

@@ -10,6 +10,7 @@ from envd.base.errors import EnvdError, InvalidRequest, MachineLost, SetupFailed
 from envd.episodes.checkpoints.calls import Checkpointing
 from envd.episodes.checkpoints.store import Checkpoint
 from envd.episodes.context import EpisodeContext, Stopwatch
+from envd.episodes.controlling import Controlling
 from envd.episodes.episode import Episode
 from envd.episodes.members import Member, observe_all
 from envd.episodes.perform import check_region, with_pixels
@@ -23,15 +24,17 @@ logger = logging.getLogger(__name__)
 class RollingBack:
     """The `rollback` call of an episode service."""
 
-    def __init__(self, context: EpisodeContext, checkpoints: Checkpointing) -> None:
+    def __init__(self, context: EpisodeContext, checkpoints: Checkpointing, controlling: Controlling) -> None:
         self._context = context
         self._checkpoints = checkpoints
+        self._controlling = controlling
 
     async def rollback(self, command: RollbackCommand) -> RollbackResult:
         """Put an open episode back into the state of a checkpoint. Idempotent on `request_id`, also after a restart.
 
-        It waits for a running step. The episode is active afterwards, also if it had ended, and calls of its earlier
-        epoch fail. On failure it is unchanged. Timings: `queue`, `restore`, `fork`, `observe` and `total`.
+        While a person controls the episode, only that person may. It waits for a running step. The episode is active
+        afterwards, also if it had ended, and calls of its earlier epoch fail. On failure it is unchanged.
+        Timings: `queue`, `restore`, `fork`, `observe` and `total`.
 
         Raises:
             EpisodeNotFound, RequestIdReused, StaleEpoch, HumanInControl, GuestEnded, MachineLost: See `Stepping.step`.
@@ -72,7 +75,7 @@ class RollingBack:
                     watch.lap("queue")
                     episode.require_epoch(command.epoch)
                     episode.require_machine()
-                    episode.human.require_agent(episode.episode_id)
+                    await self._controlling.before_rollback(episode, command.control_id)
                     member = await self._copy(episode, command, checkpoint, pool, watch)
                     return await self._swap(episode, command, checkpoint, member, watch)
             except EnvdError as error:
@@ -109,6 +112,7 @@ class RollingBack:
             # Without an await from here on, so that a machine is always released by one of the two.
             if episode.closed.is_set() or episode.machine.lost.is_set():
                 raise MachineLost(f"{subject}: its machine was lost meanwhile")
+            episode.human.require_agent(episode.episode_id)  # a person may have taken control meanwhile
             return member
 
     async def _swap(

@@ -15,7 +15,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -320,18 +320,13 @@ class CheckpointStore:
         return found
 
 
-class _errors:  # noqa: N801 -- used like a function
-    """Raises OSError of the block as CheckpointStoreFull or StoreError."""
-
-    def __init__(self, checkpoint_id: str) -> None:
-        self._checkpoint_id = checkpoint_id
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OSError):
-            raise store_error(self._checkpoint_id, error) from error
+@contextmanager
+def _errors(checkpoint_id: str) -> Iterator[None]:
+    """Raise OSError of the block as CheckpointStoreFull or StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise store_error(checkpoint_id, error) from error
 
 
 def is_id(text: str) -> bool:

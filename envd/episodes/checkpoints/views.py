@@ -24,7 +24,7 @@ _STATE, _SCREEN, _CURSOR = "view.json", "screen.zst", "cursor.zst"
 class _Cursor:
     hot_x_px: int
     hot_y_px: int
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     """(height, width, 4)."""
 
 
@@ -54,7 +54,7 @@ def write_view(view: DesktopView, directory: Path) -> None:
         capture_time=view.frame.capture_time,
         cursor=None
         if cursor is None
-        else _Cursor(hot_x_px=cursor.hot_x_px, hot_y_px=cursor.hot_y_px, shape=_shape(cursor.rgba_HWC)),
+        else _Cursor(hot_x_px=cursor.hot_x_px, hot_y_px=cursor.hot_y_px, shape=cursor.rgba_HWC.shape),
         caps_lock=view.caps_lock,
         inputs=view.inputs,
         guestd_types=view.guestd_types,
@@ -90,15 +90,10 @@ def read_view(directory: Path) -> DesktopView:
     )
 
 
-def _shape(pixels_HWC: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[int, int, int]:
-    height, width, channels = pixels_HWC.shape
-    return int(height), int(width), int(channels)
-
-
 def _write_pixels(path: Path, pixels_HWC: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     path.write_bytes(zstandard.ZstdCompressor(1).compress(np.ascontiguousarray(pixels_HWC).tobytes()))
 
 
-def _read_pixels(path: Path, shape: tuple[int, int, int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _read_pixels(path: Path, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     data = zstandard.ZstdDecompressor().decompress(path.read_bytes())
     return np.frombuffer(data, dtype=np.uint8).reshape(shape)

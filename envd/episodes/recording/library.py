@@ -1,6 +1,7 @@
 """List and read recordings. Blocks: call from a thread."""
 
 import re
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -108,6 +109,10 @@ class Recording:
             raise AssertionError("the loop starts at a whole image")
         self._image = (index, image)
         return image
+
+    def after(self, step: dict[str, Any]) -> int:
+        """Return the index of the frame that the screen showed after a step."""
+        return max(0, bisect_right(self.frames, step["time"], key=lambda frame: frame.time_s) - 1)
 
     def images(self) -> Iterator[tuple[RecordedFrame, TiledImage]]:
         """Yield every frame with its pixels. Raises: RecordingUnreadable."""

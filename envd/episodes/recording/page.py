@@ -3,7 +3,6 @@
 import base64
 import html
 import io
-from bisect import bisect_right
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,13 +23,13 @@ def write_page(recording: Recording, path: Path, *, progress: Callable[[float], 
         RecordingUnreadable: A frame is damaged.
         OSError: The file cannot be written.
     """
-    times_s = [frame.time_s for frame in recording.frames]
     sections = [_section("start", "", _screen(recording, 0))]
     for count, step in enumerate(recording.steps, 1):
-        shown = max(0, bisect_right(times_s, step["time"]) - 1)
         title = f"step {step['index'] + 1}: {', '.join(map(str, step['actions']))}"
         settled = "settled" if step.get("settled") else "not settled"
-        sections.append(_section(title, f"{step.get('ms', 0)} ms, {settled}", _screen(recording, shown)))
+        sections.append(
+            _section(title, f"{step.get('ms', 0)} ms, {settled}", _screen(recording, recording.after(step)))
+        )
         progress(count / len(recording.steps))
     path.write_text(
         _TEMPLATE.substitute(

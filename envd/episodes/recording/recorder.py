@@ -19,7 +19,7 @@ from envd.base.aio import OwnedTasks
 from envd.base.clock import Clock, SystemClock
 from envd.base.errors import EnvdError
 from envd.episodes.episode import Episode
-from envd.episodes.events import PerformedStep
+from envd.episodes.events import EpisodeObserver, PerformedStep
 from envd.episodes.recording.records import Kind, packed, packed_json
 from envd.episodes.recording.writer import RecordingDirectory, RecordingFile
 from envd.episodes.service import EpisodeService
@@ -46,8 +46,8 @@ class _Item:
     """How the episode ended; the last item has it."""
 
 
-class Recorder:
-    """Records every episode of a service. An `EpisodeObserver`."""
+class Recorder(EpisodeObserver):
+    """Records every episode of a service."""
 
     def __init__(
         self,
@@ -277,7 +277,9 @@ def _meta(episode: Episode) -> dict[str, Any]:
         "run": episode.run,
         "owner": episode.owner,
         "max_steps": episode.max_steps,
+        "tools": list(episode.tools),
         "first_step": episode.step_count,
+        "checkpoint_episode_id": episode.origin.checkpoint_episode_id,
         "create_time": episode.create_time.timestamp(),
     }
 

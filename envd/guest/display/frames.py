@@ -1,13 +1,10 @@
 """Turn a frame into the requested image: crop, draw the pointer, scale, draw marks, compress. Pure.
 
 Scaling equals that of a vision model's image processor, so that the processor has nothing left to do: bicubic with
-antialiasing, and sizes by the rule of Qwen's `smart_resize` (transformers,
-models/qwen2_vl/image_processing_qwen2_vl.py). Both sides are rounded to the nearest multiple; if that has too many
-pixels, they are scaled by the square root of the excess and rounded down. Images are never enlarged beyond that.
+antialiasing, and sizes by `cuaenv.frames.size`.
 """
 
 import io
-import math
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -16,6 +13,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from cuaenv.frames import TiledImage
+from cuaenv.frames.size import fit
 from cuaenv.region import Region
 from envd.base.errors import InvalidRequest
 from envd.guest.display.marks import Mark, draw_marks
@@ -23,8 +21,6 @@ from envd.guest.display.rfb import CursorShape
 from envd.guest.observation import CursorMode, Encoding, ObservationOptions, Point
 
 _FORMATS = {Encoding.PNG: "PNG", Encoding.JPEG: "JPEG", Encoding.WEBP: "WEBP"}
-#: More than any side.
-_ANY_PX = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,52 +95,21 @@ def picture_of(
         InvalidRequest: The region has no pixel on the screen, or no size fits the limits.
     """
     region = _clip(options.region, frame, field)
-    width_px, height_px = fit(
-        region.width_px,
-        region.height_px,
-        max_width_px=options.max_width_px,
-        max_height_px=options.max_height_px,
-        max_pixel_count=options.max_pixel_count,
-        multiple_px=options.size_multiple_px,
-        field=field,
-    )
+    try:
+        width_px, height_px = fit(
+            region.width_px,
+            region.height_px,
+            max_width_px=options.max_width_px,
+            max_height_px=options.max_height_px,
+            max_pixel_count=options.max_pixel_count,
+            multiple_px=options.size_multiple_px,
+        )
+    except ValueError as error:
+        raise InvalidRequest(f"{field}.size_multiple_px", str(error)) from error
     is_drawn = options.cursor is CursorMode.DRAWN and pointer is not None and pointer.shape.rgba_HWC.size
     return Picture(
         region=region, width_px=width_px, height_px=height_px, pointer=pointer if is_drawn else None, marks=marks
     )
-
-
-def fit(
-    width_px: int,
-    height_px: int,
-    *,
-    max_width_px: int = 0,
-    max_height_px: int = 0,
-    max_pixel_count: int = 0,
-    multiple_px: int = 0,
-    field: str = "observation",
-) -> tuple[int, int]:
-    """Return the size (width, height) to scale to, of about the same aspect ratio; 0 means unlimited.
-
-    Raises:
-        InvalidRequest: No multiple of `multiple_px` is within the limits.
-    """
-    scale = min(
-        1.0, max_width_px / width_px if max_width_px else 1.0, max_height_px / height_px if max_height_px else 1.0
-    )
-    wide, high = width_px * scale, height_px * scale
-    step = multiple_px or 1
-    most = [(limit or _ANY_PX) // step * step for limit in (max_width_px, max_height_px)]
-    if min(most) < step or 0 < max_pixel_count < step * step:
-        raise InvalidRequest(f"{field}.size_multiple_px", f"no image in steps of {step} px is within the limits")
-    size = [max(step, round(side / step) * step) for side in (wide, high)]
-    if max_pixel_count and size[0] * size[1] > max_pixel_count:
-        excess = math.sqrt(wide * high / max_pixel_count)
-        size = [max(step, math.floor(side / excess / step) * step) for side in (wide, high)]
-        if size[0] * size[1] > max_pixel_count:  # a very long image: the short side cannot shrink below one step
-            longer = 0 if size[0] > size[1] else 1
-            size[longer] = max_pixel_count // size[1 - longer] // step * step
-    return min(size[0], most[0]), min(size[1], most[1])
 
 
 def draw(frame: Frame, picture: Picture) -> TiledImage:

@@ -151,11 +151,14 @@ class Programs:
 
     def _sh(self, arguments: list[str], stdin: bytes) -> Outcome:
         match arguments:
-            # The scripts of checkers and of `envd.guest.freezing`, by the names in their $0.
+            # The scripts of checkers, `envd.guest.freezing` and `envd.bench.demonstration`, by the names in their $0.
             case ["-c", _, "probe-file", path]:
                 return self._probe_file(path)
             case ["-c", _, "list-directory", path]:
                 return self._list_directory(path)
+            case ["-c", _, "list-files", *places]:
+                states = (state.partition("\t") for state in self._states(places))
+                return Outcome(stdout="".join(f"{sha}  {name}\n" for name, _, sha in states).encode())
             case ["-c", _, "record-unchanged", record, outputs, *places]:
                 self._files[record] = "\n".join([outputs, *self._states(places)]).encode()
                 return Outcome()

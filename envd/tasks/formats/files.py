@@ -8,6 +8,7 @@ from pathlib import Path
 
 from envd.tasks.formats.documents import Document, Location, parse_json, read_document, read_text
 from envd.tasks.formats.entries import Found, NamedFields, Problem, Source, TaskFormatError, make_task
+from envd.tasks.formats.parameters import variants
 from envd.tasks.formats.rows import read_row
 
 #: Suite of the tasks whose format has no suites.
@@ -94,14 +95,25 @@ def _read_task(document: Document, source: Source, index: int, task: object) -> 
     if not isinstance(task, Mapping) or not isinstance(task.get("name"), str):
         yield Problem(where=locate(()), message=f"tasks[{index}]: a task is a mapping with a name")
         return
-    name, fields = task["name"], {str(key): value for key, value in task.items() if key != "name"}
+    try:
+        entries = variants(source.suite, task)
+    except TaskFormatError as error:
+        task_id, field = f"{source.suite}/{task['name']}", str(error.location[0])
+        yield Problem(where=locate(error.location), task_id=task_id, field=field, message=str(error))
+        return
+    for entry in entries:
+        yield from make_task(source, partial(_named, entry), locate=locate)
+
+
+def _named(entry: Mapping[str, object]) -> NamedFields:
+    fields = {str(key): value for key, value in entry.items() if key != "name"}
 
     def checked() -> Mapping[str, object]:
         if "task_id" in fields:
             raise TaskFormatError("derived from suite and name; remove it", "task_id")
         return fields
 
-    yield from make_task(source, lambda: NamedFields(name=name, fields=checked), locate=locate)
+    return NamedFields(name=str(entry["name"]), fields=checked)
 
 
 def _parquet_rows(path: Path) -> Iterator[Mapping[str, object]]:

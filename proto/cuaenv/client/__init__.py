@@ -47,7 +47,7 @@ EnvError
 ├── Unauthenticated       the daemon requires a valid token
 ├── AccessDenied          not allowed in this pool
 │   └── ScopeTooSmall     the token's scope does not cover this call
-├── NotSupported          the daemon's release does not have this call
+├── NotSupported          the daemon's release or its settings do not have this call
 ├── MessageTooLarge       more than 64 MiB in one message
 ├── ClientClosed          the client was closed
 ├── PoolExhausted         no machine became free before the deadline

@@ -13,7 +13,7 @@ from typing import Any, Final, Self, Unpack
 from cuaenv.client.archives import export_to, import_from
 from cuaenv.client.credentials import Access, Tls
 from cuaenv.client.episode import AsyncEpisode
-from cuaenv.client.errors import EnvError
+from cuaenv.client.errors import EnvError, NotSupported
 from cuaenv.client.forwarding import PortForward, forwarded
 from cuaenv.client.host import Host
 from cuaenv.client.host_pool import ClientStatistics, HostPool
@@ -182,7 +182,8 @@ class AsyncEnvClient:
             branches: Most machines that forks of the episodes will take at once: the host is chosen with room for them,
                 and a Ray cluster reserves them.
             pool: Name of the pool; empty for the task's own.
-            max_steps: Steps after which an episode is truncated; 0 for the task's own limit.
+            max_steps: Steps after which an episode is truncated, those before a checkpoint included; 0 for the limit of
+                the task or checkpoint.
             lease_ttl: How long machines outlive this process, 10 s to 1 h.
             settle: When a screen counts as settled, for the first observation and as the steps' default.
             view: Contents of observations, for the first one and as the steps' default; None for `View()`.
@@ -242,6 +243,8 @@ class AsyncEnvClient:
             defaults = StepOptions(settle=settle, view=view, coordinate_space=coordinate_space)
             opened = _held(place, response, lease_ttl, instruction=response.instruction, defaults=defaults)
             async with opened as episodes:
+                if perturb is not None and not episodes[0].perturbations:
+                    raise NotSupported.by_release("`perturb`", host=place.host.target)
                 yield episodes
 
     @takes_options_of(reset_group, without=["size"])
@@ -379,6 +382,16 @@ class AsyncEnvClient:
             return [read_pool(pool, host.target) for pool in response.pools]
 
         return list(itertools.chain.from_iterable(await self._host_pool.call_all(list_on, timeout=timeout)))
+
+    async def capabilities(self, *, timeout: timedelta = timedelta(seconds=30)) -> frozenset[str]:
+        """Return the names of `cuaenv.capabilities` that every host that responds has. Raises: EnvError."""
+
+        async def list_on(host: Host) -> frozenset[str]:
+            response = await host.connection.call("ListPools", env_pb2.ListPoolsRequest(), timeout)
+            return frozenset(response.capabilities)
+
+        first, *others = await self._host_pool.call_all(list_on, timeout=timeout)
+        return first.intersection(*others)
 
     async def list_episodes(self, *, timeout: timedelta = timedelta(seconds=30)) -> list[EpisodeInfo]:
         """Return the open episodes of every host that responds, oldest first; of all clients that the token may list.

@@ -128,7 +128,12 @@ class ScopeTooSmall(AccessDenied, causes=["SCOPE_TOO_SMALL"]):
 
 
 class NotSupported(EnvError, causes=["UNIMPLEMENTED"]):
-    """The daemon's release does not have this call."""
+    """The daemon's release or its settings do not have this call; `capabilities()` lists what the release has."""
+
+    @classmethod
+    def by_release(cls, what: str, *, host: str) -> "NotSupported":
+        """Return the error for an addition of the contract that a host's release does not know."""
+        return cls(f"{host}: its release does not know {what}; update envd there", code="UNIMPLEMENTED", host=host)
 
 
 class MessageTooLarge(EnvError, causes=["RESOURCE_EXHAUSTED"]):
@@ -222,6 +227,8 @@ def error_of(failure: grpc.aio.AioRpcError, *, host: str) -> EnvError:
             retry_after = retry.retry_delay.ToTimedelta()
         elif detail.Unpack(bad) and bad.field_violations:
             invalid_field = bad.field_violations[0].field
+    if code is grpc.StatusCode.UNIMPLEMENTED and not reason:
+        return NotSupported.by_release("this call", host=host)
     kind = _BY_CAUSE.get(reason) or _BY_CAUSE.get(code.name, EnvError)
     return kind(
         # Its remedy is for callers of the contract; this client retries by itself.

@@ -136,6 +136,7 @@ class EnvClient(_Blocking[AsyncEnvClient]):
 
     list_tasks = _blocking(AsyncEnvClient.list_tasks)
     list_pools = _blocking(AsyncEnvClient.list_pools)
+    capabilities = _blocking(AsyncEnvClient.capabilities)
     list_episodes = _blocking(AsyncEnvClient.list_episodes)
     list_checkpoints = _blocking(AsyncEnvClient.list_checkpoints)
     evaluate = _blocking(AsyncEnvClient.evaluate)

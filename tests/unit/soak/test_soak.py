@@ -144,8 +144,9 @@ class Events:
     """An accounting, and a client that sends it events."""
 
     def __init__(self) -> None:
+        self.machines: dict[str, str] = {}
         self.accounting = Accounting(
-            target=5, runs_guests=False, machine_of=lambda episode_id: f"machine-of-{episode_id}"
+            target=5, runs_guests=False, machine_of=lambda name: self.machines.get(name, f"machine-of-{name}")
         )
         self.now_s = 100.0
 
@@ -225,6 +226,53 @@ def test_a_fork_starts_with_its_parents_count() -> None:
     assert events.count("b", 3) == (0, 0)
     assert events.count("a", 3) == (1, 0)
     assert events.accounting.fork_count == 1
+
+
+def rolled_back(events: Events, episode: str) -> None:
+    """Store a checkpoint after one step, and go back to it after another one."""
+    events.open(episode)
+    events.step(episode, 2)
+    events.emit("stored", episode=episode, checkpoint="c")
+    events.step(episode, 3, step_index=1)
+    pending = Pending(call="rollback", request_id="r", step_index=1, checkpoint_id="c", performed_count=2)
+    events.emit("sent", episode=episode, pending=asdict(pending))
+    assert events.count(episode, 2, settled=False) == (0, 0)
+    events.machines[episode] = "second"
+    events.emit("rolled_back", id="r", episode=episode)
+
+
+def test_after_a_rollback_a_guest_has_the_count_of_the_checkpoint() -> None:
+    events, name = Events(), "a"
+    rolled_back(events, name)
+    assert events.count(name, 2) == (0, 0)
+    events.step(name, 1, step_index=1)
+    assert events.count(name, 3) == (0, 0)
+    assert events.count(name, 5) == (2, 0)
+    events.open("copy", performed=2, step_count=1)
+    assert events.count("copy", 2) == (2, 0)
+    assert (events.accounting.checkpoint_count, events.accounting.rollback_count) == (1, 1)
+
+
+@pytest.mark.parametrize(("machine", "count"), [("machine-of-a", 0), ("second", 0), ("other", 1), ("machine-of-b", 1)])
+def test_faults_of_all_its_machines_explain_the_errors_of_an_episode(machine: str, count: int) -> None:
+    events = Events()
+    rolled_back(events, "a")
+    events.accounting.faults.append(fault(machine, 50.0, 50.0))
+    status: dict[str, Any] = {"call": "step", "sent_s": 100.0, "key": LOST, "text": "", "allowed": [OK]}
+    events.emit("status", episode="a", **status)
+    assert len(events.accounting.unexplained()) == count
+
+
+def test_the_machine_of_a_rollback_whose_response_is_late_is_known_from_its_fault() -> None:
+    events = Events()
+    events.open("a")
+    events.machines["a"] = "second"
+    events.accounting.faults.append(fault("second", 50.0, 50.0))
+    events.accounting.note_machine("second")
+    events.machines["a"] = ""
+    status: dict[str, Any] = {"call": "read", "sent_s": 100.0, "key": LOST, "text": "", "allowed": [OK]}
+    events.emit("status", episode="a", **status)
+    assert events.accounting.unexplained() == []
 
 
 @pytest.mark.parametrize(("performed", "score", "is_fake"), [(5, 1, 0), (5, 0, 1), (4, 0, 0), (4, 1, 1)])

@@ -1,18 +1,21 @@
 """Grammars: parse a model's replies to typed actions, and render actions as replies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from cuaenv.actions import Tool
 from trainer.agent.coordinates import Picture
+from trainer.agent.grammars.anthropic import Anthropic
 from trainer.agent.grammars.code import Code
 from trainer.agent.grammars.fallbacks import FALLBACKS, fallbacks_of
 from trainer.agent.grammars.grammar import Grammar, Intent, Parsed, UnsupportedAction, split_actions
+from trainer.agent.grammars.openai import OpenAI
 from trainer.agent.grammars.qwen_vl import Qwen3Vl, Qwen35Vl
 from trainer.agent.grammars.tags import Tags
 from trainer.agent.grammars.tool_call import ToolCall
 from trainer.agent.grammars.verbs import Verbs
 
-_GRAMMARS: Mapping[str, type[Grammar]] = {each.name: each for each in (Qwen3Vl, Qwen35Vl, ToolCall, Tags, Code, Verbs)}
+_KINDS: Sequence[type[Grammar]] = (Qwen3Vl, Qwen35Vl, Anthropic, OpenAI, ToolCall, Tags, Code, Verbs)
+_GRAMMARS = {kind.name: kind for kind in _KINDS}
 
 #: By name, the default first.
 GRAMMARS = tuple(_GRAMMARS)

@@ -8,8 +8,10 @@ modifier keys, as Qwen3.5-VL writes them.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
+from cuaenv.actions import Button
 from cuaenv.agent_text import values
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action, Click, Done, Drag, Fail, Move, PressKeys, Scroll, TypeText, Wait
@@ -18,7 +20,7 @@ from trainer.agent.grammars.grammar import Intent, UnsupportedAction, intent
 
 TOOL = "computer_use"
 
-_CLICKS: Mapping[str, tuple[str, int]] = {
+CLICKS: Mapping[str, tuple[Button, int]] = {
     "left_click": ("left", 1),
     "right_click": ("right", 1),
     "middle_click": ("middle", 1),
@@ -26,12 +28,17 @@ _CLICKS: Mapping[str, tuple[str, int]] = {
     "triple_click": ("left", 3),
 }
 
+#: (dx, dy) of one click of the wheel.
+DIRECTIONS = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
+#: Of grammars with an action that only looks at the screen again.
+LOOK = Wait(timedelta(milliseconds=1))
+
 #: Arguments of each action, without `action`.
 ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "key": ("keys",),
     "type": ("text",),
     "mouse_move": ("coordinate",),
-    **dict.fromkeys(_CLICKS, ("coordinate", "text")),
+    **dict.fromkeys(CLICKS, ("coordinate", "text")),
     "left_click_drag": ("coordinate", "start_coordinate", "text"),
     "scroll": ("pixels", "coordinate", "text"),
     "hscroll": ("pixels", "coordinate", "text"),
@@ -43,7 +50,7 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 
 def intent_of(arguments: Mapping[str, object]) -> Intent:
     """Return the action of a call. Raises: ParseError."""
-    return call_intent(arguments, ARGUMENTS, _action)
+    return call_intent(arguments, ARGUMENTS, action_of)
 
 
 def call_intent(
@@ -52,15 +59,24 @@ def call_intent(
     parse: Callable[[str, Mapping[str, object]], Action],
 ) -> Intent:
     """Return the action of a call whose arguments, without `action`, are among those allowed. Raises: ParseError."""
-    kind = arguments.get("action")
-    if not isinstance(kind, str) or kind not in allowed:
-        raise ParseError(f"{TOOL} has no action {values.quoted(kind)}; its actions are {', '.join(allowed)}")
-    rest = {name: value for name, value in arguments.items() if name != "action"}
-    values.check_arguments(rest, allowed[kind], kind)
+    kind, rest = chosen(arguments, allowed, "action", TOOL)
     return intent(parse(kind, rest), kind, rest)
 
 
-def _action(kind: str, given: Mapping[str, object]) -> Action:
+def chosen(
+    given: Mapping[str, object], allowed: Mapping[str, Sequence[str]], key: str, tool: str
+) -> tuple[str, dict[str, object]]:
+    """Return what a call of a tool chooses by the argument `key`, and its other arguments. Raises: ParseError."""
+    kind = given.get(key)
+    if not isinstance(kind, str) or kind not in allowed:
+        raise ParseError(f"{tool} has no {key} {values.quoted(kind)}; it has {', '.join(allowed)}")
+    rest = {name: value for name, value in given.items() if name != key}
+    values.check_arguments(rest, allowed[kind], kind)
+    return kind, rest
+
+
+def action_of(kind: str, given: Mapping[str, object]) -> Action:
+    """Return the action of a kind with its arguments. Raises: ParseError."""
     match kind:
         case "key":
             return values.key_chord(given.get("keys"))
@@ -71,13 +87,13 @@ def _action(kind: str, given: Mapping[str, object]) -> Action:
         case "left_click_drag":
             end = values.point(given.get("coordinate"))
             start_x, start_y = optional_point(given, "start_coordinate")
-            return Drag(*end, start_x, start_y, modifiers=_modifiers(given))
+            return Drag(*end, start_x, start_y, modifiers=modifiers(given))
         case "scroll":
             x, y = optional_point(given, "coordinate")
-            return Scroll(dy=-values.wheel_clicks(given.get("pixels"), "pixels"), x=x, y=y, modifiers=_modifiers(given))
+            return Scroll(dy=-values.wheel_clicks(given.get("pixels"), "pixels"), x=x, y=y, modifiers=modifiers(given))
         case "hscroll":
             x, y = optional_point(given, "coordinate")
-            return Scroll(dx=values.wheel_clicks(given.get("pixels"), "pixels"), x=x, y=y, modifiers=_modifiers(given))
+            return Scroll(dx=values.wheel_clicks(given.get("pixels"), "pixels"), x=x, y=y, modifiers=modifiers(given))
         case "wait":
             return values.wait_action(given.get("time"), "time")
         case "terminate":
@@ -85,9 +101,9 @@ def _action(kind: str, given: Mapping[str, object]) -> Action:
         case "answer":
             return Done(values.text_value(given.get("text"), "text"))
         case _:
-            button, count = _CLICKS[kind]
+            button, count = CLICKS[kind]
             x, y = optional_point(given, "coordinate")
-            return Click(x, y, button, count, _modifiers(given))  # type: ignore[arg-type]
+            return Click(x, y, button, count, modifiers(given))
 
 
 def ending(status: object) -> Action:
@@ -102,7 +118,35 @@ def optional_point(given: Mapping[str, object], name: str) -> tuple[int, int] | 
     return (None, None) if given.get(name) is None else values.point(given[name], name)
 
 
-def _modifiers(given: Mapping[str, object]) -> tuple[str, ...]:
+def directed_scroll(given: Mapping[str, object], amount: object, *, prefix: str = "") -> Scroll:
+    """Return a scroll by an amount of wheel clicks. Raises: ParseError.
+
+    Args:
+        given: Arguments of the call, with the direction.
+        amount: Wheel clicks.
+        prefix: Of the arguments `direction` and `amount`.
+    """
+    direction = given.get(f"{prefix}direction")
+    if not isinstance(direction, str) or direction not in DIRECTIONS:
+        raise ParseError(f"{prefix}direction must be up, down, left or right, not {values.quoted(direction)}")
+    if values.number(amount, f"{prefix}amount") < 0:
+        raise ParseError(f"{prefix}amount must be positive; use the direction")
+    clicks, (dx, dy) = values.wheel_clicks(amount, f"{prefix}amount"), DIRECTIONS[direction]
+    x, y = optional_point(given, "coordinate")
+    return Scroll(dy * clicks, dx * clicks, x, y, modifiers(given))
+
+
+def direction_and_amount(action: Scroll) -> tuple[str, int]:
+    """Return how far a scroll turns the wheel in its one direction. Raises: UnsupportedAction: It has two."""
+    for name, (dx, dy) in DIRECTIONS.items():
+        amount = action.dx * dx + action.dy * dy
+        if amount > 0 and (action.dx, action.dy) == (dx * amount, dy * amount):
+            return name, amount
+    raise UnsupportedAction("a scroll has one direction")
+
+
+def modifiers(given: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the keys to hold, which `text` names. Raises: ParseError."""
     text = given.get("text")
     if text is None or text == "":
         return ()
@@ -119,15 +163,15 @@ def arguments_of(action: Action) -> dict[str, object]:
         case Move():
             return {"action": "mouse_move", "coordinate": [action.x, action.y]}
         case Click():
-            for kind, (button, count) in _CLICKS.items():
+            for kind, (button, count) in CLICKS.items():
                 if (button, count) == (action.button, action.count):
-                    return {"action": kind, **_point_argument(action.x, action.y), **_modifier_argument(action)}
+                    return {"action": kind, **point_argument(action.x, action.y), **modifier_argument(action)}
         case Drag() if action.button == "left":
             end = {"action": "left_click_drag", "coordinate": [action.end_x, action.end_y]}
             return {
                 **end,
-                **_point_argument(action.start_x, action.start_y, "start_coordinate"),
-                **_modifier_argument(action),
+                **point_argument(action.start_x, action.start_y, "start_coordinate"),
+                **modifier_argument(action),
             }
         case Scroll() if action.dy and not action.dx:
             return {"action": "scroll", "pixels": -action.dy, **_point_and_modifier_arguments(action)}
@@ -147,16 +191,18 @@ def _terminate(status: str) -> dict[str, object]:
     return {"action": "terminate", "status": status}
 
 
-def _point_argument(x: int | None, y: int | None, name: str = "coordinate") -> dict[str, object]:
+def point_argument(x: int | None, y: int | None, name: str = "coordinate") -> dict[str, object]:
+    """Return the argument of a point; none for the pointer's place."""
     return {} if x is None else {name: [x, y]}
 
 
-def _modifier_argument(action: Click | Drag | Scroll) -> dict[str, object]:
+def modifier_argument(action: Click | Drag | Scroll) -> dict[str, object]:
+    """Return the argument that names the keys to hold."""
     return {"text": "+".join(action.modifiers)} if action.modifiers else {}
 
 
 def _point_and_modifier_arguments(action: Scroll) -> dict[str, object]:
-    return {**_point_argument(action.x, action.y), **_modifier_argument(action)}
+    return {**point_argument(action.x, action.y), **modifier_argument(action)}
 
 
 _MEANINGS = {

@@ -12,14 +12,19 @@ from cuaenv.agent_text import values
 from cuaenv.agent_text.values import ParseError
 from cuaenv.client import Action, Click, Done, Drag, Fail, PressKeys, Scroll, TypeText, Wait
 from trainer.agent.coordinates import Picture
-from trainer.agent.grammars.computer_use import TOOL, call_intent, ending, optional_point
+from trainer.agent.grammars.computer_use import (
+    TOOL,
+    call_intent,
+    directed_scroll,
+    direction_and_amount,
+    ending,
+    optional_point,
+)
 from trainer.agent.grammars.grammar import Grammar, Intent, UnsupportedAction, only_action
 from trainer.agent.grammars.tool_calls import CLOSE, OPEN, json_calls
 
 _WAIT_S = 2.0
 _SCROLL_CLICKS = 3
-#: (dx, dy) of one click of the wheel.
-_DIRECTIONS = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
 _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "left_click": ("coordinate",),
     "click": ("coordinate",),
@@ -104,16 +109,7 @@ def _action(kind: str, given: Mapping[str, object]) -> Action:
         case "key":
             return values.key_chord(given.get("keys"))
         case "scroll":
-            direction = given.get("direction")
-            if not isinstance(direction, str) or direction not in _DIRECTIONS:
-                raise ParseError(f"direction must be up, down, left or right, not {values.quoted(direction)}")
-            amount = given.get("amount", _SCROLL_CLICKS)
-            if values.number(amount, "amount") < 0:
-                raise ParseError("amount must be positive; use the direction")
-            clicks = values.wheel_clicks(amount, "amount")
-            dx, dy = _DIRECTIONS[direction]
-            x, y = optional_point(given, "coordinate")
-            return Scroll(dy=dy * clicks, dx=dx * clicks, x=x, y=y)
+            return directed_scroll(given, given.get("amount", _SCROLL_CLICKS))
         case "left_click_drag":
             end_x, end_y = values.point(given.get("end_coordinate"), "end_coordinate")
             x, y = optional_point(given, "coordinate")
@@ -138,10 +134,8 @@ def _arguments_of(action: Action) -> dict[str, object]:
             return {"action": "type", "text": action.text}
         case PressKeys() if not action.hold:
             return {"action": "key", "keys": list(action.keys)}
-        case Scroll(modifiers=()) if (action.dx == 0) != (action.dy == 0):
-            amount = abs(action.dx + action.dy)
-            sign = (action.dx // amount, action.dy // amount)
-            direction = next(name for name, each in _DIRECTIONS.items() if each == sign)
+        case Scroll(modifiers=()):
+            direction, amount = direction_and_amount(action)
             at = {} if action.x is None else {"coordinate": [action.x, action.y]}
             return {"action": "scroll", "direction": direction, "amount": amount, **at}
         case Drag(button="left", modifiers=()):

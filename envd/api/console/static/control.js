@@ -101,7 +101,7 @@ async function drained() {
 function pointOf(event) {
   const box = $("full-image").getBoundingClientRect();
   const [width, height] = fullScreen;
-  const x = Math.round((event.clientX - box.left) / box.width * width), y = Math.round((event.clientY - box.top) / box.height * height);
+  const x = Math.floor((event.clientX - box.left) / box.width * width), y = Math.floor((event.clientY - box.top) / box.height * height);
   return { x: Math.max(0, Math.min(width - 1, x)), y: Math.max(0, Math.min(height - 1, y)) };
 }
 
@@ -201,19 +201,25 @@ async function showStart() {
   $("start").showModal();
 }
 
-async function start(event) {
-  event.preventDefault();
-  $("start-note").textContent = "Opening …";
+// Opens an episode of a task or from a checkpoint, and takes control of it.
+async function openForPerson(what, note) {
+  note.textContent = "Opening …";
   try {
-    const { id } = await post("api/episodes", { task: $("start-task").value });
+    await releaseControl();
+    const { id } = await post("api/episodes", what);
     $("start").close();
     while (!episodes.has(id)) await new Promise((done) => setTimeout(done, 50));
     openFull(id);
     await takeControl();
     $("control-score").hidden = $("control-close").hidden = false;
   } catch (error) {
-    $("start-note").textContent = error.message;
+    note.textContent = error.message;
   }
+}
+
+function start(event) {
+  event.preventDefault();
+  openForPerson({ task: $("start-task").value }, $("start-note"));
 }
 
 async function score() {

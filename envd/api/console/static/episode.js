@@ -17,6 +17,7 @@ function openFull(id) {
   $("full-pointer").hidden = true;
   $("full-note").textContent = "";
   $("full-steps").replaceChildren();
+  $("full-checkpoint-note").textContent = "";
   $("full").hidden = false;
   $("full-replay").hidden = !records;
   $("full-close").focus();
@@ -47,7 +48,7 @@ function renderFull({ fetches = true } = {}) {
     $("full-note").textContent = `The episode was closed. This is its last picture.${records ? " Press Replay to see its recording." : ""}`;
     return;
   }
-  const isStale = !detail || detail.id !== fullId || detail.step !== facts.step || detail.action !== facts.action || detail.state !== facts.state || detail.score !== facts.score;
+  const isStale = !detail || detail.id !== fullId || detail.step !== facts.step || detail.action !== facts.action || detail.checkpoint !== facts.checkpoint || detail.state !== facts.state || detail.score !== facts.score;
   if (isStale && fetches) fetchDetail();
   const known = detail && detail.id === fullId ? detail : null;
   const members = [...episodes.values()].filter((other) => other.group === facts.group).sort(byLabel);
@@ -74,6 +75,7 @@ function renderFull({ fetches = true } = {}) {
   }
   if (facts.parent) list.append(element("dt", "", "branched from"), parentLink(facts.parent, ` after step ${facts.first}`));
   renderTree(members);
+  renderCheckpoints(known ? known.checkpoints : []);
   if (known) { renderScore(known); renderSteps($("full-steps"), known.steps, { first: facts.first }); }
 }
 
@@ -105,6 +107,27 @@ function renderTree(members) {
     button.title = other.id;
     if (other.id === fullId) button.setAttribute("aria-current", "true");
     button.addEventListener("click", () => openFull(other.id));
+    item.append(button);
+    return item;
+  }));
+  if (focused) [...tree.querySelectorAll("button")].find((button) => button.title === focused)?.focus();
+}
+
+// Shows the tree of checkpoints: a person opens one in an episode of their own.
+function renderCheckpoints(checkpoints) {
+  const tree = $("full-checkpoints"), depths = new Map();
+  $("full-states").hidden = tree.hidden = !checkpoints.length;
+  const focused = tree.contains(document.activeElement) ? document.activeElement.title : "";
+  tree.replaceChildren(...checkpoints.map((each) => {
+    const item = element("li"), button = element("button");
+    const depth = depths.has(each.parent) ? depths.get(each.parent) + 1 : 0;
+    depths.set(each.id, depth);
+    item.style.marginLeft = `${Math.min(14 * depth, 140)}px`;
+    button.append(element("b", "", `${depth ? "↳ " : ""}step ${each.step}`), element("span", "dim", each.label),
+      element("span", "", "drive from here"));
+    button.title = `${each.id} of ${each.episode}`;
+    if (each.id === detail.checkpoint) button.setAttribute("aria-current", "true");
+    button.addEventListener("click", () => openForPerson({ checkpoint: each.id }, $("full-checkpoint-note")));
     item.append(button);
     return item;
   }));

@@ -42,6 +42,7 @@ TABLE: list[tuple[errors.EnvdError, Code, str]] = [
     (errors.GuestUnresponsive("x"), Code.DATA_LOSS, "GUEST_UNRESPONSIVE"),
     (errors.GuestServiceEnded("x"), Code.DATA_LOSS, "GUEST_UNRESPONSIVE"),
     (errors.GuestError("x"), Code.DATA_LOSS, "GUEST_ERROR"),
+    (errors.UserUnavailable("x"), Code.DATA_LOSS, "USER_UNAVAILABLE"),
     (errors.DisplayError("x"), Code.DATA_LOSS, "GUEST_ERROR"),
     (errors.GuestRefused("x"), Code.FAILED_PRECONDITION, "GUEST_REFUSED"),
     (errors.CheckpointNotFound("x"), Code.NOT_FOUND, "CHECKPOINT_NOT_FOUND"),

@@ -57,7 +57,7 @@ HOSTILE = [
 def parsers() -> Iterator[Any]:
     for name in GRAMMARS:
         yield name, ()
-        if name not in ("code", "verbs"):
+        if name not in ("anthropic", "openai", "code", "verbs"):
             yield name, FALLBACKS
 
 

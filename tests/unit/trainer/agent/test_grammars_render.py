@@ -79,7 +79,7 @@ def test_a_rendered_action_is_parsed_back(name: str, action: Action) -> None:
     assert list(parsed.actions) in ([action], split_actions(action) if splits else [action])
 
 
-@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5-vl", "code"])
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5-vl", "anthropic", "openai", "code"])
 @given(turn=st.lists(actions.filter(lambda action: not isinstance(action, Done | Fail)), min_size=1, max_size=4))
 def test_several_rendered_actions_are_parsed_back_in_order(name: str, turn: list[Action]) -> None:
     form = grammar(name)

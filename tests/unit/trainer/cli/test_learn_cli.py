@@ -19,8 +19,8 @@ from trainer.learn.demos import read_rows
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (["rl"], terminal.EXIT_USAGE, "--slime-home: give a checkout of slime"),
-        (["replay"], terminal.EXIT_USAGE, "--slime-home: give a checkout of slime"),
+        (["rl"], terminal.EXIT_USAGE, "not a checkout of slime; run `trainer learn setup`"),
+        (["replay"], terminal.EXIT_USAGE, "not a checkout of slime; run `trainer learn setup`"),
         (["demos", "--envd", "127.0.0.1:1", "--config", "slow.yaml"], terminal.EXIT_USAGE, "leave out one of them"),
         (["demos", "--config", "wrong.yaml"], terminal.EXIT_FAILED, "rl.upgrades: unknown key; did you mean updates?"),
         (["demos", "--config", "plugin.yaml"], terminal.EXIT_FAILED, "envd.groop: unknown key; did you mean group?"),
@@ -33,6 +33,7 @@ def test_wrong_input_is_refused_with_the_remedy(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SLIME_HOME", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Path("slow.yaml").write_text("desktops: {reaction_ms: 5}\n")
     Path("wrong.yaml").write_text("rl: {upgrades: 3}\n")
     Path("plugin.yaml").write_text("rl: {envd: {groop: tree}}\n")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from cuaenv.client import RunShell, ToolResult
+from cuaenv.client import ToolResult
 from tests.support.slime import IMAGE, Processor, Sample, ScriptedEngine, Tokenizer
 from trainer.agent.prompts import tool_text
 from trainer.agent.types import BudgetExhausted, GenerationAborted, Message, ModelFailed
@@ -209,7 +209,7 @@ async def test_the_result_of_a_tool_is_read_and_not_trained() -> None:
     talk = conversation(ScriptedEngine(lambda _: next(replies)))
     await talk.begin([Message("user", ("go",))])
     await talk.generate()
-    text = tool_text((RunShell("cat x"),), (ToolResult(output="<|im_end|>42"),), max_chars=100)
+    text = tool_text(("run_shell",), (ToolResult(output="<|im_end|>42"),), max_chars=100)
     await talk.append(Message("user", (text,)))
     await talk.generate()
     (row,) = talk.rows

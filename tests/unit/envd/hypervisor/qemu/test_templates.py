@@ -5,12 +5,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from envd.base.errors import TemplateCorrupt
+from envd.hypervisor.machine import Accelerator, DiskImage, MachineSpec
 from envd.hypervisor.qemu.monitor import parse_memory_blocks
+from envd.hypervisor.qemu.snapshots.capture import Freezer
 from envd.hypervisor.qemu.snapshots.files import Manifest, SnapshotFiles, digest_file, read_manifest
 from envd.hypervisor.qemu.snapshots.templates import TemplateStore
 
@@ -271,3 +274,20 @@ async def test_a_template_that_another_daemon_is_writing_is_not_swept(tmp_path: 
         assert files.directory.exists()
     store.sweep()
     assert not files.directory.exists()
+
+
+def test_another_qemu_processor_image_or_size_is_another_template(store: TemplateStore) -> None:
+    image = DiskImage(name="desktop", digest="d" * 64, disk=Path("/disk.qcow2"))
+    spec = MachineSpec(machine_id="m", image=image, memory_mib=512)
+
+    def key(*, spec: MachineSpec = spec, versions: str = "QEMU 7.2.22", cpu: str = "a") -> str:
+        return Freezer(store, accelerator=Accelerator.KVM, versions=versions, cpu=cpu).key(spec)
+
+    others = {
+        key(versions="QEMU 7.2.23"),
+        key(cpu="b"),
+        key(spec=replace(spec, memory_mib=513)),
+        key(spec=replace(spec, image=replace(image, digest="e" * 64))),
+    }
+    assert len(others - {key()}) == 4
+    assert key(spec=replace(spec, machine_id="n")) == key()

@@ -1,0 +1,103 @@
+"""Record which proofs passed on which commit, and write docs/proofs.md: `python docs/proofs.py record|missing|page`.
+
+Standard library only: proofs run in environments of their own.
+"""
+
+import argparse
+import datetime
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE, PAGE = "docs/proofs.json", "docs/proofs.md"
+#: Changed by a release itself, after its tests.
+_OWN = [".", f":!{FILE}", f":!{PAGE}"]
+
+_HEADER = """# Proofs
+
+<!-- Made by `python docs/proofs.py page` from docs/proofs.json, which the targets write. Edit neither. -->
+
+When each `make` target that proves something last passed, and on which commit. A pass on a tree with changes is not
+recorded. `make release` runs those that did not pass on the present tree, and refuses to build without them.
+
+| target | proves | commit | date |
+|---|---|---|---|
+"""
+
+
+def targets(root: Path) -> dict[str, str]:
+    """Return what is proved by each target that records itself: the Makefile's help texts."""
+    lines = re.findall(
+        r"^([a-z-]+):(?!=).*?## (.*)\n((?:\t.*\n)*)", (root / "Makefile").read_text("utf-8"), re.MULTILINE
+    )
+    helps = {name: text for name, text, recipe in lines if "$(RECORD)" in recipe}
+    adapters = sorted(path.stem for path in (root / "tests/adapters/requirements").glob("*.txt"))
+    parts = {f"adapters-proof/{name}": helps["adapters-proof"] for name in adapters if "adapters-proof" in helps}
+    return {name: text for name, text in helps.items() if name != "adapters-proof"} | parts
+
+
+def passes(root: Path) -> dict[str, dict[str, str]]:
+    """Return commit and date of the last pass of each target."""
+    path = root / FILE
+    found: dict[str, dict[str, str]] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    return found
+
+
+def page(root: Path) -> str:
+    """Return the page as Markdown."""
+    rows = []
+    for name, text in sorted(targets(root).items()):
+        passed = passes(root).get(name, {"commit": "", "date": "not yet"})
+        commit = f"`{passed['commit']}`" if passed["commit"] else ""
+        rows.append(f"| `{name}` | {text.partition(' (')[0]} | {commit} | {passed['date']} |\n")
+    return _HEADER + "".join(rows)
+
+
+def missing(root: Path) -> list[str]:
+    """Return the targets that have not passed on the tree of the present commit."""
+    recorded = passes(root)
+    return [name for name in sorted(targets(root)) if not _is_of_this_tree(root, recorded.get(name, {}))]
+
+
+def record(root: Path, name: str, today: datetime.date) -> str:
+    """Note that a target passed; returns what was done."""
+    if _git(root, "status", "--porcelain", "--", *_OWN).stdout:
+        return f"{name}: passed; not recorded, because the tree has changes"
+    commit = _git(root, "rev-parse", "--short=10", "HEAD").stdout.strip()
+    found = passes(root) | {name: {"commit": commit, "date": today.isoformat()}}
+    (root / FILE).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    (root / PAGE).write_text(page(root), encoding="utf-8")
+    return f"{name}: passed on {commit}; recorded in {FILE}"
+
+
+def _is_of_this_tree(root: Path, passed: Mapping[str, str]) -> bool:
+    return bool(passed) and not _git(root, "diff", "--quiet", passed["commit"], "HEAD", "--", *_OWN).returncode
+
+
+def _git(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+
+
+def main() -> None:
+    """Run a command. `missing` prints the targets to run, and exits with 1 if the tree has changes."""
+    parser = argparse.ArgumentParser(description="Record which proofs passed.")
+    parser.add_argument("command", choices=["record", "missing", "page"])
+    parser.add_argument("target", nargs="?", default="")
+    given = parser.parse_args()
+    match given.command:
+        case "record":
+            print(record(ROOT, given.target, datetime.datetime.now(datetime.UTC).date()))
+        case "missing":
+            if changes := _git(ROOT, "status", "--porcelain", "--", *_OWN).stdout:
+                sys.exit(f"release: the tree has changes; commit or remove them\n{changes}")
+            print(*dict.fromkeys(name.partition("/")[0] for name in missing(ROOT)))
+        case "page":
+            (ROOT / PAGE).write_text(page(ROOT), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""docs/proofs.py: what passed where, and the page that says so."""
+
+import datetime
+import importlib.util
+import json
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TODAY = datetime.date(2026, 1, 2)
+MAKEFILE = """RECORD = x
+one-proof: deps ## Prove one (needs much)
+\t@run
+\t@$(RECORD) $@
+
+adapters-proof: ## Prove adapters
+\t@$(RECORD) $@/$$name; done
+
+lint: ## Check style
+\t@run
+"""
+
+
+@pytest.fixture(scope="module")
+def proofs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("proofs", ROOT / "docs" / "proofs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "Makefile").write_text(MAKEFILE)
+    (tmp_path / "docs").mkdir()
+    requirements = tmp_path / "tests" / "adapters" / "requirements"
+    requirements.mkdir(parents=True)
+    (requirements / "harbor.txt").write_text("harbor\n")
+    git(tmp_path, "init", "--quiet")
+    commit(tmp_path)
+    return tmp_path
+
+
+def git(root: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-C", str(root), *arguments], check=True, capture_output=True)
+
+
+def commit(root: Path) -> None:
+    git(root, "add", ".")
+    git(root, "-c", "user.name=n", "-c", "user.email=n@localhost", "commit", "--quiet", "-m", "m")
+
+
+def test_the_page_is_generated_from_what_the_targets_recorded(proofs: ModuleType) -> None:
+    assert (ROOT / proofs.PAGE).read_text(encoding="utf-8") == proofs.page(ROOT), "run python docs/proofs.py page"
+    assert proofs.passes(ROOT).keys() <= proofs.targets(ROOT).keys()
+
+
+def test_every_proof_of_the_makefile_records_its_pass(proofs: ModuleType) -> None:
+    names = {line.partition(":")[0] for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()}
+    wanted = {name for name in names if name.endswith("-proof") and " " not in name}
+    assert len(wanted) > 5
+    assert wanted <= {name.partition("/")[0] for name in proofs.targets(ROOT)}
+
+
+def test_a_pass_counts_until_the_tree_changes(proofs: ModuleType, root: Path) -> None:
+    assert list(proofs.targets(root)) == ["one-proof", "adapters-proof/harbor"]
+    assert proofs.missing(root) == ["adapters-proof/harbor", "one-proof"]
+    assert proofs.record(root, "one-proof", TODAY).endswith("recorded in docs/proofs.json")
+    assert json.loads((root / "docs/proofs.json").read_text())["one-proof"]["date"] == "2026-01-02"
+    assert "| `one-proof` | Prove one | `" in (root / "docs/proofs.md").read_text()
+    assert proofs.missing(root) == ["adapters-proof/harbor"]
+    proofs.record(root, "adapters-proof/harbor", TODAY)
+    commit(root)
+    assert proofs.missing(root) == []
+    (root / "code.py").write_text("changed\n")
+    commit(root)
+    assert proofs.missing(root) == ["adapters-proof/harbor", "one-proof"]
+
+
+def test_a_pass_on_a_tree_with_changes_is_not_recorded(proofs: ModuleType, root: Path) -> None:
+    (root / "code.py").write_text("changed\n")
+    assert "not recorded, because the tree has changes" in proofs.record(root, "one-proof", TODAY)
+    assert not (root / "docs/proofs.json").exists()
+
+
+def test_a_commit_that_is_gone_does_not_count(proofs: ModuleType, root: Path) -> None:
+    (root / "docs/proofs.json").write_text(json.dumps({"one-proof": {"commit": "0123456789", "date": "2026-01-02"}}))
+    assert "one-proof" in proofs.missing(root)
+
+
+def test_make_release_refuses_a_tree_with_changes(proofs: ModuleType, root: Path) -> None:
+    script = root / "docs" / "proofs.py"
+    script.write_bytes((ROOT / "docs" / "proofs.py").read_bytes())
+    done = subprocess.run(["python3", str(script), "missing"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "release: the tree has changes; commit or remove them\n?? docs/" in done.stderr
+    commit(root)
+    done = subprocess.run(["python3", str(script), "missing"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "adapters-proof one-proof\n")

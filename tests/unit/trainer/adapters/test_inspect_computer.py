@@ -1,0 +1,48 @@
+"""Calls of inspect_ai's program `computer` as actions."""
+
+from datetime import timedelta
+
+import pytest
+
+from cuaenv.agent_text.values import ParseError
+from cuaenv.client import Action, Click, Drag, MouseDown, MouseUp, Move, PressKeys, Scroll, TypeText, Wait
+from trainer.adapters.inspect_computer import actions_of, read_call
+
+
+@pytest.mark.parametrize(
+    ("call", "actions"),
+    [
+        ("screenshot", []),
+        ("zoom --region 1 2 3 4", []),
+        ("left_click --coordinate 3 4", [Click(3, 4)]),
+        ("triple_click", [Click(count=3)]),
+        ("mouse_move --coordinate 3 4", [Move(3, 4)]),
+        ("left_mouse_down", [MouseDown()]),
+        ("left_mouse_up --coordinate 3 4", [MouseUp("left", 3, 4)]),
+        ("left_click_drag --start_coordinate 1 2 --coordinate 3 4", [Drag(3, 4, 1, 2)]),
+        ("scroll --coordinate 3 4 --scroll_direction right --scroll_amount 5", [Scroll(dx=5, x=3, y=4)]),
+        ("key --text ctrl+s", [PressKeys(("ctrl", "s"))]),
+        ("hold_key --text a --duration 2", [PressKeys(("a",), timedelta(seconds=2))]),
+        ("type --text hello", [TypeText("hello")]),
+        ("wait --duration 1.5", [Wait(timedelta(seconds=1.5))]),
+    ],
+)
+def test_a_call_becomes_actions(call: str, actions: list[Action]) -> None:
+    assert actions_of(read_call(call.split())) == actions
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("navigate", "navigate is not available"),
+        ("mouse_move", "coordinate must be"),
+        ("scroll --scroll_amount 3", "scroll_direction must be"),
+        ("scroll --scroll_direction up", "scroll_amount must be a number"),
+        ("key", "text must be a text"),
+        ("wait", "duration must be a number"),
+        ("left_click --coordinate 3", "expected 2 arguments"),
+    ],
+)
+def test_a_wrong_call_is_refused(call: str, error: str) -> None:
+    with pytest.raises(ParseError, match=error):
+        actions_of(read_call(call.split()))

@@ -1,0 +1,43 @@
+"""Where episodes start: at the beginning of a task, or in the state of a checkpoint that a row of data names."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from cuaenv.client import Checkpoint
+from trainer.config import ConfigError
+
+STATE_COLUMN: Final = "checkpoint"
+"""Column of the checkpoint in a row, or in its metadata."""
+_ADAPTER: Final = TypeAdapter(Checkpoint)
+
+
+def state_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return a checkpoint as the column of a row, of JSON values."""
+    row: dict[str, Any] = _ADAPTER.dump_python(checkpoint, mode="json", exclude={"timings_ms"})
+    return row
+
+
+def start_of(columns: Mapping[str, Any], task: str) -> str | Checkpoint:
+    """Return where a row starts: its checkpoint, or else its task. Raises: ConfigError: its checkpoint is malformed."""
+    state = columns.get(STATE_COLUMN)
+    if state is None:
+        return task
+    try:
+        checkpoint = _ADAPTER.validate_python(state)
+    except (TypeError, ValidationError) as error:
+        raise ConfigError(f"row of task {task}: column {STATE_COLUMN} is not one of `trainer data states`") from error
+    if checkpoint.task_id != task:
+        raise ConfigError(f"row of task {task}: {checkpoint.checkpoint_id} is a checkpoint of {checkpoint.task_id}")
+    return checkpoint
+
+
+def step_limit(start: str | Checkpoint, max_steps: int) -> int:
+    """Return the step limit of an episode that may take `max_steps` from its start; 0 for the start's own limit."""
+    return max_steps + start.step_count if max_steps and isinstance(start, Checkpoint) else max_steps
+
+
+def task_id_of(start: str | Checkpoint) -> str:
+    """Return the task's id."""
+    return start.task_id if isinstance(start, Checkpoint) else start

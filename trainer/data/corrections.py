@@ -1,0 +1,222 @@
+"""What people did in recorded episodes, as training data: demonstrations, and preferences over what the agent did.
+
+Input are files of `envd episodes export --format jsonl`. An episode that a person opened from a checkpoint continues
+the agent's: the turns before the checkpoint are its context, and the person's half is preferred to the agent's. Each
+turn says who acted in it (`source`), and only the turns of one half are trained.
+"""
+
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cuaenv.action_codec import BadAction, from_json
+from cuaenv.client import Action, Done, ToolResult
+from cuaenv.frames.size import fit
+from trainer.agent import prompts
+from trainer.agent.coordinates import CoordinateSpace, to_model_points
+from trainer.agent.grammars import Parsed, UnsupportedAction, split_actions
+from trainer.agent.settings import AgentSettings
+from trainer.agent.types import Message
+from trainer.data.record import Row
+from trainer.replay.trajectory import MalformedRow, StoredTrajectory, image_bytes
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+HUMAN, AGENT = "human", "agent"
+
+
+class Unusable(Exception):
+    """An episode gives no data of the wanted kind; the message has the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A recorded step."""
+
+    index: int
+    source: str
+    actions: tuple[Action, ...]
+    outputs: tuple[str | None, ...]
+    """Results of tools, in the order of the actions."""
+    screen: str
+    """The screen after it, as a data URI."""
+    is_rolled_back: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedEpisode:
+    """A recorded episode."""
+
+    facts: Mapping[str, Any]
+    turns: tuple[Turn, ...]
+
+    @property
+    def score(self) -> float | None:
+        """Its score; None if it has none."""
+        return self.facts.get("score")
+
+    @property
+    def first_step(self) -> int:
+        """The number of steps before its checkpoint; 0 without one."""
+        return int(self.facts.get("first_step", 0))
+
+
+def read_episode(path: Path) -> RecordedEpisode:
+    """Read an exported episode. Raises: MalformedRow: The file is not one. OSError: It cannot be read."""
+    try:
+        facts, *steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        turns = tuple(_turn(step) for step in steps)
+        facts |= {name: str(facts[name]) for name in ("episode_id", "task_id", "instruction", "screen")}
+    except (ValueError, TypeError, LookupError, BadAction) as error:
+        raise MalformedRow(f"{path}: not an export of `envd episodes export --format jsonl`: {error}") from error
+    return RecordedEpisode(facts=facts, turns=turns)
+
+
+def _turn(step: Mapping[str, Any]) -> Turn:
+    return Turn(
+        index=int(step["index"]),
+        source=str(step["source"]),
+        actions=tuple(from_json(action) for action in step["performed"]),
+        outputs=tuple(step.get("outputs", ())),
+        screen=str(step["screen"]),
+        is_rolled_back=bool(step.get("rolled_back")),
+    )
+
+
+class Corrections:
+    """Recorded episodes by id, and the data that they give."""
+
+    def __init__(self, episodes: Sequence[RecordedEpisode], settings: AgentSettings) -> None:
+        """Use the prompts, the grammar and the picture size of the settings; a conversation is one row."""
+        self._episodes = {str(each.facts["episode_id"]): each for each in episodes}
+        self._settings = settings
+        self._grammar = settings.make_grammar()
+
+    def demonstration(self, episode: RecordedEpisode) -> StoredTrajectory:
+        """Return an episode in which a person acted; the person's turns are trained. Raises: Unusable."""
+        start, before = self._before(episode)
+        own = [turn for turn in episode.turns if not turn.is_rolled_back]
+        if not any(turn.source == HUMAN for turn in own):
+            raise Unusable("no person acted in it")
+        if episode.score is None:
+            raise Unusable("it has no score")
+        if own[-1].source == HUMAN:
+            own.append(Turn(own[-1].index, HUMAN, (Done(),), (), own[-1].screen, is_rolled_back=False))
+        return self._trajectory(episode, start, [*before, *own], {HUMAN}, first=0)
+
+    def preference(self, episode: RecordedEpisode) -> dict[str, Any]:
+        """Return a person's half and the agent's from one checkpoint, as two trajectories that begin alike.
+
+        `shared_messages` is the number of messages before the halves.
+
+        Raises:
+            Unusable: There are no two halves, or the person's has not the better score.
+        """
+        rival = self._episodes.get(str(episode.facts.get("checkpoint_episode_id") or ""))
+        if rival is None:
+            raise Unusable("it did not begin in a checkpoint of another given episode")
+        chosen = self.demonstration(episode)
+        if rival.score is not None and (episode.score or 0.0) <= rival.score:
+            raise Unusable(f"it scored {episode.score:g}, the agent {rival.score:g}")
+        start, before = self._before(episode)
+        later = [turn for turn in rival.turns if turn.index >= episode.first_step and turn.source == AGENT]
+        kept = [turn for turn in later if not turn.is_rolled_back] or later
+        if not kept:
+            raise Unusable("the agent did nothing after the checkpoint")
+        rejected = self._trajectory(rival, start, [*before, *kept], {AGENT}, first=len(before))
+        return {
+            "task_id": chosen.task_id,
+            "shared_messages": 2 + 2 * len(before),
+            "chosen": chosen.as_row(),
+            "rejected": rejected.as_row(),
+        }
+
+    def _before(self, episode: RecordedEpisode) -> tuple[str, list[Turn]]:
+        """Return the first screen, and the turns of earlier episodes up to the checkpoint that it began in."""
+        parent = self._episodes.get(str(episode.facts.get("checkpoint_episode_id") or ""))
+        if parent is None:
+            return episode.facts["screen"], []
+        start, before = self._before(parent)
+        return start, before + [
+            turn for turn in parent.turns if turn.index < episode.first_step and not turn.is_rolled_back
+        ]
+
+    def _trajectory(
+        self, episode: RecordedEpisode, start: str, turns: Sequence[Turn], trained: set[str], *, first: int
+    ) -> StoredTrajectory:
+        """Return a conversation in which the turns of some sources are trained, from a first one on."""
+        settings, facts = self._settings, episode.facts
+        screens = [_scaled(screen, settings) for screen in (start, *(turn.screen for turn in turns[:-1]))]
+        offered = tuple(map(str, facts.get("tools", ())))
+        picture, screen_px = screens[0]
+        space = CoordinateSpace.of(settings.units, image_px=picture.size, screen_px=screen_px)
+        row = Row([prompts.system_message(settings, space.picture(), offered=offered)])
+        row.messages.append(prompts.task_message(facts["instruction"], _observed(picture)))
+        sources: list[str] = []
+        for number, turn in enumerate(turns):
+            if number:
+                reply = self._grammar.parse(str(row.messages[-1].parts[0]), space.picture())
+                result, (picture, _) = _result(turns[number - 1], reply, settings), screens[number]
+                row.messages.append(prompts.observation_message(result, _observed(picture)))
+            if turn.source in trained and number >= first:
+                row.trained.add(len(row.messages))
+            sources.append(turn.source)
+            row.messages.append(Message("assistant", (self._reply(turn, space),)))
+        return StoredTrajectory(
+            task_id=facts["task_id"],
+            messages=tuple(_with_sources(row, sources)),
+            images=row.images(),
+            reward=0.0 if episode.score is None else episode.score,
+            metadata={
+                "instruction": facts["instruction"],
+                "episode_id": facts["episode_id"],
+                "source": HUMAN if HUMAN in trained else AGENT,
+                "grammar": settings.grammar,
+                "prompt_hash": prompts.prompt_hash(settings),
+            },
+        )
+
+    def _reply(self, turn: Turn, space: CoordinateSpace) -> str:
+        actions = [to_model_points(action, space) for action in turn.actions]
+        try:
+            return self._grammar.render(actions)
+        except UnsupportedAction:
+            try:
+                return self._grammar.render([part for action in actions for part in split_actions(action)])
+            except UnsupportedAction as error:
+                raise Unusable(f"step {turn.index}: {error}") from error
+
+
+def _with_sources(row: Row, sources: Sequence[str]) -> Iterator[dict[str, Any]]:
+    left = iter(sources)
+    for message in row.as_json():
+        yield {**message, "source": next(left)} if message["role"] == "assistant" else message
+
+
+def _result(turn: Turn, reply: Parsed, settings: AgentSettings) -> str:
+    # Results are those of all actions; actions that were refused were not performed.
+    outputs = turn.outputs if len(turn.outputs) == len(turn.actions) else ()
+    results = [None if output is None else ToolResult(output=output) for output in outputs]
+    tools = prompts.tool_text([each.facts.kind for each in reply.intents], results, max_chars=settings.tool_chars)
+    text = prompts.result_text()
+    return f"{text}\n\n{tools}\n\n" if tools else text
+
+
+def _scaled(screen: str, settings: AgentSettings) -> "tuple[Image.Image, tuple[int, int]]":
+    """Return a screen as the model sees it, and its size in the guest's pixels. Raises: Unusable."""
+    from PIL import Image  # noqa: PLC0415 -- most commands need no pictures
+
+    try:
+        picture = Image.open(io.BytesIO(image_bytes(screen))).convert("RGB")
+        size = fit(*picture.size, max_pixel_count=settings.image_max_pixels, multiple_px=settings.image_multiple_px)
+    except (OSError, ValueError) as error:
+        raise Unusable(f"a screen is unusable: {error}") from error
+    return picture.resize(size, Image.Resampling.BICUBIC), picture.size
+
+
+def _observed(picture: "Image.Image") -> prompts.ModelObservation:
+    return prompts.ModelObservation(image=picture, image_id="", tree=None, terminal=None, boxes_px=())
