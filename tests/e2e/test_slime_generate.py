@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,6 +141,20 @@ async def test_a_sample_has_the_engines_tokens_and_the_tasks_score() -> None:
     assert sample.tokens.count(tokenizer.convert_tokens_to_ids(IMAGE)) == sum(h * w // 4 for _, h, w in grids)
     assert facts_of(sample)["reason"] == "done"
     assert PARAMS == {"temperature": 1.0, "max_new_tokens": 400}, "samples share these parameters"
+
+
+async def test_requests_name_the_files_of_pictures_which_are_removed_at_the_end(tmp_path: Path) -> None:
+    async with world() as there:
+        args = there.args(n_samples_per_prompt=1, envd={"picture_dir": str(tmp_path)})
+        (sample,) = group_of(1)
+        await generate(args, sample, PARAMS)
+        addresses = [request["image_data"] for request in there.engine.requests]
+    assert sample.reward == 1.0
+    # The first two ask whether the engine reads files and keeps ids.
+    assert [len(each) for each in addresses[-3:]] == [1, 2, 3]
+    assert addresses[-1][:2] == addresses[-2]
+    assert all(uri.startswith(f"file://{tmp_path}/") for uri in addresses[-1])
+    assert list(tmp_path.rglob("*.png")) == []
 
 
 async def test_each_prompt_extends_the_previous_one() -> None:

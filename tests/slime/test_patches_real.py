@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from cuaenv.frames import TiledImage
 from cuaenv.frames.pillow import ArrayImage
 from trainer.tokens import patches
 from trainer.tokens.patches import PatchFormat, image_tensors
@@ -50,6 +51,23 @@ def test_tensors_by_table_are_the_processors_own(given: dict[str, Any], blocks: 
     assert PatchFormat.of(real, width, height) is not None
     images = screens((width, height), (height, width), (width, height))
     check_equal(image_tensors(real, images), images, real)
+
+
+@pytest.mark.parametrize("given", [HALF, CLIP])
+@pytest.mark.parametrize("of_tiles", [False, True])
+def test_rows_that_stay_are_copied_and_those_that_change_are_not(given: dict[str, Any], of_tiles: bool) -> None:
+    real = processor(**given)
+    side_px = real.patch_size * real.merge_size
+    size_px = 3 * side_px, 5 * side_px
+    (first,) = screens(size_px)
+    second = np.array(first)
+    second[side_px * 2 + 1, 3] ^= 255
+    third = second.copy()
+    third[-1, -1] ^= 255
+    (other,) = screens((size_px[1], size_px[0]))
+    arrays = [np.array(first), second, second, third, np.array(other), third]
+    images = [ArrayImage(TiledImage.from_rgb(each) if of_tiles else each) for each in arrays]
+    check_equal(image_tensors(real, images), [Image.fromarray(each) for each in arrays], real)
 
 
 @pytest.mark.parametrize("size_px", [(70, 50), (1600, 1600), (16, 16)])

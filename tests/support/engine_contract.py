@@ -20,6 +20,7 @@ from PIL import Image
 
 from tests.support.sglang import SglangServer
 from trainer.agent.types import Message, data_uri
+from trainer.slime.pictures import PictureFiles
 from trainer.tokens.chat import Chat
 from trainer.tokens.rows import Segment
 from trainer.tokens.sglang import is_context_full
@@ -99,6 +100,20 @@ class EngineContract:
         recomputed = model.log_probs(prompt.train_ids, ids, inputs, bias=bias)
         for (log_prob, *_), mine in zip(meta["output_token_logprobs"], recomputed, strict=True):
             assert log_prob == pytest.approx(mine, abs=TOLERANCE)
+
+    async def test_pictures_in_files_are_read(
+        self, engine: Engine, chat: Chat, model: SglangServer, tmp_path: Path
+    ) -> None:
+        prompt = chat.opening([Message("user", (picture(256, 160), picture(64, 64), "Look."))])
+        files, request = PictureFiles(str(tmp_path / "a b")), request_for(chat, prompt)
+        request["image_data"] = [files.add(image).decode("ascii") for image in prompt.images]
+        status, answer = await post(engine, "generate", request)
+        assert status == 200, answer
+        sampled = answer["meta_info"]["output_token_logprobs"]
+        bias = {int(token): value for token, value in request["sampling_params"]["logit_bias"].items()}
+        ids, inputs = [token for _, token, _ in sampled], model.pixels(prompt.images)
+        recomputed = model.log_probs(prompt.train_ids, ids, inputs, bias=bias)
+        assert [log_prob for log_prob, *_ in sampled] == pytest.approx(recomputed, abs=TOLERANCE)
 
     async def test_ids_that_are_not_what_their_text_tokenises_to_are_kept(self, engine: Engine, chat: Chat) -> None:
         prompt = chat.opening([Message("user", (picture(64, 64), "Look."))])

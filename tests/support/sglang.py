@@ -11,8 +11,6 @@ log-probabilities are still the model's own. Needs aiohttp, torch and transforme
 """
 
 import asyncio
-import base64
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +21,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from trainer.learn.server import GenerateServer, answer_of
+from trainer.learn.server import GenerateServer, answer_of, picture_of
 
 Script = Callable[[str], str | None]
 """Maps the decoded prompt to the reply, or to None to sample one."""
@@ -138,7 +136,7 @@ class SglangServer(GenerateServer):
         if is_aborted():
             finish_reason = {"type": "abort", "message": "Abort before prefill"}
             return {"text": "", "meta_info": {"finish_reason": finish_reason, "weight_version": self.weight_version}}
-        images = [_decoded(uri) for uri in payload.get("image_data") or ()]
+        images = [picture_of(uri).convert("RGB") for uri in payload.get("image_data") or ()]
         inputs = self.pixels(images)
         text = self._tokenizer.decode(payload["input_ids"])
         if images and self._processor.video_token in text:
@@ -272,9 +270,3 @@ def _refusal(message: str) -> web.HTTPBadRequest:
     """Return SGLang's response to an invalid request; its response to one that it cannot process has status 500."""
     text = json.dumps({"error": {"message": message}})
     return web.HTTPBadRequest(text=text, content_type="application/json")
-
-
-def _decoded(uri: str) -> Any:
-    from PIL import Image
-
-    return Image.open(io.BytesIO(base64.b64decode(uri.rpartition(",")[2]))).convert("RGB")

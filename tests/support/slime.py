@@ -9,8 +9,6 @@ with stand_in_slime(engine):
 ```
 """
 
-import base64
-import io
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ from unittest.mock import patch
 
 from PIL import Image
 
-from trainer.learn.server import answer_of
+from trainer.learn.server import answer_of, picture_of
 from trainer.learn.slime_job import OVERRIDES
 
 IMAGE = "<|image_pad|>"
@@ -200,7 +198,7 @@ class ScriptedEngine:
         self, url: str, payload: Mapping[str, Any], *, max_retries: int, headers: Mapping[str, str] | None
     ) -> Any:
         """Handle one request; if the script raises, the engine fails."""
-        sizes = [Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).size for uri in _images(payload)]
+        sizes = [picture_of(uri).size for uri in _images(payload)]
         prompt: Sequence[int] = payload["input_ids"]
         image_tokens = sum(rows * columns // _MERGE**2 for _, rows, columns in (_grid(*size) for size in sizes))
         ids, log_probs, finish = self.generate(payload, prompt, payload["sampling_params"]["max_new_tokens"])

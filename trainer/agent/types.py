@@ -45,10 +45,9 @@ def data_uri(image: "Image.Image", *, compress_level: int = 0) -> str:
         (image if image.mode == "RGB" else image.convert("RGB")).save(buffer, "PNG", compress_level=compress_level)
         png = buffer.getvalue()
     else:
-        from cuaenv.frames.pillow import rgb_of  # noqa: PLC0415 -- only pictures need numpy
-        from cuaenv.frames.png import encode_png  # noqa: PLC0415
+        from cuaenv.frames.pillow import png_of  # noqa: PLC0415 -- only pictures need numpy
 
-        png = encode_png(rgb_of(image))
+        png = png_of(image)
     return f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
 
 

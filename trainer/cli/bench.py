@@ -1,6 +1,7 @@
 """`trainer bench`: measure the trainer's own cost."""
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,6 +25,8 @@ def rollout(
     *,
     episodes: Annotated[int, typer.Option(min=1, max=256, help="Concurrent episodes.")] = 16,
     turns: Annotated[int, typer.Option(min=6, help="Turns of each episode.")] = 30,
+    picture_dir: Annotated[str, typer.Option(help="Send pictures as files in this directory.")] = "",
+    workers: Annotated[int, typer.Option(min=0, max=64, help="Compare this many worker processes with none.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     slime_home: SlimeHome = None,
 ) -> None:
@@ -31,9 +34,10 @@ def rollout(
     home = slime_checkout(slime_home)
     from trainer.learn.rollout_bench import measure  # noqa: PLC0415 -- torch: seconds
 
-    report = measure(home, episodes=episodes, turns=turns)
+    picture_dir = picture_dir and str(Path(picture_dir).resolve())
+    report = measure(home, episodes=episodes, turns=turns, picture_dir=picture_dir, workers=workers)
     if as_json:
         out.print_json(json.dumps(report))
         return
     for name, value in report["results"].items():
-        out.print(f"{name}: {'not measured' if value is None else f'{value:,.2f}'}", markup=False)
+        out.print(f"{name}: {value:,.2f}", markup=False)

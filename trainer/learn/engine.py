@@ -6,8 +6,6 @@ halves. Each rollout process has a port of its own, so that slime's abort of one
 """
 
 import asyncio
-import base64
-import io
 import logging
 import queue
 import sys
@@ -20,12 +18,11 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from PIL import Image
 
 from trainer.learn import LearnError
 from trainer.learn.policy import Policy
 from trainer.learn.sampler import Prompt, Sampled, Sampler
-from trainer.learn.server import GenerateServer, answer_of
+from trainer.learn.server import GenerateServer, answer_of, picture_of
 
 logger = logging.getLogger(__name__)
 #: How long an idle engine waits for more requests: those of one batch of steps come together.
@@ -168,5 +165,4 @@ class Engine(GenerateServer):
 @lru_cache(maxsize=_FRAMES_KEPT)
 def _frame(uri: str) -> torch.Tensor:
     """Decode a picture: (height, width, 3) uint8. Equal ones are one tensor, which the sampler then encodes once."""
-    image = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).convert("RGB")
-    return torch.from_numpy(np.array(image))
+    return torch.from_numpy(np.array(picture_of(uri).convert("RGB")))

@@ -29,16 +29,18 @@ from trainer.agent.loop import AgentEpisode
 from trainer.learn import LearnError
 from trainer.learn.checkpoint import write_checkpoint
 from trainer.learn.daemons import started_daemons
-from trainer.learn.server import GenerateServer, answer_of
+from trainer.learn.server import GenerateServer, answer_of, file_of
 from trainer.learn.settings import Settings
 from trainer.learn.slime_job import SlimeRollouts, slime_args, use_slime, write_tasks
 from trainer.slime.environments import SampleEnvironments, WrappedEpisode
 from trainer.slime.generate import run_sample
 from trainer.slime.rollout import Rollout
 from trainer.slime.samples import facts_of, flatten, is_void
+from trainer.slime.workers import workers_of
 
 _SCREEN_PX: Final = (1280, 800)
 _PIXELS: Final = _SCREEN_PX[0] * _SCREEN_PX[1]
+_HOME: Final = "SLIME_HOME"
 _TASK: Final = "fake/count-to-five"
 #: Episodes that run one at a time, for the cost of each turn.
 _SINGLE_EPISODES: Final = 3
@@ -50,6 +52,8 @@ class _Measured:
 
     is_busy: bool = False
     """Whether screens get a photograph as background."""
+    is_single: bool = False
+    """Whether one episode runs, whose replies are recorded."""
     cpu_s: list[float] = field(default_factory=list)
     """CPU time of the process at each reply."""
     resident_bytes: list[int] = field(default_factory=list)
@@ -61,17 +65,28 @@ class _Measured:
 _measured = _Measured()
 
 
-def measure(slime_home: Path, *, episodes: int, turns: int) -> dict[str, Any]:
-    """Return the report of `trainer bench rollout --json`. Raises: LearnError."""
+def measure(slime_home: Path, *, episodes: int, turns: int, picture_dir: str = "", workers: int = 0) -> dict[str, Any]:
+    """Return the report of `trainer bench rollout --json`. Raises: LearnError.
+
+    Args:
+        slime_home: Checkout of slime.
+        episodes: Concurrent episodes.
+        turns: Turns of each.
+        picture_dir: `envd.picture_dir`.
+        workers: Compare so many `envd.workers` with slime's one process instead of measuring the turns.
+    """
     use_slime(slime_home)
-    settings = Settings(screen_px=_SCREEN_PX, workers=1, machines=episodes)
+    os.environ[_HOME] = str(slime_home)
+    settings = Settings(screen_px=_SCREEN_PX, workers=max(1, workers), machines=-(-episodes // max(1, workers)))
+    conditions = {"episodes": episodes, "turns": turns, "screen_px": _SCREEN_PX, "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         checkpoint = write_checkpoint(root / "model", vocabulary=[_reply(number) for number in range(64)] * 8)
-        with started_daemons(root / "daemons", settings) as hosts, _engine(checkpoint) as (port, sent):
+        with started_daemons(root / "daemons", settings) as hosts, _engine(checkpoint, workers) as (port, sent):
             agent = {"max_turns": turns, "image_max_pixels": _PIXELS, "reply_tokens": 96, "prompt_tokens": 4096}
+            agent["context_tokens"] = 8192 + turns * 2048
             args = slime_args(
-                {"hosts": hosts, "group": "off", "agent": {**agent, "context_tokens": 8192 + turns * 2048}},
+                {"hosts": hosts, "group": "off", "picture_dir": picture_dir, "agent": agent},
                 hf_checkpoint=str(checkpoint),
                 prompt_data=str(write_tasks(root / "tasks.jsonl", [_TASK] * episodes)),
                 n_samples_per_prompt=1,
@@ -81,13 +96,42 @@ def measure(slime_home: Path, *, episodes: int, turns: int) -> dict[str, Any]:
                 sglang_router_port=port,
             )
             job = SlimeRollouts(args)
+            if workers:
+                return {
+                    "conditions": {**conditions, "workers": workers},
+                    "results": _scaling(job, workers, episodes=episodes, turns=turns),
+                }
             drawn = _figures(job, sent, episodes=episodes, turns=turns, is_busy=False)
             busy = _figures(job, sent, episodes=episodes, turns=turns, is_busy=True)
-    return {
-        "conditions": {"episodes": episodes, "turns": turns, "screen_px": _SCREEN_PX, "cores": os.cpu_count()},
-        # Rollouts have one process.
-        "results": {**drawn, **{f"{name}_busy": value for name, value in busy.items()}, "scaling_4_workers": None},
-    }
+    return {"conditions": conditions, "results": {**drawn, **{f"{name}_busy": value for name, value in busy.items()}}}
+
+
+def _scaling(job: SlimeRollouts, count: int, *, episodes: int, turns: int) -> dict[str, float]:
+    """Return turns per second with no and with `count` workers, and what one core for each process would allow."""
+    found = dict[str, float]()
+    for workers in (0, count):
+        job.args.envd = {**job.args.envd, "workers": workers}
+        _roll_out(job, episodes, is_busy=False)
+        gc.freeze()  # each rollout begins with a collection
+        pids = [os.getpid(), *(workers_of(job.args, workers).pids() if workers else ())]
+        before, started_s = [*map(_cpu_s, pids)], time.monotonic()
+        _roll_out(job, episodes, is_busy=False)
+        seconds = time.monotonic() - started_s
+        used = [_cpu_s(pid) - start for pid, start in zip(pids, before, strict=True)]
+        found |= {
+            f"turns_per_s_{workers}_workers": episodes * turns / seconds,
+            f"turns_per_busiest_cpu_s_{workers}_workers": episodes * turns / max(used),
+            f"slime_cpu_ms_per_turn_{workers}_workers": used[0] * 1e3 / (episodes * turns),
+        }
+    for name in ("turns_per_s", "turns_per_busiest_cpu_s"):
+        found[f"scaling_{name}"] = found[f"{name}_{count}_workers"] / found[f"{name}_0_workers"]
+    return found
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the CPU time of a process in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _figures(job: SlimeRollouts, sent: Any, *, episodes: int, turns: int, is_busy: bool) -> dict[str, float]:
@@ -99,6 +143,8 @@ def _figures(job: SlimeRollouts, sent: Any, *, episodes: int, turns: int, is_bus
         costs = [after - before for before, after in pairwise(_measured.cpu_s)]
         ratios.append(statistics.median(costs[-5:]) / statistics.median(costs[:5]))
         growth.append(_measured.resident_bytes[-1] - _measured.resident_bytes[0])
+    # The first rollout of a job takes the memory of its tensors from the kernel; later ones use it again.
+    _roll_out(job, episodes, is_busy=is_busy)
     sent[:] = [0, 0, 0]
     cpu_s, kernel_s, loop_s = _roll_out(job, episodes, is_busy=is_busy)
     per_turn_ms = 1e3 / (episodes * turns)
@@ -116,7 +162,7 @@ def _figures(job: SlimeRollouts, sent: Any, *, episodes: int, turns: int, is_bus
 def _roll_out(job: SlimeRollouts, episodes: int, *, is_busy: bool) -> tuple[float, float, float]:
     """Return CPU times: of the process, its part in the kernel, of the event loop. Raises: LearnError."""
     global _measured  # noqa: PLW0603 -- slime calls `generate` by its path, so it finds this here
-    _measured = _Measured(is_busy)
+    _measured = _Measured(is_busy, episodes == 1)
     # Otherwise memory that an earlier episode freed would hide the growth of this one.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -149,10 +195,16 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
 
 
 class _MeasuredRollout(Rollout):
+    def __init__(self, *given: Any, **named: Any) -> None:
+        # A worker lacks slime.
+        use_slime(Path(os.environ[_HOME]))
+        super().__init__(*given, **named)
+
     async def _call_engine(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        _measured.cpu_s.append(time.process_time() - _measured.composing_s)
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        _measured.resident_bytes.append(pages * resource.getpagesize())
+        if _measured.is_single:
+            _measured.cpu_s.append(time.process_time() - _measured.composing_s)
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+            _measured.resident_bytes.append(pages * resource.getpagesize())
         return await super()._call_engine(payload)
 
     def wrap(self, environments: SampleEnvironments, episode: AgentEpisode) -> AgentEpisode:  # noqa: ARG002
@@ -203,8 +255,8 @@ def _reply(number: int) -> str:
 class _Engine(GenerateServer):
     """Answers at once, and counts the bytes of requests, of their newest pictures, and requests."""
 
-    def __init__(self, checkpoint: str, sent: Any) -> None:
-        super().__init__()
+    def __init__(self, checkpoint: str, sent: Any, port: int) -> None:
+        super().__init__(shared_port=port)
         from transformers import AutoTokenizer  # noqa: PLC0415 -- seconds
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
@@ -214,13 +266,15 @@ class _Engine(GenerateServer):
         """Answer with a click."""
         images, prompt = payload["image_data"], payload["input_ids"]
         # A PNG's header; a token has 32x32 pixels.
-        headers = [base64.b64decode(uri.partition(",")[2][:32]) for uri in images]
-        sizes = [struct.unpack(">II", header[16:24]) for header in headers]
+        sizes = [struct.unpack(">II", _start(uri)[16:24]) for uri in images]
         tokens = sum(width // 32 * (height // 32) for width, height in sizes)
         ids = self._tokenizer.encode(_reply(len(images)) + "<|im_end|>", add_special_tokens=False)
         if payload["sampling_params"]["max_new_tokens"] > 1:  # one token: the plug-in checks the engine
-            for index, count in enumerate((sum(map(len, images)) + 6 * len(prompt), len(images[-1]), 1)):
-                self._sent[index] += count
+            written = path.stat().st_size if (path := file_of(images[-1])) else 0
+            sent = sum(map(len, images)) + written + 6 * len(prompt)
+            with self._sent.get_lock():
+                for index, count in enumerate((sent, written or len(images[-1]), 1)):
+                    self._sent[index] += count
         return answer_of(
             self._tokenizer.decode(ids),
             ids,
@@ -231,21 +285,34 @@ class _Engine(GenerateServer):
         )
 
 
+def _start(uri: str) -> bytes:
+    """Return the first bytes of a picture."""
+    if (path := file_of(uri)) is None:
+        return base64.b64decode(uri.partition(",")[2][:32])
+    with path.open("rb") as file:
+        return file.read(24)
+
+
 @contextmanager
-def _engine(checkpoint: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the port of an engine in a process of its own, and its counters."""
+def _engine(checkpoint: Path, count: int) -> Iterator[tuple[int, Any]]:
+    """Yield the port of one engine in each of `count` processes, at least one, and their counters."""
     context = get_context("spawn")
-    sent, (ours, theirs) = context.Array("Q", 3), context.Pipe()
-    process = context.Process(target=_serve, args=(str(checkpoint), sent, theirs), daemon=True)
-    process.start()
+    sent, pipes, port = context.Array("Q", 3), [], 0
+    for _ in range(max(1, count)):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(str(checkpoint), sent, theirs, port), daemon=True)
+        process.start()
+        pipes.append((process, ours))
+        port = ours.recv()
     try:
-        yield ours.recv(), sent
+        yield port, sent
     finally:
-        ours.send(None)
-        process.join()
+        for process, pipe in pipes:
+            pipe.send(None)
+            process.join()
 
 
-def _serve(checkpoint: str, sent: Any, pipe: Any) -> None:
-    with _Engine(checkpoint, sent) as engine:
+def _serve(checkpoint: str, sent: Any, pipe: Any, port: int) -> None:
+    with _Engine(checkpoint, sent, port) as engine:
         pipe.send(engine.ports[0])
         pipe.recv()

@@ -4,16 +4,37 @@ The server has an event loop in a thread of its own. Each port has its own abort
 """
 
 import asyncio
+import base64
+import io
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
+from urllib.parse import unquote, urlsplit
 
 from aiohttp import web
 
 from trainer.learn import LearnError
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 _MAX_REQUEST_BYTES: Final = 256 << 20
+_FILE: Final = "file://"
+
+
+def picture_of(uri: str) -> "Image.Image":
+    """Return a picture of a request for Pillow: a file, a data URI or bare base64. Raises: OSError, ValueError."""
+    from PIL import Image  # noqa: PLC0415
+
+    path = file_of(uri)
+    return Image.open(io.BytesIO(path.read_bytes() if path else base64.b64decode(uri.rpartition(",")[2])))
+
+
+def file_of(uri: str) -> Path | None:
+    """Return the file that a picture of a request names; None if it carries its bytes."""
+    return Path(unquote(urlsplit(uri).path)) if uri.startswith(_FILE) else None
 
 
 def answer_of(
@@ -36,11 +57,17 @@ def answer_of(
 class GenerateServer:
     """Serves `generate` of a subclass on free loopback ports. Use as a context manager."""
 
-    def __init__(self, *, port_count: int = 1) -> None:
-        """Entering starts the server."""
+    def __init__(self, *, port_count: int = 1, shared_port: int | None = None) -> None:
+        """Entering starts the server.
+
+        Args:
+            port_count: Ports.
+            shared_port: The port, which other processes may listen on too; 0 for a free one. None: not shared.
+        """
         self.host = "127.0.0.1"
         self.ports: list[int] = []
         self._port_count = port_count
+        self._shared_port = shared_port
         self._runners: list[web.AppRunner] = []
 
     def __enter__(self) -> Self:
@@ -71,7 +98,8 @@ class GenerateServer:
             runner = web.AppRunner(self.make_app(), access_log=None, shutdown_timeout=0.1)
             await runner.setup()
             self._runners.append(runner)
-            await web.TCPSite(runner, self.host, 0, backlog=1024).start()
+            is_shared = self._shared_port is not None
+            await web.TCPSite(runner, self.host, self._shared_port or 0, backlog=1024, reuse_port=is_shared).start()
             self.ports.append(runner.addresses[0][1])
 
     async def _end(self) -> None:

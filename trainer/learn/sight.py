@@ -1,8 +1,6 @@
 """`trainer sight`: slime's rollout code with our plug-in, and a model on this machine as engine and learner."""
 
 import asyncio
-import base64
-import io
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +11,7 @@ from typing import Any
 from trainer.agent.grammars import Picture
 from trainer.agent.settings import AgentSettings
 from trainer.learn.checkpoint import write_checkpoint
-from trainer.learn.server import GenerateServer, answer_of
+from trainer.learn.server import GenerateServer, answer_of, picture_of
 from trainer.learn.slime_job import SlimeRollouts, slime_args, use_slime, write_tasks
 from trainer.sight.check import Episode, Patches, Report, Turn, compare, given_pictures, turns_of_row
 from trainer.sight.episode import plan_of
@@ -111,10 +109,8 @@ class ModelServer(GenerateServer):
 
     async def generate(self, payload: Mapping[str, Any], *, is_aborted: Callable[[], bool]) -> dict[str, Any]:  # noqa: ARG002 -- nothing is aborted
         """Answer a request."""
-        from PIL import Image  # noqa: PLC0415
-
         uris, ids = payload.get("image_data") or [], payload["input_ids"]
-        images = [Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).convert("RGB") for uri in uris]
+        images = [picture_of(uri).convert("RGB") for uri in uris]
         limit = int(payload["sampling_params"]["max_new_tokens"])
         async with self._turn:
             reply, log_probs = await asyncio.to_thread(self.reply, ids, images, limit=limit)

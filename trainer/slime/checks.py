@@ -47,6 +47,13 @@ def refusals(args: Any, config: SlimeConfig) -> Iterator[str]:
             f"--context-parallel-size {ranks}: screenshots are not split over context-parallel ranks; set it to 1, or"
             " train without screenshots (envd.agent.text_only)"
         )
+    if config.workers and config.max_episodes:
+        yield (
+            f"envd.max_episodes is {config.max_episodes}, but each of envd.workers would count alone; set it to 0 and"
+            " limit episodes by --sglang-server-concurrency"
+        )
+    if config.workers and config.replay:
+        yield "envd.workers: successes of a worker do not reach the pool of envd.replay; remove one of the two"
     if config.replay:
         yield from _replay_refusals(args)
     yield from _credit_refusals(args, config)

@@ -43,6 +43,8 @@ class SlimeConfig(TrainingConfig):
     credit: Literal["returns", "siblings"] = "returns"
     """`returns`: a member's reward is compared with its group's. `siblings`: each turn is compared with what other
     members did in the same state, see `trainer.rewards.credit` (`tree`)."""
+    workers: int = Field(default=0, ge=0, le=64)
+    """Processes that run the samples, see `trainer.slime.workers`; 0 for slime's own process."""
     min_valid_members: int = Field(default=2, ge=1)
     """Groups with fewer valid members are dropped as `env_failure`."""
     pad_rows_to: int = Field(default=1, ge=1)
@@ -57,6 +59,9 @@ class SlimeConfig(TrainingConfig):
     asynchronous jobs for those of two rollouts, at least 4 and at most 32."""
     daemon_timeout_s: float = Field(default=60.0, gt=0)
     """The run halts if no daemon answers for this time."""
+    picture_dir: str = ""
+    """Directory that this process and all engines read at the same path, such as one in /dev/shm if they share a host:
+    requests name the files of pictures, see `trainer.slime.pictures`. Empty: requests carry all pictures of a row."""
     record_dir: str = ""
     """Directory of the files that `trainer.slime.hooks.record_sample` writes; empty for none."""
     sight: Literal["off", "warn", "refuse"] = "off"

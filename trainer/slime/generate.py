@@ -8,10 +8,11 @@ the fully asynchronous rollout call the same function.
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from cuaenv.client import Checkpoint
-from trainer.agent.ownership import ruling_of, ruling_on
+from trainer.agent.ownership import Owner, ruling_of, ruling_on
 from trainer.agent.starts import start_of
 from trainer.agent.types import Outcome
 from trainer.config import ConfigError
@@ -23,6 +24,7 @@ from trainer.slime.replay import keep_success
 from trainer.slime.rollout import Rollout
 from trainer.slime.samples import StatusName, make_void, note, reset_sample, row_samples
 from trainer.slime.slime_compat import Sample
+from trainer.slime.workers import WorkerLost, workers_of
 
 __all__ = ["generate"]
 
@@ -52,16 +54,9 @@ async def run_sample(
     """Do as `generate`, with another type of rollout."""
     config = SlimeConfig.from_args(args)
     check(args, config)
-    start = start_of(sample.metadata or {}, task_of(sample, config.task_key))
-    monitor = monitor_of(config)
+    start_of(sample.metadata or {}, task_of(sample, config.task_key))
+    multiple, monitor = _multiple(config, evaluation=evaluation), monitor_of(config)
     monitor.check(args)
-    # With rows, always a list: slime infers the shape of a batch from its first member.
-    multiple = config.pad_rows_to if config.agent.images_per_row and not evaluation else None
-    # A repeated sample was aborted or failed; its group's machines no longer exist.
-    is_repeated = sample.status.name != "PENDING"
-    is_alone = evaluation or is_repeated or config.group == "off" or sample.group_index is None
-    group_size = 1 if is_alone else int(args.n_samples_per_prompt)
-    reset_sample(sample)
     if config.sight != "off" and not evaluation:
         from trainer.slime.sight import require_sight  # noqa: PLC0415 -- it imports this module
 
@@ -71,22 +66,60 @@ async def run_sample(
     if monitor.is_halted:
         return _void(args, sample, multiple, status="FAILED", reason="halted")
     try:
+        if config.workers:
+            workers = workers_of(args, config.workers)
+            result = await workers.run(sample, sampling_params, evaluation=evaluation, rollout_type=rollout_type)
+        else:
+            result = await play(args, sample, sampling_params, evaluation=evaluation, rollout_type=rollout_type)
+    except Halted as error:
+        monitor.halt(str(error))
+        monitor.check(args)
+        result = _void(args, sample, multiple, status="FAILED", reason="halted", error=str(error))
+    except WorkerLost as error:
+        result = _void(args, sample, multiple, status="FAILED", reason="WorkerLost", error=str(error))
+        note(sample, {"owner": Owner.TRAINER.value})
+    if not evaluation and sample.status.name != "ABORTED":
+        monitor.record(args, result)
+    return result
+
+
+async def play(
+    args: Any,
+    sample: Sample,
+    sampling_params: Mapping[str, Any],
+    *,
+    evaluation: bool,
+    rollout_type: type[Rollout],
+    is_alone: bool = False,
+) -> Any:
+    """Run a sample in this process, in its group unless `is_alone`; return it filled, or its rows. Raises: Halted."""
+    config = SlimeConfig.from_args(args)
+    start = start_of(sample.metadata or {}, task_of(sample, config.task_key))
+    # A repeated sample was aborted or failed; its group's machines no longer exist.
+    is_alone |= evaluation or sample.status.name != "PENDING" or config.group == "off" or sample.group_index is None
+    group_size = 1 if is_alone else int(args.n_samples_per_prompt)
+    reset_sample(sample)
+    multiple = _multiple(config, evaluation=evaluation)
+    try:
         async with asyncio.timeout(config.limit_s):
             rollout = rollout_type(args, sample, sampling_params, config=config)
             rollout.keeps_partial = not evaluation and getattr(args, "partial_rollout", False)
             result = await run_rollout(args, rollout, start, group_size, multiple, evaluation=evaluation)
             await rollout.keep(is_aborted=sample.status.name == "ABORTED")
-    except Halted as error:
-        monitor.halt(str(error))
-        monitor.check(args)
-        result = _void(args, sample, multiple, status="FAILED", reason="halted", error=str(error))
+            return result
+    except Halted:
+        raise
     except Exception as error:
         logger.exception("[envd] sample %s is void", sample.index)
         result = _void(args, sample, multiple, status="FAILED", reason=type(error).__name__, error=str(error))
         note(sample, {"owner": ruling_of(error, acted=True).owner.value})
-    if not evaluation and sample.status.name != "ABORTED":
-        monitor.record(args, result)
-    return result
+        return result
+
+
+def _multiple(config: SlimeConfig, *, evaluation: bool) -> int | None:
+    """Return the divisor of the number of a rollout's rows; None if the result is one sample, not a list of rows."""
+    # With rows, always a list: slime infers the shape of a batch from its first member.
+    return config.pad_rows_to if config.agent.images_per_row and not evaluation else None
 
 
 async def run_rollout(
@@ -94,7 +127,10 @@ async def run_rollout(
 ) -> Sample | list[Sample]:
     """Run a rollout and write its rows into samples: one, or with `multiple` a list padded to a multiple of it."""
     sample, config = rollout.sample, rollout.config
-    trajectory = await rollout.run(start, group_size=group_size)
+    try:
+        trajectory = await rollout.run(start, group_size=group_size)
+    finally:
+        await rollout.close()
     if trajectory is None or trajectory.outcome is Outcome.ABORTED:
         return _void(args, sample, multiple, status="ABORTED", reason="aborted")
     if trajectory.outcome is Outcome.FAILED:

@@ -21,6 +21,7 @@ from trainer.slime.environments import BranchContext, SampleEnvironments
 from trainer.slime.guard import Halted
 from trainer.slime.health import DaemonWatch, watch_of
 from trainer.slime.partial import Partial, partial_of, replace_partial, stored
+from trainer.slime.pictures import files_of, require_readable
 from trainer.slime.probe import warn_of_engine
 from trainer.slime.samples import fill, note, set_status
 from trainer.slime.slime_compat import GenerateState, Sample
@@ -53,6 +54,7 @@ class Rollout:
         self._state: GenerateState = slime_compat.generate_state(args)
         options = getattr(args, "apply_chat_template_kwargs", None)
         self._chat = Chat(self._state.tokenizer, self._state.processor, template_options=options)
+        self._written: list[bytes] = []
         self._conversation = self._new_conversation()
         self._client = shared_client(config.client)
         self.keeps_partial = False
@@ -70,6 +72,7 @@ class Rollout:
         config = self.config
         client = self._client
         await warn_of_capacity(self.args, config, client)
+        await require_readable(self._call_engine, self._engine_url, self._chat, config.picture_dir)
         await warn_of_engine(self._call_engine, self._engine_url, self._chat)
         environments = SampleEnvironments(
             client,
@@ -209,10 +212,22 @@ class Rollout:
             ),
             sampling_params=sampling_params,
             is_aborted=lambda: self._state.aborted,
-            encode_image=_encoded,
+            encode_image=self._encoded,
             extras={"return_routed_experts": True} if getattr(self.args, "use_rollout_routing_replay", False) else {},
         )
         return self._conversation
+
+    def _encoded(self, image: "Image.Image") -> bytes:
+        # As bytes, the engine's client sends it as it is.
+        if not self.config.picture_dir:
+            return data_uri(image).encode("ascii")
+        self._written.append(files_of(self.config.picture_dir).add(image))
+        return self._written[-1]
+
+    async def close(self) -> None:
+        """Remove the files of its pictures."""
+        if self._written:
+            await asyncio.to_thread(files_of(self.config.picture_dir).remove, self._written)
 
     async def _call_engine(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
         """Call the engine by slime's client. Raises: BudgetExhausted, ModelFailed."""
@@ -254,11 +269,6 @@ class Rollout:
                 logger.info("[envd] sample %s: the engine aborted attempt %d of a reply", name, attempt)
             await asyncio.sleep(_ENGINE_PAUSE_S)
         raise ModelFailed(f"the engine aborted the request {retries} times (envd.engine_retries)")
-
-
-def _encoded(image: "Image.Image") -> bytes:
-    # As bytes, the engine's client sends it as it is.
-    return data_uri(image).encode("ascii")
 
 
 def _check_worth_retrying(error: Exception, attempt: int) -> None:

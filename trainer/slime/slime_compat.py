@@ -148,6 +148,15 @@ def engine_attributes(meta_info: Mapping[str, Any]) -> dict[str, Any]:
     return {} if tracing is None else dict(tracing.build_sglang_meta_trace_attrs(dict(meta_info)))
 
 
+def take_over(sample: Sample, other: Sample) -> None:
+    """Give a sample all that a copy of it became; open spans of slime's traces stay open."""
+    trace = getattr(sample, "trace", None)
+    vars(sample).update(vars(other))
+    if trace:
+        trace["events"][:] = other.trace["events"]  # type: ignore[attr-defined]
+        sample.trace = trace  # type: ignore[attr-defined]
+
+
 def log_metrics(args: Any, metrics: Mapping[str, float], *, rollout_id: int, prefix: str) -> None:
     """Log metrics where slime logs its own for this rollout."""
     logging, counting = _first_module(_LOGGING), _first_module(_METRICS)

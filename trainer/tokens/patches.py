@@ -5,16 +5,22 @@ size of image, one picture of noise is given to the processor, and its output yi
 bfloat16. Unless table and layout reproduce that output to the bit, the processor makes all tensors of that size.
 """
 
+import mmap
+import os
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from cuaenv.frames.grid import TILE_PX
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     from PIL import Image
+
+    from cuaenv.frames import TiledImage
 
 _VALUES = 256
 _CHANNELS = 3
@@ -32,13 +38,14 @@ def image_tensors(processor: Any, images: "Sequence[Image.Image]") -> dict[str, 
         return {key: value.bfloat16() if value.is_floating_point() else value for key, value in inputs.items()}
     import torch  # noqa: PLC0415
 
-    from cuaenv.frames.pillow import rgb_of  # noqa: PLC0415
+    from cuaenv.frames.pillow import source_of  # noqa: PLC0415
 
     values = _array(sum(each.patch_count for each in known), known[0].patch_values)
-    at = 0
+    at, earlier = 0, None
     for image, each in zip(images, known, strict=True):
-        each.write(rgb_of(image), values[at : at + each.patch_count])
-        at += each.patch_count
+        strips, patches = Strips(source_of(image), each.strip_px), values[at : at + each.patch_count]
+        each.write(strips, patches, earlier)
+        at, earlier = at + each.patch_count, (strips, patches)
     grids = torch.tensor([each.grid_thw for each in known])
     return {"pixel_values": torch.from_numpy(values).view(torch.bfloat16), "image_grid_thw": grids}
 
@@ -46,8 +53,41 @@ def image_tensors(processor: Any, images: "Sequence[Image.Image]") -> dict[str, 
 class _Block:
     """Memory for tensors."""
 
-    def __init__(self, values: "npt.NDArray[np.int16]") -> None:
-        self.values = values
+    def __init__(self, count: int) -> None:
+        import numpy as np  # noqa: PLC0415
+
+        if not _is_shared:
+            # numpy asks for huge pages, which saves half the time of filling so large an array.
+            self.values = np.empty(count, np.int16)
+            return
+        fd = os.memfd_create("pictures")
+        os.ftruncate(fd, 2 * count)
+        self.values = np.frombuffer(mmap.mmap(fd, 0), np.int16)
+        address = self.values.ctypes.data
+        _shared[address] = fd
+        weakref.finalize(self, _close, address).atexit = False
+
+
+_is_shared = False
+#: Files of the blocks that other processes may map, by address.
+_shared: dict[int, int] = {}
+
+
+def share_memory() -> None:
+    """Build all tensors of this process in memory that other processes may map."""
+    global _is_shared  # noqa: PLW0603 -- once, when a process starts
+    _is_shared = True
+
+
+def shared_by(value: Any) -> int | None:
+    """Return the descriptor of the file that has a tensor's memory; None if the value has no such memory."""
+    import torch  # noqa: PLC0415
+
+    return _shared.get(value.data_ptr()) if isinstance(value, torch.Tensor) else None
+
+
+def _close(address: int) -> None:
+    os.close(_shared.pop(address))
 
 
 #: Blocks that no tensor uses, for new tensors: the kernel takes 10 to 33 ms to clear the pages of a picture. A process
@@ -57,8 +97,6 @@ _free: list[_Block] = []
 
 def _array(rows: int, columns: int) -> "npt.NDArray[np.int16]":
     """Return an array with any content. Its memory is used again when nothing refers to the array, as tensors do."""
-    import numpy as np  # noqa: PLC0415
-
     count, block = rows * columns, None
     for each in sorted(_free.copy(), key=lambda each: each.values.size):
         # Another thread may take it first.
@@ -72,11 +110,48 @@ def _array(rows: int, columns: int) -> "npt.NDArray[np.int16]":
         with suppress(IndexError):
             while dropped < count:
                 dropped += _free.pop().values.size
-    # numpy asks for huge pages, which saves half the time of filling so large an array.
-    block = block or _Block(np.empty(count, np.int16))
+    block = block or _Block(count)
     values = block.values[:count].reshape(rows, columns)
     weakref.finalize(values, _free.append, block).atexit = False
     return values
+
+
+class Strips:
+    """An image cut into strips of equal height. Only those that are asked for are assembled from tiles."""
+
+    def __init__(self, source: "npt.NDArray[np.uint8] | TiledImage", strip_px: int) -> None:
+        """Take tiles, or an array of shape (height, width, 3)."""
+        import numpy as np  # noqa: PLC0415
+
+        self._strip_px = strip_px
+        self._tiles: TiledImage | None = None
+        self._row: tuple[int, npt.NDArray[np.uint8]] | None = None
+        if not isinstance(source, np.ndarray) and TILE_PX % strip_px == 0:
+            self._tiles, self._digests = source, source.row_digests()
+            self.size_px = source.size_px
+            return
+        self._rgb_HWC = source if isinstance(source, np.ndarray) else source.rgb_HWC()
+        self.size_px = self._rgb_HWC.shape[1], self._rgb_HWC.shape[0]
+
+    def __getitem__(self, number: int) -> "npt.NDArray[np.uint8]":
+        """Return the pixels of a strip."""
+        top = number * self._strip_px
+        if self._tiles is None:
+            return self._rgb_HWC[top : top + self._strip_px]
+        row, top = divmod(top, TILE_PX)
+        if self._row is None or self._row[0] != row:
+            self._row = row, self._tiles.row_HWC(row)
+        return self._row[1][top : top + self._strip_px]
+
+    def equals(self, other: "Strips", number: int) -> bool:
+        """Return whether a strip is known to be equal to that of an image of the same size."""
+        import numpy as np  # noqa: PLC0415
+
+        if self._tiles is not None and other._tiles is not None:
+            row = number * self._strip_px // TILE_PX
+            if self._digests[row] == other._digests[row]:
+                return True
+        return np.array_equal(self[number], other[number])
 
 
 class PatchFormat:
@@ -87,6 +162,7 @@ class PatchFormat:
         self._patch_px, self._merge = processor.patch_size, processor.merge_size
         self._repeats = processor.temporal_patch_size
         self._size_px = width_px, height_px
+        self.strip_px = processor.patch_size * processor.merge_size
         self.grid_thw = 1, height_px // self._patch_px, width_px // self._patch_px
         self.patch_count = self.grid_thw[1] * self.grid_thw[2]
         self.patch_values = _CHANNELS * self._repeats * self._patch_px**2
@@ -121,7 +197,8 @@ class PatchFormat:
         if wanted.shape != (self.patch_count, self.patch_values):
             return False
         source = np.empty(wanted.shape, np.uint8)
-        self._arrange(noise_HWC, source, lambda planes_CHW: planes_CHW)
+        noise = Strips(noise_HWC, self.strip_px)
+        self._arrange(noise, source, lambda planes_CHW: planes_CHW)
         by_channel = (self.patch_count, _CHANNELS, -1)
         table = np.zeros((_CHANNELS, _VALUES), np.uint16)
         table[np.arange(_CHANNELS)[:, None], source.reshape(by_channel)] = wanted.reshape(by_channel)
@@ -129,11 +206,22 @@ class PatchFormat:
         low, high = table[:, None, :].astype(np.uint32), table[:, :, None].astype(np.uint32)
         self._pairs = (low | high << np.uint32(16)).reshape(_CHANNELS, _VALUES**2)
         mine = np.empty(wanted.shape, np.int16)
-        self.write(noise_HWC, mine)
+        self.write(noise, mine)
         return bool((mine.view(np.uint16) == wanted).all())
 
-    def write(self, rgb_HWC: "npt.NDArray[np.uint8]", out: "npt.NDArray[np.int16]") -> None:
-        """Write the bits of an image's patches as bfloat16, shape (patches, values)."""
+    def write(
+        self,
+        strips: Strips,
+        out: "npt.NDArray[np.int16]",
+        earlier: "tuple[Strips, npt.NDArray[np.int16]] | None" = None,
+    ) -> None:
+        """Write the bits of an image's patches as bfloat16, shape (patches, values).
+
+        Args:
+            strips: The image.
+            out: Where to.
+            earlier: Another image with its patches, which are copied where both are equal.
+        """
         import numpy as np  # noqa: PLC0415
 
         def looked_up(planes_CHW: "npt.NDArray[np.uint8]") -> "npt.NDArray[Any]":
@@ -143,9 +231,9 @@ class PatchFormat:
                 np.take(table, pairs_CHW[channel], out=values[channel], mode="clip")
             return values.view(np.int16)
 
-        self._arrange(rgb_HWC, out, looked_up)
+        self._arrange(strips, out, looked_up, earlier)
 
-    def _arrange(self, rgb_HWC: "npt.NDArray[np.uint8]", out: "npt.NDArray[Any]", convert: Any) -> None:
+    def _arrange(self, image: Strips, out: "npt.NDArray[Any]", convert: Any, earlier: Any = None) -> None:
         """Write converted channels as patches: those that the model merges one after the other, repeated in time.
 
         By rows of merged patches, so that what is between pixels and patches stays in the processor's cache.
@@ -156,7 +244,13 @@ class PatchFormat:
         strips = out.reshape(rows // merge, columns // merge, merge, merge, _CHANNELS, self._repeats, -1)
         # One element is one row of a patch's pixels: numpy copies it at once.
         run = f"V{patch_px * out.itemsize}"
-        for strip, strip_HWC in zip(strips.view(run), np.split(rgb_HWC, rows // merge), strict=True):
-            planes_CHW = convert(np.ascontiguousarray(strip_HWC.transpose(2, 0, 1)))
+        if earlier is not None:
+            other, known = earlier
+            earlier = (other, known.reshape(strips.shape)) if other.size_px == image.size_px else None
+        for number, strip in enumerate(strips.view(run)):
+            if earlier is not None and image.equals(earlier[0], number):
+                strips[number] = earlier[1][number]
+                continue
+            planes_CHW = convert(np.ascontiguousarray(image[number].transpose(2, 0, 1)))
             source = planes_CHW.view(run).reshape(_CHANNELS, merge, patch_px, columns // merge, merge)
             strip[...] = source.transpose(3, 1, 4, 0, 2)[:, :, :, :, None]

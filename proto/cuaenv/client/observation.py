@@ -84,7 +84,7 @@ class Observation:
         if self.tiles is not None:
             from cuaenv.frames.pillow import ArrayImage  # noqa: PLC0415 -- PNGs need no numpy
 
-            return ArrayImage(self.rgb_HWC)
+            return ArrayImage(self.tiles)
         if not self.data:
             raise ValueError(
                 f"frame {self.frame_id} has no pixels; request them with View(encoding='raw')."

@@ -174,6 +174,18 @@ class TiledImage:
         self._rgb, self._base = weakref.ref(rgb_HWC), None
         return rgb_HWC
 
+    def row_digests(self) -> list[bytes]:
+        """Return a digest of each row of tiles; in images of one size, rows with equal digests have equal pixels."""
+        size = column_count(self.width_px) * _DIGEST_BYTES
+        return [self._digests[at : at + size] for at in range(0, len(self._digests), size)]
+
+    def row_HWC(self, number: int) -> npt.NDArray[np.uint8]:  # noqa: N802 -- the array's axes
+        """Return the pixels of a row of tiles as an array of shape (height, width, 3)."""
+        top = number * TILE_PX
+        row_HWC = np.empty((min(TILE_PX, self.height_px - top), self.width_px, 3), np.uint8)
+        self._write_row(number, row_HWC)
+        return row_HWC
+
     def part(self, region: Region) -> npt.NDArray[np.uint8]:
         """Return the pixels of a region within the image as a new read-only array of shape (height, width, 3)."""
         part_HWC = np.empty((region.height_px, region.width_px, 3), np.uint8)
@@ -204,16 +216,20 @@ class TiledImage:
                 )
             return rgb_HWC
         rgb_HWC = np.empty((self.height_px, self.width_px, 3), np.uint8)
-        columns, full = column_count(self.width_px), self.width_px // TILE_PX
-        for first in range(0, len(self._tiles), columns):  # by rows of tiles: a third of the time of tile by tile
-            y, height_px = first // columns * TILE_PX, self._regions[first].height_px
-            row = np.frombuffer(b"".join(self._tiles[first : first + full]), np.uint8)
-            rgb_HWC[y : y + height_px, : full * TILE_PX] = (
-                row.reshape(full, height_px, TILE_PX, 3).transpose(1, 0, 2, 3).reshape(height_px, full * TILE_PX, 3)
-            )
-            if full < columns:
-                rgb_HWC[y : y + height_px, full * TILE_PX :] = self.tile_HWC(first + full)
+        for number in range(-(-self.height_px // TILE_PX)):
+            self._write_row(number, rgb_HWC[number * TILE_PX : (number + 1) * TILE_PX])
         return rgb_HWC
+
+    def _write_row(self, number: int, row_HWC: npt.NDArray[np.uint8]) -> None:
+        """Write a row of tiles at once: a third of the time of tile by tile."""
+        columns, full = column_count(self.width_px), self.width_px // TILE_PX
+        first, height_px = number * columns, row_HWC.shape[0]
+        row = np.frombuffer(b"".join(self._tiles[first : first + full]), np.uint8)
+        row_HWC[:, : full * TILE_PX] = (
+            row.reshape(full, height_px, TILE_PX, 3).transpose(1, 0, 2, 3).reshape(height_px, full * TILE_PX, 3)
+        )
+        if full < columns:
+            row_HWC[:, full * TILE_PX :] = self.tile_HWC(first + full)
 
     def _checked(self, image_id: str) -> "TiledImage":
         if self.image_id != image_id:

@@ -4,16 +4,23 @@ import struct
 import threading
 import zlib
 from collections import OrderedDict
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from cuaenv.frames.image import TiledImage
+
+V = TypeVar("V")
 #: Rows that are compressed together. Fewer rows recur more often and compress worse.
 _BAND_ROWS: Final = 16
 #: 40 KB each for photographs, 1 KB for windows.
 _BANDS_KEPT: Final = 1024
+#: Rows of tiles have four bands.
+_TILE_ROWS_KEPT: Final = _BANDS_KEPT // 4
 _ADLER_MODULUS: Final = 65521
 
 
@@ -26,14 +33,26 @@ class _Band(NamedTuple):
 
 
 _bands: OrderedDict[bytes, _Band] = OrderedDict()
+_tile_rows: OrderedDict[bytes, list[_Band]] = OrderedDict()
 _lock = threading.Lock()
 
 
-def encode_png(rgb_HWC: npt.NDArray[np.uint8]) -> bytes:
-    """Return an 8-bit RGB array of shape (height, width, 3) as PNG. Rows of recent images cost nearly nothing."""
-    height, width, _ = rgb_HWC.shape
-    rgb_HWC = np.ascontiguousarray(rgb_HWC)
-    bands = [_band(rgb_HWC[top : top + _BAND_ROWS]) for top in range(0, height, _BAND_ROWS)]
+def encode_png(image: npt.NDArray[np.uint8] | TiledImage) -> bytes:
+    """Return an 8-bit RGB array of shape (height, width, 3), or tiles, as PNG.
+
+    Rows of recent images cost nearly nothing; rows of tiles are not even assembled.
+    """
+    if isinstance(image, TiledImage):
+        width, height = image.size_px
+        shape = struct.pack(">II", width, height)
+        bands = [
+            band
+            for number, digest in enumerate(image.row_digests())
+            for band in _kept(_tile_rows, shape + digest, _TILE_ROWS_KEPT, partial(_bands_of_row, image, number))
+        ]
+    else:
+        height, width, _ = image.shape
+        bands = _bands_of(np.ascontiguousarray(image))
     adler = 1
     for band in bands:
         adler = _joined(adler, band.adler, band.filtered_bytes)
@@ -44,18 +63,31 @@ def encode_png(rgb_HWC: npt.NDArray[np.uint8]) -> bytes:
     return b"".join((b"\x89PNG\r\n\x1a\n", header, begin, *(band.chunk for band in bands), end, _chunk(b"IEND", b"")))
 
 
-def _band(rows_HWC: npt.NDArray[np.uint8]) -> _Band:
-    key = xxhash.xxh3_128_digest(rows_HWC.data) + rows_HWC.shape[1].to_bytes(4, "big")
+def _bands_of_row(image: TiledImage, number: int) -> list[_Band]:
+    return _bands_of(image.row_HWC(number))
+
+
+def _bands_of(rgb_HWC: npt.NDArray[np.uint8]) -> list[_Band]:
+    found = []
+    for top in range(0, rgb_HWC.shape[0], _BAND_ROWS):
+        rows_HWC = rgb_HWC[top : top + _BAND_ROWS]
+        key = xxhash.xxh3_128_digest(rows_HWC.data) + rows_HWC.shape[1].to_bytes(4, "big")
+        found.append(_kept(_bands, key, _BANDS_KEPT, partial(_compressed, rows_HWC)))
+    return found
+
+
+def _kept(cache: OrderedDict[bytes, V], key: bytes, limit: int, make: Callable[[], V]) -> V:
+    """Return what a cache has of a key, or make it; the cache keeps those that were used last."""
     with _lock:
-        if key in _bands:
-            _bands.move_to_end(key)
-            return _bands[key]
-    band = _compressed(rows_HWC)
+        if key in cache:
+            cache.move_to_end(key)
+            return cache[key]
+    value = make()
     with _lock:
-        _bands[key] = band
-        while len(_bands) > _BANDS_KEPT:
-            _bands.popitem(last=False)
-    return band
+        cache[key] = value
+        while len(cache) > limit:
+            cache.popitem(last=False)
+    return value
 
 
 def _compressed(rows_HWC: npt.NDArray[np.uint8]) -> _Band:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
-from cuaenv.frames import png
-from cuaenv.frames.pillow import ArrayImage, rgb_of
+from cuaenv.frames import TiledImage, png
+from cuaenv.frames.pillow import ArrayImage, png_of, rgb_of
 from cuaenv.frames.png import encode_png
 
 
@@ -35,6 +35,36 @@ def test_a_png_has_the_arrays_pixels(make: object, size_px: tuple[int, int]) -> 
         image.load()
         assert (image.mode, image.size) == ("RGB", size_px)
         assert np.array_equal(np.asarray(image), rgb_HWC)
+
+
+@pytest.mark.parametrize("size_px", [(1, 1), (64, 64), (70, 130), (1280, 800)])
+def test_tiles_are_written_as_the_array_that_they_show(size_px: tuple[int, int]) -> None:
+    rgb_HWC = noise(*size_px)
+    assert encode_png(TiledImage.from_rgb(rgb_HWC)) == encode_png(rgb_HWC)
+
+
+def test_rows_of_tiles_are_assembled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assembled = list[int]()
+    assemble = TiledImage.row_HWC
+
+    def counted(image: TiledImage, number: int) -> npt.NDArray[np.uint8]:
+        assembled.append(number)
+        return assemble(image, number)
+
+    monkeypatch.setattr(TiledImage, "row_HWC", counted)
+    png._tile_rows.clear()
+    rgb_HWC = noise(130, 200, seed=2)
+    encode_png(TiledImage.from_rgb(rgb_HWC))
+    assert assembled == [0, 1, 2, 3]
+    rgb_HWC[130, 7] ^= 255
+    changed = TiledImage.from_rgb(rgb_HWC)
+    with Image.open(io.BytesIO(encode_png(changed))) as image:
+        assert np.array_equal(np.asarray(image), rgb_HWC)
+    assert assembled == [0, 1, 2, 3, 2]
+    # Tiles of other shapes may have the same bytes.
+    encode_png(TiledImage.from_rgb(noise(32, 64)))
+    with Image.open(io.BytesIO(encode_png(TiledImage.from_rgb(noise(32, 64).reshape(32, 64, 3))))) as image:
+        assert image.size == (64, 32)
 
 
 def test_an_array_that_is_not_contiguous_is_written_as_it_is_indexed() -> None:
@@ -91,6 +121,20 @@ def test_an_array_image_is_an_image_of_pillow() -> None:
     assert pickle.loads(pickle.dumps(ArrayImage(rgb_HWC))).tobytes() == wanted.tobytes()  # noqa: S301
     assert ArrayImage(rgb_HWC).copy() == wanted
     assert np.array_equal(np.asarray(ArrayImage(rgb_HWC)), rgb_HWC)
+
+
+def test_an_image_of_tiles_is_an_image_of_pillow() -> None:
+    rgb_HWC = noise(70, 65)
+    tiles = TiledImage.from_rgb(rgb_HWC)
+    image = ArrayImage(tiles)
+    assert (image.mode, image.size) == ("RGB", (70, 65))
+    assert image.source is tiles
+    assert np.array_equal(rgb_of(image), rgb_HWC)
+    assert png_of(image) == encode_png(rgb_HWC)
+    assert pickle.loads(pickle.dumps(ArrayImage(tiles))).tobytes() == rgb_HWC.tobytes()  # noqa: S301
+    image.putpixel((69, 64), (1, 2, 3))
+    assert rgb_of(image)[64, 69].tolist() == [1, 2, 3]
+    assert np.array_equal(tiles.rgb_HWC(), rgb_HWC)
 
 
 def test_drawing_on_an_array_image_changes_it_alone() -> None:

@@ -104,6 +104,8 @@ def test_equal_args_share_one_configuration() -> None:
         ({"partial_rollout": True}, {"group": "tree"}, "members of a tree cannot be continued"),
         ({"n_samples_per_prompt": 8}, {"max_episodes": 4}, "a group of 8"),
         ({}, {"group": "tree", "max_episodes": 4}, "does not count the forks"),
+        ({}, {"workers": 2, "max_episodes": 4, "group": "off"}, "each of envd.workers would count alone"),
+        ({}, {"workers": 2, "replay": {"files": ["a.jsonl"]}}, "successes of a worker do not reach the pool"),
         ({"context_parallel_size": 2}, {}, "not split over context-parallel ranks"),
         ({"log_passrate": True}, {"agent": {"images_per_row": 4}}, "pass rates over rows"),
         ({"rollout_max_context_len": 8192}, {}, "32768, but --rollout-max-context-len is 8192"),

@@ -1,0 +1,95 @@
+"""Pictures in files that the engines read too."""
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.support.slime import Processor, Tokenizer
+from trainer.agent.types import ModelFailed
+from trainer.learn.server import file_of, picture_of
+from trainer.slime import pictures
+from trainer.slime.guard import Halted
+from trainer.slime.pictures import PictureFiles, require_readable
+from trainer.tokens.chat import Chat
+
+
+@pytest.fixture(autouse=True)
+def nothing_checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(pictures, "_checked", set())
+    pictures.files_of.cache_clear()
+    yield
+    pictures.files_of.cache_clear()
+
+
+class Engine:
+    """Reads what it can."""
+
+    def __init__(self, *, reads_files: bool = True, works: bool = True) -> None:
+        self.uris: list[str] = []
+        self._reads_files = reads_files
+        self._works = works
+
+    async def __call__(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
+        (uri,) = (each.decode() for each in payload["image_data"])
+        self.uris.append(uri)
+        if not self._works or (uri.startswith("file:") and not self._reads_files):
+            raise ModelFailed("the engine refused the request, status 500")
+        assert picture_of(uri).size == (64, 64)
+        return {"meta_info": {"prompt_tokens": 1}}
+
+
+def files_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.rglob("*.png"))
+
+
+def test_files_have_the_images_until_they_are_removed(tmp_path: Path) -> None:
+    files = PictureFiles(str(tmp_path / "a b"))
+    images = [Image.new("RGB", (8, 4), colour) for colour in ("red", "blue")]
+    addresses = [files.add(image) for image in images]
+    for address, image in zip(addresses, images, strict=True):
+        assert b'"' not in address
+        assert picture_of(address.decode()).tobytes() == image.tobytes()
+    files.remove(addresses[:1])
+    files.remove(addresses[:1])
+    assert files_in(tmp_path) == ["1.png"]
+
+
+def test_what_killed_processes_of_this_host_left_is_removed(tmp_path: Path) -> None:
+    host = socket.gethostname()
+    for name in (f"{host}-999999999", f"{host}-{os.getppid()}", "elsewhere-999999999"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").touch()
+    PictureFiles(str(tmp_path))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {f"{host}-{os.getpid()}", f"{host}-{os.getppid()}", "elsewhere-999999999"}
+
+
+async def test_an_engine_that_reads_files_is_asked_once(tmp_path: Path) -> None:
+    engine, chat = Engine(), Chat(Tokenizer(), Processor())
+    for _ in range(2):
+        await require_readable(engine, "u", chat, str(tmp_path))
+    (uri,) = engine.uris
+    assert (path := file_of(uri)) is not None
+    assert not path.exists()
+
+
+async def test_an_engine_that_reads_no_files_halts_the_run(tmp_path: Path) -> None:
+    with pytest.raises(Halted, match=r"envd\.picture_dir .*: engine u does not read its files"):
+        await require_readable(Engine(reads_files=False), "u", Chat(Tokenizer(), Processor()), str(tmp_path))
+    assert files_in(tmp_path) == []
+
+
+async def test_an_engine_that_fails_is_left_to_the_first_episode(tmp_path: Path) -> None:
+    await require_readable(Engine(works=False), "u", Chat(Tokenizer(), Processor()), str(tmp_path))
+
+
+async def test_nothing_is_asked_without_files_or_images(tmp_path: Path) -> None:
+    engine = Engine()
+    await require_readable(engine, "u", Chat(Tokenizer(), Processor()), "")
+    await require_readable(engine, "u", Chat(Tokenizer()), str(tmp_path))
+    assert engine.uris == []

@@ -1,0 +1,105 @@
+"""Pictures in files that the engines read too: a request then names the pictures of its row instead of carrying them.
+
+SGLang's `/generate` takes `file://` addresses. Each picture is written once; a request with its pictures repeats all of
+them at each turn. A process has a directory of its own below `envd.picture_dir`, which it removes when it ends. That of
+a killed process is removed by the next one on the host.
+"""
+
+import asyncio
+import atexit
+import itertools
+import os
+import shutil
+import socket
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from PIL import Image
+
+from trainer.agent.types import BudgetExhausted, Message, ModelFailed, data_uri
+from trainer.slime.guard import Halted
+from trainer.tokens.chat import Chat
+from trainer.tokens.sglang import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_SIDE_PX = 64
+
+
+class PictureFiles:
+    """The files of this process."""
+
+    def __init__(self, directory: str) -> None:
+        """Remove what killed processes of this host left, and make a directory. Raises: OSError."""
+        root, host = Path(directory).expanduser().resolve(), socket.gethostname()
+        root.mkdir(parents=True, exist_ok=True)
+        for left in root.glob(f"{host}-*"):
+            if not Path("/proc", left.name.removeprefix(f"{host}-")).exists():
+                shutil.rmtree(left, ignore_errors=True)
+        self._directory = root / f"{host}-{os.getpid()}"
+        self._directory.mkdir(exist_ok=True)
+        self._numbers = itertools.count()
+        atexit.register(shutil.rmtree, self._directory, ignore_errors=True)
+
+    def add(self, image: Image.Image) -> bytes:
+        """Write an image as PNG; return its address. Raises: OSError."""
+        from cuaenv.frames.pillow import png_of  # noqa: PLC0415 -- numpy
+
+        path = self._directory / f"{next(self._numbers)}.png"
+        path.write_bytes(png_of(image))
+        return path.as_uri().encode("ascii")
+
+    def remove(self, addresses: "Iterable[bytes]") -> None:
+        """Remove files that no request names any more."""
+        for address in addresses:
+            with suppress(OSError):
+                (self._directory / address.decode("ascii").rpartition("/")[2]).unlink()
+
+
+@cache
+def files_of(directory: str) -> PictureFiles:
+    """Return the process's files in a directory. Raises: OSError."""
+    return PictureFiles(directory)
+
+
+_checked: set[str] = set()
+
+
+async def require_readable(engine: Engine, url: str, chat: Chat, directory: str) -> None:
+    """Check once per engine that it reads the files of a directory.
+
+    Args:
+        engine: Calls the engine.
+        url: Its address.
+        chat: The model's chat format.
+        directory: `envd.picture_dir`; empty to check nothing.
+
+    Raises:
+        Halted: It reads pictures in requests, but not in files.
+        OSError: The directory cannot be written.
+    """
+    if not directory or url in _checked or chat.image_id is None:
+        return
+    _checked.add(url)
+    image, files = Image.new("RGB", (_SIDE_PX, _SIDE_PX)), files_of(directory)
+    address = await asyncio.to_thread(files.add, image)
+    request = {
+        "input_ids": list(chat.opening([Message("user", (image, "-"))]).engine_ids),
+        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+    }
+    try:
+        await engine({**request, "image_data": [address]})
+    except (BudgetExhausted, ModelFailed) as error:
+        try:
+            await engine({**request, "image_data": [data_uri(image).encode("ascii")]})
+        except (BudgetExhausted, ModelFailed):
+            return  # the first episode reports the error
+        raise Halted(
+            f"envd.picture_dir {directory}: engine {url} does not read its files ({error}); share the directory with"
+            " the engines, or remove the key"
+        ) from error
+    finally:
+        files.remove([address])
