@@ -29,6 +29,8 @@ from envd.integrations.web.warc import Damaged, Recording, cookies_of, records
 _PROXY_PORT, _EXIT_PORT = 8080, 8081
 _MAX_BODY_BYTES = 64 << 20
 _MEMORY_BYTES = 1 << 30
+#: Three for each of at most 64 connections of a guest.
+_DESCRIPTORS = 1 << 15
 #: Sizes and times of the parts of a page that a browser may have kept, and ranges: the recording has whole responses.
 _CONDITIONS = ("if-match", "if-modified-since", "if-none-match", "if-range", "if-unmodified-since", "range")
 _PAGE = (
@@ -48,7 +50,7 @@ def main(control_fd: int, recording_fd: int, settings: Mapping[str, Any]) -> NoR
         child = os.fork()
         if child == 0:
             os.close(_held)
-            limits = enclosure.Limits(time_s=None, memory_bytes=_MEMORY_BYTES)
+            limits = enclosure.Limits(time_s=None, memory_bytes=_MEMORY_BYTES, descriptor_count=_DESCRIPTORS)
             enclosure.enclose(
                 os.getpid(), visible=settings["visible"], files=settings["files"], limits=limits, alive=alive
             )
