@@ -61,7 +61,7 @@ help: ## List the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 deps: ## Install missing Debian packages (needs root or sudo if one is missing)
-	@command -v dpkg-query >/dev/null || { echo "deps: not a Debian system; docs/operators.md lists the requirements"; exit 0; }; \
+	@command -v dpkg-query >/dev/null || { echo "deps: not a Debian system; docs/deploy.md lists the requirements"; exit 0; }; \
 	want="$(APT_RUN) $(APT_BUILD) $(APT_TEST) $(APT_MORE)"; \
 	if $(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null; then :; \
 	else want="$$want python3-dev"; fi; \

@@ -1,4 +1,4 @@
-"""Evaluate a model behind an OpenAI-compatible endpoint. `pip install 'envd-trainer[evaluate]'`
+"""Evaluate a model behind an OpenAI-compatible endpoint. `pip install '.[evaluate]'`
 
 Usage: evaluate_model.py http://127.0.0.1:8000/v1 [MODEL]
 """

@@ -1,4 +1,4 @@
-"""GRPO with TRL: eight samples of a task start on forks of one state. `pip install 'envd-trainer[trl]' datasets`"""
+"""GRPO with TRL: eight samples of a task start on forks of one state. `pip install '.[trl]' datasets`"""
 
 import os
 from functools import partial

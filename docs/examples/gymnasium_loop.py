@@ -1,4 +1,4 @@
-"""Gymnasium's loop. `pip install 'envd-trainer[gymnasium]'`"""
+"""Gymnasium's loop. `pip install '.[gymnasium]'`"""
 
 import gymnasium
 

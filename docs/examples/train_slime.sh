@@ -1,5 +1,5 @@
 #!/bin/bash
-# GRPO with slime on drawn desktops, one GPU, in slime's container; see docs/recipes.md for the variables.
+# GRPO with slime on drawn desktops, one GPU, in slime's container; see docs/train.md for the variables.
 # SLIME_DIR, MODELS_DIR: slime's checkout, and the directory of the model Qwen3-0.6B. ENVD_TARGET: the daemon.
 set -euo pipefail
 

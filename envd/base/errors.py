@@ -81,7 +81,7 @@ class EpisodeEnded(EnvdError, reason="EPISODE_ENDED"):
 class GuestEnded(EpisodeEnded, reason="GUEST_ENDED"):
     """The guest ended itself: power-off, reboot, panic, a killed session. The episode is scored.
 
-    `cause` is UPPER_SNAKE: POWER_OFF, REBOOT, PANIC, SESSION_ENDED, DISK_FULL, UNRESPONSIVE.
+    `cause` is UPPER_SNAKE: POWER_OFF, REBOOT, PANIC, SESSION_ENDED, DISK_FULL, UNRESPONSIVE, UNCHECKABLE.
     """
 
     def __init__(self, message: str, *, cause: str) -> None:

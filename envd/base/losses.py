@@ -38,7 +38,8 @@ class Loss:
     reason: str
     """A sentence for logs and error texts."""
     cause: str = ""
-    """If the guest caused it, UPPER_SNAKE: POWER_OFF, REBOOT, PANIC, SESSION_ENDED, DISK_FULL or UNRESPONSIVE."""
+    """If the guest caused it, UPPER_SNAKE: POWER_OFF, REBOOT, PANIC, SESSION_ENDED, DISK_FULL, UNRESPONSIVE or
+    UNCHECKABLE: checkers that work at the start of the task fail on what the agent left."""
 
     def error(self, where: str) -> EnvdError:
         """Return the error of a call that needs the lost machine."""

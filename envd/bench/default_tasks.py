@@ -22,7 +22,6 @@ class DefaultTasks(BaseModel):
 
     demo: str
     without_setup: str
-    load: str
     editor: EditorTask
     frames: tuple[str, ...]
 

@@ -14,7 +14,8 @@ from envd.bench.report import BenchReport, Check, Target, figure, figures_of, fr
 from envd.bench.scale_daemon import LAG_INTERVAL_S
 from envd.bench.session import Steps, bench_config
 
-#: A counting button and a check box of the fake desktop: every click changes the screen.
+#: A task of drawn desktops with a counting button and a check box, at these points: every click changes the screen.
+_TASK = "fake/count-to-five"
 _POINTS = ((819, 100), (822, 167))
 #: A process of clients makes about 3,000 calls per second, and a daemon serves about 350.
 _DAEMONS_PER_LOAD_PROCESS = 4
@@ -68,7 +69,7 @@ def scale_configs(settings: Config, *, machine_count: int, daemon_count: int = 1
 
 
 async def measure_scale(
-    settings: Config, *, task_id: str, machine_count: int, daemon_count: int, duration_s: float, steps: Steps
+    settings: Config, *, machine_count: int, daemon_count: int, duration_s: float, steps: Steps
 ) -> BenchReport:
     """Run one client per machine, each stepping as fast as it gets responses; then let them call an echo.
 
@@ -86,7 +87,7 @@ async def measure_scale(
             plan = LoadPlan(
                 addresses=daemons.addresses,
                 echo_address=await echo.start(),
-                task_id=task_id,
+                task_id=_TASK,
                 pool=next(iter(configs[0].pools)),
                 client_count=machine_count,
                 duration_s=duration_s,
@@ -109,7 +110,7 @@ async def measure_scale(
         "daemon_count": daemon_count,
         "machine_count": machine_count,
         "duration_s": duration_s,
-        "task": task_id,
+        "task": _TASK,
     }
     return scale_report(
         conditions, stepped=stepped, bare=bare, opened_count=opened_count, server_cpu_s=server_cpu_s, lags_ms=lags_ms

@@ -121,7 +121,10 @@ class Verification:
             console.print(f"{task_id}: changed since it was attacked; run `envd tasks attack {task_id}`", markup=False)
         counts = ", ".join(f"{self.count(policy)} {policy.value}" for policy in played)
         rest = f"; {len(self.skipped)} skipped" if self.skipped else ""
-        console.print(f"{len(by_task)} tasks on {self.accelerator}; passed: {counts}{rest}", markup=False)
+        console.print(
+            f"{len(by_task)} {'task' if len(by_task) == 1 else 'tasks'} on {self.accelerator}; passed: {counts}{rest}",
+            markup=False,
+        )
 
 
 def verify_config(settings: Config, *, parallel_count: int, image: str = "") -> Config:

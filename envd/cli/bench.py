@@ -42,7 +42,7 @@ Report = Callable[[str, float], None]
 Measure = Callable[..., Coroutine[Any, Any, BenchReport]]
 
 
-def bench(name: str) -> Callable[[Measure], Measure]:
+def bench(name: str, *, is_drawn: bool = False) -> Callable[[Measure], Measure]:
     """Return a decorator that registers a benchmark as a command.
 
     The command has the benchmark's keyword-only options and the shared ones. It builds the default image if the
@@ -50,11 +50,14 @@ def bench(name: str) -> Callable[[Measure], Measure]:
 
     Args:
         name: Of the command.
+        is_drawn: Whether it always measures drawn desktops, whichever hypervisor is set.
     """
 
     def decorate(measure: Measure) -> Measure:
         @functools.wraps(measure)
         def command(settings: Config, *, as_json: Json = False, **options: Any) -> None:
+            if is_drawn:
+                settings = _drawn(settings)
             if not options.get("image"):
                 ensure_image(settings)
             with progress(f"bench {name}") as report:
@@ -149,7 +152,7 @@ async def bench_growth(
     )
 
 
-@bench("scale")
+@bench("scale", is_drawn=True)
 async def bench_scale(
     settings: Config,
     report: Report,
@@ -158,10 +161,9 @@ async def bench_scale(
     seconds: Annotated[float, typer.Option(metavar="S", min=1, max=600, help="Duration of each phase.")] = 10.0,
     daemons: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Daemons that share the machines.")] = 1,
 ) -> BenchReport:
-    """Measure how many steps per second one or several daemons serve to many concurrent clients, against bare gRPC."""
+    """Measure the steps per second of many clients at drawn desktops of one or several daemons, against bare gRPC."""
     return await scale.measure_scale(
         settings,
-        task_id=_default_tasks(settings).load,
         machine_count=machines,
         daemon_count=daemons,
         duration_s=seconds,
@@ -294,7 +296,6 @@ def report(
 ) -> None:
     """Run all benchmarks in short, and write one page about this host that can be published."""
     ensure_image(settings)
-    drawn = settings.model_copy(update={"hypervisor": settings.hypervisor.model_copy(update={"uri": "fake"})})
     measures: dict[str, host_report.Measure] = {
         "fork": functools.partial(bench_fork, settings, n=4, repetitions=10),
         "branch": functools.partial(bench_branch, settings, repetitions=5),
@@ -303,7 +304,7 @@ def report(
         "frames": functools.partial(bench_frames, settings, repetitions=5),
         "settle": functools.partial(bench_settle, settings),
         "episodes": functools.partial(bench_episodes, settings, episode_count=8, peer_episode_count=2),
-        "scale": functools.partial(bench_scale, drawn, machines=64, seconds=5.0),
+        "scale": functools.partial(bench_scale, _drawn(settings), machines=64, seconds=5.0),
     }
     with progress("bench report") as on_progress:
         parts = run_until_signal(host_report.measure_host(measures, limit_s=60 * minutes, report=on_progress))
@@ -341,6 +342,10 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     if not 1 <= sizes[0] <= sizes[-1] <= _MAX_MACHINES:
         raise ConfigError(f"--sizes {text}: a number is not in [1, {_MAX_MACHINES}]")
     return sizes
+
+
+def _drawn(settings: Config) -> Config:
+    return settings.model_copy(update={"hypervisor": settings.hypervisor.model_copy(update={"uri": "fake"})})
 
 
 def _task_without_setup(settings: Config, image: str) -> tuple[Config, str]:

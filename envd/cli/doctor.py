@@ -374,7 +374,7 @@ def check_qemu_user(config: Config) -> Check:
     try:
         chosen = choose_qemu_user(config.hypervisor.qemu_user, access)
     except ConfigError as error:
-        return _fail("qemu_user", str(error), fix="see the message and docs/operators.md")
+        return _fail("qemu_user", str(error), fix="see the message and docs/deploy.md")
     if chosen.account is not None:
         return _ok("qemu_user", f"QEMU runs as {chosen.account.name}: {chosen.why}")
     if os.geteuid() != 0:

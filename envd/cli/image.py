@@ -137,4 +137,4 @@ def remove(settings: Config, *, name: Name, as_json: Json = False) -> None:
     if as_json:
         emit_json({"removed": str(removed)})
     else:
-        out.print(f"removed {removed}", soft_wrap=True)
+        out.print(f"removed image {name} ({removed})", markup=False, soft_wrap=True)

@@ -164,8 +164,6 @@ def progress_line(info: PoolStatus, *, size: int | None) -> str:
     problem = f"; {textwrap.shorten(info.problem, _PROBLEM_CHARS)}" if info.problem else ""
     ready_count = info.idle_count + info.leased_count
     if not ready_count and not info.template_digest:
-        return (
-            f"pool {info.name}: preparing the template that its machines are forked from, once per image: one"
-            f" to two minutes with TCG, less with KVM{problem}"
-        )
+        duration = "; without KVM this takes one to two minutes" if info.accelerator == "tcg" else ""
+        return f"pool {info.name}: preparing the template that its machines are forked from{duration}{problem}"
     return f"pool {info.name}: {ready_count} of {size} machines ready, {info.starting_count} starting{problem}"

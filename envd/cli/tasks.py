@@ -15,11 +15,13 @@ from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, out
 from cuaenv.client import AsyncEnvClient
 from cuaenv.client import Task as ServedTask
 from envd.base.config import Config
+from envd.base.config_values import BUILTIN_TASKS
 from envd.cli.options import with_settings
 from envd.cli.remote import CALL_TIMEOUT, TlsCa, TlsCert, TlsKey, open_client, reports_errors
 from envd.cli.tasks_fetch import fetch_all, print_fetched
 from envd.cli.tasks_oracles import oracles
-from envd.daemon.suites import inspect_tasks, load_tasks, with_suites
+from envd.daemon.suites import inspect_tasks, load_tasks, optional_suites, with_suites
+from envd.hypervisor.backends import backend_of
 from envd.images.catalogue import Image, ImageCatalogue
 from envd.images.recipe import OFFICE_APPLICATIONS
 from envd.tasks.assets import AssetCache, AssetMissing, assets_of
@@ -96,6 +98,36 @@ def list_(
     for task in summaries:
         instruction = Text(" ".join(str(task["instruction"]).split()), no_wrap=True, overflow="ellipsis")
         table.add_row(*(str(task[key]) for key in ("task_id", "level", "split", "variant_count")), instruction)
+    out.print(table, markup=False)
+
+
+@app.command("suites")
+@reports_errors
+@with_settings("tasks", "hypervisor")
+def suites(settings: Config, *, as_json: Json = False) -> None:
+    """List the suites: those of the configuration, and the built-in ones that are loaded on request."""
+    served = {_suite_of(task) for task in load_tasks(settings).list()}
+    by_suite: dict[str, list[Task]] = {}
+    runs_guests = backend_of(settings.hypervisor.uri).capabilities.runs_guests
+    for task in load_tasks(with_suites(settings, [*optional_suites()] if runs_guests else [])).list():
+        by_suite.setdefault(_suite_of(task), []).append(task)
+    found = [
+        {
+            "suite": name,
+            "tasks": len(tasks),
+            "held_out": sum(split_of(task) == "held_out" for task in tasks),
+            "os": ", ".join(sorted({task.os.value for task in tasks})),
+            "served": name in served,
+        }
+        for name, tasks in sorted(by_suite.items())
+    ]
+    if as_json:
+        emit_json({"suites": found})
+        return
+    table = Table("suite", "tasks", "held out", "os", "", box=None, pad_edge=False)
+    for each in found:
+        note = "" if each["served"] else f"on request: --tasks {BUILTIN_TASKS}{each['suite']}"
+        table.add_row(*(str(each[key]) for key in ("suite", "tasks", "held_out", "os")), note)
     out.print(table, markup=False)
 
 
@@ -193,7 +225,7 @@ def unmet_needs(tasks: Iterable[Task], images: Sequence[Image]) -> Iterator[Prob
     """Yield a problem for every task of a foreign suite that needs what no image of this host provides."""
     provided = frozenset(name for image in images for name in image.provides)
     for task in tasks:
-        suite = task.task_id.partition("/")[0]
+        suite = _suite_of(task)
         if suite not in {CUA_GYM_SUITE, OPENCOMPUTER_SUITE} or not (lacking := missing_needs(task, provided)):
             continue
         # An image that is not built yet provides as much as one that has nothing.
@@ -207,6 +239,10 @@ def images_that_run(tasks: Sequence[Task], images: Sequence[Image]) -> dict[str,
     """Return the tasks that each image provides everything for, by its name; an image without any is left out."""
     by_name = {image.name: split_by_needs(tasks, frozenset(image.provides))[0] for image in images}
     return {name: runnable for name, runnable in by_name.items() if runnable}
+
+
+def _suite_of(task: Task) -> str:
+    return task.task_id.partition("/")[0]
 
 
 def _summary(task: Task, catalogue: TaskCatalogue) -> dict[str, object]:

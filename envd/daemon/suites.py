@@ -61,7 +61,7 @@ def with_suites(config: Config, names: Sequence[str]) -> Config:
         config: The settings.
         names: `SUITE`, `SUITE/` or `SUITE/TASK`.
     """
-    known = _optional_suites().keys() - {Path(path).stem for path in config.tasks.suites}
+    known = optional_suites().keys() - {Path(path).stem for path in config.tasks.suites}
     added = [f"{BUILTIN_TASKS}{suite}" for suite in (name.partition("/")[0] for name in names) if suite in known]
     suites = dict.fromkeys([*config.tasks.suites, *added])
     return config.model_copy(update={"tasks": config.tasks.model_copy(update={"suites": tuple(suites)})})
@@ -101,7 +101,7 @@ def _sources(config: Config) -> Iterator[tuple[list[TaskFile], bool]]:
 def _task_file(setting: str, packaged: ExitStack) -> TaskFile:
     """Resolve `PATH`, `SUITE=PATH` or `builtin:NAME`. Raises: ConfigError: the suite is unknown."""
     if setting.startswith(BUILTIN_TASKS):
-        suites = _optional_suites()
+        suites = optional_suites()
         name = setting.removeprefix(BUILTIN_TASKS)
         if name not in suites:
             raise ConfigError(f"tasks.suites: unknown built-in suite {name!r}; envd has {', '.join(sorted(suites))}")
@@ -114,7 +114,7 @@ def _task_file(setting: str, packaged: ExitStack) -> TaskFile:
     return TaskFile(Path(path), suite=suite) if suite else TaskFile(Path(path))
 
 
-def _optional_suites() -> dict[str, Traversable]:
-    """Return the directories of the suites of `builtin:NAME`, by name."""
+def optional_suites() -> dict[str, Traversable]:
+    """Return the directories of the suites of `builtin:NAME`, which are loaded on request, by name."""
     directory = resources("envd.tasks") / "suites"
     return {each.name: each for each in directory.iterdir() if (each / f"{each.name}.yaml").is_file()}

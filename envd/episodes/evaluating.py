@@ -1,18 +1,21 @@
 """Score episodes: the checkers run once, on the state that the machine is in. A lost machine never yields a score."""
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from envd.base.errors import EnvdError, EvaluatorFailed, MachineLost
-from envd.base.losses import ENDS_MACHINE, Owner
+from envd.base.losses import ENDS_MACHINE, Loss, Owner
 from envd.base.telemetry import traces
 from envd.episodes.checkpoints.automatic import AutomaticCheckpointing
 from envd.episodes.context import EpisodeContext, Stopwatch
 from envd.episodes.episode import Episode
-from envd.episodes.losing import find_loss
+from envd.episodes.losing import find_loss, is_by_guest_error
 from envd.episodes.persistence.journal import EVALUATE, Request
 from envd.episodes.resetting import RunCheckers
 from envd.episodes.types import EpisodeState, EvaluateResult
+from envd.pool.leased import LeasedMachine
 from envd.tasks import basis
 from envd.tasks.checkers.evaluate import Evaluation, judge_ended
 
@@ -23,11 +26,17 @@ class Evaluating:
     """The `evaluate` call of an episode service."""
 
     def __init__(
-        self, context: EpisodeContext, automatic: AutomaticCheckpointing, *, run_checkers: RunCheckers
+        self,
+        context: EpisodeContext,
+        automatic: AutomaticCheckpointing,
+        *,
+        run_checkers: RunCheckers,
+        at_start: Callable[[Episode], AbstractAsyncContextManager[LeasedMachine]],
     ) -> None:
         self._context = context
         self._automatic = automatic
         self._run_checkers = run_checkers
+        self._at_start = at_start
 
     async def evaluate(self, episode_id: str, *, request_id: str, fingerprint: bytes) -> EvaluateResult:
         """Score an episode in its machine's present state, and end it if active. The checkers run once.
@@ -97,12 +106,20 @@ class Evaluating:
         Raises:
             EvaluatorFailed, MachineLost: See `_score`.
         """
+        reason = ""
         if episode.guest_end_cause not in ENDS_MACHINE:
             try:
                 async with self._context.awake(episode, watch):
                     return await self._score(episode)
             except EvaluatorFailed as error:
                 loss = await find_loss(episode, error)
+                if loss is None and is_by_guest_error(error) and await self._works_at_start(episode):
+                    try:
+                        async with self._context.awake(episode, watch):
+                            return await self._score(episode)
+                    except EvaluatorFailed as repeated:
+                        reason = f"at the task's start the checkers work, but not here: {repeated}"
+                        loss = Loss(Owner.GUEST, reason, "UNCHECKABLE")
                 if loss is not None and loss.owner is Owner.GUEST:
                     self._context.registry.end_by(episode, error, loss)
                 if not episode.guest_end_cause:
@@ -111,7 +128,25 @@ class Evaluating:
                 raised = await self._context.registry.lose(episode, error)
                 if not episode.guest_end_cause:
                     raise raised from error
-        return judge_ended(episode.task, episode.guest_end_cause)
+        return judge_ended(episode.task, episode.guest_end_cause, reason)
+
+    async def _works_at_start(self, episode: Episode) -> bool:
+        """Return whether the checkers give a score for the task's start, so that a failure is of the agent's making.
+
+        False if no machine is free for it: then the failure is not decided, and there is no score.
+        """
+        try:
+            async with self._at_start(episode) as machine, machine.running():
+                await self._run_checkers(
+                    episode.task,
+                    machine.desktop,
+                    last_action=episode.last_action,
+                    timeout_s=self._context.limits.evaluate_timeout_s,
+                )
+        except Exception as error:
+            logger.warning("episode %s: the start of its task was not checked either: %r", episode.episode_id, error)
+            return False
+        return True
 
     async def _score(self, episode: Episode) -> Evaluation:
         """Run the checkers on a running machine.

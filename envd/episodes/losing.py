@@ -26,7 +26,12 @@ async def find_loss(episode: Episode, error: BaseException) -> Loss | None:
     return loss
 
 
-def _symptom(error: BaseException | None) -> BaseException | None:
+def is_by_guest_error(error: BaseException) -> bool:
+    """Return whether a checker failed because of what the guest answered, not because of a late or missing answer."""
+    return _find(error, (GuestError,)) is not None
+
+
+def _symptom(error: BaseException) -> BaseException | None:
     """Return the error of the machine or guest behind an error.
 
     That a checker could not do something in the guest may be the checker's mistake; that the guest did not answer is
@@ -35,6 +40,10 @@ def _symptom(error: BaseException | None) -> BaseException | None:
     kinds: tuple[type[BaseException], ...] = (MachineLost, GuestUnresponsive)
     if not isinstance(error, EvaluatorFailed):
         kinds = (*kinds, GuestError)
+    return _find(error, kinds)
+
+
+def _find(error: BaseException | None, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
     while error is not None and not isinstance(error, kinds):
         error = error.__cause__
     return error

@@ -1,8 +1,8 @@
 """Open episodes: by reset, at the start of a task, and by fork, in the present state of another episode."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 from envd.base.errors import (
@@ -30,7 +30,8 @@ from envd.episodes.quotas import MachineQuotas
 from envd.episodes.resetting import RunSetup, choose_pool, reset_group
 from envd.episodes.task_states import TaskStates
 from envd.episodes.types import CheckpointTrigger, ForkCommand, GroupResult, ResetCommand
-from envd.guest.observation import ObservationOptions
+from envd.guest.observation import Encoding, ObservationOptions
+from envd.pool.leased import LeasedMachine
 from envd.pool.pool import Pool
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task
@@ -38,6 +39,8 @@ from envd.tasks.perturbations import own_perturb, perturb
 
 logger = logging.getLogger(__name__)
 
+#: Limit for a machine that is compared with that of an episode, in seconds.
+_COMPARISON_TIMEOUT_S = 30.0
 #: Most responses of resets kept.
 _RESET_COUNT = 128
 
@@ -132,15 +135,7 @@ class Opening:
         start, perturbations = perturb(task, wanted) if wanted else (task, ())
         with self._resetting(command, task, pool):
             self._require_runnable(task)
-            group = await reset_group(
-                pool,
-                start,
-                command,
-                run_setup=self._run_setup,
-                setup_timeout_s=context.limits.setup_timeout_s,
-                states=self._states,
-                clock=context.clock,
-            )
+            group = await self._start(pool, start, command)
         params = EpisodeParams(
             group_id=self._factory.new_group_id(),
             task=task,
@@ -152,6 +147,36 @@ class Opening:
             automatic=command.automatic,
         )
         return await self._publish(request, group.perturbed(perturbations), pool, params, instruction=task.instruction)
+
+    async def _start(self, pool: Pool, task: Task, command: ResetCommand) -> Group:
+        context = self._context
+        return await reset_group(
+            pool,
+            task,
+            command,
+            run_setup=self._run_setup,
+            setup_timeout_s=context.limits.setup_timeout_s,
+            states=self._states,
+            clock=context.clock,
+        )
+
+    @asynccontextmanager
+    async def at_start(self, episode: Episode) -> AsyncIterator[LeasedMachine]:
+        """Yield another machine, at the start of an episode's task. Raises: As `reset`; PoolExhausted after 30 s."""
+        pool = self._context.pools[episode.pool]
+        command = ResetCommand(
+            request_id="",
+            task_id=episode.task.task_id,
+            run=episode.run,
+            owner=episode.owner,
+            observe=ObservationOptions(encoding=Encoding.NONE),
+            timeout_s=_COMPARISON_TIMEOUT_S,
+        )
+        group = await self._start(pool, episode.task, command)
+        try:
+            yield group.members[0].machine
+        finally:
+            await pool.release(member.machine for member in group.members)
 
     async def _reset_to_checkpoint(self, command: ResetCommand, request: Request, *, ttl_s: float) -> GroupResult:
         checkpoint, task, pool = await self.checkpoints.find_for(command)

@@ -211,7 +211,7 @@ class ImageCatalogue:
 
         An image registered in place keeps its disk file. Raises: ImageNotFound.
         """
-        directory = self._directory(name)
+        directory = self._directory(name, remedy="; `envd image list` lists all")
         removed = directory if "@" in name else directory.parent
         shutil.rmtree(removed)
         current = directory.parent / "current"
@@ -328,15 +328,18 @@ class ImageCatalogue:
         link.symlink_to(image.digest[:DIGEST_CHARS])
         link.rename(parent / "current")
 
-    def _directory(self, name: str) -> Path:
+    def _directory(
+        self, name: str, *, remedy: str = "; create it with `envd image build` or `envd image import`"
+    ) -> Path:
         plain, _, digest = name.partition("@")
         parent = self.root / plain
         matches = [parent / "current"] if not digest else sorted(parent.glob(f"{digest}*"))
         found = [match.resolve() for match in matches if (match / _MANIFEST).exists()]
+        if plain and len(found) > 1:
+            raise ImageNotFound(f"image {name!r}: {len(found)} digests begin so; give more of its digits")
         if len(found) != 1 or not plain:
             known = sorted({image.name for image in self.list()})
             listed = f"image {name!r}: not found in {self.root} (available: {', '.join(known) or 'none'})"
-            remedy = "; create it with `envd image build` or `envd image import`"
             raise ImageNotFound(listed + (did_you_mean(plain, {*known, DEFAULT_IMAGE} - {plain}) or remedy))
         return found[0]
 

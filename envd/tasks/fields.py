@@ -49,7 +49,7 @@ PerturbationKind = Literal[
 
 
 class TaskPerturb(Model):
-    """What each reset of a task perturbs, drawn anew, unless the reset itself says what to perturb."""
+    """What each reset of a task draws by itself, unless the reset names perturbations of its own."""
 
     kinds: tuple[PerturbationKind, ...] = get_args(PerturbationKind)
     """Kinds to draw from."""

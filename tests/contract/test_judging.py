@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from envd.base.errors import GuestError
+from envd.base.errors import EvaluatorFailed, GuestError
 from envd.daemon.judging.workers import JudgeWorkers
 from envd.tasks.checkers.base import FoundFile
 from envd.tasks.checkers.data import IniEntry, JsonValueAt, judge_data
@@ -173,14 +173,14 @@ async def test_memory_beyond_the_limit_scores_0(judges: JudgeWorkers) -> None:
 
 
 async def test_a_worker_that_dies_fails_its_evaluation_and_is_replaced(judges: JudgeWorkers) -> None:
-    with pytest.raises(GuestError, match="was ended"):
+    with pytest.raises(EvaluatorFailed, match="was ended"):
         await judges(end_the_worker)
     assert (await judges(judge_file_text, found(b"axb"), TEXT)).score == 1.0
 
 
 async def test_a_job_without_end_is_ended_by_its_time_limit() -> None:
     judges = JudgeWorkers(limit=1, cpu_s=60, time_s=5.0)
-    with pytest.raises(GuestError, match="5 s"):
+    with pytest.raises(EvaluatorFailed, match="5 s"):
         await judges(judge_file_text, found(b"a" * 60 + b"!"), BACKTRACKING)
     await judges.aclose()
 

@@ -210,3 +210,16 @@ def test_serve_rejects_a_world_readable_password_file(tmp_path: Path) -> None:
     assert done.status == 2
     assert f"tasks.client_password_file: {secret} has mode 0644" in done.err
     assert "s3cret" not in done.out + done.err
+
+
+def test_the_suites_are_listed_with_those_that_are_loaded_on_request() -> None:
+    real = json.loads(run_envd("tasks", "suites", "--json").out)["suites"]
+    assert [(one["suite"], one["os"], one["served"]) for one in real] == [
+        ("desktop", "linux", True),
+        ("tools", "linux", False),
+        ("windows", "windows", False),
+    ]
+    assert all(0 < one["held_out"] < one["tasks"] for one in real)
+    drawn = run_envd("tasks", "suites", "--hypervisor", "fake").out
+    assert "drawn" in drawn
+    assert "windows" not in drawn

@@ -122,7 +122,7 @@ async def test_an_evaluation_scores_and_reports_what_the_model_did(tmp_path: Pat
     assert rates["infeasible"] == 1.0
     write_report(results, tmp_path / "run.html")
     page = html.parse(str(tmp_path / "run.html")).getroot()
-    assert [heading.text for heading in page.iter("h1")] == ["scripted <b>model</b>"]
+    assert [heading.text for heading in page.iter("h1")] == ["Evaluation of scripted <b>model</b>"]
     assert not list(page.iter("script"))
     pictures = [image.get("src") for image in page.iter("img")]
     assert len(pictures) >= 2 * len(SOLUTIONS)

@@ -109,8 +109,14 @@ ACTS = {
     "kill all own processes": Act(user="kill -9 -1"),
     "kill all own processes, then type": Act(user="kill -9 -1", types=True),
     "stop all own processes, then type": Act(user="kill -STOP -1", types=True, causes=ended("", "SESSION_ENDED")),
-    "kill the window manager": Act(task="window", user="pkill -9 openbox", causes=ended("", "SESSION_ENDED")),
-    "kill the X server": Act(task="window", user="pkill -9 Xorg", causes=ended("", "SESSION_ENDED")),
+    "kill the window manager": Act(task="window", user="pkill -9 openbox", causes=ended("UNCHECKABLE")),
+    "kill the X server": Act(task="window", user="pkill -9 Xorg", causes=ended("UNCHECKABLE", "SESSION_ENDED")),
+    "kill the X server, clipboard": Act(
+        task="clipboard", user="pkill -9 Xorg", causes=ended("UNCHECKABLE", "SESSION_ENDED")
+    ),
+    "kill the accessibility bus": Act(
+        task="screen", user="pkill -9 at-spi; pkill -9 dbus-daemon", causes=ended("", "UNCHECKABLE", "SESSION_ENDED")
+    ),
     "stop the X server": Act(task="window", user="pkill -STOP Xorg", causes=ended("SESSION_ENDED")),
     "stop the clipboard's owner": Act(task="clipboard", user=CLIPBOARD_OWNER, causes=ended("SESSION_ENDED")),
     "systemctl poweroff": Act(user="systemctl poweroff"),
@@ -135,7 +141,9 @@ ACTS = {
     ),
     "70,000 files": Act(task="directory", user="mkdir many; cd many; seq 70000 | xargs touch"),
     "window title of 70 KB": Act(task="window", user=f'python3 -c "{BIG_TITLE}" & sleep 3'),
-    "endless tree": Act(task="screen", user=f'python3 -c "{ENDLESS_TREE}" & sleep 20'),
+    "endless tree": Act(
+        task="screen", user=f'python3 -c "{ENDLESS_TREE}" & sleep 20', causes=ended("", "UNCHECKABLE", "SESSION_ENDED")
+    ),
     "forged panic, without root": Act(user="echo 'Kernel panic - not syncing: x' > /dev/ttyS0"),
     # Root
     "power off, as the goal": Act(task="power", root="poweroff", causes=ended("POWER_OFF"), score=1),
@@ -179,7 +187,7 @@ async def client(
             for name, checker in CHECKERS.items()
         ]
     )
-    settings = PoolSettings(name="desktop", capacity=1, size=1, allow_guest_access=True, disk_quota_mib=QUOTA_MIB)
+    settings = PoolSettings(name="desktop", capacity=2, size=0, allow_guest_access=True, disk_quota_mib=QUOTA_MIB)
     image = ImageCatalogue(cache_dir).get(os.environ.get("ENVD_TEST_IMAGE", "desktop"))
     directories = {"cache_dir": cache_dir, "template_dir": template_dir, "state_dir": vm_state_dir}
     async with (

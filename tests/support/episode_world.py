@@ -71,6 +71,8 @@ class StubTasks:
     setups: int = 0
     check_gate: asyncio.Event = field(default_factory=asyncio.Event)
     check_error: Exception | None = None
+    check_errors: list[Exception | None] = field(default_factory=list)
+    """Of the next evaluations, one each, before `check_error`."""
     checks: int = 0
     score: float = 1.0
     last_action: Done | Fail | None = None
@@ -97,8 +99,9 @@ class StubTasks:
         self.last_action = last_action
         await desktop.run(["check"], timeout_s=timeout_s)
         await self.check_gate.wait()
-        if self.check_error is not None:
-            raise self.check_error
+        error = self.check_errors.pop(0) if self.check_errors else self.check_error
+        if error is not None:
+            raise error
         return Evaluation(score=self.score, checks=(CheckResult(name="stub", score=self.score, evidence="seen"),))
 
 

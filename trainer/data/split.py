@@ -35,10 +35,10 @@ class Splittable:
 def split(tasks: Iterable[Splittable], *, share: float = 0.2, seed: int = 42) -> Mapping[str, Split]:
     """Return the split of each task id.
 
-    If a suite holds out some of its tasks itself, its split is used for all, with a warning in the log for each level
-    that it leaves out of one side. Otherwise a share of each level is held out, at least one task; a level with a
-    single task is used for training only, with a warning in the log. Chunks of a task, variants of a template, and
-    tasks with equal instructions stay together.
+    If a suite holds out some of its tasks itself, its split is used for all; the log names each level that it leaves
+    out of one side. Otherwise a share of each level is held out, at least one task; a level with a single task is used
+    for training only, with a warning in the log. Chunks of a task, variants of a template, and tasks with equal
+    instructions stay together.
 
     Args:
         tasks: All tasks; equal ids count once.
@@ -67,7 +67,7 @@ def split(tasks: Iterable[Splittable], *, share: float = 0.2, seed: int = 42) ->
     for level, names in sorted(by_level.items()):
         count = len(held_out.intersection(names))
         if is_own and not 0 < count < len(names):
-            logger.warning("level %d: the suite itself holds out %d of its %d tasks", level, count, len(names))
+            logger.info("level %d: the suite itself holds out %d of its %d tasks", level, count, len(names))
         elif len(names) > 1 and not 0 < count < len(names):
             raise CannotSplit(
                 f"level {level}: {count} of {len(names)} tasks would be held out, but each level needs tasks on both"

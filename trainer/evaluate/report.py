@@ -4,6 +4,7 @@ Texts of models and guests are hostile: the template escapes them, and the page'
 """
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ def write_report(results: Results, page: Path) -> None:
     """
     shown = [_AttemptView(attempt, _read(page.parent, attempt)) for attempt in results.attempts]
     template = _environment().get_template("report.html.j2")
-    html = template.render(run=results.run, summary=summarise(results), shown=shown)
+    html = template.render(
+        run=results.run, summary=summarise(results), shown=shown, time=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    )
     page.write_text(html, encoding="utf-8")
 
 

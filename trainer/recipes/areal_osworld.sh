@@ -7,7 +7,7 @@ begin areal_osworld desktop/type-greeting "$@"
 make_tasks
 
 if ! ((DRY_RUN)) && ! "$PYTHON" -c "import areal" 2>/dev/null; then
-   echo "areal: not installed for ${PYTHON}; see docs/recipes.md" >&2
+   echo "areal: not installed for ${PYTHON}; see docs/adapters.md" >&2
    exit 1
 fi
 run "$PYTHON" -m trainer.adapters.areal.train --config "$CONFIG" "train_dataset.path=${PROMPT_DATA}"

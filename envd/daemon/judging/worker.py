@@ -68,8 +68,12 @@ def main(memory_mib: int, cpu_s: int, visible: list[str]) -> None:
         except (enclosure.SandboxError, OSError) as error:
             problem = str(error)
         _limit(memory_mib)
-        found = (problem and f"judges run outside the sandbox: {problem}", cgroup.shortcoming(hierarchy))
-        _serve(cpu_s, statm, "; ".join(filter(None, found)))
+        _serve(
+            cpu_s,
+            statm,
+            warning=problem and f"judges run outside the sandbox: {problem}",
+            note=cgroup.shortcoming(hierarchy),
+        )
     signal.signal(signal.SIGTERM, lambda *_: os.kill(runner, signal.SIGKILL))
     for stream in (sys.stdin, sys.stdout):
         os.close(stream.fileno())
@@ -79,10 +83,10 @@ def main(memory_mib: int, cpu_s: int, visible: list[str]) -> None:
     os._exit(EXCEEDED_CPU if status == EXCEEDED_CPU else 0)
 
 
-def _serve(cpu_s: int, statm: int, warning: str) -> NoReturn:
+def _serve(cpu_s: int, statm: int, *, warning: str, note: str) -> NoReturn:
     """Answer jobs until standard input ends."""
     jobs, answers = sys.stdin.buffer, sys.stdout.buffer
-    _send(answers, {"ready": True, "warning": warning})
+    _send(answers, {"ready": True, "warning": warning, "note": note})
     while header := jobs.read(HEADER.size):
         _limit_cpu(cpu_s)
         _send(answers, _answer(jobs.read(HEADER.unpack(header)[0]), statm))

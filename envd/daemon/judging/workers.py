@@ -3,7 +3,7 @@
 A picture, a text or a document of a guest can keep a decoder busy for hours, fill the memory, or hold the interpreter
 lock. In the daemon, each of these would stop every episode. Here they end one worker. What needs more memory or CPU
 time than the limit scores 0, as a file that is too large does: the host had both, so an agent must not void its episode
-by it. If the host is or may be the reason, the evaluation fails with `GuestError` and has no score.
+by it. If the host is or may be the reason, the evaluation fails with `EvaluatorFailed` and has no score.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import envd
-from envd.base.errors import GuestError
+from envd.base.errors import EvaluatorFailed, GuestError
 from envd.daemon.judging.worker import EXCEEDED_CPU, HEADER
 from envd.tasks.text import CheckOutcome, CheckPart
 
@@ -82,7 +82,7 @@ class JudgeWorkers:
                 async with self._slow_slots:
                     answer = await self._run(job, time_s=self._time_s)
         except TimeoutError:
-            raise GuestError(f"judging it took longer than {self._time_s:g} s") from None
+            raise EvaluatorFailed(f"judging it took longer than {self._time_s:g} s") from None
         if "bug" in answer:
             raise RuntimeError(f"{function.__name__}: {answer['bug']}")
         if "excess" in answer:
@@ -98,7 +98,7 @@ class JudgeWorkers:
             await _end(self._idle.pop())
 
     async def _run(self, job: bytes, *, time_s: float) -> Mapping[str, Any]:
-        """Return a worker's answer. Raises: GuestError: The worker ended. TimeoutError: It took too long."""
+        """Return a worker's answer. Raises: EvaluatorFailed: The worker ended. TimeoutError: It took too long."""
         worker = self._idle_worker() or await self._start()
         is_reusable = False
         try:
@@ -113,7 +113,7 @@ class JudgeWorkers:
                     await worker.wait()
             if worker.returncode == EXCEEDED_CPU:
                 return {"excess": "judging it needs more CPU time than its limit"}
-            raise GuestError("the process that judged it was ended") from error
+            raise EvaluatorFailed("the process that judged it was ended") from error
         else:
             return answer
         finally:
@@ -152,9 +152,11 @@ class JudgeWorkers:
         except BaseException:
             await _end(worker)
             raise
-        if ready["warning"] and not self._is_warned:
+        if not self._is_warned:
             self._is_warned = True
-            logger.warning("judge workers: %s", ready["warning"])
+            for level, text in ((logging.WARNING, ready["warning"]), (logging.INFO, ready["note"])):
+                if text:
+                    logger.log(level, "judge workers: %s", text)
         return worker
 
 

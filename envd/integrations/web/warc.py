@@ -46,7 +46,7 @@ class Entry:
     time_s: float
     """When it was recorded, in seconds since 1970."""
     offset: int
-    """Of the response's record in the file."""
+    """Where the response's record begins in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

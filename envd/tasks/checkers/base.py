@@ -49,7 +49,12 @@ class Judge(Protocol):
     """
 
     async def __call__(self, function: Callable[..., CheckOutcome], /, *arguments: object) -> CheckOutcome:
-        """Return the function's outcome. Raises: GuestError: It has none, or not within its limits."""
+        """Return the function's outcome.
+
+        Raises:
+            GuestError: The function raised it.
+            EvaluatorFailed: It did not end, for which the host may be the reason.
+        """
 
 
 async def judge_directly(function: Callable[..., CheckOutcome], /, *arguments: object) -> CheckOutcome:

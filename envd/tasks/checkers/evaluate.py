@@ -122,14 +122,15 @@ async def require_unsolved(task: Task, desktop: Desktop, *, timeout_s: float, ju
         raise SetupFailed(f"task {task.task_id}: already solved after its setup, {found[:500]}; fix setup or checker")
 
 
-def judge_ended(task: Task, cause: str) -> Evaluation:
+def judge_ended(task: Task, cause: str, reason: str = "") -> Evaluation:
     """Score a task whose guest ended itself and left no machine: 1 if that was its goal, and 0 otherwise.
 
     Args:
         task: The task.
         cause: How the guest ended, see `envd.base.losses.Loss`.
+        reason: What was found, if there is more to say.
     """
-    evidence = f"the guest ended itself: {cause}"
+    evidence = f"the guest ended itself: {cause}{reason and ': '}{reason}"
     if isinstance(task.checker, PoweredOff):
         return _single(describe(task.checker), CheckOutcome(float(cause == "POWER_OFF"), evidence))
     return _single("guest", CheckOutcome(0.0, evidence))

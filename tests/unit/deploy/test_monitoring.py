@@ -146,13 +146,13 @@ def test_every_series_of_the_daemon_is_on_the_dashboard_or_in_a_rule() -> None:
 
 
 def test_every_alert_has_a_severity_a_summary_and_a_section_on_its_page() -> None:
-    page = (ROOT / "docs" / "alerts.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
     for rule in rules():
         if "alert" not in rule:
             continue
         assert rule["labels"]["severity"] in {"critical", "warning"}
         assert rule["annotations"]["summary"]
-        assert rule["annotations"]["runbook_url"].endswith(f"docs/alerts.md#{rule['alert'].lower()}")
+        assert rule["annotations"]["runbook_url"].endswith(f"docs/monitoring.md#{rule['alert'].lower()}")
         assert f"\n## {rule['alert']}\n" in page
     assert re.findall(r"^## (Envd\w+)$", page, re.MULTILINE) == alerts()
 

@@ -2,7 +2,7 @@
 
 They parse replies in verb tags (`<action>VERB ARGUMENTS</action>`, `<done/>`) only; to them, replies in another grammar
 are prose. Source: modal-labs/multinode-training-guide, pull request 80; each function names its commit.
-docs/rewards.md describes the purpose of each version and how it can be gamed.
+docs/evidence/rewards.md describes the purpose of each version and how it can be gamed.
 
 v12c, which is v12b with Gaussian noise, is not included: a reward that differs for equal episodes is noise.
 """

@@ -50,7 +50,8 @@ def test_an_imported_disk_is_listed_shown_and_removed_and_its_file_is_kept(image
     assert images.run_json("show", "windows-11") == imported
     assert imported["digest"] in images.run("show", "windows-11")
     assert "windows-11" in images.run("list")
-    images.run("rm", "windows-11")
+    assert images.run("rm", "windows-11").startswith("removed image windows-11 (")
+    assert images.run("rm", "windows-11", status=1).endswith("(available: none); `envd image list` lists all\n")
     assert images.run_json("list") == {"images": []}
     assert disk.exists()
 

@@ -20,6 +20,7 @@ from envd.base.errors import (
     EvaluatorFailed,
     GroupTooLarge,
     GuestEnded,
+    GuestError,
     GuestUnresponsive,
     InvalidRequest,
     LossUndecided,
@@ -411,6 +412,43 @@ async def test_a_checker_that_the_ended_session_cannot_answer_scores_0(world: Wo
     world.tasks.check_error = failure
     evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
     assert (evaluated.score, evaluated.episode.guest_end_cause) == (0.0, "UNRESPONSIVE")
+
+
+def blocked() -> EvaluatorFailed:
+    failure = EvaluatorFailed("check 'window' failed: cannot open display")
+    failure.__cause__ = GuestError("cannot open display")
+    return failure
+
+
+@pytest.mark.parametrize(
+    ("errors", "score", "cause"), [([blocked(), None, blocked()], 0, "UNCHECKABLE"), ([blocked(), None, None], 1, "")]
+)
+async def test_what_the_agent_made_uncheckable_scores_0_if_checked_twice(
+    world: World, episode_id: str, errors: list[Exception | None], score: float, cause: str
+) -> None:
+    world.tasks.check_errors = errors
+    evaluated = await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
+    assert (evaluated.score, evaluated.episode.guest_end_cause, world.tasks.checks) == (score, cause, 3)
+    if cause:
+        assert "at the task's start the checkers work" in evaluated.checks[0].evidence
+    assert world.pool.statistics().leased_count == 1
+
+
+async def test_a_checker_that_fails_at_the_start_too_gives_no_score(world: World, episode_id: str) -> None:
+    world.tasks.check_error = blocked()
+    with pytest.raises(EvaluatorFailed, match="cannot open display"):
+        await world.service.evaluate(episode_id, request_id="e", fingerprint=b"")
+    assert world.tasks.checks == 2
+
+
+async def test_a_failed_check_that_no_machine_is_free_to_compare_gives_no_score(world: World) -> None:
+    episodes = (await world.reset(group_size=world.pool.settings.capacity)).episodes
+    world.tasks.check_errors = [blocked()]
+    evaluating = await begun(world.service.evaluate(episodes[0].episode_id, request_id="e", fingerprint=b""))
+    await world.clock.advance(31)
+    with pytest.raises(EvaluatorFailed, match="cannot open display"):
+        await evaluating
+    assert world.tasks.checks == 1
 
 
 async def test_a_host_that_loses_an_ended_session_voids_it(world: World, episode_id: str) -> None:

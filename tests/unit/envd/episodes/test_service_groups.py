@@ -309,7 +309,7 @@ async def test_a_task_without_setup_gets_one_if_its_world_is_perturbed(world: Wo
     assert len(result.episodes[0].origin.perturbations) == 1
 
 
-async def test_a_task_perturbs_each_reset_anew_and_its_retry_and_its_group_alike(world: World) -> None:
+async def test_a_task_perturbs_each_reset_differently_and_its_retry_and_group_equally(world: World) -> None:
     result = await world.reset(task_id=PERTURBED.task_id, group_size=2, request_id="first")
     kinds = {info.origin.perturbations for info in result.episodes}
     assert len(kinds) == 1

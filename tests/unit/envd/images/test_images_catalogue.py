@@ -136,6 +136,14 @@ def test_removing_one_digest_keeps_the_other(catalogue: ImageCatalogue) -> None:
         catalogue.get("desktop")
 
 
+def test_a_prefix_of_two_digests_removes_neither(catalogue: ImageCatalogue) -> None:
+    publish(catalogue, "ab" + "0" * 62)
+    publish(catalogue, "ac" + "0" * 62)
+    with pytest.raises(ImageNotFound, match="2 digests begin so"):
+        catalogue.remove("desktop@a")
+    assert len(catalogue.list()) == 2
+
+
 def test_an_imported_disk_is_registered_in_place(catalogue: ImageCatalogue, file: Path) -> None:
     fractions: list[float] = []
     image = import_disk(catalogue, file, credentials="env:WIN_PASSWORD", progress=fractions.append)

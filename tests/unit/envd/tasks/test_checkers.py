@@ -394,6 +394,6 @@ def test_a_checker_must_say_whether_it_runs_before_the_start() -> None:
 
 
 def test_every_checker_is_documented() -> None:
-    page = (Path(__file__).parents[4] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[4] / "docs" / "checkers.md").read_text(encoding="utf-8")
     kinds = [get_args(kind.model_fields["kind"].annotation)[0] for kind in get_args(AnyLeafChecker)]
     assert [kind for kind in kinds if f"`{kind}`" not in page] == []

@@ -1,4 +1,4 @@
-"""docs/agent.md agrees with the code."""
+"""docs/agent.md and the settings of the agent in docs/train-settings.md agree with the code."""
 
 import dataclasses
 from pathlib import Path
@@ -9,7 +9,8 @@ from trainer.agent.grammars import FALLBACKS, GRAMMARS, Picture, grammar
 from trainer.agent.settings import AgentSettings
 from trainer.agent.types import Outcome
 
-PAGE = (Path(__file__).parents[4] / "docs" / "agent.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[4] / "docs"
+PAGE = (DOCS / "agent.md").read_text(encoding="utf-8")
 
 
 def test_the_page_lists_every_name() -> None:
@@ -18,8 +19,9 @@ def test_the_page_lists_every_name() -> None:
 
 
 def test_the_page_lists_every_setting_with_its_default() -> None:
+    page = (DOCS / "train-settings.md").read_text(encoding="utf-8").partition("## The agent")[2]
     for field in dataclasses.fields(AgentSettings):
-        (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| `{field.name}` |")]
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{field.name}` |")]
         default = row.split("|")[2].strip()
         documented = {"true": True, "false": False, "[]": (), "the grammar's": None}.get(default, default)
         assert documented == field.default or float(default) == field.default, row

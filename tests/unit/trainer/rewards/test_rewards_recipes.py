@@ -142,7 +142,7 @@ def not_below(reward: Recipe, reference: EpisodeFacts) -> list[str]:
 
 
 def table() -> str:
-    """Return the rewards of all probes under all recipes, as docs/rewards.md shows them."""
+    """Return the rewards of all probes under all recipes, as docs/evidence/rewards.md shows them."""
     episodes = (SOLVED, HALF_SOLVED, HONEST, *EXPLOITS)
     columns = [
         "recipe",
@@ -278,7 +278,7 @@ def test_the_recipes_that_can_be_gamed_are_known() -> None:
 
 
 def test_the_page_shows_the_current_table() -> None:
-    page = Path(__file__).parents[4] / "docs" / "rewards.md"
+    page = Path(__file__).parents[4] / "docs" / "evidence" / "rewards.md"
     assert table() in page.read_text(encoding="utf-8"), f"put this table into {page}:\n{table()}"
 
 

@@ -164,5 +164,5 @@ def test_more_episodes_than_machines_cause_a_warning(
 
 @pytest.mark.parametrize("names", [SlimeConfig.model_fields, [one.name for one in dataclasses.fields(AgentSettings)]])
 def test_every_key_is_in_the_guide(names: Collection[str]) -> None:
-    guide = Path(__file__).parents[4].joinpath("docs/train.md").read_text(encoding="utf-8")
+    guide = Path(__file__).parents[4].joinpath("docs/train-settings.md").read_text(encoding="utf-8")
     assert [name for name in names if f"`{name}`" not in guide] == []

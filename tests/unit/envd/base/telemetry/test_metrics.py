@@ -143,13 +143,13 @@ def test_names_have_our_prefix_and_base_units() -> None:
     assert [name for name in names if name.endswith(("_ms", "_mib", "_minutes"))] == []
 
 
-def test_every_series_is_in_the_operators_page() -> None:
+def test_every_series_is_on_the_page_of_metrics() -> None:
     metrics = Metrics()
     metrics.watch_pools(lambda: (), POOL_SERIES)
     metrics.registry.register(HostCollector(directories={}, certificates={}, memory=lambda: 0))
     names = [
         f"{family.name}_total" if family.type == "counter" else family.name for family in metrics.registry.collect()
     ]
-    page = (Path(__file__).parents[5] / "docs" / "operators.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[5] / "docs" / "monitoring.md").read_text(encoding="utf-8")
     assert len(names) > 15
     assert [name for name in names if f"`{name}`" not in page] == []
