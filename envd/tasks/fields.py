@@ -36,14 +36,7 @@ class Model(BaseModel):
 
 
 PerturbationKind = Literal[
-    "background",
-    "extra_window",
-    "font_scale",
-    "late_program",
-    "low_battery",
-    "notification",
-    "theme",
-    "update",
+    "background", "extra_window", "font_scale", "late_program", "low_battery", "notification", "theme", "update",
     "window_placement",
 ]  # fmt: skip
 

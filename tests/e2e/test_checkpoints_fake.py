@@ -102,7 +102,7 @@ async def test_a_state_outlives_its_episode_and_its_daemon(tmp_path: Path) -> No
 async def test_a_copy_names_the_perturbations_of_its_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Drawn desktops have no programs for the true ones.
     verbs = [{"kind": "make_directory", "path": "/home/user/perturbed"}]
-    monkeypatch.setitem(perturbations._KINDS, "theme", (lambda _: verbs, True))  # type: ignore[arg-type]
+    monkeypatch.setitem(perturbations._KINDS, "theme", (lambda _: verbs, True))
     async with (
         served(tmp_path) as (_, client),
         client.reset(TASK, perturb=Perturb(seed=1, kinds=("theme",))) as episode,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from envd.base.errors import ConfigError
-from envd.base.streams import close, copy
+from envd.base.streams import close, copy, receive_descriptor
 from envd.guest.gateway import HostExit, send_error
 from envd.integrations.web.environment import AUTHORITY_KEY, PROGRAM, ROOT, WebEnvironment
 from envd.integrations.web.recordings import WebRecordings
@@ -157,7 +157,10 @@ class WebProxy:
                 # Ctrl-C in a terminal reaches the whole group; the daemon ends the process itself.
                 start_new_session=True,
             )
-        listener = await self._receive_listener(ours)
+        data, listener = await receive_descriptor(ours, _MAX_MESSAGE_BYTES)
+        if listener is None:
+            problem = json.loads(data or b"{}").get("error", "its proxy ended")
+            raise ConfigError(f"web recording {self._name}: {problem}; see `envd doctor` about sandboxes")
         if self._servers is not None:
             self._exit = await asyncio.start_server(self._accept, sock=listener)
         else:
@@ -167,21 +170,6 @@ class WebProxy:
             problem = message.get("error", "its proxy ended")
             raise ConfigError(f"web recording {self._name}: {problem}; see `envd web show {self._name}`")
         self._reading = asyncio.create_task(self._read(ours), name=f"web:{self._name}")
-
-    async def _receive_listener(self, control: socket.socket) -> socket.socket:
-        loop, readable = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(control.fileno(), readable.set)
-        try:
-            await readable.wait()
-        finally:
-            loop.remove_reader(control.fileno())
-        data, handles, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 1)
-        if not handles:
-            problem = json.loads(data or b"{}").get("error", "its proxy ended")
-            raise ConfigError(f"web recording {self._name}: {problem}; see `envd doctor` about sandboxes")
-        listener = socket.socket(fileno=handles[0])
-        listener.setblocking(False)
-        return listener
 
     async def _receive(self, control: socket.socket) -> dict[str, Any]:
         data = await asyncio.get_running_loop().sock_recv(control, _MAX_MESSAGE_BYTES)

@@ -125,13 +125,8 @@ def records(
 
 
 _LEFT_OUT = {
-    "authorization",
-    "connection",
-    "keep-alive",
-    "proxy-authorization",
-    "proxy-connection",
-    "transfer-encoding",
-}
+    "authorization", "connection", "keep-alive", "proxy-authorization", "proxy-connection", "transfer-encoding",
+}  # fmt: skip
 
 
 def _kept(headers: Headers) -> Headers:

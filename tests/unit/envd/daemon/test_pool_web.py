@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from envd.base.config import Config, PoolConfig
+from envd.base.config import Config, HypervisorConfig, PoolConfig
 from envd.base.errors import ConfigError
 from envd.base.telemetry.metrics import Metrics
 from envd.daemon.web import open_web
@@ -13,7 +13,7 @@ from tests.support.stubs import IMAGE
 
 
 def config(tmp_path: Path, uri: str, **pools: PoolConfig) -> Config:
-    return Config(cache_dir=tmp_path, state_dir=tmp_path, hypervisor={"uri": uri}, pools=pools)
+    return Config(cache_dir=tmp_path, state_dir=tmp_path, hypervisor=HypervisorConfig(uri=uri), pools=pools)
 
 
 async def test_a_closed_pool_has_no_exit_and_an_open_one_reaches_public_hosts(tmp_path: Path) -> None:
