@@ -90,7 +90,8 @@ class HostClaims:
 
     def close(self) -> None:
         """Withdraw this daemon's number."""
-        os.unlink(self._path)
+        with self.exclusive():
+            os.unlink(self._path)
         os.close(self._file)
         os.close(self._mutex)
 

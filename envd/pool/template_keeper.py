@@ -88,8 +88,8 @@ class TemplateKeeper:
     async def _get(self) -> None:
         """Get the template, with retries, whenever there is room for the machine that tests it."""
         while self.frozen is None:
-            await self._user.wait_for_room()
             try:
+                await self._user.wait_for_room()
                 self.frozen = await self.templates.acquire(self.spec, builder=self._user)
             except Draining:
                 return

@@ -66,6 +66,22 @@ def test_answers_are_hedged() -> None:
     assert answers == {"41", "42 ", "42 or 24x", "24x, 42, x24", ""}
 
 
+def test_the_way_to_an_answer_is_free_if_nothing_else_is_judged() -> None:
+    answer, oracle = {"kind": "answer", "equals": "42"}, [*ORACLE[:2], [{"done": "42"}]]
+    both = {"kind": "all", "checks": [answer, {"kind": "file_text", "path": PATH, "equals": "Room 12"}]}
+    changed = [{name for name in named(task(checker=it, oracle=oracle)) if "step 1" in name} for it in (answer, both)]
+    assert changed[0] == set()
+    assert "step 1: left out" in changed[1]
+
+
+def test_a_text_without_letters_has_no_other_case() -> None:
+    found = named(task(oracle=[[{"press": ["ctrl", "a"]}], [{"type": "12"}], ["done"]]))
+    assert {name for name in found if "step 2" in name and "action 1" in name} == {
+        "step 2: one digit, action 1",
+        "step 2: blank at the end, action 1",
+    }
+
+
 def test_cheats_are_those_of_the_checker() -> None:
     commands = {mutant.name: mutant.commands for mutant in mutants_of(task()) if mutant.commands}
     assert commands[f"empty {PATH}"] == (f"mkdir -p /home/user; : > {PATH}",)

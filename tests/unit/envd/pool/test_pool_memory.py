@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,18 @@ def test_claims_of_another_host_that_mounts_the_directory_do_not_count(tmp_path:
     assert HostMemory(reserve_bytes=0, host=claims, read=lambda: 1024 * MIB).room(256 * MIB) == 4
     claims.close()
     assert sorted(os.listdir(tmp_path)) == ["another-boot.x", "lock"]
+
+
+def test_a_claim_is_not_withdrawn_while_another_daemon_reads_it(tmp_path: Path) -> None:
+    reader, ending = HostClaims(tmp_path), HostClaims(tmp_path)
+    thread = threading.Thread(target=ending.close)
+    with reader.exclusive():
+        thread.start()
+        thread.join(0.2)
+        assert len(os.listdir(tmp_path)) == 3
+    thread.join()
+    assert len(os.listdir(tmp_path)) == 2
+    reader.close()
 
 
 def test_claims_in_an_unusable_directory_are_a_configuration_error(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from envd.base.errors import Draining, GuestUnresponsive, HypervisorError, HypervisorUnavailable, PoolExhausted
+from envd.pool.memory import HostMemory
 from envd.pool.pool import Pool
 from tests.support.clock import begun, run_ready
 from tests.support.pool_world import PoolWorld, start
@@ -203,6 +204,21 @@ async def test_building_a_template_is_retried_with_growing_pauses(world: PoolWor
     await world.clock.advance(1.5)
     assert idle_count(pool) == 1
     assert pool.statistics().healthy
+
+
+async def test_a_failure_to_read_the_hosts_memory_is_retried_too(world: PoolWorld) -> None:
+    readings: list[Exception] = [OSError("no claims")]
+
+    def read() -> int:
+        if readings:
+            raise readings.pop()
+        return 64 << 30
+
+    pool = world.make(capacity=1, memory=HostMemory(reserve_bytes=0, read=read))
+    await start(pool)
+    assert "template not built: no claims" in pool.statistics().problem
+    await world.clock.advance(1.0)
+    assert idle_count(pool) == 1
 
 
 async def test_an_unreachable_hypervisor_does_not_condemn_a_stored_template(world: PoolWorld) -> None:
