@@ -40,11 +40,11 @@ class Running:
     def __init__(self, proxy: WebProxy, outcomes: Counter[str], ports: dict[str, int]) -> None:
         self.proxy = proxy
         self.outcomes = outcomes
-        self._ports = ports
+        self.ports = ports
 
     def visitor(self, machine_id: str = "m0") -> Visitor:
         certificate = (ENVIRONMENT.authority() / AUTHORITY_CERT).read_text()
-        return Visitor(f"http://127.0.0.1:{self._ports[machine_id]}", certificate)
+        return Visitor(f"http://127.0.0.1:{self.ports[machine_id]}", certificate)
 
 
 Tour = list[tuple[int, str, bytes]]
