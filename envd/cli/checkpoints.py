@@ -11,21 +11,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from cuaenv.cli.terminal import Json, emit_json, err, out
-from cuaenv.client import Checkpoint
+from cuaenv.cli.terminal import Json, emit, emit_json, err, out
+from cuaenv.client import AsyncEnvClient, Checkpoint
 from envd.base.errors import CheckpointNotFound, ConfigError
-from envd.cli.remote import (
-    CALL_TIMEOUT,
-    DEFAULT_TARGET,
-    Target,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    open_client,
-    printable,
-    reports_errors,
-    since,
-)
+from envd.cli.remote import CALL_TIMEOUT, Daemon, calls_daemon, printable, reports_errors, since
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,19 +24,17 @@ app = typer.Typer(
 
 @app.command("list")
 @reports_errors
+@calls_daemon
 def list_(
+    daemon: Daemon,
     *,
     run: Annotated[str, typer.Option(metavar="RUN", help="Only those of this run.")] = "",
     task: Annotated[str, typer.Option(metavar="TASK", help="Only those of this task.")] = "",
     episode: Annotated[str, typer.Option(metavar="EPISODE", help="Only those of this episode.")] = "",
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """List checkpoints, oldest first; with a token, those that it may see."""
-    found = asyncio.run(_list(envd, tls_ca, tls_cert, tls_key, run=run, task=task, episode_id=episode))
+    found = _list(daemon, run=run, task=task, episode_id=episode)
     if as_json:
         emit_json({"checkpoints": [_fields(checkpoint) for checkpoint in found]})
     elif found:
@@ -58,17 +45,15 @@ def list_(
 
 @app.command("show")
 @reports_errors
+@calls_daemon
 def show(
+    daemon: Daemon,
     *,
     checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Show one checkpoint, and those that it descends from, the nearest first."""
-    found = asyncio.run(_list(envd, tls_ca, tls_cert, tls_key))
+    found = _list(daemon)
     (checkpoint,) = _named([checkpoint_id], found)
     fields = {**_fields(checkpoint), "ancestors": _ancestors(checkpoint, found)}
     if as_json:
@@ -81,18 +66,14 @@ def show(
 
 @app.command("open")
 @reports_errors
+@calls_daemon
 def open_(
-    *,
-    checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    daemon: Daemon, *, checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")]
 ) -> None:
     """Open an episode in the state of a checkpoint until Ctrl-C, for the console or `envd forward`. Prints its id."""
 
     async def hold() -> None:
-        async with open_client(envd, ca=tls_ca, cert=tls_cert, key=tls_key) as client:
+        async with daemon.client() as client:
             (checkpoint,) = _named([checkpoint_id], await client.list_checkpoints(timeout=CALL_TIMEOUT))
             async with client.reset(checkpoint) as episode:
                 out.print(episode.episode_id)
@@ -111,63 +92,59 @@ def open_(
 
 @app.command("delete")
 @reports_errors
+@calls_daemon
 def delete(
+    daemon: Daemon,
     *,
     checkpoint_ids: Annotated[list[str], typer.Argument(metavar="CHECKPOINT...", help="Ids of checkpoints.")],
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Delete checkpoints; nothing if one of the ids is unknown. Episodes that were opened from them continue."""
     wanted = list(dict.fromkeys(checkpoint_ids))
-    found = _named(wanted, asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
-    asyncio.run(_delete(found, envd, tls_ca, tls_cert, tls_key))
-    if as_json:
-        emit_json({"deleted": wanted})
-    else:
-        out.print(f"deleted {', '.join(wanted)}", markup=False, soft_wrap=True)
+
+    async def delete_all(client: AsyncEnvClient) -> None:
+        for checkpoint in _named(wanted, await client.list_checkpoints(timeout=CALL_TIMEOUT)):
+            await client.delete_checkpoint(checkpoint, timeout=CALL_TIMEOUT)
+
+    daemon.call(delete_all)
+    emit({"deleted": wanted}, f"deleted {', '.join(wanted)}", as_json=as_json)
 
 
 @app.command("export")
 @reports_errors
+@calls_daemon
 def export(
+    daemon: Daemon,
     *,
     checkpoint_id: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Id of a checkpoint.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; one that exists is replaced.")],
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint to a file, for `envd checkpoints import` on another host. It contains the guest's memory."""
-    (found,) = _named([checkpoint_id], asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
-    size_bytes = asyncio.run(_export(found, file, envd, ca=tls_ca, cert=tls_cert, key=tls_key))
-    if as_json:
-        emit_json({"checkpoint_id": checkpoint_id, "file": str(file), "size_bytes": size_bytes})
-    else:
-        out.print(f"wrote {file}, {size_bytes / (1 << 20):.1f} MiB", markup=False, soft_wrap=True)
+    (found,) = _named([checkpoint_id], _list(daemon))
+    try:
+        size_bytes = daemon.call(lambda client: client.export_checkpoint(found, file))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
+    written = {"checkpoint_id": checkpoint_id, "file": str(file), "size_bytes": size_bytes}
+    emit(written, f"wrote {file}, {size_bytes / (1 << 20):.1f} MiB", as_json=as_json)
 
 
 @app.command("import")
 @reports_errors
+@calls_daemon
 def import_(
+    daemon: Daemon,
     *,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File of `envd checkpoints export`.")],
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Store the checkpoint of a file, from a host that you trust. With tokens, this needs one of scope `admin`."""
-    stored = asyncio.run(_import(file, envd, ca=tls_ca, cert=tls_cert, key=tls_key))
-    if as_json:
-        emit_json(_fields(stored))
-    else:
-        out.print(f"imported {stored.checkpoint_id}", markup=False, soft_wrap=True)
+    try:
+        stored = daemon.call(lambda client: client.import_checkpoint(file))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    emit(_fields(stored), f"imported {stored.checkpoint_id}", as_json=as_json)
 
 
 def _named(checkpoint_ids: Sequence[str], found: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -181,33 +158,8 @@ def _named(checkpoint_ids: Sequence[str], found: Sequence[Checkpoint]) -> list[C
     return [by_id[checkpoint_id] for checkpoint_id in checkpoint_ids]
 
 
-async def _list(target: str, ca: Path | None, cert: Path | None, key: Path | None, **filters: str) -> list[Checkpoint]:
-    async with open_client(target, ca=ca, cert=cert, key=key) as client:
-        return await client.list_checkpoints(**filters, timeout=CALL_TIMEOUT)
-
-
-async def _delete(
-    checkpoints: Sequence[Checkpoint], target: str, ca: Path | None, cert: Path | None, key: Path | None
-) -> None:
-    async with open_client(target, ca=ca, cert=cert, key=key) as client:
-        for checkpoint in checkpoints:
-            await client.delete_checkpoint(checkpoint, timeout=CALL_TIMEOUT)
-
-
-async def _export(checkpoint: Checkpoint, file: Path, target: str, **tls: Path | None) -> int:
-    async with open_client(target, **tls) as client:
-        try:
-            return await client.export_checkpoint(checkpoint, file)
-        except OSError as error:
-            raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
-
-
-async def _import(file: Path, target: str, **tls: Path | None) -> Checkpoint:
-    async with open_client(target, **tls) as client:
-        try:
-            return await client.import_checkpoint(file)
-        except OSError as error:
-            raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+def _list(daemon: Daemon, **filters: str) -> list[Checkpoint]:
+    return daemon.call(lambda client: client.list_checkpoints(**filters, timeout=CALL_TIMEOUT))
 
 
 def _ancestors(checkpoint: Checkpoint, found: Sequence[Checkpoint]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cuaenv.cli.terminal import Json, emit_json, out
+from cuaenv.cli.terminal import Json, emit, out
 from cuaenv.problems import did_you_mean
 from envd.base.errors import ConfigError
 from envd.base.terminal import reports_errors
@@ -40,10 +40,7 @@ def deploy_files() -> Mapping[str, Path]:
 def list_(*, as_json: Json = False) -> None:
     """List the files."""
     names = list(deploy_files())
-    if as_json:
-        emit_json({"files": names})
-    else:
-        out.print("\n".join(names), markup=False, soft_wrap=True)
+    emit({"files": names}, "\n".join(names), as_json=as_json)
 
 
 @app.command("show")

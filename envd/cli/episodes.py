@@ -1,33 +1,27 @@
 """The commands of `envd episodes`: list, show and close the episodes of a running daemon."""
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cuaenv.cli.lazy import lazy_group
-from cuaenv.cli.terminal import Json, emit_json, err, out
-from cuaenv.client import EpisodeInfo
+from cuaenv.cli.terminal import Json, emit, emit_json, err, out
+from cuaenv.client import AsyncEnvClient, EpisodeInfo
 from envd.base.errors import ConfigError, EpisodeNotFound
 from envd.cli.remote import (
     CALL_TIMEOUT,
-    DEFAULT_TARGET,
+    Daemon,
     PoolFilter,
     Reverse,
     RunFilter,
     Sort,
     SortKey,
-    Target,
-    TlsCa,
-    TlsCert,
-    TlsKey,
+    calls_daemon,
     episode_fields,
     episode_table,
-    open_client,
     printable,
     reports_errors,
     selected,
@@ -45,20 +39,18 @@ app = typer.Typer(
 
 @app.command("list")
 @reports_errors
+@calls_daemon
 def list_(
+    daemon: Daemon,
     *,
     pool: PoolFilter = None,
     run: RunFilter = None,
     sort: Sort = SortKey.AGE,
     reverse: Reverse = False,
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """List the open episodes, oldest first; with a token, those that it may see."""
-    found = asyncio.run(_list(envd, tls_ca, tls_cert, tls_key))
+    found = _list(daemon)
     episodes = selected(found, pool=pool, run=run, sort=sort, reverse=reverse)
     if as_json:
         emit_json({"episodes": [episode_fields(episode) for episode in episodes]})
@@ -71,17 +63,15 @@ def list_(
 
 @app.command("show")
 @reports_errors
+@calls_daemon
 def show(
+    daemon: Daemon,
     *,
     episode_id: Annotated[str, typer.Argument(metavar="EPISODE", help="An episode's id.")],
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Show one open episode."""
-    (episode,) = find_episodes([episode_id], asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
+    (episode,) = find_episodes([episode_id], _list(daemon))
     if as_json:
         emit_json(episode_fields(episode))
         return
@@ -95,14 +85,12 @@ def show(
 
 @app.command("close")
 @reports_errors
+@calls_daemon
 def close(
+    daemon: Daemon,
     *,
     episode_ids: Annotated[list[str], typer.Argument(metavar="EPISODE...", help="Ids of episodes.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Close episodes and destroy their machines. Their clients get EPISODE_NOT_FOUND; unscored work is lost.
@@ -110,30 +98,23 @@ def close(
     Closes nothing if one of the ids is unknown.
     """
     wanted = list(dict.fromkeys(episode_ids))
-    episodes = find_episodes(wanted, asyncio.run(_list(envd, tls_ca, tls_cert, tls_key)))
+    episodes = find_episodes(wanted, _list(daemon))
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError("close: not confirmed, and standard input is not a terminal; add --yes")
         err.print(episode_table(episodes, now=datetime.now(UTC)))
         typer.confirm(f"Close {len(episodes)} episode{'s' * (len(episodes) > 1)}?", abort=True, err=True)
-    asyncio.run(_close(episodes, envd, tls_ca, tls_cert, tls_key))
-    if as_json:
-        emit_json({"closed": wanted})
-    else:
-        out.print(f"closed {', '.join(wanted)}", markup=False, soft_wrap=True)
 
-
-async def _list(target: str, ca: Path | None, cert: Path | None, key: Path | None) -> list[EpisodeInfo]:
-    async with open_client(target, ca=ca, cert=cert, key=key) as client:
-        return await client.list_episodes(timeout=CALL_TIMEOUT)
-
-
-async def _close(
-    episodes: Sequence[EpisodeInfo], target: str, ca: Path | None, cert: Path | None, key: Path | None
-) -> None:
-    async with open_client(target, ca=ca, cert=cert, key=key) as client:
+    async def close_all(client: AsyncEnvClient) -> None:
         for episode in episodes:
             await client.close_episode(episode, timeout=CALL_TIMEOUT)
+
+    daemon.call(close_all)
+    emit({"closed": wanted}, f"closed {', '.join(wanted)}", as_json=as_json)
+
+
+def _list(daemon: Daemon) -> list[EpisodeInfo]:
+    return daemon.call(lambda client: client.list_episodes(timeout=CALL_TIMEOUT))
 
 
 def find_episodes(episode_ids: Sequence[str], episodes: Sequence[EpisodeInfo]) -> list[EpisodeInfo]:

@@ -9,7 +9,7 @@ import typer
 from cuaenv.cli.terminal import err, out
 from envd.base.errors import ConfigError
 from envd.cli.episodes import find_episodes
-from envd.cli.remote import CALL_TIMEOUT, DEFAULT_TARGET, Target, TlsCa, TlsCert, TlsKey, open_client, reports_errors
+from envd.cli.remote import CALL_TIMEOUT, Daemon, calls_daemon, reports_errors
 
 _Port = Annotated[int, typer.Argument(metavar="PORT", min=1, max=65_535, help="A TCP port of the guest.")]
 _LocalPort = Annotated[
@@ -18,15 +18,13 @@ _LocalPort = Annotated[
 
 
 @reports_errors
+@calls_daemon
 def forward(
+    daemon: Daemon,
     *,
     episode_id: Annotated[str, typer.Argument(metavar="EPISODE", help="An episode's id.")],
     port: _Port,
     local_port: _LocalPort = 0,
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
 ) -> None:
     """Forward a local port to a port of an episode's guest.
 
@@ -36,7 +34,7 @@ def forward(
     _show_connections()
 
     async def serve() -> None:
-        async with open_client(envd, ca=tls_ca, cert=tls_cert, key=tls_key) as client:
+        async with daemon.client() as client:
             (episode,) = find_episodes([episode_id], await client.list_episodes(timeout=CALL_TIMEOUT))
             try:
                 async with client.forward(episode, port, local_port=local_port, timeout=CALL_TIMEOUT) as forwarding:

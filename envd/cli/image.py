@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from cuaenv.cli.terminal import Json, emit_json, err, out, progress
+from cuaenv.cli.terminal import Json, emit, emit_json, err, out, progress
 from envd.base.config import Config
 from envd.base.errors import ConfigError
 from envd.base.terminal import reports_errors, stop_on_sigterm
@@ -134,7 +134,4 @@ def show(settings: Config, *, name: Name, as_json: Json = False) -> None:
 def remove(settings: Config, *, name: Name, as_json: Json = False) -> None:
     """Remove one image (NAME@DIGEST) or all with a NAME. A disk that was imported in place is kept."""
     removed = ImageCatalogue(settings.cache_dir).remove(name)
-    if as_json:
-        emit_json({"removed": str(removed)})
-    else:
-        out.print(f"removed image {name} ({removed})", markup=False, soft_wrap=True)
+    emit({"removed": str(removed)}, f"removed image {name} ({removed})", as_json=as_json)

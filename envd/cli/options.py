@@ -88,17 +88,28 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
     Args:
         names: Parameters of the options.
     """
+    annotations = {**{name: _OPTIONS[name][1] for name in names}, "config": _CONFIG}
+    return with_options(annotations, lambda given: load_config(given.pop("config"), given))
+
+
+def with_options(
+    annotations: Mapping[str, Any], join: Callable[[dict[str, Any]], object]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator for commands whose only positional argument is made of several options.
+
+    Args:
+        annotations: The options by parameter; None if they are not given.
+        join: Makes the argument of the options' values.
+    """
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in [*((name, _OPTIONS[name][1]) for name in names), ("config", _CONFIG)]
+        for name, annotation in annotations.items()
     ]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def wrapper(**arguments: Any) -> None:
-            file = arguments.pop("config")
-            settings = load_config(file, {name: arguments.pop(name) for name in names})
-            command(settings, **arguments)
+            command(join({name: arguments.pop(name) for name in annotations}), **arguments)
 
         own = [p for p in inspect.signature(command).parameters.values() if p.kind is p.KEYWORD_ONLY]
         # A stable sort: `as_json` is last.

@@ -1,11 +1,13 @@
 """What the commands that call a running daemon share: its address, TLS and token, errors, and columns of episodes."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
 from rich.table import Table
@@ -15,13 +17,18 @@ from cuaenv.cli import terminal
 from cuaenv.cli.messages import message_of
 from cuaenv.client import AsyncEnvClient, EnvError, EpisodeInfo, Tls
 from envd.base.errors import ConfigError, EnvdError
+from envd.cli.options import with_options
 
+T = TypeVar("T")
+
+DEFAULT_TARGET: Final = "127.0.0.1:50051"
 Target = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--envd",
         metavar="HOST:PORT",
         envvar="ENVD_TARGET",
+        show_default=DEFAULT_TARGET,
         help="The daemon, or several with commas. The variable ENVD_TOKEN has the token, if it requires one.",
     ),
 ]
@@ -40,7 +47,6 @@ TlsKey = Annotated[
 ]
 PoolFilter = Annotated[str | None, typer.Option("--pool", help="Only episodes of this pool.")]
 RunFilter = Annotated[str | None, typer.Option("--run", help="Only episodes of this training run.")]
-DEFAULT_TARGET: Final = "127.0.0.1:50051"
 #: Timeout of calls: short, so that a missing daemon is reported soon.
 CALL_TIMEOUT: Final = timedelta(seconds=10)
 
@@ -79,23 +85,49 @@ Sort = Annotated[SortKey, typer.Option("--sort", metavar="COLUMN", help=f"Sort e
 Reverse = Annotated[bool, typer.Option("--reverse", help="Sort in descending order.")]
 
 
-def open_client(target: str, *, ca: Path | None, cert: Path | None, key: Path | None) -> AsyncEnvClient:
-    """Return a client of the daemons; their token comes from `ENVD_TOKEN`. Raises: ConfigError."""
-    try:
-        if ca is None:
-            if cert is not None or key is not None:
-                raise ConfigError("--tls-cert and --tls-key: no TLS without an authority; add --tls-ca FILE")
-            tls = None
-        else:
-            tls = Tls(ca=ca, cert=cert, key=key)
-            tls.credentials()
-        return AsyncEnvClient(target, tls=tls)
-    except ValueError as error:
-        raise ConfigError(f"--envd {target}: {error}") from error
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename}: cannot be read: {error.strerror}; check --tls-ca and --tls-cert"
-        ) from error
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Daemon:
+    """The daemon that a command calls, or several. Their token comes from `ENVD_TOKEN`."""
+
+    envd: str
+    """Addresses, separated by commas."""
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    def client(self) -> AsyncEnvClient:
+        """Return a client. Raises: ConfigError."""
+        try:
+            if self.tls_ca is None:
+                if self.tls_cert is not None or self.tls_key is not None:
+                    raise ConfigError("--tls-cert and --tls-key: no TLS without an authority; add --tls-ca FILE")
+                tls = None
+            else:
+                tls = Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
+                tls.credentials()
+            return AsyncEnvClient(self.envd, tls=tls)
+        except ValueError as error:
+            raise ConfigError(f"--envd {self.envd}: {error}") from error
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename}: cannot be read: {error.strerror}; check --tls-ca and --tls-cert"
+            ) from error
+
+    def call(self, use: Callable[[AsyncEnvClient], Awaitable[T]]) -> T:
+        """Use a client and close it. Raises: ConfigError, and what `use` raises."""
+
+        async def run() -> T:
+            async with self.client() as client:
+                return await use(client)
+
+        return asyncio.run(run())
+
+
+#: Decorator for commands whose positional argument is a `Daemon`; on the command line they have its options.
+calls_daemon = with_options(
+    {"envd": Target, "tls_ca": TlsCa, "tls_cert": TlsCert, "tls_key": TlsKey},
+    lambda given: Daemon(**{**given, "envd": given["envd"] or DEFAULT_TARGET}),
+)
 
 
 def selected(

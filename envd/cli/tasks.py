@@ -12,12 +12,10 @@ from rich.text import Text
 
 from cuaenv.cli.lazy import lazy_group
 from cuaenv.cli.terminal import EXIT_FAILED, Json, emit_json, out
-from cuaenv.client import AsyncEnvClient
-from cuaenv.client import Task as ServedTask
 from envd.base.config import Config
 from envd.base.config_values import BUILTIN_TASKS
 from envd.cli.options import with_settings
-from envd.cli.remote import CALL_TIMEOUT, TlsCa, TlsCert, TlsKey, open_client, reports_errors
+from envd.cli.remote import CALL_TIMEOUT, Daemon, TlsCa, TlsCert, TlsKey, reports_errors
 from envd.cli.tasks_fetch import fetch_all, print_fetched
 from envd.cli.tasks_oracles import oracles
 from envd.daemon.suites import inspect_tasks, load_tasks, optional_suites, with_suites
@@ -75,7 +73,8 @@ def list_(
     the beginning of each instruction.
     """
     if envd:
-        served = asyncio.run(_served(open_client(envd, ca=tls_ca, cert=tls_cert, key=tls_key)))
+        daemon = Daemon(envd=envd, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+        served = daemon.call(lambda client: client.list_tasks(timeout=CALL_TIMEOUT))
         # The fields of `_summary` that a daemon reports.
         names = ("task_id", "level", "domain", "split", "variant_count", "instruction", "max_steps", "runnable")
         summaries = [
@@ -260,8 +259,3 @@ def _summary(task: Task, catalogue: TaskCatalogue) -> dict[str, object]:
         "runnable": None if obstacles is None else not obstacles,
         "oracle_step_count": len(task.oracle),
     }
-
-
-async def _served(client: AsyncEnvClient) -> list[ServedTask]:
-    async with client:
-        return await client.list_tasks(timeout=CALL_TIMEOUT)

@@ -6,19 +6,17 @@ from typing import Annotated
 
 import typer
 
-from cuaenv.cli.terminal import Json, err
+from cuaenv.cli.terminal import Json
 from envd.base.config import Config
 from envd.base.terminal import print_result, reports_errors
 from envd.bench.attack.mutants import Family, Mutant
 from envd.bench.attack.playing import Attack, attack, attack_config
 from envd.bench.attack.report import Report, ResultsFile, read_verdicts, write_passed
 from envd.cli.options import runs_own_daemon
-from envd.cli.tasks_verify import choose, image_of
-from envd.daemon.ephemeral import ensure_image, run_until_signal
+from envd.cli.tasks_verify import Suites, TaskIds, choose, names_of, on_image
+from envd.daemon.ephemeral import run_until_signal
 from envd.daemon.suites import load_tasks, with_suites
 from envd.hypervisor.backends import backend_of
-from envd.images.catalogue import ImageCatalogue
-from envd.tasks.model import split_by_needs
 
 
 @reports_errors
@@ -26,13 +24,8 @@ from envd.tasks.model import split_by_needs
 def attack_command(
     settings: Config,
     *,
-    task_ids: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[TASK]...", help="Task ids, or SUITE/ for a whole suite. Default: all with an oracle."),
-    ] = None,
-    suites: Annotated[
-        list[str] | None, typer.Option("--suite", metavar="SUITE", help="The same as SUITE/; repeatable.")
-    ] = None,
+    task_ids: TaskIds = None,
+    suites: Suites = None,
     families: Annotated[
         list[Family] | None, typer.Option("--family", help="Play only this kind of mutant; repeatable. Default: all.")
     ] = None,
@@ -56,19 +49,13 @@ def attack_command(
     as_json: Json = False,
 ) -> None:
     """Play almost right solutions and cheats of each task, which a sound checker scores below 1, on forks."""
-    wanted = [*(task_ids or []), *(f"{name.removesuffix('/')}/" for name in suites or [])]
+    wanted = names_of(task_ids, suites)
     settings = with_suites(settings, wanted)
     chosen = [
         task for task in choose(load_tasks(settings, include_osworld=False), wanted) if task.oracle and task.checker
     ]
     reviewed = read_verdicts(files("envd.bench.attack") / "verdicts.yaml") | read_verdicts(verdicts)
-    images = ImageCatalogue(settings.cache_dir)
-    image = image or image_of(chosen, images)
-    if not image:
-        ensure_image(settings)
-    chosen, unmet = split_by_needs(chosen, frozenset(images.get(image).provides) if image else frozenset())
-    for task in unmet:
-        err.print(f"{task.task_id} needs {', '.join(task.needs)}, which the image does not provide: skipped")
+    image, playable, _ = on_image(settings, chosen, image)
     own = attack_config(settings, parallel_count=parallel_count, image=image)
     with ResultsFile(out_dir / "results.jsonl", resume=resume) as file:
         played: dict[str, Attack] = {}
@@ -82,11 +69,11 @@ def attack_command(
             file.add(result)
             played[result.digest] = result
 
-        run_until_signal(attack(own, chosen, parallel_count=parallel_count, is_wanted=is_wanted, on_result=on_result))
+        run_until_signal(attack(own, playable, parallel_count=parallel_count, is_wanted=is_wanted, on_result=on_result))
     report = Report(results=list(played.values()), verdicts=reviewed)
     if passed is not None:
         runs_guests = backend_of(settings.hypervisor.uri).capabilities.runs_guests
-        write_passed(passed, chosen, report, runs_guests=runs_guests)
+        write_passed(passed, playable, report, runs_guests=runs_guests)
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(report.page(), encoding="utf-8")

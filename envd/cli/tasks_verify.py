@@ -23,22 +23,23 @@ from envd.images.catalogue import ImageCatalogue
 from envd.tasks.catalogue import TaskCatalogue
 from envd.tasks.model import Task, split_by_needs
 
+TaskIds = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[TASK]...", help="Task ids, or SUITE/ for a whole suite. Default: all with an oracle."),
+]
+Suites = Annotated[
+    list[str] | None,
+    typer.Option("--suite", metavar="SUITE", help="The same as SUITE/; loads a built-in suite if needed; repeatable."),
+]
+
 
 @reports_errors
 @runs_own_daemon("tasks")
 def verify_command(
     settings: Config,
     *,
-    task_ids: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[TASK]...", help="Task ids, or SUITE/ for a whole suite. Default: all with an oracle."),
-    ] = None,
-    suites: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--suite", metavar="SUITE", help="The same as SUITE/; loads a built-in suite if needed; repeatable."
-        ),
-    ] = None,
+    task_ids: TaskIds = None,
+    suites: Suites = None,
     starts: Annotated[
         bool, typer.Option("--starts", help="Only do nothing; also in tasks without an oracle, OSWorld's included.")
     ] = False,
@@ -49,20 +50,14 @@ def verify_command(
     as_json: Json = False,
 ) -> None:
     """Play the oracle of each task, which must score 1, and do nothing, which must score 0, on forks of one state."""
-    wanted = [*(task_ids or []), *(f"{name.removesuffix('/')}/" for name in suites or [])]
+    wanted = names_of(task_ids, suites)
     settings = with_suites(settings, wanted)
     # OSWorld's tasks have no oracles.
     catalogue = load_tasks(settings, include_osworld=starts)
     chosen = choose(catalogue, wanted, starts=starts)
-    images = ImageCatalogue(settings.cache_dir)
-    image = image or image_of(chosen, images)
     if not wanted and not starts and (rest := len(catalogue) - len(chosen)):
         err.print(f"{rest} tasks have no oracle and are skipped; they fail if named")
-    if not image:
-        ensure_image(settings)
-    chosen, unmet = split_by_needs(chosen, frozenset(images.get(image).provides) if image else frozenset())
-    for task in unmet:
-        err.print(f"{task.task_id} needs {', '.join(task.needs)}, which the image does not provide: skipped")
+    image, chosen, unmet = on_image(settings, chosen, image)
     if not chosen:
         raise ConfigError("tasks verify: no task can run on this image; choose another with --image")
     own = verify_config(settings, parallel_count=parallel_count, image=image)
@@ -72,6 +67,35 @@ def verify_command(
     runs_guests = backend_of(settings.hypervisor.uri).capabilities.runs_guests
     stale = () if starts else not_attacked(chosen, runs_guests=runs_guests)
     print_result(replace(verification, skipped=skipped, not_attacked=stale), as_json=as_json)
+
+
+def names_of(task_ids: Sequence[str] | None, suites: Sequence[str] | None) -> list[str]:
+    """Return the named tasks, and `SUITE/` for each named suite."""
+    return [*(task_ids or []), *(f"{name.removesuffix('/')}/" for name in suites or [])]
+
+
+def on_image(settings: Config, tasks: Sequence[Task], image: str) -> tuple[str, list[Task], list[Task]]:
+    """Return the image that tasks are played on, those that it can run, and the others, which are reported.
+
+    Builds the default image if it is missing.
+
+    Args:
+        settings: The settings.
+        tasks: The tasks.
+        image: Its name; empty for the tasks' own.
+
+    Raises:
+        ConfigError: See `image_of`.
+        ImageNotFound, ImageError: It is missing or damaged, or cannot be built.
+    """
+    images = ImageCatalogue(settings.cache_dir)
+    image = image or image_of(tasks, images)
+    if not image:
+        ensure_image(settings)
+    runnable, unmet = split_by_needs(tasks, frozenset(images.get(image).provides) if image else frozenset())
+    for task in unmet:
+        err.print(f"{task.task_id} needs {', '.join(task.needs)}, which the image does not provide: skipped")
+    return image, runnable, unmet
 
 
 def not_attacked(tasks: Sequence[Task], *, runs_guests: bool) -> tuple[str, ...]:

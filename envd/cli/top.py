@@ -19,17 +19,13 @@ from cuaenv.cli.terminal import Json, emit_json, out
 from cuaenv.client import AsyncEnvClient, EnvError
 from envd.cli.remote import (
     CALL_TIMEOUT,
-    DEFAULT_TARGET,
+    Daemon,
     PoolFilter,
     Reverse,
     RunFilter,
     Sort,
     SortKey,
-    Target,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    open_client,
+    calls_daemon,
     reports_errors,
 )
 from envd.cli.top_view import Facts, Options, fitted, render
@@ -38,7 +34,9 @@ _KEYS = "q quit   s sort   r reverse"
 
 
 @reports_errors
+@calls_daemon
 def top(
+    daemon: Daemon,
     *,
     pool: PoolFilter = None,
     run: RunFilter = None,
@@ -46,10 +44,6 @@ def top(
     reverse: Reverse = False,
     interval_s: Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print the present state and exit.")] = False,
-    envd: Target = DEFAULT_TARGET,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Watch the pools, the queue and the episodes of running daemons.
@@ -59,15 +53,15 @@ def top(
     options = Options(pool=pool, run=run, sort=sort, reverse=reverse)
 
     async def show() -> None:
-        async with open_client(envd, ca=tls_ca, cert=tls_cert, key=tls_key) as client:
+        async with daemon.client() as client:
             if once or as_json or not out.is_terminal:
                 facts = (await read_facts(client)).filtered(options)
                 if as_json:
                     emit_json(facts.as_json())
                 else:
-                    out.print(render(facts, options=options, targets=envd))
+                    out.print(render(facts, options=options, targets=daemon.envd))
             else:
-                await Top(client, envd, options).run(interval_s)
+                await Top(client, daemon.envd, options).run(interval_s)
 
     try:
         asyncio.run(show())

@@ -254,7 +254,12 @@ async def test_a_killed_daemon_loses_no_result_and_the_next_one_finishes_the_eva
                 def step_timeout(self) -> timedelta:
                     return timedelta(seconds=1 if server.is_killed else 60)
 
-                reset_timeout = evaluate_timeout = step_timeout
+                evaluate_timeout = step_timeout
+
+                @property
+                def reset_timeout(self) -> timedelta:
+                    # Of both attempts at a task, also if the daemon is gone at the second.
+                    return timedelta(seconds=1 if server.is_killed else 15 if model.asked_count else 60)
 
             model.before_reply = kill
             cut = await run_evaluation(client, url, tasks, path, concurrency=1, settings=Hasty(max_turns=4))

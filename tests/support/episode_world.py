@@ -72,7 +72,7 @@ class StubTasks:
     check_gate: asyncio.Event = field(default_factory=asyncio.Event)
     check_error: Exception | None = None
     check_errors: list[Exception | None] = field(default_factory=list)
-    """Of the next evaluations, one each, before `check_error`."""
+    """Errors of the next evaluations, one each, before `check_error`."""
     checks: int = 0
     score: float = 1.0
     last_action: Done | Fail | None = None

@@ -1,14 +1,13 @@
 """`trainer bench`: measure the trainer's own cost."""
 
 import json
-import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cuaenv.cli.terminal import out
-from trainer.cli.output import UsageError, reports_errors
+from trainer.cli.options import SlimeHome, slime_checkout
+from trainer.cli.output import reports_errors
 from trainer.learn import LearnError
 
 app = typer.Typer(no_args_is_help=True, help="Measure the trainer's own cost: a turn of a rollout.")
@@ -26,15 +25,13 @@ def rollout(
     episodes: Annotated[int, typer.Option(min=1, max=256, help="Concurrent episodes.")] = 16,
     turns: Annotated[int, typer.Option(min=6, help="Turns of each episode.")] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    slime_home: Annotated[Path | None, typer.Option(envvar="SLIME_HOME", help="Checkout of slime.")] = None,
+    slime_home: SlimeHome = None,
 ) -> None:
     """Measure CPU time, bytes and memory of a turn: slime's rollout code, drawn desktops, an engine without a model."""
-    if slime_home is None:
-        raise UsageError("--slime-home: give a checkout of slime, or set SLIME_HOME; docs/train.md names the commit")
-    os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
+    home = slime_checkout(slime_home)
     from trainer.learn.rollout_bench import measure  # noqa: PLC0415 -- torch: seconds
 
-    report = measure(slime_home.expanduser().resolve(), episodes=episodes, turns=turns)
+    report = measure(home, episodes=episodes, turns=turns)
     if as_json:
         out.print_json(json.dumps(report))
         return

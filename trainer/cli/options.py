@@ -1,5 +1,6 @@
 """Options that several commands share, and their parsing."""
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +28,7 @@ AgentFile = Annotated[
     typer.Option("--agent", help="YAML file with the agent's settings, as for training; default: all defaults."),
 ]
 Screen = Annotated[str, typer.Option(help="Size of the guest's screen in pixels, for the coordinates of oracles.")]
+SlimeHome = Annotated[Path | None, typer.Option(envvar="SLIME_HOME", help="Checkout of slime.")]
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_RUN = "evaluation"
 DEFAULT_SCREEN = "1280x800"
@@ -64,6 +66,14 @@ def read_settings(file: Path | None, **changes: Any) -> AgentSettings:
         return AgentSettings.from_mapping({**held, **given})
     except ValueError as error:
         raise UsageError(f"agent settings: {error}") from error
+
+
+def slime_checkout(home: Path | None) -> Path:
+    """Return the directory of slime, and prepare this process for it: no downloads, no bars. Raises: UsageError."""
+    if home is None:
+        raise UsageError("--slime-home: give a checkout of slime, or set SLIME_HOME; docs/train.md names the commit")
+    os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
+    return home.expanduser().resolve()
 
 
 def read_screen(text: str) -> tuple[int, int]:

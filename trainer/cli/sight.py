@@ -1,7 +1,6 @@
 """`trainer sight`: check that the policy sees its pixels."""
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cuaenv.cli.terminal import out
-from trainer.cli.options import AgentFile, read_settings
+from trainer.cli.options import AgentFile, SlimeHome, read_settings, slime_checkout
 from trainer.cli.output import UsageError, reports_errors
 from trainer.learn import LearnError
 from trainer.slime.sight import SightError
@@ -30,19 +29,17 @@ def sight_command(
     ] = "",
     picture: Annotated[Path | None, typer.Option(help="Write a PNG of what the learner is given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    slime_home: Annotated[Path | None, typer.Option(envvar="SLIME_HOME", help="Checkout of slime.")] = None,
+    slime_home: SlimeHome = None,
 ) -> None:
     """Check by drawn code words that engine and learner see the pixels of every turn. Exits with 1 if they do not."""
-    if slime_home is None:
-        raise UsageError("--slime-home: give a checkout of slime, or set SLIME_HOME; docs/train.md names the commit")
+    home = slime_checkout(slime_home)
     host, _, port = engine.rpartition(":")
     if engine and not (host and port.isdigit()):
         raise UsageError(f"--engine {engine}: not an address; use HOST:PORT")
-    os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
     from trainer.learn.sight import examine  # noqa: PLC0415 -- torch: seconds
 
     report = examine(
-        slime_home.expanduser().resolve(),
+        home,
         agent=read_settings(agent, **({} if agent else SMALL)),
         checkpoint=checkpoint,
         engine=(host, int(port)) if engine else None,

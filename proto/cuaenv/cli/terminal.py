@@ -73,6 +73,14 @@ def emit_json(value: Mapping[str, object]) -> None:
     sys.stdout.flush()
 
 
+def emit(value: Mapping[str, object], text: str, *, as_json: bool) -> None:
+    """Print a command's result: one JSON object, or text for people."""
+    if as_json:
+        emit_json(value)
+    else:
+        out.print(text, markup=False, soft_wrap=True)
+
+
 def reports_errors(
     *expected: type[Exception],
     usage_errors: tuple[type[Exception], ...],

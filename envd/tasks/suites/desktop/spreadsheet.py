@@ -155,8 +155,9 @@ def total_of_a_column(rng: Sampler) -> Entry:
 @DESKTOP.add(level=3, domain=_DOMAIN)
 def highest_and_lowest(rng: Sampler) -> Entry:
     """Use two functions of the spreadsheet."""
-    days = [(n, rng.randint(-9, 31)) for n in range(1, 7)]
-    degrees = [degree for _, degree in days]
+    # All different, so that the highest is not also the lowest.
+    degrees = rng.sample(range(-9, 32), 6)
+    days = list(enumerate(degrees, start=1))
     return {
         "tags": ["formula"],
         "instruction": (
