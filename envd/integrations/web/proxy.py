@@ -73,7 +73,7 @@ class WebProxy:
         self._exit: asyncio.Server | None = None
         self._reading: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        """To web servers."""
+        """Connections to web servers."""
 
     def __repr__(self) -> str:
         return f"<WebProxy {'replays' if self._servers is None else 'records'} {self._name}>"

@@ -36,13 +36,13 @@ class Entry:
     method: str
     url: str
     body_sha256: str
-    """Of the request's body."""
+    """Digest of the request's body, hex."""
     cookies: frozenset[str]
-    """Of the request, as `name=value`."""
+    """Cookies of the request, each `name=value`."""
     status: int
     media_type: str
     size_bytes: int
-    """Of the response's body."""
+    """Size of the response's body."""
     time_s: float
     """When it was recorded, in seconds since 1970."""
     offset: int
