@@ -566,7 +566,7 @@ def test_a_signal_ends_a_benchmark_and_leaves_no_machine(tmp_path: Path, number:
 
 
 def test_bench_scale_compares_concurrent_steps_with_an_echo(tmp_path: Path) -> None:
-    """Drawn desktops are measured, although no hypervisor is named."""
+    """Measures drawn desktops, although no hypervisor is named."""
     directories = ("--state-dir", str(tmp_path / "state"), "--cache-dir", str(tmp_path / "cache"))
     done = run_envd("bench", "scale", "--machines=4", "--seconds=1", "--daemons=2", *directories, "--json")
     assert done.status == 0, done.err
